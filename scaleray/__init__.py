@@ -1,0 +1,51 @@
+"""scaleray: take a PyTorch recipe from one GPU to many, and prove each step.
+
+Names load on first use, so that `import scaleray` imports neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "train": "scaleray.launch",
+    "Workload": "scaleray.workload",
+    "RunConfig": "scaleray.config",
+    "RunRecord": "scaleray.records",
+    "load_config": "scaleray.config",
+    "ArraySource": "scaleray.data",
+    "ParquetSource": "scaleray.data",
+    "TokenSource": "scaleray.data",
+    "ScaleRayError": "scaleray.errors",
+    "ConfigError": "scaleray.errors",
+}
+
+__all__ = [
+    "ArraySource",
+    "ConfigError",
+    "ParquetSource",
+    "RunConfig",
+    "RunRecord",
+    "ScaleRayError",
+    "TokenSource",
+    "Workload",
+    "load_config",
+    "train",
+]
+
+if TYPE_CHECKING:
+    from scaleray.config import RunConfig, load_config
+    from scaleray.data import ArraySource, ParquetSource, TokenSource
+    from scaleray.errors import ConfigError, ScaleRayError
+    from scaleray.launch import train
+    from scaleray.records import RunRecord
+    from scaleray.workload import Workload
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'scaleray' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,143 @@
+"""What every config section shares: frozen pydantic models that refuse unknown keys and sloppy types."""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic_core import core_schema
+
+LARGEST_COUNT = 2**40  # anything larger is a slip, and would overflow the plan's 64-bit arithmetic
+
+Unit = Literal["steps", "epochs", "samples", "tokens"]
+UNITS: tuple[str, ...] = ("steps", "epochs", "samples", "tokens")
+
+
+class Settings(BaseModel):
+    """Base of all sections: frozen, unknown keys refused, finite numbers only, true/false never read as a number."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        validate_default=True,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_booleans_for_numbers(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            for name, value in values.items():
+                info = cls.model_fields.get(name)
+                if isinstance(value, bool) and info is not None and bool not in _leaf_types(info.annotation):
+                    raise ValueError(f"{name}: a true/false value is not allowed here")
+        return values
+
+
+def _leaf_types(annotation: Any) -> set[Any]:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return set().union(*(_leaf_types(a) for a in typing.get_args(annotation)))
+    if typing.get_origin(annotation) is Annotated:
+        return _leaf_types(typing.get_args(annotation)[0])
+    return {annotation}
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A length of training: a number and one of steps, epochs, samples, tokens. Written `3 epochs` or `1.5e6 samples`."""
+
+    value: float
+    unit: str
+
+    def __str__(self) -> str:
+        return f"{self.value:g} {self.unit}" if self.value < 1e6 else f"{self.value:.12g} {self.unit}"
+
+    @classmethod
+    def parse(cls, text: Any) -> Duration:
+        """Read `3 epochs`. Raises ValueError with what is allowed."""
+        if isinstance(text, Duration):
+            return text
+        match = (
+            re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([a-z]+)\s*", text)
+            if isinstance(text, str)
+            else None
+        )
+        unit = match.group(2) if match else ""
+        unit = unit if unit.endswith("s") else unit + "s"
+        if match is None or unit not in UNITS:
+            raise ValueError(f"a number and one of {', '.join(UNITS)} is needed, for example '3 epochs' or '500 steps'")
+        value = float(match.group(1).replace("_", ""))
+        if not value <= LARGEST_COUNT:
+            raise ValueError(f"it must be at most {LARGEST_COUNT} {unit}")
+        return cls(value, unit)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            cls.parse,
+            serialization=core_schema.plain_serializer_function_ser_schema(str),
+        )
+
+
+@dataclass(frozen=True)
+class Target:
+    """A metric's value at which training may stop. Written `val/accuracy >= 0.97`."""
+
+    metric: str
+    comparison: str
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.metric} {self.comparison} {self.value!r}"
+
+    def is_reached(self, metrics: dict[str, float]) -> bool:
+        """Whether the last evaluation reached it; a metric that was not evaluated has not."""
+        value = metrics.get(self.metric)
+        if value is None:
+            return False
+        return value >= self.value if self.comparison == ">=" else value <= self.value
+
+    @classmethod
+    def parse(cls, text: Any) -> Target:
+        """Read `val/accuracy >= 0.97`. Raises ValueError with what is allowed."""
+        if isinstance(text, Target):
+            return text
+        match = (
+            re.fullmatch(r"\s*([\w.-]+/[\w./-]+)\s*(>=|<=)\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*", text)
+            if isinstance(text, str)
+            else None
+        )
+        if match is None:
+            raise ValueError("a metric, >= or <=, and a number is needed, for example 'val/accuracy >= 0.97'")
+        return cls(match.group(1), match.group(2), float(match.group(3)))
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            cls.parse,
+            serialization=core_schema.plain_serializer_function_ser_schema(str),
+        )
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, str):
+        number = float(value)
+        return int(number) if number.is_integer() else value
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=LARGEST_COUNT)]
+NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Probability = Annotated[float, Field(ge=0, lt=1)]
+
+
+def absolute_path(value: str) -> str:
+    """Paths become absolute at once, since workers run in other directories; URIs such as s3://bucket stay."""
+    return value if "://" in value else str(Path(value).expanduser().absolute())

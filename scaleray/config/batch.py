@@ -1,0 +1,20 @@
+"""The global batch. It is the input; everything a worker does with its share is derived."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from scaleray.config.base import Count, Settings
+
+
+class BatchSettings(Settings):
+    """Size of one optimizer step over all workers."""
+
+    global_size: Count
+    """Samples (or tokens) in one optimizer step, over all workers."""
+    unit: Literal["samples", "tokens"] = "samples"
+    """What `global_size` and `optimizer.reference_batch_size` count."""
+    micro_size: Count | None = None
+    """Samples in one forward pass of one worker. None: the worker's whole share. Smaller saves memory, by accumulation."""
+    drop_last: bool = False
+    """Leave out the last, partial batch of an epoch. False: it is used, and weighs what it counts."""

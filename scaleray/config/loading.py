@@ -1,0 +1,268 @@
+"""From a YAML file, the environment and dotted flags to a RunConfig, or to one ConfigError that names the key.
+
+Flags win over the environment, the environment over the file. Environment variables are `SCALERAY_SCALE__WORKERS`
+for `scale.workers`: two underscores between section and key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from scaleray.config.run import RunConfig
+from scaleray.errors import ConfigError
+
+ENV_PREFIX = "SCALERAY_"
+MAX_ENTRIES = 10_000  # a file of a few bytes can expand to billions of entries through YAML aliases
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One value of a layer, and where it was written."""
+
+    value: Any
+    where: str
+
+
+def load_config(
+    path: str | Path | None = None,
+    *,
+    flags: Sequence[str] | Mapping[str, Any] = (),
+    environ: Mapping[str, str] | None = None,
+) -> RunConfig:
+    """The resolved config. `flags` are `--section.key value` words, or a mapping of dotted keys to values.
+
+    environ: None reads os.environ. Raises ConfigError naming the key, and file and line where it stands.
+    """
+    entries: dict[str, Entry] = {}
+    if path is not None:
+        entries.update(read_file(Path(path)))
+    entries.update(read_environment(os.environ if environ is None else environ))
+    if isinstance(flags, Mapping):
+        entries.update({key: Entry(value, "override") for key, value in flags.items()})
+    else:
+        entries.update(read_flags(flags))
+    return validate(entries)
+
+
+def known_keys() -> dict[str, Any]:
+    """Every dotted key of the config with its field, in the order of the sections."""
+    found: dict[str, Any] = {}
+    for name, info in RunConfig.model_fields.items():
+        section = info.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            found.update({f"{name}.{key}": field for key, field in section.model_fields.items()})
+        else:
+            found[name] = info
+    return found
+
+
+def read_file(path: Path) -> dict[str, Entry]:
+    """The entries of a YAML file by dotted key, with line numbers."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        near = sorted(str(p) for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+        hint = f"YAML files there: {', '.join(near)}" if near else "give a file with -c"
+        raise ConfigError("config file", str(path), "it does not exist", hint) from None
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError("config file", str(path), f"it cannot be read: {exc}") from exc
+    return parse_yaml(text, name=str(path))
+
+
+def parse_yaml(text: str, *, name: str) -> dict[str, Entry]:
+    """The entries of YAML text by dotted key; `name` is what messages call it."""
+    loader = None
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            raise ConfigError(f"config file {name}", "empty", "it needs at least workload, batch, optimizer and stop")
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigError(f"config file {name}", "not a mapping", "it must hold sections such as 'batch:'")
+        entries: dict[str, Entry] = {}
+        _collect(loader, node, prefix="", name=name, entries=entries)
+        return entries
+    except yaml.YAMLError as exc:
+        mark = getattr(exc, "problem_mark", None)
+        place = f"{name}:{mark.line + 1}" if mark else name
+        raise ConfigError(f"config file {place}", "not valid YAML", str(getattr(exc, "problem", None) or exc)) from exc
+    except (RecursionError, ValueError, OverflowError, TypeError) as exc:  # bad dates, numbers and self-references
+        raise ConfigError(f"config file {name}", "not readable as values", f"{type(exc).__name__}: {exc}") from exc
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def _collect(
+    loader: yaml.SafeLoader, node: yaml.MappingNode, *, prefix: str, name: str, entries: dict[str, Entry]
+) -> None:
+    sections = {
+        key
+        for key, info in RunConfig.model_fields.items()
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
+    }
+    seen: set[str] = set()
+    for key_node, value_node in node.value:
+        where = f"{name}:{key_node.start_mark.line + 1}"
+        key = prefix + str(getattr(key_node, "value", "?"))
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise ConfigError(f"{where} a key", "not a word", "keys are words such as 'batch'")
+        if key in seen:
+            raise ConfigError(f"{where} {key}", "given twice", "each key may stand once", "remove one of the two")
+        seen.add(key)
+        if not prefix and key in sections and isinstance(value_node, yaml.MappingNode):
+            _collect(loader, value_node, prefix=f"{key}.", name=name, entries=entries)
+            continue
+        if not prefix and key in sections:
+            if isinstance(value_node, yaml.ScalarNode) and value_node.tag == "tag:yaml.org,2002:null":
+                continue  # an empty section: all its defaults
+            raise ConfigError(
+                f"{where} {key}", _shown_node(value_node), f"it is a section with keys such as {_first_key(key)}"
+            )
+        value = loader.construct_object(value_node, deep=True)
+        _check_size(value)
+        entries[key] = Entry(value, where)
+
+
+def _check_size(value: Any) -> None:
+    stack, total = [value], 0
+    while stack:
+        item = stack.pop()
+        total += 1
+        if total > MAX_ENTRIES:
+            raise ValueError(f"more than {MAX_ENTRIES} entries, or a value that contains itself")
+        if isinstance(item, dict):
+            stack.extend(item.values())
+        elif isinstance(item, (list, tuple, set)):
+            stack.extend(item)
+
+
+def _shown_node(node: yaml.Node) -> str:
+    return str(node.value) if isinstance(node, yaml.ScalarNode) else "a list"
+
+
+def _first_key(section: str) -> str:
+    return next(key for key in known_keys() if key.startswith(section + "."))
+
+
+def read_environment(environ: Mapping[str, str]) -> dict[str, Entry]:
+    """Entries from `SCALERAY_SECTION__KEY` variables."""
+    entries = {}
+    for variable, text in environ.items():
+        if variable.startswith(ENV_PREFIX):
+            key = variable[len(ENV_PREFIX) :].lower().replace("__", ".")
+            entries[key] = Entry(_parse_word(text), f"environment variable {variable}")
+    return entries
+
+
+def read_flags(words: Sequence[str]) -> dict[str, Entry]:
+    """Entries from `--section.key value`, `--section.key=value`, or `--key` alone for true. Dashes in keys are underscores."""
+    entries = {}
+    position = 0
+    while position < len(words):
+        word = words[position]
+        position += 1
+        if not word.startswith("--") or len(word) == 2:
+            raise ConfigError("argument", word, "options look like --scale.workers 2", "see scaleray train --help")
+        key, equals, text = word[2:].partition("=")
+        if not equals:
+            if position < len(words) and not words[position].startswith("--"):
+                text = words[position]
+                position += 1
+            else:
+                text = "true"
+        key = key.replace("-", "_")
+        if key.startswith("workload.args."):
+            args = dict(entries["workload.args"].value) if "workload.args" in entries else {}
+            args[key.removeprefix("workload.args.")] = _parse_word(text)
+            entries["workload.args"] = Entry(args, "flag")
+        else:
+            entries[key] = Entry(_parse_word(text), "flag")
+    return entries
+
+
+def _parse_word(text: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+        _check_size(value)
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError, TypeError):
+        return text  # such as a path with a colon: take the word as it stands
+    return None if text.strip().lower() == "none" else value
+
+
+def validate(entries: Mapping[str, Entry]) -> RunConfig:
+    """Check the merged entries and build the RunConfig. Raises ConfigError for the first problem."""
+    known = known_keys()
+    nested: dict[str, Any] = {}
+    for key, entry in entries.items():
+        if key not in known:
+            raise _unknown(key, entry.where, list(known))
+        section, _, name = key.partition(".")
+        if name:
+            nested.setdefault(section, {})[name] = entry.value
+        else:
+            nested[section] = entry.value
+    for section, info in RunConfig.model_fields.items():  # so that a missing key is named, not only its section
+        if info.is_required():
+            nested.setdefault(section, {})
+    try:
+        return RunConfig.model_validate(nested)
+    except ValidationError as exc:
+        raise _as_config_error(exc, entries) from exc
+    except RecursionError as exc:
+        raise ConfigError("config", "too deeply nested", "values are plain words, numbers and lists") from exc
+
+
+def _unknown(key: str, where: str, known: list[str]) -> ConfigError:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    last = key.rpartition(".")[2]
+    if not near:
+        near = [k for k in known if difflib.get_close_matches(last, [k.rpartition(".")[2]], cutoff=0.75)][:1]
+    sections = sorted({k.partition(".")[0] for k in known})
+    hint = f"did you mean {near[0]}?" if near else f"sections are {', '.join(sections)}; see scaleray config keys"
+    return ConfigError(f"{where} {key}", "an unknown key", "only known keys are allowed", hint)
+
+
+def _as_config_error(exc: ValidationError, entries: Mapping[str, Entry]) -> ConfigError:
+    known = known_keys()
+    problem = exc.errors(include_url=False)[0]
+    words = [str(part) for part in problem["loc"]]
+    message = problem["msg"].removeprefix("Value error, ")
+    first_word = message.partition(":")[0]
+    if ".".join([*words, first_word]) in known:  # raised by a section about one of its keys
+        words.append(first_word)
+        message = message.partition(":")[2].strip()
+    key = ".".join(words[:2]) if ".".join(words[:2]) in known else ".".join(words[:1])
+    entry = entries.get(key)
+    what = f"{entry.where} {key}" if entry is not None else key
+    help_text = " ".join((known[key].description or "").split()) if key in known else ""
+    if problem["type"] == "missing":
+        return ConfigError(what, None, "it is required", help_text)
+    found = entry.value if entry is not None else problem.get("input")
+    message = message[0].lower() + message[1:]
+    return ConfigError(what, found, f"that is not allowed: {message.rstrip('.')}", help_text)
+
+
+def type_name(annotation: Any) -> str:
+    """A field's type as a user would write it, for the list of keys."""
+    args = typing.get_args(annotation)
+    if typing.get_origin(annotation) is typing.Literal:
+        return "|".join(str(a) for a in args)
+    if typing.get_origin(annotation) is typing.Annotated:
+        return type_name(args[0])
+    if typing.get_origin(annotation) is tuple:
+        return "[" + ", ".join(type_name(a) for a in args) + "]"
+    if args and type(None) in args:
+        return type_name(next(a for a in args if a is not type(None))) + " or none"
+    if typing.get_origin(annotation) is dict:
+        return "mapping"
+    return getattr(annotation, "__name__", str(annotation)).lower()

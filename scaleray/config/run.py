@@ -1,0 +1,57 @@
+"""The whole config of a run, put together from its sections."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from scaleray.config.base import Settings
+from scaleray.config.batch import BatchSettings
+from scaleray.config.optimizer import OptimizerSettings
+from scaleray.config.scale import (
+    CheckpointSettings,
+    DataSettings,
+    PrecisionSettings,
+    ScaleSettings,
+    StrategySettings,
+    TrackingSettings,
+)
+from scaleray.config.schedule import EvaluationSettings, ScheduleSettings, StopSettings
+from scaleray.config.workload import WorkloadSettings
+
+
+class RunConfig(Settings):
+    """Everything that decides a run. The same config on 1, 2 or 64 workers is the same training."""
+
+    workload: WorkloadSettings
+    batch: BatchSettings
+    optimizer: OptimizerSettings
+    stop: StopSettings
+    schedule: ScheduleSettings = ScheduleSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    scale: ScaleSettings = ScaleSettings()
+    strategy: StrategySettings = StrategySettings()
+    precision: PrecisionSettings = PrecisionSettings()
+    data: DataSettings = DataSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    tracking: TrackingSettings = TrackingSettings()
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """One seed; named streams for model, data and dropout are derived from it."""
+    deterministic: bool = False
+    """Ask torch for deterministic algorithms; slower, and refused by operations that have none."""
+    on_nonfinite: Literal["raise", "stop", "skip"] = "raise"
+    """A NaN or infinite loss: raise an error, stop and keep the weights so far, or skip the step and count it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as they would stand in a YAML file."""
+        return self.model_dump(mode="json")
+
+    def hash(self) -> str:
+        """SHA-256 (16 hex digits) of what decides the training; where it is stored and recorded does not count."""
+        values = self.to_dict()
+        for section in ("tracking", "checkpoint"):
+            values.pop(section)
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,97 @@
+"""How many workers run, on what, and what the launch does when one fails."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from scaleray.config.base import Count, NonNegative, Positive, Settings
+
+
+class ScaleSettings(Settings):
+    """Resources of the Ray Train worker group."""
+
+    workers: Annotated[int, Field(ge=1, le=100_000)] = 1
+    """Number of training workers (ranks)."""
+    gpus_per_worker: Annotated[float, Field(ge=0, le=1)] = 0
+    """1 trains on CUDA with NCCL; 0 on the CPU with gloo. A fraction shares a card, for one-worker trials only."""
+    cpus_per_worker: Positive = 1.0
+    """Ray CPUs reserved for each worker; also its number of torch threads, rounded down to at least 1."""
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    """Ray's placement strategy for the workers."""
+    label_selector: dict[str, str] = Field(default_factory=dict)
+    """Ray node labels that every worker's node must have, such as {zone: eu-1}."""
+    max_failures: Annotated[int, Field(ge=0, le=1000)] = 0
+    """Restarts of the worker group after a worker or node fails. A restart repeats the training from its first step."""
+    launch_timeout_s: Positive = 120.0
+    """How long the worker group may take to start before the launch counts as failed."""
+    collective_timeout_s: Positive = 180.0
+    """How long a collective may hang before the run fails (torch's own default is half an hour)."""
+
+
+class StrategySettings(Settings):
+    """How the model is spread over the workers."""
+
+    name: Literal["auto", "single", "ddp"] = "auto"
+    """auto: `single` for one worker, `ddp` for more."""
+    bucket_size_mib: Positive = 25.0
+    """DDP: gradients are reduced in buckets of this size while the backward pass still runs."""
+    gradient_as_bucket_view: bool = True
+    """DDP: gradients live inside the buckets, which saves one copy and its memory."""
+    static_graph: bool = False
+    """DDP: promise that every step uses the same parameters in the same order."""
+    find_unused_parameters: bool = False
+    """DDP: for models that skip parameters in some steps; costs a walk over the graph each step."""
+
+
+class PrecisionSettings(Settings):
+    """Arithmetic of the forward and backward pass. Parameters and optimizer state stay in the model's own dtype."""
+
+    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    """bf16 and fp16 run under autocast, fp16 with dynamic loss scaling; fp64 converts the model, for checks."""
+    initial_loss_scale: Positive = 65536.0
+    """fp16 only: first value of the dynamic loss scale."""
+
+
+class DataSettings(Settings):
+    """The input pipeline."""
+
+    shuffle: bool = True
+    """A new order every epoch, from the run's seed."""
+    window_rows: Count = 100_000
+    """Sources without cheap random access (Parquet): rows shuffled together, from several row groups in random order."""
+    chunk_mib: Positive = 4.0
+    """Rows that one Ray Data task reads for one worker, in MiB; larger has less overhead, smaller starts sooner."""
+    prefetch_mib: Positive = 256.0
+    """How far the pipeline of one worker may run ahead of training."""
+    reserved_cpus: NonNegative = 1.0
+    """Ray CPUs kept free for input tasks. With 0 the input can starve when training takes every CPU."""
+    timeout_s: Positive = 300.0
+    """How long a step may wait for its input before the run fails; the wait is explained long before that."""
+
+
+class CheckpointSettings(Settings):
+    """Where a run's files go."""
+
+    storage_path: str = "~/scaleray"
+    """Folder or s3:// URI for run folders; made absolute at once. On several nodes it must be shared."""
+    save_final: bool = True
+    """Save the final model weights (a plain state dict) in the run folder and in MLflow."""
+
+
+class TrackingSettings(Settings):
+    """MLflow."""
+
+    uri: str | None = None
+    """Tracking URI. None: MLFLOW_TRACKING_URI if set, else an SQLite file mlflow.db in `~/scaleray`."""
+    experiment: Annotated[str, Field(min_length=1, max_length=200)] = "scaleray"
+    """Name of the MLflow experiment; made if it does not exist."""
+    run_name: Annotated[str, Field(min_length=1, max_length=120, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
+    """Name of the run and of its folder. None: derived from workload and size, with the time added. A name in use is refused."""
+    every_steps: Count = 10
+    """Steps between two points of the metrics in MLflow. The run folder's steps.csv has every step."""
+    interval_s: Positive = 2.0
+    """Seconds between two messages from a worker to the recorder, and between two lines on the terminal."""
+    system_metrics: bool = True
+    """Record CPU, memory, disk, network and GPU use of every node."""

@@ -1,0 +1,40 @@
+"""How the learning rate moves during training, when training stops, and when it is evaluated."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from scaleray.config.base import Duration, Settings, Target
+
+
+class ScheduleSettings(Settings):
+    """Linear warm-up from zero, then constant, cosine or linear decay to `final_ratio` of the peak."""
+
+    name: Literal["constant", "cosine", "linear"] = "constant"
+    """Shape after the warm-up."""
+    warmup: Duration = Duration(0, "steps")
+    """Length of the warm-up at the reference batch; legw stretches it with the batch."""
+    length: Duration | None = None
+    """Where the decay ends. None: at the end of training."""
+    final_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Learning rate at the end of the decay, relative to the peak."""
+
+
+class StopSettings(Settings):
+    """When training ends."""
+
+    after: Duration
+    """The full length of training, such as `30 epochs` or `2000 steps`."""
+    at: Target | None = None
+    """Stop early when an evaluation reaches it, such as `val/accuracy >= 0.97`."""
+
+
+class EvaluationSettings(Settings):
+    """When the splits other than `train` are evaluated; they always are at the end."""
+
+    every: Duration | None = None
+    """Distance between evaluations. None: at the end only."""
+    micro_size: Annotated[int, Field(ge=1, le=2**40)] | None = None
+    """Samples in one forward pass of one worker during evaluation. None: that of training."""

@@ -1,0 +1,18 @@
+"""The input: sources, the step plan, and the stream that executes it."""
+
+from scaleray.data.sources import ArraySource, DatasetSource, ParquetSource, StreamSource, TokenSource, as_source
+from scaleray.data.step_plan import StepPlan
+from scaleray.data.stream import Part, RankBatch, StepStream
+
+__all__ = [
+    "ArraySource",
+    "DatasetSource",
+    "ParquetSource",
+    "Part",
+    "RankBatch",
+    "StepPlan",
+    "StepStream",
+    "StreamSource",
+    "TokenSource",
+    "as_source",
+]

@@ -1,0 +1,162 @@
+"""Which samples make up each step: a pure function of (seed, epoch, step), independent of the number of workers.
+
+A worker's part is a contiguous slice of the global batch, so any world size that divides it sees the same samples
+in the same order. Nothing is stored: the position of any sample follows from arithmetic, which makes a start in the
+middle of an epoch as cheap as one at its beginning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+ROUNDS = 6  # of the Feistel network; with 4 and more, neighbouring positions show no correlation
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """A pseudo-random order of range(size) that can be evaluated anywhere without being stored.
+
+    An additive Feistel network over the grid a x b >= size (Black and Rogaway 2002, "Ciphers with arbitrary finite
+    domains"), with the few positions outside the range walked on until they fall inside.
+    """
+
+    size: int
+    key: int
+
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        """The elements at `positions` (n,), int64 in and out."""
+        if self.size <= 1:
+            return np.zeros_like(positions)
+        values = self._encrypt(positions.astype(np.uint64))
+        while (outside := values >= self.size).any():
+            values[outside] = self._encrypt(values[outside])
+        return values.astype(np.int64)
+
+    def _encrypt(self, values: np.ndarray) -> np.ndarray:
+        a = math.isqrt(self.size - 1) + 1
+        b = -(-self.size // a)
+        left, right = values // np.uint64(b), values % np.uint64(b)
+        for number in range(ROUNDS):
+            key = np.uint64((self.key + number * 0x9E3779B97F4A7C15) % 2**64)
+            if number % 2:
+                right = (right + _mix(left ^ key) % np.uint64(b)) % np.uint64(b)
+            else:
+                left = (left + _mix(right ^ key) % np.uint64(a)) % np.uint64(a)
+        return left * np.uint64(b) + right
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64 (Steele et al. 2014): every output bit depends on every input bit."""
+    with np.errstate(over="ignore"):
+        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def stream_key(seed: int, *names: object) -> int:
+    """A 64-bit key for one named use of the seed; different names give independent streams."""
+    text = "/".join(str(part) for part in (seed, *names))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The order of the samples of one split.
+
+    group_sizes: rows of each group that is read as one piece (a Parquet row group), or None where any row can be
+    read alone. With groups, the groups are permuted, and rows are shuffled within windows of `window_rows`.
+    """
+
+    num_samples: int
+    global_batch_size: int
+    seed: int = 0
+    shuffle: bool = True
+    drop_last: bool = False
+    group_sizes: tuple[int, ...] | None = None
+    window_rows: int = 100_000
+    name: str = field(default="train")
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of one epoch, the partial last one included unless dropped."""
+        full, rest = divmod(self.num_samples, self.global_batch_size)
+        return full if self.drop_last or not rest else full + 1
+
+    @property
+    def promise(self) -> str:
+        """What a user can rely on, in words."""
+        if not self.shuffle:
+            return "exact: file order, the same for every number of workers"
+        if self.group_sizes is None:
+            return "exact: a global permutation each epoch, the same for every number of workers"
+        return f"exact: row groups in random order, rows shuffled in windows of about {self.window_rows}, the same for every number of workers"
+
+    def num_rows(self, step: int) -> int:
+        """Samples in the global batch of this step (from 0, counted over epochs)."""
+        start = step % self.steps_per_epoch * self.global_batch_size
+        return min(self.global_batch_size, self.num_samples - start)
+
+    def global_indices(self, step: int) -> np.ndarray:
+        """Sample indices of the global batch of this step, int64 (num_rows,)."""
+        epoch, in_epoch = divmod(step, self.steps_per_epoch)
+        start = in_epoch * self.global_batch_size
+        return self._order(epoch, np.arange(start, start + self.num_rows(step), dtype=np.int64))
+
+    def rank_slice(self, step: int, rank: int, world_size: int) -> slice:
+        """This rank's part of the global batch. A partial batch gives the first ranks one sample more."""
+        share, rest = divmod(self.num_rows(step), world_size)
+        start = rank * share + min(rank, rest)
+        return slice(start, start + share + (1 if rank < rest else 0))
+
+    def rank_indices(self, step: int, rank: int, world_size: int) -> np.ndarray:
+        """Sample indices of this rank's part, in order."""
+        epoch, in_epoch = divmod(step, self.steps_per_epoch)
+        part = self.rank_slice(step, rank, world_size)
+        start = in_epoch * self.global_batch_size
+        return self._order(epoch, np.arange(start + part.start, start + part.stop, dtype=np.int64))
+
+    def _order(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        if not self.shuffle:
+            return positions
+        if self.group_sizes is None:
+            return Permutation(self.num_samples, stream_key(self.seed, "data", self.name, epoch))(positions)
+        return _windowed(self, epoch, positions)
+
+
+def _windowed(plan: StepPlan, epoch: int, positions: np.ndarray) -> np.ndarray:
+    order, starts, row_starts, windows = _group_layout(plan, epoch)
+    result = np.empty_like(positions)
+    window_of = np.searchsorted(windows, positions, side="right") - 1
+    for window in np.unique(window_of):
+        begin = windows[window]
+        end = windows[window + 1] if window + 1 < len(windows) else plan.num_samples
+        chosen = window_of == window
+        shuffled = begin + Permutation(int(end - begin), stream_key(plan.seed, "data", plan.name, epoch, int(window)))(
+            positions[chosen] - begin
+        )
+        group = np.searchsorted(starts, shuffled, side="right") - 1
+        result[chosen] = row_starts[order[group]] + (shuffled - starts[group])
+    return result
+
+
+@lru_cache(maxsize=4)
+def _group_layout(plan: StepPlan, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(group order, start position of each ordered group, first row of each group, start position of each window)."""
+    assert plan.group_sizes is not None
+    sizes = np.asarray(plan.group_sizes, dtype=np.int64)
+    order = Permutation(len(sizes), stream_key(plan.seed, "data", plan.name, epoch, "groups"))(
+        np.arange(len(sizes), dtype=np.int64)
+    )
+    ordered = sizes[order]
+    starts = np.concatenate([[0], np.cumsum(ordered)[:-1]])
+    row_starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+    windows = [0]
+    for start, size in zip(starts, ordered, strict=True):
+        if start + size - windows[-1] > plan.window_rows and start > windows[-1]:
+            windows.append(int(start))
+    return order, starts, row_starts, np.asarray(windows, dtype=np.int64)

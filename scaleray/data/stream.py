@@ -1,0 +1,268 @@
+"""From a source and a step plan to one rank's batches, in exact order, read ahead of training.
+
+Rows are read in chunks of several steps. Under Ray a chunk is a Ray Data task, so reading and decoding run on any
+node; without Ray a thread reads the same chunks. One execution runs across epochs: each new one costs 0.3 s.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from scaleray.data.sources import Columns, Source
+from scaleray.data.step_plan import StepPlan
+from scaleray.errors import InputStarvedError, ScaleRayError
+
+CHUNKS_PER_EXECUTION = 512  # task descriptions are made when an execution starts, so a long run uses several
+FIRST_EXPLANATION_S = 15.0  # a cold cluster takes about 5 s for its first batch
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """One rank's rows of one step. `num_rows` is 0 when a partial batch had none left for this rank.
+
+    Then the arrays hold one placeholder row, whose loss must not count: every rank has to run the step.
+    """
+
+    step: int
+    columns: Columns
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which steps of a plan one rank reads: [first_step, last_step)."""
+
+    plan: StepPlan
+    rank: int
+    world_size: int
+    first_step: int
+    last_step: int
+
+    def indices(self, step: int) -> np.ndarray:
+        """Rows to read for this step; one placeholder row where the rank has none."""
+        own = self.plan.rank_indices(step, self.rank, self.world_size)
+        return own if len(own) else self.plan.global_indices(step)[:1]
+
+    def num_rows(self, step: int) -> int:
+        """Rows of this step that count."""
+        part = self.plan.rank_slice(step, self.rank, self.world_size)
+        return part.stop - part.start
+
+
+def chunks(part: Part, *, row_bytes: int, chunk_bytes: float) -> Iterator[range]:
+    """Ranges of steps that are read together: small at first so that training starts early, then `chunk_bytes` each.
+
+    Sources with row groups are read a whole window at a time, or every chunk would read the same groups again.
+    """
+    rows_per_step = max(1, part.plan.global_batch_size // part.world_size)
+    most = max(1, int(chunk_bytes // (rows_per_step * row_bytes)))
+    size = 1
+    if part.plan.group_sizes is not None and part.plan.shuffle:
+        size = most = max(most, part.plan.window_rows // part.plan.global_batch_size)
+    step = part.first_step
+    while step < part.last_step:
+        yield range(step, min(step + size, part.last_step))
+        step += size
+        size = min(most, size * 4)
+
+
+def read_chunk(source: Source, part: Part, steps: range) -> Columns:
+    """The rows of these steps, one after another, in the exact order of the plan."""
+    return source.read(np.concatenate([part.indices(step) for step in steps]))
+
+
+def local_blocks(source: Source, part: Part, *, chunk_bytes: float) -> Iterator[Columns]:
+    """The chunks of a part, read in this process."""
+    for steps in chunks(part, row_bytes=source.row_bytes, chunk_bytes=chunk_bytes):
+        yield read_chunk(source, part, steps)
+
+
+def ray_blocks(
+    source_ref: Any, part: Part, *, row_bytes: int, chunk_bytes: float, memory_bytes: float, cpus: float
+) -> Iterator[Columns]:
+    """The chunks of a part, read by Ray Data tasks and delivered in order.
+
+    source_ref: the source in the object store. cpus: Ray CPUs that this rank's tasks may use together.
+    """
+    import ray
+    import ray.data
+
+    for name in ("ray.data", "ray.data._internal.execution.streaming_executor"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    everything = chunks(part, row_bytes=row_bytes, chunk_bytes=chunk_bytes)
+    while segment := list(itertools.islice(everything, CHUNKS_PER_EXECUTION)):
+        dataset = ray.data.range(len(segment), override_num_blocks=len(segment)).map_batches(
+            _read_in_task,
+            batch_size=None,
+            batch_format="numpy",
+            num_cpus=min(1.0, cpus),
+            fn_args=(source_ref, part, segment),
+        )
+        dataset.context.enable_progress_bars = False
+        options = dataset.context.execution_options
+        options.preserve_order = True
+        options.resource_limits = options.resource_limits.copy(cpu=cpus, object_store_memory=memory_bytes)
+        yield from dataset.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=2)
+
+
+def _read_in_task(ids: Columns, source_ref: Any, part: Part, segment: list[range]) -> Columns:
+    import ray
+
+    source = ray.get(source_ref)
+    pieces = [read_chunk(source, part, segment[int(i)]) for i in ids["id"]]
+    return pieces[0] if len(pieces) == 1 else {name: np.concatenate([p[name] for p in pieces]) for name in pieces[0]}
+
+
+def rebatch(blocks: Iterable[Columns], sizes: Iterable[int]) -> Iterator[Columns]:
+    """Cut blocks of any length into pieces of the given sizes, in order."""
+    pending: list[Columns] = []
+    available = 0
+    source = iter(blocks)
+    for size in sizes:
+        while available < size:
+            block = next(source, None)
+            if block is None:
+                return
+            available += len(next(iter(block.values())))
+            pending.append(block)
+        piece: list[Columns] = []
+        missing = size
+        while missing:
+            block = pending[0]
+            length = len(next(iter(block.values())))
+            taken = min(missing, length)
+            piece.append({name: values[:taken] for name, values in block.items()})
+            if taken == length:
+                pending.pop(0)
+            else:
+                pending[0] = {name: values[taken:] for name, values in block.items()}
+            missing -= taken
+        available -= size
+        # copies: Ray's blocks are read-only shared memory, which training must not see
+        yield {
+            name: np.concatenate([p[name] for p in piece]) if len(piece) > 1 else np.array(piece[0][name])
+            for name in piece[0]
+        }
+
+
+class StepStream:
+    """Iterates over the RankBatches of a part; a thread reads ahead. `waited_s` is the time spent waiting so far.
+
+    explain_wait: called when the first batches are late; returns a sentence for the user, or None.
+    """
+
+    def __init__(
+        self,
+        blocks: Iterable[Columns],
+        part: Part,
+        *,
+        row_bytes: int = 1,
+        prefetch_bytes: float = 2**28,
+        timeout_s: float = 300.0,
+        explain_wait: Callable[[], str | None] = lambda: None,
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.waited_s = 0.0
+        self._part, self._timeout_s, self._explain_wait, self._warn = part, timeout_s, explain_wait, warn
+        step_bytes = max(1, part.plan.global_batch_size // part.world_size * row_bytes)
+        self._queue: queue.Queue[RankBatch | BaseException | None] = queue.Queue(
+            maxsize=int(min(4096, max(2, prefetch_bytes // step_bytes)))
+        )
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._fill, args=(blocks,), name="scaleray-input", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[RankBatch]:
+        return self
+
+    def __next__(self) -> RankBatch:
+        started = time.perf_counter()
+        item = self._get(started)
+        self.waited_s += time.perf_counter() - started
+        if item is None:
+            raise StopIteration
+        if isinstance(item, BaseException):
+            raise _original_error(item)
+        return item
+
+    def close(self) -> None:
+        """Stop reading ahead. Safe to call twice."""
+        self._closed.set()
+        while not self._queue.empty():
+            self._queue.get_nowait()
+
+    def _get(self, started: float) -> RankBatch | BaseException | None:
+        explained = False
+        while True:
+            try:
+                return self._queue.get(timeout=1.0)
+            except queue.Empty:
+                waited = time.perf_counter() - started
+                if not explained and waited > min(FIRST_EXPLANATION_S, self._timeout_s / 2):
+                    explained = True
+                    reason = self._explain_wait() or "its source is slow"
+                    self._warn(f"the input has delivered nothing for {waited:.0f} s: {reason}")
+                if waited > self._timeout_s:
+                    reason = self._explain_wait() or "its source is slow"
+                    raise InputStarvedError(
+                        f"no input for {waited:.0f} s (data.timeout_s is {self._timeout_s:g}): {reason}"
+                    ) from None
+
+    def _fill(self, blocks: Iterable[Columns]) -> None:
+        steps = range(self._part.first_step, self._part.last_step)
+        try:
+            sizes = (max(1, self._part.num_rows(step)) for step in steps)
+            delivered = self._part.first_step
+            for step, columns in zip(steps, rebatch(blocks, sizes), strict=False):
+                self._put(RankBatch(step, columns, self._part.num_rows(step)))
+                delivered = step + 1
+                if self._closed.is_set():
+                    return
+            if delivered < self._part.last_step:
+                raise RuntimeError(f"the input ended after step {delivered} of {self._part.last_step}")
+            self._put(None)
+        except BaseException as exc:  # carried to the training thread and raised there
+            self._put(exc)
+
+    def _put(self, item: RankBatch | BaseException | None) -> None:
+        while not self._closed.is_set():
+            try:
+                return self._queue.put(item, timeout=0.5)
+            except queue.Full:
+                continue
+
+
+def _original_error(exc: BaseException) -> BaseException:
+    """The error that the reading code raised, out of the layers that Ray Data wraps around it."""
+    seen: list[BaseException] = []
+    current: BaseException | None = exc
+    while current is not None and current not in seen:
+        if isinstance(current, ScaleRayError):
+            return current
+        seen.append(current)
+        current = current.__cause__ or getattr(current, "cause", None) or current.__context__
+    return exc
+
+
+def ray_starvation_reason(reserved_cpus: float) -> Callable[[], str | None]:
+    """An explanation for a late input under Ray: whether the cluster has any CPU free for the reading tasks."""
+
+    def explain() -> str | None:
+        import ray
+
+        free = ray.available_resources().get("CPU", 0.0)
+        if free >= 0.01 and free >= min(1.0, reserved_cpus):
+            return None
+        total = ray.cluster_resources().get("CPU", 0.0)
+        return f"the cluster has {free:g} of {total:g} CPUs free, so the input tasks cannot run; training or another job holds the rest. Use fewer workers or a smaller scale.cpus_per_worker"
+
+    return explain

@@ -1,0 +1,92 @@
+"""Every error that scaleray raises on purpose.
+
+    ScaleRayError                  exit code 1 unless a subclass says otherwise
+    |-- UsageError                 exit code 2: the user can mend it without touching scaleray
+    |   |-- ConfigError            a key of the config, its value, what is allowed
+    |   |-- WorkloadError          the user's workload does not import or breaks its contract
+    |   |-- DataError              a source is empty, unreadable, too small or holds bad values
+    |   |-- ClusterError           the cluster can never hold the run, or cannot be reached
+    |   |-- StorageError           the storage path cannot be written
+    |   `-- TrackingError          the MLflow server cannot be reached or written
+    `-- RunFailedError             the run started and did not finish
+        |-- NonFiniteLossError     a loss or gradient became NaN or infinite
+        |-- InputStarvedError      the input pipeline delivered nothing for too long
+        `-- InitialisationError    ranks disagree on the initial parameters
+
+A message has four parts: what, the value found, what is allowed, what to do next. Arguments are the
+positional `args` of the exception, so that each one survives the pickling that carries it from a worker.
+"""
+
+from __future__ import annotations
+
+
+class ScaleRayError(Exception):
+    """Base of all errors raised on purpose; `exit_code` is what the command line returns."""
+
+    exit_code = 1
+
+
+class UsageError(ScaleRayError):
+    """Something the user gave cannot be used. what, found and allowed make the sentence, hint the next line."""
+
+    exit_code = 2
+
+    def __init__(self, what: str, found: object, allowed: str, hint: str = "") -> None:
+        super().__init__(what, found, allowed, hint)
+        self.what, self.found, self.allowed, self.hint = what, found, allowed, hint
+
+    def __str__(self) -> str:
+        sentence = f"{self.what} is {_shown(self.found)}, but {self.allowed}."
+        return f"{sentence}\n  {self.hint}" if self.hint else sentence
+
+
+class ConfigError(UsageError):
+    """A config value is missing, unknown or impossible. `what` is the dotted key, with the file and line where known."""
+
+    @property
+    def key(self) -> str:
+        """The dotted key alone, for programs that want to act on it."""
+        return self.what.rsplit(" ", 1)[-1]
+
+
+class WorkloadError(UsageError):
+    """The workload cannot be imported or does not keep its contract."""
+
+
+class DataError(UsageError):
+    """A data source cannot be read or does not hold what training needs."""
+
+
+class ClusterError(UsageError):
+    """The Ray cluster cannot be reached or can never hold what was asked for."""
+
+
+class StorageError(UsageError):
+    """The storage path cannot be written."""
+
+
+class TrackingError(UsageError):
+    """The MLflow tracking server or database cannot be used."""
+
+
+class RunFailedError(ScaleRayError):
+    """The run started and failed. The text names rank, node and step where they are known."""
+
+
+class NonFiniteLossError(RunFailedError):
+    """A loss or gradient norm is NaN or infinite and the config says to raise."""
+
+
+class InputStarvedError(RunFailedError):
+    """No batch arrived within the input timeout."""
+
+
+class InitialisationError(RunFailedError):
+    """Ranks hold different parameters before the first step."""
+
+
+def _shown(found: object) -> str:
+    if found is None:
+        return "missing"
+    text = found if isinstance(found, str) and " " in found else repr(found)
+    return text if len(text) <= 200 else text[:197] + "..."

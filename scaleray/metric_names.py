@@ -1,0 +1,39 @@
+"""Every metric that scaleray records: its name, unit and meaning, once.
+
+The part before the slash becomes a section in MLflow. Evaluation metrics are named `<split>/<metric>`
+and come from the workload.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric's name as recorded, its unit and one line of help."""
+
+    name: str
+    unit: str
+    help: str
+
+
+LOSS = Metric("train/loss", "loss per sample or token", "summed loss of the global batch divided by its count")
+LEARNING_RATE = Metric("train/learning_rate", "1", "learning rate used in this step")
+GRAD_NORM = Metric("train/grad_norm", "1", "global norm of the gradient before clipping")
+EPOCH = Metric("train/epoch", "epochs", "passes over the training data, with fraction")
+NONFINITE_STEPS = Metric("train/nonfinite_steps", "steps", "steps whose loss or gradient was NaN or infinite")
+LOSS_SCALE = Metric("train/loss_scale", "1", "dynamic loss scale of fp16")
+SAMPLES_PER_S = Metric("perf/samples_per_s", "samples/s", "samples of all workers per second since the last point")
+TOKENS_PER_S = Metric("perf/tokens_per_s", "tokens/s", "tokens of all workers per second since the last point")
+STEP_TIME_S = Metric("perf/step_time_s", "s", "mean time of a step since the last point")
+INPUT_WAIT_SHARE = Metric("perf/input_wait_share", "1", "share of step time that rank 0 waited for its input")
+WORLD_SIZE = Metric("point/world_size", "workers", "number of workers of the run")
+POINT_SAMPLES_PER_S = Metric("point/samples_per_s", "samples/s", "steady-state throughput of the whole run")
+POINT_TOKENS_PER_S = Metric("point/tokens_per_s", "tokens/s", "steady-state token throughput of the whole run")
+TIME_TO_FIRST_STEP_S = Metric(
+    "point/time_to_first_step_s", "s", "from the command's start to the end of the first step"
+)
+PEAK_MEMORY_BYTES = Metric("point/peak_memory_bytes", "bytes", "largest peak memory of any worker process or device")
+
+ALL = tuple(value for value in list(globals().values()) if isinstance(value, Metric))

@@ -1,0 +1,143 @@
+"""Frozen results that cross process borders: from a worker to the recorder, and from a run to its reader."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step, as rank 0 saw it. Loss is the global mean; times are seconds on rank 0."""
+
+    step: int
+    """Number of this step, from 1."""
+    loss: float
+    count: float
+    """What the loss was summed over, in all workers: samples or tokens."""
+    num_samples: int
+    learning_rate: float
+    grad_norm: float | None
+    step_time_s: float
+    input_wait_s: float
+    epoch: float
+    is_finite: bool = True
+    loss_scale: float | None = None
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """Metrics of every evaluated split after `step` steps, named `split/metric`, over all workers."""
+
+    step: int
+    metrics: dict[str, float]
+    duration_s: float
+
+
+@dataclass(frozen=True)
+class SystemRecord:
+    """Utilisation of one node, sampled by its first worker. Keys are those of MLflow's own system metrics."""
+
+    node: str
+    step: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class EventRecord:
+    """Something a user should know, said once: a warning, a restart, a promise that is weaker than usual."""
+
+    text: str
+    kind: str = "info"
+
+
+@dataclass(frozen=True)
+class WorkerSummary:
+    """What one worker measured over the whole run. Rank 0's speaks for the run."""
+
+    rank: int
+    node: str
+    steps: int
+    verdict: str
+    """`done`, `target reached` or `stopped: ...`."""
+    samples_per_s: float | None
+    """Global samples per second in steady state: the first steps and evaluations left out."""
+    tokens_per_s: float | None
+    step_time_s: float | None
+    """Median step time in steady state."""
+    input_wait_share: float | None
+    time_to_first_step_s: float
+    training_time_s: float
+    peak_memory_bytes: int
+    nonfinite_steps: int
+    sample_order: str
+    """What the input promises about the order of the samples."""
+    strategy: str
+    device: str
+    model: dict[str, Any] = field(default_factory=dict)
+
+
+WorkerMessage = StepRecord | EvaluationRecord | SystemRecord | EventRecord | WorkerSummary
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A finished run, readable without the code that made it."""
+
+    name: str
+    status: str
+    """`FINISHED`, `FAILED` or `KILLED`, MLflow's own words."""
+    verdict: str
+    workers: int
+    strategy: str
+    steps: int
+    final_loss: float | None
+    metrics: dict[str, float]
+    """Last value of every evaluation metric, `split/metric`."""
+    samples_per_s: float | None
+    tokens_per_s: float | None
+    step_time_s: float | None
+    input_wait_share: float | None
+    time_to_first_step_s: float | None
+    training_time_s: float | None
+    total_time_s: float
+    peak_memory_bytes: list[int]
+    nonfinite_steps: int
+    sample_order: str
+    config: dict[str, Any]
+    config_hash: str
+    derived: dict[str, Any]
+    data: dict[str, Any]
+    environment: dict[str, Any]
+    environment_hash: str
+    tracking_uri: str
+    experiment_id: str
+    run_id: str
+    mlflow_link: str
+    run_dir: str
+    """Folder with config.yaml, record.json, steps.csv and the final weights."""
+    events: list[str] = field(default_factory=list)
+    unsent_file: str | None = None
+    """Metrics that MLflow did not take; `scaleray tracking replay FILE` sends them."""
+
+    def to_json(self) -> str:
+        """The record as indented JSON; NaN and infinity become null, as JSON has no word for them."""
+        return json.dumps(_jsonable(dataclasses.asdict(self)), indent=2, sort_keys=False)
+
+    @classmethod
+    def read(cls, path: str | Path) -> RunRecord:
+        """Read a record.json written by `to_json`."""
+        return cls(**json.loads(Path(path).read_text()))
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _jsonable(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(v) for v in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

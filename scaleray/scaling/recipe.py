@@ -1,0 +1,235 @@
+"""Everything that follows from the config and the size of the data: shares, steps, learning rate.
+
+Computed once on the driver, printed, saved with the run and sent to the workers, so that no worker derives anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from scaleray.config import Duration, RunConfig
+from scaleray.errors import ConfigError, DataError
+from scaleray.scaling.lr_rules import RULES, Hyperparameters
+
+
+@dataclass(frozen=True)
+class DataSize:
+    """Size of the training split. tokens_per_sample: None when samples are not sequences of one length."""
+
+    num_samples: int
+    tokens_per_sample: int | None = None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The derived values. Batch sizes are samples; steps are optimizer steps."""
+
+    global_batch_size: int
+    per_worker_batch_size: int
+    micro_batch_size: int
+    evaluation_micro_batch_size: int
+    accumulation_steps: int
+    steps_per_epoch: int
+    total_steps: int
+    warmup_steps: int
+    schedule_steps: int
+    evaluate_every_steps: int | None
+    learning_rate: float
+    betas: tuple[float, float]
+    epsilon: float
+    strategy: str
+    explanations: dict[str, str] = dataclasses.field(default_factory=dict)
+    """How each value was derived, by name."""
+
+    def values(self) -> dict[str, Any]:
+        """The derived values without their explanations."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if k != "explanations"}
+
+
+def derive(config: RunConfig, data: DataSize) -> Recipe:
+    """The recipe of a config on data of this size. Raises ConfigError or DataError naming what does not fit."""
+    why: dict[str, str] = {}
+    batch_size = _global_batch_size(config, data, why)
+    per_worker, micro_size, accumulation = _shares(config, batch_size, why)
+    evaluation_micro_size = config.evaluation.micro_size or micro_size
+    why["evaluation_micro_batch_size"] = "evaluation.micro_size" if config.evaluation.micro_size else "that of training"
+    if data.num_samples < batch_size:
+        raise DataError(
+            "the training data",
+            f"{data.num_samples} samples",
+            f"one global batch needs {batch_size}",
+            f"use --batch.global-size {_largest_batch(config, data)} or less, or more data",
+        )
+    steps_per_epoch = (
+        data.num_samples // batch_size if config.batch.drop_last else math.ceil(data.num_samples / batch_size)
+    )
+    remainder = data.num_samples % batch_size
+    why["steps_per_epoch"] = f"{data.num_samples} samples / {batch_size}" + (
+        ""
+        if not remainder
+        else f", last {remainder} left out"
+        if config.batch.drop_last
+        else f", last step has {remainder}"
+    )
+
+    def to_steps(duration: Duration, name: str) -> int:
+        steps, how = _to_steps(duration, config, data, batch_size=batch_size, steps_per_epoch=steps_per_epoch)
+        why[name] = how
+        return steps
+
+    total_steps = max(1, to_steps(config.stop.after, "total_steps"))
+    kappa = config.batch.global_size / (config.optimizer.reference_batch_size or config.batch.global_size)
+    rule = config.optimizer.rule
+    if rule == "adam" and config.optimizer.name != "adamw":
+        raise ConfigError(
+            "optimizer.rule",
+            "adam",
+            f"it is a rule for adamw, and optimizer.name is {config.optimizer.name}",
+            "use linear for sgd",
+        )
+    if rule != "none" and config.optimizer.reference_batch_size is None:
+        raise ConfigError(
+            "optimizer.reference_batch_size",
+            None,
+            f"the rule {rule} needs the batch at which the learning rate was tuned",
+            f"for example --optimizer.reference-batch-size {config.batch.global_size}",
+        )
+    scaled = RULES[rule](
+        Hyperparameters(config.optimizer.learning_rate, config.optimizer.betas, config.optimizer.epsilon), kappa
+    )
+    for name in ("learning_rate", "betas", "epsilon"):
+        why[name] = (
+            "as tuned (rule none)"
+            if rule == "none"
+            else f"rule {rule} at kappa = {kappa:.4g} = {config.batch.global_size} / {config.optimizer.reference_batch_size}"
+        )
+    warmup = Duration(config.schedule.warmup.value * scaled.warmup_factor, config.schedule.warmup.unit)
+    warmup_steps = to_steps(warmup, "warmup_steps")
+    if scaled.warmup_factor != 1:
+        why["warmup_steps"] += f", stretched x {scaled.warmup_factor:.4g} by {rule}"
+    if warmup_steps >= total_steps > 1:
+        raise ConfigError(
+            "schedule.warmup",
+            str(config.schedule.warmup),
+            f"it is {warmup_steps} steps here and the whole training only {total_steps}",
+            "shorten the warm-up or lengthen stop.after",
+        )
+    schedule_steps = to_steps(config.schedule.length, "schedule_steps") if config.schedule.length else total_steps
+    why.setdefault("schedule_steps", "the whole training")
+    evaluate_every = (
+        max(1, to_steps(config.evaluation.every, "evaluate_every_steps")) if config.evaluation.every else None
+    )
+    why.setdefault("evaluate_every_steps", "at the end only")
+    strategy = resolve_strategy(config)
+    why["strategy"] = (
+        f"strategy.name {config.strategy.name}, {config.scale.workers} worker{'s' if config.scale.workers > 1 else ''}"
+    )
+    return Recipe(
+        global_batch_size=batch_size,
+        per_worker_batch_size=per_worker,
+        micro_batch_size=micro_size,
+        evaluation_micro_batch_size=evaluation_micro_size,
+        accumulation_steps=accumulation,
+        steps_per_epoch=steps_per_epoch,
+        total_steps=total_steps,
+        warmup_steps=warmup_steps,
+        schedule_steps=schedule_steps,
+        evaluate_every_steps=evaluate_every,
+        learning_rate=scaled.learning_rate,
+        betas=scaled.betas,
+        epsilon=scaled.epsilon,
+        strategy=strategy,
+        explanations=why,
+    )
+
+
+def resolve_strategy(config: RunConfig) -> str:
+    """The strategy's name with `auto` decided."""
+    name = config.strategy.name
+    if name == "single" and config.scale.workers > 1:
+        raise ConfigError(
+            "strategy.name",
+            "single",
+            f"it is for one worker, and scale.workers is {config.scale.workers}",
+            "use ddp or auto",
+        )
+    return ("single" if config.scale.workers == 1 else "ddp") if name == "auto" else name
+
+
+def nearest_multiples(value: int, of: int) -> list[int]:
+    """The multiples of `of` next to `value`, at least `of`: what to suggest when `value` does not divide."""
+    below = value // of * of
+    return sorted({max(of, below), below + of})
+
+
+def _global_batch_size(config: RunConfig, data: DataSize, why: dict[str, str]) -> int:
+    size = config.batch.global_size
+    if config.batch.unit == "samples":
+        why["global_batch_size"] = "batch.global_size"
+        return size
+    tokens = _tokens_per_sample(config, data, "batch.unit")
+    if size % tokens:
+        near = " or ".join(str(n) for n in nearest_multiples(size, tokens * config.scale.workers))
+        raise ConfigError(
+            "batch.global_size",
+            size,
+            f"a sample has {tokens} tokens, so it must be a multiple of {tokens}",
+            f"nearest for {config.scale.workers} workers: {near}",
+        )
+    why["global_batch_size"] = f"{size} tokens / {tokens} tokens per sample"
+    return size // tokens
+
+
+def _tokens_per_sample(config: RunConfig, data: DataSize, key: str) -> int:
+    if data.tokens_per_sample is None:
+        raise ConfigError(key, "tokens", "this data has no fixed number of tokens per sample", "count in samples")
+    return data.tokens_per_sample
+
+
+def _shares(config: RunConfig, batch_size: int, why: dict[str, str]) -> tuple[int, int, int]:
+    workers = config.scale.workers
+    if batch_size % workers:
+        near = " or ".join(str(n) for n in nearest_multiples(batch_size, workers))
+        raise ConfigError(
+            "batch.global_size",
+            batch_size,
+            f"{workers} workers need a multiple of {workers} samples",
+            f"nearest: {near}",
+        )
+    per_worker = batch_size // workers
+    why["per_worker_batch_size"] = f"{batch_size} / {workers} workers"
+    micro_size = config.batch.micro_size or per_worker
+    if per_worker % micro_size:
+        divisors = (
+            [d for d in range(1, per_worker + 1) if per_worker % d == 0] if per_worker <= 10**6 else [1, per_worker]
+        )
+        below = max((d for d in divisors if d < micro_size), default=1)
+        above = min((d for d in divisors if d > micro_size), default=per_worker)
+        near = " or ".join(str(n) for n in sorted({below, above}))
+        raise ConfigError(
+            "batch.micro_size", micro_size, f"it must divide the {per_worker} samples of one worker", f"nearest: {near}"
+        )
+    why["micro_batch_size"] = "batch.micro_size" if config.batch.micro_size else "the worker's whole share"
+    why["accumulation_steps"] = f"{per_worker} per worker / {micro_size}"
+    return per_worker, micro_size, per_worker // micro_size
+
+
+def _largest_batch(config: RunConfig, data: DataSize) -> int:
+    samples = data.num_samples // config.scale.workers * config.scale.workers
+    return samples * (data.tokens_per_sample or 1) if config.batch.unit == "tokens" else samples
+
+
+def _to_steps(
+    duration: Duration, config: RunConfig, data: DataSize, *, batch_size: int, steps_per_epoch: int
+) -> tuple[int, str]:
+    if duration.unit == "steps":
+        return round(duration.value), "given in steps"
+    if duration.unit == "epochs":
+        return round(duration.value * steps_per_epoch), f"{duration.value:g} epochs x {steps_per_epoch} steps"
+    samples = duration.value
+    if duration.unit == "tokens":
+        samples = duration.value / _tokens_per_sample(config, data, "a duration")
+    return math.ceil(samples / batch_size), f"{duration} / {batch_size} samples a step"

@@ -1,0 +1,219 @@
+"""What the user brings: a model, the data, and a loss that is a sum and a count.
+
+A workload is a class with three methods and a few optional ones; `scaleray.Workload` is a base class that
+documents them, and any class with the same methods works. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from scaleray.errors import WorkloadError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Batch = Mapping[str, "torch.Tensor"]
+"""One micro-batch on the device: tensors by column name, rows along dimension 0."""
+
+SumAndCount = tuple["torch.Tensor", "torch.Tensor | int | float"]
+"""A value summed over rows (or tokens) and the number of rows (or tokens) it was summed over."""
+
+REQUIRED_METHODS = ("build_model", "datasets", "loss")
+
+
+class Workload:
+    """Subclass this, or write a class with the same methods. Keyword arguments of `__init__` come from the config."""
+
+    def build_model(self) -> nn.Module:
+        """A new model on the default device. Called once a worker, after the seed of the run has been set."""
+        raise NotImplementedError
+
+    def datasets(self) -> Mapping[str, Any]:
+        """The data by split: `train` is needed, every other split (`val`, `test`, ...) is evaluated.
+
+        A value is a dict of arrays with rows along dimension 0, a source of `scaleray.data`
+        (`ParquetSource`, `TokenSource`), a map-style torch Dataset, or a Ray Dataset.
+        """
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: Batch) -> SumAndCount:
+        """The loss summed over the micro-batch, and the number of samples (or tokens) summed over.
+
+        Return the sum, not the mean: the gradient is the sum over all micro-batches and workers divided by the
+        total count, which stays exact with accumulation, padding and uneven shares.
+        """
+        raise NotImplementedError
+
+    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, SumAndCount]:
+        """Evaluation metrics as sums and counts, for example {"accuracy": (num_right, num_rows)}. Optional."""
+        return {}
+
+    def optimizer(self, model: nn.Module, settings: Any) -> torch.optim.Optimizer | None:
+        """An optimizer of one's own, or None for the configured one. `settings` holds the derived learning rate."""
+        return None
+
+    def blocks(self, model: nn.Module) -> Iterable[nn.Module] | None:
+        """The repeated blocks of the model, for sharding, checkpointing and pipelines. Optional."""
+        return None
+
+
+def load_workload(name: str, args: Mapping[str, Any], *, base_dir: Path | None = None) -> Any:
+    """Import `package.module:Name` or `path/to/file.py:Name` and build it with `args`.
+
+    A relative path is looked up from the current directory, then from `base_dir` (the folder of the config file).
+    Raises WorkloadError with the user's own part of the traceback.
+    """
+    target, _, attribute = name.partition(":")
+    if not target or not attribute:
+        raise WorkloadError(
+            "workload.name",
+            name,
+            "it must be package.module:Name or path/to/file.py:Name",
+            "for example: jobs/digits.py:Digits",
+        )
+    module = _import_file(target, base_dir) if target.endswith(".py") else _import_module(target)
+    if not hasattr(module, attribute):
+        classes = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module.__name__]
+        raise WorkloadError(
+            "workload.name",
+            name,
+            f"{target} has no {attribute!r}",
+            f"it defines: {', '.join(classes) or 'no class'}",
+        )
+    return build_workload(getattr(module, attribute), args, name=name)
+
+
+def build_workload(factory: Any, args: Mapping[str, Any], *, name: str) -> Any:
+    """Call the workload class with the config's keyword arguments and check that it has the needed methods."""
+    missing = [m for m in REQUIRED_METHODS if not callable(getattr(factory, m, None))]
+    if missing:
+        raise WorkloadError(
+            f"workload {name}",
+            f"without {', '.join(missing)}",
+            f"it needs the methods {', '.join(REQUIRED_METHODS)}",
+            "see 'Bring your own workload' in the README",
+        )
+    try:
+        inspect.signature(factory).bind(**args)
+    except TypeError as exc:
+        raise WorkloadError(
+            "workload.args",
+            dict(args),
+            f"{name} does not accept them: {exc}",
+            f"its signature is {getattr(factory, '__name__', name)}{inspect.signature(factory)}",
+        ) from exc
+    return call_user_code(lambda: factory(**args), what=f"workload {name}", doing="being built")
+
+
+def call_user_code(call: Any, *, what: str, doing: str) -> Any:
+    """Run the user's code; an exception becomes a WorkloadError that shows only the user's part of the traceback."""
+    from scaleray.errors import ScaleRayError
+
+    try:
+        return call()
+    except ScaleRayError:
+        raise
+    except Exception as exc:
+        raise WorkloadError(what, f"failing while {doing}", "it must run", user_traceback(exc)) from exc
+
+
+def user_traceback(exc: BaseException) -> str:
+    """The traceback of `exc` without the frames of scaleray, the import system and installed libraries.
+
+    Keeps the last frame of all when none is the user's, so that there is always a place to look.
+    """
+    frames = traceback.extract_tb(exc.__traceback__)
+    own = str(Path(__file__).parent)
+    mine = [
+        f
+        for f in frames
+        if not f.filename.startswith((own, "<frozen"))
+        and "site-packages" not in f.filename
+        and not f.filename.startswith(str(Path(traceback.__file__).parent))
+    ] or frames[-1:]
+    if isinstance(exc, SyntaxError) and exc.filename:
+        mine = []
+    lines = ["".join(traceback.format_list(mine)), "".join(traceback.format_exception_only(exc))]
+    return "\n  ".join("".join(lines).rstrip().splitlines())
+
+
+def user_modules(workload: Any) -> list[ModuleType]:
+    """Modules that only exist where the user is: the workload's own and its neighbours, but no installed package.
+
+    They must travel to the workers by value.
+    """
+    home = inspect.getmodule(type(workload))
+    origin = getattr(home, "__file__", None)
+    if home is None or origin is None or _is_installed(origin):
+        return [home] if home is not None and origin is None else []
+    folder = Path(origin).resolve().parent
+    while (folder / "__init__.py").exists():
+        folder = folder.parent
+    found = [home]
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__file__", None)
+        if (
+            isinstance(path, str)
+            and not _is_installed(path)
+            and module not in found
+            and folder in Path(path).resolve().parents
+        ):
+            found.append(module)
+    return found
+
+
+def _is_installed(path: str) -> bool:
+    package_root = str(Path(__file__).resolve().parent)
+    return "site-packages" in path or path.startswith((package_root, str(Path(traceback.__file__).parent)))
+
+
+def _import_file(target: str, base_dir: Path | None) -> ModuleType:
+    places = [Path(target)] if base_dir is None or Path(target).is_absolute() else [Path(target), base_dir / target]
+    path = next((p.resolve() for p in places if p.is_file()), None)
+    if path is None:
+        raise WorkloadError(
+            "workload file",
+            target,
+            "it does not exist",
+            "looked in: " + ", ".join(str(p.parent.resolve()) for p in places),
+        )
+    module_name = path.stem
+    loaded = sys.modules.get(module_name)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
+        return loaded
+    if loaded is not None:  # a file called json.py must not replace the library of that name
+        module_name = f"scaleray_workload_{path.stem}"
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # so that the file can import its neighbours
+
+    def load() -> ModuleType:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[module_name]
+            raise
+        return module
+
+    return call_user_code(load, what=f"workload file {target}", doing="being imported")
+
+
+def _import_module(target: str) -> ModuleType:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # a console script does not look in the current directory
+    return call_user_code(
+        lambda: importlib.import_module(target), what=f"workload module {target}", doing="being imported"
+    )
