@@ -78,6 +78,9 @@ class WorkerSummary:
     strategy: str
     device: str
     model: dict[str, Any] = field(default_factory=dict)
+    """Number of parameters and the hash of their initial values."""
+    hardware: dict[str, Any] = field(default_factory=dict)
+    """Processor and accelerators of this worker's node."""
 
 
 WorkerMessage = StepRecord | EvaluationRecord | SystemRecord | EventRecord | WorkerSummary

@@ -79,6 +79,8 @@ class StepPlan:
     drop_last: bool = False
     group_sizes: tuple[int, ...] | None = None
     window_rows: int = 100_000
+    is_streamed: bool = False
+    """The rows come from a stream in an order of its own; the plan only counts them."""
     name: str = field(default="train")
 
     @property
@@ -90,6 +92,8 @@ class StepPlan:
     @property
     def promise(self) -> str:
         """What a user can rely on, in words."""
+        if self.is_streamed:
+            return "weak: a Ray Dataset is streamed, so the order of the samples depends on the number of workers"
         if not self.shuffle:
             return "exact: file order, the same for every number of workers"
         if self.group_sizes is None:

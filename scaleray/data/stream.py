@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from scaleray.data.sources import Columns, Source
-from scaleray.data.step_plan import StepPlan
+from scaleray.data.step_plan import StepPlan, stream_key
 from scaleray.errors import InputStarvedError, ScaleRayError
 
 CHUNKS_PER_EXECUTION = 512  # task descriptions are made when an execution starts, so a long run uses several
@@ -120,6 +120,28 @@ def _read_in_task(ids: Columns, source_ref: Any, part: Part, segment: list[range
     source = ray.get(source_ref)
     pieces = [read_chunk(source, part, segment[int(i)]) for i in ids["id"]]
     return pieces[0] if len(pieces) == 1 else {name: np.concatenate([p[name] for p in pieces]) for name in pieces[0]}
+
+
+def stream_blocks(iterator: Any, part: Part, *, shuffle: bool, window_rows: int) -> Iterator[Columns]:
+    """A Ray Dataset's shard for this rank, epoch after epoch, in whatever order it comes."""
+    batch_rows = max(1, part.plan.global_batch_size // part.world_size)
+    first_epoch = part.first_step // part.plan.steps_per_epoch
+    for epoch in range(first_epoch, -(-part.last_step // part.plan.steps_per_epoch)):
+        remaining = part.plan.num_samples // part.world_size
+        shuffling = (
+            {
+                "local_shuffle_buffer_size": window_rows,
+                "local_shuffle_seed": stream_key(part.plan.seed, "data", epoch) % 2**32,
+            }
+            if shuffle
+            else {}
+        )
+        for block in iterator.iter_batches(batch_size=max(batch_rows, 1024), batch_format="numpy", **shuffling):
+            length = len(next(iter(block.values())))
+            yield {name: values[:remaining] for name, values in block.items()} if length > remaining else block
+            remaining -= min(length, remaining)
+            if not remaining:
+                break
 
 
 def rebatch(blocks: Iterable[Columns], sizes: Iterable[int]) -> Iterator[Columns]:
@@ -253,14 +275,14 @@ def _original_error(exc: BaseException) -> BaseException:
     return exc
 
 
-def ray_starvation_reason(reserved_cpus: float) -> Callable[[], str | None]:
+def ray_starvation_reason() -> Callable[[], str | None]:
     """An explanation for a late input under Ray: whether the cluster has any CPU free for the reading tasks."""
 
     def explain() -> str | None:
         import ray
 
         free = ray.available_resources().get("CPU", 0.0)
-        if free >= 0.01 and free >= min(1.0, reserved_cpus):
+        if free >= 0.1:
             return None
         total = ray.cluster_resources().get("CPU", 0.0)
         return f"the cluster has {free:g} of {total:g} CPUs free, so the input tasks cannot run; training or another job holds the rest. Use fewer workers or a smaller scale.cpus_per_worker"

@@ -1,0 +1,1 @@
+"""Seeds, and the fingerprint of the environment that a result came from."""

@@ -1,0 +1,8 @@
+"""How a model is spread over workers. Each strategy is a function `apply(model, mesh, settings) -> Parallel`."""
+
+from scaleray.strategies import ddp, single
+from scaleray.strategies.parallel import Parallel
+
+STRATEGIES = {"single": single.apply, "ddp": ddp.apply}
+
+__all__ = ["STRATEGIES", "Parallel"]

@@ -1,0 +1,1 @@
+"""MLflow: where runs are recorded, and the one process that writes them."""

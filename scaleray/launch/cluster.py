@@ -1,0 +1,217 @@
+"""The Ray cluster of a run: connect to it or start one, and say at once when it can never hold the run.
+
+Every known trap of Ray 2.60 that concerns connecting is handled here, with its reason beside the line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from scaleray.config import RunConfig
+from scaleray.config.scale import ScaleSettings
+from scaleray.errors import ClusterError
+
+OBJECT_STORE_BYTES = 512 * 2**20  # of a cluster we start ourselves; Ray's default is 30 % of all memory
+
+DRIVER_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # the controller looks at its workers this often, and a finished run ends one look later (default 2 s)
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",
+    # workers keep the driver's directory, or relative paths in a workload would mean something else there
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    # read_parquet starts 32 actors for footers at every execution by default
+    "RAY_DATA_PARQUET_FOOTER_NUM_ACTORS": "1",
+    # unequal collective calls would hang for ever by default
+    "RAY_TRAIN_COLLECTIVE_TIMEOUT_S": "300",
+    # workers' lines come through as they are, once each
+    "RAY_DEDUP_LOGS": "0",
+    # C++ messages below errors say nothing to a user; the real errors arrive as exceptions
+    "RAY_BACKEND_LOG_LEVEL": "fatal",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+@dataclass(frozen=True)
+class Node:
+    """One alive node: its address, resources in total and labels."""
+
+    address: str
+    resources: Mapping[str, float]
+    labels: Mapping[str, str]
+
+
+@contextlib.contextmanager
+def connected(config: RunConfig) -> Iterator[str]:
+    """A connection to the cluster of RAY_ADDRESS, or to a local one that lives as long as the context; gives its address.
+
+    A connection that the caller already has is used and left open. Raises ClusterError.
+    """
+    for name, value in DRIVER_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(config.scale.launch_timeout_s)
+    set_auth_mode()
+    import ray
+
+    if ray.is_initialized():
+        yield ray.get_runtime_context().gcs_address
+        return
+    address = os.environ.get("RAY_ADDRESS")
+    if address and address != "local":
+        _connect(address)
+    else:
+        _start_local(config)
+    try:
+        yield ray.get_runtime_context().gcs_address
+    finally:
+        ray.shutdown()
+
+
+def set_auth_mode() -> None:
+    """Decide token authentication explicitly: clients of Ray 2.60 do not follow the cluster's mode by themselves."""
+    if "RAY_AUTH_MODE" in os.environ:
+        return
+    has_token = any(v in os.environ for v in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")) or token_file().exists()
+    connects = os.environ.get("RAY_ADDRESS", "local") != "local"
+    # a cluster that we start gets a token of its own if there is none; one that we join without a token has none
+    os.environ["RAY_AUTH_MODE"] = "disabled" if connects and not has_token else "token"
+
+
+def token_file() -> Path:
+    """Where Ray keeps the token of this user."""
+    return Path.home() / ".ray" / "auth_token"
+
+
+def _connect(address: str) -> None:
+    import ray
+
+    try:
+        ray.init(address=address, runtime_env=_runtime_env(_gcs_address(address)), logging_level="ERROR")
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as exc:
+        raise ClusterError(
+            "RAY_ADDRESS", address, f"no Ray cluster answers there: {str(exc).splitlines()[0]}",
+            "check the address and the token (RAY_AUTH_MODE), or unset it to run on a local cluster",
+        ) from exc  # fmt: skip
+
+
+def _gcs_address(address: str) -> str | None:
+    """host:port of the cluster's control store, where the address says it; `auto` has to be asked for afterwards."""
+    if address != "auto":
+        return address.removeprefix("ray://")
+    import ray._private.services as services
+
+    found = services.find_gcs_addresses()
+    return next(iter(found)) if len(found) == 1 else None
+
+
+def _start_local(config: RunConfig) -> None:
+    import ray
+
+    # Ray Train's cleaner looks for "the" cluster of this machine. Without its address, a second cluster started
+    # here makes it destroy a healthy run; so the port is fixed beforehand and the address handed to every process.
+    port = free_port()
+    host = ray.util.get_node_ip_address()
+    os.environ["RAY_GCS_SERVER_PORT"] = str(port)
+    cores = psutil.cpu_count() or 1
+    try:
+        ray.init(
+            address="local",
+            # input tasks are counted beside the cores: they are light, and must never wait for training to end
+            num_cpus=cores + int(config.data.reserved_cpus),
+            object_store_memory=OBJECT_STORE_BYTES,
+            runtime_env=_runtime_env(f"{host}:{port}"),
+            logging_level="ERROR",
+        )
+    finally:
+        del os.environ["RAY_GCS_SERVER_PORT"]
+
+
+def _runtime_env(address: str | None) -> dict[str, Any]:
+    variables = {name: os.environ[name] for name in DRIVER_ENVIRONMENT}
+    if address is not None:
+        variables["RAY_ADDRESS"] = address
+    return {"env_vars": variables}
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def alive_nodes() -> list[Node]:
+    """The nodes of the connected cluster, the driver's first."""
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    found = sorted((n for n in ray.nodes() if n["Alive"]), key=lambda n: (n["NodeID"] != here, n["NodeManagerAddress"]))
+    return [Node(n["NodeManagerAddress"], n["Resources"], n.get("Labels", {})) for n in found]
+
+
+def topology(nodes: Sequence[Node]) -> list[dict[str, Any]]:
+    """Nodes and their devices, for the record."""
+    return [
+        {"node": n.address, "cpus": n.resources.get("CPU", 0), "gpus": n.resources.get("GPU", 0),
+         "accelerator": next((k.partition(":")[2] for k in n.resources if k.startswith("accelerator_type:")), None)}
+        for n in nodes
+    ]  # fmt: skip
+
+
+def check_capacity(config: RunConfig, nodes: Sequence[Node]) -> None:
+    """Refuse a run that these nodes can never hold; Ray itself would wait for ever. Raises ClusterError.
+
+    Asked for: `workers` bundles of CPUs and GPUs on nodes with the right labels, and CPUs left for the input.
+    """
+    scale = config.scale
+    fitting = [n for n in nodes if all(n.labels.get(k) == v for k, v in scale.label_selector.items())]
+    per_node = [_bundles(scale, n) for n in fitting]
+    possible = sum(per_node)
+    if scale.placement == "STRICT_PACK":
+        possible = max(per_node, default=0)
+    elif scale.placement == "STRICT_SPREAD":
+        possible = sum(1 for count in per_node if count)
+    asked = f"{scale.workers} worker{'s' if scale.workers > 1 else ''} of {scale.cpus_per_worker:g} CPU"
+    asked += f" and {scale.gpus_per_worker:g} GPU" if scale.gpus_per_worker else ""
+    asked += f" ({scale.placement})" if scale.placement.startswith("STRICT") else ""
+    asked += f" on nodes labelled {dict(scale.label_selector)}" if scale.label_selector else ""
+    cpus = sum(n.resources.get("CPU", 0.0) for n in nodes)
+    gpus = sum(n.resources.get("GPU", 0.0) for n in nodes)
+    has = (
+        f"the cluster has {len(nodes)} node{'s' if len(nodes) != 1 else ''} with {cpus:g} CPUs and {gpus:g} GPUs in all"
+    )
+    if possible < scale.workers:
+        where = f", {len(fitting)} with these labels" if scale.label_selector else ""
+        raise ClusterError("scale", asked, f"{has}{where} and can hold {possible}", _fewer(config, possible))
+    left = cpus - scale.workers * scale.cpus_per_worker
+    if left < config.data.reserved_cpus:
+        most = int((cpus - config.data.reserved_cpus) // scale.cpus_per_worker)
+        raise ClusterError(
+            "scale", asked, f"{has}, and {config.data.reserved_cpus:g} must stay free for the input tasks (data.reserved_cpus)",
+            _fewer(config, most),
+        )  # fmt: skip
+
+
+def _bundles(scale: ScaleSettings, node: Node) -> int:
+    by_cpu = node.resources.get("CPU", 0.0) / scale.cpus_per_worker + 1e-9
+    by_gpu = node.resources.get("GPU", 0.0) / scale.gpus_per_worker + 1e-9 if scale.gpus_per_worker else float("inf")
+    return int(min(by_cpu, by_gpu))
+
+
+def _fewer(config: RunConfig, possible: int) -> str:
+    if possible >= 1:
+        return f"use --scale.workers {possible}, or a smaller --scale.cpus-per-worker"
+    return "use smaller workers (scale.cpus_per_worker, scale.gpus_per_worker) or a larger cluster"
+
+
+def input_cpus(config: RunConfig) -> float:
+    """Ray CPUs that the input tasks of one worker may use together."""
+    return max(0.01, round(config.data.reserved_cpus / config.scale.workers, 2))

@@ -1,0 +1,393 @@
+"""`train`: from a config to a finished, recorded run. Everything that can be refused is refused before workers start."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from scaleray import metric_names as names
+from scaleray.config import RunConfig, load_config
+from scaleray.config.base import absolute_path
+from scaleray.data import as_source
+from scaleray.data.sources import Source
+from scaleray.errors import ClusterError, ConfigError, DataError, StorageError, UsageError
+from scaleray.launch import cluster
+from scaleray.launch.local import run_here
+from scaleray.launch.trainer import Interrupted, RemoteRecorder, Show, fit, spawn_recorder
+from scaleray.records import EventRecord, RunRecord
+from scaleray.reproducibility.fingerprint import environment, environment_hash
+from scaleray.scaling.recipe import DataSize, Recipe, derive, resolve_strategy
+from scaleray.tracking import store
+from scaleray.tracking.recorder import Recorder, RunDescription
+from scaleray.training.job import TRAIN, Split, TrainJob
+from scaleray.workload import build_workload, call_user_code, load_workload, user_modules
+
+
+def train(
+    config: RunConfig | str | Path | Mapping[str, Any],
+    workload: Any = None,
+    *,
+    local: bool = False,
+    show: Show = lambda message: None,
+    base_dir: Path | None = None,
+    started_at: float | None = None,
+) -> RunRecord:
+    """Train a workload as the config says and return the run's record.
+
+    config: a RunConfig, a YAML file, or a mapping of dotted keys. workload: an instance or class; None loads
+    `config.workload`. local: in this process, without Ray. show: called with the run's messages as they arrive.
+    started_at: wall clock from which the time to the first step is counted; None is now.
+
+    Raises UsageError for what the user can mend, RunFailedError for a run that failed, KeyboardInterrupt when stopped;
+    the MLflow run is then FAILED or KILLED.
+    """
+    started_at = started_at or time.time()
+    if isinstance(config, Mapping):
+        config = load_config(flags=config)
+    elif not isinstance(config, RunConfig):
+        base_dir = base_dir or Path(config).resolve().parent
+        config = load_config(config)
+    resolve_strategy(config)
+    if local and config.scale.workers > 1:
+        raise ConfigError(
+            "scale.workers",
+            config.scale.workers,
+            "--local runs one worker in this process",
+            "leave --local out, or use --scale.workers 1: the global batch, and so the training, is the same",
+        )
+    config = _absolute(config)
+    tracking_uri = store.resolve_uri(config.tracking.uri)
+    store.check_reachable(tracking_uri)
+    if workload is None:
+        workload = load_workload(config.workload.name, config.workload.args, base_dir=base_dir)
+    elif isinstance(workload, type):
+        workload = build_workload(workload, config.workload.args, name=workload.__name__)
+    run_name, run_dir = _reserve_run_dir(config)
+    try:
+        with _environment(config, local=local) as topology:
+            sources = load_sources(workload)
+            return _Run(config, workload, sources, run_name, run_dir, tracking_uri, topology, show, started_at).train(
+                local=local
+            )
+    except BaseException:
+        _remove_if_empty(run_dir)
+        raise
+
+
+def load_sources(workload: Any) -> dict[str, Source]:
+    """The workload's data by split. Raises DataError or WorkloadError."""
+    given = call_user_code(workload.datasets, what="datasets()", doing="reading the data")
+    if not isinstance(given, Mapping) or TRAIN not in given:
+        found = f"splits {sorted(given)}" if isinstance(given, Mapping) else type(given).__name__
+        raise DataError(
+            "datasets()",
+            found,
+            "it must return a mapping with the split 'train'",
+            "for example {'train': ..., 'val': ...}",
+        )
+    return {name: as_source(value, split=name) for name, value in given.items()}
+
+
+def data_size(sources: Mapping[str, Source]) -> DataSize:
+    """What the recipe needs to know of the training split."""
+    source = sources[TRAIN]
+    return DataSize(source.num_rows, source.tokens_per_row)
+
+
+@contextlib.contextmanager
+def _environment(config: RunConfig, *, local: bool) -> Iterator[list[dict[str, Any]]]:
+    """The nodes that the run has: this process, or a connected cluster that can hold it."""
+    if local:
+        os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # a Ray Dataset in a local run must not start a cluster in passing
+        if config.scale.gpus_per_worker:
+            import torch
+
+            if not torch.cuda.is_available():
+                raise ClusterError(
+                    "scale.gpus_per_worker",
+                    config.scale.gpus_per_worker,
+                    "this machine has no CUDA device",
+                    "use --scale.gpus-per-worker 0",
+                )
+        yield [{"node": "local"}]
+        return
+    with cluster.connected(config):
+        nodes = cluster.alive_nodes()
+        cluster.check_capacity(config, nodes)
+        yield cluster.topology(nodes)
+
+
+class _Run:
+    def __init__(
+        self, config: RunConfig, workload: Any, sources: dict[str, Source], run_name: str, run_dir: str, tracking_uri: str,
+        topology: list[dict[str, Any]], show: Show, started_at: float,
+    ) -> None:  # fmt: skip
+        self.config, self.sources, self.run_name, self.run_dir = config, sources, run_name, run_dir
+        self.tracking_uri, self.topology, self.show = tracking_uri, topology, show
+        self.recipe = derive(config, data_size(sources))
+        self.facts = {"environment": environment(), "topology": topology}
+        self.data = {name: source.describe() for name, source in sources.items()}
+        self.job = TrainJob(config, self.recipe, workload, {n: Split.of(n, s) for n, s in sources.items()}, started_at)
+        self.weights_path = f"{run_dir}/weights.pt"
+        self.work_dir = run_dir if "://" not in run_dir else tempfile.mkdtemp(prefix="scaleray-")
+
+    def train(self, *, local: bool) -> RunRecord:
+        description = self._describe()
+        recorder: Any
+        if local:
+            recorder = Recorder(description)
+            recorder.start()
+            work: Callable[[], None] = lambda: run_here(
+                self.job, self.sources, recorder, weights_path=self.weights_path, show=self.show
+            )
+        else:
+            _ship_user_code(self.job.workload)
+            recorder = RemoteRecorder(spawn_recorder(description))
+            work = lambda: fit(
+                self.job,
+                self.sources,
+                recorder,
+                weights_path=self.weights_path,
+                run_name="ray_train",
+                storage_path=self.run_dir,
+                show=self.show,
+            )
+        try:
+            work()
+            if not local:
+                recorder.wait_started()
+        except (Interrupted, KeyboardInterrupt) as exc:
+            self._finish(recorder, "KILLED", "stopped by the user")
+            raise KeyboardInterrupt from exc
+        except UsageError as exc:
+            self._finish(recorder, "FAILED", str(exc))
+            raise
+        except BaseException as exc:
+            self._finish(recorder, "FAILED", str(exc) or type(exc).__name__)
+            raise
+        return self._finish(recorder, "FINISHED", "")
+
+    def _describe(self) -> RunDescription:
+        config = self.config
+        params: dict[str, Any] = dict(_flatten(config.to_dict()))
+        params.update({f"derived.{k}": v for k, v in self.recipe.values().items()})
+        params.update({"topology.nodes": len(self.topology), "topology.workers": config.scale.workers})
+        tags = {
+            "scaleray.kind": "train",
+            "scaleray.config_hash": config.hash(),
+            "scaleray.workload": config.workload.name,
+            "scaleray.strategy": self.recipe.strategy,
+            "mlflow.source.name": config.workload.name,
+            "mlflow.source.type": "JOB",
+        }
+        git = self.facts["environment"]["git"]  # type: ignore[call-overload]
+        if git:
+            tags |= {"mlflow.source.git.commit": git["commit"], "scaleray.git_is_dirty": str(git["is_dirty"]).lower()}
+        if job_id := os.environ.get("RAY_JOB_SUBMISSION_ID"):
+            tags["scaleray.ray_job_id"] = job_id
+        return RunDescription(
+            tracking_uri=self.tracking_uri,
+            experiment=config.tracking.experiment,
+            run_name=self.run_name,
+            work_dir=self.work_dir,
+            every_steps=config.tracking.every_steps,
+            params={k: v for k, v in params.items() if v is not None},
+            tags=tags,
+            files={
+                "config.yaml": yaml.safe_dump(config.to_dict(), sort_keys=False),
+                "derived.yaml": yaml.safe_dump({"values": _plain(self.recipe.values()), "how": self.recipe.explanations}, sort_keys=False),
+            },
+            datasets=[
+                {
+                    "name": name, "digest": str(facts.get("sha256") or "unhashed")[:32], "context": "training" if name == TRAIN else "evaluation",
+                    "source": {"workload": config.workload.name, "split": name}, "profile": facts,
+                }
+                for name, facts in self.data.items()
+            ],
+            tokens_per_sample=self.sources[TRAIN].tokens_per_row,
+        )  # fmt: skip
+
+    def _finish(self, recorder: Any, status: str, reason: str) -> RunRecord:
+        recording = recorder.drain()
+        identity = recorder.identity()
+        summary = next((s for s in recording.summaries if s.rank == 0), None)
+        facts = {
+            **self.facts,
+            "workers": [
+                {"rank": s.rank, "node": s.node, "device": s.device, **s.hardware} for s in recording.summaries
+            ],
+        }
+        record = RunRecord(
+            name=self.run_name,
+            status=status,
+            verdict=reason or (summary.verdict if summary else "done"),
+            workers=self.config.scale.workers,
+            strategy=self.recipe.strategy,
+            steps=max(0, recording.last_step),
+            final_loss=recording.final_loss,
+            metrics=recording.metrics,
+            samples_per_s=summary.samples_per_s if summary else None,
+            tokens_per_s=summary.tokens_per_s if summary else None,
+            step_time_s=summary.step_time_s if summary else None,
+            input_wait_share=summary.input_wait_share if summary else None,
+            time_to_first_step_s=summary.time_to_first_step_s if summary else None,
+            training_time_s=summary.training_time_s if summary else None,
+            total_time_s=time.time() - self.job.started_at,
+            peak_memory_bytes=[s.peak_memory_bytes for s in recording.summaries],
+            nonfinite_steps=summary.nonfinite_steps if summary else 0,
+            sample_order=self.job.train_plan().promise,
+            config=self.config.to_dict(),
+            config_hash=self.config.hash(),
+            derived=_plain(self.recipe.values()),
+            data=self.data,
+            environment=facts,
+            environment_hash=environment_hash(facts),
+            tracking_uri=store.without_password(self.tracking_uri),
+            experiment_id=identity.experiment_id,
+            run_id=identity.run_id,
+            mlflow_link=identity.link,
+            run_dir=self.run_dir,
+            events=recording.events,
+        )
+        if (
+            status == "FINISHED"
+            and self.config.checkpoint.save_final
+            and "://" not in self.run_dir
+            and Path(self.weights_path).exists()
+        ):
+            recorder.log_files([self.weights_path], "model")
+        unsent = recorder.finish(
+            status,
+            metrics=_point_metrics(record),
+            tags={
+                "scaleray.environment_hash": record.environment_hash,
+                "scaleray.verdict": record.verdict[:500],
+                "mlflow.note.content": _note(record),
+            },
+            files={"record.json": record.to_json(), "environment.yaml": yaml.safe_dump(_plain(facts), sort_keys=False)},
+        )
+        record = dataclasses.replace(record, unsent_file=unsent)
+        self._copy_run_dir()
+        if unsent:
+            self.show(
+                EventRecord(
+                    f"MLflow did not take everything; when it is back: scaleray tracking replay {unsent}",
+                    kind="warning",
+                )
+            )
+        return record
+
+    def _copy_run_dir(self) -> None:
+        if "://" not in self.run_dir:
+            return
+        import pyarrow.fs
+
+        filesystem, inner = pyarrow.fs.FileSystem.from_uri(self.run_dir)
+        pyarrow.fs.copy_files(self.work_dir, inner, destination_filesystem=filesystem)
+
+
+def _absolute(config: RunConfig) -> RunConfig:
+    path = absolute_path(config.checkpoint.storage_path)
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"storage_path": path})})
+
+
+def _reserve_run_dir(config: RunConfig) -> tuple[str, str]:
+    """Make the run's folder. A name in use is refused: Ray Train would silently resume the old run under it."""
+    import pyarrow.fs
+
+    stem = config.workload.name.rpartition(":")[2].lower() or "run"
+    unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    name = config.tracking.run_name or f"{stem}-w{config.scale.workers:03d}-b{config.batch.global_size}-{unique}"
+    root = config.checkpoint.storage_path
+    run_dir = f"{root.rstrip('/')}/{name}"
+    try:
+        filesystem, inner = pyarrow.fs.FileSystem.from_uri(run_dir)
+        exists = filesystem.get_file_info(inner).type != pyarrow.fs.FileType.NotFound
+        if not exists:
+            filesystem.create_dir(inner, recursive=True)
+            with filesystem.open_output_stream(f"{inner}/.writable") as probe:
+                probe.write(b"1")
+            filesystem.delete_file(f"{inner}/.writable")
+    except (OSError, ValueError) as exc:
+        raise StorageError(
+            "checkpoint.storage_path",
+            root,
+            f"it cannot be written: {exc}",
+            "choose another folder or bucket, or mend its permissions",
+        ) from exc
+    if exists:
+        raise ConfigError(
+            "tracking.run_name",
+            name,
+            f"{run_dir} exists already",
+            "choose another name, or leave it out for a unique one",
+        )
+    return name, run_dir
+
+
+def _remove_if_empty(run_dir: str) -> None:
+    if "://" not in run_dir:
+        with contextlib.suppress(OSError):  # not empty: the failed run's files are worth keeping
+            Path(run_dir).rmdir()
+
+
+def _ship_user_code(workload: Any) -> None:
+    """Let code that only exists in the user's folder travel to the workers with the workload."""
+    from ray import cloudpickle
+
+    for module in user_modules(workload):
+        cloudpickle.register_pickle_by_value(module)
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _point_metrics(record: RunRecord) -> dict[str, float]:
+    values = {
+        names.WORLD_SIZE: float(record.workers),
+        names.POINT_SAMPLES_PER_S: record.samples_per_s,
+        names.POINT_TOKENS_PER_S: record.tokens_per_s,
+        names.TIME_TO_FIRST_STEP_S: record.time_to_first_step_s,
+        names.PEAK_MEMORY_BYTES: float(max(record.peak_memory_bytes)) if record.peak_memory_bytes else None,
+    }
+    return {metric.name: value for metric, value in values.items() if value is not None}
+
+
+def _note(record: RunRecord) -> str:
+    """The run's description in MLflow, as Markdown."""
+    rows = {
+        "verdict": record.verdict.splitlines()[0] if record.verdict else "",
+        "workers": f"{record.workers} ({record.strategy})",
+        "steps": record.steps,
+        "samples/s": f"{record.samples_per_s:.4g}" if record.samples_per_s else "",
+        "input wait": f"{record.input_wait_share:.2%}" if record.input_wait_share is not None else "",
+        **{name: f"{value:.4g}" for name, value in record.metrics.items()},
+        "sample order": record.sample_order,
+        "files": f"`{record.run_dir}`",
+    }
+    return "| | |\n|---|---|\n" + "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+
+
+def explain_recipe(recipe: Recipe) -> list[tuple[str, Any, str]]:
+    """(name, value, how it was derived) for every derived value."""
+    return [(name, value, recipe.explanations.get(name, "")) for name, value in recipe.values().items()]

@@ -1,0 +1,106 @@
+"""What a result was measured on: code, packages, hardware, drivers. No environment variable is ever stored."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+import subprocess
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+PACKAGES = ("scaleray", "torch", "ray", "mlflow", "mlflow-skinny", "numpy", "pyarrow", "pydantic")
+
+
+def environment(folder: str | Path = ".") -> dict[str, Any]:
+    """Facts about this machine and this code; `folder` is where git is asked."""
+    return {
+        "git": git_state(Path(folder)),
+        "python": platform.python_version(),
+        "packages": package_versions(),
+        "os": platform.platform(),
+        "cpu": {"model": cpu_model(), "cores": psutil.cpu_count(logical=False), "threads": psutil.cpu_count()},
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "accelerators": accelerators(),
+    }
+
+
+def environment_hash(facts: dict[str, Any]) -> str:
+    """SHA-256 (16 hex digits) of the facts: two measurements with the same hash may stand on one curve."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def git_state(folder: Path) -> dict[str, Any]:
+    """Commit of the checkout around `folder`, and a hash of what differs from it. Empty outside a checkout."""
+
+    def git(*words: str) -> bytes:
+        return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, check=True, timeout=20).stdout
+
+    try:
+        commit = git("rev-parse", "HEAD").decode().strip()
+        difference = git("diff", "HEAD") + git("ls-files", "--others", "--exclude-standard")
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return {
+        "commit": commit,
+        "is_dirty": bool(difference),
+        "diff_sha256": hashlib.sha256(difference).hexdigest() if difference else None,
+    }
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of the packages that can change a result."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@lru_cache
+def cpu_model() -> str:
+    """The processor's name as the system gives it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def accelerators() -> dict[str, Any]:
+    """GPUs with driver, CUDA, cuDNN and NCCL versions and how they are linked; {} without any."""
+    if not torch.cuda.is_available():
+        return {}
+    facts: dict[str, Any] = {
+        "names": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+    }
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        facts["driver"] = pynvml.nvmlSystemGetDriverVersion()
+        facts["interconnect"] = _interconnect(pynvml)
+    except Exception as exc:  # a driver too old for NVML must not stop a run; the record says what is missing
+        facts["nvml_error"] = str(exc)
+    return facts
+
+
+def _interconnect(pynvml: Any) -> str:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    try:
+        links = sum(pynvml.nvmlDeviceGetNvLinkState(handle, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS))
+    except pynvml.NVMLError:
+        links = 0
+    return f"NVLink x{links}" if links else "PCIe"

@@ -1,0 +1,63 @@
+"""Data parallel training: every rank holds the model, gradients are averaged in buckets during the backward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from scaleray.config.scale import StrategySettings
+from scaleray.errors import WorkloadError
+from scaleray.strategies.parallel import Parallel, cpu_state_dict
+
+
+def apply(model: nn.Module, mesh: DeviceMesh | None, settings: StrategySettings) -> Parallel:
+    """Wrap in DistributedDataParallel over `mesh["dp"]`. Collective: rank 0's parameters and buffers go to all ranks.
+
+    Source: Li et al. 2020, arXiv:2006.15704. Buffers such as BatchNorm's statistics follow rank 0.
+    """
+    if mesh is None:
+        raise ValueError("ddp needs a device mesh with the axis 'dp'")
+    lazy = [name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)]
+    if lazy:
+        raise WorkloadError(
+            "the model", f"with lazy parameters ({lazy[0]})", "DDP needs their shapes before the first batch",
+            "run one dummy batch through it in build_model()",
+        )  # fmt: skip
+    group = mesh.get_group("dp")
+    device = next(model.parameters()).device
+    wrapped = DistributedDataParallel(
+        model,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        process_group=group,
+        bucket_cap_mb=settings.bucket_size_mib,
+        gradient_as_bucket_view=settings.gradient_as_bucket_view,
+        static_graph=settings.static_graph,
+        find_unused_parameters=settings.find_unused_parameters,
+    )
+
+    def share_buffers() -> None:
+        # DDP does so at the start of a forward pass; after the last one the ranks' buffers differ
+        for buffer in model.buffers():
+            dist.broadcast(buffer, group=group, group_src=0)
+
+    def full_state_dict() -> dict[str, Any]:
+        share_buffers()
+        return cpu_state_dict(model) if dist.get_rank(group) == 0 else {}
+
+    def close() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None  # a view of a bucket that goes away with the wrapper
+
+    return Parallel(
+        model=wrapped,
+        module=model,
+        gradient_divisor=dist.get_world_size(group),
+        no_sync=wrapped.no_sync,
+        before_evaluation=share_buffers,
+        full_state_dict=full_state_dict,
+        close=close,
+    )

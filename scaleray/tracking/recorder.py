@@ -1,0 +1,358 @@
+"""The one process that writes a run: it takes workers' messages without making them wait, and keeps what MLflow misses.
+
+Under Ray it is an actor beside the driver; without Ray a plain object. A thread of its own does the writing.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scaleray import metric_names as names
+from scaleray.errors import TrackingError
+from scaleray.records import (
+    EvaluationRecord,
+    EventRecord,
+    StepRecord,
+    SystemRecord,
+    WorkerMessage,
+    WorkerSummary,
+)
+from scaleray.tracking.store import Operation, RunStore, run_link, without_password
+
+RETRY_FIRST_S, RETRY_MOST_S = 2.0, 30.0
+FLUSH_S = 1.0
+STEP_COLUMNS = (
+    "step",
+    "loss",
+    "count",
+    "num_samples",
+    "learning_rate",
+    "grad_norm",
+    "step_time_s",
+    "input_wait_s",
+    "epoch",
+    "is_finite",
+)
+
+
+@dataclass(frozen=True)
+class RunDescription:
+    """What is known about a run before it starts. work_dir: a local folder for its files."""
+
+    tracking_uri: str
+    experiment: str
+    run_name: str
+    work_dir: str
+    every_steps: int
+    params: Mapping[str, Any]
+    tags: Mapping[str, str]
+    files: Mapping[str, str]
+    """Small text artifacts by name, such as config.yaml."""
+    datasets: Sequence[Mapping[str, Any]] = ()
+    tokens_per_sample: int | None = None
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """Where the run is in MLflow."""
+
+    run_id: str
+    experiment_id: str
+    link: str
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What the recorder knows when the run has ended."""
+
+    final_loss: float | None
+    metrics: dict[str, float]
+    summaries: list[WorkerSummary]
+    events: list[str]
+    last_step: int
+    unsent_file: str | None = None
+
+
+@dataclass
+class _Window:
+    """Steps since the last point in MLflow."""
+
+    steps: int = 0
+    samples: int = 0
+    time_s: float = 0.0
+    wait_s: float = 0.0
+
+
+class Recorder:
+    """Owns one MLflow run. `log` only queues; `poll` gives the messages to whoever shows them."""
+
+    def __init__(self, description: RunDescription) -> None:
+        self.description = description
+        self.work_dir = Path(description.work_dir)
+        self.work_dir.mkdir(parents=True, exist_ok=True)
+        self.unsent = self.work_dir / "unsent.jsonl"
+        self._store: RunStore | None = None
+        self._queue: queue.Queue[WorkerMessage | Operation | None] = queue.Queue()
+        self._shown: list[WorkerMessage] = []
+        self._shown_from = 0
+        self._window = _Window()
+        self._last_step = self._last_evaluation = -1
+        self._final_loss: float | None = None
+        self._nonfinite = 0
+        self._metrics: dict[str, float] = {}
+        self._summaries: dict[int, WorkerSummary] = {}
+        self._events: list[str] = []
+        self._points: list[tuple[str, float, int, int]] = []
+        self._retry_at, self._retry_s = 0.0, RETRY_FIRST_S
+        self._steps_file = open(self.work_dir / "steps.csv", "w", newline="")  # noqa: SIM115 - open as long as the run
+        self._steps = csv.writer(self._steps_file)
+        self._steps.writerow(STEP_COLUMNS)
+        self._thread = threading.Thread(target=self._write_all, name="scaleray-recorder", daemon=True)
+
+    def start(self) -> RunIdentity:
+        """Make the MLflow run and write what is known. Raises TrackingError when MLflow cannot be used."""
+        d = self.description
+        self._store = RunStore.create(d.tracking_uri, experiment=d.experiment, run_name=d.run_name, tags=d.tags)
+        first: list[Operation] = [{"op": "params", "values": dict(d.params)}]
+        first += [{"op": "dataset", **dataset} for dataset in d.datasets]
+        for name, text in d.files.items():
+            path = self.work_dir / name
+            path.write_text(text)
+            first.append({"op": "artifact", "path": str(path)})
+        for operation in first:
+            self._queue.put(operation)
+        self._thread.start()
+        return self.identity()
+
+    def identity(self) -> RunIdentity:
+        """The run in MLflow. Only after `start`."""
+        store = self._require_store()
+        return RunIdentity(store.run_id, store.experiment_id, run_link(store.uri, store.experiment_id, store.run_id))
+
+    def log(self, messages: Sequence[WorkerMessage]) -> None:
+        """Take messages from a worker. Returns at once, whatever MLflow does."""
+        for message in messages:
+            self._queue.put(message)
+
+    def poll(self, after: int) -> tuple[int, list[WorkerMessage]]:
+        """Messages to show, from number `after` on, and the number to ask for next."""
+        shown = self._shown[max(0, after - self._shown_from) :]
+        return self._shown_from + len(self._shown), shown
+
+    def log_files(self, paths: Sequence[str], folder: str | None = None) -> None:
+        """Add local files to the run's artifacts."""
+        for path in paths:
+            self._queue.put({"op": "artifact", "path": str(path), "folder": folder})
+
+    def drain(self) -> Recording:
+        """Write everything that has arrived so far and say what the run came to."""
+        self._wait_until_written()
+        return Recording(
+            final_loss=self._final_loss,
+            metrics=dict(self._metrics),
+            summaries=[self._summaries[rank] for rank in sorted(self._summaries)],
+            events=list(self._events),
+            last_step=self._last_step,
+            unsent_file=str(self.unsent) if self.unsent.exists() else None,
+        )
+
+    def finish(
+        self, status: str, *, metrics: Mapping[str, float], tags: Mapping[str, str], files: Mapping[str, str]
+    ) -> str | None:
+        """End the run in MLflow with `status`; returns the file of what could not be sent, or None."""
+        self._steps_file.flush()
+        now = _now_ms()
+        if metrics:
+            self._queue.put(
+                {
+                    "op": "metrics",
+                    "points": [(k, v, now, self._last_step if self._last_step > 0 else 0) for k, v in metrics.items()],
+                }
+            )
+        if tags:
+            self._queue.put({"op": "tags", "values": dict(tags)})
+        for name, text in files.items():
+            (self.work_dir / name).write_text(text)
+        self.log_files([str(self.work_dir / name) for name in ("steps.csv", *files)])
+        self._queue.put({"op": "status", "status": status, "end_time": now})
+        self._wait_until_written()
+        self._queue.put(None)
+        self._thread.join(timeout=60)
+        self._steps_file.close()
+        return str(self.unsent) if self.unsent.exists() else None
+
+    def _wait_until_written(self) -> None:
+        if not self._thread.is_alive():
+            return
+        marker = _Marker()
+        self._queue.put({"op": "marker", "marker": marker})
+        marker.done.wait(timeout=60)
+
+    def _write_all(self) -> None:
+        flushed_at = time.monotonic()
+        while True:
+            try:
+                item = self._queue.get(timeout=FLUSH_S)
+            except queue.Empty:
+                item = {"op": "tick"}
+            if item is None:
+                self._flush()
+                return
+            if isinstance(item, dict):
+                if item["op"] in ("tick", "marker") or time.monotonic() - flushed_at > FLUSH_S:
+                    self._flush()
+                    flushed_at = time.monotonic()
+                if item["op"] == "marker":
+                    item["marker"].done.set()
+                elif item["op"] != "tick":
+                    self._flush()  # order: points before the status that ends the run
+                    self._send(item)
+                continue
+            self._take(item)
+            if time.monotonic() - flushed_at > FLUSH_S:
+                self._flush()
+                flushed_at = time.monotonic()
+
+    def _take(self, message: WorkerMessage) -> None:
+        if isinstance(message, StepRecord):
+            if message.step <= self._last_step:
+                return  # a restarted worker group repeats steps that are already recorded
+            self._take_step(message)
+        elif isinstance(message, EvaluationRecord):
+            if message.step <= self._last_evaluation:
+                return
+            self._last_evaluation = message.step
+            self._metrics.update(message.metrics)
+            self._add_points(message.metrics, message.step)
+        elif isinstance(message, SystemRecord):
+            self._add_points({f"system/{message.node}/{k}": v for k, v in message.metrics.items()}, message.step)
+        elif isinstance(message, WorkerSummary):
+            self._summaries[message.rank] = message
+        elif isinstance(message, EventRecord):
+            if message.text in self._events:
+                return
+            self._events.append(message.text)
+        self._shown.append(message)
+        if len(self._shown) > 20_000:  # nobody shows them: a driver's memory must not grow with the number of steps
+            self._shown_from += 10_000
+            del self._shown[:10_000]
+
+    def _take_step(self, record: StepRecord) -> None:
+        self._last_step, self._final_loss = record.step, record.loss
+        self._nonfinite += not record.is_finite
+        values = asdict(record)
+        self._steps.writerow([repr(values[c]) if isinstance(values[c], float) else values[c] for c in STEP_COLUMNS])
+        window = self._window
+        window.steps += 1
+        window.samples += record.num_samples
+        window.time_s += record.step_time_s
+        window.wait_s += record.input_wait_s
+        if record.step % self.description.every_steps and record.step != 1:
+            return
+        rate = window.samples / window.time_s
+        points = {
+            names.LOSS.name: record.loss,
+            names.LEARNING_RATE.name: record.learning_rate,
+            names.EPOCH.name: record.epoch,
+            names.SAMPLES_PER_S.name: rate,
+            names.STEP_TIME_S.name: window.time_s / window.steps,
+            names.INPUT_WAIT_SHARE.name: window.wait_s / window.time_s,
+            names.GRAD_NORM.name: record.grad_norm,
+            names.LOSS_SCALE.name: record.loss_scale,
+            names.TOKENS_PER_S.name: rate * self.description.tokens_per_sample
+            if self.description.tokens_per_sample
+            else None,
+            names.NONFINITE_STEPS.name: float(self._nonfinite) if self._nonfinite else None,
+        }
+        self._add_points({k: v for k, v in points.items() if v is not None}, record.step)
+        self._window = _Window()
+
+    def _add_points(self, values: Mapping[str, float], step: int) -> None:
+        now = _now_ms()
+        # MLflow stores infinity as the largest float, which ruins charts; NaN it keeps
+        self._points += [(k, math.nan if math.isinf(v) else float(v), now, step) for k, v in values.items()]
+
+    def _flush(self) -> None:
+        self._steps_file.flush()
+        if self._points:
+            points, self._points = self._points, []
+            self._send({"op": "metrics", "points": points})
+        elif self.unsent.exists():
+            self._send_unsent()
+
+    def _send(self, operation: Operation) -> None:
+        """Send, or keep in the unsent file; while that holds anything, later operations queue behind it."""
+        if self.unsent.exists() and not self._send_unsent():
+            self._keep(operation)
+            return
+        try:
+            self._require_store().send(operation)
+        except Exception as exc:  # whatever MLflow raises, training goes on
+            self._keep(operation)
+            self._event(
+                f"MLflow took no more data ({type(exc).__name__}); keeping it in {self.unsent} and trying again"
+            )
+            self._wait_longer()
+
+    def _send_unsent(self) -> bool:
+        if time.monotonic() < self._retry_at:
+            return False
+        lines = self.unsent.read_text().splitlines()[1:]
+        for number, line in enumerate(lines):
+            try:
+                self._require_store().send(json.loads(line))
+            except Exception:  # still away: what was sent is forgotten, the rest stays
+                self._rewrite(lines[number:])
+                self._wait_longer()
+                return False
+        self.unsent.unlink()
+        self._retry_s = RETRY_FIRST_S
+        self._event("MLflow is back; everything kept has been sent")
+        return True
+
+    def _wait_longer(self) -> None:
+        self._retry_at = time.monotonic() + self._retry_s
+        self._retry_s = min(RETRY_MOST_S, self._retry_s * 2)
+
+    def _keep(self, operation: Operation) -> None:
+        if not self.unsent.exists():
+            self._rewrite([])
+        with open(self.unsent, "a") as file:
+            file.write(json.dumps(operation) + "\n")
+
+    def _rewrite(self, lines: Sequence[str]) -> None:
+        store = self._require_store()
+        head = {
+            "tracking_uri": without_password(store.uri),
+            "run_id": store.run_id,
+            "experiment_id": store.experiment_id,
+        }
+        temporary = self.unsent.with_suffix(".part")
+        temporary.write_text("".join(line + "\n" for line in [json.dumps(head), *lines]))
+        temporary.replace(self.unsent)
+
+    def _event(self, text: str) -> None:
+        self._take(EventRecord(text, kind="warning"))
+
+    def _require_store(self) -> RunStore:
+        if self._store is None:
+            raise TrackingError("the recorder", "not started", "start() comes first")
+        return self._store
+
+
+@dataclass
+class _Marker:
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)

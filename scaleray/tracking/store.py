@@ -1,0 +1,236 @@
+"""Access to MLflow: find the tracking store, open it safely, write to one run, and link to it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from scaleray.errors import TrackingError
+
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+
+UI_ADDRESS = "http://127.0.0.1:5000"
+LONGEST_PARAM = 6000  # MLflow cuts longer values without a word; the whole config is an artifact
+
+Operation = dict[str, Any]
+"""One write to a run, as JSON: `metrics`, `params`, `tags`, `artifact`, `dataset` or `status`."""
+
+
+def resolve_uri(uri: str | None) -> str:
+    """The tracking URI to use: the given one, MLFLOW_TRACKING_URI, or an SQLite file in ~/scaleray. Always absolute."""
+    uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path.home() / 'scaleray' / 'mlflow.db'}"
+    if uri.startswith("sqlite:///"):
+        return f"sqlite:///{Path(uri.removeprefix('sqlite:///')).expanduser().absolute()}"
+    scheme = urllib.parse.urlparse(uri).scheme
+    if scheme not in ("http", "https", "databricks") and not scheme.startswith(("postgresql", "mysql", "mssql")):
+        raise TrackingError(
+            "tracking.uri", without_password(uri), "it must be sqlite:///FILE, http(s)://SERVER or a database URL",
+            "MLflow 3 does not keep runs in plain folders any more; use sqlite:///mlflow.db",
+        )  # fmt: skip
+    return uri
+
+
+def check_reachable(uri: str, *, timeout_s: float = 5.0) -> None:
+    """Fail early and clearly when the store cannot be used. Imports no mlflow, so that it costs no start-up time."""
+    if uri.startswith("sqlite:///"):
+        path = sqlite_path(uri)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "ab"):
+                pass
+        except OSError as exc:
+            raise TrackingError(
+                "the MLflow database",
+                str(path),
+                f"it cannot be written: {exc.strerror}",
+                "choose another with --tracking.uri",
+            ) from exc
+    elif uri.startswith("http"):
+        try:
+            urllib.request.urlopen(uri.rstrip("/") + "/health", timeout=timeout_s).close()
+        except urllib.error.HTTPError:
+            pass  # it answers; what it refuses will be said when the run is made
+        except (OSError, ValueError) as exc:
+            reason = getattr(exc, "reason", exc)
+            raise TrackingError(
+                "the MLflow server", without_password(uri), f"it does not answer: {reason}",
+                "start it, correct --tracking.uri, or leave the key out to use a local SQLite file",
+            ) from exc  # fmt: skip
+
+
+def sqlite_path(uri: str) -> Path:
+    """The file of an sqlite:/// URI."""
+    return Path(uri.removeprefix("sqlite:///"))
+
+
+def without_password(uri: str) -> str:
+    """A URI that may be shown and stored: the password, if any, replaced by stars."""
+    parts = urllib.parse.urlsplit(uri)
+    if parts.password is None:
+        return uri
+    host = parts.netloc.rpartition("@")[2]
+    return urllib.parse.urlunsplit(parts._replace(netloc=f"{parts.username}:***@{host}"))
+
+
+def run_link(uri: str, experiment_id: str, run_id: str) -> str:
+    """Where a browser shows the run. For a database, the address of `scaleray tracking ui`."""
+    return f"{_ui(uri)}/#/experiments/{experiment_id}/runs/{run_id}"
+
+
+def experiment_link(uri: str, experiment_id: str) -> str:
+    """Where a browser shows the experiment's runs; without the parameter MLflow opens an empty GenAI page."""
+    return f"{_ui(uri)}/#/experiments/{experiment_id}/runs?workflowType=machine_learning"
+
+
+def _ui(uri: str) -> str:
+    return without_password(uri).rstrip("/") if uri.startswith("http") else UI_ADDRESS
+
+
+class RunStore:
+    """One MLflow run, opened or made. Every write is one `Operation`; errors of the server come through unchanged."""
+
+    def __init__(self, uri: str, run_id: str, experiment_id: str) -> None:
+        self.uri, self.run_id, self.experiment_id = uri, run_id, experiment_id
+        self.client = _client(uri)
+
+    @classmethod
+    def create(cls, uri: str, *, experiment: str, run_name: str, tags: Mapping[str, str]) -> RunStore:
+        """A new run, RUNNING. Makes the database and the experiment when they do not exist. Raises TrackingError."""
+        try:
+            with _first_use_lock(uri):
+                client = _client(uri)
+                found = client.get_experiment_by_name(experiment)
+                if found is not None and found.lifecycle_stage == "deleted":
+                    raise TrackingError(
+                        "tracking.experiment",
+                        experiment,
+                        "this experiment is deleted in MLflow",
+                        "restore it, or choose another name",
+                    )
+                # an absolute artifact folder: MLflow's own default is relative to each process's directory
+                location = str(sqlite_path(uri).parent / "mlartifacts") if uri.startswith("sqlite") else None
+                experiment_id = (
+                    found.experiment_id if found else client.create_experiment(experiment, artifact_location=location)
+                )
+            run = client.create_run(experiment_id, run_name=run_name, tags=dict(tags))
+        except TrackingError:
+            raise
+        except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
+            first = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
+            hint = (
+                "run: mlflow db upgrade URI (after a backup)"
+                if "out-of-date" in str(exc)
+                else "check --tracking.uri and the server's log"
+            )
+            raise TrackingError(
+                "MLflow at", without_password(uri), f"the run could not be made: {first}", hint
+            ) from exc
+        return cls(uri, run.info.run_id, experiment_id)
+
+    def send(self, operation: Operation) -> None:
+        """Write one operation. Safe to repeat: metric points not above the last stored step are left out on replay."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+
+        kind = operation["op"]
+        if kind == "metrics":
+            points = [
+                Metric(key, value, int(timestamp), int(step)) for key, value, timestamp, step in operation["points"]
+            ]
+            for start in range(0, len(points), 1000):  # the server's limit for one call
+                self.client.log_batch(self.run_id, metrics=points[start : start + 1000])
+        elif kind == "params":
+            params = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in operation["values"].items()]
+            for start in range(0, len(params), 100):
+                self.client.log_batch(self.run_id, params=params[start : start + 100])
+        elif kind == "tags":
+            self.client.log_batch(self.run_id, tags=[RunTag(k, str(v)) for k, v in operation["values"].items()])
+        elif kind == "artifact":
+            self.client.log_artifact(self.run_id, operation["path"], operation.get("folder"))
+        elif kind == "dataset":
+            dataset = Dataset(
+                name=operation["name"], digest=operation["digest"], source_type="scaleray",
+                source=json.dumps(operation["source"]), profile=json.dumps(operation["profile"]),
+            )  # fmt: skip
+            tag = InputTag("mlflow.data.context", operation["context"])
+            self.client.log_inputs(self.run_id, datasets=[DatasetInput(dataset, [tag])])
+        elif kind == "status":
+            self.client.set_terminated(self.run_id, operation["status"], operation["end_time"])
+        else:
+            raise ValueError(f"unknown operation {kind}")
+
+    def last_steps(self) -> dict[str, int]:
+        """The last stored step of every metric."""
+        run = self.client.get_run(self.run_id)
+        return {
+            key: max((m.step for m in self.client.get_metric_history(self.run_id, key)), default=-1)
+            for key in run.data.metrics
+        }
+
+
+def replay(path: str | Path) -> int:
+    """Send what a run could not write, from its unsent file; returns the number of operations. Removes the file.
+
+    Raises TrackingError when the server still cannot be reached; the file stays then.
+    """
+    path = Path(path)
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        head = lines[0]
+        uri, run_id, experiment_id = head["tracking_uri"], head["run_id"], head["experiment_id"]
+    except FileNotFoundError:
+        raise TrackingError("unsent file", str(path), "it does not exist") from None
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as exc:
+        raise TrackingError("unsent file", str(path), f"it is not one that scaleray wrote: {exc}") from exc
+    check_reachable(uri)
+    try:
+        store = RunStore(uri, run_id, experiment_id)
+        known = store.last_steps()
+        for operation in lines[1:]:
+            if operation["op"] == "metrics":  # a crash between sending and forgetting must not double points
+                operation["points"] = [p for p in operation["points"] if p[3] > known.get(p[0], -1)]
+            store.send(operation)
+    except Exception as exc:  # as above: no common base class
+        raise TrackingError(
+            "MLflow at",
+            without_password(uri),
+            f"it refused: {str(exc).splitlines()[0] if str(exc) else type(exc).__name__}",
+        ) from exc
+    path.unlink()
+    return len(lines) - 1
+
+
+def _client(uri: str) -> Any:
+    # a server that is away must cost seconds, not the minutes of MLflow's default retries
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    import logging
+
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    logging.getLogger("mlflow").setLevel(logging.WARNING)
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri=uri)
+
+
+@contextlib.contextmanager
+def _first_use_lock(uri: str) -> Iterator[None]:
+    """Two processes that migrate one new SQLite file at once break it for good; the lock lets one go first."""
+    if not uri.startswith("sqlite:///"):
+        yield
+        return
+    path = sqlite_path(uri)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_name(path.name + ".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)

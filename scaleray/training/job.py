@@ -1,0 +1,80 @@
+"""What the driver sends to every worker: decided once, derived nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from scaleray.config import RunConfig
+from scaleray.data import DatasetSource, StepPlan, StreamSource
+from scaleray.data.sources import Source
+from scaleray.scaling.recipe import Recipe
+
+TRAIN = "train"
+
+
+@dataclass(frozen=True)
+class Split:
+    """What workers need to know about one split without holding its rows."""
+
+    name: str
+    num_rows: int
+    row_bytes: int
+    tokens_per_row: int | None
+    group_sizes: tuple[int, ...] | None
+    gives_tuples: bool
+    is_streamed: bool
+
+    @classmethod
+    def of(cls, name: str, source: Source) -> Split:
+        """The facts of a source."""
+        return cls(
+            name=name,
+            num_rows=source.num_rows,
+            row_bytes=source.row_bytes,
+            tokens_per_row=source.tokens_per_row,
+            group_sizes=source.group_sizes,
+            gives_tuples=isinstance(source, DatasetSource) and source.gives_tuples,
+            is_streamed=isinstance(source, StreamSource),
+        )
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """One training, ready to run anywhere. started_at: wall clock of the command's start, in seconds."""
+
+    config: RunConfig
+    recipe: Recipe
+    workload: Any
+    splits: Mapping[str, Split]
+    started_at: float
+
+    def train_plan(self) -> StepPlan:
+        """The order of the training samples."""
+        split = self.splits[TRAIN]
+        return StepPlan(
+            num_samples=self._usable_rows(split),
+            global_batch_size=self.recipe.global_batch_size,
+            seed=self.config.seed,
+            shuffle=self.config.data.shuffle,
+            drop_last=self.config.batch.drop_last,
+            group_sizes=split.group_sizes,
+            window_rows=self.config.data.window_rows,
+            is_streamed=split.is_streamed,
+        )
+
+    def evaluation_plan(self, split: Split) -> StepPlan:
+        """Every row of an evaluation split once, in file order."""
+        batch_size = self.recipe.evaluation_micro_batch_size * self.config.scale.workers
+        rows = self._usable_rows(split)
+        return StepPlan(rows, min(batch_size, rows), shuffle=False, is_streamed=split.is_streamed, name=split.name)
+
+    def evaluation_splits(self) -> list[Split]:
+        """Every split but `train`."""
+        return [split for name, split in self.splits.items() if name != TRAIN]
+
+    def _usable_rows(self, split: Split) -> int:
+        # a streamed dataset gives every worker the same number of rows and leaves out the rest
+        workers = self.config.scale.workers
+        return split.num_rows // workers * workers if split.is_streamed else split.num_rows

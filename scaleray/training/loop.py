@@ -1,0 +1,267 @@
+"""The training loop of one worker. It knows neither Ray nor MLflow: records go to a callable.
+
+Runs in this process, under plain gloo processes and inside Ray Train alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import resource
+import statistics
+import time
+import warnings
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from scaleray.data import Part, RankBatch, StepPlan, StepStream
+from scaleray.errors import NonFiniteLossError, RunFailedError, ScaleRayError
+from scaleray.records import EvaluationRecord, StepRecord, SystemRecord, WorkerMessage, WorkerSummary
+from scaleray.reproducibility.fingerprint import accelerators, cpu_model
+from scaleray.training.evaluation import Evaluator
+from scaleray.training.job import TRAIN, Split, TrainJob
+from scaleray.training.model_setup import Setup, prepare
+from scaleray.training.place import Place
+from scaleray.training.step import StepResult, TrainStep, check_first_batch, label_error
+from scaleray.training.system_metrics import SystemMetrics
+from scaleray.workload import user_traceback
+
+Emit = Callable[[WorkerMessage], None]
+MAX_SKIPPED_IN_A_ROW = 10  # with `skip`: a run that only skips is not training any more
+
+
+class OpenStream(Protocol):
+    """Opens this worker's batches of a split."""
+
+    def __call__(self, split: Split, part: Part) -> StepStream: ...
+
+
+def run(
+    job: TrainJob, place: Place, *, open_stream: OpenStream, emit: Emit, save_weights: Callable[[dict[str, Any]], None] | None = None,
+) -> WorkerSummary:  # fmt: skip
+    """Train one worker's share to the end. Collective: every worker of the group calls it with the same job.
+
+    save_weights: called on rank 0 with the final weights. Raises RunFailedError naming rank, node and step; errors
+    that the user can mend (UsageError) come as they are.
+    """
+    return _Run(job, place, open_stream, emit, save_weights).train()
+
+
+class _Run:
+    def __init__(self, job: TrainJob, place: Place, open_stream: OpenStream, emit: Emit, save_weights: Any) -> None:
+        self.job, self.place, self.open_stream, self.emit, self.save_weights = (
+            job,
+            place,
+            open_stream,
+            emit,
+            save_weights,
+        )
+        self.config, self.recipe = job.config, job.recipe
+        self.step = 0
+        self.clock = _Clock()
+        self.nonfinite_steps = self.skipped_in_a_row = 0
+        self.metrics: dict[str, float] = {}
+        self.evaluated_at = -1
+        self.first_step_s = math.nan
+        self.system = SystemMetrics() if self.config.tracking.system_metrics and place.local_rank == 0 else None
+        self.sampled_at = time.monotonic()
+
+    def train(self) -> WorkerSummary:
+        plan = self.job.train_plan()
+        part = Part(plan, self.place.rank, self.place.world_size, 0, self.recipe.total_steps)
+        # before the model: its first batch takes seconds on a cold cluster, and the model is built meanwhile
+        stream = self.open_stream(self.job.splits[TRAIN], part)
+        try:
+            with self._located():
+                setup = prepare(self.job.workload, self.config, self.recipe, self.place)
+                verdict = self._steps(setup, stream, plan)
+                self._evaluate_if_due(at_end=True)
+                weights = setup.parallel.full_state_dict() if self.config.checkpoint.save_final else {}
+                if self.save_weights is not None and self.place.rank == 0 and weights:
+                    self.save_weights(weights)
+                setup.parallel.close()
+        finally:
+            stream.close()
+        summary = self._summary(setup, plan, stream, verdict)
+        self.emit(summary)
+        return summary
+
+    def _steps(self, setup: Setup, stream: StepStream, plan: StepPlan) -> str:
+        split = self.job.splits[TRAIN]
+        step = TrainStep(
+            self.job.workload, setup, self.config, self.recipe, self.place, gives_tuples=split.gives_tuples
+        )
+        self.evaluators = [self._evaluator(s, setup) for s in self.job.evaluation_splits()]
+        first = next(stream)
+        check_first_batch(
+            self.job.workload, setup.parallel.module, first, setup, self.place, gives_tuples=split.gives_tuples
+        )
+        scaler = setup.precision.scaler
+        self.clock.start(stream.waited_s)
+        for batch in _chain(first, stream):
+            learning_rate = setup.schedule.get_last_lr()[0]
+            want_norm = (batch.step + 1) % self.config.tracking.every_steps == 0
+            result = step(batch, num_rows=plan.num_rows(batch.step), want_norm=want_norm)
+            with warnings.catch_warnings():  # torch warns when the first step was skipped, which is no mistake here
+                warnings.simplefilter("ignore", UserWarning)
+                setup.schedule.step()
+            self.step = batch.step + 1
+            step_s, waited_s = self.clock.tick(stream.waited_s)
+            if self.step == 1:
+                self.first_step_s = time.time() - self.job.started_at
+            if self.place.rank == 0:
+                self.emit(
+                    StepRecord(
+                        step=self.step, loss=result.loss, count=result.count, num_samples=plan.num_rows(batch.step),
+                        learning_rate=learning_rate, grad_norm=result.grad_norm, step_time_s=step_s, input_wait_s=waited_s,
+                        epoch=self.step / plan.steps_per_epoch, is_finite=result.is_finite,
+                        loss_scale=scaler.get_scale() if scaler.is_enabled() else None,
+                    )
+                )  # fmt: skip
+            self._sample_system()
+            if not result.is_finite and self._stops_at(result):
+                return f"stopped: the loss became {result.loss} at step {self.step}"
+            self._evaluate_if_due()
+            target = self.config.stop.at
+            if target is not None and self.evaluated_at == self.step and target.is_reached(self.metrics):
+                return f"target reached: {target}"
+            self.clock.start(stream.waited_s)
+        return "done"
+
+    def _stops_at(self, result: StepResult) -> bool:
+        self.nonfinite_steps += 1
+        policy = self.config.on_nonfinite
+        what = "loss" if not math.isfinite(result.loss) else "gradient norm"
+        if policy == "raise":
+            raise NonFiniteLossError(
+                f"the {what} became {result.loss if what == 'loss' else result.grad_norm} at step {self.step}. "
+                "Lower the learning rate, clip gradients (optimizer.clip_norm), or set on_nonfinite to skip or stop."
+            )
+        if policy == "stop":
+            return True
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if self._last_bad == self.step - 1 else 1
+        self._last_bad = self.step
+        if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise NonFiniteLossError(
+                f"{MAX_SKIPPED_IN_A_ROW} steps in a row up to step {self.step} were not finite and skipped: the model is lost"
+            )
+        return False
+
+    _last_bad = -1
+
+    def _evaluate_if_due(self, *, at_end: bool = False) -> None:
+        every = self.recipe.evaluate_every_steps
+        due = at_end or (every is not None and self.step % every == 0)
+        if not due or self.evaluated_at == self.step or not self.evaluators:
+            return
+        started = time.perf_counter()
+        self._setup.parallel.before_evaluation()
+        for evaluator in self.evaluators:
+            self.metrics.update(evaluator.run())
+        self.evaluated_at = self.step
+        if self.place.rank == 0:
+            self.emit(EvaluationRecord(self.step, dict(self.metrics), time.perf_counter() - started))
+
+    def _evaluator(self, split: Split, setup: Setup) -> Evaluator:
+        self._setup = setup
+        plan = self.job.evaluation_plan(split)
+        part = Part(plan, self.place.rank, self.place.world_size, 0, plan.steps_per_epoch)
+        return Evaluator(
+            split.name, self.job.workload, setup, self.place, lambda: self.open_stream(split, part),
+            gives_tuples=split.gives_tuples, rank_bytes=split.num_rows * split.row_bytes // self.place.world_size,
+        )  # fmt: skip
+
+    def _sample_system(self) -> None:
+        if self.system is None or time.monotonic() - self.sampled_at < max(5.0, self.config.tracking.interval_s):
+            return
+        self.sampled_at = time.monotonic()
+        self.emit(SystemRecord(self.place.node, self.step, self.system.sample()))
+
+    @contextlib.contextmanager
+    def _located(self) -> Iterator[None]:
+        where = f"rank {self.place.rank} on {self.place.node}"
+        try:
+            yield
+        except RunFailedError as exc:
+            raise type(exc)(f"{where}: {exc}") from exc
+        except ScaleRayError:
+            raise
+        except IndexError as exc:
+            if "out of bounds" in str(exc):
+                raise label_error(exc) from exc
+            raise RunFailedError(f"{where}, step {self.step + 1}:\n  {user_traceback(exc)}") from exc
+        except Exception as exc:
+            raise RunFailedError(f"{where}, step {self.step + 1}:\n  {user_traceback(exc)}") from exc
+
+    def _summary(self, setup: Setup, plan: StepPlan, stream: StepStream, verdict: str) -> WorkerSummary:
+        steady = self.clock.steady_state()
+        samples_per_s = None
+        if steady is not None:
+            samples = sum(plan.num_rows(step) for step in range(steady.first, self.step))
+            samples_per_s = samples / steady.total_s
+        tokens = self.job.splits[TRAIN].tokens_per_row
+        return WorkerSummary(
+            rank=self.place.rank,
+            node=self.place.node,
+            steps=self.step,
+            verdict=verdict,
+            samples_per_s=samples_per_s,
+            tokens_per_s=samples_per_s * tokens if samples_per_s and tokens else None,
+            step_time_s=steady.median_s if steady else None,
+            input_wait_share=steady.wait_share if steady else None,
+            time_to_first_step_s=self.first_step_s,
+            training_time_s=self.clock.total_s,
+            peak_memory_bytes=peak_memory_bytes(self.place.device),
+            nonfinite_steps=self.nonfinite_steps,
+            sample_order=plan.promise,
+            strategy=self.recipe.strategy,
+            device=str(self.place.device),
+            model={"num_parameters": setup.num_parameters, "initial_hash": setup.initial_hash},
+            hardware={"cpu": cpu_model(), "accelerators": accelerators()},
+        )
+
+
+class _SteadyState:
+    def __init__(self, first: int, times: array[float], waits: array[float]) -> None:
+        self.first, self.total_s, self.median_s = first, sum(times), statistics.median(times)
+        self.wait_share = sum(waits) / self.total_s
+
+
+class _Clock:
+    """Times of steps without what lies between them (evaluation). Steps are counted from 0."""
+
+    def __init__(self) -> None:
+        self.times, self.waits = array("d"), array("d")
+        self.total_s = 0.0
+
+    def start(self, waited_s: float) -> None:
+        self._started, self._waited = time.perf_counter(), waited_s
+
+    def tick(self, waited_s: float) -> tuple[float, float]:
+        """(time of this step, of which waiting for input), in seconds."""
+        step_s, wait_s = time.perf_counter() - self._started, waited_s - self._waited
+        self.times.append(step_s)
+        self.waits.append(wait_s)
+        self.total_s += step_s
+        return step_s, wait_s
+
+    def steady_state(self) -> _SteadyState | None:
+        """Without the first 20 % of the steps, at least 10 and at most half; None for fewer than 2 steps."""
+        count = len(self.times)
+        first = min(max(10, count // 5), count // 2)
+        return _SteadyState(first, self.times[first:], self.waits[first:]) if count >= 2 else None
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak of allocated device memory, or of this process's resident memory on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+def _chain(first: RankBatch, rest: StepStream) -> Iterator[RankBatch]:
+    yield first
+    yield from rest

@@ -1,0 +1,82 @@
+"""The order in which a model becomes a training set-up. It stands here once, with the reason beside each line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from scaleray.config import RunConfig
+from scaleray.errors import WorkloadError
+from scaleray.reproducibility.seeding import (
+    check_equal_parameters,
+    seed_everything,
+    stream_seed,
+    use_deterministic_algorithms,
+)
+from scaleray.scaling.recipe import Recipe
+from scaleray.strategies import STRATEGIES, Parallel
+from scaleray.training import optimizers, precision
+from scaleray.training.place import Place
+from scaleray.workload import call_user_code
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything the loop needs to take steps."""
+
+    parallel: Parallel
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LambdaLR
+    precision: precision.Precision
+    num_parameters: int
+    initial_hash: str
+
+
+def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place) -> Setup:
+    """Build the model and everything around it. Collective: every worker calls it."""
+    if config.deterministic:
+        use_deterministic_algorithms()
+    # the same seed on every rank, so that every rank draws the same initial parameters
+    seed_everything(stream_seed(config.seed, "model"))
+    with place.device:  # build where it will live: no copy of a large model through the CPU
+        model = call_user_code(workload.build_model, what="build_model()", doing="building the model")
+    _check_model(model)
+    # device before optimizer, which holds references to the parameters
+    model.to(place.device)
+    # dtype before the strategy: DDP sizes its buckets by the parameters it is given
+    arithmetic = precision.prepare(model, place.device, config.precision)
+    mesh = init_device_mesh(place.device.type, (place.world_size,), mesh_dim_names=("dp",)) if place.group else None
+    parallel = STRATEGIES[recipe.strategy](model, mesh, config.strategy)
+    # after the strategy, which may broadcast: what matters is what the first step starts from
+    initial_hash = check_equal_parameters(parallel.module, place.group)
+    # the optimizer last: a strategy may have replaced parameters
+    optimizer = optimizers.build(workload, parallel.module, config, recipe)
+    schedule = optimizers.build_schedule(optimizer, config, recipe)
+    # from here on ranks must differ, or dropout would use the same mask on every rank
+    seed_everything(stream_seed(config.seed, "dropout", place.rank))
+    parallel.model.train()
+    return Setup(
+        parallel=parallel,
+        optimizer=optimizer,
+        schedule=schedule,
+        precision=arithmetic,
+        num_parameters=sum(p.numel() for p in parallel.module.parameters()),
+        initial_hash=initial_hash,
+    )
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise WorkloadError("build_model()", type(model).__name__, "it must return a torch.nn.Module")
+    if not any(p.requires_grad for p in model.parameters()):
+        count = sum(1 for _ in model.parameters())
+        raise WorkloadError(
+            "the model",
+            f"without trainable parameters ({count} frozen)",
+            "at least one must need a gradient",
+            "check requires_grad",
+        )

@@ -1,0 +1,33 @@
+"""Where a worker runs: its rank, its node, its device and the groups it talks through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Place:
+    """One worker's place among all. Without a process group it is the only one."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node: str = "local"
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 - torch.device is immutable
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group of all workers, or None when there is only one."""
+        return dist.group.WORLD if self.world_size > 1 else None
+
+    def all_reduce(self, values: list[float]) -> list[float]:
+        """Sum a few numbers over all workers, in float64. Collective."""
+        if self.world_size == 1:
+            return values
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor)
+        return [float(v) for v in tensor.tolist()]

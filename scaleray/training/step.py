@@ -1,0 +1,245 @@
+"""One optimizer step: micro-batches, accumulation, one synchronisation, clipping, update.
+
+The gradient is the sum over all micro-batches and workers divided by the total count, whatever each worker counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from scaleray.config import RunConfig
+from scaleray.data import RankBatch
+from scaleray.errors import DataError, WorkloadError
+from scaleray.scaling.recipe import Recipe
+from scaleray.training.model_setup import Setup
+from scaleray.training.place import Place
+from scaleray.workload import call_user_code
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did, over all workers. grad_norm: before clipping; None where nobody asked for it."""
+
+    loss: float
+    count: float
+    grad_norm: float | None
+    is_finite: bool
+
+
+class TrainStep:
+    """Runs optimizer steps for one worker. `gives_tuples`: the loss receives the columns as a tuple."""
+
+    def __init__(
+        self, workload: Any, setup: Setup, config: RunConfig, recipe: Recipe, place: Place, *, gives_tuples: bool
+    ) -> None:
+        self.workload, self.setup, self.config, self.recipe, self.place = workload, setup, config, recipe, place
+        self.gives_tuples = gives_tuples
+        self.parameters = [p for p in setup.parallel.module.parameters() if p.requires_grad]
+        self.count_per_row = 1.0  # learned from each step; only a guess that saves a pass over the gradients
+
+    def __call__(self, batch: RankBatch, *, num_rows: int, want_norm: bool) -> StepResult:
+        """Train on one global batch of `num_rows` rows, of which `batch` is this rank's part. Collective."""
+        setup, place = self.setup, self.place
+        setup.optimizer.zero_grad(set_to_none=True)
+        # Losses are scaled by the expected count before the backward pass, which keeps gradients in range, and
+        # corrected by the true count after it. With a constant count per row there is nothing to correct.
+        expected = num_rows * self.count_per_row
+        scale = setup.parallel.gradient_divisor / expected
+        totals = torch.zeros(2, dtype=torch.float64, device=place.device)
+        pending = None
+        pieces = list(micro_batches(batch, self.recipe.micro_batch_size))
+        for number, (arrays, weight) in enumerate(pieces):
+            columns = to_device(arrays, place.device, setup.precision.input_dtype)
+            is_last = number == len(pieces) - 1
+            with contextlib.nullcontext() if is_last else setup.parallel.no_sync():
+                loss, count = self._forward(columns)
+                if weight == 0:  # a placeholder: it must run, as the collectives need every rank, and count nothing
+                    loss, count = loss * 0.0, count * 0
+                totals[0] += loss.detach()
+                totals[1] += count
+                if is_last and place.world_size > 1:
+                    # beside the backward pass, so that it costs no time of its own
+                    pending = dist.all_reduce(totals, async_op=True)
+                setup.precision.scaler.scale(loss * scale).backward()
+        if pending is not None:
+            pending.wait()
+        loss_sum, count = totals.tolist()
+        if count <= 0:
+            raise WorkloadError(
+                "loss()", f"a total count of {count:g}", "at least one sample or token must count in every global batch"
+            )
+        self.count_per_row = count / num_rows
+        return self._update(loss_sum, count, correction=expected / count, want_norm=want_norm)
+
+    def _forward(self, columns: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
+        with self.setup.precision.autocast():
+            result = self.workload.loss(self.setup.parallel.model, as_user_batch(columns, self.gives_tuples))
+        return check_sum_and_count(result, what="loss()")
+
+    def _update(self, loss_sum: float, count: float, *, correction: float, want_norm: bool) -> StepResult:
+        setup, clip_norm = self.setup, self.config.optimizer.clip_norm
+        scaler = setup.precision.scaler
+        scaler.unscale_(setup.optimizer)
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        grad_norm = None
+        factor = correction
+        is_finite = math.isfinite(loss_sum)
+        if clip_norm is not None or want_norm or self.config.on_nonfinite == "skip":
+            norm = torch.nn.utils.get_total_norm(gradients) * correction
+            grad_norm = norm.item()
+            # with loss scaling an infinite gradient is the scaler's business: it skips the step and lowers the scale
+            is_finite = is_finite and (math.isfinite(grad_norm) or scaler.is_enabled())
+            if clip_norm is not None and grad_norm > clip_norm:
+                factor *= clip_norm / (grad_norm + 1e-6)
+        if is_finite:
+            if factor != 1.0:
+                torch._foreach_mul_(gradients, factor)
+            scaler.step(setup.optimizer)
+        scaler.update()
+        return StepResult(loss=loss_sum / count, count=count, grad_norm=grad_norm, is_finite=is_finite)
+
+
+def micro_batches(batch: RankBatch, size: int) -> Iterator[tuple[dict[str, np.ndarray], int]]:
+    """Slices of at most `size` rows with the number of rows that count: 0 for a placeholder."""
+    if batch.num_rows == 0:
+        yield batch.columns, 0
+        return
+    for start in range(0, batch.num_rows, size):
+        stop = min(start + size, batch.num_rows)
+        yield {name: values[start:stop] for name, values in batch.columns.items()}, stop - start
+
+
+def to_device(
+    columns: dict[str, np.ndarray], device: torch.device, dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
+    """Columns as tensors on `device`; floating-point ones converted to `dtype` if it is given."""
+    tensors = {}
+    for name, values in columns.items():
+        tensor = torch.from_numpy(values)
+        if device.type == "cuda":
+            tensor = tensor.pin_memory().to(device, non_blocking=True)
+        tensors[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+    return tensors
+
+
+def as_user_batch(columns: dict[str, torch.Tensor], gives_tuples: bool) -> Any:
+    """The batch as the workload's data gave it: a dict of tensors, or a tuple."""
+    return tuple(columns[str(i)] for i in range(len(columns))) if gives_tuples else columns
+
+
+def check_sum_and_count(result: Any, *, what: str) -> tuple[torch.Tensor, Any]:
+    """The pair that a loss or metric must be. Raises WorkloadError with what it was instead."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        found = f"a tensor of shape {list(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
+        raise WorkloadError(
+            what,
+            found,
+            "it must return (sum, count)",
+            "sum the loss with reduction='sum' and return it with the number of samples or tokens",
+        )
+    total, count = result
+    if not isinstance(total, torch.Tensor) or total.numel() != 1:
+        shape = f"a tensor of shape {list(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__
+        raise WorkloadError(
+            f"the sum returned by {what}", shape, "it must be a tensor with one element", "sum over samples and tokens"
+        )
+    if isinstance(count, torch.Tensor):
+        if count.numel() != 1 or count.requires_grad:
+            raise WorkloadError(
+                f"the count returned by {what}",
+                f"a tensor of shape {list(count.shape)}",
+                "it must be one number without gradient",
+            )
+        count = count.reshape(())
+    elif (
+        isinstance(count, bool) or not isinstance(count, (int, float, np.number)) or not count >= 0 or math.isinf(count)
+    ):
+        raise WorkloadError(
+            f"the count returned by {what}", count, "it must be a number of samples or tokens, 0 or more"
+        )
+    return total.reshape(()), count
+
+
+def check_first_batch(
+    workload: Any, module: nn.Module, batch: RankBatch, setup: Setup, place: Place, *, gives_tuples: bool
+) -> None:
+    """Run a few rows of the first batch and say what is wrong with the data or the loss, before training hides it.
+
+    Changes neither parameters nor buffers nor random numbers. Raises DataError or WorkloadError.
+    """
+    bad = next((n for n, v in batch.columns.items() if v.dtype.kind == "f" and not np.isfinite(v).all()), None)
+    if bad is not None:
+        rows = np.flatnonzero(~np.isfinite(batch.columns[bad].reshape(len(batch.columns[bad]), -1)).all(axis=1))
+        raise DataError(
+            f"column {bad} of the first batch",
+            f"NaN or infinite in {len(rows)} of {len(batch.columns[bad])} rows",
+            "inputs must be finite",
+            "clean the data, or fill the gaps before training",
+        )
+    rows = min(8, len(next(iter(batch.columns.values()))))
+
+    def loss_of(start: int, stop: int) -> tuple[float, float]:
+        columns = to_device(
+            {n: v[start:stop] for n, v in batch.columns.items()}, place.device, setup.precision.input_dtype
+        )
+        with setup.precision.autocast():
+            result = workload.loss(module, as_user_batch(columns, gives_tuples))
+        total, count = check_sum_and_count(result, what="loss()")
+        return float(total), float(count)
+
+    was_training = module.training
+    module.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[place.device] if place.device.type == "cuda" else []):
+            whole, count = call_user_code(
+                lambda: _with_label_check(lambda: loss_of(0, rows)), what="loss()", doing="computing the first loss"
+            )
+            halves = [loss_of(0, rows // 2), loss_of(rows // 2, rows)] if rows >= 2 else []
+    finally:
+        module.train(was_training)
+    if not math.isfinite(whole):
+        raise DataError(
+            "the loss of the first batch",
+            whole,
+            "it must be finite",
+            "the inputs are finite: look at the initial parameters, a log of zero or a division in the loss",
+        )
+    if count > 1 and len(halves) == 2 and rows % 2 == 0:
+        first, second = halves[0][0], halves[1][0]
+        added, averaged = first + second, (first + second) / 2
+        # a mean of means equals the whole; a sum does not, unless the loss is zero
+        if math.isclose(whole, averaged, rel_tol=1e-4) and not math.isclose(whole, added, rel_tol=1e-2):
+            raise WorkloadError(
+                "loss()",
+                f"a mean ({whole:.6g} for {rows} rows, {first:.6g} and {second:.6g} for its halves)",
+                "it must return the sum over the micro-batch",
+                "use reduction='sum'; scaleray divides by the count of all workers",
+            )
+
+
+def _with_label_check(call: Any) -> Any:
+    try:
+        return call()
+    except IndexError as exc:
+        if "out of bounds" in str(exc) or "out of range" in str(exc):
+            raise label_error(exc) from exc
+        raise
+
+
+def label_error(exc: IndexError) -> DataError:
+    """What an IndexError of a loss or an embedding means for the user."""
+    return DataError(
+        "a label or token",
+        str(exc).rstrip("."),
+        "it must be below the number of classes the model knows",
+        "check the labels of the data, and the size of the model's last layer or embedding",
+    )

@@ -1,0 +1,126 @@
+"""The function that Ray Train runs on every worker: finds its place, opens the input, runs the loop, sends records."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from scaleray.data import Part, StepStream
+from scaleray.data.stream import ray_blocks, ray_starvation_reason, stream_blocks
+from scaleray.records import EventRecord, WorkerMessage, WorkerSummary
+from scaleray.training import loop
+from scaleray.training.job import TRAIN, Split, TrainJob
+from scaleray.training.place import Place
+from scaleray.training.weights import save_weights
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a worker receives. sources: object references by split. recorder: handle of the recorder actor."""
+
+    job: TrainJob
+    sources: Mapping[str, Any]
+    recorder: Any
+    input_cpus: float
+    weights_path: str
+
+
+def train_worker(config: dict[str, Any]) -> WorkerSummary:
+    """Entry point of one Ray Train worker; `config["assignment"]` is an Assignment."""
+    import ray.data
+    import ray.train
+
+    assignment: Assignment = config["assignment"]
+    job = assignment.job
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    context = ray.train.get_context()
+    uses_gpu = job.config.scale.gpus_per_worker > 0
+    place = Place(
+        rank=context.get_world_rank(),
+        world_size=context.get_world_size(),
+        local_rank=context.get_local_rank(),
+        local_world_size=context.get_local_world_size(),
+        node=ray.util.get_node_ip_address(),
+        device=_device() if uses_gpu else torch.device("cpu"),
+    )
+    if not uses_gpu:
+        torch.set_num_threads(max(1, int(job.config.scale.cpus_per_worker)))
+    sender = Sender(assignment.recorder, interval_s=job.config.tracking.interval_s)
+
+    def open_stream(split: Split, part: Part) -> StepStream:
+        data = job.config.data
+        if split.is_streamed:
+            blocks = stream_blocks(
+                ray.train.get_dataset_shard(split.name),
+                part,
+                shuffle=data.shuffle and split.name == TRAIN,
+                window_rows=data.window_rows,
+            )
+        else:
+            blocks = ray_blocks(
+                assignment.sources[split.name], part, row_bytes=split.row_bytes, chunk_bytes=data.chunk_mib * MIB,
+                memory_bytes=data.prefetch_mib * MIB, cpus=assignment.input_cpus,
+            )  # fmt: skip
+        return StepStream(
+            blocks, part, row_bytes=split.row_bytes, prefetch_bytes=data.prefetch_mib * MIB / 2, timeout_s=data.timeout_s,
+            explain_wait=ray_starvation_reason(), warn=lambda text: sender(EventRecord(text, kind="warning")),
+        )  # fmt: skip
+
+    try:
+        return loop.run(
+            job,
+            place,
+            open_stream=open_stream,
+            emit=sender,
+            save_weights=lambda w: save_weights(w, assignment.weights_path),
+        )
+    finally:
+        sender.flush()
+
+
+class Sender:
+    """Sends messages to the recorder in batches, without waiting for it."""
+
+    def __init__(self, recorder: Any, *, interval_s: float) -> None:
+        self.recorder, self.interval_s = recorder, interval_s
+        self._buffer: list[WorkerMessage] = []
+        self._sent_at = time.monotonic()
+        self._last: Any = None
+
+    def __call__(self, message: WorkerMessage) -> None:
+        self._buffer.append(message)
+        if time.monotonic() - self._sent_at >= self.interval_s:
+            self._send()
+
+    def flush(self) -> None:
+        """Send what is left and wait until it has arrived: after the last step nothing is slowed by that."""
+        import ray
+
+        self._send()
+        if self._last is not None:
+            try:
+                ray.get(self._last, timeout=30)
+            except ray.exceptions.RayError:
+                logging.getLogger(__name__).warning("the recorder did not take the last messages of this worker")
+
+    def _send(self) -> None:
+        if self._buffer:
+            self._last = self.recorder.log.remote(self._buffer)
+            self._buffer = []
+        self._sent_at = time.monotonic()
+
+
+def _device() -> torch.device:
+    import ray.train.torch
+
+    device = ray.train.torch.get_device()
+    torch.cuda.set_device(device)
+    return device
