@@ -166,7 +166,7 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, Entry]:
 
 def read_flags(words: Sequence[str]) -> dict[str, Entry]:
     """Entries from `--section.key value`, `--section.key=value`, or `--key` alone for true. Dashes in keys are underscores."""
-    entries = {}
+    entries: dict[str, Entry] = {}
     position = 0
     while position < len(words):
         word = words[position]

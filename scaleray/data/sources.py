@@ -43,7 +43,7 @@ class Source(Protocol):
 class ArraySource:
     """Arrays in memory: a dict of numpy arrays or CPU tensors with equal first dimensions."""
 
-    group_sizes = None
+    group_sizes: tuple[int, ...] | None = None
 
     def __init__(self, arrays: Mapping[str, Any], *, tokens_per_row: int | None = None) -> None:
         self.arrays: Columns = {name: np.ascontiguousarray(_as_numpy(name, value)) for name, value in arrays.items()}
@@ -68,13 +68,7 @@ class ArraySource:
         digest = hashlib.sha256()
         for name, array in sorted(self.arrays.items()):
             digest.update(f"{name}:{array.dtype.str}:{array.shape}".encode())
-            digest.update(
-                array.tobytes()
-                if array.dtype.hasobject
-                else memoryview(array.reshape(-1)).cast("B")
-                if array.size
-                else b""
-            )
+            digest.update(array.tobytes())
         size = sum(a.nbytes for a in self.arrays.values())
         return {
             "kind": "arrays",
@@ -92,7 +86,7 @@ class TokenSource:
     Rows overlap by one token, so that every token but the first is predicted once an epoch. Column: `tokens`.
     """
 
-    group_sizes = None
+    group_sizes: tuple[int, ...] | None = None
 
     def __init__(self, tokens: np.ndarray | str | Path, *, sequence_length: int, dtype: str = "uint8") -> None:
         self.path = None if isinstance(tokens, np.ndarray) else str(Path(tokens).expanduser().absolute())
@@ -121,17 +115,15 @@ class TokenSource:
             return {**facts, "sha256": _hash_names([(self.path, tokens.nbytes)]), "hashed": "name and size"}
         return {
             **facts,
-            "sha256": hashlib.sha256(np.ascontiguousarray(tokens).view(np.uint8)).hexdigest(),
+            "sha256": hashlib.sha256(tokens.tobytes()).hexdigest(),
             "hashed": "content",
         }
 
     def _tokens(self) -> np.ndarray:
         if self._array is None:
-            self._array = (
-                np.memmap(self.path, dtype=self.dtype, mode="r")
-                if Path(str(self.path)).stat().st_size
-                else np.empty(0, self.dtype)
-            )
+            path = Path(str(self.path))
+            has_bytes = path.stat().st_size > 0  # an empty file cannot be mapped
+            self._array = np.memmap(path, dtype=self.dtype, mode="r") if has_bytes else np.empty(0, self.dtype)
         return self._array
 
     def __getstate__(self) -> dict[str, Any]:
@@ -147,7 +139,7 @@ class ParquetSource:
     columns: the columns to read; None reads all. Footers are read at once, so that a broken file is found at the start.
     """
 
-    tokens_per_row = None
+    tokens_per_row: int | None = None
 
     def __init__(self, path: str | Path, *, columns: Sequence[str] | None = None) -> None:
         import pyarrow.fs
@@ -254,8 +246,8 @@ class DatasetSource:
     Tuples arrive in the loss as tuples, dicts as dicts.
     """
 
-    group_sizes = None
-    tokens_per_row = None
+    group_sizes: tuple[int, ...] | None = None
+    tokens_per_row: int | None = None
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -297,8 +289,8 @@ class DatasetSource:
 class StreamSource:
     """A Ray Dataset, streamed: its rows cannot be addressed, so their order depends on the number of workers."""
 
-    group_sizes = None
-    tokens_per_row = None
+    group_sizes: tuple[int, ...] | None = None
+    tokens_per_row: int | None = None
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -320,8 +312,9 @@ class StreamSource:
 
 def as_source(value: Any, *, split: str) -> Source:
     """The source for what a workload's `datasets()` gave for one split. Raises DataError for anything else."""
-    if isinstance(value, (ArraySource, TokenSource, ParquetSource, DatasetSource, StreamSource)):
-        source: Source = value
+    source: Source
+    if isinstance(value, Source):
+        source = value
     elif isinstance(value, Mapping):
         source = ArraySource(value)
     elif type(value).__module__.startswith("ray.data"):
@@ -332,8 +325,6 @@ def as_source(value: Any, *, split: str) -> Source:
         and not isinstance(value, (str, list, tuple, np.ndarray))
     ):
         source = DatasetSource(value)
-    elif isinstance(value, Source):
-        source = value
     else:
         raise DataError(
             f"the {split} data",

@@ -40,7 +40,8 @@ class Permutation:
     def _encrypt(self, values: np.ndarray) -> np.ndarray:
         a = math.isqrt(self.size - 1) + 1
         b = -(-self.size // a)
-        left, right = values // np.uint64(b), values % np.uint64(b)
+        left: np.ndarray = values // np.uint64(b)
+        right: np.ndarray = values % np.uint64(b)
         for number in range(ROUNDS):
             key = np.uint64((self.key + number * 0x9E3779B97F4A7C15) % 2**64)
             if number % 2:

@@ -7,7 +7,6 @@ node; without Ray a thread reads the same chunks. One execution runs across epoc
 from __future__ import annotations
 
 import itertools
-import logging
 import queue
 import threading
 import time
@@ -96,8 +95,6 @@ def ray_blocks(
     import ray
     import ray.data
 
-    for name in ("ray.data", "ray.data._internal.execution.streaming_executor"):
-        logging.getLogger(name).setLevel(logging.WARNING)
     everything = chunks(part, row_bytes=row_bytes, chunk_bytes=chunk_bytes)
     while segment := list(itertools.islice(everything, CHUNKS_PER_EXECUTION)):
         dataset = ray.data.range(len(segment), override_num_blocks=len(segment)).map_batches(

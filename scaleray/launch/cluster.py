@@ -6,6 +6,7 @@ Every known trap of Ray 2.60 that concerns connecting is handled here, with its 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,9 +34,9 @@ DRIVER_ENVIRONMENT = {
     "RAY_TRAIN_COLLECTIVE_TIMEOUT_S": "300",
     # workers' lines come through as they are, once each
     "RAY_DEDUP_LOGS": "0",
-    # C++ messages below errors say nothing to a user; the real errors arrive as exceptions
-    "RAY_BACKEND_LOG_LEVEL": "fatal",
-    "RAY_TRAIN_METRICS_ENABLED": "0",
+    # nothing acts on preemption notices yet; the watcher costs a process and prints an error at every start
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    # on a worker without GPUs Ray would hide them even from code that only asks; this is also its future default
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 
@@ -94,7 +95,7 @@ def _connect(address: str) -> None:
     import ray
 
     try:
-        ray.init(address=address, runtime_env=_runtime_env(_gcs_address(address)), logging_level="ERROR")
+        ray.init(address=address, runtime_env=_runtime_env(_gcs_address(address)), logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as exc:
         raise ClusterError(
             "RAY_ADDRESS", address, f"no Ray cluster answers there: {str(exc).splitlines()[0]}",
@@ -128,7 +129,7 @@ def _start_local(config: RunConfig) -> None:
             num_cpus=cores + int(config.data.reserved_cpus),
             object_store_memory=OBJECT_STORE_BYTES,
             runtime_env=_runtime_env(f"{host}:{port}"),
-            logging_level="ERROR",
+            logging_level=logging.ERROR,
         )
     finally:
         del os.environ["RAY_GCS_SERVER_PORT"]
@@ -188,12 +189,11 @@ def check_capacity(config: RunConfig, nodes: Sequence[Node]) -> None:
     has = (
         f"the cluster has {len(nodes)} node{'s' if len(nodes) != 1 else ''} with {cpus:g} CPUs and {gpus:g} GPUs in all"
     )
+    most = int((cpus - config.data.reserved_cpus) / scale.cpus_per_worker + 1e-9)
     if possible < scale.workers:
         where = f", {len(fitting)} with these labels" if scale.label_selector else ""
-        raise ClusterError("scale", asked, f"{has}{where} and can hold {possible}", _fewer(config, possible))
-    left = cpus - scale.workers * scale.cpus_per_worker
-    if left < config.data.reserved_cpus:
-        most = int((cpus - config.data.reserved_cpus) // scale.cpus_per_worker)
+        raise ClusterError("scale", asked, f"{has}{where} and can hold {possible}", _fewer(config, min(possible, most)))
+    if most < scale.workers:
         raise ClusterError(
             "scale", asked, f"{has}, and {config.data.reserved_cpus:g} must stay free for the input tasks (data.reserved_cpus)",
             _fewer(config, most),

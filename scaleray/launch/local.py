@@ -32,7 +32,7 @@ def run_here(
 
     def emit(message: WorkerMessage) -> None:
         recorder.log([message])
-        show(message)
+        show([message])
 
     threads = torch.get_num_threads()
     if device.type == "cpu":

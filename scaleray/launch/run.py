@@ -37,14 +37,17 @@ def train(
     workload: Any = None,
     *,
     local: bool = False,
-    show: Show = lambda message: None,
+    show: Show = lambda messages: None,
+    say: Callable[[str], None] = lambda text: None,
+    expect_steps: Callable[[int], None] = lambda steps: None,
     base_dir: Path | None = None,
     started_at: float | None = None,
 ) -> RunRecord:
     """Train a workload as the config says and return the run's record.
 
     config: a RunConfig, a YAML file, or a mapping of dotted keys. workload: an instance or class; None loads
-    `config.workload`. local: in this process, without Ray. show: called with the run's messages as they arrive.
+    `config.workload`. local: in this process, without Ray. show: called with the run's messages as they arrive, say with
+    lines about what happens meanwhile, expect_steps with the length of the training once it is known.
     started_at: wall clock from which the time to the first step is counted; None is now.
 
     Raises UsageError for what the user can mend, RunFailedError for a run that failed, KeyboardInterrupt when stopped;
@@ -75,9 +78,11 @@ def train(
     try:
         with _environment(config, local=local) as topology:
             sources = load_sources(workload)
-            return _Run(config, workload, sources, run_name, run_dir, tracking_uri, topology, show, started_at).train(
-                local=local
-            )
+            run = _Run(config, workload, sources, run_name, run_dir, tracking_uri, topology, show, started_at)
+            expect_steps(run.recipe.total_steps)
+            for line in run.announcement():
+                say(line)
+            return run.train(local=local)
     except BaseException:
         _remove_if_empty(run_dir)
         raise
@@ -134,7 +139,7 @@ class _Run:
         self.config, self.sources, self.run_name, self.run_dir = config, sources, run_name, run_dir
         self.tracking_uri, self.topology, self.show = tracking_uri, topology, show
         self.recipe = derive(config, data_size(sources))
-        self.facts = {"environment": environment(), "topology": topology}
+        self.facts: dict[str, Any] = {"environment": environment(), "topology": topology}
         self.data = {name: source.describe() for name, source in sources.items()}
         self.job = TrainJob(config, self.recipe, workload, {n: Split.of(n, s) for n, s in sources.items()}, started_at)
         self.weights_path = f"{run_dir}/weights.pt"
@@ -176,6 +181,23 @@ class _Run:
             raise
         return self._finish(recorder, "FINISHED", "")
 
+    def announcement(self) -> list[str]:
+        """What is about to run, for the terminal."""
+        r, config = self.recipe, self.config
+        rule = (
+            ""
+            if config.optimizer.rule == "none"
+            else f" (rule {config.optimizer.rule} from {config.optimizer.learning_rate:g})"
+        )
+        return [
+            f"run {self.run_name}: {config.workload.name}",
+            f"  {config.scale.workers} worker{'s' if config.scale.workers > 1 else ''}, {r.strategy}, {config.precision.dtype}, "
+            f"global batch {r.global_batch_size} = {config.scale.workers} x {r.accumulation_steps} x {r.micro_batch_size}, "
+            f"{r.total_steps} steps ({r.steps_per_epoch} an epoch), learning rate {r.learning_rate:g}{rule}",
+            f"  sample order: {self.job.train_plan().promise}",
+            "  starting the workers ..." if self.topology[0]["node"] != "local" else "  in this process, without Ray",
+        ]
+
     def _describe(self) -> RunDescription:
         config = self.config
         params: dict[str, Any] = dict(_flatten(config.to_dict()))
@@ -189,7 +211,7 @@ class _Run:
             "mlflow.source.name": config.workload.name,
             "mlflow.source.type": "JOB",
         }
-        git = self.facts["environment"]["git"]  # type: ignore[call-overload]
+        git = self.facts["environment"]["git"]
         if git:
             tags |= {"mlflow.source.git.commit": git["commit"], "scaleray.git_is_dirty": str(git["is_dirty"]).lower()}
         if job_id := os.environ.get("RAY_JOB_SUBMISSION_ID"):
@@ -279,10 +301,12 @@ class _Run:
         self._copy_run_dir()
         if unsent:
             self.show(
-                EventRecord(
-                    f"MLflow did not take everything; when it is back: scaleray tracking replay {unsent}",
-                    kind="warning",
-                )
+                [
+                    EventRecord(
+                        f"MLflow did not take everything; when it is back: scaleray tracking replay {unsent}",
+                        kind="warning",
+                    )
+                ]
             )
         return record
 

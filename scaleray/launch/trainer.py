@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from scaleray.config import RunConfig
@@ -15,7 +15,7 @@ from scaleray.launch.cluster import input_cpus
 from scaleray.records import WorkerMessage
 from scaleray.training.job import Split, TrainJob
 
-Show = Callable[[WorkerMessage], None]
+Show = Callable[[Sequence[WorkerMessage]], None]
 POLL_S = 0.5
 CONTROLLER_FAILURE_LIMIT = 2  # Ray's default retries an impossible launch for ever
 
@@ -148,8 +148,8 @@ def _showing(recorder: RemoteRecorder, show: Show) -> Iterator[None]:
     def show_new() -> None:
         nonlocal position
         position, messages = recorder.poll(position)
-        for message in messages:
-            show(message)
+        if messages:
+            show(messages)
 
     def watch() -> None:
         while not stop.wait(POLL_S):
@@ -196,9 +196,9 @@ def explain(exc: BaseException) -> ScaleRayError:
         (rank, found) for rank, error in sorted(failures.items()) if isinstance(found := _cause(error), ScaleRayError)
     ]
     for kind in (UsageError, RunFailedError):
-        for _, error in own:
-            if isinstance(error, kind):
-                return error
+        for _, known in own:
+            if isinstance(known, kind):
+                return known
     if failures:
         # the first to die explains the others, whose connections it closed
         rank, error = min(

@@ -16,6 +16,7 @@ from typing import Any
 from scaleray.errors import TrackingError
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
 
 UI_ADDRESS = "http://127.0.0.1:5000"
 LONGEST_PARAM = 6000  # MLflow cuts longer values without a word; the whole config is an artifact
@@ -175,8 +176,10 @@ class RunStore:
         }
 
 
-def replay(path: str | Path) -> int:
+def replay(path: str | Path, *, uri: str | None = None) -> int:
     """Send what a run could not write, from its unsent file; returns the number of operations. Removes the file.
+
+    uri: where to send it; None is where the run wrote, whose password, if any, the file does not hold.
 
     Raises TrackingError when the server still cannot be reached; the file stays then.
     """
@@ -184,7 +187,7 @@ def replay(path: str | Path) -> int:
     try:
         lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
         head = lines[0]
-        uri, run_id, experiment_id = head["tracking_uri"], head["run_id"], head["experiment_id"]
+        uri, run_id, experiment_id = uri or head["tracking_uri"], head["run_id"], head["experiment_id"]
     except FileNotFoundError:
         raise TrackingError("unsent file", str(path), "it does not exist") from None
     except (OSError, ValueError, KeyError, IndexError, TypeError) as exc:

@@ -116,7 +116,7 @@ class _Run:
                 self.emit(
                     StepRecord(
                         step=self.step, loss=result.loss, count=result.count, num_samples=plan.num_rows(batch.step),
-                        learning_rate=learning_rate, grad_norm=result.grad_norm, step_time_s=step_s, input_wait_s=waited_s,
+                        learning_rate=float(learning_rate), grad_norm=result.grad_norm, step_time_s=step_s, input_wait_s=waited_s,
                         epoch=self.step / plan.steps_per_epoch, is_finite=result.is_finite,
                         loss_scale=scaler.get_scale() if scaler.is_enabled() else None,
                     )

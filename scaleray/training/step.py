@@ -178,10 +178,10 @@ def check_first_batch(
     """
     bad = next((n for n, v in batch.columns.items() if v.dtype.kind == "f" and not np.isfinite(v).all()), None)
     if bad is not None:
-        rows = np.flatnonzero(~np.isfinite(batch.columns[bad].reshape(len(batch.columns[bad]), -1)).all(axis=1))
+        bad_rows = np.flatnonzero(~np.isfinite(batch.columns[bad].reshape(len(batch.columns[bad]), -1)).all(axis=1))
         raise DataError(
             f"column {bad} of the first batch",
-            f"NaN or infinite in {len(rows)} of {len(batch.columns[bad])} rows",
+            f"NaN or infinite in {len(bad_rows)} of {len(batch.columns[bad])} rows",
             "inputs must be finite",
             "clean the data, or fill the gaps before training",
         )

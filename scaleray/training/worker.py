@@ -40,6 +40,7 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
     assignment: Assignment = config["assignment"]
     job = assignment.job
     logging.getLogger("ray.data").setLevel(logging.WARNING)
+    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # says that progress bars are off
     ray.data.DataContext.get_current().enable_progress_bars = False
     context = ray.train.get_context()
     uses_gpu = job.config.scale.gpus_per_worker > 0

@@ -1,0 +1,205 @@
+"""`scaleray`: one noun a command. Exit codes: 0 done, 1 failed, 2 bad usage."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+STARTED_AT = time.time()  # of the command, before heavy imports: what a user waits for counts from here
+
+from cyclopts import App, CycloptsError, Parameter  # noqa: E402 - after the clock
+
+from scaleray import __version__  # noqa: E402
+from scaleray.errors import ScaleRayError, UsageError  # noqa: E402
+
+app = App(
+    name="scaleray",
+    version=__version__,
+    help="Take a PyTorch recipe from one GPU to many, and prove each step.",
+    help_format="plaintext",
+)
+config_app = App(name="config", help="Look at configs.", help_format="plaintext")
+tracking_app = App(name="tracking", help="Look at recorded runs, and repair records.", help_format="plaintext")
+app.command(config_app)
+app.command(tracking_app)
+
+ConfigFile = Annotated[Path | None, Parameter(name=["--config", "-c"], help="YAML file of the run.")]
+Overrides = Annotated[
+    str,
+    Parameter(allow_leading_hyphen=True, show=False),
+]
+Json = Annotated[
+    bool,
+    Parameter(name="--json", negative="", help="Print the record as JSON on stdout; everything else goes to stderr."),
+]
+
+
+@app.command
+def train(*overrides: Overrides, config: ConfigFile = None, local: bool = False, json: Json = False) -> int:
+    """Train a workload on Ray: a local cluster, or the one of RAY_ADDRESS.
+
+    Every key of the config can be given as an option, for example --scale.workers 2 --batch.global-size 64;
+    `scaleray config keys` lists them. Options win over SCALERAY_ environment variables, those over the file.
+
+    Parameters
+    ----------
+    local
+        Run in this process without Ray, for a debugger.
+    """
+    from rich.console import Console
+
+    from scaleray.config import load_config
+    from scaleray.reports.terminal import Terminal, final_lines
+
+    resolved = load_config(config, flags=overrides)
+    terminal = Terminal(Console(stderr=json), interval_s=resolved.tracking.interval_s)
+    with terminal:
+        from scaleray.launch import train as run
+
+        record = run(
+            resolved, local=local, show=terminal.show, say=terminal.say, expect_steps=terminal.expect_steps,
+            base_dir=config.resolve().parent if config else None, started_at=STARTED_AT,
+        )  # fmt: skip
+    for line in final_lines(record):
+        terminal.say(line)
+    if json:
+        print(record.to_json())
+    return 0
+
+
+@config_app.command
+def show(*overrides: Overrides, config: ConfigFile = None, json: Json = False, data: bool = True) -> int:
+    """Print the resolved config and every derived value with how it was derived.
+
+    Parameters
+    ----------
+    data
+        Load the workload's data, which the number of steps depends on. --no-data leaves those values out.
+    """
+    import json as json_library
+
+    import yaml
+
+    from scaleray.config import load_config
+    from scaleray.scaling.recipe import DataSize, derive
+
+    resolved = load_config(config, flags=overrides)
+    size: DataSize | None = None
+    if data:
+        from scaleray.launch.run import data_size, load_sources
+        from scaleray.workload import load_workload
+
+        base_dir = config.resolve().parent if config else None
+        size = data_size(load_sources(load_workload(resolved.workload.name, resolved.workload.args, base_dir=base_dir)))
+    values: dict[str, Any] = {}
+    explanations: dict[str, str] = {}
+    if size is not None:
+        recipe = derive(resolved, size)
+        values, explanations = recipe.values(), recipe.explanations
+    if json:
+        print(
+            json_library.dumps(
+                {"config": resolved.to_dict(), "hash": resolved.hash(), "derived": values, "how": explanations},
+                indent=2,
+            )
+        )
+        return 0
+    print(yaml.safe_dump(resolved.to_dict(), sort_keys=False), end="")
+    print(f"\n# config hash {resolved.hash()}")
+    if size is None:
+        print("# derived values need the data: leave out --no-data")
+    else:
+        print(f"# derived, for {size.num_samples} training samples")
+    width = max((len(name) for name in values), default=0)
+    for name, value in values.items():
+        text = (
+            ", ".join(f"{v:.6g}" for v in value)
+            if isinstance(value, tuple)
+            else f"{value:.6g}"
+            if isinstance(value, float)
+            else str(value)
+        )
+        print(f"# {name:<{width}}  {text:<12}  {explanations.get(name, '')}")
+    return 0
+
+
+@config_app.command
+def keys() -> int:
+    """List every key of the config with its type, default and meaning."""
+    import textwrap
+
+    from pydantic_core import PydanticUndefined
+
+    from scaleray.config.loading import known_keys, type_name
+
+    for key, info in known_keys().items():
+        default = info.get_default(call_default_factory=True)
+        shown = "required" if default is PydanticUndefined else "none" if default is None else str(default)
+        print(f"{key}  {type_name(info.annotation)} = {shown}")
+        print(
+            textwrap.fill(
+                " ".join((info.description or "").split()), width=100, initial_indent="    ", subsequent_indent="    "
+            )
+        )
+    return 0
+
+
+@tracking_app.command
+def replay(file: Path, *, uri: str | None = None) -> int:
+    """Send to MLflow what a run could not write while the server was away.
+
+    Parameters
+    ----------
+    file
+        The run folder's unsent.jsonl.
+    uri
+        Tracking URI, if the server has moved or its address holds a password.
+    """
+    from scaleray.tracking.store import replay as send
+
+    count = send(file, uri=uri)
+    print(f"sent {count} operations; {file} is no longer needed and has been removed")
+    return 0
+
+
+@tracking_app.command
+def ui(*, uri: str | None = None, port: int = 5000) -> int:
+    """Open MLflow's pages on this machine only, for runs in a database file. Ctrl-C ends it.
+
+    Parameters
+    ----------
+    uri
+        Tracking URI; by default the one that `scaleray train` uses.
+    port
+        Port on 127.0.0.1.
+    """
+    from scaleray.tracking.ui import serve
+
+    return serve(uri, port=port)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command and exit with its code."""
+    sys.exit(run_command(sys.argv[1:] if arguments is None else arguments))
+
+
+def run_command(arguments: list[str]) -> int:
+    """The exit code of a command line; errors that were raised on purpose print one message and no traceback."""
+    try:
+        result: Any = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+        return result if isinstance(result, int) else 0
+    except CycloptsError as exc:
+        return _fail(f"{type(exc).__name__.removesuffix('Error')}: {exc}\n  see scaleray --help", 2)
+    except UsageError as exc:
+        return _fail(f"{type(exc).__name__}: {exc}", exc.exit_code)
+    except ScaleRayError as exc:
+        return _fail(f"{type(exc).__name__}: {exc}", exc.exit_code)
+    except KeyboardInterrupt:
+        return _fail("stopped; the MLflow run is marked KILLED", 1)
+
+
+def _fail(message: str, code: int) -> int:
+    print(message, file=sys.stderr)
+    return code

@@ -1,0 +1,57 @@
+"""MLflow's pages for a database that no server serves."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+from scaleray.errors import TrackingError
+from scaleray.tracking import store
+
+
+def serve(uri: str | None, *, port: int) -> int:
+    """Run MLflow's server on 127.0.0.1 until it is interrupted; returns its exit code.
+
+    Raises TrackingError when the port is taken or the URI is a server already.
+    """
+    uri = store.resolve_uri(uri)
+    if uri.startswith("http"):
+        raise TrackingError(
+            "tracking.uri", store.without_password(uri), "it is a server already", f"open {uri} in a browser"
+        )
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as exc:
+            raise TrackingError("the port", port, "another program listens there", "choose one with --port") from exc
+    store.check_reachable(uri)
+    print(
+        f"MLflow for {store.without_password(uri)}: http://127.0.0.1:{port}/#/experiments?workflowType=machine_learning",
+        flush=True,
+    )
+    # MLflow's background jobs would start eight more processes that nothing here uses
+    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    command = [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "server",
+        "--backend-store-uri",
+        uri,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--workers",
+        "1",
+    ]
+    process = subprocess.Popen(command, env=environment)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait(timeout=30)
+        return 0
