@@ -95,7 +95,7 @@ def _connect(address: str) -> None:
     import ray
 
     try:
-        ray.init(address=address, runtime_env=_runtime_env(_gcs_address(address)), logging_level=logging.ERROR)
+        ray.init(address=address, runtime_env=runtime_env(_gcs_address(address)), logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as exc:
         raise ClusterError(
             "RAY_ADDRESS", address, f"no Ray cluster answers there: {str(exc).splitlines()[0]}",
@@ -128,15 +128,16 @@ def _start_local(config: RunConfig) -> None:
             # input tasks are counted beside the cores: they are light, and must never wait for training to end
             num_cpus=cores + int(config.data.reserved_cpus),
             object_store_memory=OBJECT_STORE_BYTES,
-            runtime_env=_runtime_env(f"{host}:{port}"),
+            runtime_env=runtime_env(f"{host}:{port}"),
             logging_level=logging.ERROR,
         )
     finally:
         del os.environ["RAY_GCS_SERVER_PORT"]
 
 
-def _runtime_env(address: str | None) -> dict[str, Any]:
-    variables = {name: os.environ[name] for name in DRIVER_ENVIRONMENT}
+def runtime_env(address: str | None) -> dict[str, Any]:
+    """Job-level environment of every process of a run; `address` keeps Ray Train from looking at another cluster."""
+    variables = {name: os.environ.get(name, value) for name, value in DRIVER_ENVIRONMENT.items()}
     if address is not None:
         variables["RAY_ADDRESS"] = address
     return {"env_vars": variables}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 from functools import lru_cache
@@ -36,7 +37,10 @@ def environment_hash(facts: dict[str, Any]) -> str:
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """Commit of the checkout around `folder`, and a hash of what differs from it. Empty outside a checkout."""
+    """Commit of the checkout around `folder`, and a hash of what differs from it.
+
+    Outside a checkout, as in a submitted job, the commit that GIT_COMMIT names, if it is set.
+    """
 
     def git(*words: str) -> bytes:
         return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, check=True, timeout=20).stdout
@@ -45,7 +49,8 @@ def git_state(folder: Path) -> dict[str, Any]:
         commit = git("rev-parse", "HEAD").decode().strip()
         difference = git("diff", "HEAD") + git("ls-files", "--others", "--exclude-standard")
     except (OSError, subprocess.SubprocessError):
-        return {}
+        commit = os.environ.get("GIT_COMMIT", "")
+        return {"commit": commit, "is_dirty": None, "diff_sha256": None} if commit else {}
     return {
         "commit": commit,
         "is_dirty": bool(difference),

@@ -1,0 +1,40 @@
+# Two commands set up everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test lint types floors unit slow ui clean
+.DEFAULT_GOAL := test
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(INSTALLED)  ## the main job on an embedded default: SQLite MLflow and a local Ray head
+	$(BIN)/python jobs/demo.py
+
+test: lint types floors unit  ## everything that CI checks
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+floors: $(INSTALLED)
+	$(BIN)/lint-imports --no-cache
+
+unit: $(INSTALLED)
+	$(BIN)/python -m pytest -m 'not gpu and not slow' --cov --cov-report=term-missing:skip-covered --cov-fail-under=80
+
+slow: $(INSTALLED)  ## minutes-long tests
+	$(BIN)/python -m pytest -m slow
+
+ui: $(INSTALLED)  ## MLflow's pages for the runs of `make demo`
+	$(BIN)/scaleray tracking ui --uri sqlite:///.demo/mlflow.db
+
+clean:  ## what demo and tests leave behind; the environment stays
+	rm -rf .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage .coverage.*

@@ -1,0 +1,108 @@
+"""Small workloads that do one thing wrong, or one unusual thing right, for tests of whole runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from scaleray import Workload
+
+
+class Line(Workload):
+    """Linear regression on 64 rows: the smallest run that learns."""
+
+    def __init__(self, rows: int = 64) -> None:
+        self.rows = rows
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(4, 1)
+
+    def datasets(self):
+        generator = np.random.default_rng(0)
+        x = generator.normal(size=(self.rows, 4)).astype(np.float32)
+        y = x.sum(axis=1, keepdims=True)
+        return {"train": {"x": x, "y": y}, "val": {"x": x[:10], "y": y[:10]}}
+
+    def loss(self, model, batch):
+        return (model(batch["x"]) - batch["y"]).pow(2).sum(), len(batch["x"])
+
+
+class Failing(Line):
+    """Raises in the loss at one step of one rank; with `marker`, only the first time."""
+
+    def __init__(
+        self, rows: int = 64, *, how: str = "raise", at_call: int = 5, rank: int = 1, marker: str = ""
+    ) -> None:
+        super().__init__(rows)
+        self.how, self.at_call, self.rank, self.marker = how, at_call, rank, marker
+        self.calls = 0
+
+    def loss(self, model, batch):
+        self.calls += model.training
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        if self.calls == self.at_call and rank == self.rank and not (self.marker and Path(self.marker).exists()):
+            if self.marker:
+                Path(self.marker).touch()
+            if self.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("the user's own mistake")
+        return super().loss(model, batch)
+
+
+class Endless(Line):
+    """Touches a file at every training step, so that a test knows that training runs."""
+
+    def __init__(self, rows: int = 64, *, marker: str) -> None:
+        super().__init__(rows)
+        self.marker = marker
+
+    def loss(self, model, batch):
+        if model.training:
+            Path(self.marker).touch()
+        return super().loss(model, batch)
+
+
+class BadLabel(Line):
+    """A classification whose labels go beyond the classes."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(4, 3)
+
+    def datasets(self):
+        data = super().datasets()["train"]
+        return {"train": {"x": data["x"], "y": np.full(self.rows, 7)}}
+
+    def loss(self, model, batch):
+        return nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"])
+
+
+class FromParquet(Line):
+    """The same rows from a Parquet folder."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    def datasets(self):
+        from scaleray import ParquetSource
+
+        return {"train": ParquetSource(self.path)}
+
+
+class FromRayDataset(Line):
+    """The same rows from a Ray Dataset."""
+
+    def datasets(self):
+        import ray.data
+
+        data = super().datasets()["train"]
+        return {
+            "train": ray.data.from_numpy(data["x"]).map_batches(
+                lambda b: {"x": b["data"], "y": b["data"].sum(axis=1, keepdims=True)}
+            )
+        }
