@@ -1,0 +1,240 @@
+"""The recorder against a real SQLite store, and against one that goes away."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import threading
+
+import pytest
+
+from scaleray.errors import TrackingError
+from scaleray.records import EvaluationRecord, EventRecord, StepRecord
+from scaleray.tracking import store
+from scaleray.tracking.recorder import Recorder, RunDescription
+
+
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory):
+    """A migrated database file, made once: the migration takes seconds."""
+    folder = tmp_path_factory.mktemp("mlflow")
+    store.RunStore.create(f"sqlite:///{folder / 'mlflow.db'}", experiment="made-once", run_name="r", tags={})
+    return folder / "mlflow.db"
+
+
+@pytest.fixture
+def uri(empty_database, tmp_path):
+    shutil.copy(empty_database, tmp_path / "mlflow.db")
+    return f"sqlite:///{tmp_path / 'mlflow.db'}"
+
+
+def describe(uri, tmp_path, **more):
+    values = {
+        "tracking_uri": uri, "experiment": "tests", "run_name": "run", "work_dir": str(tmp_path / "run"), "every_steps": 1,
+        "params": {"batch.global_size": 8}, "tags": {"scaleray.kind": "train"}, "files": {"config.yaml": "a: 1\n"},
+    }  # fmt: skip
+    return RunDescription(**{**values, **more})
+
+
+def step(number, loss=1.0, **more):
+    values = {
+        "step": number, "loss": loss, "count": 8.0, "num_samples": 8, "learning_rate": 0.1, "grad_norm": None, "step_time_s": 0.5,
+        "input_wait_s": 0.1, "epoch": number / 10,
+    }  # fmt: skip
+    return StepRecord(**{**values, **more})
+
+
+def history(uri, run_id, key):
+    from mlflow import MlflowClient
+
+    return [(m.step, m.value) for m in sorted(MlflowClient(uri).get_metric_history(run_id, key), key=lambda m: m.step)]
+
+
+def test_steps_arrive_with_derived_rates(uri, tmp_path):
+    recorder = Recorder(describe(uri, tmp_path, every_steps=2))
+    run_id = recorder.start().run_id
+    recorder.log([step(n, loss=1 / n) for n in range(1, 6)])
+    recorder.finish("FINISHED", metrics={}, tags={}, files={})
+    assert history(uri, run_id, "train/loss") == [(1, 1.0), (2, 0.5), (4, 0.25)]
+    assert history(uri, run_id, "perf/samples_per_s") == [(1, 16.0), (2, 16.0), (4, 16.0)]
+    assert history(uri, run_id, "perf/input_wait_share")[-1] == (4, pytest.approx(0.2))
+    assert (tmp_path / "run" / "steps.csv").read_text().count("\n") == 6  # every step, and the header
+
+
+def test_steps_repeated_after_a_restart_are_kept_once(uri, tmp_path):
+    recorder = Recorder(describe(uri, tmp_path))
+    run_id = recorder.start().run_id
+    recorder.log([step(n) for n in (1, 2, 3)])
+    recorder.log([step(n) for n in (1, 2, 3, 4)])
+    recorder.finish("FINISHED", metrics={}, tags={}, files={})
+    assert [s for s, _ in history(uri, run_id, "train/loss")] == [1, 2, 3, 4]
+
+
+def test_infinity_is_stored_as_nan(uri, tmp_path):
+    recorder = Recorder(describe(uri, tmp_path))
+    run_id = recorder.start().run_id
+    recorder.log([step(1, loss=math.inf, is_finite=False)])
+    recorder.finish("FAILED", metrics={}, tags={}, files={})
+    ((_, value),) = history(uri, run_id, "train/loss")
+    assert math.isnan(value)
+    assert history(uri, run_id, "train/nonfinite_steps") == [(1, 1.0)]
+
+
+class Broken:
+    """A store that refuses while `is_away` is set, in place of the real one's `send`."""
+
+    def __init__(self, monkeypatch):
+        self.is_away = threading.Event()
+        real = store.RunStore.send
+
+        def send(self_store, operation):
+            if self.is_away.is_set():
+                raise ConnectionError("the server is away")
+            real(self_store, operation)
+
+        monkeypatch.setattr(store.RunStore, "send", send)
+        monkeypatch.setattr("scaleray.tracking.recorder.RETRY_FIRST_S", 0.0)
+        monkeypatch.setattr("scaleray.tracking.recorder.RETRY_MOST_S", 0.0)
+
+
+def test_what_the_server_missed_is_written_when_it_returns(uri, tmp_path, monkeypatch):
+    broken = Broken(monkeypatch)
+    recorder = Recorder(describe(uri, tmp_path))
+    recorder._retry_s = 0.0
+    run_id = recorder.start().run_id
+    recorder.log([step(1)])
+    recorder.drain()
+    broken.is_away.set()
+    recorder.log([step(2), step(3)])
+    assert recorder.drain().unsent_file is not None
+    assert [s for s, _ in history(uri, run_id, "train/loss")] == [1]
+    broken.is_away.clear()
+    recorder.log([step(4)])
+    recording = recorder.drain()
+    assert recorder.finish("FINISHED", metrics={}, tags={}, files={}) is None
+    assert [s for s, _ in history(uri, run_id, "train/loss")] == [1, 2, 3, 4]
+    assert any("took no more data" in e for e in recording.events)
+    assert any("MLflow is back" in e for e in recording.events)
+
+
+def test_logging_does_not_wait_for_a_server_that_hangs(uri, tmp_path, monkeypatch):
+    hang, asked = threading.Event(), threading.Event()
+
+    def send(self_store, operation):
+        asked.set()
+        hang.wait(timeout=30)
+
+    recorder = Recorder(describe(uri, tmp_path))
+    monkeypatch.setattr(store.RunStore, "send", send)
+    recorder.start()
+    assert asked.wait(timeout=10)
+    recorder.log([step(n) for n in range(1, 1000)])  # returns although the writer is stuck
+    assert not hang.is_set()
+    hang.set()
+    assert recorder.drain().last_step == 999
+    recorder.finish("FINISHED", metrics={}, tags={}, files={})
+
+
+def test_replay_sends_the_file_of_a_server_that_stayed_away_once(uri, tmp_path, monkeypatch):
+    broken = Broken(monkeypatch)
+    recorder = Recorder(describe(uri, tmp_path))
+    run_id = recorder.start().run_id
+    recorder.log([step(1)])
+    recorder.drain()
+    broken.is_away.set()
+    recorder.log([step(2), EvaluationRecord(2, {"val/loss": 0.5}, 0.1)])
+    unsent = recorder.finish(
+        "FINISHED", metrics={"point/world_size": 1.0}, tags={"scaleray.verdict": "done"}, files={"record.json": "{}"}
+    )
+    assert unsent is not None
+    copy = tmp_path / "copy.jsonl"
+    shutil.copy(unsent, copy)
+    broken.is_away.clear()
+    assert store.replay(unsent) > 0
+    store.replay(copy)  # as after a crash between sending and removing: nothing doubles
+    assert history(uri, run_id, "train/loss") == [(1, 1.0), (2, 1.0)]
+    assert history(uri, run_id, "val/loss") == [(2, 0.5)]
+    from mlflow import MlflowClient
+
+    run = MlflowClient(uri).get_run(run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["scaleray.verdict"] == "done"
+    assert not (tmp_path / "run" / "unsent.jsonl").exists()
+
+
+def test_a_file_that_is_not_ours_is_refused(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"op": "metrics"}\n')
+    with pytest.raises(TrackingError, match="not one that scaleray wrote"):
+        store.replay(tmp_path / "x.jsonl")
+    with pytest.raises(TrackingError, match="does not exist"):
+        store.replay(tmp_path / "y.jsonl")
+
+
+def test_events_are_kept_once_and_shown(uri, tmp_path):
+    recorder = Recorder(describe(uri, tmp_path))
+    recorder.start()
+    recorder.log([EventRecord("slow input"), EventRecord("slow input")])
+    assert recorder.drain().events == ["slow input"]
+    position, shown = recorder.poll(0)
+    assert [m.text for m in shown] == ["slow input"]
+    assert recorder.poll(position) == (position, [])
+    recorder.finish("FINISHED", metrics={}, tags={}, files={})
+
+
+def test_a_server_that_is_not_there_is_named_at_the_start():
+    with pytest.raises(TrackingError, match="does not answer"):
+        store.check_reachable("http://127.0.0.1:9", timeout_s=1)
+
+
+def test_an_unwritable_database_is_named_at_the_start(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrackingError, match="cannot be written"):
+        store.check_reachable(f"sqlite:///{tmp_path / 'file' / 'mlflow.db'}")
+
+
+def test_a_folder_store_is_refused_with_what_to_use(tmp_path):
+    with pytest.raises(TrackingError, match="sqlite:///FILE"):
+        store.resolve_uri(str(tmp_path))
+
+
+def test_sqlite_paths_become_absolute(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert store.resolve_uri("sqlite:///runs.db") == f"sqlite:///{tmp_path / 'runs.db'}"
+
+
+def test_passwords_are_neither_shown_nor_stored():
+    assert store.without_password("postgresql://me:secret@db:5432/mlflow") == "postgresql://me:***@db:5432/mlflow"
+    assert store.without_password("http://server:5000") == "http://server:5000"
+
+
+@pytest.mark.timeout(120)
+def test_many_processes_may_open_one_new_database_at_once(tmp_path):
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from scaleray.tracking.store import RunStore;"
+        "RunStore.create(sys.argv[1], experiment='e', run_name=sys.argv[2], tags={})"
+    )
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    processes = [subprocess.Popen([sys.executable, "-c", code, uri, str(n)], stderr=subprocess.PIPE) for n in range(3)]
+    assert [p.wait(timeout=100) for p in processes] == [0, 0, 0], [p.stderr.read().decode()[-500:] for p in processes]
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    assert len(client.search_runs([client.get_experiment_by_name("e").experiment_id])) == 3
+
+
+def test_the_head_of_an_unsent_file_holds_no_password(uri, tmp_path, monkeypatch):
+    broken = Broken(monkeypatch)
+    recorder = Recorder(describe(uri, tmp_path))
+    recorder.start()
+    recorder.drain()
+    recorder._store.uri = "postgresql://me:secret@db/mlflow"
+    broken.is_away.set()
+    recorder.log([step(1)])
+    recorder.drain()
+    head = json.loads((tmp_path / "run" / "unsent.jsonl").read_text().splitlines()[0])
+    assert "secret" not in json.dumps(head)
+    recorder.finish("FAILED", metrics={}, tags={}, files={})
