@@ -126,10 +126,14 @@ class Target:
 
 
 def _whole(value: Any) -> Any:
-    if isinstance(value, str):
+    """`1e5` is a whole number too, although YAML reads it as text."""
+    if not isinstance(value, str):
+        return value
+    try:
         number = float(value)
-        return int(number) if number.is_integer() else value
-    return value
+    except ValueError:
+        return value
+    return int(number) if number.is_integer() else value
 
 
 Count = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=LARGEST_COUNT)]

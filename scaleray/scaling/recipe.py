@@ -127,6 +127,14 @@ def derive(config: RunConfig, data: DataSize) -> Recipe:
     why["strategy"] = (
         f"strategy.name {config.strategy.name}, {config.scale.workers} worker{'s' if config.scale.workers > 1 else ''}"
     )
+    if strategy == "ddp" and config.strategy.static_graph and accumulation > 1:
+        # torch 2.13 fails an assertion, and without it would stop reducing: github.com/pytorch/pytorch/pull/187732
+        raise ConfigError(
+            "strategy.static_graph",
+            True,
+            f"torch's static graph cannot accumulate, and each worker's step has {accumulation} micro-batches",
+            f"leave it out, or use --batch.micro-size {per_worker}",
+        )
     return Recipe(
         global_batch_size=batch_size,
         per_worker_batch_size=per_worker,
@@ -147,7 +155,7 @@ def derive(config: RunConfig, data: DataSize) -> Recipe:
 
 
 def resolve_strategy(config: RunConfig) -> str:
-    """The strategy's name with `auto` decided."""
+    """The strategy's name with `auto` decided. One worker has nobody to average with, so that ddp is `single` there."""
     name = config.strategy.name
     if name == "single" and config.scale.workers > 1:
         raise ConfigError(
@@ -156,7 +164,9 @@ def resolve_strategy(config: RunConfig) -> str:
             f"it is for one worker, and scale.workers is {config.scale.workers}",
             "use ddp or auto",
         )
-    return ("single" if config.scale.workers == 1 else "ddp") if name == "auto" else name
+    if name in ("auto", "ddp"):
+        return "single" if config.scale.workers == 1 else "ddp"
+    return name
 
 
 def nearest_multiples(value: int, of: int) -> list[int]:

@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from scaleray.config.scale import StrategySettings
-from scaleray.errors import WorkloadError
 from scaleray.strategies.parallel import Parallel, cpu_state_dict
 
 
@@ -21,12 +20,6 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, settings: StrategySettings)
     """
     if mesh is None:
         raise ValueError("ddp needs a device mesh with the axis 'dp'")
-    lazy = [name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)]
-    if lazy:
-        raise WorkloadError(
-            "the model", f"with lazy parameters ({lazy[0]})", "DDP needs their shapes before the first batch",
-            "run one dummy batch through it in build_model()",
-        )  # fmt: skip
     group = mesh.get_group("dp")
     device = next(model.parameters()).device
     wrapped = DistributedDataParallel(

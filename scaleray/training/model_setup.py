@@ -72,6 +72,14 @@ def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place) -> S
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise WorkloadError("build_model()", type(model).__name__, "it must return a torch.nn.Module")
+    lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
+    if lazy:
+        raise WorkloadError(
+            "the model",
+            f"with lazy parameters ({lazy[0]})",
+            "their shapes are needed before the first batch",
+            "run one dummy batch through it in build_model()",
+        )
     if not any(p.requires_grad for p in model.parameters()):
         count = sum(1 for _ in model.parameters())
         raise WorkloadError(
