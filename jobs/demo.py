@@ -43,14 +43,14 @@ JOBS = (
     Job(
         "language model",
         "jobs/language_model.yaml",
-        ("--scale.workers", "2", "--stop.after", f"{LANGUAGE_MODEL_STEPS} steps"),
+        ("--scale.workers", "2", "--stop.after", f"{LANGUAGE_MODEL_STEPS} steps", "--tracking.interval-s", "10"),
     ),
 )
 
 
 def main() -> int:
     """Run the demo; 0 when every job finished."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     started = time.monotonic()
     stamp = time.strftime("%Y%m%d-%H%M%S")
     console.print("starting a Ray head of its own on this machine ...")
@@ -110,9 +110,9 @@ def table(records: list[RunRecord]) -> Table:
         "samples/s",
         "speed-up",
         "efficiency",
-        "final accuracy",
-        "validation bits per byte",
-        "time to first step (s)",
+        "test accuracy",
+        "val bits/byte",
+        "first step (s)",
         "time (s)",
     )
     for number, column in enumerate(columns):

@@ -88,5 +88,8 @@ class InitialisationError(RunFailedError):
 def _shown(found: object) -> str:
     if found is None:
         return "missing"
-    text = found if isinstance(found, str) and " " in found else repr(found)
+    try:
+        text = found if isinstance(found, str) and " " in found and found.isprintable() else repr(found)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, a list in a list in a list ...
+        text = f"a value of type {type(found).__name__} that is too large to print"
     return text if len(text) <= 200 else text[:197] + "..."

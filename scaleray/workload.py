@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Iterable, Mapping
@@ -123,7 +124,7 @@ def call_user_code(call: Any, *, what: str, doing: str) -> Any:
         return call()
     except ScaleRayError:
         raise
-    except Exception as exc:
+    except (Exception, SystemExit) as exc:  # a script without a main guard may end the process on import
         raise WorkloadError(what, f"failing while {doing}", "it must run", user_traceback(exc)) from exc
 
 
@@ -133,14 +134,7 @@ def user_traceback(exc: BaseException) -> str:
     Keeps the last frame of all when none is the user's, so that there is always a place to look.
     """
     frames = traceback.extract_tb(exc.__traceback__)
-    own = str(Path(__file__).parent)
-    mine = [
-        f
-        for f in frames
-        if not f.filename.startswith((own, "<frozen"))
-        and "site-packages" not in f.filename
-        and not f.filename.startswith(str(Path(traceback.__file__).parent))
-    ] or frames[-1:]
+    mine = [f for f in frames if not f.filename.startswith("<frozen") and not _is_installed(f.filename)] or frames[-1:]
     if isinstance(exc, SyntaxError) and exc.filename:
         mine = []
     lines = ["".join(traceback.format_list(mine)), "".join(traceback.format_exception_only(exc))]
@@ -173,8 +167,8 @@ def user_modules(workload: Any) -> list[ModuleType]:
 
 
 def _is_installed(path: str) -> bool:
-    package_root = str(Path(__file__).resolve().parent)
-    return "site-packages" in path or path.startswith((package_root, str(Path(traceback.__file__).parent)))
+    ours, librarys = (f"{Path(module).resolve().parent}{os.sep}" for module in (__file__, traceback.__file__))
+    return "site-packages" in path or path.startswith((ours, librarys))
 
 
 def _import_file(target: str, base_dir: Path | None) -> ModuleType:

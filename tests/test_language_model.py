@@ -137,21 +137,21 @@ def test_the_rotation_table_is_not_part_of_the_state_dict():
     tiny_model(sequence_length=8).load_state_dict(tiny_model().state_dict())
 
 
-def test_residual_projections_start_smaller_by_the_square_root_of_twice_the_blocks():
-    model = tiny_model(width=128, num_blocks=8)
+def test_weights_start_as_documented_and_residual_projections_smaller():
+    model = tiny_model(width=160, num_blocks=8)
     query = torch.cat([block.attention.query.weight.flatten() for block in model.blocks])
     down = torch.cat([block.feed_forward.down.weight.flatten() for block in model.blocks])
-    # standard errors of 131,072 and more draws are below 0.2 %
-    assert query.std().item() == pytest.approx(0.02, rel=0.02)
-    assert down.std().item() == pytest.approx(0.02 / 4, rel=0.02)
+    # the standard errors, of 204,800 draws and more, are below 0.2 %
+    assert query.std().item() == pytest.approx(0.05, rel=0.02)
+    assert down.std().item() == pytest.approx(0.05 / 4, rel=0.02)
 
 
-def test_an_untrained_model_knows_no_byte_better_than_another():
+def test_an_untrained_model_pays_for_little_more_than_a_uniform_guess():
     workload = load_workload(NAME, TINY)
     torch.manual_seed(0)
-    model = workload.build_model()
-    bits, count = workload.metrics(model, {"tokens": random_bytes(8, 17)})["bits_per_byte"]
-    assert bits.item() / count == pytest.approx(8, abs=0.1)
+    bits, count = workload.metrics(workload.build_model(), {"tokens": random_bytes(32, 17)})["bits_per_byte"]
+    # 8 bits, and half the variance of the logits in nats: width x 2 / (5 width), whatever the width
+    assert bits.item() / count == pytest.approx(8 + 0.2 / math.log(2), abs=0.05)
 
 
 def test_blocks_are_those_of_the_model():

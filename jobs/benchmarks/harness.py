@@ -31,7 +31,7 @@ def interleaved(sides: Sequence[str], *, repeats: int, seed: int) -> Iterator[tu
 
 
 def start_ray(*, num_cpus: int, object_store_bytes: int = 2**29) -> None:
-    """A Ray cluster of this process alone, ended by `ray.shutdown()`. Other clusters on the machine do not disturb it."""
+    """A Ray cluster of this process alone, ended by `ray.shutdown()`; others on the machine do not disturb it."""
     import ray
 
     # without RAY_ADDRESS in the workers, Ray Train's cleaner may look at another cluster and remove our placement group
@@ -42,7 +42,6 @@ def start_ray(*, num_cpus: int, object_store_bytes: int = 2**29) -> None:
         address="local",
         num_cpus=num_cpus,
         object_store_memory=object_store_bytes,
-        include_dashboard=False,
         log_to_driver=False,
         logging_level="warning",
         runtime_env={"env_vars": {"RAY_ADDRESS": address}},

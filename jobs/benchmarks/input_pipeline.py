@@ -180,7 +180,7 @@ def main() -> None:
     if unknown := set(arguments.sides) - set(SIDES):
         parser.error(f"unknown sides: {', '.join(sorted(unknown))}")
     conditions = harness.conditions(["torch", "ray", "numpy", "pyarrow"])
-    with tempfile.TemporaryDirectory(prefix="sr-") as folder:
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         os.environ.update(harness.ray_environment(folder))
         found = measure(arguments, Path(folder))
     settings = {"rows": arguments.rows, "batch_size": arguments.batch_size, "seed": arguments.seed}

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
-STARTED_AT = time.time()  # of the command, before heavy imports: what a user waits for counts from here
+import psutil
+from cyclopts import App, CycloptsError, Parameter
 
-from cyclopts import App, CycloptsError, Parameter  # noqa: E402 - after the clock
-
-from scaleray import __version__  # noqa: E402
-from scaleray.errors import ScaleRayError, UsageError  # noqa: E402
+from scaleray import __version__
+from scaleray.errors import ScaleRayError, UsageError
 
 app = App(
     name="scaleray",
     version=__version__,
     help="Take a PyTorch recipe from one GPU to many, and prove each step.",
     help_format="plaintext",
+    suppress_keyboard_interrupt=False,  # a stopped run says so, and exits with 1
 )
 config_app = App(name="config", help="Look at configs.", help_format="plaintext")
 tracking_app = App(name="tracking", help="Look at recorded runs, and repair records.", help_format="plaintext")
@@ -60,7 +59,8 @@ def train(*overrides: Overrides, config: ConfigFile = None, local: bool = False,
 
         record = run(
             resolved, local=local, show=terminal.show, say=terminal.say, expect_steps=terminal.expect_steps,
-            base_dir=config.resolve().parent if config else None, started_at=STARTED_AT,
+            base_dir=config.resolve().parent if config else None, # what a user waits for counts from the start of the process
+            started_at=psutil.Process().create_time(),
         )  # fmt: skip
     for line in final_lines(record):
         terminal.say(line)
@@ -136,7 +136,7 @@ def keys() -> int:
 
     for key, info in known_keys().items():
         default = info.get_default(call_default_factory=True)
-        shown = "required" if default is PydanticUndefined else "none" if default is None else str(default)
+        shown = "required" if default is PydanticUndefined else "null" if default is None else str(default)
         print(f"{key}  {type_name(info.annotation)} = {shown}")
         print(
             textwrap.fill(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import types
 import typing
@@ -35,7 +36,9 @@ class Settings(BaseModel):
         if isinstance(values, dict):
             for name, value in values.items():
                 info = cls.model_fields.get(name)
-                if isinstance(value, bool) and info is not None and bool not in _leaf_types(info.annotation):
+                items = value if isinstance(value, (list, tuple)) else [value]
+                has_boolean = any(isinstance(item, bool) for item in items)
+                if has_boolean and info is not None and bool not in _leaf_types(info.annotation):
                     raise ValueError(f"{name}: a true/false value is not allowed here")
         return values
 
@@ -56,7 +59,8 @@ class Duration:
     unit: str
 
     def __str__(self) -> str:
-        return f"{self.value:g} {self.unit}" if self.value < 1e6 else f"{self.value:.12g} {self.unit}"
+        value = float(self.value)
+        return f"{int(value) if value.is_integer() else repr(value)} {self.unit}"
 
     @classmethod
     def parse(cls, text: Any) -> Duration:
@@ -115,7 +119,10 @@ class Target:
         )
         if match is None:
             raise ValueError("a metric, >= or <=, and a number is needed, for example 'val/accuracy >= 0.97'")
-        return cls(match.group(1), match.group(2), float(match.group(3)))
+        value = float(match.group(3))
+        if not math.isfinite(value):
+            raise ValueError("the number must be finite")
+        return cls(match.group(1), match.group(2), value)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,10 @@ from scaleray.config.run import RunConfig
 from scaleray.errors import ConfigError
 
 ENV_PREFIX = "SCALERAY_"
+ARGS = "workload.args"
+# what PyYAML lets through for dates and numbers that do not exist, tags that do not fit, and values inside themselves
+UNREADABLE = (ValueError, OverflowError, RecursionError, TypeError, LookupError, AttributeError)
+DEEPEST = 100
 MAX_ENTRIES = 10_000  # a file of a few bytes can expand to billions of entries through YAML aliases
 
 
@@ -45,12 +50,23 @@ def load_config(
     entries: dict[str, Entry] = {}
     if path is not None:
         entries.update(read_file(Path(path)))
-    entries.update(read_environment(os.environ if environ is None else environ))
+    overlay(entries, read_environment(os.environ if environ is None else environ))
     if isinstance(flags, Mapping):
-        entries.update({key: Entry(value, "override") for key, value in flags.items()})
+        overlay(entries, {str(key): Entry(value, "override") for key, value in flags.items()})
     else:
-        entries.update(read_flags(flags))
+        overlay(entries, read_flags(flags))
     return validate(entries)
+
+
+def overlay(entries: dict[str, Entry], layer: Mapping[str, Entry]) -> None:
+    """Put a layer over `entries`, in place. `workload.args.NAME` replaces one argument and keeps the others."""
+    for key, entry in layer.items():
+        name = key.removeprefix(f"{ARGS}.")
+        below = entries[ARGS].value if ARGS in entries else {}
+        if name in ("", key):
+            entries[key] = entry
+        elif isinstance(below, Mapping):  # else the layer below is wrong already, and validation says so
+            entries[ARGS] = Entry({**below, name: entry.value}, entry.where)
 
 
 def known_keys() -> dict[str, Any]:
@@ -83,8 +99,8 @@ def parse_yaml(text: str, *, name: str) -> dict[str, Entry]:
     loader = None
     try:
         loader = yaml.SafeLoader(text)
-        node = loader.get_single_node()
-        if node is None:
+        node = _compose(loader, text)
+        if node is None or (isinstance(node, yaml.ScalarNode) and not node.value):
             raise ConfigError(f"config file {name}", "empty", "it needs at least workload, batch, optimizer and stop")
         if not isinstance(node, yaml.MappingNode):
             raise ConfigError(f"config file {name}", "not a mapping", "it must hold sections such as 'batch:'")
@@ -95,7 +111,7 @@ def parse_yaml(text: str, *, name: str) -> dict[str, Entry]:
         mark = getattr(exc, "problem_mark", None)
         place = f"{name}:{mark.line + 1}" if mark else name
         raise ConfigError(f"config file {place}", "not valid YAML", str(getattr(exc, "problem", None) or exc)) from exc
-    except (RecursionError, ValueError, OverflowError, TypeError) as exc:  # bad dates, numbers and self-references
+    except UNREADABLE as exc:
         raise ConfigError(f"config file {name}", "not readable as values", f"{type(exc).__name__}: {exc}") from exc
     finally:
         if loader is not None:
@@ -131,6 +147,27 @@ def _collect(
         value = loader.construct_object(value_node, deep=True)
         _check_size(value)
         entries[key] = Entry(value, where)
+
+
+def _compose(loader: yaml.SafeLoader, text: str) -> yaml.Node | None:
+    """The document as nodes. Raises ValueError for what would take PyYAML minutes: deep brackets, merged mappings."""
+    depth = 0
+    for bracket in re.finditer(r"[][{}]", text):
+        depth = depth + 1 if bracket.group() in "[{" else max(0, depth - 1)
+        if depth > DEEPEST:
+            raise ValueError(f"brackets are nested more than {DEEPEST} deep")
+    document = loader.get_single_node()
+    waiting, seen = [document], set()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+            continue
+        seen.add(id(node))
+        for item in node.value:
+            if isinstance(item, tuple) and item[0].tag == "tag:yaml.org,2002:merge":
+                raise ValueError("merging with << is not supported; write the values out")
+            waiting.extend(item if isinstance(item, tuple) else [item])
+    return document
 
 
 def _check_size(value: Any) -> None:
@@ -180,23 +217,19 @@ def read_flags(words: Sequence[str]) -> dict[str, Entry]:
                 position += 1
             else:
                 text = "true"
-        key = key.replace("-", "_")
-        if key.startswith("workload.args."):
-            args = dict(entries["workload.args"].value) if "workload.args" in entries else {}
-            args[key.removeprefix("workload.args.")] = _parse_word(text)
-            entries["workload.args"] = Entry(args, "flag")
-        else:
-            entries[key] = Entry(_parse_word(text), "flag")
+        entries[key.replace("-", "_")] = Entry(_parse_word(text), "flag")
     return entries
 
 
 def _parse_word(text: str) -> Any:
     try:
-        value = yaml.safe_load(text)
+        loader = yaml.SafeLoader(text)
+        node = _compose(loader, text)
+        value = loader.construct_document(node) if node is not None else None
         _check_size(value)
-    except (yaml.YAMLError, ValueError, OverflowError, RecursionError, TypeError):
+    except (yaml.YAMLError, *UNREADABLE):
         return text  # such as a path with a colon: take the word as it stands
-    return None if text.strip().lower() == "none" else value
+    return value
 
 
 def validate(entries: Mapping[str, Entry]) -> RunConfig:
@@ -223,11 +256,11 @@ def validate(entries: Mapping[str, Entry]) -> RunConfig:
 
 
 def _unknown(key: str, where: str, known: list[str]) -> ConfigError:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    sections = sorted({k.partition(".")[0] for k in known})
+    near = difflib.get_close_matches(key, known if "." in key else [*known, *sections], n=1, cutoff=0.6)
     last = key.rpartition(".")[2]
     if not near:
         near = [k for k in known if difflib.get_close_matches(last, [k.rpartition(".")[2]], cutoff=0.75)][:1]
-    sections = sorted({k.partition(".")[0] for k in known})
     hint = f"did you mean {near[0]}?" if near else f"sections are {', '.join(sections)}; see scaleray config keys"
     return ConfigError(f"{where} {key}", "an unknown key", "only known keys are allowed", hint)
 
@@ -262,7 +295,7 @@ def type_name(annotation: Any) -> str:
     if typing.get_origin(annotation) is tuple:
         return "[" + ", ".join(type_name(a) for a in args) + "]"
     if args and type(None) in args:
-        return type_name(next(a for a in args if a is not type(None))) + " or none"
+        return type_name(next(a for a in args if a is not type(None))) + " or null"
     if typing.get_origin(annotation) is dict:
         return "mapping"
     return getattr(annotation, "__name__", str(annotation)).lower()

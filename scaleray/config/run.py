@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from scaleray.config.base import Settings
 from scaleray.config.batch import BatchSettings
@@ -44,6 +44,14 @@ class RunConfig(Settings):
     """Ask torch for deterministic algorithms; slower, and refused by operations that have none."""
     on_nonfinite: Literal["raise", "stop", "skip"] = "raise"
     """A NaN or infinite loss: raise an error, stop and keep the weights so far, or skip the step and count it."""
+
+    @model_validator(mode="after")
+    def _target_is_looked_at(self) -> RunConfig:
+        if self.stop.at is not None and self.evaluation.every is None:
+            raise ValueError(
+                "stop.at: it is looked at after evaluations, so evaluation.every is needed, such as '1 epoch'"
+            )
+        return self
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they would stand in a YAML file."""

@@ -61,7 +61,7 @@ class DataSettings(Settings):
     """A new order every epoch, from the run's seed."""
     window_rows: Count = 100_000
     """Sources without cheap random access (Parquet): rows shuffled together, from several row groups in random order."""
-    chunk_mib: Positive = 4.0
+    chunk_mib: Positive = 16.0
     """Rows that one Ray Data task reads for one worker, in MiB; larger has less overhead, smaller starts sooner."""
     prefetch_mib: Positive = 256.0
     """How far the pipeline of one worker may run ahead of training."""

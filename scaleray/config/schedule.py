@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from scaleray.config.base import Duration, Settings, Target
+
+
+def _above_zero(duration: Duration | None) -> Duration | None:
+    if duration is not None and duration.value <= 0:
+        raise ValueError("it must be above 0")
+    return duration
 
 
 class ScheduleSettings(Settings):
@@ -15,11 +21,13 @@ class ScheduleSettings(Settings):
     name: Literal["constant", "cosine", "linear"] = "constant"
     """Shape after the warm-up."""
     warmup: Duration = Duration(0, "steps")
-    """Length of the warm-up at the reference batch; legw stretches it with the batch."""
+    """Length of the warm-up at the reference batch; legw stretches it with the batch, unless it is in steps."""
     length: Duration | None = None
     """Where the decay ends. None: at the end of training."""
     final_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Learning rate at the end of the decay, relative to the peak."""
+
+    _check_length = field_validator("length")(_above_zero)
 
 
 class StopSettings(Settings):
@@ -28,7 +36,9 @@ class StopSettings(Settings):
     after: Duration
     """The full length of training, such as `30 epochs` or `2000 steps`."""
     at: Target | None = None
-    """Stop early when an evaluation reaches it, such as `val/accuracy >= 0.97`."""
+    """Stop early when an evaluation reaches it, such as `val/accuracy >= 0.97`. Needs `evaluation.every`."""
+
+    _check_after = field_validator("after")(_above_zero)
 
 
 class EvaluationSettings(Settings):
@@ -38,3 +48,5 @@ class EvaluationSettings(Settings):
     """Distance between evaluations. None: at the end only."""
     micro_size: Annotated[int, Field(ge=1, le=2**40)] | None = None
     """Samples in one forward pass of one worker during evaluation. None: that of training."""
+
+    _check_every = field_validator("every")(_above_zero)

@@ -375,7 +375,7 @@ def _column_to_numpy(name: str, column: Any, where: str) -> np.ndarray:
             "fill or drop them when the file is written",
         )
     flat = _as_numpy(name, array.to_numpy(zero_copy_only=False))
-    return flat.reshape(-1, *depth) if depth else flat
+    return flat.reshape(len(column), *depth)
 
 
 def _hash_names(files: Sequence[tuple[str, int]]) -> str:

@@ -108,9 +108,7 @@ class StepPlan:
 
     def global_indices(self, step: int) -> np.ndarray:
         """Sample indices of the global batch of this step, int64 (num_rows,)."""
-        epoch, in_epoch = divmod(step, self.steps_per_epoch)
-        start = in_epoch * self.global_batch_size
-        return self._order(epoch, np.arange(start, start + self.num_rows(step), dtype=np.int64))
+        return self.samples_at(self.positions(step))
 
     def rank_slice(self, step: int, rank: int, world_size: int) -> slice:
         """This rank's part of the global batch. A partial batch gives the first ranks one sample more."""
@@ -120,10 +118,23 @@ class StepPlan:
 
     def rank_indices(self, step: int, rank: int, world_size: int) -> np.ndarray:
         """Sample indices of this rank's part, in order."""
+        return self.samples_at(self.positions(step, rank, world_size))
+
+    def positions(self, step: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
+        """Where this rank's part lies in the endless sequence of all epochs, int64: epoch * num_samples + place."""
         epoch, in_epoch = divmod(step, self.steps_per_epoch)
         part = self.rank_slice(step, rank, world_size)
-        start = in_epoch * self.global_batch_size
-        return self._order(epoch, np.arange(start + part.start, start + part.stop, dtype=np.int64))
+        start = epoch * self.num_samples + in_epoch * self.global_batch_size
+        return np.arange(start + part.start, start + part.stop, dtype=np.int64)
+
+    def samples_at(self, positions: np.ndarray) -> np.ndarray:
+        """Sample indices at positions of the endless sequence, int64 (n,). Many at once cost little more than one."""
+        result = np.empty_like(positions)
+        epochs = positions // self.num_samples
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            result[chosen] = self._order(int(epoch), positions[chosen] - epoch * self.num_samples)
+        return result
 
     def _order(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         if not self.shuffle:

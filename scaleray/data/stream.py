@@ -46,10 +46,11 @@ class Part:
     first_step: int
     last_step: int
 
-    def indices(self, step: int) -> np.ndarray:
-        """Rows to read for this step; one placeholder row where the rank has none."""
-        own = self.plan.rank_indices(step, self.rank, self.world_size)
-        return own if len(own) else self.plan.global_indices(step)[:1]
+    def indices(self, steps: range) -> np.ndarray:
+        """Rows to read for these steps, in order; one placeholder row for a step where the rank has none."""
+        positions = (self.plan.positions(step, self.rank, self.world_size) for step in steps)
+        own = [p if len(p) else self.plan.positions(step)[:1] for step, p in zip(steps, positions, strict=True)]
+        return self.plan.samples_at(np.concatenate(own))
 
     def num_rows(self, step: int) -> int:
         """Rows of this step that count."""
@@ -66,7 +67,7 @@ def chunks(part: Part, *, row_bytes: int, chunk_bytes: float) -> Iterator[range]
     most = max(1, int(chunk_bytes // (rows_per_step * row_bytes)))
     size = 1
     if part.plan.group_sizes is not None and part.plan.shuffle:
-        size = most = max(most, part.plan.window_rows // part.plan.global_batch_size)
+        size = most = max(most, -(-part.plan.window_rows // part.plan.global_batch_size))
     step = part.first_step
     while step < part.last_step:
         yield range(step, min(step + size, part.last_step))
@@ -76,7 +77,7 @@ def chunks(part: Part, *, row_bytes: int, chunk_bytes: float) -> Iterator[range]
 
 def read_chunk(source: Source, part: Part, steps: range) -> Columns:
     """The rows of these steps, one after another, in the exact order of the plan."""
-    return source.read(np.concatenate([part.indices(step) for step in steps]))
+    return source.read(part.indices(steps))
 
 
 def local_blocks(source: Source, part: Part, *, chunk_bytes: float) -> Iterator[Columns]:

@@ -50,8 +50,10 @@ def adam_rule(reference: Hyperparameters, kappa: float) -> Hyperparameters:
     Valid while both betas stay above 0; beyond, a ConfigError rather than a silent clamp.
     Source: Malladi et al. 2022, arXiv:2205.10287.
     """
+    if kappa == 1:
+        return reference
     largest = 1 / (1 - min(reference.betas))
-    if kappa >= largest:
+    if kappa >= largest * (1 - 1e-9):  # 1 / (1 - 0.9) is a little more than 10
         raise ConfigError(
             "optimizer.rule",
             "adam",

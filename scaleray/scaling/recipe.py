@@ -61,7 +61,9 @@ def derive(config: RunConfig, data: DataSize) -> Recipe:
             "the training data",
             f"{data.num_samples} samples",
             f"one global batch needs {batch_size}",
-            f"use --batch.global-size {_largest_batch(config, data)} or less, or more data",
+            f"use --batch.global-size {_largest_batch(config, data)} or less, or more data"
+            if data.num_samples >= config.scale.workers
+            else f"{config.scale.workers} workers need at least a sample each: use fewer workers, or more data",
         )
     steps_per_epoch = (
         data.num_samples // batch_size if config.batch.drop_last else math.ceil(data.num_samples / batch_size)
@@ -106,10 +108,12 @@ def derive(config: RunConfig, data: DataSize) -> Recipe:
             if rule == "none"
             else f"rule {rule} at kappa = {kappa:.4g} = {config.batch.global_size} / {config.optimizer.reference_batch_size}"
         )
-    warmup = Duration(config.schedule.warmup.value * scaled.warmup_factor, config.schedule.warmup.unit)
+    # kappa times as many epochs are the same number of steps, each of them kappa times as large
+    stretch = 1.0 if config.schedule.warmup.unit == "steps" else scaled.warmup_factor
+    warmup = Duration(config.schedule.warmup.value * stretch, config.schedule.warmup.unit)
     warmup_steps = to_steps(warmup, "warmup_steps")
     if scaled.warmup_factor != 1:
-        why["warmup_steps"] += f", stretched x {scaled.warmup_factor:.4g} by {rule}"
+        why["warmup_steps"] += f", {scaled.warmup_factor:.4g} x as many epochs as at the reference batch by {rule}"
     if warmup_steps >= total_steps > 1:
         raise ConfigError(
             "schedule.warmup",
@@ -119,6 +123,13 @@ def derive(config: RunConfig, data: DataSize) -> Recipe:
         )
     schedule_steps = to_steps(config.schedule.length, "schedule_steps") if config.schedule.length else total_steps
     why.setdefault("schedule_steps", "the whole training")
+    if config.schedule.length and config.schedule.name != "constant" and schedule_steps <= warmup_steps:
+        raise ConfigError(
+            "schedule.length",
+            str(config.schedule.length),
+            f"it is {schedule_steps} steps here, and the warm-up alone {warmup_steps}",
+            "it counts from the start of training: lengthen it, or leave it out for the whole training",
+        )
     evaluate_every = (
         max(1, to_steps(config.evaluation.every, "evaluate_every_steps")) if config.evaluation.every else None
     )
@@ -202,12 +213,11 @@ def _tokens_per_sample(config: RunConfig, data: DataSize, key: str) -> int:
 def _shares(config: RunConfig, batch_size: int, why: dict[str, str]) -> tuple[int, int, int]:
     workers = config.scale.workers
     if batch_size % workers:
-        near = " or ".join(str(n) for n in nearest_multiples(batch_size, workers))
+        size, unit = config.batch.global_size, config.batch.unit
+        multiple = workers * size // batch_size  # in the unit that the user counts in
+        near = " or ".join(str(n) for n in nearest_multiples(size, multiple))
         raise ConfigError(
-            "batch.global_size",
-            batch_size,
-            f"{workers} workers need a multiple of {workers} samples",
-            f"nearest: {near}",
+            "batch.global_size", size, f"{workers} workers need a multiple of {multiple} {unit}", f"nearest: {near}"
         )
     per_worker = batch_size // workers
     why["per_worker_batch_size"] = f"{batch_size} / {workers} workers"
@@ -242,4 +252,7 @@ def _to_steps(
     samples = duration.value
     if duration.unit == "tokens":
         samples = duration.value / _tokens_per_sample(config, data, "a duration")
-    return math.ceil(samples / batch_size), f"{duration} / {batch_size} samples a step"
+    # whole epochs apart, since the last step of each may be a partial one
+    epochs, rest = divmod(samples, steps_per_epoch * batch_size if config.batch.drop_last else data.num_samples)
+    steps = int(epochs) * steps_per_epoch + math.ceil(rest / batch_size)
+    return steps, f"{duration} at {batch_size} samples a step, {steps_per_epoch} steps an epoch"

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from scaleray.data import Part, RankBatch, StepPlan, StepStream
-from scaleray.errors import NonFiniteLossError, RunFailedError, ScaleRayError
+from scaleray.errors import ConfigError, NonFiniteLossError, RunFailedError, ScaleRayError
 from scaleray.records import EvaluationRecord, StepRecord, SystemRecord, WorkerMessage, WorkerSummary
 from scaleray.reproducibility.fingerprint import accelerators, cpu_model
 from scaleray.training.evaluation import Evaluator
@@ -95,6 +95,9 @@ class _Run:
             self.job.workload, setup, self.config, self.recipe, self.place, gives_tuples=split.gives_tuples
         )
         self.evaluators = [self._evaluator(s, setup) for s in self.job.evaluation_splits()]
+        target = self.config.stop.at
+        if target is not None and target.metric.partition("/")[0] not in {e.name for e in self.evaluators}:
+            raise _unknown_target(str(target), [f"{e.name}/loss" for e in self.evaluators])
         first = next(stream)
         check_first_batch(
             self.job.workload, setup.parallel.module, first, setup, self.place, gives_tuples=split.gives_tuples
@@ -124,11 +127,13 @@ class _Run:
             self._sample_system()
             if not result.is_finite and self._stops_at(result):
                 return f"stopped: the loss became {result.loss} at step {self.step}"
-            self._evaluate_if_due()
-            target = self.config.stop.at
-            if target is not None and self.evaluated_at == self.step and target.is_reached(self.metrics):
-                return f"target reached: {target}"
-            self.clock.start(stream.waited_s)
+            if self._evaluate_if_due():
+                self.clock.start(stream.waited_s)
+            if target is not None and self.evaluated_at == self.step:
+                if target.metric not in self.metrics:
+                    raise _unknown_target(str(target), sorted(self.metrics))
+                if target.is_reached(self.metrics):
+                    return f"target reached: {target}"
         return "done"
 
     def _stops_at(self, result: StepResult) -> bool:
@@ -152,11 +157,11 @@ class _Run:
 
     _last_bad = -1
 
-    def _evaluate_if_due(self, *, at_end: bool = False) -> None:
+    def _evaluate_if_due(self, *, at_end: bool = False) -> bool:
         every = self.recipe.evaluate_every_steps
         due = at_end or (every is not None and self.step % every == 0)
         if not due or self.evaluated_at == self.step or not self.evaluators:
-            return
+            return False
         started = time.perf_counter()
         self._setup.parallel.before_evaluation()
         for evaluator in self.evaluators:
@@ -164,6 +169,7 @@ class _Run:
         self.evaluated_at = self.step
         if self.place.rank == 0:
             self.emit(EvaluationRecord(self.step, dict(self.metrics), time.perf_counter() - started))
+        return True
 
     def _evaluator(self, split: Split, setup: Setup) -> Evaluator:
         self._setup = setup
@@ -189,12 +195,9 @@ class _Run:
             raise type(exc)(f"{where}: {exc}") from exc
         except ScaleRayError:
             raise
-        except IndexError as exc:
-            if "out of bounds" in str(exc):
-                raise label_error(exc) from exc
-            raise RunFailedError(f"{where}, step {self.step + 1}:\n  {user_traceback(exc)}") from exc
         except Exception as exc:
-            raise RunFailedError(f"{where}, step {self.step + 1}:\n  {user_traceback(exc)}") from exc
+            found = label_error(exc) if isinstance(exc, IndexError) else None
+            raise found or RunFailedError(f"{where}, step {self.step + 1}:\n  {user_traceback(exc)}") from exc
 
     def _summary(self, setup: Setup, plan: StepPlan, stream: StepStream, verdict: str) -> WorkerSummary:
         steady = self.clock.steady_state()
@@ -231,7 +234,7 @@ class _SteadyState:
 
 
 class _Clock:
-    """Times of steps without what lies between them (evaluation). Steps are counted from 0."""
+    """Times from step to step, records and all, without evaluation. Steps are counted from 0."""
 
     def __init__(self) -> None:
         self.times, self.waits = array("d"), array("d")
@@ -241,8 +244,10 @@ class _Clock:
         self._started, self._waited = time.perf_counter(), waited_s
 
     def tick(self, waited_s: float) -> tuple[float, float]:
-        """(time of this step, of which waiting for input), in seconds."""
-        step_s, wait_s = time.perf_counter() - self._started, waited_s - self._waited
+        """(time since the last tick or start, of which waiting for input), in seconds."""
+        now = time.perf_counter()
+        step_s, wait_s = now - self._started, waited_s - self._waited
+        self._started, self._waited = now, waited_s
         self.times.append(step_s)
         self.waits.append(wait_s)
         self.total_s += step_s
@@ -260,6 +265,10 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+def _unknown_target(target: str, known: list[str]) -> ConfigError:
+    return ConfigError("stop.at", target, "no evaluation measures that", f"there are: {', '.join(known) or 'no splits'}")
 
 
 def _chain(first: RankBatch, rest: StepStream) -> Iterator[RankBatch]:

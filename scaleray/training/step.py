@@ -73,7 +73,7 @@ class TrainStep:
         if pending is not None:
             pending.wait()
         loss_sum, count = totals.tolist()
-        if count <= 0:
+        if not 0 < count < math.inf:
             raise WorkloadError(
                 "loss()", f"a total count of {count:g}", "at least one sample or token must count in every global batch"
             )
@@ -93,7 +93,7 @@ class TrainStep:
         grad_norm = None
         factor = correction
         is_finite = math.isfinite(loss_sum)
-        if clip_norm is not None or want_norm or self.config.on_nonfinite == "skip":
+        if clip_norm is not None or want_norm or self.config.on_nonfinite != "raise":  # these keep the weights, so look first
             norm = torch.nn.utils.get_total_norm(gradients) * correction
             grad_norm = norm.item()
             # with loss scaling an infinite gradient is the scaler's business: it skips the step and lowers the scale
@@ -213,10 +213,11 @@ def check_first_batch(
             "it must be finite",
             "the inputs are finite: look at the initial parameters, a log of zero or a division in the loss",
         )
-    if count > 1 and len(halves) == 2 and rows % 2 == 0:
-        first, second = halves[0][0], halves[1][0]
-        added, averaged = first + second, (first + second) / 2
-        # a mean of means equals the whole; a sum does not, unless the loss is zero
+    if count > 1 and len(halves) == 2 and min(n for _, n in halves) > 0:
+        (first, first_count), (second, second_count) = halves
+        added = first + second
+        averaged = (first * first_count + second * second_count) / (first_count + second_count)
+        # a mean equals the weighted mean of its halves; a sum does not, unless the loss is zero
         if math.isclose(whole, averaged, rel_tol=1e-4) and not math.isclose(whole, added, rel_tol=1e-2):
             raise WorkloadError(
                 "loss()",
@@ -230,13 +231,13 @@ def _with_label_check(call: Any) -> Any:
     try:
         return call()
     except IndexError as exc:
-        if "out of bounds" in str(exc) or "out of range" in str(exc):
-            raise label_error(exc) from exc
-        raise
+        raise label_error(exc) or exc from exc
 
 
-def label_error(exc: IndexError) -> DataError:
-    """What an IndexError of a loss or an embedding means for the user."""
+def label_error(exc: IndexError) -> DataError | None:
+    """What an IndexError of a loss or an embedding means for the user; None for any other, such as that of a list."""
+    if not any(words in str(exc) for words in ("out of bounds", "index out of range in self")):
+        return None
     return DataError(
         "a label or token",
         str(exc).rstrip("."),

@@ -1,0 +1,252 @@
+"""What scaleray costs and gains in a training: the same job by hand on torchrun, Ray Train, Lightning and Accelerate.
+
+Each measurement is a fresh command on 2 gloo workers with 1 thread each: same workload, optimizer, gradient clipping,
+global batch and seed, and the same order of samples wherever the side can be told one (all but Ray Train).
+
+    pip install -r jobs/benchmarks/requirements.txt
+    python jobs/benchmarks/training.py --repeats 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.util
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import harness
+
+from scaleray.config.loading import load_config
+
+SIDES = ("scaleray", "torchrun", "ray_train", "lightning", "accelerate")
+BASELINE = "torchrun"
+NEEDED_LIBRARY = {"lightning": "lightning", "accelerate": "accelerate"}
+WORKLOADS = {"digits": 400, "language_model": 120}  # jobs/<name>.yaml, and steps of a run
+WORLD_SIZE = 2
+TIMEOUT_S = 1200.0
+COMMON_FLAGS = {
+    "schedule.name": "constant",
+    "schedule.warmup": "0 steps",
+    "batch.drop_last": True,
+    "optimizer.reference_batch_size": None,  # the learning rate is that of the file, whatever the batch
+    "optimizer.clip_norm": 1.0,
+    "evaluation.every": None,  # the hand-written sides do not evaluate; scaleray still does after the last step
+}
+RULES = """\
+{steps} steps of {batch} samples on {world_size} gloo workers with 1 torch thread each; every measurement is a fresh
+command. Sides are in random order in each round (seed {seed}), {repeats} rounds. Median (smallest-largest); ratios
+are taken in each round, to {baseline} in that round.
+
+- samples/s: global samples over wall time on rank 0, the first 20 % of the steps, at least 10, left out.
+- first step: from the start of the command to the end of the first optimizer step on rank 0.
+- input wait: share of the steady time that rank 0 spent waiting for its next batch.
+- memory: peak resident memory of a worker, the larger of the two; processes of data loaders not counted.
+- final loss: mean of the last 20 steps over all workers. A check that all sides train alike; the order of samples is
+  Ray's own in ray_train, and scaleray draws other initial weights from the seed."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One workload as all sides run it. `task` is what the hand-written sides read, `flags` what scaleray is told."""
+
+    name: str
+    config: str
+    flags: dict[str, Any]
+    task: dict[str, Any]
+
+
+def make_job(name: str, arguments: argparse.Namespace) -> Job:
+    """The job of jobs/<name>.yaml, with what would differ between the sides taken out."""
+    path = f"jobs/{name}.yaml"
+    steps = arguments.steps or WORKLOADS[name]
+    flags = {**COMMON_FLAGS, "stop.after": f"{steps} steps", "scale.workers": WORLD_SIZE, "seed": arguments.seed}
+    config = load_config(harness.REPOSITORY / path, flags=flags)
+    task = {
+        "workload": config.workload.name,
+        "workload_args": dict(config.workload.args),
+        "world_size": WORLD_SIZE,
+        "global_batch_size": config.batch.global_size,
+        "steps": steps,
+        "learning_rate": config.optimizer.learning_rate,
+        "betas": config.optimizer.betas,
+        "epsilon": config.optimizer.epsilon,
+        "weight_decay": config.optimizer.weight_decay,
+        "clip_norm": config.optimizer.clip_norm,
+        "seed": arguments.seed,
+        "loader_workers": arguments.loader_workers,
+    }
+    return Job(name, path, flags, task)
+
+
+def command_of(side: str, job: Job, folder: Path) -> list[str]:
+    """The command line of one side."""
+    if side == "scaleray":
+        flags = {
+            **job.flags,
+            "tracking.uri": f"sqlite:///{folder}/mlflow.db",
+            "checkpoint.storage_path": str(folder / "runs"),
+        }
+        words = [word for key, value in flags.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+        return [sys.executable, "-m", "scaleray", "train", "-c", job.config, "--json", *words]
+    task_file = folder / "task.json"
+    task_file.write_text(json.dumps({**job.task, "result": str(folder / "result")}))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD_SIZE)]
+    script = harness.REPOSITORY / "jobs" / "benchmarks" / "sides" / f"with_{side}.py"
+    return [sys.executable, *(launcher if side in ("torchrun", "accelerate") else []), str(script), str(task_file)]
+
+
+def run(side: str, job: Job) -> harness.Measurement:
+    """Run one side once. A side that fails gives `not_run` with the reason."""
+    library = NEEDED_LIBRARY.get(side)
+    if library is not None and importlib.util.find_spec(library) is None:
+        return {"not_run": f"{library} is not installed; see jobs/benchmarks/requirements.txt"}
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        folder = Path(name)
+        started_at = time.time()
+        code, output, errors = execute(command_of(side, job, folder))
+        total_s = time.time() - started_at
+        if code != 0:
+            harness.log(errors[-8000:] or output[-8000:])
+            return {"not_run": f"exit code {code}: {reason(errors or output)}"}
+        read = read_scaleray if side == "scaleray" else read_by_hand
+        return {**read(folder, output, started_at), "total_s": total_s}
+
+
+def execute(command: Sequence[str]) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr. The command has a process group of its own, which ends with it."""
+    places = [harness.REPOSITORY / "jobs" / "benchmarks", harness.REPOSITORY / "jobs" / "benchmarks" / "sides"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, places))}
+    with subprocess.Popen(
+        command,
+        cwd=harness.REPOSITORY,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=TIMEOUT_S)
+            return process.returncode, output, errors
+        except subprocess.TimeoutExpired:
+            return 124, "", f"not done after {TIMEOUT_S:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def reason(text: str) -> str:
+    """The line of a failed command's output that says most: the last one that names an error, else the last."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["it printed nothing"]
+    named = [line for line in lines if "Error" in line or "what():" in line or "Exception" in line]
+    return (named or lines)[-1][:300]
+
+
+def read_by_hand(folder: Path, output: str, started_at: float) -> harness.Measurement:
+    """What the ranks of a hand-written side wrote."""
+    ranks = [json.loads((folder / f"result.{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
+    return {
+        "samples_per_s": ranks[0]["samples_per_s"],
+        "first_step_s": ranks[0]["first_step_at"] - started_at,
+        "input_wait_share": ranks[0]["input_wait_share"],
+        "peak_memory_bytes": [rank["peak_memory_bytes"] for rank in ranks],
+        "final_loss": statistics.fmean(rank["final_loss"] for rank in ranks),
+    }
+
+
+def read_scaleray(folder: Path, output: str, started_at: float) -> harness.Measurement:
+    """What scaleray's own record says."""
+    record = json.loads(output)
+    with open(Path(record["run_dir"]) / "steps.csv", newline="") as file:
+        losses = [float(row["loss"]) for row in csv.DictReader(file)]
+    return {
+        "samples_per_s": record["samples_per_s"],
+        "first_step_s": record["time_to_first_step_s"],
+        "input_wait_share": record["input_wait_share"],
+        "peak_memory_bytes": record["peak_memory_bytes"],
+        "final_loss": statistics.fmean(losses[-20:]),
+    }
+
+
+def describe(job: Job, found: list[harness.Measurement], arguments: argparse.Namespace) -> str:
+    """The rules and the table of one workload."""
+    rows, notes = [], []
+    for side in arguments.sides:
+        own = [m for m in found if m["side"] == side and "not_run" not in m]
+        notes += sorted({f"- {side} not run: {m['not_run']}" for m in found if m["side"] == side and "not_run" in m})
+        if not own:
+            continue
+        speed = harness.ratios(found, "samples_per_s", side=side, baselines=[BASELINE])
+        start = harness.ratios(found, "first_step_s", side=side, baselines=[BASELINE])
+        rows.append(
+            [
+                side,
+                harness.show([m["samples_per_s"] for m in own]),
+                harness.show(speed, "{:.2f}"),
+                harness.show([m["first_step_s"] for m in own], "{:.1f}"),
+                harness.show(start, "{:.2f}"),
+                harness.show([100 * m["input_wait_share"] for m in own], "{:.1f}"),
+                harness.show([max(m["peak_memory_bytes"]) / 2**20 for m in own]),
+                harness.show([m["final_loss"] for m in own], "{:.4f}"),
+            ]
+        )
+    header = ["side", "samples/s", "ratio", "first step, s", "ratio", "input wait, %", "memory, MiB", "final loss"]
+    rules = RULES.format(
+        steps=job.task["steps"],
+        batch=job.task["global_batch_size"],
+        world_size=WORLD_SIZE,
+        seed=arguments.seed,
+        repeats=arguments.repeats,
+        baseline=BASELINE,
+    )
+    return "\n\n".join([f"## {job.name}", rules, harness.table(header, rows), "\n".join(notes)]).rstrip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words = lambda text: text.split(",")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--workloads", type=words, default=list(WORKLOADS), help=",".join(WORKLOADS))
+    parser.add_argument("--sides", type=words, default=list(SIDES), help=",".join(SIDES))
+    parser.add_argument("--steps", type=int, help=f"of each run, by default {WORKLOADS}")
+    parser.add_argument("--loader-workers", type=int, default=0, help="processes of each rank's DataLoader")
+    parser.add_argument("--seed", type=int, default=0, help="of the training and of the order of sides")
+    parser.add_argument("--results", type=Path, default=harness.RESULTS, help="folder for the report")
+    arguments = parser.parse_args()
+    if unknown := (set(arguments.sides) - set(SIDES)) | (set(arguments.workloads) - set(WORKLOADS)):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    if arguments.steps is not None and arguments.steps < 20:
+        parser.error("--steps must be at least 20, as the first 10 are left out")
+    conditions = harness.conditions(["torch", "ray", "lightning", "accelerate", "numpy"])
+    jobs = [make_job(name, arguments) for name in arguments.workloads]
+    texts, found = [], []
+    for job in jobs:
+        own: list[harness.Measurement] = []
+        for number, side in harness.interleaved(arguments.sides, repeats=arguments.repeats, seed=arguments.seed):
+            own.append({"workload": job.name, "round": number, "side": side, **run(side, job)})
+            harness.log(f"{job.name} round {number + 1}: {json.dumps(own[-1])}")
+        texts.append(describe(job, own, arguments))
+        found += own
+    record = {"conditions": conditions, "tasks": {job.name: job.task for job in jobs}, "measurements": found}
+    harness.write_report(
+        "training",
+        title="Training, side by side",
+        text="\n\n".join(texts),
+        record=record,
+        folder=arguments.results,
+    )
+
+
+if __name__ == "__main__":
+    main()

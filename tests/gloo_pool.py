@@ -1,0 +1,179 @@
+"""A few gloo processes that stay up for the whole test session, so that a test on 4 ranks costs milliseconds.
+
+A test hands over a module-level function, which is pickled by reference and called as `function(place, *args)` on the
+first `world_size` processes. The default process group is made again when the world size changes or a rank failed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import multiprocessing
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+LARGEST_WORLD = 4
+HOST = "127.0.0.1"
+COLLECTIVE_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank raised. `error` is None when it could not be pickled."""
+
+    rank: int
+    error: BaseException | None
+    text: str
+
+
+@dataclass(frozen=True)
+class _Task:
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    world_size: int
+    group: int
+    port: int
+
+
+class GlooPool:
+    """Starts its processes with the first test that needs them; `stop` ends them by their own handles."""
+
+    def __init__(self, *, timeout_s: float = 120.0) -> None:
+        self.timeout_s = timeout_s
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._group, self._group_size = 0, 0
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """The results of all ranks. Raises what a rank raised, the lowest rank's own error first."""
+        outcomes = self.attempt(world_size, function, *args)
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+        if failures:
+            # ranks that only lost their peer say so; the one that began it is more telling
+            first = next((f for f in failures if "Connection closed" not in f.text), failures[0])
+            if first.error is not None:
+                first.error.add_note(f"on rank {first.rank}:\n{first.text}")
+                raise first.error
+            raise RuntimeError(f"rank {first.rank} failed:\n{first.text}")
+        return outcomes
+
+    def attempt(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What each rank returned, or the Failure of a rank that raised."""
+        assert 1 <= world_size <= LARGEST_WORLD
+        self._start()
+        if world_size != self._group_size:
+            self._group, self._group_size = self._group + 1, world_size
+        task = _Task(function, args, world_size, self._group, self._store.port)
+        for pipe in self._pipes[:world_size]:
+            pipe.send(task)
+        outcomes = [self._receive(rank, time.monotonic() + self.timeout_s) for rank in range(world_size)]
+        if any(isinstance(outcome, Failure) for outcome in outcomes):
+            self._group_size = 0
+        return outcomes
+
+    def stop(self) -> None:
+        """Ask the processes to leave (so that they write their coverage), and end those that do not."""
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            if process.is_alive():
+                pipe.send(None)
+        for process in self._processes:
+            process.join(timeout=10)
+        self._end()
+
+    def _start(self) -> None:
+        if self._processes:
+            return
+        import torch.distributed as dist
+
+        self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("spawn")
+        for rank in range(LARGEST_WORLD):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, theirs), name=f"gloo-{rank}", daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def _receive(self, rank: int, deadline: float) -> Any:
+        pipe = self._pipes[rank]
+        if not pipe.poll(max(0.0, deadline - time.monotonic())):
+            self._end()
+            raise TimeoutError(f"rank {rank} gave no answer within {self.timeout_s:g} s")
+        try:
+            return pipe.recv()
+        except EOFError:
+            exit_code = self._processes[rank].exitcode
+            self._end()
+            raise RuntimeError(f"rank {rank} died with exit code {exit_code}") from None
+
+    def _end(self) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                process.terminate()
+        for process in self._processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes, self._group_size = [], [], 0
+
+
+def _serve(rank: int, pipe: Connection) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    atexit.register(os._exit, 0)  # coverage has been written by then, and taking torch apart lasts seconds
+    import torch
+    import torch.distributed as dist
+
+    from scaleray.training.place import Place
+
+    torch.set_num_threads(1)
+    group = 0
+    while True:
+        try:
+            task: _Task | None = pipe.recv()
+        except EOFError:
+            return
+        if task is None:
+            break
+        try:
+            if task.group != group:
+                _leave_group()
+                store = dist.TCPStore(HOST, task.port, is_master=False)
+                dist.init_process_group(
+                    "gloo", store=dist.PrefixStore(f"group {task.group}", store), rank=rank, world_size=task.world_size,
+                    timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+                )  # fmt: skip
+                group = task.group
+            place = Place(rank, task.world_size, local_rank=rank, local_world_size=task.world_size, node=f"node {rank}")
+            outcome = task.function(place, *task.args)
+            pickle.dumps(outcome)
+        except BaseException as exc:
+            outcome = Failure(rank, _picklable(exc), traceback.format_exc())
+            group = 0
+            _leave_group()  # closes the sockets, so that ranks inside a collective fail at once instead of waiting
+        pipe.send(outcome)
+    _leave_group()
+
+
+def _leave_group() -> None:
+    import torch.distributed as dist
+
+    gc.collect()  # a wrapper of the last task may still hold the group
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _picklable(exc: BaseException) -> BaseException | None:
+    try:
+        return pickle.loads(pickle.dumps(exc))
+    except Exception:
+        return None

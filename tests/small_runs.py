@@ -1,0 +1,253 @@
+"""Workloads of a few hundred parameters, and the ways a test runs them: here, as one rank of many, or in plain torch.
+
+Used with the loop itself, without Ray and MLflow: `scaleray.training.loop` hands its records to a list.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from scaleray.config import load_config
+from scaleray.data import Part, StepStream, as_source
+from scaleray.data.stream import local_blocks
+from scaleray.records import EvaluationRecord, StepRecord, WorkerMessage, WorkerSummary
+from scaleray.reproducibility.seeding import seed_everything, stream_seed
+from scaleray.scaling.recipe import DataSize, derive
+from scaleray.training import loop
+from scaleray.training.job import TRAIN, Split, TrainJob
+from scaleray.training.place import Place
+
+NUM_FEATURES, NUM_CLASSES = 6, 3
+DEFAULTS: dict[str, Any] = {
+    "workload.name": "small_runs:Classify",
+    "batch.global_size": 8,
+    "optimizer.name": "sgd",
+    "optimizer.learning_rate": 0.1,
+    "stop.after": "2 epochs",
+    "precision.dtype": "fp64",
+    "tracking.every_steps": 1,
+    "tracking.system_metrics": False,
+    "data.timeout_s": 30.0,
+}
+
+
+def rows(num: int, *, seed: int = 0) -> dict[str, np.ndarray]:
+    """Features and the class that a fixed linear map of them gives, so that there is something to learn."""
+    draw = np.random.default_rng(seed)
+    features = draw.normal(size=(num, NUM_FEATURES)).astype(np.float32)
+    towards = np.random.default_rng(99).normal(size=(NUM_FEATURES, NUM_CLASSES))
+    return {"x": features, "y": (features @ towards).argmax(axis=1)}
+
+
+class Classify:
+    """A two-layer network on labelled rows; subclasses change the network. Counts samples."""
+
+    def __init__(self, num_rows: int = 26, num_val: int = 0) -> None:
+        self.num_rows, self.num_val = num_rows, num_val
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(NUM_FEATURES, 8), nn.Tanh(), nn.Linear(8, NUM_CLASSES))
+
+    def datasets(self) -> dict[str, Any]:
+        splits = {TRAIN: rows(self.num_rows)}
+        return {**splits, "val": rows(self.num_val, seed=1)} if self.num_val else splits
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"])
+
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        return {"accuracy": ((model(batch["x"]).argmax(dim=1) == batch["y"]).sum(), len(batch["y"]))}
+
+
+class Tokens(Classify):
+    """Sequences padded to one length: the loss counts tokens, of which every row has another number."""
+
+    length, vocabulary = 7, 11
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(self.vocabulary, 5), nn.Linear(5, self.vocabulary))
+
+    def datasets(self) -> dict[str, Any]:
+        draw = np.random.default_rng(5)
+        tokens = draw.integers(0, self.vocabulary, size=(self.num_rows, self.length + 1))
+        real = np.arange(self.length) < draw.integers(1, self.length + 1, size=(self.num_rows, 1))
+        return {TRAIN: {"tokens": tokens, "real": real}}
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        tokens, real = batch["tokens"], batch["real"]
+        losses = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        return (losses * real.flatten()).sum(), real.sum()
+
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        return {}
+
+
+class TiedAndFrozen(Tokens):
+    """The head is the embedding itself, and the layer between them is frozen."""
+
+    def build_model(self) -> nn.Module:
+        model = nn.Sequential(
+            nn.Embedding(self.vocabulary, 5), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, self.vocabulary, bias=False)
+        )
+        model[3].weight = model[0].weight
+        model[1].requires_grad_(False)
+        return model
+
+
+class WithBatchNorm(Classify):
+    """Batch statistics in buffers."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(NUM_FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, NUM_CLASSES))
+
+
+class WithDropout(Classify):
+    """Half of the hidden units dropped."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(NUM_FEATURES, 64), nn.Dropout(0.5), nn.Linear(64, NUM_CLASSES))
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a run left: its records in order, and the final weights (rank 0)."""
+
+    messages: list[WorkerMessage]
+    weights: dict[str, torch.Tensor]
+    summary: WorkerSummary
+
+    @property
+    def steps(self) -> list[StepRecord]:
+        return [m for m in self.messages if isinstance(m, StepRecord)]
+
+    @property
+    def losses(self) -> list[float]:
+        return [step.loss for step in self.steps]
+
+    @property
+    def grad_norms(self) -> list[float]:
+        return [step.grad_norm for step in self.steps if step.grad_norm is not None]
+
+    @property
+    def evaluations(self) -> list[EvaluationRecord]:
+        return [m for m in self.messages if isinstance(m, EvaluationRecord)]
+
+
+def make_job(workload: Any, flags: Mapping[str, Any] | None = None, *, world_size: int = 1) -> tuple[TrainJob, dict]:
+    """The job of a workload as `train` would make it, and its sources. flags: dotted keys over DEFAULTS."""
+    config = load_config(flags={**DEFAULTS, "scale.workers": world_size, **(flags or {})}, environ={})
+    sources = {name: as_source(value, split=name) for name, value in workload.datasets().items()}
+    recipe = derive(config, DataSize(sources[TRAIN].num_rows, sources[TRAIN].tokens_per_row))
+    splits = {name: Split.of(name, source) for name, source in sources.items()}
+    return TrainJob(config, recipe, workload, splits, time.time()), sources
+
+
+def train(place: Place, workload: Any, flags: Mapping[str, Any] | None = None) -> Finished:
+    """Run the loop as the worker at `place`; every rank of a pool calls it."""
+    job, sources = make_job(workload, flags, world_size=place.world_size)
+    return train_job(place, job, sources)
+
+
+def train_job(place: Place, job: TrainJob, sources: Mapping[str, Any]) -> Finished:
+    """Run the loop on a job that is ready."""
+    messages: list[WorkerMessage] = []
+    weights: dict[str, torch.Tensor] = {}
+
+    def open_stream(split: Split, part: Part) -> StepStream:
+        return StepStream(
+            local_blocks(sources[split.name], part, chunk_bytes=64), part, timeout_s=job.config.data.timeout_s
+        )
+
+    summary = loop.run(job, place, open_stream=open_stream, emit=messages.append, save_weights=weights.update)
+    return Finished(messages, weights, summary)
+
+
+def train_alone(workload: Any, flags: Mapping[str, Any] | None = None) -> Finished:
+    """One worker in this process, its global generators left as they were."""
+    with same_generators():
+        return train(Place(), workload, flags)
+
+
+class same_generators:
+    """Context that puts the global random generators back."""
+
+    def __enter__(self) -> None:
+        self._torch, self._numpy, self._python = torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+    def __exit__(self, *exc: object) -> None:
+        torch.set_rng_state(self._torch)
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
+
+
+@dataclass(frozen=True)
+class PlainRun:
+    losses: list[float]
+    grad_norms: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+def train_in_plain_torch(workload: Any, flags: Mapping[str, Any] | None = None) -> PlainRun:
+    """The oracle: the same global batches through nothing but torch, one whole batch a step."""
+    job, sources = make_job(workload, flags)
+    config, plan = job.config, job.train_plan()
+    dtype = torch.float64 if config.precision.dtype == "fp64" else torch.float32
+    losses, norms = [], []
+    with same_generators():
+        seed_everything(stream_seed(config.seed, "model"))
+        model = workload.build_model().to(dtype)
+        seed_everything(stream_seed(config.seed, "dropout", 0))
+        optimizer = plain_optimizer(config, [p for p in model.parameters() if p.requires_grad])
+        for step in range(job.recipe.total_steps):
+            batch = {
+                name: torch.from_numpy(values) for name, values in sources[TRAIN].read(plan.global_indices(step)).items()
+            }
+            batch = {n: v.to(dtype) if v.is_floating_point() else v for n, v in batch.items()}
+            optimizer.zero_grad()
+            total, count = workload.loss(model, batch)
+            loss = total / count
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm or float("inf"))
+            optimizer.step()
+            losses.append(loss.item())
+            norms.append(norm.item())
+    return PlainRun(losses, norms, {name: value.detach().clone() for name, value in model.state_dict().items()})
+
+
+def plain_optimizer(config: Any, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """torch's own optimizer with the config's values, no rule applied. Fused, as ours: other kernels round differently."""
+    o = config.optimizer
+    if o.name == "sgd":
+        return torch.optim.SGD(
+            parameters, o.learning_rate, o.momentum, weight_decay=o.weight_decay, nesterov=o.nesterov, fused=True
+        )
+    return torch.optim.AdamW(parameters, o.learning_rate, o.betas, o.epsilon, o.weight_decay, fused=True)
+
+
+def largest_difference(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> float:
+    """Largest difference between two state dicts, relative to the largest value of each tensor."""
+    assert left.keys() == right.keys()
+    return max(
+        ((left[n].double() - right[n].double()).abs().max() / left[n].double().abs().max().clamp_min(1e-12)).item()
+        for n in left
+    )
+
+
+def relative_differences(left: list[float], right: list[float]) -> Iterator[float]:
+    """|a - b| / |a|, one by one."""
+    return (abs(a - b) / max(abs(a), 1e-12) for a, b in zip(left, right, strict=True))
+
+
+def with_strategy(job: TrainJob, name: str) -> TrainJob:
+    """The same job under another strategy of the table, even one that the config does not know."""
+    return dataclasses.replace(job, recipe=dataclasses.replace(job.recipe, strategy=name))
