@@ -167,8 +167,8 @@ def user_modules(workload: Any) -> list[ModuleType]:
 
 
 def _is_installed(path: str) -> bool:
-    ours, librarys = (f"{Path(module).resolve().parent}{os.sep}" for module in (__file__, traceback.__file__))
-    return "site-packages" in path or path.startswith((ours, librarys))
+    homes = tuple(f"{Path(module).resolve().parent}{os.sep}" for module in (__file__, traceback.__file__))
+    return "site-packages" in path or str(Path(path).resolve()).startswith(homes)
 
 
 def _import_file(target: str, base_dir: Path | None) -> ModuleType:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from scaleray.config import load_config
+from scaleray.config import RunConfig, load_config
 from scaleray.data import Part, StepStream, as_source
 from scaleray.data.stream import local_blocks
 from scaleray.records import EvaluationRecord, StepRecord, WorkerMessage, WorkerSummary
@@ -146,6 +146,11 @@ class Finished:
 def make_job(workload: Any, flags: Mapping[str, Any] | None = None, *, world_size: int = 1) -> tuple[TrainJob, dict]:
     """The job of a workload as `train` would make it, and its sources. flags: dotted keys over DEFAULTS."""
     config = load_config(flags={**DEFAULTS, "scale.workers": world_size, **(flags or {})}, environ={})
+    return job_of(config, workload)
+
+
+def job_of(config: RunConfig, workload: Any) -> tuple[TrainJob, dict]:
+    """The job of a workload under a config that is ready."""
     sources = {name: as_source(value, split=name) for name, value in workload.datasets().items()}
     recipe = derive(config, DataSize(sources[TRAIN].num_rows, sources[TRAIN].tokens_per_row))
     splits = {name: Split.of(name, source) for name, source in sources.items()}

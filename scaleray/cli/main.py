@@ -126,28 +126,32 @@ def show(*overrides: Overrides, config: ConfigFile = None, json: Json = False, d
 
 
 @config_app.command
-def keys() -> int:
+def keys(*, json: Json = False) -> int:
     """List every key of the config with its type, default and meaning."""
+    import json as json_library
     import textwrap
 
     from pydantic_core import PydanticUndefined
 
     from scaleray.config.loading import known_keys, type_name
 
+    rows = []
     for key, info in known_keys().items():
         default = info.get_default(call_default_factory=True)
         shown = "required" if default is PydanticUndefined else "null" if default is None else str(default)
-        print(f"{key}  {type_name(info.annotation)} = {shown}")
-        print(
-            textwrap.fill(
-                " ".join((info.description or "").split()), width=100, initial_indent="    ", subsequent_indent="    "
-            )
-        )
+        meaning = " ".join((info.description or "").split())
+        rows.append({"key": key, "type": type_name(info.annotation), "default": shown, "meaning": meaning})
+    if json:
+        print(json_library.dumps(rows, indent=2))
+        return 0
+    for row in rows:
+        print(f"{row['key']}  {row['type']} = {row['default']}")
+        print(textwrap.fill(row["meaning"], width=100, initial_indent="    ", subsequent_indent="    "))
     return 0
 
 
 @tracking_app.command
-def replay(file: Path, *, uri: str | None = None) -> int:
+def replay(file: Path, *, uri: str | None = None, json: Json = False) -> int:
     """Send to MLflow what a run could not write while the server was away.
 
     Parameters
@@ -160,7 +164,9 @@ def replay(file: Path, *, uri: str | None = None) -> int:
     from scaleray.tracking.store import replay as send
 
     count = send(file, uri=uri)
-    print(f"sent {count} operations; {file} is no longer needed and has been removed")
+    print(
+        f'{{"sent": {count}}}' if json else f"sent {count} operations; {file} is no longer needed and has been removed"
+    )
     return 0
 
 

@@ -20,8 +20,6 @@ from scaleray.config import RunConfig
 from scaleray.config.scale import ScaleSettings
 from scaleray.errors import ClusterError
 
-OBJECT_STORE_BYTES = 512 * 2**20  # of a cluster we start ourselves; Ray's default is 30 % of all memory
-
 DRIVER_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # the controller looks at its workers this often, and a finished run ends one look later (default 2 s)
@@ -127,7 +125,6 @@ def _start_local(config: RunConfig) -> None:
             address="local",
             # input tasks are counted beside the cores: they are light, and must never wait for training to end
             num_cpus=cores + int(config.data.reserved_cpus),
-            object_store_memory=OBJECT_STORE_BYTES,
             runtime_env=runtime_env(f"{host}:{port}"),
             logging_level=logging.ERROR,
         )

@@ -19,7 +19,7 @@ from scaleray.config import RunConfig, load_config
 from scaleray.config.base import absolute_path
 from scaleray.data import as_source
 from scaleray.data.sources import Source
-from scaleray.errors import ClusterError, ConfigError, DataError, StorageError, UsageError
+from scaleray.errors import ClusterError, ConfigError, DataError, StorageError, TrackingError
 from scaleray.launch import cluster
 from scaleray.launch.local import run_here
 from scaleray.launch.trainer import Interrupted, RemoteRecorder, Show, fit, spawn_recorder
@@ -168,16 +168,12 @@ class _Run:
             )
         try:
             work()
-            if not local:
-                recorder.wait_started()
+            recorder.wait_started()
         except (Interrupted, KeyboardInterrupt) as exc:
-            self._finish(recorder, "KILLED", "stopped by the user")
+            self._end(recorder, "KILLED", "stopped by the user")
             raise KeyboardInterrupt from exc
-        except UsageError as exc:
-            self._finish(recorder, "FAILED", str(exc))
-            raise
         except BaseException as exc:
-            self._finish(recorder, "FAILED", str(exc) or type(exc).__name__)
+            self._end(recorder, "FAILED", str(exc) or type(exc).__name__)
             raise
         return self._finish(recorder, "FINISHED", "")
 
@@ -238,6 +234,15 @@ class _Run:
             tokens_per_sample=self.sources[TRAIN].tokens_per_row,
         )  # fmt: skip
 
+    def _end(self, recorder: Any, status: str, reason: str) -> None:
+        """End a run that did not finish, if MLflow knows of it at all; the error that ended it is what the user reads."""
+        try:
+            is_known = recorder.wait_started(60.0)
+        except TrackingError:
+            return
+        if is_known:
+            self._finish(recorder, status, reason)
+
     def _finish(self, recorder: Any, status: str, reason: str) -> RunRecord:
         recording = recorder.drain()
         identity = recorder.identity()
@@ -280,13 +285,8 @@ class _Run:
             run_dir=self.run_dir,
             events=recording.events,
         )
-        if (
-            status == "FINISHED"
-            and self.config.checkpoint.save_final
-            and "://" not in self.run_dir
-            and Path(self.weights_path).exists()
-        ):
-            recorder.log_files([self.weights_path], "model")
+        if status == "FINISHED" and self.config.checkpoint.save_final:
+            recorder.log_files([self._local_weights()], "model")
         unsent = recorder.finish(
             status,
             metrics=_point_metrics(record),
@@ -309,6 +309,16 @@ class _Run:
                 ]
             )
         return record
+
+    def _local_weights(self) -> str:
+        """The final weights as a local file, which is what MLflow takes."""
+        if "://" not in self.run_dir:
+            return self.weights_path
+        import pyarrow.fs
+
+        filesystem, inner = pyarrow.fs.FileSystem.from_uri(self.weights_path)
+        pyarrow.fs.copy_files(inner, f"{self.work_dir}/weights.pt", source_filesystem=filesystem)
+        return f"{self.work_dir}/weights.pt"
 
     def _copy_run_dir(self) -> None:
         if "://" not in self.run_dir:

@@ -116,11 +116,11 @@ def fit(
         datasets=streamed or None,
         dataset_config=ray.train.DataConfig(enable_shard_locality=True) if streamed else None,
     )
-    with _showing(recorder, show), _stop_on_sigterm():
+    with _showing(recorder, show) as watcher, _stop_on_sigterm():
         try:
             trainer.fit()
         except (KeyboardInterrupt, SystemExit) as exc:
-            raise Interrupted from exc
+            raise (watcher.error or Interrupted()) from exc
         # a controller that died is an actor error, which Ray does not count among training failures
         except (ray.train.TrainingFailedError, ray.exceptions.RayError) as exc:
             recorder.wait_started(0)  # if MLflow was the reason, that is what the user must read
@@ -137,37 +137,54 @@ def _resources(config: RunConfig) -> dict[str, float]:
     return {**resources, "GPU": config.scale.gpus_per_worker} if config.scale.gpus_per_worker else resources
 
 
+class _Watcher:
+    """Polls the recorder while the driver waits for Ray, in a thread. error: why the recorder could not start."""
+
+    def __init__(self, recorder: RemoteRecorder, show: Show) -> None:
+        self.recorder, self.show = recorder, show
+        self.error: ScaleRayError | None = None
+        self.position = 0
+        self.stop = threading.Event()
+        self.can_interrupt = threading.current_thread() is threading.main_thread()
+
+    def show_new(self) -> None:
+        self.position, messages = self.recorder.poll(self.position)
+        if messages:
+            self.show(messages)
+
+    def watch(self) -> None:
+        import ray
+
+        is_started = False
+        while not self.stop.wait(POLL_S):
+            try:
+                is_started = is_started or self.recorder.wait_started(0)
+                self.show_new()
+            except ScaleRayError as exc:  # a run that cannot be recorded is not worth its time
+                self.error = exc
+                if self.can_interrupt:
+                    signal.raise_signal(signal.SIGINT)
+                return
+            except ray.exceptions.RayError:
+                return  # the recorder's process is gone: the run itself will say why
+
+
 @contextlib.contextmanager
-def _showing(recorder: RemoteRecorder, show: Show) -> Iterator[None]:
-    """Hand the recorder's messages to `show` from a thread while the context lasts, and the rest at its end."""
+def _showing(recorder: RemoteRecorder, show: Show) -> Iterator[_Watcher]:
+    """Hand the recorder's messages to `show` while the context lasts, and the rest at its end."""
     import ray
 
-    stop = threading.Event()
-    position = 0
-
-    def show_new() -> None:
-        nonlocal position
-        position, messages = recorder.poll(position)
-        if messages:
-            show(messages)
-
-    def watch() -> None:
-        while not stop.wait(POLL_S):
-            try:
-                show_new()
-            except (ray.exceptions.RayError, ScaleRayError):
-                return  # the recorder is gone: the run itself will say why
-
-    thread = threading.Thread(target=watch, name="scaleray-show", daemon=True)
+    watcher = _Watcher(recorder, show)
+    thread = threading.Thread(target=watcher.watch, name="scaleray-show", daemon=True)
     thread.start()
     try:
-        yield
+        yield watcher
     finally:
-        stop.set()
+        watcher.stop.set()
         thread.join(timeout=10)
         with contextlib.suppress(ray.exceptions.RayError, ScaleRayError):
             recorder.drain()
-            show_new()
+            watcher.show_new()
 
 
 @contextlib.contextmanager

@@ -133,6 +133,10 @@ class Recorder:
         self._thread.start()
         return self.identity()
 
+    def wait_started(self, timeout_s: float | None = None) -> bool:
+        """True once the MLflow run exists; `start` has returned by then, as there is no other process to wait for."""
+        return self._store is not None
+
     def identity(self) -> RunIdentity:
         """The run in MLflow. Only after `start`."""
         store = self._require_store()

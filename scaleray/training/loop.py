@@ -268,7 +268,9 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def _unknown_target(target: str, known: list[str]) -> ConfigError:
-    return ConfigError("stop.at", target, "no evaluation measures that", f"there are: {', '.join(known) or 'no splits'}")
+    return ConfigError(
+        "stop.at", target, "no evaluation measures that", f"there are: {', '.join(known) or 'no splits'}"
+    )
 
 
 def _chain(first: RankBatch, rest: StepStream) -> Iterator[RankBatch]:

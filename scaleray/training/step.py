@@ -93,7 +93,9 @@ class TrainStep:
         grad_norm = None
         factor = correction
         is_finite = math.isfinite(loss_sum)
-        if clip_norm is not None or want_norm or self.config.on_nonfinite != "raise":  # these keep the weights, so look first
+        if (
+            clip_norm is not None or want_norm or self.config.on_nonfinite != "raise"
+        ):  # these keep the weights, so look first
             norm = torch.nn.utils.get_total_norm(gradients) * correction
             grad_norm = norm.item()
             # with loss scaling an infinite gradient is the scaler's business: it skips the step and lowers the scale
@@ -231,7 +233,10 @@ def _with_label_check(call: Any) -> Any:
     try:
         return call()
     except IndexError as exc:
-        raise label_error(exc) or exc from exc
+        found = label_error(exc)
+        if found is None:
+            raise
+        raise found from exc
 
 
 def label_error(exc: IndexError) -> DataError | None:
