@@ -162,10 +162,7 @@ class ParquetSource:
         self.group_sizes = tuple(footers[f].row_group(g).num_rows for f, g in self.groups)
         self._starts = np.concatenate([[0], np.cumsum(self.group_sizes, dtype=np.int64)])
         self.num_rows = int(self._starts[-1])
-        names = footers[0].schema.to_arrow_schema().names
-        missing = [c for c in self.columns or [] if c not in names]
-        if missing:
-            raise DataError("Parquet columns", missing, f"{self.uri} has the columns {', '.join(names)}")
+        self._names = self._check_columns([footer.schema.to_arrow_schema() for footer in footers])
         total = sum(footers[f].row_group(g).total_byte_size for f, g in self.groups)
         self.row_bytes = max(1, total // max(1, self.num_rows))
 
@@ -181,7 +178,7 @@ class ParquetSource:
             offsets[number] = offset - self._starts[number]
             offset += table.num_rows
             tables.append(table)
-        rows = pa.concat_tables(tables).take(pa.array(indices + offsets[group_of]))
+        rows = pa.concat_tables(tables, promote_options="default").take(pa.array(indices + offsets[group_of]))
         return {name: _column_to_numpy(name, rows.column(name), self.uri) for name in rows.column_names}
 
     def describe(self) -> dict[str, Any]:
@@ -193,7 +190,7 @@ class ParquetSource:
             "files": len(self.files),
             "row_groups": len(self.groups),
         }
-        if size > HASH_LIMIT_BYTES or self.uri.startswith("s3://"):
+        if size > HASH_LIMIT_BYTES or ("://" in self.uri and not self.uri.startswith("file://")):
             return {**facts, "sha256": _hash_names(self.files), "hashed": "names and sizes"}
         digest = hashlib.sha256()
         for path, _ in self.files:
@@ -201,6 +198,25 @@ class ParquetSource:
                 while block := file.read(2**20):
                     digest.update(block)
         return {**facts, "sha256": digest.hexdigest(), "hashed": "content"}
+
+    def _check_columns(self, schemas: list[Any]) -> list[str]:
+        """The columns to read, which every file must have with one type."""
+        first = schemas[0]
+        missing = [c for c in self.columns or [] if c not in first.names]
+        if missing:
+            raise DataError("Parquet columns", missing, f"{self.uri} has the columns {', '.join(first.names)}")
+        for (path, _), schema in zip(self.files, schemas, strict=True):
+            names = self.columns or dict.fromkeys([*first.names, *schema.names])
+            types = {n: [s.field(n).type if n in s.names else "missing" for s in (first, schema)] for n in names}
+            for name, (expected, found) in types.items():
+                if expected != found:
+                    raise DataError(
+                        f"column {name} of {path}",
+                        str(found),
+                        f"it is {expected} in {self.files[0][0]}",
+                        "write all files with the same columns, or name the ones that they share in `columns`",
+                    )
+        return self.columns or first.names
 
     def _open(self) -> tuple[Any, str]:
         import pyarrow.fs
@@ -230,7 +246,7 @@ class ParquetSource:
         path = self.files[file][0]
         try:
             with filesystem.open_input_file(path) as opened:
-                return pq.ParquetFile(opened).read_row_group(group, columns=self.columns)
+                return pq.ParquetFile(opened).read_row_group(group, columns=self._names).select(self._names)
         except (OSError, pa.ArrowException) as exc:
             raise DataError(
                 f"Parquet file {path}, row group {group},",
@@ -339,7 +355,9 @@ def as_source(value: Any, *, split: str) -> Source:
 
 def _as_numpy(name: str, value: Any) -> np.ndarray:
     array = value.numpy(force=True) if hasattr(value, "numpy") and hasattr(value, "detach") else np.asarray(value)
-    if array.dtype.kind not in "biufc":
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))  # torch has no numbers of the other byte order
+    if array.dtype.kind not in "biufc" or array.dtype in (np.longdouble, np.clongdouble):
         raise DataError(
             f"column {name}", f"{array.dtype}", "columns hold numbers", "encode text or categories as integers first"
         )

@@ -192,6 +192,7 @@ class StepStream:
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.waited_s = 0.0
+        self._is_finished = False
         self._part, self._timeout_s, self._explain_wait, self._warn = part, timeout_s, explain_wait, warn
         step_bytes = max(1, part.plan.global_batch_size // part.world_size * row_bytes)
         self._queue: queue.Queue[RankBatch | BaseException | None] = queue.Queue(
@@ -205,9 +206,12 @@ class StepStream:
         return self
 
     def __next__(self) -> RankBatch:
+        if self._is_finished:
+            raise StopIteration
         started = time.perf_counter()
         item = self._get(started)
         self.waited_s += time.perf_counter() - started
+        self._is_finished = not isinstance(item, RankBatch)
         if item is None:
             raise StopIteration
         if isinstance(item, BaseException):

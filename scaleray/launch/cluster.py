@@ -6,9 +6,11 @@ Every known trap of Ray 2.60 that concerns connecting is handled here, with its 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import socket
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +65,8 @@ def connected(config: RunConfig) -> Iterator[str]:
     if ray.is_initialized():
         yield ray.get_runtime_context().gcs_address
         return
+    # Ray's own processes take seconds to start; the imports that the launch needs fit into that wait
+    threading.Thread(target=_import_train, name="scaleray-imports", daemon=True).start()
     address = os.environ.get("RAY_ADDRESS")
     if address and address != "local":
         _connect(address)
@@ -72,6 +76,10 @@ def connected(config: RunConfig) -> Iterator[str]:
         yield ray.get_runtime_context().gcs_address
     finally:
         ray.shutdown()
+
+
+def _import_train() -> None:
+    importlib.import_module("ray.train.torch")
 
 
 def set_auth_mode() -> None:

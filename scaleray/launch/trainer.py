@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from scaleray.data.sources import Source
 from scaleray.errors import RunFailedError, ScaleRayError, UsageError
 from scaleray.launch.cluster import input_cpus
 from scaleray.records import WorkerMessage
+from scaleray.tracking.recorder import RunDescription
 from scaleray.training.job import Split, TrainJob
 
 Show = Callable[[Sequence[WorkerMessage]], None]
@@ -24,16 +26,23 @@ class Interrupted(Exception):
     """The user stopped the run: Ctrl-C, or `ray job stop`."""
 
 
-def spawn_recorder(description: Any) -> Any:
+def spawn_recorder(description: RunDescription) -> Any:
     """The recorder as an actor on the driver's node, where an SQLite file and the run's local folder are."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from scaleray.tracking.recorder import Recorder
 
+    class PoliteRecorder(Recorder):
+        """Gives way to workers on the same cores, while they start as much as while they train."""
+
+        def __init__(self, description: RunDescription) -> None:
+            os.nice(10)
+            super().__init__(description)
+
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     # several calls at once: workers' messages must not wait while the run is being made
-    actor = ray.remote(Recorder).options(num_cpus=0, scheduling_strategy=here, max_concurrency=8)
+    actor = ray.remote(PoliteRecorder).options(num_cpus=0, scheduling_strategy=here, max_concurrency=8)
     return actor.remote(description)
 
 

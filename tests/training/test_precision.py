@@ -1,9 +1,10 @@
 """Arithmetic of a step: autocast trains, fp16 scales its loss, fp64 converts everything."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from small_runs import Classify, train_alone
+from small_runs import Classify, rows, train_alone
 from torch import nn
 
 
@@ -58,6 +59,34 @@ def test_only_fp16_has_a_loss_scale_and_it_halves_where_gradients_overflow():
     assert all(after in (before, before / 2) for before, after in zip(scales, scales[1:], strict=False))
     assert scales[-1] == scales[-2] < 2.0**30  # low enough, and then it trains
     assert overflowing.losses[-1] < overflowing.losses[0]
+
+
+class InfiniteGradientFirst(Classify):
+    """The gradient of the first batch is infinite, and its loss is not: the square root of zero."""
+
+    def loss(self, model, batch):
+        total, count = super().loss(model, batch)
+        zero = (model(batch["x"]).float() * 0).sum()
+        return total + (torch.sqrt(zero) if batch["bad"].any() else zero), count
+
+    def datasets(self):
+        return {"train": {**rows(32), "bad": np.arange(32) == 0}}
+
+
+class WithoutTheFirst(InfiniteGradientFirst):
+    def datasets(self):
+        return {"train": {name: values[8:] for name, values in super().datasets()["train"].items()}}
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_first_step_that_overflows_leaves_the_optimizer_as_new(name):
+    """The rest of the run is the run that starts one batch later."""
+    flags = {"precision.dtype": "fp16", "optimizer.name": name, "data.shuffle": False, "stop.after": "1 epochs"}
+    expected = train_alone(WithoutTheFirst(), {**flags, "precision.initial_loss_scale": 1024.0})
+    overflows = train_alone(InfiniteGradientFirst(), {**flags, "precision.initial_loss_scale": 2048.0})
+    assert [step.loss_scale for step in overflows.steps] == [1024.0] * 4
+    assert overflows.losses[1:] == expected.losses
+    assert all(torch.equal(overflows.weights[n], expected.weights[n]) for n in expected.weights)
 
 
 @pytest.mark.parametrize("policy", ["raise", "stop", "skip"])
