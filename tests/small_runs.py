@@ -215,7 +215,8 @@ def train_in_plain_torch(workload: Any, flags: Mapping[str, Any] | None = None) 
         optimizer = plain_optimizer(config, [p for p in model.parameters() if p.requires_grad])
         for step in range(job.recipe.total_steps):
             batch = {
-                name: torch.from_numpy(values) for name, values in sources[TRAIN].read(plan.global_indices(step)).items()
+                name: torch.from_numpy(values)
+                for name, values in sources[TRAIN].read(plan.global_indices(step)).items()
             }
             batch = {n: v.to(dtype) if v.is_floating_point() else v for n, v in batch.items()}
             optimizer.zero_grad()

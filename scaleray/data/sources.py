@@ -46,7 +46,7 @@ class ArraySource:
     group_sizes: tuple[int, ...] | None = None
 
     def __init__(self, arrays: Mapping[str, Any], *, tokens_per_row: int | None = None) -> None:
-        self.arrays: Columns = {name: np.ascontiguousarray(_as_numpy(name, value)) for name, value in arrays.items()}
+        self.arrays: Columns = {name: np.asarray(_as_numpy(name, value), order="C") for name, value in arrays.items()}
         if not self.arrays:
             raise DataError("an array source", "without columns", "it needs at least one array")
         lengths = {name: len(array) if array.ndim else -1 for name, array in self.arrays.items()}

@@ -282,7 +282,9 @@ def test_a_config_is_frozen():
 
 
 def test_a_saved_config_loads_as_the_same_run(load, tmp_path):
-    config = load(flags=["--schedule.warmup", "0.1234567 epochs", "--optimizer.betas", "[0.8, 0.99]", "--scale.workers", "2"])
+    config = load(
+        flags=["--schedule.warmup", "0.1234567 epochs", "--optimizer.betas", "[0.8, 0.99]", "--scale.workers", "2"]
+    )
     (tmp_path / "saved.yaml").write_text(yaml.safe_dump(config.to_dict()))
     assert load_config(tmp_path / "saved.yaml", environ={}) == config
 

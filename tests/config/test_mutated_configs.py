@@ -15,7 +15,13 @@ from scaleray.errors import ConfigError
 VALID = {
     "workload": {"name": "jobs/digits.py:Digits", "args": {"width": 32, "names": ["a", "b"], "deep": {"er": 1.5}}},
     "batch": {"global_size": 64, "unit": "samples", "micro_size": 16, "drop_last": True},
-    "optimizer": {"name": "adamw", "learning_rate": 2e-3, "betas": [0.9, 0.95], "rule": "sqrt", "reference_batch_size": 32},
+    "optimizer": {
+        "name": "adamw",
+        "learning_rate": 2e-3,
+        "betas": [0.9, 0.95],
+        "rule": "sqrt",
+        "reference_batch_size": 32,
+    },
     "schedule": {"name": "cosine", "warmup": "1 epoch", "length": "500 steps", "final_ratio": 0.1},
     "stop": {"after": "20 epochs", "at": "val/accuracy >= 0.97"},
     "evaluation": {"every": "5 epochs"},
@@ -28,7 +34,9 @@ VALID = {
 TEXT = yaml.safe_dump(VALID, sort_keys=False)
 NAMES = [*known_keys(), *RunConfig.model_fields]
 
-SHORT = yaml.safe_dump({key: VALID[key] for key in ("workload", "batch", "stop")} | {"optimizer": {"learning_rate": 1.0}})
+SHORT = yaml.safe_dump(
+    {key: VALID[key] for key in ("workload", "batch", "stop")} | {"optimizer": {"learning_rate": 1.0}}
+)
 
 ODD_VALUES = [
     None, True, False, 0, -1, 1, 2**40, 2**63, 2**64, 10**400, -(10**30), 0.0, -0.0, 1e308, 1e-320, float("inf"), float("nan"),
@@ -45,10 +53,12 @@ ODD_TEXT = [
 ]  # fmt: skip
 # a few lines that stand for 9 ** 9 entries, by aliases and by merging
 LAUGHS = "workload:\n  args:\n    a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"    {name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+    f"    {name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
 )
 MERGED_LAUGHS = "workload:\n  args:\n    a: &a {x: 1}\n" + "".join(
-    f"    {name}: &{name} {{<<: [{', '.join([f'*{before}'] * 9)}]}}\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+    f"    {name}: &{name} {{<<: [{', '.join([f'*{before}'] * 9)}]}}\n"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
 )
 
 
@@ -104,7 +114,9 @@ def mutate(config, rng):
     elif kind == "rename" and isinstance(parent, dict):
         name = str(key)
         cut = rng.randrange(len(name) + 1)
-        parent[rng.choice([name[:cut] + name[cut + 1 :], name + "s", name.upper(), name.replace("_", "-"), "", 7])] = parent.pop(key)
+        parent[rng.choice([name[:cut] + name[cut + 1 :], name + "s", name.upper(), name.replace("_", "-"), "", 7])] = (
+            parent.pop(key)
+        )
     elif kind == "retype":
         parent[key] = rng.choice([str(value), [value], {"value": value}, float("nan"), len(str(value)), repr(value)])
     elif kind == "odd":

@@ -30,13 +30,15 @@ def write_parquet(folder, files=3, rows_in_group=2, **more):
         table = pa.table(
             {
                 "id": ids,
-                "x": pa.FixedSizeListArray.from_arrays(pa.array(np.repeat(ids, 3) + np.tile([0.0, 0.25, 0.5], per_file)), 3),
+                "x": pa.FixedSizeListArray.from_arrays(
+                    pa.array(np.repeat(ids, 3) + np.tile([0.0, 0.25, 0.5], per_file)), 3
+                ),
                 "image": pa.array([[[int(i), 1], [2, int(i)]] for i in ids], pa.list_(pa.list_(pa.int16()))),
                 "flag": ids % 2 == 0,
                 **{name: make(ids) for name, make in more.items()},
             }
         )
-        pq.write_table(table, folder / f"part-{number}.parquet", row_group_size=rows_in_group)
+        pq.write_table(table, folder / f"part-{number:02d}.parquet", row_group_size=rows_in_group)
     return folder
 
 
@@ -99,7 +101,9 @@ def test_arrays_may_be_numpy_or_tensors_of_any_layout():
     found = source.read(INDICES)
     assert np.array_equal(found["a"], numbers[INDICES]) and np.array_equal(found["b"], found["a"])
     assert np.array_equal(found["d"], found["a"])
-    assert all(torch.from_numpy(values).shape[0] == len(INDICES) for values in found.values())  # torch takes all of them
+    assert all(
+        torch.from_numpy(values).shape[0] == len(INDICES) for values in found.values()
+    )  # torch takes all of them
 
 
 def test_the_hash_of_arrays_follows_content_type_shape_and_name():
@@ -201,7 +205,7 @@ def test_parquet_reads_only_the_columns_asked_for_in_their_order(tmp_path):
 def test_parquet_may_be_one_file_of_any_name_in_a_folder_with_spaces(tmp_path, monkeypatch):
     folder = tmp_path / "my data %20 ü"
     write_parquet(folder, files=1)
-    (folder / "part-0.parquet").rename(folder / "numbers.bin")
+    (folder / "part-00.parquet").rename(folder / "numbers.bin")
     monkeypatch.chdir(folder)
     source = ParquetSource("numbers.bin")
     monkeypatch.chdir("/")  # workers run elsewhere
@@ -233,28 +237,28 @@ def test_the_hash_of_parquet_follows_the_content_and_large_folders_go_by_names(t
 @pytest.mark.parametrize("keep", [0, 4, 100, -20])
 def test_a_truncated_file_is_named_at_once(tmp_path, keep):
     folder = write_parquet(tmp_path / "data")
-    content = (folder / "part-1.parquet").read_bytes()
-    (folder / "part-1.parquet").write_bytes(content[:keep])
-    with pytest.raises(DataError, match=r"part-1\.parquet"):
+    content = (folder / "part-01.parquet").read_bytes()
+    (folder / "part-01.parquet").write_bytes(content[:keep])
+    with pytest.raises(DataError, match=r"part-01\.parquet"):
         ParquetSource(folder)
 
 
 def test_a_file_damaged_in_the_middle_is_named_with_its_row_group_when_it_is_read(tmp_path):
     folder = write_parquet(tmp_path / "data", rows_in_group=4)
-    content = bytearray((folder / "part-2.parquet").read_bytes())
+    content = bytearray((folder / "part-02.parquet").read_bytes())
     content[4:200] = b"\xff" * 196
-    (folder / "part-2.parquet").write_bytes(content)
+    (folder / "part-02.parquet").write_bytes(content)
     source = ParquetSource(folder)
     assert source.read(np.array([0, 5]))["id"].tolist() == [0, 5]
-    with pytest.raises(DataError, match=r"part-2\.parquet, row group 0"):
+    with pytest.raises(DataError, match=r"part-02\.parquet, row group 0"):
         source.read(np.array([0, 9]))
 
 
 def test_a_file_that_vanishes_is_named(tmp_path):
     folder = write_parquet(tmp_path / "data")
     source = ParquetSource(folder)
-    (folder / "part-0.parquet").unlink()
-    with pytest.raises(DataError, match=r"part-0\.parquet"):
+    (folder / "part-00.parquet").unlink()
+    with pytest.raises(DataError, match=r"part-00\.parquet"):
         source.read(np.array([0]))
 
 
@@ -280,7 +284,9 @@ def test_columns_that_are_no_arrays_of_numbers_are_refused_by_name(tmp_path, mak
 
 
 def test_lists_of_length_zero_are_an_array_without_width(tmp_path):
-    source = ParquetSource(write_parquet(tmp_path / "data", none=lambda ids: pa.array([[] for _ in ids], pa.list_(pa.int8()))))
+    source = ParquetSource(
+        write_parquet(tmp_path / "data", none=lambda ids: pa.array([[] for _ in ids], pa.list_(pa.int8())))
+    )
     assert source.read(INDICES)["none"].shape == (7, 0)
 
 
@@ -291,13 +297,13 @@ def test_files_with_other_columns_or_types_are_named_at_once(tmp_path):
         ParquetSource(folder)
     with pytest.raises(DataError, match=r"column id of .*zz\.parquet is 'double', but it is int64") as caught:
         ParquetSource(folder, columns=["id"])
-    assert "part-0.parquet" in str(caught.value)
+    assert "part-00.parquet" in str(caught.value)
 
 
 def test_files_may_order_their_columns_as_they_like(tmp_path):
     folder = write_parquet(tmp_path / "data", files=1)
-    table = pq.read_table(folder / "part-0.parquet")
-    pq.write_table(table.select(table.column_names[::-1]), folder / "part-1.parquet")
+    table = pq.read_table(folder / "part-00.parquet")
+    pq.write_table(table.select(table.column_names[::-1]), folder / "part-01.parquet")
     assert ParquetSource(folder).read(np.array([3, 15]))["id"].tolist() == [3, 3]
 
 
@@ -314,8 +320,8 @@ def test_a_path_of_an_unknown_kind_is_refused():
 
 def test_empty_row_groups_and_files_do_no_harm(tmp_path):
     folder = write_parquet(tmp_path / "data")
-    table = pq.read_table(folder / "part-0.parquet")
-    pq.write_table(table.slice(0, 0), folder / "part-00.parquet")
+    table = pq.read_table(folder / "part-00.parquet")
+    pq.write_table(table.slice(0, 0), folder / "part-000.parquet")
     source = ParquetSource(folder)
     assert source.num_rows == 12
     assert source.read(INDICES)["id"].tolist() == INDICES.tolist()

@@ -35,7 +35,10 @@ def joined_ranks(plan, step, world_size):
 # the permutation
 
 
-@given(size=st.one_of(st.integers(1, 300), st.sampled_from([1023, 1024, 1025, 9_973, 20_000])), key=st.integers(0, 2**64 - 1))
+@given(
+    size=st.one_of(st.integers(1, 300), st.sampled_from([1023, 1024, 1025, 9_973, 20_000])),
+    key=st.integers(0, 2**64 - 1),
+)
 def test_a_permutation_gives_every_element_once(size, key):
     order = Permutation(size, key)(np.arange(size, dtype=np.int64))
     assert np.array_equal(np.sort(order), np.arange(size))
@@ -76,7 +79,9 @@ def test_permutations_look_random():
 
 
 def test_streams_of_different_names_differ():
-    keys = {stream_key(seed, "data", name, epoch) for seed in range(3) for name in ("train", "val") for epoch in range(3)}
+    keys = {
+        stream_key(seed, "data", name, epoch) for seed in range(3) for name in ("train", "val") for epoch in range(3)
+    }
     assert len(keys) == 18
 
 

@@ -17,7 +17,12 @@ SEQUENCES = DataSize(num_samples=1000, tokens_per_sample=128)
 
 def recipe(data=DATA, **flags):
     keys = {key.replace("__", "."): value for key, value in flags.items()}
-    required = {"workload.name": "m:W", "batch.global_size": 64, "optimizer.learning_rate": 0.1, "stop.after": "3 epochs"}
+    required = {
+        "workload.name": "m:W",
+        "batch.global_size": 64,
+        "optimizer.learning_rate": 0.1,
+        "stop.after": "3 epochs",
+    }
     return derive(load_config(flags={**required, **keys}, environ={}), data)
 
 
@@ -47,7 +52,9 @@ def test_workers_and_micro_batches_share_the_global_batch():
     assert (found.evaluation_micro_batch_size, found.strategy) == (50, "ddp")
 
 
-@given(workers=st.integers(1, 64), accumulation=st.integers(1, 8), micro=st.integers(1, 8), samples=st.integers(1, 10**6))
+@given(
+    workers=st.integers(1, 64), accumulation=st.integers(1, 8), micro=st.integers(1, 8), samples=st.integers(1, 10**6)
+)
 def test_the_training_is_the_same_for_every_number_of_workers(workers, accumulation, micro, samples):
     batch = workers * accumulation * micro
     assume(samples >= batch)
@@ -55,7 +62,13 @@ def test_the_training_is_the_same_for_every_number_of_workers(workers, accumulat
     flags = {"batch__global_size": batch, "schedule__name": "cosine", "evaluation__every": "1 epoch"}
     many, one = recipe(data, scale__workers=workers, batch__micro_size=micro, **flags), recipe(data, **flags)
     assert many.per_worker_batch_size * workers == many.micro_batch_size * many.accumulation_steps * workers == batch
-    shares = {"per_worker_batch_size", "micro_batch_size", "evaluation_micro_batch_size", "accumulation_steps", "strategy"}
+    shares = {
+        "per_worker_batch_size",
+        "micro_batch_size",
+        "evaluation_micro_batch_size",
+        "accumulation_steps",
+        "strategy",
+    }
     assert {k: v for k, v in many.values().items() if k not in shares} == {
         k: v for k, v in one.values().items() if k not in shares
     }
@@ -81,7 +94,15 @@ def test_every_value_has_an_explanation(flags):
 
 @pytest.mark.parametrize(
     ("after", "steps"),
-    [("5 steps", 5), ("2 epochs", 32), ("0.5 epochs", 8), ("640 samples", 10), ("641 samples", 11), ("1 samples", 1), ("0.1 steps", 1)],
+    [
+        ("5 steps", 5),
+        ("2 epochs", 32),
+        ("0.5 epochs", 8),
+        ("640 samples", 10),
+        ("641 samples", 11),
+        ("1 samples", 1),
+        ("0.1 steps", 1),
+    ],
 )
 def test_durations_become_steps(after, steps):
     assert recipe(stop__after=after).total_steps == steps
@@ -184,7 +205,8 @@ def test_fewer_samples_than_workers_asks_for_fewer_workers():
 
 
 @pytest.mark.parametrize(
-    ("rule", "expected"), [("none", 0.1), ("linear", 0.8), ("sqrt", 0.1 * 8**0.5), ("adam", 0.1 * 8**0.5), ("legw", 0.1 * 8**0.5)]
+    ("rule", "expected"),
+    [("none", 0.1), ("linear", 0.8), ("sqrt", 0.1 * 8**0.5), ("adam", 0.1 * 8**0.5), ("legw", 0.1 * 8**0.5)],
 )
 def test_the_rule_carries_the_learning_rate_to_the_global_batch(rule, expected):
     found = recipe(optimizer__rule=rule, optimizer__reference_batch_size=8)

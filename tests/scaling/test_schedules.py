@@ -20,9 +20,13 @@ def factors(name, *, warmup_steps, schedule_steps, final_ratio, steps):
     ]
 
 
-@given(name=shapes, warmup=st.integers(0, 50), decay=st.integers(1, 100), final=st.floats(0, 1), extra=st.integers(0, 20))
+@given(
+    name=shapes, warmup=st.integers(0, 50), decay=st.integers(1, 100), final=st.floats(0, 1), extra=st.integers(0, 20)
+)
 def test_a_schedule_rises_to_1_and_then_never_rises_again(name, warmup, decay, final, extra):
-    found = factors(name, warmup_steps=warmup, schedule_steps=warmup + decay, final_ratio=final, steps=warmup + decay + extra)
+    found = factors(
+        name, warmup_steps=warmup, schedule_steps=warmup + decay, final_ratio=final, steps=warmup + decay + extra
+    )
     rise, fall = found[:warmup], found[warmup:]
     assert all(b > a for a, b in zip(rise, rise[1:], strict=False))
     assert all(b <= a + 1e-12 for a, b in zip(fall, fall[1:], strict=False))

@@ -85,7 +85,9 @@ def test_many_workers_equal_one_process(gloo, recipe, strategy, world_size):
 
 
 def initial_batches(place, strategy):
-    job, sources = make_job(WithBatchNorm(num_rows=24, num_val=4), {"strategy.name": strategy}, world_size=place.world_size)
+    job, sources = make_job(
+        WithBatchNorm(num_rows=24, num_val=4), {"strategy.name": strategy}, world_size=place.world_size
+    )
     setup = prepare(job.workload, job.config, job.recipe, place)
     plan = job.train_plan()
     for step in range(3):

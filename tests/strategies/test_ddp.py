@@ -23,7 +23,11 @@ def bucket_reductions(place, micro_size):
         return allreduce_hook(state, bucket)
 
     setup.parallel.model.register_comm_hook(None, count)
-    step, plan, per_step = TrainStep(job.workload, setup, job.config, job.recipe, place, gives_tuples=False), job.train_plan(), []
+    step, plan, per_step = (
+        TrainStep(job.workload, setup, job.config, job.recipe, place, gives_tuples=False),
+        job.train_plan(),
+        [],
+    )
     for number in range(3):
         buckets.clear()
         rows = sources["train"].read(plan.rank_indices(number, place.rank, place.world_size))

@@ -133,7 +133,12 @@ def test_an_optimizer_that_is_none_is_refused():
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_the_configured_optimizer_has_the_configured_values(name):
-    flags = {"optimizer.name": name, "optimizer.weight_decay": 0.5, "optimizer.learning_rate": 0.3, "optimizer.momentum": 0.0}
+    flags = {
+        "optimizer.name": name,
+        "optimizer.weight_decay": 0.5,
+        "optimizer.learning_rate": 0.3,
+        "optimizer.momentum": 0.0,
+    }
     plain = train_alone(Classify(), {**flags, "optimizer.weight_decay": 0.0, "stop.after": "1 steps"})
     decayed = train_alone(Classify(), {**flags, "stop.after": "1 steps"})
     start = train_alone(Classify(), {**flags, "optimizer.learning_rate": 1e-300, "stop.after": "1 steps"})
@@ -189,7 +194,9 @@ class OwnMetrics(Classify):
 
 def test_metrics_of_the_workload_are_named_by_split():
     metrics = train_alone(OwnMetrics()).evaluations[-1].metrics
-    assert set(metrics) == {f"{split}/{name}" for split in ("val", "test") for name in ("loss", "mean_label", "parts/zero")}
+    assert set(metrics) == {
+        f"{split}/{name}" for split in ("val", "test") for name in ("loss", "mean_label", "parts/zero")
+    }
     assert metrics["test/mean_label"] == pytest.approx(rows(4, seed=2)["y"].mean())
 
 
