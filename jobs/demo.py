@@ -57,7 +57,7 @@ def main() -> int:
     records = []
     with local_head(num_cpus=CPUS) as head:
         for number, job in enumerate(JOBS, start=1):
-            name = f"demo-{stamp}-{number}"
+            name = f"{Path(job.config).stem}-w{job.options[1]}-{stamp}"
             console.print(
                 f"\n[{number}/{len(JOBS)}] {job.title}: ray job submit ... scaleray train -c {job.config} {' '.join(job.options)}",
                 markup=False,

@@ -209,7 +209,9 @@ class _Run:
         }
         git = self.facts["environment"]["git"]
         if git:
-            tags |= {"mlflow.source.git.commit": git["commit"], "scaleray.git_is_dirty": str(git["is_dirty"]).lower()}
+            tags["mlflow.source.git.commit"] = git["commit"]
+            if git["is_dirty"] is not None:
+                tags["scaleray.git_is_dirty"] = str(git["is_dirty"]).lower()
         if job_id := os.environ.get("RAY_JOB_SUBMISSION_ID"):
             tags["scaleray.ray_job_id"] = job_id
         return RunDescription(

@@ -83,7 +83,7 @@ def without_password(uri: str) -> str:
 
 def run_link(uri: str, experiment_id: str, run_id: str) -> str:
     """Where a browser shows the run. For a database, the address of `scaleray tracking ui`."""
-    return f"{_ui(uri)}/#/experiments/{experiment_id}/runs/{run_id}"
+    return f"{_ui(uri)}/#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
 
 
 def experiment_link(uri: str, experiment_id: str) -> str:
