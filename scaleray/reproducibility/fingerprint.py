@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import torch
 
+LARGEST_HASHED_BYTES = 2**24  # data that lies beside the code must not delay every start
 PACKAGES = ("scaleray", "torch", "ray", "mlflow", "mlflow-skinny", "numpy", "pyarrow", "pydantic")
 
 
@@ -47,7 +48,8 @@ def git_state(folder: Path) -> dict[str, Any]:
 
     try:
         commit = git("rev-parse", "HEAD").decode().strip()
-        difference = git("diff", "HEAD") + git("ls-files", "--others", "--exclude-standard")
+        new_files = git("ls-files", "-z", "--others", "--exclude-standard").split(b"\0")
+        difference = git("diff", "HEAD") + b"".join(_new_file(folder, name) for name in new_files if name)
     except (OSError, subprocess.SubprocessError):
         commit = os.environ.get("GIT_COMMIT", "")
         return {"commit": commit, "is_dirty": None, "diff_sha256": None} if commit else {}
@@ -56,6 +58,16 @@ def git_state(folder: Path) -> dict[str, Any]:
         "is_dirty": bool(difference),
         "diff_sha256": hashlib.sha256(difference).hexdigest() if difference else None,
     }
+
+
+def _new_file(folder: Path, name: bytes) -> bytes:
+    """What a file that git does not know adds to the difference: its name and content, or its size if it is large."""
+    path = folder / os.fsdecode(name)
+    if not path.is_file():
+        return name
+    size = path.stat().st_size
+    content = hashlib.sha256(path.read_bytes()).digest() if size <= LARGEST_HASHED_BYTES else str(size).encode()
+    return name + b"\0" + content
 
 
 def package_versions() -> dict[str, str]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaleray.data import ArraySource, Part, StepPlan, StepStream
-from scaleray.data.stream import chunks, local_blocks, read_chunk, rebatch
+from scaleray.data.stream import chunks, local_blocks, read_chunk, rebatch, stream_blocks
 from scaleray.errors import DataError, InputStarvedError
 
 
@@ -124,6 +124,41 @@ def test_a_chunk_is_the_rows_of_its_steps_one_after_another():
     part = Part(plan, 1, 2, 0, 8)
     expected = np.concatenate([plan.rank_indices(step, 1, 2) for step in range(2, 6)])
     assert np.array_equal(read_chunk(numbers(20), part, range(2, 6))["n"], expected)
+
+
+# a stream that has an order of its own
+
+
+class Shard:
+    """What Ray Data gives a worker: its rows in batches of some size, again for each epoch."""
+
+    def __init__(self, num_rows):
+        self.num_rows, self.asked = num_rows, []
+
+    def iter_batches(self, **options):
+        self.asked.append(options)
+        for start in range(0, self.num_rows, 7):
+            yield {"n": np.arange(start, min(start + 7, self.num_rows))}
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_streamed_shard_gives_each_epoch_its_share_of_rows_and_no_more(shuffle):
+    plan = StepPlan(20, 4, seed=5, is_streamed=True)  # 21 rows, of which two workers use 10 each
+    shard, part = Shard(11), Part(plan, 0, 2, 0, 15)
+    stream = StepStream(stream_blocks(shard, part, shuffle=shuffle, window_rows=50), part)
+    batches = list(stream)
+    assert [batch.num_rows for batch in batches] == [2] * 15
+    epochs = np.concatenate([batch.columns["n"] for batch in batches]).reshape(3, 10)
+    assert np.array_equal(epochs, [range(10)] * 3)
+    seeds = [options.get("local_shuffle_seed") for options in shard.asked]
+    assert len(set(seeds)) == (3 if shuffle else 1)  # another order each epoch
+
+
+def test_a_streamed_shard_starts_in_the_epoch_of_its_first_step():
+    plan = StepPlan(20, 4, is_streamed=True)
+    shard, part = Shard(10), Part(plan, 1, 2, 10, 15)
+    assert len(list(StepStream(stream_blocks(shard, part, shuffle=False, window_rows=1), part))) == 5
+    assert len(shard.asked) == 1
 
 
 # errors, ends and waiting

@@ -45,9 +45,20 @@ def test_a_new_file_makes_a_checkout_dirty_and_its_content_counts(checkout):
     assert git_state(checkout)["diff_sha256"] != first["diff_sha256"]
 
 
-def test_outside_of_a_checkout_there_is_no_state(tmp_path):
-    assert git_state(tmp_path) == {}
-    assert git_state(tmp_path / "nowhere") == {}
+def test_a_large_new_file_counts_by_its_size(checkout, monkeypatch):
+    monkeypatch.setattr("scaleray.reproducibility.fingerprint.LARGEST_HASHED_BYTES", 3)
+    digests = []
+    for content in ("12345", "54321", "123456"):
+        (checkout / "data.bin").write_text(content)
+        digests.append(git_state(checkout)["diff_sha256"])
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_outside_of_a_checkout_the_commit_is_what_the_environment_says(tmp_path, monkeypatch):
+    monkeypatch.delenv("GIT_COMMIT", raising=False)
+    assert git_state(tmp_path) == git_state(tmp_path / "nowhere") == {}
+    monkeypatch.setenv("GIT_COMMIT", "abc123")
+    assert git_state(tmp_path) == {"commit": "abc123", "is_dirty": None, "diff_sha256": None}
 
 
 def test_the_environment_names_code_packages_and_hardware():

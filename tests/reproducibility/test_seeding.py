@@ -119,7 +119,7 @@ def test_the_hash_of_the_parameters_follows_values_and_buffers():
 
 def test_parameters_of_any_type_and_layout_can_be_hashed():
     model = nn.Module()
-    model.half = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    model.brief = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     model.turned = nn.Parameter(torch.arange(6.0).reshape(2, 3).T)
     model.scalar = nn.Parameter(torch.tensor(1.0))
     model.nothing = nn.Parameter(torch.empty(0))

@@ -8,8 +8,8 @@ import pytest
 import torch
 from small_runs import (
     Classify,
-    Tokens,
     TiedAndFrozen,
+    Tokens,
     WithBatchNorm,
     WithDropout,
     largest_difference,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_runs import Classify, make_job, train, train_in_plain_torch, relative_differences
+from small_runs import Classify, make_job, relative_differences, train, train_in_plain_torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 

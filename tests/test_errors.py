@@ -1,0 +1,54 @@
+"""Errors: one tree, four parts, and a way through pickle that loses nothing."""
+
+import inspect
+import pickle
+
+import pytest
+
+from scaleray import errors
+from scaleray.errors import ConfigError, RunFailedError, ScaleRayError, UsageError
+
+ALL = [e for _, e in inspect.getmembers(errors, inspect.isclass) if issubclass(e, ScaleRayError)]
+EXAMPLES = [
+    e("the thing", 5, "it must be 6", "try 6") if issubclass(e, UsageError) else e("rank 1, step 3: no") for e in ALL
+]
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+def test_every_error_survives_pickling_and_stands_in_the_tree(error):
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error) and str(again) == str(error) and again.args == error.args
+    assert type(error).__name__ in errors.__doc__
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+def test_what_the_user_can_mend_exits_with_2_and_the_rest_with_1(error):
+    assert error.exit_code == (2 if isinstance(error, UsageError) else 1)
+    assert not (isinstance(error, UsageError) and isinstance(error, RunFailedError))
+
+
+@pytest.mark.parametrize(
+    ("found", "shown"),
+    [
+        (None, "missing"), ("word", "'word'"), ("two words", "two words"), ("two\nlines", "'two\\nlines'"), (3, "3"), ([1, 2], "[1, 2]"),
+        ("x" * 500, "'" + "x" * 196 + "..."),
+        ("\udcff bytes", "'\\udcff bytes'"),
+    ],
+)  # fmt: skip
+def test_a_message_shows_what_was_found_briefly_and_printably(found, shown):
+    message = str(ConfigError("batch.global_size", found, "it must be 64", "use 64"))
+    assert message == f"batch.global_size is {shown}, but it must be 64.\n  use 64"
+    message.encode()
+
+
+def test_a_number_that_python_refuses_to_print_does_not_break_the_message():
+    assert "a value of type int that is too large to print" in str(ConfigError("seed", 1 << 20_000, "no"))
+
+
+def test_a_message_without_a_hint_is_one_line():
+    assert str(ConfigError("seed", -1, "it must be 0 or more")) == "seed is -1, but it must be 0 or more."
+
+
+def test_a_config_error_knows_its_key_without_the_place():
+    assert ConfigError("job.yaml:3 batch.global_size", 0, "no").key == "batch.global_size"
+    assert ConfigError("seed", 0, "no").key == "seed"

@@ -1,0 +1,56 @@
+"""What starts quickly: config, planning and help import neither torch nor Ray nor MLflow."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import scaleray
+
+HEAVY = ("torch", "ray", "mlflow")
+REPORT = f"import sys; print('heavy:', *[m for m in {HEAVY} if m in sys.modules])"
+
+
+def loaded_after(statements):
+    """Which of the heavy libraries a fresh interpreter has imported after these statements."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"{statements}\n{REPORT}"], capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[1],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1].split()[1:]
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        "import scaleray",
+        "import scaleray.config; scaleray.config.load_config('jobs/digits.yaml', environ={}).hash()",
+        "import scaleray.scaling.recipe, scaleray.scaling.schedules, scaleray.scaling.lr_rules",
+        "import scaleray.errors, scaleray.records, scaleray.metric_names, scaleray.workload",
+        "from scaleray import RunConfig, load_config, Workload, RunRecord, ConfigError",
+        "import scaleray.cli",
+        "import runpy, sys; sys.argv = ['scaleray', '--help']\n"
+        "try: runpy.run_module('scaleray', run_name='__main__')\nexcept SystemExit as exc: assert not exc.code, exc.code",
+    ],
+)
+def test_light_parts_import_nothing_heavy(statements):
+    assert loaded_after(statements) == []
+
+
+def test_the_check_itself_sees_a_heavy_import():
+    assert loaded_after("import scaleray.training.precision") == ["torch"]
+
+
+def test_every_public_name_exists():
+    for name in scaleray.__all__:
+        assert getattr(scaleray, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        scaleray.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("room", ["config", "data", "strategies"])
+def test_every_public_name_of_a_room_exists(room):
+    module = importlib.import_module(f"scaleray.{room}")
+    assert module.__all__ and all(hasattr(module, name) for name in module.__all__)
