@@ -61,5 +61,6 @@ class Digits(Workload):
         return F.cross_entropy(logits, batch["label"], reduction="sum"), len(batch["label"])
 
     def metrics(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, int]]:
-        right = (model(batch["image"]).argmax(dim=1) == batch["label"]).sum()
-        return {"accuracy": (right, len(batch["label"]))}
+        logits, labels = model(batch["image"]), batch["label"]
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        return {"loss": (loss, len(labels)), "accuracy": ((logits.argmax(dim=1) == labels).sum(), len(labels))}

@@ -2,7 +2,7 @@
 
 Nothing is downloaded and there is no tokenizer: bytes are tokens, so any folder of text or Parquet files can take the
 library's place. The metric is bits per byte, which needs no reference to a vocabulary and compares with compressors:
-on the standard library zlib needs about 1.83.
+on the whole standard library zlib needs 1.83, on the part held out 1.96.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class LanguageModel(Workload):
 
     def metrics(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, int]]:
         nats, count = self.loss(model, batch)
-        return {"bits_per_byte": (nats / math.log(2), count)}
+        return {"loss": (nats, count), "bits_per_byte": (nats / math.log(2), count)}
 
     def blocks(self, model: nn.Module) -> nn.ModuleList:
         return model.blocks
@@ -156,7 +156,7 @@ def standard_library() -> Iterator[bytes]:
 
 
 def read_folder(folder: Path, *, suffix: str | None = None, text_column: str = "text") -> Iterator[bytes]:
-    """The documents of a folder, or of one file: files sorted by relative name, rows of Parquet files in their order."""
+    """The documents of a folder, or of one file: files sorted by relative name, Parquet rows in their order."""
     if not folder.exists():
         raise DataError("workload.args.text", str(folder), "it does not exist", "give a folder that this machine sees")
     paths = [folder] if folder.is_file() else _files(folder, suffix=suffix or "")

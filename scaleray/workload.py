@@ -56,7 +56,10 @@ class Workload:
         raise NotImplementedError
 
     def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, SumAndCount]:
-        """Evaluation metrics as sums and counts, for example {"accuracy": (num_right, num_rows)}. Optional."""
+        """Evaluation metrics as sums and counts, for example {"accuracy": (num_right, num_rows)}. Optional.
+
+        Return `loss` among them if it is at hand: evaluation then saves the forward pass of `loss()`.
+        """
         return {}
 
     def optimizer(self, model: nn.Module, settings: Any) -> torch.optim.Optimizer | None:

@@ -39,7 +39,7 @@ COMMON_FLAGS = {
     "schedule.name": "constant",
     "schedule.warmup": "0 steps",
     "batch.drop_last": True,
-    "optimizer.reference_batch_size": None,  # the learning rate is that of the file, whatever the batch
+    "optimizer.rule": "none",  # the learning rate is that of the file, whatever the batch
     "optimizer.clip_norm": 1.0,
     "evaluation.every": None,  # the hand-written sides do not evaluate; scaleray still does after the last step
 }
@@ -97,7 +97,11 @@ def command_of(side: str, job: Job, folder: Path) -> list[str]:
             "tracking.uri": f"sqlite:///{folder}/mlflow.db",
             "checkpoint.storage_path": str(folder / "runs"),
         }
-        words = [word for key, value in flags.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+        words = [
+            word
+            for key, value in flags.items()
+            for word in (f"--{key.replace('_', '-')}", "null" if value is None else str(value))
+        ]
         return [sys.executable, "-m", "scaleray", "train", "-c", job.config, "--json", *words]
     task_file = folder / "task.json"
     task_file.write_text(json.dumps({**job.task, "result": str(folder / "result")}))

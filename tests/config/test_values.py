@@ -37,7 +37,7 @@ def test_durations_are_written_as_people_do(text, duration):
     ["", "epochs", "3", "-3 epochs", "3 weeks", "nan steps", "inf steps", "1e99 steps", "1 2 steps", "three steps", 3, None, ["1 step"]],
 )  # fmt: skip
 def test_what_is_no_duration_is_refused_with_an_example(text):
-    with pytest.raises(ValueError, match="3 epochs|at most"):
+    with pytest.raises(ValueError, match=r"3 epochs|at most"):
         Duration.parse(text)
 
 
@@ -50,7 +50,7 @@ def test_a_target_reads_what_it_writes(metric, comparison, value):
     "text", ["", "accuracy >= 1", "val/accuracy > 1", "val/accuracy >= high", "val/a >= 1e999", "val/a >= .", "val/a >= 1.2.3", 5]
 )  # fmt: skip
 def test_what_is_no_target_is_refused(text):
-    with pytest.raises(ValueError, match="needed|finite|convert"):
+    with pytest.raises(ValueError, match=r"needed|finite|convert"):
         Target.parse(text)
 
 

@@ -44,7 +44,7 @@ def test_rebatch_cuts_any_blocks_into_exactly_the_sizes_in_order(blocks, sizes):
     total = sum(blocks)
     whole = {"a": np.arange(total), "b": np.arange(total * 2).reshape(total, 2)}
     edges = np.cumsum([0, *blocks])
-    pieces = [{k: v[a:b] for k, v in whole.items()} for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [{k: v[a:b] for k, v in whole.items()} for a, b in itertools.pairwise(edges)]
     found = list(rebatch(iter(pieces), sizes))
     reached = np.cumsum([0, *sizes])
     complete = [size for size, end in zip(sizes, reached[1:], strict=True) if end <= total]
@@ -111,7 +111,7 @@ def test_chunks_cover_the_steps_once_and_grow_from_small_ones(row_bytes, chunk_b
     ranges = list(chunks(Part(plan, 0, 2, first, first + length), row_bytes=row_bytes, chunk_bytes=chunk_bytes))
     assert [step for steps in ranges for step in steps] == list(range(first, first + length))
     lengths = [len(steps) for steps in ranges]
-    assert all(b <= 4 * a for a, b in zip(lengths, lengths[1:], strict=False))
+    assert all(b <= 4 * a for a, b in itertools.pairwise(lengths))
     largest = max(1, chunk_bytes // (5 * row_bytes))
     if groups is None or not shuffle:
         assert all(1 <= n <= largest for n in lengths) and (not lengths or lengths[0] == 1)

@@ -261,9 +261,10 @@ def test_the_strategy_follows_from_its_name_and_the_workers(name, workers, strat
 
 def test_single_is_for_one_worker():
     assert refusal(strategy__name="single", scale__workers=2).what == "strategy.name"
+    flags = {"workload.name": "m:W", "batch.global_size": 2, "optimizer.learning_rate": 1, "stop.after": "1 epoch"}
+    config = load_config(flags={**flags, "scale.workers": 2, "strategy.name": "single"}, environ={})
     with pytest.raises(ConfigError, match="use ddp or auto"):
-        flags = {"workload.name": "m:W", "batch.global_size": 2, "optimizer.learning_rate": 1, "stop.after": "1 epoch"}
-        resolve_strategy(load_config(flags={**flags, "scale.workers": 2, "strategy.name": "single"}, environ={}))
+        resolve_strategy(config)
 
 
 def test_a_static_graph_is_refused_with_accumulation_and_the_advice_works():

@@ -1,5 +1,6 @@
 """The learning rate of every step: warm-up, shapes and ends."""
 
+import itertools
 import math
 
 import pytest
@@ -28,8 +29,8 @@ def test_a_schedule_rises_to_1_and_then_never_rises_again(name, warmup, decay, f
         name, warmup_steps=warmup, schedule_steps=warmup + decay, final_ratio=final, steps=warmup + decay + extra
     )
     rise, fall = found[:warmup], found[warmup:]
-    assert all(b > a for a, b in zip(rise, rise[1:], strict=False))
-    assert all(b <= a + 1e-12 for a, b in zip(fall, fall[1:], strict=False))
+    assert all(b > a for a, b in itertools.pairwise(rise))
+    assert all(b <= a + 1e-12 for a, b in itertools.pairwise(fall))
     assert fall[0] == pytest.approx(1)
     assert all(min(final, 1) - 1e-12 <= f <= 1 + 1e-12 for f in fall)
 

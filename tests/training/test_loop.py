@@ -69,7 +69,7 @@ def test_a_loss_can_be_a_target_from_above():
 
 @pytest.mark.parametrize("target", ["test/accuracy >= 0.5", "val/acuracy >= 0.5"])
 def test_a_target_that_nothing_measures_is_refused_with_what_there_is(target):
-    with pytest.raises(ConfigError, match="there are: .*val/loss"):
+    with pytest.raises(ConfigError, match=r"there are: .*val/loss"):
         train_alone(Classify(num_val=5), {"evaluation.every": "2 steps", "stop.at": target})
 
 

@@ -1,5 +1,7 @@
 """Arithmetic of a step: autocast trains, fp16 scales its loss, fp64 converts everything."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -56,7 +58,7 @@ def test_only_fp16_has_a_loss_scale_and_it_halves_where_gradients_overflow():
     overflowing = train_alone(Classify(num_rows=80), flags)
     scales = [step.loss_scale for step in overflowing.steps]
     assert scales[0] == 2.0**39
-    assert all(after in (before, before / 2) for before, after in zip(scales, scales[1:], strict=False))
+    assert all(after in (before, before / 2) for before, after in itertools.pairwise(scales))
     assert scales[-1] == scales[-2] < 2.0**30  # low enough, and then it trains
     assert overflowing.losses[-1] < overflowing.losses[0]
 
