@@ -16,12 +16,13 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 LARGEST_WORLD = 4
 HOST = "127.0.0.1"
 COLLECTIVE_TIMEOUT_S = 60.0
+GRACE_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class GlooPool:
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
         if failures:
             # ranks that only lost their peer say so; the one that began it is more telling
-            first = next((f for f in failures if "Connection closed" not in f.text), failures[0])
+            lost = ("Connection closed", "no answer")
+            first = next((f for f in failures if not any(words in f.text for words in lost)), failures[0])
             if first.error is not None:
                 first.error.add_note(f"on rank {first.rank}:\n{first.text}")
                 raise first.error
@@ -73,7 +75,7 @@ class GlooPool:
         task = _Task(function, args, world_size, self._group, self._store.port)
         for pipe in self._pipes[:world_size]:
             pipe.send(task)
-        outcomes = [self._receive(rank, time.monotonic() + self.timeout_s) for rank in range(world_size)]
+        outcomes = self._receive(world_size)
         if any(isinstance(outcome, Failure) for outcome in outcomes):
             self._group_size = 0
         return outcomes
@@ -102,17 +104,27 @@ class GlooPool:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def _receive(self, rank: int, deadline: float) -> Any:
-        pipe = self._pipes[rank]
-        if not pipe.poll(max(0.0, deadline - time.monotonic())):
+    def _receive(self, world_size: int) -> list[Any]:
+        outcomes: dict[int, Any] = {}
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes[:world_size])}
+        deadline = time.monotonic() + self.timeout_s
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    outcomes[rank] = pipe.recv()
+                except EOFError:
+                    outcomes[rank] = Failure(rank, None, "the process died")
+                if isinstance(outcomes[rank], Failure):  # the others lose their peer, and seldom need long to see it
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        for rank in waiting.values():
+            outcomes[rank] = Failure(rank, None, "no answer: it was ended")
+        if waiting or any(isinstance(o, Failure) and o.text == "the process died" for o in outcomes.values()):
             self._end()
-            raise TimeoutError(f"rank {rank} gave no answer within {self.timeout_s:g} s")
-        try:
-            return pipe.recv()
-        except EOFError:
-            exit_code = self._processes[rank].exitcode
-            self._end()
-            raise RuntimeError(f"rank {rank} died with exit code {exit_code}") from None
+        return [outcomes[rank] for rank in range(world_size)]
 
     def _end(self) -> None:
         for process in self._processes:
@@ -158,8 +170,11 @@ def _serve(rank: int, pipe: Connection) -> None:
             pickle.dumps(outcome)
         except BaseException as exc:
             outcome = Failure(rank, _picklable(exc), traceback.format_exc())
+        if isinstance(outcome, Failure):
             group = 0
-            _leave_group()  # closes the sockets, so that ranks inside a collective fail at once instead of waiting
+            # closes the sockets, so that ranks inside a collective fail at once instead of waiting; only now, as the
+            # frames of the error would keep them open
+            _leave_group()
         pipe.send(outcome)
     _leave_group()
 

@@ -126,7 +126,13 @@ def _start_local(config: RunConfig) -> None:
     # here makes it destroy a healthy run; so the port is fixed beforehand and the address handed to every process.
     port = free_port()
     host = ray.util.get_node_ip_address()
-    os.environ["RAY_GCS_SERVER_PORT"] = str(port)
+    # Ray would start idle workers at once, without the run's environment, so that nobody could ever use them
+    during_start = {
+        "RAY_GCS_SERVER_PORT": str(port),
+        "RAY_prestart_worker_first_driver": "0",
+        "RAY_enable_worker_prestart": "0",
+    }
+    os.environ |= during_start
     cores = psutil.cpu_count() or 1
     try:
         ray.init(
@@ -137,7 +143,8 @@ def _start_local(config: RunConfig) -> None:
             logging_level=logging.ERROR,
         )
     finally:
-        del os.environ["RAY_GCS_SERVER_PORT"]
+        for name in during_start:
+            del os.environ[name]
 
 
 def runtime_env(address: str | None) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def run_here(
         recorder.log([message])
         show([message])
 
-    threads = torch.get_num_threads()
+    threads, was_deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     if device.type == "cpu":
         torch.set_num_threads(max(1, int(job.config.scale.cpus_per_worker)))
     try:
@@ -44,6 +44,7 @@ def run_here(
         )  # fmt: skip
     finally:
         torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(was_deterministic)
 
 
 def stream_opener(job: TrainJob, sources: Mapping[str, Source], emit: loop.Emit) -> loop.OpenStream:

@@ -234,6 +234,7 @@ class _Run:
                 for name, facts in self.data.items()
             ],
             tokens_per_sample=self.sources[TRAIN].tokens_per_row,
+            started_at=self.job.started_at,
         )  # fmt: skip
 
     def _end(self, recorder: Any, status: str, reason: str) -> None:

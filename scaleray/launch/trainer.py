@@ -19,6 +19,7 @@ from scaleray.training.job import Split, TrainJob
 
 Show = Callable[[Sequence[WorkerMessage]], None]
 POLL_S = 0.5
+WAIT_FOR_WORKERS_S = 30.0  # of the recorder, before it makes the MLflow run all the same
 CONTROLLER_FAILURE_LIMIT = 2  # Ray's default retries an impossible launch for ever
 
 
@@ -51,7 +52,7 @@ class RemoteRecorder:
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
-        self.started = actor.start.remote()
+        self.started = actor.start.remote(after_first_message_s=WAIT_FOR_WORKERS_S)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         import ray
@@ -68,6 +69,8 @@ class RemoteRecorder:
         """True once the MLflow run exists; raises what went wrong. False when it is not decided in time."""
         import ray
 
+        if timeout_s != 0:
+            self.actor.log.remote([])  # somebody waits: it must not wait for workers any longer
         try:
             ray.get(self.started, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +36,29 @@ def use_deterministic_algorithms() -> None:
     torch.backends.cudnn.benchmark = False
 
 
+def check_equal_structure(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Every rank built tensors of the same names, shapes and types. Collective over `group`, and meant to come first:
+
+    the collectives of a strategy would wait for ever on a difference. Raises InitialisationError on all ranks.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    mine = [f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for name, tensor in tensors]
+    digests = _gather([stream_seed(0, *mine)], module, group)
+    if all(digest == digests[0] for digest in digests):
+        return
+    everyone: list[Any] = [None] * len(digests)
+    dist.all_gather_object(everyone, mine, group=group)
+    rank = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
+    pairs = itertools.zip_longest(everyone[0], everyone[rank], fillvalue="nothing more")
+    ours, theirs = next(pair for pair in pairs if pair[0] != pair[1])
+    raise InitialisationError(
+        f"before the first step, rank 0 built {ours} and rank {rank} {theirs}: "
+        "build_model() must give the same model on every worker"
+    )
+
+
 def check_equal_parameters(module: nn.Module, group: dist.ProcessGroup | None) -> str:
     """SHA-256 (16 hex digits) over all parameters and buffers, equal on every rank. Collective over `group`.
 
@@ -42,10 +67,7 @@ def check_equal_parameters(module: nn.Module, group: dist.ProcessGroup | None) -
     tensors = [*module.named_parameters(), *module.named_buffers()]
     digests = [_digest(tensor) for _, tensor in tensors]
     if group is not None and dist.get_world_size(group) > 1:
-        device = tensors[0][1].device if tensors and dist.get_backend(group) == "nccl" else torch.device("cpu")
-        mine = torch.tensor(digests, dtype=torch.int64, device=device)
-        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(everyone, mine, group=group)
+        everyone = _gather(digests, module, group)
         for number, (name, _) in enumerate(tensors):
             others = [rank for rank, values in enumerate(everyone) if values[number] != everyone[0][number]]
             if others:
@@ -55,6 +77,15 @@ def check_equal_parameters(module: nn.Module, group: dist.ProcessGroup | None) -
                     "Draw them from torch's generator, which scaleray seeds, and from nothing else."
                 )
     return hashlib.sha256(np.asarray(digests, dtype=np.int64).tobytes()).hexdigest()[:16]
+
+
+def _gather(values: list[int], module: nn.Module, group: dist.ProcessGroup) -> list[list[int]]:
+    """The values of every rank, as many on each."""
+    device = next(module.parameters()).device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    mine = torch.tensor(values, dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return [theirs.tolist() for theirs in everyone]
 
 
 def _digest(tensor: torch.Tensor) -> int:

@@ -59,6 +59,8 @@ class RunDescription:
     """Small text artifacts by name, such as config.yaml."""
     datasets: Sequence[Mapping[str, Any]] = ()
     tokens_per_sample: int | None = None
+    started_at: float | None = None
+    """Wall clock of the run's start; None is when `start` is called."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class Recorder:
         self.work_dir.mkdir(parents=True, exist_ok=True)
         self.unsent = self.work_dir / "unsent.jsonl"
         self._store: RunStore | None = None
+        self._has_message = threading.Event()
         self._queue: queue.Queue[WorkerMessage | Operation | None] = queue.Queue()
         self._shown: list[WorkerMessage] = []
         self._shown_from = 0
@@ -118,10 +121,17 @@ class Recorder:
         self._steps.writerow(STEP_COLUMNS)
         self._thread = threading.Thread(target=self._write_all, name="scaleray-recorder", daemon=True)
 
-    def start(self) -> RunIdentity:
-        """Make the MLflow run and write what is known. Raises TrackingError when MLflow cannot be used."""
+    def start(self, *, after_first_message_s: float = 0.0) -> RunIdentity:
+        """Make the MLflow run and write what is known. Raises TrackingError when MLflow cannot be used.
+
+        after_first_message_s: wait for a first message, at most so long. MLflow's import takes seconds of a core, which
+        the workers need more while they start.
+        """
+        self._has_message.wait(after_first_message_s)
         d = self.description
-        self._store = RunStore.create(d.tracking_uri, experiment=d.experiment, run_name=d.run_name, tags=d.tags)
+        self._store = RunStore.create(
+            d.tracking_uri, experiment=d.experiment, run_name=d.run_name, tags=d.tags, started_at=d.started_at
+        )
         first: list[Operation] = [{"op": "params", "values": dict(d.params)}]
         first += [{"op": "dataset", **dataset} for dataset in d.datasets]
         for name, text in d.files.items():
@@ -146,6 +156,7 @@ class Recorder:
         """Take messages from a worker. Returns at once, whatever MLflow does."""
         for message in messages:
             self._queue.put(message)
+        self._has_message.set()
 
     def poll(self, after: int) -> tuple[int, list[WorkerMessage]]:
         """Messages to show, from number `after` on, and the number to ask for next."""

@@ -103,8 +103,10 @@ class RunStore:
         self.client = _client(uri)
 
     @classmethod
-    def create(cls, uri: str, *, experiment: str, run_name: str, tags: Mapping[str, str]) -> RunStore:
-        """A new run, RUNNING. Makes the database and the experiment when they do not exist. Raises TrackingError."""
+    def create(
+        cls, uri: str, *, experiment: str, run_name: str, tags: Mapping[str, str], started_at: float | None = None
+    ) -> RunStore:
+        """A new run, RUNNING, since `started_at` (wall clock in s; None is now). Makes the database and the experiment when they do not exist. Raises TrackingError."""
         try:
             with _first_use_lock(uri):
                 client = _client(uri)
@@ -121,7 +123,12 @@ class RunStore:
                 experiment_id = (
                     found.experiment_id if found else client.create_experiment(experiment, artifact_location=location)
                 )
-            run = client.create_run(experiment_id, run_name=run_name, tags=dict(tags))
+            run = client.create_run(
+                experiment_id,
+                run_name=run_name,
+                tags=dict(tags),
+                start_time=int(started_at * 1000) if started_at else None,
+            )
         except TrackingError:
             raise
         except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class

@@ -11,7 +11,7 @@ from scaleray.data import RankBatch
 from scaleray.errors import WorkloadError
 from scaleray.training.model_setup import Setup
 from scaleray.training.place import Place
-from scaleray.training.step import as_user_batch, check_sum_and_count, to_device
+from scaleray.training.step import as_user_batch, check_sum_and_count, evaluation_mode, to_device
 
 KEPT_BYTES = 2**26  # a split up to this size per worker is read once and kept, as an execution costs 0.3 s
 
@@ -33,18 +33,13 @@ class Evaluator:
         """`name/loss` and the workload's metrics, over every row of the split once. Collective."""
         module = self.setup.parallel.module
         totals: dict[str, list[float]] = {}
-        module.eval()
-        try:
-            # no_grad, not inference_mode: DDP's hooks may meet the same buffers again in training
-            with torch.no_grad():
-                for batch in self._batches():
-                    for name, (total, count) in self._measure(module, batch).items():
-                        pair = totals.setdefault(name, [0.0, 0.0])
-                        if batch.num_rows:  # else a placeholder row
-                            pair[0] += float(total)
-                            pair[1] += float(count)
-        finally:
-            module.train()
+        with evaluation_mode(module):
+            for batch in self._batches():
+                for name, (total, count) in self._measure(module, batch).items():
+                    pair = totals.setdefault(name, [0.0, 0.0])
+                    if batch.num_rows:  # else a placeholder row
+                        pair[0] += float(total)
+                        pair[1] += float(count)
         names = sorted(totals)
         sums = self.place.all_reduce([value for name in names for value in totals[name]])
         result = {}

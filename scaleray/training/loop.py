@@ -25,7 +25,7 @@ from scaleray.training.evaluation import Evaluator
 from scaleray.training.job import TRAIN, Split, TrainJob
 from scaleray.training.model_setup import Setup, prepare
 from scaleray.training.place import Place
-from scaleray.training.step import StepResult, TrainStep, check_first_batch, label_error
+from scaleray.training.step import StepResult, TrainStep, check_first_batch, explained
 from scaleray.training.system_metrics import SystemMetrics
 from scaleray.workload import user_traceback
 
@@ -196,8 +196,7 @@ class _Run:
         except ScaleRayError:
             raise
         except Exception as exc:
-            found = label_error(exc) if isinstance(exc, IndexError) else None
-            raise found or RunFailedError(f"{where}, step {self.step + 1}:\n  {user_traceback(exc)}") from exc
+            raise explained(exc) or RunFailedError(f"{where}, step {self.step + 1}:\n  {user_traceback(exc)}") from exc
 
     def _summary(self, setup: Setup, plan: StepPlan, stream: StepStream, verdict: str) -> WorkerSummary:
         steady = self.clock.steady_state()

@@ -13,6 +13,7 @@ from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
 from scaleray.reproducibility.seeding import (
     check_equal_parameters,
+    check_equal_structure,
     seed_everything,
     stream_seed,
     use_deterministic_algorithms,
@@ -49,6 +50,8 @@ def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place) -> S
     model.to(place.device)
     # dtype before the strategy: DDP sizes its buckets by the parameters it is given
     arithmetic = precision.prepare(model, place.device, config.precision)
+    # before the strategy, whose collectives would wait for ever for ranks that built another model
+    check_equal_structure(model, place.group)
     mesh = init_device_mesh(place.device.type, (place.world_size,), mesh_dim_names=("dp",)) if place.group else None
     parallel = STRATEGIES[recipe.strategy](model, mesh, config.strategy)
     # after the strategy, which may broadcast: what matters is what the first step starts from
@@ -58,7 +61,6 @@ def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place) -> S
     schedule = optimizers.build_schedule(optimizer, config, recipe)
     # from here on ranks must differ, or dropout would use the same mask on every rank
     seed_everything(stream_seed(config.seed, "dropout", place.rank))
-    parallel.model.train()
     return Setup(
         parallel=parallel,
         optimizer=optimizer,

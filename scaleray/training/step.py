@@ -138,6 +138,20 @@ def as_user_batch(columns: dict[str, torch.Tensor], gives_tuples: bool) -> Any:
     return tuple(columns[str(i)] for i in range(len(columns))) if gives_tuples else columns
 
 
+@contextlib.contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients. Each part gets its own mode back: a workload may keep frozen parts in eval."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        # no_grad, not inference_mode: DDP's hooks may meet the same buffers again in training
+        with torch.no_grad():
+            yield
+    finally:
+        for part, was_training in modes:
+            part.training = was_training
+
+
 def check_sum_and_count(result: Any, *, what: str) -> tuple[torch.Tensor, Any]:
     """The pair that a loss or metric must be. Raises WorkloadError with what it was instead."""
     if not isinstance(result, tuple) or len(result) != 2:
@@ -198,16 +212,12 @@ def check_first_batch(
         total, count = check_sum_and_count(result, what="loss()")
         return float(total), float(count)
 
-    was_training = module.training
-    module.eval()
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[place.device] if place.device.type == "cuda" else []):
-            whole, count = call_user_code(
-                lambda: _with_label_check(lambda: loss_of(0, rows)), what="loss()", doing="computing the first loss"
-            )
-            halves = [loss_of(0, rows // 2), loss_of(rows // 2, rows)] if rows >= 2 else []
-    finally:
-        module.train(was_training)
+    own_numbers = torch.random.fork_rng(devices=[place.device] if place.device.type == "cuda" else [])
+    with evaluation_mode(module), own_numbers:
+        whole, count = call_user_code(
+            lambda: _with_explanation(lambda: loss_of(0, rows)), what="loss()", doing="computing the first loss"
+        )
+        halves = [loss_of(0, rows // 2), loss_of(rows // 2, rows)] if rows >= 2 else []
     if not math.isfinite(whole):
         raise DataError(
             "the loss of the first batch",
@@ -229,23 +239,31 @@ def check_first_batch(
             )
 
 
-def _with_label_check(call: Any) -> Any:
+def _with_explanation(call: Any) -> Any:
     try:
         return call()
-    except IndexError as exc:
-        found = label_error(exc)
+    except Exception as exc:
+        found = explained(exc)
         if found is None:
             raise
         raise found from exc
 
 
-def label_error(exc: IndexError) -> DataError | None:
-    """What an IndexError of a loss or an embedding means for the user; None for any other, such as that of a list."""
-    if not any(words in str(exc) for words in ("out of bounds", "index out of range in self")):
-        return None
-    return DataError(
-        "a label or token",
-        str(exc).rstrip("."),
-        "it must be below the number of classes the model knows",
-        "check the labels of the data, and the size of the model's last layer or embedding",
-    )
+def explained(exc: Exception) -> DataError | None:
+    """What an error of torch means for the user, where its text tells; None for any other, such as a list's IndexError."""
+    text = str(exc)
+    if isinstance(exc, IndexError) and any(words in text for words in ("out of bounds", "index out of range in self")):
+        return DataError(
+            "a label or token",
+            text.rstrip("."),
+            "it must be below the number of classes the model knows",
+            "check the labels of the data, and the size of the model's last layer or embedding",
+        )
+    if isinstance(exc, ValueError) and "more than 1 value per channel" in text:
+        return DataError(
+            "a micro-batch of one worker",
+            "a single row",
+            "batch normalisation needs two to train on",
+            "leave out the partial batch at the end of an epoch with --batch.drop-last, or enlarge batch.micro_size",
+        )
+    return None

@@ -85,6 +85,39 @@ def test_unequal_parameters_are_found_on_every_rank_and_named(gloo):
         gloo.run(2, start, RankDependent(), None)
 
 
+class OtherShapes(Classify):
+    def build_model(self):
+        width = 8 + torch.distributed.get_rank()
+        return nn.Sequential(nn.Linear(6, 8), nn.Linear(8, width), nn.Linear(width, 3))
+
+
+class MoreLayers(Classify):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(6, 3), *(nn.Linear(3, 3) for _ in range(torch.distributed.get_rank())))
+
+
+class OtherTypes(Classify):
+    def build_model(self):
+        model = super().build_model()
+        model.register_buffer("scale", torch.ones(2, dtype=[torch.int32, torch.int64][torch.distributed.get_rank()]))
+        return model
+
+
+@pytest.mark.parametrize(
+    ("workload", "words"),
+    [
+        (OtherShapes, r"rank 0 built 1.weight [8, 8] float64 and rank 1 1.weight [9, 8] float64"),
+        (MoreLayers, r"rank 0 built nothing more and rank 1 1.weight [3, 3] float64"),
+        (OtherTypes, r"rank 0 built scale [2] int32 and rank 1 scale [2] int64"),
+    ],
+)
+@pytest.mark.parametrize("strategy", [None, "ddp"])
+def test_models_of_other_shapes_are_found_before_any_strategy_waits_for_them(gloo, workload, words, strategy):
+    for failure in gloo.attempt(2, start, workload(), strategy):
+        assert isinstance(failure.error, InitialisationError)
+        assert words in str(failure.error)
+
+
 def test_a_strategy_that_broadcasts_starts_all_ranks_from_rank_0(gloo):
     hashes = gloo.run(2, start, RankDependent(), "ddp")
     assert len(set(hashes)) == 1

@@ -207,6 +207,28 @@ def test_a_metric_that_is_no_sum_and_count_is_named():
         train_alone(workload)
 
 
+class LossInMetrics(Classify):
+    """Has the loss at hand while it measures, and notes when `loss` is called for an evaluation."""
+
+    calls = 0
+
+    def loss(self, model, batch):
+        self.calls += not model.training
+        return super().loss(model, batch)
+
+    def metrics(self, model, batch):
+        return {"loss": super().loss(model, batch), **super().metrics(model, batch)}
+
+
+def test_a_workload_that_measures_its_loss_with_the_metrics_saves_a_forward_pass():
+    ours, plain = LossInMetrics(num_val=9), Classify(num_val=9)
+    flags = {"evaluation.every": "1 epoch"}
+    assert [e.metrics for e in train_alone(ours, flags).evaluations] == [
+        e.metrics for e in train_alone(plain, flags).evaluations
+    ]
+    assert ours.calls == 3  # the look at the first batch and its halves, and no evaluation
+
+
 def test_a_metric_that_counted_nothing_is_named():
     workload = Classify(num_val=4)
     workload.metrics = lambda model, batch: {"accuracy": (torch.tensor(0.0), 0)}

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from small_runs import Classify, Tokens, make_job, rows, same_generators, train_alone, train_in_plain_torch
+from small_runs import (
+    Classify,
+    Tokens,
+    WithBatchNorm,
+    make_job,
+    rows,
+    same_generators,
+    train_alone,
+    train_in_plain_torch,
+)
 from torch import nn
 
 from scaleray.data import RankBatch
@@ -171,6 +180,15 @@ class LogOfZero(Classify):
         return total + torch.log(batch["x"].sum() * 0), count
 
 
+@pytest.mark.parametrize("flags", [{"batch.micro_size": 1}, {}])
+def test_batch_norm_on_a_single_row_says_what_to_change_and_the_advice_works(flags):
+    """The last batch of an epoch, or every micro-batch, has one row: torch cannot normalise over it."""
+    with pytest.raises(DataError, match=r"--batch\.drop-last, or enlarge batch\.micro_size"):
+        train_alone(WithBatchNorm(num_rows=9), flags)
+    advised = {"batch.micro_size": 2} if flags else {}
+    assert train_alone(WithBatchNorm(num_rows=9), {"batch.drop_last": True, **advised}).summary.steps == 2
+
+
 def test_a_first_loss_that_is_not_finite_says_that_the_inputs_are():
     with pytest.raises(DataError, match="a log of zero"):
         train_alone(LogOfZero())
@@ -179,7 +197,7 @@ def test_a_first_loss_that_is_not_finite_says_that_the_inputs_are():
 def test_the_look_at_the_first_batch_leaves_no_trace():
     """Neither parameters nor buffers nor the generator move, and the model is in training mode afterwards."""
     with same_generators():
-        workload = Classify()
+        workload = Returns(lambda losses: (losses.sum() + 0 * torch.rand(3).sum(), len(losses)))  # draws by itself
         workload.build_model = lambda: nn.Sequential(
             nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)
         )
