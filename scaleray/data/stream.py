@@ -21,6 +21,8 @@ from scaleray.data.step_plan import StepPlan, stream_key
 from scaleray.errors import InputStarvedError, ScaleRayError
 
 CHUNKS_PER_EXECUTION = 512  # task descriptions are made when an execution starts, so a long run uses several
+LOCAL_START_S = 30.0  # how long a worker reads for itself before a late pipeline counts as late
+LOCAL_CHUNK_STEPS = 16  # steps that it reads at once meanwhile: little, as these rows are read a second time
 FIRST_EXPLANATION_S = 15.0  # a cold cluster takes about 5 s for its first batch
 
 
@@ -112,6 +114,81 @@ def ray_blocks(
         yield from dataset.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=2)
 
 
+class Demand:
+    """What the consumer of a stream is doing, for whoever fills it. Set by the StepStream it is given to."""
+
+    def __init__(self) -> None:
+        self.has_begun = threading.Event()
+        """The consumer has asked for its first batch."""
+        self.is_closed = threading.Event()
+        self.is_hungry: Callable[[], bool] = lambda: True
+        """Whether the consumer will soon have to wait."""
+
+
+def start_locally(
+    local: Iterable[Columns], remote: Iterable[Columns], demand: Demand, *, patience_s: float = LOCAL_START_S
+) -> Iterator[Columns]:
+    """The rows of `remote`, the first of them read from `local`, which gives the same rows in the same order.
+
+    Tasks on a cold cluster take seconds to start, and their start competes with the building of the model for the same
+    cores. So `remote` starts when training begins, and until its first block is here, at most `patience_s` long, the
+    consumer's hunger is stilled from `local`. What came from there is left out of `remote`.
+    """
+    here = iter(local)
+    num_rows = 0
+    for block in itertools.islice(here, 1):
+        num_rows += _num_rows(block)
+        yield block
+    while not demand.has_begun.wait(timeout=0.2):
+        if demand.is_closed.is_set():
+            return
+    arrived: queue.Queue[Columns | BaseException | None] = queue.Queue(maxsize=2)
+    threading.Thread(target=_pump, args=(remote, arrived, demand), name="scaleray-tasks", daemon=True).start()
+    until = time.monotonic() + patience_s
+    while arrived.empty() and not demand.is_closed.is_set():
+        if time.monotonic() < until and demand.is_hungry():
+            read = next(here, None)
+            if read is None:
+                return  # everything is read before the first task has started
+            num_rows += _num_rows(read)
+            yield read
+        else:
+            time.sleep(0.005)
+    while not demand.is_closed.is_set():
+        item = arrived.get()
+        if isinstance(item, BaseException):
+            raise item
+        if item is None:
+            return
+        skipped = min(num_rows, _num_rows(item))
+        num_rows -= skipped
+        if skipped < _num_rows(item):
+            yield {name: values[skipped:] for name, values in item.items()} if skipped else item
+
+
+def _pump(blocks: Iterable[Columns], arrived: queue.Queue[Columns | BaseException | None], demand: Demand) -> None:
+    try:
+        for block in blocks:
+            _put(arrived, block, demand)
+            if demand.is_closed.is_set():
+                return
+        _put(arrived, None, demand)
+    except BaseException as exc:  # carried to the thread that fills the stream
+        _put(arrived, exc, demand)
+
+
+def _put(target: queue.Queue[Any], item: Any, demand: Demand) -> None:
+    while not demand.is_closed.is_set():
+        try:
+            return target.put(item, timeout=0.5)
+        except queue.Full:
+            continue
+
+
+def _num_rows(block: Columns) -> int:
+    return len(next(iter(block.values())))
+
+
 def _read_in_task(ids: Columns, source_ref: Any, part: Part, segment: list[range]) -> Columns:
     import ray
 
@@ -177,7 +254,8 @@ def rebatch(blocks: Iterable[Columns], sizes: Iterable[int]) -> Iterator[Columns
 class StepStream:
     """Iterates over the RankBatches of a part; a thread reads ahead. `waited_s` is the time spent waiting so far.
 
-    explain_wait: called when the first batches are late; returns a sentence for the user, or None.
+    demand: the one that `blocks` watches, if it watches any. explain_wait: called when the first batches are late;
+    returns a sentence for the user, or None.
     """
 
     def __init__(
@@ -188,6 +266,7 @@ class StepStream:
         row_bytes: int = 1,
         prefetch_bytes: float = 2**28,
         timeout_s: float = 300.0,
+        demand: Demand | None = None,
         explain_wait: Callable[[], str | None] = lambda: None,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -198,7 +277,9 @@ class StepStream:
         self._queue: queue.Queue[RankBatch | BaseException | None] = queue.Queue(
             maxsize=int(min(4096, max(2, prefetch_bytes // step_bytes)))
         )
-        self._closed = threading.Event()
+        self._demand = demand or Demand()
+        self._demand.is_hungry = lambda: self._queue.qsize() < LOCAL_CHUNK_STEPS // 2
+        self._closed = self._demand.is_closed
         self._thread = threading.Thread(target=self._fill, args=(blocks,), name="scaleray-input", daemon=True)
         self._thread.start()
 
@@ -208,6 +289,7 @@ class StepStream:
     def __next__(self) -> RankBatch:
         if self._is_finished:
             raise StopIteration
+        self._demand.has_begun.set()
         started = time.perf_counter()
         item = self._get(started)
         self.waited_s += time.perf_counter() - started
@@ -247,22 +329,15 @@ class StepStream:
             sizes = (max(1, self._part.num_rows(step)) for step in steps)
             delivered = self._part.first_step
             for step, columns in zip(steps, rebatch(blocks, sizes), strict=False):
-                self._put(RankBatch(step, columns, self._part.num_rows(step)))
+                _put(self._queue, RankBatch(step, columns, self._part.num_rows(step)), self._demand)
                 delivered = step + 1
                 if self._closed.is_set():
                     return
             if delivered < self._part.last_step:
                 raise RuntimeError(f"the input ended after step {delivered} of {self._part.last_step}")
-            self._put(None)
+            _put(self._queue, None, self._demand)
         except BaseException as exc:  # carried to the training thread and raised there
-            self._put(exc)
-
-    def _put(self, item: RankBatch | BaseException | None) -> None:
-        while not self._closed.is_set():
-            try:
-                return self._queue.put(item, timeout=0.5)
-            except queue.Full:
-                continue
+            _put(self._queue, exc, self._demand)
 
 
 def _original_error(exc: BaseException) -> BaseException:

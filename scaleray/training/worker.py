@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from scaleray.data import Part, StepStream
-from scaleray.data.stream import ray_blocks, ray_starvation_reason, stream_blocks
+from scaleray.data.sources import Columns
+from scaleray.data.stream import (
+    LOCAL_CHUNK_STEPS,
+    LOCAL_START_S,
+    Demand,
+    local_blocks,
+    ray_blocks,
+    ray_starvation_reason,
+    start_locally,
+    stream_blocks,
+)
 from scaleray.records import EventRecord, WorkerMessage, WorkerSummary
 from scaleray.training import loop
 from scaleray.training.job import TRAIN, Split, TrainJob
@@ -34,14 +44,13 @@ class Assignment:
 
 def train_worker(config: dict[str, Any]) -> WorkerSummary:
     """Entry point of one Ray Train worker; `config["assignment"]` is an Assignment."""
-    import ray.data
+    import ray
     import ray.train
 
     assignment: Assignment = config["assignment"]
     job = assignment.job
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # says that progress bars are off
-    ray.data.DataContext.get_current().enable_progress_bars = False
     context = ray.train.get_context()
     uses_gpu = job.config.scale.gpus_per_worker > 0
     place = Place(
@@ -56,8 +65,24 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
         torch.set_num_threads(max(1, int(job.config.scale.cpus_per_worker)))
     sender = Sender(assignment.recorder, interval_s=job.config.tracking.interval_s)
 
+    data = job.config.data
+
+    def planned_blocks(split: Split, part: Part, demand: Demand) -> Iterator[Columns]:
+        reference = assignment.sources[split.name]
+        chunk_bytes = data.chunk_mib * MIB
+        source = ray.get(reference)
+        if split.name != TRAIN and split.num_rows * split.row_bytes <= chunk_bytes:
+            return local_blocks(source, part, chunk_bytes=chunk_bytes)  # less than one task would read
+        step_bytes = split.row_bytes * part.plan.global_batch_size // part.world_size
+        here = local_blocks(source, part, chunk_bytes=step_bytes * LOCAL_CHUNK_STEPS)
+        tasks = ray_blocks(
+            reference, part, row_bytes=split.row_bytes, chunk_bytes=chunk_bytes,
+            memory_bytes=data.prefetch_mib * MIB, cpus=assignment.input_cpus,
+        )  # fmt: skip
+        return start_locally(here, tasks, demand, patience_s=min(LOCAL_START_S, data.timeout_s))
+
     def open_stream(split: Split, part: Part) -> StepStream:
-        data = job.config.data
+        demand = Demand()
         if split.is_streamed:
             blocks = stream_blocks(
                 ray.train.get_dataset_shard(split.name),
@@ -66,12 +91,9 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
                 window_rows=data.window_rows,
             )
         else:
-            blocks = ray_blocks(
-                assignment.sources[split.name], part, row_bytes=split.row_bytes, chunk_bytes=data.chunk_mib * MIB,
-                memory_bytes=data.prefetch_mib * MIB, cpus=assignment.input_cpus,
-            )  # fmt: skip
+            blocks = planned_blocks(split, part, demand)
         return StepStream(
-            blocks, part, row_bytes=split.row_bytes, prefetch_bytes=data.prefetch_mib * MIB / 2, timeout_s=data.timeout_s,
+            blocks, part, row_bytes=split.row_bytes, demand=demand, prefetch_bytes=data.prefetch_mib * MIB / 2, timeout_s=data.timeout_s,
             explain_wait=ray_starvation_reason(), warn=lambda text: sender(EventRecord(text, kind="warning")),
         )  # fmt: skip
 

@@ -159,7 +159,8 @@ def test_a_killed_worker_without_restarts_fails_the_run(ray_session, tmp_path):
 
 
 def test_input_without_a_free_cpu_is_explained(ray_session, tmp_path):
-    options = {"scale.cpus_per_worker": 6, "data.reserved_cpus": 0, "data.timeout_s": 6}
+    # the worker reads for itself at first; this run goes on for longer than that
+    options = {"scale.cpus_per_worker": 6, "data.reserved_cpus": 0, "data.timeout_s": 6, "stop.after": "10000000 steps"}
     messages = []
     with pytest.raises(InputStarvedError, match="0 of 6 CPUs free"):
         scaleray.train(settings(tmp_path, "Line", **options), show=messages.extend)
