@@ -32,7 +32,7 @@ from scaleray.config.loading import load_config
 SIDES = ("scaleray", "torchrun", "ray_train", "lightning", "accelerate")
 BASELINE = "torchrun"
 NEEDED_LIBRARY = {"lightning": "lightning", "accelerate": "accelerate"}
-WORKLOADS = {"digits": 400, "language_model": 120}  # jobs/<name>.yaml, and steps of a run
+WORKLOADS = {"digits": 1000, "language_model": 100}  # jobs/<name>.yaml, and steps of a run
 WORLD_SIZE = 2
 TIMEOUT_S = 1200.0
 COMMON_FLAGS = {

@@ -22,7 +22,9 @@ from scaleray.errors import InputStarvedError, ScaleRayError
 
 CHUNKS_PER_EXECUTION = 512  # task descriptions are made when an execution starts, so a long run uses several
 LOCAL_START_S = 30.0  # how long a worker reads for itself before a late pipeline counts as late
-LOCAL_CHUNK_STEPS = 16  # steps that it reads at once meanwhile: little, as these rows are read a second time
+LOCAL_CHUNK_STEPS = (
+    64  # steps that it reads at once meanwhile, unless they are large: these rows are read a second time
+)
 FIRST_EXPLANATION_S = 15.0  # a cold cluster takes about 5 s for its first batch
 
 
