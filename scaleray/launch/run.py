@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import secrets
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,13 +17,14 @@ from scaleray.config import RunConfig, load_config
 from scaleray.config.base import absolute_path
 from scaleray.data import as_source
 from scaleray.data.sources import Source
-from scaleray.errors import ClusterError, ConfigError, DataError, StorageError, TrackingError
+from scaleray.errors import ClusterError, ConfigError, DataError, TrackingError
 from scaleray.launch import cluster
 from scaleray.launch.local import run_here
+from scaleray.launch.run_folder import RunFolder
 from scaleray.launch.trainer import Interrupted, RemoteRecorder, Show, fit, spawn_recorder
 from scaleray.records import EventRecord, RunRecord
 from scaleray.reproducibility.fingerprint import environment, environment_hash
-from scaleray.scaling.recipe import DataSize, Recipe, derive, resolve_strategy
+from scaleray.scaling.recipe import DataSize, derive, resolve_strategy
 from scaleray.tracking import store
 from scaleray.tracking.recorder import Recorder, RunDescription
 from scaleray.training.job import TRAIN, Split, TrainJob
@@ -74,17 +73,17 @@ def train(
         workload = load_workload(config.workload.name, config.workload.args, base_dir=base_dir)
     elif isinstance(workload, type):
         workload = build_workload(workload, config.workload.args, name=workload.__name__)
-    run_name, run_dir = _reserve_run_dir(config)
+    folder = RunFolder.reserve(config)
     try:
         with _environment(config, local=local) as topology:
             sources = load_sources(workload)
-            run = _Run(config, workload, sources, run_name, run_dir, tracking_uri, topology, show, started_at)
+            run = _Run(config, workload, sources, folder, tracking_uri, topology, show, started_at)
             expect_steps(run.recipe.total_steps)
             for line in run.announcement():
                 say(line)
             return run.train(local=local)
     except BaseException:
-        _remove_if_empty(run_dir)
+        folder.remove_if_empty()
         raise
 
 
@@ -133,17 +132,15 @@ def _environment(config: RunConfig, *, local: bool) -> Iterator[list[dict[str, A
 
 class _Run:
     def __init__(
-        self, config: RunConfig, workload: Any, sources: dict[str, Source], run_name: str, run_dir: str, tracking_uri: str,
+        self, config: RunConfig, workload: Any, sources: dict[str, Source], folder: RunFolder, tracking_uri: str,
         topology: list[dict[str, Any]], show: Show, started_at: float,
     ) -> None:  # fmt: skip
-        self.config, self.sources, self.run_name, self.run_dir = config, sources, run_name, run_dir
+        self.config, self.sources, self.folder = config, sources, folder
         self.tracking_uri, self.topology, self.show = tracking_uri, topology, show
         self.recipe = derive(config, data_size(sources))
         self.facts: dict[str, Any] = {"environment": environment(), "topology": topology}
         self.data = {name: source.describe() for name, source in sources.items()}
         self.job = TrainJob(config, self.recipe, workload, {n: Split.of(n, s) for n, s in sources.items()}, started_at)
-        self.weights_path = f"{run_dir}/weights.pt"
-        self.work_dir = run_dir if "://" not in run_dir else tempfile.mkdtemp(prefix="scaleray-")
 
     def train(self, *, local: bool) -> RunRecord:
         description = self._describe()
@@ -152,7 +149,7 @@ class _Run:
             recorder = Recorder(description)
             recorder.start()
             work: Callable[[], None] = lambda: run_here(
-                self.job, self.sources, recorder, weights_path=self.weights_path, show=self.show
+                self.job, self.sources, recorder, weights_path=self.folder.weights_path, show=self.show
             )
         else:
             _ship_user_code(self.job.workload)
@@ -161,9 +158,9 @@ class _Run:
                 self.job,
                 self.sources,
                 recorder,
-                weights_path=self.weights_path,
+                weights_path=self.folder.weights_path,
                 run_name="ray_train",
-                storage_path=self.run_dir,
+                storage_path=self.folder.path,
                 show=self.show,
             )
         try:
@@ -186,7 +183,7 @@ class _Run:
             else f" (rule {config.optimizer.rule} from {config.optimizer.learning_rate:g})"
         )
         return [
-            f"run {self.run_name}: {config.workload.name}",
+            f"run {self.folder.name}: {config.workload.name}",
             f"  {config.scale.workers} worker{'s' if config.scale.workers > 1 else ''}, {r.strategy}, {config.precision.dtype}, "
             f"global batch {r.global_batch_size} = {config.scale.workers} x {r.accumulation_steps} x {r.micro_batch_size}, "
             f"{r.total_steps} steps ({r.steps_per_epoch} an epoch), learning rate {r.learning_rate:g}{rule}",
@@ -217,8 +214,8 @@ class _Run:
         return RunDescription(
             tracking_uri=self.tracking_uri,
             experiment=config.tracking.experiment,
-            run_name=self.run_name,
-            work_dir=self.work_dir,
+            run_name=self.folder.name,
+            work_dir=self.folder.work_dir,
             every_steps=config.tracking.every_steps,
             params={k: v for k, v in params.items() if v is not None},
             tags=tags,
@@ -250,14 +247,11 @@ class _Run:
         recording = recorder.drain()
         identity = recorder.identity()
         summary = next((s for s in recording.summaries if s.rank == 0), None)
-        facts = {
-            **self.facts,
-            "workers": [
-                {"rank": s.rank, "node": s.node, "device": s.device, **s.hardware} for s in recording.summaries
-            ],
-        }
+        hardware = [summary.hardware for summary in recording.summaries]
+        workers = [{"rank": s.rank, "node": s.node, "device": s.device, **s.hardware} for s in recording.summaries]
+        facts = {**self.facts, "workers": workers}
         record = RunRecord(
-            name=self.run_name,
+            name=self.folder.name,
             status=status,
             verdict=reason or (summary.verdict if summary else "done"),
             workers=self.config.scale.workers,
@@ -280,16 +274,16 @@ class _Run:
             derived=_plain(self.recipe.values()),
             data=self.data,
             environment=facts,
-            environment_hash=environment_hash(facts),
+            environment_hash=environment_hash({"environment": facts["environment"], "hardware": _distinct(hardware)}),
             tracking_uri=store.without_password(self.tracking_uri),
             experiment_id=identity.experiment_id,
             run_id=identity.run_id,
             mlflow_link=identity.link,
-            run_dir=self.run_dir,
+            run_dir=self.folder.path,
             events=recording.events,
         )
         if status == "FINISHED" and self.config.checkpoint.save_final:
-            recorder.log_files([self._local_weights()], "model")
+            recorder.log_files([self.folder.local_weights()], "model")
         unsent = recorder.finish(
             status,
             metrics=_point_metrics(record),
@@ -301,7 +295,7 @@ class _Run:
             files={"record.json": record.to_json(), "environment.yaml": yaml.safe_dump(_plain(facts), sort_keys=False)},
         )
         record = dataclasses.replace(record, unsent_file=unsent)
-        self._copy_run_dir()
+        self.folder.complete()
         if unsent:
             self.show(
                 [
@@ -313,68 +307,10 @@ class _Run:
             )
         return record
 
-    def _local_weights(self) -> str:
-        """The final weights as a local file, which is what MLflow takes."""
-        if "://" not in self.run_dir:
-            return self.weights_path
-        import pyarrow.fs
-
-        filesystem, inner = pyarrow.fs.FileSystem.from_uri(self.weights_path)
-        pyarrow.fs.copy_files(inner, f"{self.work_dir}/weights.pt", source_filesystem=filesystem)
-        return f"{self.work_dir}/weights.pt"
-
-    def _copy_run_dir(self) -> None:
-        if "://" not in self.run_dir:
-            return
-        import pyarrow.fs
-
-        filesystem, inner = pyarrow.fs.FileSystem.from_uri(self.run_dir)
-        pyarrow.fs.copy_files(self.work_dir, inner, destination_filesystem=filesystem)
-
 
 def _absolute(config: RunConfig) -> RunConfig:
     path = absolute_path(config.checkpoint.storage_path)
     return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"storage_path": path})})
-
-
-def _reserve_run_dir(config: RunConfig) -> tuple[str, str]:
-    """Make the run's folder. A name in use is refused: Ray Train would silently resume the old run under it."""
-    import pyarrow.fs
-
-    stem = config.workload.name.rpartition(":")[2].lower() or "run"
-    unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    name = config.tracking.run_name or f"{stem}-w{config.scale.workers:03d}-b{config.batch.global_size}-{unique}"
-    root = config.checkpoint.storage_path
-    run_dir = f"{root.rstrip('/')}/{name}"
-    try:
-        filesystem, inner = pyarrow.fs.FileSystem.from_uri(run_dir)
-        exists = filesystem.get_file_info(inner).type != pyarrow.fs.FileType.NotFound
-        if not exists:
-            filesystem.create_dir(inner, recursive=True)
-            with filesystem.open_output_stream(f"{inner}/.writable") as probe:
-                probe.write(b"1")
-            filesystem.delete_file(f"{inner}/.writable")
-    except (OSError, ValueError) as exc:
-        raise StorageError(
-            "checkpoint.storage_path",
-            root,
-            f"it cannot be written: {exc}",
-            "choose another folder or bucket, or mend its permissions",
-        ) from exc
-    if exists:
-        raise ConfigError(
-            "tracking.run_name",
-            name,
-            f"{run_dir} exists already",
-            "choose another name, or leave it out for a unique one",
-        )
-    return name, run_dir
-
-
-def _remove_if_empty(run_dir: str) -> None:
-    if "://" not in run_dir:
-        with contextlib.suppress(OSError):  # not empty: the failed run's files are worth keeping
-            Path(run_dir).rmdir()
 
 
 def _ship_user_code(workload: Any) -> None:
@@ -391,6 +327,11 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def _distinct(hardware: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each kind of node once: the number of workers belongs to the topology, not to the environment."""
+    return [kind for number, kind in enumerate(hardware) if kind not in hardware[:number]]
 
 
 def _plain(value: Any) -> Any:
@@ -423,8 +364,3 @@ def _note(record: RunRecord) -> str:
         "files": f"`{record.run_dir}`",
     }
     return "| | |\n|---|---|\n" + "\n".join(f"| {key} | {value} |" for key, value in rows.items())
-
-
-def explain_recipe(recipe: Recipe) -> list[tuple[str, Any, str]]:
-    """(name, value, how it was derived) for every derived value."""
-    return [(name, value, recipe.explanations.get(name, "")) for name, value in recipe.values().items()]

@@ -1,0 +1,95 @@
+"""The folder of one run, local or in a bucket: reserved before anything starts, filled when the run ends."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from scaleray.config import RunConfig
+from scaleray.errors import ConfigError, StorageError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """name: of the run. path: local path or URI. work_dir: local; the same folder, or one to upload from."""
+
+    name: str
+    path: str
+    work_dir: str
+
+    @classmethod
+    def reserve(cls, config: RunConfig) -> RunFolder:
+        """Make the folder, which shows that it can be written. Raises StorageError.
+
+        A name in use is a ConfigError: Ray Train would silently resume the old run under it.
+        """
+        import pyarrow.fs
+
+        stem = config.workload.name.rpartition(":")[2].lower() or "run"
+        unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        name = config.tracking.run_name or f"{stem}-w{config.scale.workers:03d}-b{config.batch.global_size}-{unique}"
+        root = config.checkpoint.storage_path
+        path = f"{root.rstrip('/')}/{name}"
+        try:
+            filesystem, inner = pyarrow.fs.FileSystem.from_uri(path)
+            exists = filesystem.get_file_info(inner).type != pyarrow.fs.FileType.NotFound
+            if not exists:
+                filesystem.create_dir(inner, recursive=True)
+                with filesystem.open_output_stream(f"{inner}/.writable") as probe:
+                    probe.write(b"1")
+                filesystem.delete_file(f"{inner}/.writable")
+        except (OSError, ValueError) as exc:
+            raise StorageError(
+                "checkpoint.storage_path", root, f"it cannot be written: {exc}",
+                "choose another folder or bucket, or mend its permissions",
+            ) from exc  # fmt: skip
+        if exists:
+            raise ConfigError(
+                "tracking.run_name",
+                name,
+                f"{path} exists already",
+                "choose another name, or leave it out for a unique one",
+            )
+        return cls(name, path, path if "://" not in path else tempfile.mkdtemp(prefix="scaleray-"))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the folder is on this machine rather than in a bucket."""
+        return self.path == self.work_dir
+
+    @property
+    def weights_path(self) -> str:
+        """Where rank 0 writes the final weights."""
+        return f"{self.path}/weights.pt"
+
+    def local_weights(self) -> str:
+        """The final weights as a local file, which is what MLflow takes."""
+        if self.is_local:
+            return self.weights_path
+        import pyarrow.fs
+
+        local = f"{self.work_dir}/weights.pt"
+        filesystem, inner = pyarrow.fs.FileSystem.from_uri(self.weights_path)
+        pyarrow.fs.copy_files(inner, local, source_filesystem=filesystem)
+        return local
+
+    def complete(self) -> None:
+        """Upload what was written locally; nothing to do for a local folder."""
+        if self.is_local:
+            return
+        import pyarrow.fs
+
+        filesystem, inner = pyarrow.fs.FileSystem.from_uri(self.path)
+        pyarrow.fs.copy_files(self.work_dir, inner, destination_filesystem=filesystem)
+        shutil.rmtree(self.work_dir, ignore_errors=True)
+
+    def remove_if_empty(self) -> None:
+        """Take an unused local folder away; the files of a failed run are worth keeping."""
+        if self.is_local:
+            with contextlib.suppress(OSError):
+                Path(self.path).rmdir()
