@@ -28,7 +28,7 @@ floors: $(INSTALLED)
 	$(BIN)/lint-imports --no-cache
 
 unit: $(INSTALLED)
-	$(BIN)/python -m pytest -m 'not gpu and not slow' --cov --cov-report=term-missing:skip-covered --cov-fail-under=80
+	$(BIN)/python -m pytest -m 'not gpu and not slow' --cov --cov-report=term-missing:skip-covered --cov-fail-under=90
 
 slow: $(INSTALLED)  ## minutes-long tests
 	$(BIN)/python -m pytest -m slow

@@ -33,7 +33,6 @@ SIDES = ("scaleray", "torchrun", "ray_train", "lightning", "accelerate")
 BASELINE = "torchrun"
 NEEDED_LIBRARY = {"lightning": "lightning", "accelerate": "accelerate"}
 WORKLOADS = {"digits": 1000, "language_model": 100}  # jobs/<name>.yaml, and steps of a run
-WORLD_SIZE = 2
 TIMEOUT_S = 1200.0
 COMMON_FLAGS = {
     "schedule.name": "constant",
@@ -70,12 +69,12 @@ def make_job(name: str, arguments: argparse.Namespace) -> Job:
     """The job of jobs/<name>.yaml, with what would differ between the sides taken out."""
     path = f"jobs/{name}.yaml"
     steps = arguments.steps or WORKLOADS[name]
-    flags = {**COMMON_FLAGS, "stop.after": f"{steps} steps", "scale.workers": WORLD_SIZE, "seed": arguments.seed}
+    flags = {**COMMON_FLAGS, "stop.after": f"{steps} steps", "scale.workers": arguments.workers, "seed": arguments.seed}
     config = load_config(harness.REPOSITORY / path, flags=flags)
     task = {
         "workload": config.workload.name,
         "workload_args": dict(config.workload.args),
-        "world_size": WORLD_SIZE,
+        "world_size": arguments.workers,
         "global_batch_size": config.batch.global_size,
         "steps": steps,
         "learning_rate": config.optimizer.learning_rate,
@@ -105,7 +104,7 @@ def command_of(side: str, job: Job, folder: Path) -> list[str]:
         return [sys.executable, "-m", "scaleray", "train", "-c", job.config, "--json", *words]
     task_file = folder / "task.json"
     task_file.write_text(json.dumps({**job.task, "result": str(folder / "result")}))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD_SIZE)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.task["world_size"])]
     script = harness.REPOSITORY / "jobs" / "benchmarks" / "sides" / f"with_{side}.py"
     return [sys.executable, *(launcher if side in ("torchrun", "accelerate") else []), str(script), str(task_file)]
 
@@ -159,7 +158,10 @@ def reason(text: str) -> str:
 
 def read_by_hand(folder: Path, output: str, started_at: float) -> harness.Measurement:
     """What the ranks of a hand-written side wrote."""
-    ranks = [json.loads((folder / f"result.{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
+    ranks = [
+        json.loads((folder / f"result.{rank}.json").read_text())
+        for rank in range(len(list(folder.glob("result.*.json"))))
+    ]
     return {
         "samples_per_s": ranks[0]["samples_per_s"],
         "first_step_s": ranks[0]["first_step_at"] - started_at,
@@ -209,7 +211,7 @@ def describe(job: Job, found: list[harness.Measurement], arguments: argparse.Nam
     rules = RULES.format(
         steps=job.task["steps"],
         batch=job.task["global_batch_size"],
-        world_size=WORLD_SIZE,
+        world_size=job.task["world_size"],
         seed=arguments.seed,
         repeats=arguments.repeats,
         baseline=BASELINE,
@@ -224,6 +226,9 @@ def main() -> None:
     parser.add_argument("--workloads", type=words, default=list(WORKLOADS), help=",".join(WORKLOADS))
     parser.add_argument("--sides", type=words, default=list(SIDES), help=",".join(SIDES))
     parser.add_argument("--steps", type=int, help=f"of each run, by default {WORKLOADS}")
+    parser.add_argument(
+        "--workers", type=int, default=2, help="ranks; with fewer than cores, Ray's own processes do not compete"
+    )
     parser.add_argument("--loader-workers", type=int, default=0, help="processes of each rank's DataLoader")
     parser.add_argument("--seed", type=int, default=0, help="of the training and of the order of sides")
     parser.add_argument("--results", type=Path, default=harness.RESULTS, help="folder for the report")
@@ -244,7 +249,7 @@ def main() -> None:
         found += own
     record = {"conditions": conditions, "tasks": {job.name: job.task for job in jobs}, "measurements": found}
     harness.write_report(
-        "training",
+        "training" if arguments.workers == 2 else f"training-{arguments.workers}-workers",
         title="Training, side by side",
         text="\n\n".join(texts),
         record=record,
