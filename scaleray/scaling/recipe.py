@@ -121,9 +121,14 @@ def derive(config: RunConfig, data: DataSize) -> Recipe:
             f"it is {warmup_steps} steps here and the whole training only {total_steps}",
             "shorten the warm-up or lengthen stop.after",
         )
+    if config.schedule.length and config.schedule.name == "constant":
+        raise ConfigError(
+            "schedule.length", str(config.schedule.length), "a constant schedule has no decay that could end there",
+            "leave it out, or use --schedule.name cosine or linear",
+        )  # fmt: skip
     schedule_steps = to_steps(config.schedule.length, "schedule_steps") if config.schedule.length else total_steps
     why.setdefault("schedule_steps", "the whole training")
-    if config.schedule.length and config.schedule.name != "constant" and schedule_steps <= warmup_steps:
+    if config.schedule.length and schedule_steps <= warmup_steps:
         raise ConfigError(
             "schedule.length",
             str(config.schedule.length),

@@ -79,7 +79,12 @@ def test_the_training_is_the_same_for_every_number_of_workers(workers, accumulat
     [
         {},
         {"optimizer__rule": "legw", "optimizer__reference_batch_size": 32, "schedule__warmup": "0.5 epochs"},
-        {"evaluation__every": "100 samples", "schedule__length": "1 epoch", "batch__micro_size": 8},
+        {
+            "evaluation__every": "100 samples",
+            "schedule__name": "linear",
+            "schedule__length": "1 epoch",
+            "batch__micro_size": 8,
+        },
         {"batch__drop_last": True, "optimizer__rule": "adam", "optimizer__reference_batch_size": 32},
     ],
 )
@@ -246,6 +251,12 @@ def test_legw_leaves_a_warmup_in_steps_which_is_kappa_times_as_many_epochs_alrea
     assert recipe(DataSize(6400), schedule__warmup="16 steps", **flags).warmup_steps == 16
     # the same warm-up in samples, at the reference batch of 16
     assert recipe(DataSize(6400), schedule__warmup="256 samples", **flags).warmup_steps == 16
+
+
+def test_a_decay_length_without_a_decay_is_refused_rather_than_dropped():
+    error = refusal(schedule__name="constant", schedule__length="20 steps")
+    assert error.what == "schedule.length"
+    assert "cosine" in str(error)
 
 
 # strategies
