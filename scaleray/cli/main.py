@@ -10,7 +10,7 @@ import psutil
 from cyclopts import App, CycloptsError, Parameter
 
 from scaleray import __version__
-from scaleray.errors import ScaleRayError, UsageError
+from scaleray.errors import ScaleRayError
 
 app = App(
     name="scaleray",
@@ -198,8 +198,6 @@ def run_command(arguments: list[str]) -> int:
         return result if isinstance(result, int) else 0
     except CycloptsError as exc:
         return _fail(f"{type(exc).__name__.removesuffix('Error')}: {exc}\n  see scaleray --help", 2)
-    except UsageError as exc:
-        return _fail(f"{type(exc).__name__}: {exc}", exc.exit_code)
     except ScaleRayError as exc:
         return _fail(f"{type(exc).__name__}: {exc}", exc.exit_code)
     except KeyboardInterrupt:
