@@ -128,7 +128,7 @@ def fit(
         datasets=streamed or None,
         dataset_config=ray.train.DataConfig(enable_shard_locality=True) if streamed else None,
     )
-    with _showing(recorder, show) as watcher, _stop_on_sigterm():
+    with _showing(recorder, show) as watcher, _stop_on_sigterm(recorder):
         try:
             trainer.fit()
         except (KeyboardInterrupt, SystemExit) as exc:
@@ -200,14 +200,19 @@ def _showing(recorder: RemoteRecorder, show: Show) -> Iterator[_Watcher]:
 
 
 @contextlib.contextmanager
-def _stop_on_sigterm() -> Iterator[None]:
-    """`ray job stop` sends SIGTERM and, three seconds later, SIGKILL: treat it like Ctrl-C, which frees everything."""
+def _stop_on_sigterm(recorder: RemoteRecorder) -> Iterator[None]:
+    """`ray job stop` sends SIGTERM and, three seconds later, SIGKILL: treat it like Ctrl-C, which frees everything.
+
+    On a loaded machine three seconds may not be enough for that, so the recorder hears of it first.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before_term, before_int = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
 
     def on_sigterm(signum: int, frame: Any) -> None:
+        # in a thread: the main one may be inside Ray, holding what a remote call needs
+        threading.Thread(target=recorder.actor.mark_killed.remote, daemon=True).start()
         signal.raise_signal(signal.SIGINT)
 
     signal.signal(signal.SIGTERM, on_sigterm)

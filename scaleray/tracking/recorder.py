@@ -163,6 +163,11 @@ class Recorder:
         shown = self._shown[max(0, after - self._shown_from) :]
         return self._shown_from + len(self._shown), shown
 
+    def mark_killed(self) -> None:
+        """End the run as KILLED now, before the driver does so in good order, which it may not live long enough for."""
+        self._queue.put({"op": "status", "status": "KILLED", "end_time": _now_ms()})
+        self._has_message.set()
+
     def log_files(self, paths: Sequence[str], folder: str | None = None) -> None:
         """Add local files to the run's artifacts."""
         for path in paths:

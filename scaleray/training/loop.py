@@ -25,7 +25,7 @@ from scaleray.training.evaluation import Evaluator
 from scaleray.training.job import TRAIN, Split, TrainJob
 from scaleray.training.model_setup import Setup, prepare
 from scaleray.training.place import Place
-from scaleray.training.step import StepResult, TrainStep, check_first_batch, explained
+from scaleray.training.step import Probe, StepResult, TrainStep, check_first_batch, explained
 from scaleray.training.system_metrics import SystemMetrics
 from scaleray.workload import user_traceback
 
@@ -41,24 +41,22 @@ class OpenStream(Protocol):
 
 def run(
     job: TrainJob, place: Place, *, open_stream: OpenStream, emit: Emit, save_weights: Callable[[dict[str, Any]], None] | None = None,
+    probe: Probe | None = None,
 ) -> WorkerSummary:  # fmt: skip
     """Train one worker's share to the end. Collective: every worker of the group calls it with the same job.
 
-    save_weights: called on rank 0 with the final weights. Raises RunFailedError naming rank, node and step; errors
+    save_weights: called on rank 0 with the final weights. probe: looks at every step. Raises RunFailedError naming rank, node and step; errors
     that the user can mend (UsageError) come as they are.
     """
-    return _Run(job, place, open_stream, emit, save_weights).train()
+    return _Run(job, place, open_stream, emit, save_weights, probe).train()
 
 
 class _Run:
-    def __init__(self, job: TrainJob, place: Place, open_stream: OpenStream, emit: Emit, save_weights: Any) -> None:
-        self.job, self.place, self.open_stream, self.emit, self.save_weights = (
-            job,
-            place,
-            open_stream,
-            emit,
-            save_weights,
-        )
+    def __init__(
+        self, job: TrainJob, place: Place, open_stream: OpenStream, emit: Emit, save_weights: Any, probe: Probe | None
+    ) -> None:
+        self.job, self.place, self.open_stream, self.emit = job, place, open_stream, emit
+        self.save_weights, self.probe = save_weights, probe
         self.config, self.recipe = job.config, job.recipe
         self.step = 0
         self.clock = _Clock()
@@ -92,8 +90,11 @@ class _Run:
     def _steps(self, setup: Setup, stream: StepStream, plan: StepPlan) -> str:
         split = self.job.splits[TRAIN]
         step = TrainStep(
-            self.job.workload, setup, self.config, self.recipe, self.place, gives_tuples=split.gives_tuples
-        )
+            self.job.workload, setup, self.config, self.recipe, self.place, gives_tuples=split.gives_tuples,
+            probe=self.probe,
+        )  # fmt: skip
+        if self.probe is not None:
+            self.probe.on_setup(setup)
         self.evaluators = [self._evaluator(s, setup) for s in self.job.evaluation_splits()]
         target = self.config.stop.at
         if target is not None and target.metric.partition("/")[0] not in {e.name for e in self.evaluators}:

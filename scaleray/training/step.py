@@ -9,7 +9,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -35,20 +35,39 @@ class StepResult:
     is_finite: bool
 
 
+class Probe(Protocol):
+    """Looks at every step from inside, for checks; changes nothing. All ranks have the same one, so it may communicate."""
+
+    def on_setup(self, setup: Setup) -> None:
+        """Everything is built, and nothing has been trained yet."""
+
+    def on_batch(self, batch: RankBatch) -> None:
+        """This rank's rows of the step that begins."""
+
+    def on_gradients(self, correction: float) -> None:
+        """Gradients are synchronised and unscaled, and not yet clipped; times `correction` they are what is meant."""
+
+    def on_step(self, result: StepResult, learning_rate: float) -> None:
+        """The optimizer has taken the step, with this learning rate in its first group."""
+
+
 class TrainStep:
     """Runs optimizer steps for one worker. `gives_tuples`: the loss receives the columns as a tuple."""
 
     def __init__(
-        self, workload: Any, setup: Setup, config: RunConfig, recipe: Recipe, place: Place, *, gives_tuples: bool
-    ) -> None:
+        self, workload: Any, setup: Setup, config: RunConfig, recipe: Recipe, place: Place, *, gives_tuples: bool,
+        probe: Probe | None = None,
+    ) -> None:  # fmt: skip
         self.workload, self.setup, self.config, self.recipe, self.place = workload, setup, config, recipe, place
-        self.gives_tuples = gives_tuples
+        self.gives_tuples, self.probe = gives_tuples, probe
         self.parameters = [p for p in setup.parallel.module.parameters() if p.requires_grad]
         self.count_per_row = 1.0  # learned from each step; only a guess that saves a pass over the gradients
 
     def __call__(self, batch: RankBatch, *, num_rows: int, want_norm: bool) -> StepResult:
         """Train on one global batch of `num_rows` rows, of which `batch` is this rank's part. Collective."""
         setup, place = self.setup, self.place
+        if self.probe is not None:
+            self.probe.on_batch(batch)
         setup.optimizer.zero_grad(set_to_none=True)
         # Losses are scaled by the expected count before the backward pass, which keeps gradients in range, and
         # corrected by the true count after it. With a constant count per row there is nothing to correct.
@@ -89,6 +108,8 @@ class TrainStep:
         setup, clip_norm = self.setup, self.config.optimizer.clip_norm
         scaler = setup.precision.scaler
         scaler.unscale_(setup.optimizer)
+        if self.probe is not None:
+            self.probe.on_gradients(correction)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         grad_norm = None
         factor = correction
@@ -107,7 +128,10 @@ class TrainStep:
                 torch._foreach_mul_(gradients, factor)
             scaler.step(setup.optimizer)
         scaler.update()
-        return StepResult(loss=loss_sum / count, count=count, grad_norm=grad_norm, is_finite=is_finite)
+        result = StepResult(loss=loss_sum / count, count=count, grad_norm=grad_norm, is_finite=is_finite)
+        if self.probe is not None:
+            self.probe.on_step(result, float(setup.schedule.get_last_lr()[0]))
+        return result
 
 
 def micro_batches(batch: RankBatch, size: int) -> Iterator[tuple[dict[str, np.ndarray], int]]:
