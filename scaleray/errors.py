@@ -7,11 +7,13 @@
     |   |-- DataError              a source is empty, unreadable, too small or holds bad values
     |   |-- ClusterError           the cluster can never hold the run, or cannot be reached
     |   |-- StorageError           the storage path cannot be written
+    |   |-- CheckpointError        a checkpoint is damaged, of another model or config, or of a newer format
     |   `-- TrackingError          the MLflow server cannot be reached or written
     `-- RunFailedError             the run started and did not finish
         |-- NonFiniteLossError     a loss or gradient became NaN or infinite
         |-- InputStarvedError      the input pipeline delivered nothing for too long
-        `-- InitialisationError    ranks disagree on the initial parameters
+        |-- InitialisationError    ranks disagree on the initial parameters
+        `-- LeftEarly              the run was asked to stop, saved its state and can be resumed
 
 A message has four parts: what, the value found, what is allowed, what to do next. Arguments are the
 positional `args` of the exception, so that each one survives the pickling that carries it from a worker.
@@ -65,6 +67,10 @@ class StorageError(UsageError):
     """The storage path cannot be written."""
 
 
+class CheckpointError(UsageError):
+    """A checkpoint cannot be used: damaged, half written, of another model or config, or of a newer format."""
+
+
 class TrackingError(UsageError):
     """The MLflow tracking server or database cannot be used."""
 
@@ -83,6 +89,10 @@ class InputStarvedError(RunFailedError):
 
 class InitialisationError(RunFailedError):
     """Ranks hold different parameters before the first step."""
+
+
+class LeftEarly(RunFailedError):
+    """The run was asked to stop and did so in good order: its last step is saved, and it can be resumed."""
 
 
 def _shown(found: object) -> str:

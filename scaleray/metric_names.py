@@ -35,5 +35,11 @@ TIME_TO_FIRST_STEP_S = Metric(
     "point/time_to_first_step_s", "s", "from the command's start to the end of the first step"
 )
 PEAK_MEMORY_BYTES = Metric("point/peak_memory_bytes", "bytes", "largest peak memory of any worker process or device")
+VERIFY_LOSS_DIFFERENCE = Metric("verify/loss_difference", "1", "largest relative difference of a step's loss to one process")
+VERIFY_GRAD_NORM_DIFFERENCE = Metric("verify/grad_norm_difference", "1", "the same of the gradient's norm")
+VERIFY_PARAMETER_DIFFERENCE = Metric(
+    "verify/parameter_difference", "1", "the same of the final parameters, relative to each tensor's largest"
+)
+VERIFY_MISMATCHES = Metric("verify/mismatches", "variants", "variants that are not the training that they promise to be")
 
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, Metric))

@@ -47,6 +47,20 @@ class SystemRecord:
 
 
 @dataclass(frozen=True)
+class CheckpointRecord:
+    """One complete checkpoint. bytes_written: what was new since the last one, of total_bytes that it stands for."""
+
+    step: int
+    path: str
+    bytes_written: int
+    total_bytes: int
+    duration_s: float
+    """From its beginning to its manifest, beside the training."""
+    stall_s: float
+    """How long training waited for it on rank 0."""
+
+
+@dataclass(frozen=True)
 class EventRecord:
     """Something a user should know, said once: a warning, a restart, a promise that is weaker than usual."""
 
@@ -83,7 +97,7 @@ class WorkerSummary:
     """Processor and accelerators of this worker's node."""
 
 
-WorkerMessage = StepRecord | EvaluationRecord | SystemRecord | EventRecord | WorkerSummary
+WorkerMessage = StepRecord | EvaluationRecord | SystemRecord | CheckpointRecord | EventRecord | WorkerSummary
 
 
 @dataclass(frozen=True)

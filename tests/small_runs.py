@@ -17,13 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from scaleray.checkpoints import Catalog
 from scaleray.config import RunConfig, load_config
 from scaleray.data import Part, StepStream, as_source
 from scaleray.data.stream import local_blocks
-from scaleray.records import EvaluationRecord, StepRecord, WorkerMessage, WorkerSummary
+from scaleray.records import CheckpointRecord, EvaluationRecord, EventRecord, StepRecord, WorkerMessage, WorkerSummary
 from scaleray.reproducibility.seeding import seed_everything, stream_seed
 from scaleray.scaling.recipe import DataSize, derive
 from scaleray.training import loop
+from scaleray.training.checkpointing import Checkpointing
 from scaleray.training.job import TRAIN, Split, TrainJob
 from scaleray.training.place import Place
 
@@ -124,11 +126,19 @@ class Finished:
 
     messages: list[WorkerMessage]
     weights: dict[str, torch.Tensor]
-    summary: WorkerSummary
+    summary: WorkerSummary | None
 
     @property
     def steps(self) -> list[StepRecord]:
         return [m for m in self.messages if isinstance(m, StepRecord)]
+
+    @property
+    def events(self) -> list[str]:
+        return [m.text for m in self.messages if isinstance(m, EventRecord)]
+
+    @property
+    def checkpoints(self) -> list[CheckpointRecord]:
+        return [m for m in self.messages if isinstance(m, CheckpointRecord)]
 
     @property
     def losses(self) -> list[float]:
@@ -157,15 +167,55 @@ def job_of(config: RunConfig, workload: Any) -> tuple[TrainJob, dict]:
     return TrainJob(config, recipe, workload, splits, time.time()), sources
 
 
-def train(place: Place, workload: Any, flags: Mapping[str, Any] | None = None) -> Finished:
-    """Run the loop as the worker at `place`; every rank of a pool calls it."""
+class Killed(BaseException):
+    """What ends a run in the middle of a test, as a SIGKILL would: nothing in the loop expects it."""
+
+
+class KillAt:
+    """A probe that ends the run on every rank when the step after `step` begins."""
+
+    def __init__(self, step: int, checkpointing: Checkpointing | None) -> None:
+        self.step, self.checkpointing = step, checkpointing
+
+    def on_batch(self, batch: Any) -> None:
+        if batch.step == self.step:
+            if self.checkpointing is not None:
+                self.checkpointing.saver.wait()  # which steps are safe must not depend on the machine's speed
+            raise Killed
+
+    def on_setup(self, setup: Any) -> None: ...
+
+    def on_gradients(self, correction: float) -> None: ...
+
+    def on_step(self, result: Any, learning_rate: float) -> None: ...
+
+
+def train(
+    place: Place,
+    workload: Any,
+    flags: Mapping[str, Any] | None = None,
+    *,
+    folder: Any = None,
+    kill_at: int | None = None,
+) -> Finished:
+    """Run the loop as the worker at `place`; every rank of a pool calls it.
+
+    folder: of the run, for its checkpoints; None is none. kill_at: end the run when so many steps are complete.
+    """
     job, sources = make_job(workload, flags, world_size=place.world_size)
-    return train_job(place, job, sources)
+    return train_job(place, job, sources, folder=folder, kill_at=kill_at)
 
 
-def train_job(place: Place, job: TrainJob, sources: Mapping[str, Any]) -> Finished:
+def train_job(
+    place: Place, job: TrainJob, sources: Mapping[str, Any], *, folder: Any = None, kill_at: int | None = None
+) -> Finished:
     """Run the loop on a job that is ready."""
     messages: list[WorkerMessage] = []
+
+    checkpointing = None
+    if folder is not None:
+        catalog = Catalog.of_run(str(folder), job.config.checkpoint.copy_path)
+        checkpointing = Checkpointing(job, place, catalog, emit=messages.append)
     weights: dict[str, torch.Tensor] = {}
 
     def open_stream(split: Split, part: Part) -> StepStream:
@@ -173,14 +223,25 @@ def train_job(place: Place, job: TrainJob, sources: Mapping[str, Any]) -> Finish
             local_blocks(sources[split.name], part, chunk_bytes=64), part, timeout_s=job.config.data.timeout_s
         )
 
-    summary = loop.run(job, place, open_stream=open_stream, emit=messages.append, save_weights=weights.update)
+    try:
+        summary = loop.run(
+            job,
+            place,
+            open_stream=open_stream,
+            emit=messages.append,
+            save_weights=weights.update,
+            checkpointing=checkpointing,
+            probe=KillAt(kill_at, checkpointing) if kill_at is not None else None,
+        )
+    except Killed:
+        summary = None
     return Finished(messages, weights, summary)
 
 
-def train_alone(workload: Any, flags: Mapping[str, Any] | None = None) -> Finished:
+def train_alone(workload: Any, flags: Mapping[str, Any] | None = None, **options: Any) -> Finished:
     """One worker in this process, its global generators left as they were."""
     with same_generators():
-        return train(Place(), workload, flags)
+        return train(Place(), workload, flags, **options)
 
 
 class same_generators:

@@ -10,6 +10,7 @@ import psutil
 from cyclopts import App, CycloptsError, Parameter
 
 from scaleray import __version__
+from scaleray.cli.verify import verify
 from scaleray.errors import ScaleRayError
 
 app = App(
@@ -23,6 +24,7 @@ config_app = App(name="config", help="Look at configs.", help_format="plaintext"
 tracking_app = App(name="tracking", help="Look at recorded runs, and repair records.", help_format="plaintext")
 app.command(config_app)
 app.command(tracking_app)
+app.command(verify)
 
 ConfigFile = Annotated[Path | None, Parameter(name=["--config", "-c"], help="YAML file of the run.")]
 Overrides = Annotated[

@@ -89,6 +89,13 @@ class Duration:
         )
 
 
+def above_zero(duration: Duration | None) -> Duration | None:
+    """Field validator for lengths that must not be zero."""
+    if duration is not None and duration.value <= 0:
+        raise ValueError("it must be above 0")
+    return duration
+
+
 @dataclass(frozen=True)
 class Target:
     """A metric's value at which training may stop. Written `val/accuracy >= 0.97`."""
@@ -129,6 +136,41 @@ class Target:
         return core_schema.no_info_plain_validator_function(
             cls.parse,
             serialization=core_schema.plain_serializer_function_ser_schema(str),
+        )
+
+
+@dataclass(frozen=True)
+class WorkerRange:
+    """A number of workers that may change during a run. Written `{min: 1, max: 4}` or `1..4`."""
+
+    min: int
+    max: int
+
+    def __str__(self) -> str:
+        return f"{self.min}..{self.max}"
+
+    @classmethod
+    def parse(cls, value: Any) -> WorkerRange:
+        """Read either form. Raises ValueError with what is allowed."""
+        if isinstance(value, WorkerRange):
+            return value
+        if isinstance(value, str) and (match := re.fullmatch(r"\s*([0-9]{1,6})\s*\.\.\s*([0-9]{1,6})\s*", value)):
+            value = {"min": int(match.group(1)), "max": int(match.group(2))}
+        if (
+            not isinstance(value, dict)
+            or value.keys() != {"min", "max"}
+            or not all(isinstance(v, int) and not isinstance(v, bool) for v in value.values())
+        ):
+            raise ValueError("a whole number is needed, or a range such as {min: 1, max: 4}")
+        if not 1 <= value["min"] <= value["max"] <= 100_000:
+            raise ValueError("min must be at least 1 and max at least min")
+        return cls(value["min"], value["max"])
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            cls.parse,
+            serialization=core_schema.plain_serializer_function_ser_schema(lambda r: {"min": r.min, "max": r.max}),
         )
 
 

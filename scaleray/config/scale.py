@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
-from scaleray.config.base import Count, NonNegative, Positive, Settings
+from scaleray.config.base import Count, Duration, NonNegative, Positive, Settings, WorkerRange, above_zero
 
 
 class ScaleSettings(Settings):
     """Resources of the Ray Train worker group."""
 
-    workers: Annotated[int, Field(ge=1, le=100_000)] = 1
-    """Number of training workers (ranks)."""
+    workers: Annotated[int, Field(ge=1, le=100_000)] | WorkerRange = 1
+    """Number of training workers (ranks). A range such as {min: 1, max: 4} is elastic: as many as the cluster has room for,
+    more when a node comes, fewer when one goes."""
+    on_resize: Literal["keep", "rescale"] = "keep"
+    """When an elastic run changes its number of workers: keep the global batch, by accumulation, so that the training
+    stays the same; or rescale it with the workers, and the learning rate by `optimizer.rule`."""
+    resize_interval_s: Positive = 60.0
+    """How often an elastic run looks whether more workers fit."""
     gpus_per_worker: Annotated[float, Field(ge=0, le=1)] = 0
     """1 trains on CUDA with NCCL; 0 on the CPU with gloo. A fraction shares a card, for one-worker trials only."""
     cpus_per_worker: Positive = 1.0
@@ -22,12 +28,29 @@ class ScaleSettings(Settings):
     """Ray's placement strategy for the workers."""
     label_selector: dict[str, str] = Field(default_factory=dict)
     """Ray node labels that every worker's node must have, such as {zone: eu-1}."""
-    max_failures: Annotated[int, Field(ge=0, le=1000)] = 0
-    """Restarts of the worker group after a worker or node fails. A restart repeats the training from its first step."""
+    max_failures: Annotated[int, Field(ge=0, le=1000)] = 3
+    """Restarts of the worker group after a worker or node is lost, each from the newest checkpoint. An error of the
+    workload itself is not tried again, unless training got further since the last start. Preemptions do not count."""
     launch_timeout_s: Positive = 120.0
     """How long the worker group may take to start before the launch counts as failed."""
     collective_timeout_s: Positive = 180.0
-    """How long a collective may hang before the run fails (torch's own default is half an hour)."""
+    """How long a worker may hang, in a collective or anywhere else in a step, before its group is started again
+    (torch's own default is half an hour)."""
+
+    @property
+    def max_workers(self) -> int:
+        """The largest number of workers that the run may have."""
+        return self.workers.max if isinstance(self.workers, WorkerRange) else self.workers
+
+    @property
+    def min_workers(self) -> int:
+        """The smallest number of workers that the run may have."""
+        return self.workers.min if isinstance(self.workers, WorkerRange) else self.workers
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of workers may change."""
+        return self.min_workers < self.max_workers
 
 
 class StrategySettings(Settings):
@@ -72,12 +95,39 @@ class DataSettings(Settings):
 
 
 class CheckpointSettings(Settings):
-    """Where a run's files go."""
+    """Where a run's files go, and how often its whole state is saved so that it can be resumed."""
 
     storage_path: str = "~/scaleray"
     """Folder or s3:// URI for run folders; made absolute at once. On several nodes it must be shared."""
     save_final: bool = True
     """Save the final model weights (a plain state dict) in the run folder and in MLflow."""
+    every: Duration | None = None
+    """Distance between checkpoints, such as `500 steps` or `1 epoch`; the last step is saved too. None: by time alone."""
+    every_minutes: Positive | None = 10.0
+    """A checkpoint at the latest this long after the last one. None: only those of `every`."""
+    is_asynchronous: bool = True
+    """Copy and write beside the training. false: training waits until a checkpoint is complete."""
+    keep_last: Count = 2
+    """Newest checkpoints that stay."""
+    keep_best: Annotated[int, Field(ge=0, le=1000)] = 1
+    """Best checkpoints that stay as well, by `best`."""
+    best: Annotated[str, Field(pattern=r"^[\w./-]+ (min|max)$")] | None = None
+    """Metric of an evaluation and its direction, such as `val/loss min`. None: no checkpoint is better than another."""
+    keep_every: Duration | None = None
+    """A checkpoint every so far stays for good, such as `10 epochs`."""
+    full_every: Count = 16
+    """Between full checkpoints, tensors that have not changed are not written again. 1: every checkpoint is full."""
+    copies: Literal[1, 2] = 1
+    """2 writes each shard to `copy_path` too; a lost or damaged one is healed from there."""
+    copy_path: str | None = None
+    """Folder or s3:// URI of the second copy, on another disk, node or bucket."""
+    _check_every = field_validator("every", "keep_every")(above_zero)
+
+    @model_validator(mode="after")
+    def _copies_have_a_place(self) -> CheckpointSettings:
+        if (self.copies == 2) != (self.copy_path is not None):
+            raise ValueError("checkpoint.copies 2 and checkpoint.copy_path belong together: give both or neither")
+        return self
 
 
 class TrackingSettings(Settings):

@@ -6,13 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from scaleray.config.base import Duration, Settings, Target
-
-
-def _above_zero(duration: Duration | None) -> Duration | None:
-    if duration is not None and duration.value <= 0:
-        raise ValueError("it must be above 0")
-    return duration
+from scaleray.config.base import Duration, Settings, Target, above_zero
 
 
 class ScheduleSettings(Settings):
@@ -27,7 +21,7 @@ class ScheduleSettings(Settings):
     final_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Learning rate at the end of the decay, relative to the peak."""
 
-    _check_length = field_validator("length")(_above_zero)
+    _check_length = field_validator("length")(above_zero)
 
 
 class StopSettings(Settings):
@@ -38,7 +32,7 @@ class StopSettings(Settings):
     at: Target | None = None
     """Stop early when an evaluation reaches it, such as `val/accuracy >= 0.97`. Needs `evaluation.every`."""
 
-    _check_after = field_validator("after")(_above_zero)
+    _check_after = field_validator("after")(above_zero)
 
 
 class EvaluationSettings(Settings):
@@ -49,4 +43,4 @@ class EvaluationSettings(Settings):
     micro_size: Annotated[int, Field(ge=1, le=2**40)] | None = None
     """Samples in one forward pass of one worker during evaluation. None: that of training."""
 
-    _check_every = field_validator("every")(_above_zero)
+    _check_every = field_validator("every")(above_zero)

@@ -19,6 +19,9 @@ class WorkloadSettings(Settings):
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class: numbers, text, true/false, none, and lists and mappings of them."""
 
+    weights: str | None = None
+    """Weights to start from, for fine-tuning: a run folder, a folder of `scaleray checkpoint import`, or one checkpoint."""
+
     @field_validator("args", mode="after")
     @classmethod
     def _plain_arguments(cls, args: dict[str, Any]) -> dict[str, Any]:

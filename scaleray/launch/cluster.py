@@ -34,8 +34,6 @@ DRIVER_ENVIRONMENT = {
     "RAY_TRAIN_COLLECTIVE_TIMEOUT_S": "300",
     # workers' lines come through as they are, once each
     "RAY_DEDUP_LOGS": "0",
-    # nothing acts on preemption notices yet; the watcher costs a process and prints an error at every start
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     # on a worker without GPUs Ray would hide them even from code that only asks; this is also its future default
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
@@ -193,7 +191,8 @@ def check_capacity(config: RunConfig, nodes: Sequence[Node]) -> None:
         possible = max(per_node, default=0)
     elif scale.placement == "STRICT_SPREAD":
         possible = sum(1 for count in per_node if count)
-    asked = f"{scale.workers} worker{'s' if scale.workers > 1 else ''} of {scale.cpus_per_worker:g} CPU"
+    needed = scale.min_workers
+    asked = f"{'at least ' if scale.is_elastic else ''}{needed} worker{'s' if needed > 1 else ''} of {scale.cpus_per_worker:g} CPU"
     asked += f" and {scale.gpus_per_worker:g} GPU" if scale.gpus_per_worker else ""
     asked += f" ({scale.placement})" if scale.placement.startswith("STRICT") else ""
     asked += f" on nodes labelled {dict(scale.label_selector)}" if scale.label_selector else ""
@@ -203,10 +202,10 @@ def check_capacity(config: RunConfig, nodes: Sequence[Node]) -> None:
         f"the cluster has {len(nodes)} node{'s' if len(nodes) != 1 else ''} with {cpus:g} CPUs and {gpus:g} GPUs in all"
     )
     most = int((cpus - config.data.reserved_cpus) / scale.cpus_per_worker + 1e-9)
-    if possible < scale.workers:
+    if possible < needed:
         where = f", {len(fitting)} with these labels" if scale.label_selector else ""
         raise ClusterError("scale", asked, f"{has}{where} and can hold {possible}", _fewer(config, min(possible, most)))
-    if most < scale.workers:
+    if most < needed:
         raise ClusterError(
             "scale", asked, f"{has}, and {config.data.reserved_cpus:g} must stay free for the input tasks (data.reserved_cpus)",
             _fewer(config, most),
@@ -227,4 +226,4 @@ def _fewer(config: RunConfig, possible: int) -> str:
 
 def input_cpus(config: RunConfig) -> float:
     """Ray CPUs that the input tasks of one worker may use together."""
-    return max(0.01, round(config.data.reserved_cpus / config.scale.workers, 2))
+    return max(0.01, round(config.data.reserved_cpus / config.scale.max_workers, 2))

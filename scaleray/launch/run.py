@@ -59,10 +59,10 @@ def train(
         base_dir = base_dir or Path(config).resolve().parent
         config = load_config(config)
     resolve_strategy(config)
-    if local and config.scale.workers > 1:
+    if local and config.scale.max_workers > 1:
         raise ConfigError(
             "scale.workers",
-            config.scale.workers,
+            str(config.scale.workers),
             "--local runs one worker in this process",
             "leave --local out, or use --scale.workers 1: the global batch, and so the training, is the same",
         )
@@ -184,8 +184,8 @@ class _Run:
         )
         return [
             f"run {self.folder.name}: {config.workload.name}",
-            f"  {config.scale.workers} worker{'s' if config.scale.workers > 1 else ''}, {r.strategy}, {config.precision.dtype}, "
-            f"global batch {r.global_batch_size} = {config.scale.workers} x {r.accumulation_steps} x {r.micro_batch_size}, "
+            f"  {config.scale.workers!s} worker{'s' if config.scale.max_workers > 1 else ''}, {r.strategy}, {config.precision.dtype}, "
+            f"global batch {r.global_batch_size} = {config.scale.max_workers} x {r.accumulation_steps} x {r.micro_batch_size}, "
             f"{r.total_steps} steps ({r.steps_per_epoch} an epoch), learning rate {r.learning_rate:g}{rule}",
             f"  sample order: {self.job.train_plan().promise}",
             "  starting the workers ..." if self.topology[0]["node"] != "local" else "  in this process, without Ray",
@@ -195,7 +195,7 @@ class _Run:
         config = self.config
         params: dict[str, Any] = dict(_flatten(config.to_dict()))
         params.update({f"derived.{k}": v for k, v in self.recipe.values().items()})
-        params.update({"topology.nodes": len(self.topology), "topology.workers": config.scale.workers})
+        params.update({"topology.nodes": len(self.topology), "topology.workers": str(config.scale.workers)})
         tags = {
             "scaleray.kind": "train",
             "scaleray.config_hash": config.hash(),
@@ -254,7 +254,7 @@ class _Run:
             name=self.folder.name,
             status=status,
             verdict=reason or (summary.verdict if summary else "done"),
-            workers=self.config.scale.workers,
+            workers=self.config.scale.max_workers,
             strategy=self.recipe.strategy,
             steps=max(0, recording.last_step),
             final_loss=recording.final_loss,

@@ -32,7 +32,9 @@ class RunFolder:
 
         stem = config.workload.name.rpartition(":")[2].lower() or "run"
         unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        name = config.tracking.run_name or f"{stem}-w{config.scale.workers:03d}-b{config.batch.global_size}-{unique}"
+        name = (
+            config.tracking.run_name or f"{stem}-w{config.scale.max_workers:03d}-b{config.batch.global_size}-{unique}"
+        )
         root = config.checkpoint.storage_path
         path = f"{root.rstrip('/')}/{name}"
         try:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
+import math
 import os
 import random
+import struct
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,6 +31,54 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+def random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """All global generators of this process, as tensors."""
+    _, words, gauss = random.getstate()
+    legacy: Any = np.random.get_state(legacy=False)
+    state = {
+        "torch": torch.get_rng_state().clone(),
+        "python": torch.tensor([*words, _bits(gauss)], dtype=torch.int64),
+        "numpy": torch.tensor(
+            [*legacy["state"]["key"].tolist(), legacy["state"]["pos"], legacy["has_gauss"], _bits(legacy["gauss"])]
+        ),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device).clone()
+    return state
+
+
+def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Put `random_state` back."""
+    torch.set_rng_state(state["torch"])
+    *words, gauss = state["python"].tolist()
+    random.setstate((3, tuple(words), _float(gauss)))
+    *key, position, has_gauss, cached = state["numpy"].tolist()
+    np.random.set_state(("MT19937", np.asarray(key, dtype=np.uint32), position, has_gauss, _float(cached) or 0.0))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+@contextlib.contextmanager
+def same_random_numbers(device: torch.device) -> Iterator[None]:
+    """Whatever is drawn inside leaves all generators as they were."""
+    before = random_state(device)
+    try:
+        yield
+    finally:
+        set_random_state(before, device)
+
+
+def _bits(number: float | None) -> int:
+    """A float as 64 bits; None as those of NaN."""
+    value: int = struct.unpack("<q", struct.pack("<d", math.nan if number is None else number))[0]
+    return value
+
+
+def _float(bits: int) -> float | None:
+    value: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return None if math.isnan(value) else value
 
 
 def use_deterministic_algorithms() -> None:

@@ -37,6 +37,8 @@ class Recipe:
     warmup_steps: int
     schedule_steps: int
     evaluate_every_steps: int | None
+    checkpoint_every_steps: int | None
+    keep_checkpoint_every_steps: int | None
     learning_rate: float
     betas: tuple[float, float]
     epsilon: float
@@ -49,11 +51,15 @@ class Recipe:
         return {k: v for k, v in dataclasses.asdict(self).items() if k != "explanations"}
 
 
-def derive(config: RunConfig, data: DataSize) -> Recipe:
-    """The recipe of a config on data of this size. Raises ConfigError or DataError naming what does not fit."""
+def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> Recipe:
+    """The recipe of a config on data of this size. Raises ConfigError or DataError naming what does not fit.
+
+    workers: how many there are now, for an elastic run; None is its largest number.
+    """
     why: dict[str, str] = {}
+    workers = workers or config.scale.max_workers
     batch_size = _global_batch_size(config, data, why)
-    per_worker, micro_size, accumulation = _shares(config, batch_size, why)
+    per_worker, micro_size, accumulation = _shares(config, batch_size, workers, why)
     evaluation_micro_size = config.evaluation.micro_size or micro_size
     why["evaluation_micro_batch_size"] = "evaluation.micro_size" if config.evaluation.micro_size else "that of training"
     if data.num_samples < batch_size:
@@ -62,8 +68,8 @@ def derive(config: RunConfig, data: DataSize) -> Recipe:
             f"{data.num_samples} samples",
             f"one global batch needs {batch_size}",
             f"use --batch.global-size {_largest_batch(config, data)} or less, or more data"
-            if data.num_samples >= config.scale.workers
-            else f"{config.scale.workers} workers need at least a sample each: use fewer workers, or more data",
+            if data.num_samples >= workers
+            else f"{workers} workers need at least a sample each: use fewer workers, or more data",
         )
     steps_per_epoch = (
         data.num_samples // batch_size if config.batch.drop_last else math.ceil(data.num_samples / batch_size)
@@ -139,10 +145,17 @@ def derive(config: RunConfig, data: DataSize) -> Recipe:
         max(1, to_steps(config.evaluation.every, "evaluate_every_steps")) if config.evaluation.every else None
     )
     why.setdefault("evaluate_every_steps", "at the end only")
-    strategy = resolve_strategy(config)
-    why["strategy"] = (
-        f"strategy.name {config.strategy.name}, {config.scale.workers} worker{'s' if config.scale.workers > 1 else ''}"
+    checkpoint_every, keep_every = (
+        max(1, to_steps(duration, name)) if duration else None
+        for duration, name in (
+            (config.checkpoint.every, "checkpoint_every_steps"),
+            (config.checkpoint.keep_every, "keep_checkpoint_every_steps"),
+        )
     )
+    why.setdefault("checkpoint_every_steps", "by time alone" if config.checkpoint.every_minutes else "none")
+    why.setdefault("keep_checkpoint_every_steps", "none stays for good")
+    strategy = resolve_strategy(config, workers)
+    why["strategy"] = f"strategy.name {config.strategy.name}, {workers} worker{'s' if workers > 1 else ''}"
     if strategy == "ddp" and config.strategy.static_graph and accumulation > 1:
         # torch 2.13 fails an assertion, and without it would stop reducing: github.com/pytorch/pytorch/pull/187732
         raise ConfigError(
@@ -162,6 +175,8 @@ def derive(config: RunConfig, data: DataSize) -> Recipe:
         warmup_steps=warmup_steps,
         schedule_steps=schedule_steps,
         evaluate_every_steps=evaluate_every,
+        checkpoint_every_steps=checkpoint_every,
+        keep_checkpoint_every_steps=keep_every,
         learning_rate=scaled.learning_rate,
         betas=scaled.betas,
         epsilon=scaled.epsilon,
@@ -170,18 +185,18 @@ def derive(config: RunConfig, data: DataSize) -> Recipe:
     )
 
 
-def resolve_strategy(config: RunConfig) -> str:
-    """The strategy's name with `auto` decided. One worker has nobody to average with, so that ddp is `single` there."""
-    name = config.strategy.name
-    if name == "single" and config.scale.workers > 1:
+def resolve_strategy(config: RunConfig, workers: int | None = None) -> str:
+    """The strategy's name with `auto` decided, for the largest number of workers if none is given. One worker has nobody to average with, so that ddp is `single` there."""
+    name, workers = config.strategy.name, workers or config.scale.max_workers
+    if name == "single" and config.scale.max_workers > 1:
         raise ConfigError(
             "strategy.name",
             "single",
-            f"it is for one worker, and scale.workers is {config.scale.workers}",
+            f"it is for one worker, and scale.workers is {config.scale.workers!s}",
             "use ddp or auto",
         )
     if name in ("auto", "ddp"):
-        return "single" if config.scale.workers == 1 else "ddp"
+        return "single" if workers == 1 else "ddp"
     return name
 
 
@@ -198,12 +213,12 @@ def _global_batch_size(config: RunConfig, data: DataSize, why: dict[str, str]) -
         return size
     tokens = _tokens_per_sample(config, data, "batch.unit")
     if size % tokens:
-        near = " or ".join(str(n) for n in nearest_multiples(size, tokens * config.scale.workers))
+        near = " or ".join(str(n) for n in nearest_multiples(size, tokens * config.scale.max_workers))
         raise ConfigError(
             "batch.global_size",
             size,
             f"a sample has {tokens} tokens, so it must be a multiple of {tokens}",
-            f"nearest for {config.scale.workers} workers: {near}",
+            f"nearest for {config.scale.max_workers} workers: {near}",
         )
     why["global_batch_size"] = f"{size} tokens / {tokens} tokens per sample"
     return size // tokens
@@ -215,8 +230,14 @@ def _tokens_per_sample(config: RunConfig, data: DataSize, key: str) -> int:
     return data.tokens_per_sample
 
 
-def _shares(config: RunConfig, batch_size: int, why: dict[str, str]) -> tuple[int, int, int]:
-    workers = config.scale.workers
+def _shares(config: RunConfig, batch_size: int, workers: int, why: dict[str, str]) -> tuple[int, int, int]:
+    if config.scale.is_elastic:  # shares may be uneven: sums and counts keep that exact
+        per_worker = math.ceil(batch_size / workers)
+        micro_size = config.batch.micro_size or math.ceil(batch_size / config.scale.max_workers)
+        why["per_worker_batch_size"] = f"{batch_size} / {workers} workers, at most"
+        why["micro_batch_size"] = "batch.micro_size" if config.batch.micro_size else "the share at most workers"
+        why["accumulation_steps"] = f"{per_worker} per worker / {micro_size}"
+        return per_worker, micro_size, math.ceil(per_worker / micro_size)
     if batch_size % workers:
         size, unit = config.batch.global_size, config.batch.unit
         multiple = workers * size // batch_size  # in the unit that the user counts in
@@ -243,7 +264,7 @@ def _shares(config: RunConfig, batch_size: int, why: dict[str, str]) -> tuple[in
 
 
 def _largest_batch(config: RunConfig, data: DataSize) -> int:
-    samples = data.num_samples // config.scale.workers * config.scale.workers
+    samples = data.num_samples // config.scale.max_workers * config.scale.max_workers
     return samples * (data.tokens_per_sample or 1) if config.batch.unit == "tokens" else samples
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from scaleray.config import RunConfig
 from scaleray.data import DatasetSource, StepPlan, StreamSource
 from scaleray.data.sources import Source
-from scaleray.scaling.recipe import Recipe
+from scaleray.scaling.recipe import DataSize, Recipe, derive
 
 TRAIN = "train"
 
@@ -49,6 +50,21 @@ class TrainJob:
     workload: Any
     splits: Mapping[str, Split]
     started_at: float
+    workers: int = 0
+    """How many workers train; 0 is what the config says."""
+
+    @property
+    def world_size(self) -> int:
+        """How many workers train."""
+        return self.workers or self.config.scale.max_workers
+
+    def on(self, workers: int) -> TrainJob:
+        """The same training on as many workers as an elastic run has now."""
+        if workers == self.world_size:
+            return self
+        train = self.splits[TRAIN]
+        recipe = derive(self.config, DataSize(train.num_rows, train.tokens_per_row), workers=workers)
+        return dataclasses.replace(self, recipe=recipe, workers=workers)
 
     def train_plan(self) -> StepPlan:
         """The order of the training samples."""
@@ -66,7 +82,7 @@ class TrainJob:
 
     def evaluation_plan(self, split: Split) -> StepPlan:
         """Every row of an evaluation split once, in file order."""
-        batch_size = self.recipe.evaluation_micro_batch_size * self.config.scale.workers
+        batch_size = self.recipe.evaluation_micro_batch_size * self.world_size
         rows = self._usable_rows(split)
         return StepPlan(rows, min(batch_size, rows), shuffle=False, is_streamed=split.is_streamed, name=split.name)
 
@@ -76,5 +92,5 @@ class TrainJob:
 
     def _usable_rows(self, split: Split) -> int:
         # a streamed dataset gives every worker the same number of rows and leaves out the rest
-        workers = self.config.scale.workers
+        workers = self.world_size
         return split.num_rows // workers * workers if split.is_streamed else split.num_rows

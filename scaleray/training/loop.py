@@ -18,13 +18,15 @@ from typing import Any, Protocol
 import torch
 
 from scaleray.data import Part, RankBatch, StepPlan, StepStream
-from scaleray.errors import ConfigError, NonFiniteLossError, RunFailedError, ScaleRayError
+from scaleray.errors import ConfigError, LeftEarly, NonFiniteLossError, RunFailedError, ScaleRayError
 from scaleray.records import EvaluationRecord, StepRecord, SystemRecord, WorkerMessage, WorkerSummary
 from scaleray.reproducibility.fingerprint import accelerators, cpu_model
+from scaleray.training.checkpointing import Checkpointing
 from scaleray.training.evaluation import Evaluator
 from scaleray.training.job import TRAIN, Split, TrainJob
 from scaleray.training.model_setup import Setup, prepare
 from scaleray.training.place import Place
+from scaleray.training.state import TrainState
 from scaleray.training.step import Probe, StepResult, TrainStep, check_first_batch, explained
 from scaleray.training.system_metrics import SystemMetrics
 from scaleray.workload import user_traceback
@@ -41,42 +43,55 @@ class OpenStream(Protocol):
 
 def run(
     job: TrainJob, place: Place, *, open_stream: OpenStream, emit: Emit, save_weights: Callable[[dict[str, Any]], None] | None = None,
-    probe: Probe | None = None,
+    probe: Probe | None = None, checkpointing: Checkpointing | None = None,
 ) -> WorkerSummary:  # fmt: skip
     """Train one worker's share to the end. Collective: every worker of the group calls it with the same job.
 
-    save_weights: called on rank 0 with the final weights. probe: looks at every step. Raises RunFailedError naming rank, node and step; errors
+    save_weights: called on rank 0 with the final weights. probe: looks at every step. checkpointing: saves
+    the state and says where to start; without it a run starts at its first step. Raises RunFailedError naming rank, node and step; errors
     that the user can mend (UsageError) come as they are.
     """
-    return _Run(job, place, open_stream, emit, save_weights, probe).train()
+    return _Run(job, place, open_stream, emit, save_weights, probe, checkpointing).train()
 
 
 class _Run:
     def __init__(
-        self, job: TrainJob, place: Place, open_stream: OpenStream, emit: Emit, save_weights: Any, probe: Probe | None
-    ) -> None:
+        self, job: TrainJob, place: Place, open_stream: OpenStream, emit: Emit, save_weights: Any, probe: Probe | None,
+        checkpointing: Checkpointing | None,
+    ) -> None:  # fmt: skip
         self.job, self.place, self.open_stream, self.emit = job, place, open_stream, emit
-        self.save_weights, self.probe = save_weights, probe
+        self.save_weights, self.probe, self.checkpointing = save_weights, probe, checkpointing
         self.config, self.recipe = job.config, job.recipe
-        self.step = 0
+        self.step = self.first_step = 0
+        self.count_per_row = 1.0
         self.clock = _Clock()
         self.nonfinite_steps = self.skipped_in_a_row = 0
         self.metrics: dict[str, float] = {}
         self.evaluated_at = -1
+        self.train_step: TrainStep | None = None
         self.first_step_s = math.nan
         self.system = SystemMetrics() if self.config.tracking.system_metrics and place.local_rank == 0 else None
         self.sampled_at = time.monotonic()
 
     def train(self) -> WorkerSummary:
         plan = self.job.train_plan()
-        part = Part(plan, self.place.rank, self.place.world_size, 0, self.recipe.total_steps)
+        with self._located():
+            self.first_step = self.step = self.checkpointing.find() if self.checkpointing else 0
+        part = Part(plan, self.place.rank, self.place.world_size, self.first_step, self.recipe.total_steps)
         # before the model: its first batch takes seconds on a cold cluster, and the model is built meanwhile
         stream = self.open_stream(self.job.splits[TRAIN], part)
         try:
             with self._located():
                 setup = prepare(self.job.workload, self.config, self.recipe, self.place)
+                if self.checkpointing is not None:
+                    self.checkpointing.begin(self.state(setup))
                 verdict = self._steps(setup, stream, plan)
+                if verdict is None:
+                    setup.parallel.close()
+                    raise LeftEarly(f"left in good order after step {self.step}, whose checkpoint is complete")
                 self._evaluate_if_due(at_end=True)
+                if self.checkpointing is not None:
+                    self.checkpointing.finish(self.step, self.metrics)
                 weights = setup.parallel.full_state_dict() if self.config.checkpoint.save_final else {}
                 if self.save_weights is not None and self.place.rank == 0 and weights:
                     self.save_weights(weights)
@@ -87,19 +102,46 @@ class _Run:
         self.emit(summary)
         return summary
 
-    def _steps(self, setup: Setup, stream: StepStream, plan: StepPlan) -> str:
+    def state(self, setup: Setup) -> TrainState:
+        """Everything that the training is made of."""
+        return TrainState(setup, self.place, self.job.workload, self.config.seed, self._progress, self._continue_from)
+
+    def _progress(self) -> dict[str, Any]:
+        plan = self.job.train_plan()
+        epoch, in_epoch = divmod(self.step, plan.steps_per_epoch)
+        return {
+            "step": self.step, "epoch": epoch, "sample_in_epoch": in_epoch * plan.global_batch_size,
+            "count_per_row": self.train_step.count_per_row if self.train_step else self.count_per_row,
+            "nonfinite_steps": self.nonfinite_steps, "skipped_in_a_row": self.skipped_in_a_row, "last_bad": self._last_bad,
+            "metrics": self.metrics, "evaluated_at": self.evaluated_at,
+        }  # fmt: skip
+
+    def _continue_from(self, progress: dict[str, Any]) -> None:
+        self.step = progress["step"]
+        self.count_per_row = progress["count_per_row"]
+        self.nonfinite_steps, self.skipped_in_a_row = progress["nonfinite_steps"], progress["skipped_in_a_row"]
+        self._last_bad, self.evaluated_at = progress["last_bad"], progress["evaluated_at"]
+        self.metrics = dict(progress["metrics"])
+
+    def _steps(self, setup: Setup, stream: StepStream, plan: StepPlan) -> str | None:
+        """Train to the end and give the verdict; None when the run was asked to leave."""
         split = self.job.splits[TRAIN]
+        saves = self.checkpointing
         step = TrainStep(
             self.job.workload, setup, self.config, self.recipe, self.place, gives_tuples=split.gives_tuples,
-            probe=self.probe,
+            probe=self.probe, signals=saves.signals if saves else tuple, before_update=saves.before_update if saves else lambda: None,
         )  # fmt: skip
+        step.count_per_row = self.count_per_row
+        self.train_step = step
         if self.probe is not None:
             self.probe.on_setup(setup)
         self.evaluators = [self._evaluator(s, setup) for s in self.job.evaluation_splits()]
         target = self.config.stop.at
         if target is not None and target.metric.partition("/")[0] not in {e.name for e in self.evaluators}:
             raise _unknown_target(str(target), [f"{e.name}/loss" for e in self.evaluators])
-        first = next(stream)
+        first = next(stream, None)
+        if first is None:
+            return "done"  # resumed after its last step
         check_first_batch(
             self.job.workload, setup.parallel.module, first, setup, self.place, gives_tuples=split.gives_tuples
         )
@@ -114,7 +156,7 @@ class _Run:
                 setup.schedule.step()
             self.step = batch.step + 1
             step_s, waited_s = self.clock.tick(stream.waited_s)
-            if self.step == 1:
+            if self.step == self.first_step + 1:
                 self.first_step_s = time.time() - self.job.started_at
             if self.place.rank == 0:
                 self.emit(
@@ -135,6 +177,8 @@ class _Run:
                     raise _unknown_target(str(target), sorted(self.metrics))
                 if target.is_reached(self.metrics):
                     return f"target reached: {target}"
+            if saves and saves.after_step(self.step, result.signals, self.metrics):
+                return None
         return "done"
 
     def _stops_at(self, result: StepResult) -> bool:
@@ -192,6 +236,8 @@ class _Run:
         where = f"rank {self.place.rank} on {self.place.node}"
         try:
             yield
+        except LeftEarly:
+            raise
         except RunFailedError as exc:
             raise type(exc)(f"{where}: {exc}") from exc
         except ScaleRayError:
@@ -203,7 +249,7 @@ class _Run:
         steady = self.clock.steady_state()
         samples_per_s = None
         if steady is not None:
-            samples = sum(plan.num_rows(step) for step in range(steady.first, self.step))
+            samples = sum(plan.num_rows(step) for step in range(self.first_step + steady.first, self.step))
             samples_per_s = samples / steady.total_s
         tokens = self.job.splits[TRAIN].tokens_per_row
         return WorkerSummary(

@@ -53,7 +53,12 @@ def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place) -> S
     # before the strategy, whose collectives would wait for ever for ranks that built another model
     check_equal_structure(model, place.group)
     mesh = init_device_mesh(place.device.type, (place.world_size,), mesh_dim_names=("dp",)) if place.group else None
-    parallel = STRATEGIES[recipe.strategy](model, mesh, config.strategy)
+    strategy = config.strategy
+    if config.deterministic:
+        # DDP lays its buckets out anew after the first step, which changes the order of its sums: a resumed run would
+        # start with the first layout again. It does not do so while it looks for unused parameters.
+        strategy = strategy.model_copy(update={"find_unused_parameters": True, "static_graph": False})
+    parallel = STRATEGIES[recipe.strategy](model, mesh, strategy)
     # after the strategy, which may broadcast: what matters is what the first step starts from
     initial_hash = check_equal_parameters(parallel.module, place.group)
     # the optimizer last: a strategy may have replaced parameters

@@ -6,8 +6,9 @@ The gradient is the sum over all micro-batches and workers divided by the total 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from torch import nn
 from scaleray.config import RunConfig
 from scaleray.data import RankBatch
 from scaleray.errors import DataError, WorkloadError
+from scaleray.reproducibility.seeding import same_random_numbers
 from scaleray.scaling.recipe import Recipe
 from scaleray.training.model_setup import Setup
 from scaleray.training.place import Place
@@ -33,6 +35,8 @@ class StepResult:
     count: float
     grad_norm: float | None
     is_finite: bool
+    signals: tuple[float, ...] = ()
+    """What the ranks told each other with this step, summed."""
 
 
 class Probe(Protocol):
@@ -52,14 +56,19 @@ class Probe(Protocol):
 
 
 class TrainStep:
-    """Runs optimizer steps for one worker. `gives_tuples`: the loss receives the columns as a tuple."""
+    """Runs optimizer steps for one worker. `gives_tuples`: the loss receives the columns as a tuple.
+
+    signals: numbers of this rank that are summed over all ranks with each step. before_update: called when the optimizer
+    is about to change parameters.
+    """
 
     def __init__(
         self, workload: Any, setup: Setup, config: RunConfig, recipe: Recipe, place: Place, *, gives_tuples: bool,
-        probe: Probe | None = None,
+        probe: Probe | None = None, signals: Callable[[], tuple[float, ...]] = tuple, before_update: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.workload, self.setup, self.config, self.recipe, self.place = workload, setup, config, recipe, place
         self.gives_tuples, self.probe = gives_tuples, probe
+        self.signals, self.before_update = signals, before_update
         self.parameters = [p for p in setup.parallel.module.parameters() if p.requires_grad]
         self.count_per_row = 1.0  # learned from each step; only a guess that saves a pass over the gradients
 
@@ -73,7 +82,7 @@ class TrainStep:
         # corrected by the true count after it. With a constant count per row there is nothing to correct.
         expected = num_rows * self.count_per_row
         scale = setup.parallel.gradient_divisor / expected
-        totals = torch.zeros(2, dtype=torch.float64, device=place.device)
+        totals = torch.tensor([0.0, 0.0, *self.signals()], dtype=torch.float64, device=place.device)
         pending = None
         pieces = list(micro_batches(batch, self.recipe.micro_batch_size))
         for number, (arrays, weight) in enumerate(pieces):
@@ -91,13 +100,14 @@ class TrainStep:
                 setup.precision.scaler.scale(loss * scale).backward()
         if pending is not None:
             pending.wait()
-        loss_sum, count = totals.tolist()
+        loss_sum, count, *signals = totals.tolist()
         if not 0 < count < math.inf:
             raise WorkloadError(
                 "loss()", f"a total count of {count:g}", "at least one sample or token must count in every global batch"
             )
         self.count_per_row = count / num_rows
-        return self._update(loss_sum, count, correction=expected / count, want_norm=want_norm)
+        result = self._update(loss_sum, count, correction=expected / count, want_norm=want_norm)
+        return dataclasses.replace(result, signals=tuple(signals)) if signals else result
 
     def _forward(self, columns: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
         with self.setup.precision.autocast():
@@ -124,6 +134,7 @@ class TrainStep:
             if clip_norm is not None and grad_norm > clip_norm:
                 factor *= clip_norm / (grad_norm + 1e-6)
         if is_finite:
+            self.before_update()
             if factor != 1.0:
                 torch._foreach_mul_(gradients, factor)
             scaler.step(setup.optimizer)
@@ -236,8 +247,7 @@ def check_first_batch(
         total, count = check_sum_and_count(result, what="loss()")
         return float(total), float(count)
 
-    own_numbers = torch.random.fork_rng(devices=[place.device] if place.device.type == "cuda" else [])
-    with evaluation_mode(module), own_numbers:
+    with evaluation_mode(module), same_random_numbers(place.device):
         whole, count = call_user_code(
             lambda: _with_explanation(lambda: loss_of(0, rows)), what="loss()", doing="computing the first loss"
         )

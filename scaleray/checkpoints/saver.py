@@ -1,0 +1,161 @@
+"""Checkpoints beside the training: the loop hands over references and goes on; a thread copies, writes and publishes.
+
+The copy runs beside the next forward and backward pass, which only read what is saved. `wait_staged` keeps the optimizer
+from changing a tensor that is not copied yet; what a forward pass may change (buffers) is copied at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from scaleray.checkpoints import sharded
+from scaleray.checkpoints.catalog import Catalog, Retention
+from scaleray.checkpoints.manifest import Chunk, Manifest, StoredFile, Tensor, folder_name
+from scaleray.records import CheckpointRecord, EventRecord
+
+
+class Saver:
+    """Writes the checkpoints of one worker. Every worker of the group has one and calls it for the same steps.
+
+    group: for this alone, with a backend for CPU tensors; None is a single process. emit: takes CheckpointRecord from rank
+    0, and EventRecord from whichever rank failed. A checkpoint that cannot be written is reported and given up: training
+    is worth more than one checkpoint.
+    before_publishing: called on rank 0 when all files are written, for more facts; what it raises gives the checkpoint up.
+    """
+
+    def __init__(
+        self, catalog: Catalog, group: dist.ProcessGroup | None, *, world_size: int, strategy: str, is_asynchronous: bool,
+        full_every: int, retention: Retention, emit: Callable[[CheckpointRecord | EventRecord], None],
+        before_publishing: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:  # fmt: skip
+        self.catalog, self.group, self.world_size, self.strategy = catalog, group, world_size, strategy
+        self.is_asynchronous, self.full_every, self.retention, self.emit = is_asynchronous, full_every, retention, emit
+        self.before_publishing = before_publishing
+        self.is_first = group is None or dist.get_rank(group) == 0
+        self.stall_s = 0.0
+        self.last_saved: int | None = None
+        self._staging = sharded.Staging()
+        self._base: dict[sharded.Key, Chunk] = {}
+        self._base_files: dict[str, StoredFile] = {}
+        self._since_full = -1  # checkpoints after the last full one; the same on every rank
+        self._thread: threading.Thread | None = None
+        self._is_staged = threading.Event()
+        self._is_staged.set()
+
+    def start_from(self, manifest: Manifest) -> None:
+        """What the checkpoint that training was resumed from holds need not be written again."""
+        self._base = {
+            (name, chunk.offsets): chunk for name, tensor in manifest.tensors.items() for chunk in tensor.chunks
+        }
+        self._base_files, self._since_full = dict(manifest.files), manifest.chain
+        self.last_saved = manifest.step
+
+    def save(
+        self, step: int, tensors: Mapping[str, torch.Tensor], *, volatile: set[str], values: Mapping[str, Any], facts: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """Begin the checkpoint after `step` steps. Collective, in a thread.
+
+        volatile: names of tensors that a forward pass may change. values: state that is no tensor, as JSON, already copied.
+        """
+        started = time.perf_counter()
+        self.wait()
+        held = {name: tensor.detach().clone() if name in volatile else tensor for name, tensor in tensors.items()}
+        versions = {name: _version(tensor) for name, tensor in held.items()}
+        self._is_staged.clear()
+        arguments = (step, held, versions, dict(values), dict(facts))
+        self._thread = threading.Thread(target=self._write, args=arguments, name="scaleray-checkpoint", daemon=True)
+        self._thread.start()
+        if not self.is_asynchronous:
+            self._thread.join()
+        self.stall_s += time.perf_counter() - started
+
+    def wait_staged(self) -> None:
+        """Return when the optimizer may change the tensors."""
+        if not self._is_staged.is_set():
+            started = time.perf_counter()
+            self._is_staged.wait()
+            self.stall_s += time.perf_counter() - started
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is written, or has failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write(
+        self, step: int, tensors: dict[str, torch.Tensor], versions: dict[str, int], values: dict[str, Any], facts: dict[str, Any]
+    ) -> None:  # fmt: skip
+        started = time.perf_counter()
+        since_full = self._since_full + 1
+        is_full = since_full >= self.full_every or since_full == 0
+        published: list[Manifest] = []
+
+        def on_staged() -> None:
+            changed = next((name for name, tensor in tensors.items() if _version(tensor) != versions[name]), None)
+            self._is_staged.set()
+            if changed is not None:
+                self.is_asynchronous = False  # from here on nothing runs beside the copy
+                raise RuntimeError(f"{changed} was changed by a forward pass while it was copied")
+
+        def publish(saved: dict[str, Tensor], new: dict[str, StoredFile], num_bytes: int) -> None:
+            used = {chunk.file for tensor in saved.values() for chunk in tensor.chunks}
+            files = {name: stored for name, stored in {**self._base_files, **new}.items() if name in used}
+            chain = since_full if used - new.keys() else 0
+            manifest = Manifest(
+                step, self.world_size, self.strategy, time.time(), saved, values, files, {**facts, **self.before_publishing()}, chain=chain, bytes_written=num_bytes,
+            )  # fmt: skip
+            self.catalog.publish(manifest)
+            published.append(manifest)
+
+        writer = sharded.ShardWriter(
+            self.catalog.stores, folder_name(step), self._staging, base={} if is_full else self._base,
+            on_staged=on_staged, publish=publish,
+        )  # fmt: skip
+        try:
+            sharded.save(tensors, writer, self.group)
+        except BaseException as exc:  # the disk is full, the bucket answers 500, another rank failed
+            if self.is_first:
+                text = _reason(exc)
+                self.emit(EventRecord(f"the checkpoint at step {step} could not be written: {text}", kind="warning"))
+            return
+        finally:
+            self._is_staged.set()
+        self._base = writer.written
+        self._since_full = 0 if is_full else since_full
+        self.last_saved = step
+        if published:
+            manifest = published[0]
+            self._base_files = dict(manifest.files)
+            self.emit(
+                CheckpointRecord(
+                    step=step, path=self.catalog.stores[0].path(manifest.name), bytes_written=manifest.bytes_written,
+                    total_bytes=manifest.total_bytes, duration_s=time.perf_counter() - started, stall_s=self.stall_s,
+                )
+            )  # fmt: skip
+            self._prune()
+        self.stall_s = 0.0
+
+    def _prune(self) -> None:
+        try:
+            self.catalog.prune(self.retention)
+        except OSError as exc:
+            self.emit(EventRecord(f"old checkpoints could not be removed: {exc}", kind="warning"))
+
+
+def _version(tensor: torch.Tensor) -> int:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local._version
+
+
+def _reason(exc: BaseException) -> str:
+    failures = getattr(exc, "failures", None)  # DCP's own wrapper: one error a rank
+    inner = next(iter(failures.values()))[0] if failures else exc
+    lines = str(inner).strip().splitlines() or [type(inner).__name__]
+    return f"{type(inner).__name__}: {lines[0]}"

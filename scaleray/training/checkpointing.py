@@ -1,0 +1,200 @@
+"""When a run saves its state, where it starts again, and how it leaves in good order. Called by the loop, once a step.
+
+All ranks must save after the same step. What a single rank knows (the time, a notice that its node goes away, a request
+to stop) travels with the sums that every step reduces anyway, so that all ranks decide alike without a word more.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from scaleray.checkpoints import Catalog, Manifest, Saver
+from scaleray.checkpoints.catalog import Damage, Retention
+from scaleray.checkpoints.manifest import Incomplete
+from scaleray.errors import CheckpointError, ScaleRayError
+from scaleray.records import CheckpointRecord, EventRecord
+from scaleray.training.job import TrainJob
+from scaleray.training.place import Place
+from scaleray.training.state import TrainState
+
+GROUP_TIMEOUT = timedelta(hours=1)  # an upload may take long; a lost peer closes its connections at once
+NOTICE_INTERVAL_S = 2.0
+
+SAVE, LEAVE, ASK = 0, 1, 2
+"""Places in the signals of a step: ranks that want a checkpoint, that want to leave, that want to ask for a notice."""
+NUM_SIGNALS = 3
+
+
+@dataclass
+class Control:
+    """What reaches one worker from outside. wants_leave: save and end in good order, because somebody asked for it.
+
+    has_notice: whether the cluster will take a worker's node away soon; collective, None where nobody can know.
+    """
+
+    wants_leave: threading.Event = field(default_factory=threading.Event)
+    has_notice: Callable[[], bool] | None = None
+
+
+class Checkpointing:
+    """The checkpoints of one worker's run, from the one it starts from to its last."""
+
+    def __init__(
+        self, job: TrainJob, place: Place, catalog: Catalog, *, emit: Callable[[CheckpointRecord | EventRecord], None],
+        control: Control | None = None, facts: Mapping[str, Any] | None = None,
+        before_publishing: Callable[[], Mapping[str, Any]] = dict, is_fresh: bool = False,
+    ) -> None:  # fmt: skip
+        self.job, self.place, self.catalog, self.emit = job, place, catalog, emit
+        self.control, self.facts, self.is_fresh = control or Control(), dict(facts or {}), is_fresh
+        settings = job.config.checkpoint
+        # of its own: its collectives run in a thread beside those of the training
+        self.group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if place.world_size > 1 else None
+        best, _, direction = (settings.best or "").partition(" ")
+        self.saver = Saver(
+            catalog, self.group, world_size=place.world_size, strategy=job.recipe.strategy,
+            is_asynchronous=settings.is_asynchronous, full_every=settings.full_every, emit=emit, before_publishing=before_publishing,
+            retention=Retention(
+                settings.keep_last, settings.keep_best, best or None, direction == "max", job.recipe.keep_checkpoint_every_steps
+            ),
+        )  # fmt: skip
+        self.resumed_from: Manifest | None = None
+        self.saved_at = self.asked_at = time.monotonic()
+        self.has_notice = False
+        self._state: TrainState | None = None
+
+    def find(self) -> int:
+        """The step to start from: that of the newest checkpoint with all its bytes, or 0. Collective.
+
+        Damaged files are healed from their copy; a checkpoint that cannot be healed is passed over, and the events say so.
+        Raises CheckpointError on every rank for one that this version cannot read.
+        """
+        if self.is_fresh:
+            return 0
+        for step in self._agreed(self.catalog.steps):
+            manifest = self._read(step)
+            if manifest is None:
+                continue
+            names = sorted(manifest.files)[self.place.rank :: self.place.world_size]
+            damages = [damage for found in self._gathered(self.catalog.check(manifest, names)) for damage in found]
+            for damage in damages:
+                self._say(_told(damage, step))
+            if all(damage.healed_from for damage in damages):
+                self.resumed_from = manifest
+                return manifest.step
+            self._say(f"the checkpoint of step {step} cannot be used; an older one is taken")
+        return 0
+
+    def begin(self, state: TrainState) -> None:
+        """Take the state over from the checkpoint that `find` chose, if any, and save this one from now on. Collective."""
+        self._state = state
+        if self.resumed_from is not None:
+            state.restore(self.resumed_from, self.catalog.stores, self.group)
+            self.saver.start_from(self.resumed_from)
+            self._say(_resumed(self.resumed_from, self.place.world_size), kind="info")
+        self.saved_at = time.monotonic()
+
+    def before_update(self) -> None:
+        """The optimizer is about to change parameters."""
+        self.saver.wait_staged()
+
+    def signals(self) -> tuple[float, ...]:
+        """What this rank wants after the step that runs, to be summed over all ranks."""
+        now = time.monotonic()
+        minutes = self.job.config.checkpoint.every_minutes
+        wants_save = self.place.rank == 0 and minutes is not None and now - self.saved_at > minutes * 60
+        wants_ask = (
+            self.place.rank == 0 and self.control.has_notice is not None and now - self.asked_at > NOTICE_INTERVAL_S
+        )
+        return float(wants_save), float(self.control.wants_leave.is_set()), float(wants_ask)
+
+    def after_step(self, step: int, signals: tuple[float, ...], metrics: Mapping[str, float]) -> bool:
+        """Save if it is due after `step` steps; true when the run should leave now, which it then may. Collective."""
+        leaves, asks = signals[LEAVE] > 0, signals[ASK] > 0
+        is_new_notice = asks and self._is_notice_new()
+        every = self.job.recipe.checkpoint_every_steps
+        is_due = signals[SAVE] > 0 or leaves or is_new_notice or (every is not None and step % every == 0)
+        if is_due:
+            self.save(step, metrics)
+        if is_new_notice:
+            self._say(f"the cluster announced that it takes a node away; saved at step {step}")
+        if leaves:
+            self.saver.wait()
+        return leaves
+
+    def save(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Begin a checkpoint now. Collective."""
+        assert self._state is not None
+        self._state.setup.parallel.before_evaluation()  # buffers as on rank 0, as the next forward pass would make them
+        tensors, volatile, values = self._state.capture()
+        self.saver.save(step, tensors, volatile=volatile, values=values, facts={**self.facts, "metrics": dict(metrics)})
+        self.saved_at = time.monotonic()
+
+    def finish(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The last step is done: save it where checkpoints are asked for, and wait until it is written. Collective."""
+        self.saver.wait()
+        if self.job.recipe.checkpoint_every_steps is not None and self.saver.last_saved != step:
+            self.save(step, metrics)
+            self.saver.wait()
+
+    def _is_notice_new(self) -> bool:
+        self.asked_at = time.monotonic()
+        before, self.has_notice = self.has_notice, self.control.has_notice is not None and self.control.has_notice()
+        return self.has_notice and not before
+
+    def _read(self, step: int) -> Manifest | None:
+        def read() -> Manifest | None:
+            try:
+                return self.catalog.read(step)
+            except Incomplete as exc:
+                self._say(f"the checkpoint of step {step} is passed over: {exc}")
+                return None
+
+        manifest: Manifest | None = self._agreed(read)
+        return manifest
+
+    def _agreed(self, decide: Callable[[], Any]) -> Any:
+        """What rank 0 finds, on every rank; its error too."""
+        if self.group is None:
+            return decide()
+        box: list[Any] = [None]
+        if self.place.rank == 0:
+            try:
+                box = [decide()]
+            except ScaleRayError as exc:
+                box = [exc]
+            except OSError as exc:
+                box = [CheckpointError("the checkpoints at " + self.catalog.stores[0].root, str(exc), "they cannot be read")]  # fmt: skip
+        dist.broadcast_object_list(box, src=0, group=self.group)
+        if isinstance(box[0], ScaleRayError):
+            raise box[0]
+        return box[0]
+
+    def _gathered(self, mine: Any) -> list[Any]:
+        if self.group is None:
+            return [mine]
+        everyone: list[Any] = [None] * self.place.world_size
+        dist.all_gather_object(everyone, mine, group=self.group)
+        return everyone
+
+    def _say(self, text: str, kind: str = "warning") -> None:
+        if self.place.rank == 0:
+            self.emit(EventRecord(text, kind=kind))
+
+
+def _told(damage: Damage, step: int) -> str:
+    text = f"in the checkpoint of step {step}, {damage.file} is damaged ({damage.problem})"
+    return f"{text}; healed from {damage.healed_from}" if damage.healed_from else text
+
+
+def _resumed(manifest: Manifest, world_size: int) -> str:
+    text = f"resumed after step {manifest.step}"
+    if manifest.world_size != world_size:
+        text += f" on {world_size} worker{'s' if world_size > 1 else ''} instead of {manifest.world_size}"
+    return text

@@ -1,0 +1,239 @@
+"""Everything that a training is made of between two steps: what a checkpoint holds, and what a resumed run starts from.
+
+An item is tensors or small values under a name that a user understands, so that a difference after a resume can be
+blamed on one of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from scaleray.checkpoints import sharded
+from scaleray.checkpoints.manifest import Manifest, Tensor
+from scaleray.checkpoints.storage import Store
+from scaleray.errors import CheckpointError
+from scaleray.reproducibility.seeding import random_state, seed_everything, set_random_state, stream_seed
+from scaleray.training.model_setup import Setup
+from scaleray.training.place import Place
+
+Tensors = dict[str, torch.Tensor]
+Values = dict[str, Any]
+
+MODEL, OPTIMIZER, SCHEDULE, SCALER, RANDOM, PROGRESS, WORKLOAD = (
+    "model", "optimizer", "schedule", "scaler", "random", "progress", "workload",
+)  # fmt: skip
+ITEMS = (MODEL, OPTIMIZER, SCHEDULE, SCALER, PROGRESS, WORKLOAD, RANDOM)
+"""In the order in which they are restored: random numbers last, as anything before may draw some."""
+SETUP_ITEMS = {"parallel": MODEL, "optimizer": OPTIMIZER, "schedule": SCHEDULE, "precision": SCALER}
+"""Which item holds the state of each field of Setup; the fields not named here have none."""
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """The state of one worker's training. progress: gives and takes the loop's own counters, as JSON."""
+
+    setup: Setup
+    place: Place
+    workload: Any
+    seed: int
+    get_progress: Callable[[], Values]
+    set_progress: Callable[[Values], None]
+
+    def capture(self) -> tuple[Tensors, set[str], dict[str, Values]]:
+        """(references to tensors, names of those that a forward pass may change, values by item as JSON). Collective."""
+        module = self.setup.parallel.module
+        tensors: Tensors = {f"{MODEL}.{name}": value for name, value in module.state_dict().items()}
+        parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        volatile = {name for name in tensors if name.removeprefix(f"{MODEL}.") not in parameters}
+        volatile |= {f"{MODEL}.{name}" for name in renormalised(module)}
+        optimizer_tensors, optimizer_values = optimizer_state(self.setup.optimizer, module)
+        tensors.update(optimizer_tensors)
+        tensors.update({f"{RANDOM}.{self.place.rank}.{k}": v for k, v in random_state(self.place.device).items()})
+        own_tensors, own_values = self._workload_state()
+        tensors.update(own_tensors)
+        volatile |= own_tensors.keys()
+        values = {
+            OPTIMIZER: optimizer_values,
+            SCHEDULE: self.setup.schedule.state_dict(),
+            SCALER: self.setup.precision.scaler.state_dict(),
+            PROGRESS: self.get_progress(),
+            WORKLOAD: own_values,
+        }
+        return tensors, volatile, json.loads(json.dumps(values))
+
+    def restore(self, manifest: Manifest, stores: list[Store], group: dist.ProcessGroup | None) -> None:
+        """Take over a checkpoint in place. Collective over `group`. Raises CheckpointError for another model, and
+        Incomplete for bytes that are missing or changed."""
+        module, optimizer = self.setup.parallel.module, self.setup.optimizer
+        model = {f"{MODEL}.{name}": value for name, value in module.state_dict().items()}
+        check_same_tensors(manifest, model)
+        templates, build = optimizer_templates(manifest, optimizer, module)
+        own = {name: torch.empty(t.shape, dtype=_dtype(t)) for name, t in _of(manifest, WORKLOAD).items()}
+        same_size = manifest.world_size == self.place.world_size
+        prefix = f"{RANDOM}.{self.place.rank}."
+        drawn = {name: torch.empty(t.shape, dtype=_dtype(t)) for name, t in _of(manifest, RANDOM).items() if name.startswith(prefix)}  # fmt: skip
+        sharded.load({**model, **templates, **own, **drawn}, stores, manifest, group)
+        optimizer.load_state_dict(build(templates))
+        self.setup.schedule.load_state_dict(dict(manifest.values[SCHEDULE]))  # torch takes it apart
+        if self.setup.precision.scaler.is_enabled() and manifest.values[SCALER]:
+            self.setup.precision.scaler.load_state_dict(manifest.values[SCALER])
+        self.set_progress(manifest.values[PROGRESS])
+        if callable(getattr(self.workload, "load_state_dict", None)):
+            restored = {name.removeprefix(f"{WORKLOAD}."): value for name, value in own.items()}
+            self.workload.load_state_dict({**manifest.values[WORKLOAD], **restored})
+        if same_size and drawn:
+            set_random_state({name.removeprefix(prefix): value for name, value in drawn.items()}, self.place.device)
+        else:  # other workers, other streams: new ones, which depend on the step so that no mask is drawn twice
+            seed_everything(stream_seed(self.seed, "dropout", self.place.rank, manifest.step))
+
+    def digests(self) -> dict[str, str]:
+        """A hash of each item on this rank, to find the one that differs between two runs."""
+        tensors, _, values = self.capture()
+        hashes = {item: hashlib.sha256(json.dumps(values.get(item), sort_keys=True).encode()) for item in ITEMS}
+        for name in sorted(tensors):
+            item, _, rest = name.partition(".")
+            hashes[item].update(rest.encode())
+            hashes[item].update(_bytes(tensors[name]))
+        return {item: digest.hexdigest()[:16] for item, digest in hashes.items()}
+
+    def _workload_state(self) -> tuple[Tensors, Values]:
+        if not callable(getattr(self.workload, "state_dict", None)):
+            return {}, {}
+        state = self.workload.state_dict()
+        tensors = {f"{WORKLOAD}.{k}": v for k, v in state.items() if isinstance(v, torch.Tensor)}
+        return tensors, {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}
+
+
+def renormalised(module: nn.Module) -> set[str]:
+    """Parameters that a forward pass changes: embeddings with max_norm."""
+    return {
+        f"{name}.weight" if name else "weight"
+        for name, part in module.named_modules()
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None
+    }
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> tuple[Tensors, Values]:
+    """An optimizer's state by parameter name: tensors, and everything else as values."""
+    names = _names(optimizer, module)
+    state = optimizer.state_dict()
+    tensors: Tensors = {}
+    others: Values = {}
+    for number, entries in state["state"].items():
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{OPTIMIZER}.{names[number]}.{key}"] = value
+            else:
+                others.setdefault(names[number], {})[key] = value
+    groups = [
+        {
+            **{k: _plain(v) for k, v in group.items() if k != "params"},
+            "params": [names[number] for number in group["params"]],
+        }
+        for group in state["param_groups"]
+    ]
+    return tensors, {"groups": groups, "others": others}
+
+
+def optimizer_templates(
+    manifest: Manifest, optimizer: torch.optim.Optimizer, module: nn.Module
+) -> tuple[Tensors, Callable[[Tensors], dict[str, Any]]]:
+    """Empty tensors for the saved state of an optimizer, and a function that makes torch's own state dict of them.
+
+    Raises CheckpointError where the optimizer holds other parameters or groups.
+    """
+    names = _names(optimizer, module)
+    values = manifest.values[OPTIMIZER]
+    saved_groups = [group["params"] for group in values["groups"]]
+    counts = iter(range(len(names)))
+    own_groups = [[names[next(counts)] for _ in group["params"]] for group in optimizer.param_groups]
+    if saved_groups != own_groups:
+        raise CheckpointError(
+            "the optimizer's parameters",
+            f"{sum(map(len, own_groups))} in {len(own_groups)} groups",
+            f"the checkpoint has {sum(map(len, saved_groups))} in {len(saved_groups)}, or in another order",
+            "resume with the same model and the same frozen parameters",
+        )
+    parameters = dict(zip(names, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
+    by_length = sorted(names, key=len, reverse=True)
+    templates: Tensors = {}
+    place: dict[str, tuple[str, str]] = {}
+    for full, tensor in _of(manifest, OPTIMIZER).items():
+        rest = full.removeprefix(f"{OPTIMIZER}.")
+        name = next(n for n in by_length if rest.startswith(n + "."))
+        parameter = parameters[name]
+        place[full] = name, rest[len(name) + 1 :]
+        if tuple(parameter.shape) == tensor.shape and tensor.shape:
+            templates[full] = torch.empty_like(parameter, dtype=_dtype(tensor), requires_grad=False)  # sharded alike
+        else:
+            templates[full] = torch.empty(tensor.shape, dtype=_dtype(tensor))
+
+    def build(filled: Tensors) -> dict[str, Any]:
+        numbers = {name: number for number, name in enumerate(names)}
+        state: dict[int, dict[str, Any]] = {numbers[n]: dict(entries) for n, entries in values["others"].items()}
+        for full, tensor in filled.items():
+            name, key = place[full]
+            state.setdefault(numbers[name], {})[key] = tensor
+        groups = [
+            {**{k: _unplain(v) for k, v in group.items()}, "params": [numbers[n] for n in group["params"]]}
+            for group in values["groups"]
+        ]
+        return {"state": state, "param_groups": groups}
+
+    return templates, build
+
+
+def check_same_tensors(manifest: Manifest, model: Mapping[str, torch.Tensor]) -> None:
+    """The checkpoint holds the tensors of this model. Raises CheckpointError with the first that differs."""
+    saved = {name: f"{list(t.shape)} {t.dtype}" for name, t in _of(manifest, MODEL).items()}
+    own = {name: f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in model.items()}
+    if saved == own:
+        return
+    different = [name for name in sorted(saved.keys() | own.keys()) if saved.get(name) != own.get(name)]
+    first = different[0]
+    raise CheckpointError(
+        f"the model's {first.removeprefix(MODEL + '.')}",
+        own.get(first) or "not there",
+        f"the checkpoint has {saved.get(first) or 'no such tensor'} ({len(different)} of {len(saved)} tensors differ)",
+        "it belongs to another model: resume with the config that wrote it",
+    )
+
+
+def _names(optimizer: torch.optim.Optimizer, module: nn.Module) -> list[str]:
+    by_id = {id(parameter): name for name, parameter in module.named_parameters()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    # an optimizer of the user's may hold parameters that the model does not register
+    return [by_id.get(id(p), f"unnamed-{number}") for number, p in enumerate(parameters)]
+
+
+def _of(manifest: Manifest, item: str) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in manifest.tensors.items() if name.startswith(item + ".")}
+
+
+def _dtype(tensor: Tensor) -> torch.dtype:
+    found: torch.dtype = getattr(torch, tensor.dtype)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return {"tuple": list(value)} if isinstance(value, tuple) else value
+
+
+def _unplain(value: Any) -> Any:
+    return tuple(value["tuple"]) if isinstance(value, dict) and value.keys() == {"tuple"} else value
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
