@@ -13,6 +13,8 @@
         |-- NonFiniteLossError     a loss or gradient became NaN or infinite
         |-- InputStarvedError      the input pipeline delivered nothing for too long
         |-- InitialisationError    ranks disagree on the initial parameters
+        |-- StepFailedError        the workload's code raised in a step
+        |-- PeerLostError          a collective failed, as another worker is gone or hangs
         `-- LeftEarly              the run was asked to stop, saved its state and can be resumed
 
 A message has four parts: what, the value found, what is allowed, what to do next. Arguments are the
@@ -89,6 +91,21 @@ class InputStarvedError(RunFailedError):
 
 class InitialisationError(RunFailedError):
     """Ranks hold different parameters before the first step."""
+
+
+class StepFailedError(RunFailedError):
+    """The workload's code raised in a step. steps_done: steps that this worker took before, since it was started."""
+
+    def __init__(self, text: str, steps_done: int = 0) -> None:
+        super().__init__(text, steps_done)
+        self.text, self.steps_done = text, steps_done
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class PeerLostError(RunFailedError):
+    """A collective failed: another worker is gone or hangs. Never the cause, only its echo."""
 
 
 class LeftEarly(RunFailedError):

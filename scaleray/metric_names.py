@@ -28,6 +28,10 @@ SAMPLES_PER_S = Metric("perf/samples_per_s", "samples/s", "samples of all worker
 TOKENS_PER_S = Metric("perf/tokens_per_s", "tokens/s", "tokens of all workers per second since the last point")
 STEP_TIME_S = Metric("perf/step_time_s", "s", "mean time of a step since the last point")
 INPUT_WAIT_SHARE = Metric("perf/input_wait_share", "1", "share of step time that rank 0 waited for its input")
+WORKERS = Metric("perf/workers", "workers", "number of workers, which changes in an elastic run")
+CHECKPOINT_STALL_S = Metric("checkpoint/stall_s", "s", "how long training waited for this checkpoint")
+CHECKPOINT_DURATION_S = Metric("checkpoint/duration_s", "s", "from its beginning to its manifest, beside the training")
+CHECKPOINT_WRITTEN_BYTES = Metric("checkpoint/written_bytes", "bytes", "what had changed since the last checkpoint")
 WORLD_SIZE = Metric("point/world_size", "workers", "number of workers of the run")
 POINT_SAMPLES_PER_S = Metric("point/samples_per_s", "samples/s", "steady-state throughput of the whole run")
 POINT_TOKENS_PER_S = Metric("point/tokens_per_s", "tokens/s", "steady-state token throughput of the whole run")
@@ -35,11 +39,15 @@ TIME_TO_FIRST_STEP_S = Metric(
     "point/time_to_first_step_s", "s", "from the command's start to the end of the first step"
 )
 PEAK_MEMORY_BYTES = Metric("point/peak_memory_bytes", "bytes", "largest peak memory of any worker process or device")
-VERIFY_LOSS_DIFFERENCE = Metric("verify/loss_difference", "1", "largest relative difference of a step's loss to one process")
+VERIFY_LOSS_DIFFERENCE = Metric(
+    "verify/loss_difference", "1", "largest relative difference of a step's loss to one process"
+)
 VERIFY_GRAD_NORM_DIFFERENCE = Metric("verify/grad_norm_difference", "1", "the same of the gradient's norm")
 VERIFY_PARAMETER_DIFFERENCE = Metric(
     "verify/parameter_difference", "1", "the same of the final parameters, relative to each tensor's largest"
 )
-VERIFY_MISMATCHES = Metric("verify/mismatches", "variants", "variants that are not the training that they promise to be")
+VERIFY_MISMATCHES = Metric(
+    "verify/mismatches", "variants", "variants that are not the training that they promise to be"
+)
 
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, Metric))

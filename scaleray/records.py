@@ -26,6 +26,7 @@ class StepRecord:
     epoch: float
     is_finite: bool = True
     loss_scale: float | None = None
+    world_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,19 @@ class EventRecord:
 
     text: str
     kind: str = "info"
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """A sign of life of one worker. phase: what its step is doing since `since_s` seconds; tail: its last log lines."""
+
+    rank: int
+    node: str
+    process: int
+    step: int
+    phase: str
+    since_s: float
+    tail: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -137,6 +151,8 @@ class RunRecord:
     run_dir: str
     """Folder with config.yaml, record.json, steps.csv and the final weights."""
     events: list[str] = field(default_factory=list)
+    resumed_after: list[int] = field(default_factory=list)
+    """Steps whose checkpoints the run went on from, after interruptions and lost workers."""
     unsent_file: str | None = None
     """Metrics that MLflow did not take; `scaleray tracking replay FILE` sends them."""
 

@@ -137,11 +137,16 @@ def user_traceback(exc: BaseException) -> str:
     Keeps the last frame of all when none is the user's, so that there is always a place to look.
     """
     frames = traceback.extract_tb(exc.__traceback__)
-    mine = [f for f in frames if not f.filename.startswith("<frozen") and not _is_installed(f.filename)] or frames[-1:]
+    mine = user_frames(frames) or frames[-1:]
     if isinstance(exc, SyntaxError) and exc.filename:
         mine = []
     lines = ["".join(traceback.format_list(mine)), "".join(traceback.format_exception_only(exc))]
     return "\n  ".join("".join(lines).rstrip().splitlines())
+
+
+def user_frames(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    """The frames of a stack that are the user's own code."""
+    return [f for f in frames if not f.filename.startswith("<frozen") and not _is_installed(f.filename)]
 
 
 def user_modules(workload: Any) -> list[ModuleType]:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from scaleray.checkpoints import Catalog
+from scaleray.checkpoints.catalog import Catalog
 from scaleray.config import RunConfig, load_config
 from scaleray.data import Part, StepStream, as_source
 from scaleray.data.stream import local_blocks

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from scaleray.checkpoints.manifest import FILE_NAME, Chunk, Incomplete, Manifest, StoredFile, Tensor, folder_name
+from scaleray.checkpoints.manifest import (
+    FILE_NAME,
+    Chunk,
+    Incomplete,
+    Manifest,
+    StoredFile,
+    Tensor,
+    folder_name,
+    step_of,
+)
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import CheckpointError
 
@@ -27,7 +38,7 @@ class Retention:
     def kept(self, manifests: Iterable[Manifest]) -> set[int]:
         """Steps of those that stay."""
         ordered = sorted(manifests, key=lambda m: m.step)
-        kept = {m.step for m in ordered[-self.keep_last :]}
+        kept = {m.step for m in ordered[max(0, len(ordered) - self.keep_last) :]}
         if self.best is not None and self.keep_best:
             sign = -1 if self.is_higher_better else 1
             measured = [m for m in ordered if _metric(m, self.best) is not None]
@@ -45,11 +56,26 @@ def _metric(manifest: Manifest, name: str | None) -> float | None:
 
 @dataclass(frozen=True)
 class Damage:
-    """A file that is not what its manifest says. healed_from: the copy that replaced it, if one did."""
+    """A file that is not what its manifest says. healed_from: the copy that replaced it, if one did. good_at: where a
+    good copy is; None where there is none, so that the checkpoint is lost."""
 
     file: str
     problem: str
     healed_from: str | None = None
+    good_at: str | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether no store has the file as it should be."""
+        return self.good_at is None
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What `prune` removed, or would: steps of complete checkpoints, and bytes of all files in the first store."""
+
+    steps: list[int]
+    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -61,28 +87,58 @@ class Catalog:
     @classmethod
     def of_run(cls, run_path: str, copy_path: str | None = None) -> Catalog:
         """The catalog of a run folder. copy_path: root of the copies; the run's name is added."""
-        stores = [Store(run_path).child(FOLDER)]
+        run = Store(run_path)
+        stores = [run.child(FOLDER)]
         if copy_path:
-            name = run_path.partition("?")[0].rstrip("/").rpartition("/")[2]
-            stores.append(Store(copy_path).child(name).child(FOLDER))
+            stores.append(Store(copy_path).child(run.name).child(FOLDER))
         return cls(stores)
 
+    @classmethod
+    def at(cls, where: str, copy_path: str | None = None) -> tuple[Catalog, int | None]:
+        """The catalog that a path means, and the step if it is that of one checkpoint: a run folder, the checkpoints
+        folder in it, or a step's folder. copy_path as in `of_run`."""
+        store = Store(where.rstrip("/") if "://" not in where else where)
+        step = step_of(store.name)
+        if step is not None:
+            store = store.parent
+        if step is None and store.name != FOLDER:
+            return cls.of_run(store.root, copy_path), None
+        if copy_path and store.name == FOLDER:
+            return cls.of_run(store.parent.root, copy_path), step
+        return cls([store]), step
+
     def steps(self) -> list[int]:
-        """Steps of all that look like checkpoints in any store, newest first."""
-        folders = {name for store in self.stores for name in store.names() if name.startswith("step-")}
-        return sorted((int(name[5:]) for name in folders if name[5:].isdigit()), reverse=True)
+        """Steps of all that look like checkpoints in any store, newest first. Raises OSError where none can be read."""
+        found: set[int] = set()
+        failed: list[OSError] = []
+        for store in self.stores:
+            try:
+                found |= {step for name in store.names() if (step := step_of(name)) is not None}
+            except OSError as exc:
+                failed.append(exc)
+        if len(failed) == len(self.stores):
+            raise failed[0]
+        return sorted(found, reverse=True)
 
     def read(self, step: int) -> Manifest:
-        """The manifest of a checkpoint from the first store that has a whole one. Raises Incomplete or CheckpointError."""
-        problems = []
+        """The manifest of a checkpoint from the first store that has a whole one.
+
+        Raises Incomplete where there is none, CheckpointError for a newer format, and OSError where a store that may
+        have one cannot be read: that is no reason to take an older checkpoint.
+        """
+        problems: list[str] = []
+        unread: OSError | None = None
         for store in self.stores:
-            name = f"{folder_name(step)}/{FILE_NAME}"
             try:
-                return Manifest.from_json(store.read(name), where=store.path(name))
+                manifest = _read(store, step)
             except Incomplete as exc:
                 problems.append(str(exc))
-            except OSError:
-                problems.append(f"{store.path(name)} does not exist: the checkpoint was not finished")
+            except OSError as exc:
+                unread = exc
+            else:
+                return manifest
+        if unread is not None:
+            raise unread
         raise Incomplete(problems[0])
 
     def complete(self) -> Iterator[Manifest]:
@@ -97,16 +153,30 @@ class Catalog:
         """The newest complete checkpoint, or None."""
         return next(self.complete(), None)
 
-    def publish(self, manifest: Manifest) -> None:
-        """Write the manifest, which makes the checkpoint exist. The copy's comes first: it must never be behind."""
+    def publish(self, manifest: Manifest) -> list[str]:
+        """Write the manifest, which makes the checkpoint exist; gives what went wrong in some store only.
+
+        The copy's comes first: it must never be behind. Raises Incomplete if a file that it names is gone, for example
+        one of an older checkpoint that was pruned from outside, and OSError where no store takes it.
+        """
+        for name, stored in manifest.files.items():
+            if all(_size(store, name) != stored.num_bytes for store in self.stores):
+                raise Incomplete(f"{self.stores[0].path(name)} is gone")
         text = manifest.to_json()
+        failed: list[OSError] = []
         for store in reversed(self.stores):
-            store.write_text(f"{manifest.name}/{FILE_NAME}", text)
+            try:
+                store.write_text(f"{manifest.name}/{FILE_NAME}", text)
+            except OSError as exc:
+                failed.append(exc)
+        if len(failed) == len(self.stores):
+            raise failed[-1]
+        return [str(exc) for exc in failed]
 
     def check(self, manifest: Manifest, files: Iterable[str] | None = None, *, heal: bool = True) -> list[Damage]:
         """Compare files (all by default) with their SHA-256 in every store; replace bad ones by a good copy if told to.
 
-        Gives what was found. A damage that is not healed leaves the checkpoint unusable.
+        Gives what was found. A damage that `is_lost` leaves the checkpoint unusable. All files: the manifests as well.
         """
         found = []
         for name in sorted(manifest.files) if files is None else files:
@@ -114,43 +184,64 @@ class Catalog:
             problems = {store: _problem(store, name, expected) for store in self.stores}
             good = next((store for store, problem in problems.items() if problem is None), None)
             for store, problem in problems.items():
-                if problem is None:
+                if problem is not None:
+                    found.append(_mended(store, name, problem, good, expected) if heal else _damage(store, name, problem, good))  # fmt: skip
+        return found + (self.check_manifest(manifest, heal=heal) if files is None else [])
+
+    def check_manifest(self, manifest: Manifest, *, heal: bool = True) -> list[Damage]:
+        """Compare the manifests of all stores with this one, which was read from one of them; replace others if told to."""
+        found = []
+        name, text = f"{manifest.name}/{FILE_NAME}", manifest.to_json().encode()
+        good = next((store for store in self.stores if _same(store, name, text)), None)
+        for store in self.stores:
+            if store is good or _same(store, name, text):
+                continue
+            problem = "missing" if _size(store, name) is None else "damaged or of another attempt"
+            if heal and good is not None:
+                try:
+                    store.write_text(name, text.decode())
+                except OSError as exc:
+                    problem += f"; it cannot be replaced: {exc}"
+                else:
+                    found.append(Damage(store.path(name), problem, good.path(name), good.path(name)))
                     continue
-                if good is not None and heal:
-                    store.copy_from(good, name)
-                healed = good.path(name) if good is not None and heal else None
-                found.append(Damage(store.path(name), problem, healed))
+            found.append(_damage(store, name, problem, good))
         return found
 
-    def prune(self, retention: Retention) -> list[int]:
-        """Remove what the policy does not keep, and what older unfinished checkpoints left; gives the steps removed.
+    def prune(
+        self, retention: Retention, *, newest: int | None = None, spared_s: float = 0.0, is_dry_run: bool = False
+    ) -> Pruned:
+        """Remove what the policy does not keep, and what older attempts left behind.
 
-        Files that a kept checkpoint still names stay, whatever folder they are in.
+        Files that a kept checkpoint still names stay, whatever folder they are in. newest: what lies after this step
+        stays too and does not count; by default the newest complete one. spared_s: leftovers that are younger stay, since
+        a run that is under way may be about to name them. Raises CheckpointError where a newer format hides what is needed.
         """
-        manifests = {m.step: m for m in self.complete()}
-        if not manifests:
-            return []
-        kept = retention.kept(manifests.values())
-        newest = max(manifests)
-        removed = [step for step in self.steps() if step not in kept and step <= newest]
-        needed = {name for step in kept for name in manifests[step].files}
+        by_step = {
+            step: [m for m in (_read_or_none(store, step) for store in self.stores) if m] for step in self.steps()
+        }
+        manifests = {step: found[0] for step, found in by_step.items() if found}
+        if newest is None:
+            newest = max(manifests, default=-1)
+        kept = retention.kept(m for step, m in manifests.items() if step <= newest)
+        kept |= {step for step in by_step if step > newest}
+        needed = {name for step in kept for m in by_step[step] for name in (*m.files, f"{m.name}/{FILE_NAME}")}
+        freed = 0
         for store in self.stores:
-            for step in removed:
-                folder = folder_name(step)
-                names = store.names(folder, recursive=True)
-                # the manifest first: a checkpoint must not exist without its files
-                for name in sorted(names, key=lambda n: not n.endswith(FILE_NAME)):
-                    if name not in needed:
-                        store.delete(name)
-                if not any(name in needed for name in names):
-                    store.delete_folder(folder)
-        return [step for step in removed if step in manifests]
+            for step in (step for step in by_step if step <= newest):
+                may_be_written = spared_s > 0 and (step in kept or step not in manifests)
+                before = time.time() - spared_s if may_be_written else math.inf
+                freed += self._prune_folder(store, step, needed, before=before, is_dry_run=is_dry_run)
+        return Pruned([step for step in manifests if step not in kept], freed)
 
     def rebuild(self, manifest: Manifest) -> Manifest:
-        """Write an incremental checkpoint anew as a full one, which depends on no other. Raises Incomplete."""
-        from scaleray.checkpoints.sharded import ALIGNMENT
+        """Write an incremental checkpoint anew as a full one, which depends on no other. Raises Incomplete.
 
-        file = f"{manifest.name}/full.bin"
+        The files that it named until now stay for the others that name them; `prune` removes those that nobody does.
+        """
+        from scaleray.checkpoints.sharded import ALIGNMENT, new_file, write_all
+
+        file = new_file(manifest.name, "full")
         tensors: dict[str, Tensor] = {}
         order: list[Chunk] = []
         position = 0
@@ -161,24 +252,53 @@ class Catalog:
                 order.append(chunk)
                 position += chunk.length + -chunk.length % ALIGNMENT
             tensors[name] = dataclasses.replace(tensor, chunks=tuple(chunks))
-        stored = StoredFile("", 0)
-        for store in self.stores:
-            stored = StoredFile(*store.write(file, _contents(self.stores, order)))
+        stored, _ = write_all(self.stores, file, lambda: _contents(self.stores, order))
         full = dataclasses.replace(
             manifest, tensors=tensors, files={file: stored}, chain=0, bytes_written=stored.num_bytes
         )
         self.publish(full)
         return full
 
+    def _prune_folder(self, store: Store, step: int, needed: set[str], *, before: float, is_dry_run: bool) -> int:
+        """Remove a step's files that are not needed and were written before; gives the bytes freed in the first store."""
+        folder = folder_name(step)
+        entries = store.entries(folder)
+        unneeded = [entry for entry in entries if entry.name not in needed and entry.changed_at <= before]
+        if not is_dry_run:
+            # the manifest first: a checkpoint must not exist without its files
+            for entry in sorted(unneeded, key=lambda e: not e.name.endswith(f"/{FILE_NAME}")):
+                store.delete(entry.name)
+            if len(unneeded) == len(entries):
+                store.delete_folder(folder)
+        return sum(entry.num_bytes for entry in unneeded) if store is self.stores[0] else 0
 
-def _contents(stores: list[Store], chunks: list[Chunk]) -> Iterator[bytes]:
+
+def _read(store: Store, step: int) -> Manifest:
+    name = f"{folder_name(step)}/{FILE_NAME}"
+    try:
+        manifest = Manifest.from_json(store.read(name), where=store.path(name))
+    except (FileNotFoundError, NotADirectoryError):
+        raise Incomplete(f"{store.path(name)} does not exist: the checkpoint was not finished") from None
+    if manifest.step != step:
+        raise Incomplete(f"{store.path(name)} is that of step {manifest.step}")
+    return manifest
+
+
+def _read_or_none(store: Store, step: int) -> Manifest | None:
+    try:
+        return _read(store, step)
+    except Incomplete:
+        return None
+
+
+def _contents(stores: list[Store], chunks: list[Chunk]) -> Iterator[Any]:
     import torch
 
     from scaleray.checkpoints.sharded import ALIGNMENT, read_chunk
 
     for chunk in chunks:
         plain = dataclasses.replace(chunk, sizes=(chunk.length,))
-        yield read_chunk(stores, plain, torch.uint8).numpy().tobytes()
+        yield read_chunk(stores, plain, torch.uint8).numpy().data
         if padding := -chunk.length % ALIGNMENT:
             yield bytes(padding)
 
@@ -186,11 +306,43 @@ def _contents(stores: list[Store], chunks: list[Chunk]) -> Iterator[bytes]:
 def _problem(store: Store, name: str, expected: StoredFile) -> str | None:
     try:
         sha256, length = store.digest(name)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return "missing"
+    except OSError as exc:
+        return f"it cannot be read: {exc}"
     if length != expected.num_bytes:
         return f"{length} bytes instead of {expected.num_bytes}"
     return None if sha256 == expected.sha256 else "its SHA-256 is another"
+
+
+def _damage(store: Store, name: str, problem: str, good: Store | None) -> Damage:
+    return Damage(store.path(name), problem, good_at=good.path(name) if good else None)
+
+
+def _mended(store: Store, name: str, problem: str, good: Store | None, expected: StoredFile) -> Damage:
+    if good is None:
+        return _damage(store, name, problem, None)
+    try:
+        written = StoredFile(*store.copy_from(good, name))
+    except OSError as exc:
+        return _damage(store, name, f"{problem}; it cannot be replaced: {exc}", good)
+    if written != expected:
+        return _damage(store, name, f"{problem}; its copy changed while it was read", None)
+    return Damage(store.path(name), problem, good.path(name), good.path(name))
+
+
+def _same(store: Store, name: str, text: bytes) -> bool:
+    try:
+        return store.read(name) == text
+    except OSError:
+        return False
+
+
+def _size(store: Store, name: str) -> int | None:
+    try:
+        return store.size(name)
+    except OSError:
+        return None
 
 
 def require(catalog: Catalog, step: int | None, *, where: str) -> Manifest:

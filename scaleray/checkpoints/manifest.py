@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,8 @@ from scaleray.errors import CheckpointError
 
 FORMAT = 1
 FILE_NAME = "manifest.json"
+HASH = '{"manifest_sha256": "%s",'
+"""How the text of every format begins: with the SHA-256 of all that follows, which no format may change."""
 
 
 @dataclass(frozen=True)
@@ -79,27 +82,25 @@ class Manifest:
         return sum(chunk.length for tensor in self.tensors.values() for chunk in tensor.chunks)
 
     def to_json(self) -> str:
-        """The text of the file, with a hash of itself in the last field."""
-        body = dataclasses.asdict(self)
-        return json.dumps({**body, "manifest_sha256": _digest(body)}, indent=0)
+        """The text of the file, which begins with a hash of its rest."""
+        rest = json.dumps(dataclasses.asdict(self), indent=0).removeprefix("{")
+        return HASH % _digest(rest.encode()) + rest
 
     @classmethod
-    def from_json(cls, text: str | bytes, *, where: str) -> Manifest:
+    def from_json(cls, text: bytes, *, where: str) -> Manifest:
         """Read and check a manifest. Raises Incomplete where it is cut or changed, CheckpointError for a newer format."""
+        head = len(HASH % ("0" * 64))
+        rest = bytes(text[head:])
+        if bytes(text[:head]) != (HASH % _digest(rest)).encode():
+            raise Incomplete(f"{where} is cut short or changed: it does not have the hash that it states")
         try:
-            body = json.loads(text)
-            claimed = body.pop("manifest_sha256")
+            body = json.loads(b"{" + rest)
             number = body["format"]
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise Incomplete(f"{where} is cut short or no manifest") from None
-        if not isinstance(number, int) or number > FORMAT:
-            raise CheckpointError(
-                "the format of checkpoint " + where, number, f"this version reads formats up to {FORMAT}",
-                "it was written by a newer scaleray: upgrade, or resume from another checkpoint",
-            )  # fmt: skip
-        if claimed != _digest(body):
-            raise Incomplete(f"{where} does not have the hash it states")
-        try:
+            if not isinstance(number, int) or number > FORMAT:
+                raise CheckpointError(
+                    "the format of checkpoint " + where, number, f"this version reads formats up to {FORMAT}",
+                    "it was written by a newer scaleray: upgrade, or name another checkpoint",
+                )  # fmt: skip
             tensors = {
                 name: Tensor(
                     t["dtype"],
@@ -112,9 +113,13 @@ class Manifest:
                 for name, t in body.pop("tensors").items()
             }
             files = {name: StoredFile(**stored) for name, stored in body.pop("files").items()}
-            return cls(tensors=tensors, files=files, **body)
-        except (KeyError, TypeError) as exc:
-            raise Incomplete(f"{where} lacks a field: {exc}") from None
+            manifest = cls(tensors=tensors, files=files, **body)
+        except (ValueError, KeyError, TypeError, AttributeError) as exc:
+            raise Incomplete(f"{where} is no manifest of this format: {exc!r}") from None
+        strange = [name for name in manifest.files if not IN_FOLDER.fullmatch(name)]
+        if strange:
+            raise Incomplete(f"{where} names a file outside of the checkpoints folder: {strange[0]}")
+        return manifest
 
 
 class Incomplete(Exception):
@@ -126,5 +131,14 @@ def folder_name(step: int) -> str:
     return f"step-{step:09d}"
 
 
-def _digest(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+def step_of(folder: str) -> int | None:
+    """The step of a folder's name; None for other folders."""
+    match = re.fullmatch(r"step-([0-9]{9,})", folder)
+    return int(match[1]) if match and folder_name(int(match[1])) == folder else None
+
+
+IN_FOLDER = re.compile(r"step-[0-9]{9,}/[A-Za-z0-9_-][A-Za-z0-9._-]*")
+
+
+def _digest(rest: bytes) -> str:
+    return hashlib.sha256(rest).hexdigest()

@@ -13,12 +13,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from scaleray.checkpoints import sharded
 from scaleray.checkpoints.catalog import Catalog, Retention
-from scaleray.checkpoints.manifest import Chunk, Manifest, StoredFile, Tensor, folder_name
+from scaleray.checkpoints.manifest import Chunk, Incomplete, Manifest, StoredFile, Tensor, folder_name
+from scaleray.errors import CheckpointError
 from scaleray.records import CheckpointRecord, EventRecord
+
+
+class NotPublished(Exception):
+    """All files are written, but the manifest is perhaps not: nobody can say whether the checkpoint exists."""
 
 
 class Saver:
@@ -96,6 +102,7 @@ class Saver:
         since_full = self._since_full + 1
         is_full = since_full >= self.full_every or since_full == 0
         published: list[Manifest] = []
+        problems: list[str] = []
 
         def on_staged() -> None:
             changed = next((name for name, tensor in tensors.items() if _version(tensor) != versions[name]), None)
@@ -104,14 +111,17 @@ class Saver:
                 self.is_asynchronous = False  # from here on nothing runs beside the copy
                 raise RuntimeError(f"{changed} was changed by a forward pass while it was copied")
 
-        def publish(saved: dict[str, Tensor], new: dict[str, StoredFile], num_bytes: int) -> None:
+        def publish(saved: dict[str, Tensor], new: dict[str, StoredFile], of_ranks: list[str]) -> None:
             used = {chunk.file for tensor in saved.values() for chunk in tensor.chunks}
             files = {name: stored for name, stored in {**self._base_files, **new}.items() if name in used}
-            chain = since_full if used - new.keys() else 0
             manifest = Manifest(
-                step, self.world_size, self.strategy, time.time(), saved, values, files, {**facts, **self.before_publishing()}, chain=chain, bytes_written=num_bytes,
+                step, self.world_size, self.strategy, time.time(), saved, values, files, {**facts, **self.before_publishing()},
+                chain=since_full if used - new.keys() else 0, bytes_written=sum(stored.num_bytes for stored in new.values()),
             )  # fmt: skip
-            self.catalog.publish(manifest)
+            try:
+                problems.extend([*of_ranks, *self.catalog.publish(manifest)])
+            except OSError as exc:
+                raise NotPublished(str(exc)) from exc
             published.append(manifest)
 
         writer = sharded.ShardWriter(
@@ -121,9 +131,13 @@ class Saver:
         try:
             sharded.save(tensors, writer, self.group)
         except BaseException as exc:  # the disk is full, the bucket answers 500, another rank failed
+            inner = _inner(exc)
+            if any(isinstance(e, Incomplete) for e in inner):  # a file of the base is gone: hold every byte oneself
+                self._base, self._since_full = {}, -1
+            if isinstance(exc, CheckpointException) and not any(isinstance(e, NotPublished) for e in inner):
+                writer.discard()
             if self.is_first:
-                text = _reason(exc)
-                self.emit(EventRecord(f"the checkpoint at step {step} could not be written: {text}", kind="warning"))
+                self._warn(f"the checkpoint at step {step} could not be written: {_reason(inner[0])}")
             return
         finally:
             self._is_staged.set()
@@ -139,14 +153,19 @@ class Saver:
                     total_bytes=manifest.total_bytes, duration_s=time.perf_counter() - started, stall_s=self.stall_s,
                 )
             )  # fmt: skip
-            self._prune()
+            if problems:
+                self._warn(f"the checkpoint at step {step} is not in every place: {problems[0]}")
+            self._prune(step)
         self.stall_s = 0.0
 
-    def _prune(self) -> None:
+    def _prune(self, newest: int) -> None:
         try:
-            self.catalog.prune(self.retention)
-        except OSError as exc:
-            self.emit(EventRecord(f"old checkpoints could not be removed: {exc}", kind="warning"))
+            self.catalog.prune(self.retention, newest=newest)
+        except (OSError, CheckpointError) as exc:
+            self._warn(f"old checkpoints could not be removed: {exc}")
+
+    def _warn(self, text: str) -> None:
+        self.emit(EventRecord(text, kind="warning"))
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -154,8 +173,11 @@ def _version(tensor: torch.Tensor) -> int:
     return local._version
 
 
-def _reason(exc: BaseException) -> str:
+def _inner(exc: BaseException) -> list[BaseException]:
     failures = getattr(exc, "failures", None)  # DCP's own wrapper: one error a rank
-    inner = next(iter(failures.values()))[0] if failures else exc
-    lines = str(inner).strip().splitlines() or [type(inner).__name__]
-    return f"{type(inner).__name__}: {lines[0]}"
+    return [wrapped[0] for wrapped in failures.values()] if failures else [exc]
+
+
+def _reason(exc: BaseException) -> str:
+    lines = str(exc).strip().splitlines() or [""]
+    return f"{type(exc).__name__}: {lines[0]}".removesuffix(": ")

@@ -7,6 +7,8 @@ and it cannot leave out what has not changed. Here a rank writes one file of pla
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -48,7 +50,7 @@ class Staging:
 
     def copy(self, key: Key, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor's bytes, uint8 (n,), in memory that training does not touch. Waits for the device."""
-        source = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        source = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() != source.numel():
             buffer = torch.empty(source.numel(), dtype=torch.uint8, pin_memory=source.is_cuda)
@@ -61,16 +63,18 @@ class ShardWriter(StorageWriter):
     """Writes this rank's part of one checkpoint to one file; on rank 0 `finish` puts the manifest together.
 
     base: parts of the last checkpoint by key; what has the same digest there is named, not written. on_staged: called
-    when training may go on changing the tensors. Give `save` below the state that goes with it.
+    when training may go on changing the tensors. publish: takes tensors, new files and what some store did not take.
+    Give `save` below the state that goes with it.
     """
 
     def __init__(
-        self, stores: list[Store], folder: str, staging: Staging, *,
-        base: Mapping[Key, Chunk], on_staged: Callable[[], None], publish: Callable[[dict[str, Tensor], dict[str, StoredFile], int], None],
+        self, stores: list[Store], folder: str, staging: Staging, *, base: Mapping[Key, Chunk], on_staged: Callable[[], None],
+        publish: Callable[[dict[str, Tensor], dict[str, StoredFile], list[str]], None],
     ) -> None:  # fmt: skip
         self.stores, self.folder, self.staging, self.base = stores, folder, staging, base
         self.on_staged, self.publish = on_staged, publish
         self.rank = 0
+        self.file: str | None = None
         self.written: dict[Key, Chunk] = {}
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -100,13 +104,13 @@ class ShardWriter(StorageWriter):
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         self.on_staged()
-        name = f"{self.folder}/rank-{self.rank:05d}.bin"
+        name = new_file(self.folder, f"rank-{self.rank:05d}")
         changed: list[np.ndarray] = []
         position = 0
         for item, key, content in staged:
             assert item.tensor_data is not None
             sizes = tuple(item.tensor_data.chunk.sizes)
-            digest = xxhash.xxh3_128_hexdigest(memoryview(content))
+            digest = xxhash.xxh3_128_hexdigest(content.data)
             known = self.base.get(key)
             if known is not None and (known.digest, known.sizes, known.length) == (digest, sizes, len(content)):
                 self.written[key] = known
@@ -114,34 +118,42 @@ class ShardWriter(StorageWriter):
             self.written[key] = Chunk(_offsets(key, sizes), sizes, name, position, len(content), digest)
             changed.append(content)
             position += len(content) + -len(content) % ALIGNMENT
-        stored = None
+        stored: StoredFile | None = None
+        problems: list[str] = []
         if changed:
-            for store in self.stores:
-                sha256, length = store.write(name, _aligned(changed))
-                stored = StoredFile(sha256, length)
+            self.file = name
+            stored, problems = write_all(self.stores, name, lambda: _aligned(changed))
+        files = {name: stored} if stored else {}
         results = [
-            WriteResult(item.index, len(content), (self.written[key], {name: stored} if stored else {}))
-            for item, key, content in staged
+            WriteResult(item.index, len(content), (self.written[key], files, problems)) for item, key, content in staged
         ]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
+    def discard(self) -> None:
+        """Remove this rank's file of a checkpoint that did not come about: it may be what fills the disk."""
+        for store in self.stores if self.file else ():
+            with contextlib.suppress(OSError):
+                store.delete(self.file or "")
+
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0, when every rank has written: the manifest's tensors and files."""
         chunks: dict[str, list[Chunk]] = {}
         new: dict[str, StoredFile] = {}
+        problems: dict[str, None] = {}
         for result in (result for of_rank in results for result in of_rank):
-            chunk, files = result.storage_data
+            chunk, files, found = result.storage_data
             chunks.setdefault(result.index.fqn, []).append(chunk)
             new.update(files)
+            problems.update(dict.fromkeys(found))
         tensors = {}
         for name, parts in sorted(chunks.items()):
             about = metadata.state_dict_metadata[name]
             assert isinstance(about, TensorStorageMetadata)
             ordered = tuple(sorted(parts, key=lambda part: part.offsets))
             tensors[name] = Tensor(str(about.properties.dtype).removeprefix("torch."), tuple(about.size), ordered)
-        self.publish(tensors, new, sum(stored.num_bytes for stored in new.values()))
+        self.publish(tensors, new, list(problems))
         metadata.storage_data = None
 
     @classmethod
@@ -164,7 +176,7 @@ class ShardReader(StorageReader):
         return Metadata(
             {
                 name: TensorStorageMetadata(
-                    TensorProperties(dtype=getattr(torch, tensor.dtype)),
+                    TensorProperties(dtype=dtype_of(tensor)),
                     torch.Size(tensor.shape),
                     [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks],
                 )
@@ -187,9 +199,14 @@ class ShardReader(StorageReader):
         """Read chunk by chunk. Raises Incomplete for bytes that are missing or changed."""
         wanted = [(_chunk(self.manifest, item.storage_index), item) for item in plan.items]
         wanted.sort(key=lambda pair: (pair[0].file, pair[0].start))
+        last: Chunk | None = None
         for chunk, item in wanted:
-            dtype = getattr(torch, self.manifest.tensors[item.storage_index.fqn].dtype)
-            part = read_chunk(self.stores, chunk, dtype)
+            if chunk != last:
+                whole, last = (
+                    read_chunk(self.stores, chunk, dtype_of(self.manifest.tensors[item.storage_index.fqn])),
+                    chunk,
+                )
+            part = whole
             for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 part = part.narrow(dim, start, length)
             target = planner.resolve_tensor(item).detach()
@@ -214,10 +231,10 @@ def save(tensors: dict[str, torch.Tensor], writer: ShardWriter, group: dist.Proc
 def load(
     tensors: dict[str, torch.Tensor], stores: list[Store], manifest: Manifest, group: dist.ProcessGroup | None
 ) -> None:
-    """Fill the tensors of a flat state dict in place, resharding as needed. Collective over `group`.
+    """Fill the tensors of a flat state dict in place, resharding as needed; values are cast to their dtype.
 
-    stores: where the files may be, the first that has good bytes wins. Raises Incomplete on every rank when one finds
-    its bytes nowhere.
+    stores: where the files may be, the first that has good bytes wins. Collective over `group`, where all ranks raise
+    Incomplete when one finds its bytes nowhere. None: this rank reads what it needs, sharded or not, without a word to others.
     """
     reader, planner = ShardReader(stores, manifest), DefaultLoadPlanner(flatten_state_dict=False)
     try:
@@ -229,22 +246,23 @@ def load(
 
 def read_chunk(stores: list[Store], chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
     """One part of a tensor from the first store whose bytes have the right digest. Raises Incomplete."""
+    content = torch.empty(chunk.length, dtype=torch.uint8)
+    view = content.numpy().data
     for store in stores:
         try:
-            with store.open(chunk.file) as stream:
-                stream.seek(chunk.start)
-                content = bytearray(stream.read(chunk.length))
+            store.read_into(chunk.file, chunk.start, view)
         except OSError:
             continue
-        if xxhash.xxh3_128_hexdigest(content) == chunk.digest:
-            flat = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
-            return flat.view(dtype).reshape(chunk.sizes)
+        if xxhash.xxh3_128_hexdigest(view) == chunk.digest:
+            return content.view(dtype).reshape(chunk.sizes)
     raise Incomplete(f"{stores[0].path(chunk.file)} is missing or damaged at byte {chunk.start}")
 
 
 def read_tensor(stores: list[Store], tensor: Tensor) -> torch.Tensor:
     """A whole tensor on the CPU."""
-    dtype = getattr(torch, tensor.dtype)
+    dtype = dtype_of(tensor)
+    if len(tensor.chunks) == 1 and tensor.chunks[0].sizes == tensor.shape:
+        return read_chunk(stores, tensor.chunks[0], dtype)
     whole = torch.empty(tensor.shape, dtype=dtype)
     for chunk in tensor.chunks:
         part = whole
@@ -252,6 +270,53 @@ def read_tensor(stores: list[Store], tensor: Tensor) -> torch.Tensor:
             part = part.narrow(dim, start, length)
         part.copy_(read_chunk(stores, chunk, dtype))
     return whole
+
+
+def dtype_of(tensor: Tensor) -> torch.dtype:
+    """The dtype of a saved tensor. Raises Incomplete for one that this torch does not have."""
+    found = getattr(torch, tensor.dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise Incomplete(f"torch {torch.__version__} has no dtype {tensor.dtype}")
+    return found
+
+
+def write_tensors(stores: list[Store], file: str, names: list[str], get: Callable[[str], torch.Tensor]) -> tuple[dict[str, Tensor], StoredFile]:  # fmt: skip
+    """Write whole tensors to one file, one after another; each is asked for when its turn comes, once a store."""
+    tensors: dict[str, Tensor] = {}
+
+    def contents() -> Iterator[Any]:
+        position = 0
+        for name in names:
+            tensor = get(name)
+            content = Staging().copy((name, ()), tensor).numpy()
+            shape, length = tuple(tensor.shape), len(content)
+            digest = xxhash.xxh3_128_hexdigest(content.data)
+            chunk = Chunk((0,) * len(shape), shape, file, position, length, digest)
+            tensors[name] = Tensor(str(tensor.dtype).removeprefix("torch."), shape, (chunk,))
+            yield from _aligned([content])
+            position += length + -length % ALIGNMENT
+
+    stored, _ = write_all(stores, file, contents)
+    return tensors, stored
+
+
+def write_all(stores: list[Store], file: str, contents: Callable[[], Iterator[Any]]) -> tuple[StoredFile, list[str]]:
+    """Write a file to every store; gives also what went wrong in some. Raises OSError where it is in none."""
+    stored: StoredFile | None = None
+    failed: list[OSError] = []
+    for store in stores:
+        try:
+            stored = StoredFile(*store.write(file, contents()))
+        except OSError as exc:
+            failed.append(exc)
+    if stored is None:
+        raise failed[0]
+    return stored, [str(exc) for exc in failed]
+
+
+def new_file(folder: str, stem: str) -> str:
+    """A name that no other attempt at the same step has: files that exist may be named by other checkpoints."""
+    return f"{folder}/{stem}-{secrets.token_hex(4)}.bin"
 
 
 def _chunk(manifest: Manifest, index: MetadataIndex) -> Chunk:

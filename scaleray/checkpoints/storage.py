@@ -5,13 +5,24 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
+from urllib.parse import unquote
 
 PIECE_BYTES = 8 * 2**20  # read, hashed and written at once
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file of a store. changed_at: seconds since 1970."""
+
+    name: str
+    num_bytes: int
+    changed_at: float
 
 
 @dataclass(frozen=True)
@@ -20,10 +31,16 @@ class Store:
 
     root: str
 
+    def __post_init__(self) -> None:
+        if self.root.startswith("file://"):  # a folder like any other: files are renamed and flushed there as well
+            object.__setattr__(self, "root", unquote(self.root.removeprefix("file://")))
+
     @cached_property
     def _location(self) -> tuple[Any, str]:
         import pyarrow.fs
 
+        if self.is_local:  # not from_uri, which would take a '?' or '%20' in a path for its own
+            return pyarrow.fs.LocalFileSystem(), self.root.rstrip("/")
         return pyarrow.fs.FileSystem.from_uri(self.root)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -39,15 +56,30 @@ class Store:
 
     def child(self, name: str) -> Store:
         """The store of a folder below the root. A URI's query stays at its end."""
-        base, mark, query = self.root.partition("?")
+        base, mark, query = (self.root, "", "") if self.is_local else self.root.partition("?")
         return Store(f"{base.rstrip('/')}/{name}{mark}{query}")
+
+    @property
+    def name(self) -> str:
+        """The last part of the root."""
+        return (self.root if self.is_local else self.root.partition("?")[0]).rstrip("/").rpartition("/")[2]
+
+    @property
+    def parent(self) -> Store:
+        """The store of the folder that this one is in."""
+        base, mark, query = (self.root, "", "") if self.is_local else self.root.partition("?")
+        return Store(f"{base.rstrip('/').rpartition('/')[0]}{mark}{query}")
 
     def path(self, name: str) -> str:
         """Where a file is, for people."""
         return self.child(name).root
 
     def write(self, name: str, pieces: Iterable[Any]) -> tuple[str, int]:
-        """Write buffers one after another; gives (SHA-256 of the whole in hex, its bytes). Flushed to the disk at the end."""
+        """Write buffers one after another; gives (SHA-256 of the whole in hex, its bytes). Flushed to the disk at the end.
+
+        Nobody sees a local file before all of it is there; an object appears when its upload is complete. A file that
+        was there before is replaced.
+        """
         digest, length = hashlib.sha256(), 0
         with self._writing(name) as stream:
             for piece in pieces:
@@ -60,13 +92,8 @@ class Store:
         return digest.hexdigest(), length
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a small file so that it is there whole or not at all."""
-        if not self.is_local:
-            self.write(name, [text.encode()])  # an object appears when its upload is complete
-            return
-        temporary = f"{name}.part"
-        self.write(temporary, [text.encode()])
-        os.replace(self._local(temporary), self._local(name))
+        """Write a small file."""
+        self.write(name, [text.encode()])
 
     def read(self, name: str) -> bytes:
         """A whole file. Raises FileNotFoundError or another OSError."""
@@ -76,7 +103,7 @@ class Store:
     def open(self, name: str) -> Any:
         """A file to seek and read in."""
         if self.is_local:
-            return open(self._local(name), "rb")
+            return open(Path(self.root) / name, "rb")
         filesystem, root = self._location
         return filesystem.open_input_file(f"{root}/{name}")
 
@@ -89,22 +116,32 @@ class Store:
                 length += len(piece)
         return digest.hexdigest(), length
 
-    def copy_from(self, other: Store, name: str) -> None:
-        """Take a file over from another store, replacing one's own in one move where that is possible."""
+    def read_into(self, name: str, start: int, target: memoryview) -> None:
+        """Fill a buffer with a file's bytes from `start` on. Raises OSError, also for a file that ends too early."""
+        with self.open(name) as stream:
+            stream.seek(start)
+            filled = 0
+            while filled < len(target):
+                count = stream.readinto(target[filled : filled + PIECE_BYTES])
+                if not count:
+                    raise OSError(f"{self.path(name)} ends {len(target) - filled} bytes too early")
+                filled += count
+
+    def copy_from(self, other: Store, name: str) -> tuple[str, int]:
+        """Take a file over from another store, replacing one's own; gives what `write` gives."""
         with other.open(name) as source:
-            temporary = f"{name}.part" if self.is_local else name
-            self.write(temporary, iter(lambda: source.read(PIECE_BYTES), b""))
-        if self.is_local:
-            os.replace(self._local(temporary), self._local(name))
+            return self.write(name, iter(lambda: source.read(PIECE_BYTES), b""))
 
-    def names(self, folder: str = "", *, recursive: bool = False) -> list[str]:
-        """Names of the files and folders below `folder`, relative to the root, sorted; none where it does not exist."""
-        import pyarrow.fs
+    def names(self, folder: str = "") -> list[str]:
+        """Names of the files and folders in `folder`, relative to the root, sorted; none where it does not exist."""
+        return sorted(name for name, _ in self._infos(folder, recursive=False))
 
-        filesystem, root = self._location
-        base = f"{root}/{folder}".rstrip("/")
-        selector = pyarrow.fs.FileSelector(base, recursive=recursive, allow_not_found=True)
-        return sorted(str(Path(info.path).relative_to(root)) for info in filesystem.get_file_info(selector))
+    def entries(self, folder: str) -> list[Entry]:
+        """The files in `folder` and below it, sorted by name; none where it does not exist."""
+        return sorted(
+            (Entry(name, info.size, info.mtime_ns / 1e9) for name, info in self._infos(folder, recursive=True) if info.is_file),
+            key=lambda entry: entry.name,
+        )  # fmt: skip
 
     def size(self, name: str) -> int | None:
         """Bytes of a file; None where there is none."""
@@ -112,7 +149,9 @@ class Store:
 
         filesystem, root = self._location
         info = filesystem.get_file_info(f"{root}/{name}")
-        return info.size if info.type == pyarrow.fs.FileType.File else None
+        if info.type in (pyarrow.fs.FileType.NotFound, pyarrow.fs.FileType.Directory):
+            return None
+        return int(info.size)
 
     def delete(self, name: str) -> None:
         """Remove a file; one that is gone already is no error."""
@@ -121,24 +160,54 @@ class Store:
             filesystem.delete_file(f"{root}/{name}")
 
     def delete_folder(self, name: str) -> None:
-        """Remove a folder with all that is in it."""
+        """Remove a folder with all that is in it; one that is gone already is no error."""
         filesystem, root = self._location
         with contextlib.suppress(FileNotFoundError):
             filesystem.delete_dir(f"{root}/{name}")
 
-    def _local(self, name: str) -> Path:
-        return Path(self.root) / name
+    def _infos(self, folder: str, *, recursive: bool) -> Iterator[tuple[str, Any]]:
+        import pyarrow.fs
+
+        filesystem, root = self._location
+        base = f"{root}/{folder}".rstrip("/")
+        selector = pyarrow.fs.FileSelector(base, recursive=recursive, allow_not_found=True)
+        for info in filesystem.get_file_info(selector):
+            yield info.path[len(root) :].strip("/"), info
 
     @contextlib.contextmanager
     def _writing(self, name: str) -> Iterator[BinaryIO]:
-        if self.is_local:
-            path = self._local(name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "wb") as stream:
+        if not self.is_local:
+            filesystem, root = self._location
+            with filesystem.open_output_stream(f"{root}/{name}") as stream:
+                yield stream
+            return
+        path = Path(self.root) / name
+        _make_folder(path.parent)
+        temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+        try:
+            with open(temporary, "xb") as stream:
                 yield stream
                 stream.flush()
                 os.fsync(stream.fileno())  # a manifest must never name bytes that a power failure can take back
-            return
-        filesystem, root = self._location
-        with filesystem.open_output_stream(f"{root}/{name}") as stream:
-            yield stream
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+        _sync_folder(path.parent)  # nor a name
+
+
+def _make_folder(path: Path) -> None:
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        _sync_folder(folder.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    with contextlib.suppress(OSError):  # some mounted filesystems cannot, and need not
+        number = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)

@@ -10,6 +10,7 @@ import psutil
 from cyclopts import App, CycloptsError, Parameter
 
 from scaleray import __version__
+from scaleray.cli.checkpoint import checkpoint_app
 from scaleray.cli.verify import verify
 from scaleray.errors import ScaleRayError
 
@@ -24,6 +25,7 @@ config_app = App(name="config", help="Look at configs.", help_format="plaintext"
 tracking_app = App(name="tracking", help="Look at recorded runs, and repair records.", help_format="plaintext")
 app.command(config_app)
 app.command(tracking_app)
+app.command(checkpoint_app)
 app.command(verify)
 
 ConfigFile = Annotated[Path | None, Parameter(name=["--config", "-c"], help="YAML file of the run.")]
@@ -38,7 +40,10 @@ Json = Annotated[
 
 
 @app.command
-def train(*overrides: Overrides, config: ConfigFile = None, local: bool = False, json: Json = False) -> int:
+def train(
+    *overrides: Overrides, config: ConfigFile = None, resume: str | None = None, allow_change: tuple[str, ...] = (),
+    local: bool = False, json: Json = False,
+) -> int:  # fmt: skip
     """Train a workload on Ray: a local cluster, or the one of RAY_ADDRESS.
 
     Every key of the config can be given as an option, for example --scale.workers 2 --batch.global-size 64;
@@ -46,6 +51,11 @@ def train(*overrides: Overrides, config: ConfigFile = None, local: bool = False,
 
     Parameters
     ----------
+    resume
+        Continue an interrupted run after its newest checkpoint: its folder, its name, or `auto` for the newest unfinished
+        run of the same training, if there is one. Without -c, the config is that run's own.
+    allow_change
+        A key whose change alters the training, and which may differ from the interrupted run's all the same.
     local
         Run in this process without Ray, for a debugger.
     """
@@ -54,13 +64,18 @@ def train(*overrides: Overrides, config: ConfigFile = None, local: bool = False,
     from scaleray.config import load_config
     from scaleray.reports.terminal import Terminal, final_lines
 
-    resolved = load_config(config, flags=overrides)
+    if config is None and resume is not None and resume != "auto":
+        from scaleray.launch.resume import config_of
+
+        resolved = config_of(resume, overrides)
+    else:
+        resolved = load_config(config, flags=overrides)
     terminal = Terminal(Console(stderr=json), interval_s=resolved.tracking.interval_s)
     with terminal:
         from scaleray.launch import train as run
 
         record = run(
-            resolved, local=local, show=terminal.show, say=terminal.say, expect_steps=terminal.expect_steps,
+            resolved, resume=resume, allow_change=allow_change, local=local, show=terminal.show, say=terminal.say, expect_steps=terminal.expect_steps,
             base_dir=config.resolve().parent if config else None, # what a user waits for counts from the start of the process
             started_at=psutil.Process().create_time(),
         )  # fmt: skip

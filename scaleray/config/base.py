@@ -6,6 +6,7 @@ import math
 import re
 import types
 import typing
+import urllib.parse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -194,3 +195,16 @@ Probability = Annotated[float, Field(ge=0, lt=1)]
 def absolute_path(value: str) -> str:
     """Paths become absolute at once, since workers run in other directories; URIs such as s3://bucket stay."""
     return value if "://" in value else str(Path(value).expanduser().absolute())
+
+
+def without_password(uri: str) -> str:
+    """A URI that may be shown and stored: the password, if any, replaced by stars."""
+    try:
+        parts = urllib.parse.urlsplit(uri)
+        password = parts.password
+    except ValueError:  # brackets that are no IPv6 address: not a URI
+        return uri
+    if password is None:
+        return uri
+    host = parts.netloc.rpartition("@")[2]
+    return urllib.parse.urlunsplit(parts._replace(netloc=f"{parts.username}:***@{host}"))

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from scaleray.config.base import Settings
+from scaleray.config.base import Settings, without_password
 from scaleray.config.batch import BatchSettings
 from scaleray.config.optimizer import OptimizerSettings
 from scaleray.config.scale import (
@@ -54,8 +54,12 @@ class RunConfig(Settings):
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as they would stand in a YAML file."""
-        return self.model_dump(mode="json")
+        """Plain values, as they would stand in a YAML file; passwords in URIs are stars, as these values are stored."""
+        values = self.model_dump(mode="json")
+        for section, key in (("tracking", "uri"), ("checkpoint", "storage_path"), ("checkpoint", "copy_path")):
+            if values[section][key] is not None:
+                values[section][key] = without_password(values[section][key])
+        return values
 
     def hash(self) -> str:
         """SHA-256 (16 hex digits) of what decides the training; where it is stored and recorded does not count."""

@@ -121,6 +121,9 @@ class CheckpointSettings(Settings):
     """2 writes each shard to `copy_path` too; a lost or damaged one is healed from there."""
     copy_path: str | None = None
     """Folder or s3:// URI of the second copy, on another disk, node or bucket."""
+    grace_s: NonNegative = 2.5
+    """After SIGTERM, how long the last checkpoint may take before the workers are ended. `ray job stop` kills after 3 s."""
+
     _check_every = field_validator("every", "keep_every")(above_zero)
 
     @model_validator(mode="after")

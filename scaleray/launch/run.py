@@ -6,19 +6,21 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from scaleray import metric_names as names
+from scaleray.checkpoints.catalog import Catalog
 from scaleray.config import RunConfig, load_config
 from scaleray.config.base import absolute_path
 from scaleray.data import as_source
 from scaleray.data.sources import Source
-from scaleray.errors import ClusterError, ConfigError, DataError, TrackingError
+from scaleray.errors import ClusterError, ConfigError, DataError, LeftEarly, TrackingError
 from scaleray.launch import cluster
+from scaleray.launch import resume as interrupted
 from scaleray.launch.local import run_here
 from scaleray.launch.run_folder import RunFolder
 from scaleray.launch.trainer import Interrupted, RemoteRecorder, Show, fit, spawn_recorder
@@ -32,9 +34,11 @@ from scaleray.workload import build_workload, call_user_code, load_workload, use
 
 
 def train(
-    config: RunConfig | str | Path | Mapping[str, Any],
+    config: RunConfig | str | Path | Mapping[str, Any] | None,
     workload: Any = None,
     *,
+    resume: str | None = None,
+    allow_change: Sequence[str] = (),
     local: bool = False,
     show: Show = lambda messages: None,
     say: Callable[[str], None] = lambda text: None,
@@ -44,7 +48,10 @@ def train(
 ) -> RunRecord:
     """Train a workload as the config says and return the run's record.
 
-    config: a RunConfig, a YAML file, or a mapping of dotted keys. workload: an instance or class; None loads
+    config: a RunConfig, a YAML file, or a mapping of dotted keys; None, with `resume`, is the config of that run.
+    resume: continue an interrupted run: its folder, its name, or `auto` for the newest unfinished run of the same training,
+    if there is one. allow_change: keys of the config that may differ from that run's although they alter the training.
+    workload: an instance or class; None loads
     `config.workload`. local: in this process, without Ray. show: called with the run's messages as they arrive, say with
     lines about what happens meanwhile, expect_steps with the length of the training once it is known.
     started_at: wall clock from which the time to the first step is counted; None is now.
@@ -55,9 +62,18 @@ def train(
     started_at = started_at or time.time()
     if isinstance(config, Mapping):
         config = load_config(flags=config)
-    elif not isinstance(config, RunConfig):
+    elif config is not None and not isinstance(config, RunConfig):
         base_dir = base_dir or Path(config).resolve().parent
         config = load_config(config)
+    config = _absolute(config) if config is not None else None
+    before = interrupted.find(resume, config) if resume is not None else None
+    if config is None:
+        if before is None:
+            raise ConfigError("config", None, "it is needed to start a run", "give a file with -c")
+        config = RunConfig.model_validate(before.config)
+    changed = interrupted.check_changes(before, config, allow_change) if before is not None else []
+    if before is not None and base_dir is None and before.about.get("base_dir"):
+        base_dir = Path(before.about["base_dir"])
     resolve_strategy(config)
     if local and config.scale.max_workers > 1:
         raise ConfigError(
@@ -66,25 +82,26 @@ def train(
             "--local runs one worker in this process",
             "leave --local out, or use --scale.workers 1: the global batch, and so the training, is the same",
         )
-    config = _absolute(config)
     tracking_uri = store.resolve_uri(config.tracking.uri)
     store.check_reachable(tracking_uri)
     if workload is None:
         workload = load_workload(config.workload.name, config.workload.args, base_dir=base_dir)
     elif isinstance(workload, type):
         workload = build_workload(workload, config.workload.args, name=workload.__name__)
-    folder = RunFolder.reserve(config)
+    folder = RunFolder.reserve(config) if before is None else RunFolder.reopen(before.path)
     try:
         with _environment(config, local=local) as topology:
             sources = load_sources(workload)
-            run = _Run(config, workload, sources, folder, tracking_uri, topology, show, started_at)
+            run = _Run(config, workload, sources, folder, tracking_uri, topology, show, started_at, before, base_dir)
             expect_steps(run.recipe.total_steps)
-            for line in run.announcement():
+            for line in [*run.announcement(), *(f"  changed: {change}" for change in changed)]:
                 say(line)
             return run.train(local=local)
     except BaseException:
         folder.remove_if_empty()
         raise
+    finally:
+        folder.unlock()
 
 
 def load_sources(workload: Any) -> dict[str, Source]:
@@ -133,13 +150,16 @@ def _environment(config: RunConfig, *, local: bool) -> Iterator[list[dict[str, A
 class _Run:
     def __init__(
         self, config: RunConfig, workload: Any, sources: dict[str, Source], folder: RunFolder, tracking_uri: str,
-        topology: list[dict[str, Any]], show: Show, started_at: float,
+        topology: list[dict[str, Any]], show: Show, started_at: float, before: interrupted.Interrupted | None, base_dir: Path | None,
     ) -> None:  # fmt: skip
         self.config, self.sources, self.folder = config, sources, folder
         self.tracking_uri, self.topology, self.show = tracking_uri, topology, show
+        self.before, self.base_dir = before, base_dir
         self.recipe = derive(config, data_size(sources))
         self.facts: dict[str, Any] = {"environment": environment(), "topology": topology}
         self.data = {name: source.describe() for name, source in sources.items()}
+        if before is not None:
+            _check_same_data(before, self.data)
         self.job = TrainJob(config, self.recipe, workload, {n: Split.of(n, s) for n, s in sources.items()}, started_at)
 
     def train(self, *, local: bool) -> RunRecord:
@@ -149,8 +169,9 @@ class _Run:
             recorder = Recorder(description)
             recorder.start()
             work: Callable[[], None] = lambda: run_here(
-                self.job, self.sources, recorder, weights_path=self.folder.weights_path, show=self.show
-            )
+                self.job, self.sources, recorder, run_path=self.folder.path, weights_path=self.folder.weights_path,
+                facts=self._checkpoint_facts(), show=self.show,
+            )  # fmt: skip
         else:
             _ship_user_code(self.job.workload)
             recorder = RemoteRecorder(spawn_recorder(description))
@@ -158,19 +179,23 @@ class _Run:
                 self.job,
                 self.sources,
                 recorder,
+                run_path=self.folder.path,
                 weights_path=self.folder.weights_path,
-                run_name="ray_train",
-                storage_path=self.folder.path,
+                facts=self._checkpoint_facts(),
+                # one node alone has no other to go on with
+                can_be_preempted=len(self.topology) > 1,
                 show=self.show,
             )
         try:
             work()
             recorder.wait_started()
-        except (Interrupted, KeyboardInterrupt) as exc:
+        except (Interrupted, KeyboardInterrupt, LeftEarly) as exc:
             self._end(recorder, "KILLED", "stopped by the user")
+            self._say_how_to_continue()
             raise KeyboardInterrupt from exc
         except BaseException as exc:
             self._end(recorder, "FAILED", str(exc) or type(exc).__name__)
+            self._say_how_to_continue()
             raise
         return self._finish(recorder, "FINISHED", "")
 
@@ -182,8 +207,12 @@ class _Run:
             if config.optimizer.rule == "none"
             else f" (rule {config.optimizer.rule} from {config.optimizer.learning_rate:g})"
         )
+        start = "run"
+        if self.before is not None:
+            newest = self.before.newest
+            start = f"continuing after step {newest.step}: run" if newest else "continuing from the first step: run"
         return [
-            f"run {self.folder.name}: {config.workload.name}",
+            f"{start} {self.folder.name}: {config.workload.name}",
             f"  {config.scale.workers!s} worker{'s' if config.scale.max_workers > 1 else ''}, {r.strategy}, {config.precision.dtype}, "
             f"global batch {r.global_batch_size} = {config.scale.max_workers} x {r.accumulation_steps} x {r.micro_batch_size}, "
             f"{r.total_steps} steps ({r.steps_per_epoch} an epoch), learning rate {r.learning_rate:g}{rule}",
@@ -231,8 +260,24 @@ class _Run:
                 for name, facts in self.data.items()
             ],
             tokens_per_sample=self.sources[TRAIN].tokens_per_row,
-            started_at=self.job.started_at,
+            started_at=self.job.started_at, run_path=self.folder.path, config=config.to_dict(),
+            base_dir=str(self.base_dir) if self.base_dir else None, continues=self.before.about if self.before else None,
         )  # fmt: skip
+
+    def _checkpoint_facts(self) -> dict[str, Any]:
+        """What every checkpoint says of the run, so that it can be judged without it."""
+        return {
+            "run": self.folder.name, "config": self.config.to_dict(), "config_hash": self.config.hash(),
+            "environment_hash": environment_hash({"environment": self.facts["environment"]}),
+            "data": {name: facts.get("sha256") for name, facts in self.data.items()},
+        }  # fmt: skip
+
+    def _say_how_to_continue(self) -> None:
+        with contextlib.suppress(Exception):  # what ended the run matters more
+            newest = Catalog.of_run(self.folder.path, self.config.checkpoint.copy_path).newest()
+            if newest is not None:
+                text = f"to continue after step {newest.step}: scaleray train --resume {self.folder.path}"
+                self.show([EventRecord(text, kind="hint")])
 
     def _end(self, recorder: Any, status: str, reason: str) -> None:
         """End a run that did not finish, if MLflow knows of it at all; the error that ended it is what the user reads."""
@@ -309,8 +354,21 @@ class _Run:
 
 
 def _absolute(config: RunConfig) -> RunConfig:
-    path = absolute_path(config.checkpoint.storage_path)
-    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"storage_path": path})})
+    paths = {"storage_path": absolute_path(config.checkpoint.storage_path)}
+    if config.checkpoint.copy_path is not None:
+        paths["copy_path"] = absolute_path(config.checkpoint.copy_path)
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=paths)})
+
+
+def _check_same_data(before: interrupted.Interrupted, data: Mapping[str, Mapping[str, Any]]) -> None:
+    """The training data is what the interrupted run read. Raises DataError."""
+    known = (before.newest.facts.get("data") or {}) if before.newest else {}
+    was, now = known.get(TRAIN), data[TRAIN].get("sha256")
+    if was and now and was != now:
+        raise DataError(
+            "the training data", f"SHA-256 {now[:16]}...", f"the interrupted run read other data, {was[:16]}...",
+            "resume with the same data, or start a new run from its weights: --workload.weights RUN_FOLDER",
+        )  # fmt: skip
 
 
 def _ship_user_code(workload: Any) -> None:

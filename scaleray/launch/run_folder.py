@@ -1,17 +1,21 @@
-"""The folder of one run, local or in a bucket: reserved before anything starts, filled when the run ends."""
+"""The folder of one run, local or in a bucket: reserved before anything starts, or opened again to continue a run."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import secrets
 import shutil
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from scaleray.config import RunConfig
 from scaleray.errors import ConfigError, StorageError
+
+_LOCKS: dict[str, IO[str]] = {}
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,35 @@ class RunFolder:
                 "tracking.run_name",
                 name,
                 f"{path} exists already",
-                "choose another name, or leave it out for a unique one",
+                f"to continue that run: --resume {path}; else choose another name, or leave it out for a unique one",
             )
-        return cls(name, path, path if "://" not in path else tempfile.mkdtemp(prefix="scaleray-"))
+        return cls(name, path, _work_dir(path))._locked()
+
+    @classmethod
+    def reopen(cls, path: str) -> RunFolder:
+        """The folder of an interrupted run. Raises StorageError while another process still writes it."""
+        name = path.partition("?")[0].rstrip("/").rpartition("/")[2]
+        return cls(name, path, _work_dir(path))._locked()
+
+    def _locked(self) -> RunFolder:
+        """Keep others out for as long as this process lives; only a local folder can be locked."""
+        if self.is_local:
+            lock = open(f"{self.path}/.lock", "w")  # noqa: SIM115 - the kernel frees it when the process is gone
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                lock.close()
+                raise StorageError(
+                    "the run folder", self.path, "another process is writing it", "wait until that run has ended"
+                ) from None
+            _LOCKS[self.path] = lock
+        return self
+
+    def unlock(self) -> None:
+        """Let others continue this run."""
+        lock = _LOCKS.pop(self.path, None)
+        if lock is not None:
+            lock.close()
 
     @property
     def is_local(self) -> bool:
@@ -94,4 +124,9 @@ class RunFolder:
         """Take an unused local folder away; the files of a failed run are worth keeping."""
         if self.is_local:
             with contextlib.suppress(OSError):
-                Path(self.path).rmdir()
+                if {entry.name for entry in Path(self.path).iterdir()} <= {".lock"}:
+                    shutil.rmtree(self.path)
+
+
+def _work_dir(path: str) -> str:
+    return path if "://" not in path else tempfile.mkdtemp(prefix="scaleray-")

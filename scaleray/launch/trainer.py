@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import secrets
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from scaleray.config import RunConfig
 from scaleray.data.sources import Source
-from scaleray.errors import RunFailedError, ScaleRayError, UsageError
+from scaleray.errors import (
+    InitialisationError,
+    LeftEarly,
+    NonFiniteLossError,
+    PeerLostError,
+    RunFailedError,
+    ScaleRayError,
+    StepFailedError,
+    UsageError,
+)
 from scaleray.launch.cluster import input_cpus
-from scaleray.records import WorkerMessage
+from scaleray.records import EventRecord, Heartbeat, WorkerMessage
 from scaleray.tracking.recorder import RunDescription
 from scaleray.training.job import Split, TrainJob
+
+if TYPE_CHECKING:
+    from scaleray.training.worker import Assignment
 
 Show = Callable[[Sequence[WorkerMessage]], None]
 POLL_S = 0.5
@@ -81,23 +96,18 @@ class RemoteRecorder:
 
 
 def fit(
-    job: TrainJob,
-    sources: dict[str, Source],
-    recorder: RemoteRecorder,
-    *,
-    weights_path: str,
-    storage_path: str,
-    run_name: str,
-    show: Show,
-) -> None:
-    """Run the job's workers to the end. Raises UsageError, RunFailedError or Interrupted."""
-    import ray
-    import ray.train
-    from ray.train.torch import TorchConfig, TorchTrainer
+    job: TrainJob, sources: dict[str, Source], recorder: RemoteRecorder, *,
+    run_path: str, weights_path: str, facts: Mapping[str, Any], can_be_preempted: bool, show: Show,
+) -> None:  # fmt: skip
+    """Run the job's workers to the end. Raises UsageError, RunFailedError or Interrupted.
 
-    from scaleray.training.worker import Assignment, train_worker
+    run_path: the run's folder, for checkpoints and Ray Train's own files. facts: what every checkpoint says of the run.
+    """
+    import ray
 
     config = job.config
+    from scaleray.training.worker import Assignment
+
     streamed = {name: source.dataset for name, source in sources.items() if Split.of(name, source).is_streamed}  # type: ignore[attr-defined]
     assignment = Assignment(
         job=job,
@@ -105,38 +115,105 @@ def fit(
         recorder=recorder.actor,
         input_cpus=input_cpus(config),
         weights_path=weights_path,
+        run_path=run_path,
+        facts=facts,
+        can_be_preempted=can_be_preempted,
     )
-    trainer = TorchTrainer(
+    # the watcher costs a process and prints an error at every start, so only where a node can be taken away
+    os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "1" if can_be_preempted else "0"
+    with _showing(recorder, show) as watcher, _stop_on_sigterm(recorder, config.checkpoint.grace_s):
+        for attempt in itertools.count(1):
+            try:
+                _trainer(assignment, streamed, recorder, storage_path=run_path, attempt=attempt).fit()
+                return
+            except (KeyboardInterrupt, SystemExit) as exc:
+                raise (watcher.error or Interrupted()) from exc
+            # a controller that died is an actor error, which Ray does not count among training failures
+            except (ray.train.TrainingFailedError, ray.exceptions.RayError) as exc:
+                recorder.wait_started(0)  # if MLflow was the reason, that is what the user must read
+                if isinstance(exc, ray.exceptions.RayActorError) and attempt <= config.scale.max_failures:
+                    text = f"Ray Train's controller was lost; starting again from the newest checkpoint, {attempt} of {config.scale.max_failures}"
+                    recorder.log([EventRecord(text, kind="warning")])
+                    _wait_for_silence(recorder)
+                    continue
+                error = explain(exc, recorder.heartbeats())
+                raise (Interrupted() if isinstance(error, LeftEarly) else error) from exc
+
+
+def _trainer(
+    assignment: Assignment, streamed: dict[str, Any], recorder: RemoteRecorder, *, storage_path: str, attempt: int
+) -> Any:
+    import ray.train
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    from scaleray.training.worker import train_worker
+
+    config = assignment.job.config
+    scale = config.scale
+    return TorchTrainer(
         train_worker,
         train_loop_config={"assignment": assignment},
-        torch_config=TorchConfig(backend=_backend(config), timeout_s=int(config.scale.collective_timeout_s)),
+        torch_config=TorchConfig(backend=_backend(config), timeout_s=int(scale.collective_timeout_s)),
         scaling_config=ray.train.ScalingConfig(
-            num_workers=config.scale.workers,
-            use_gpu=config.scale.gpus_per_worker > 0,
+            num_workers=(scale.min_workers, scale.max_workers) if scale.is_elastic else scale.max_workers,
+            use_gpu=scale.gpus_per_worker > 0,
             resources_per_worker=_resources(config),
-            placement_strategy=config.scale.placement,
-            label_selector=dict(config.scale.label_selector) or None,
+            placement_strategy=scale.placement,
+            label_selector=dict(scale.label_selector) or None,
+            elastic_resize_monitor_interval_s=scale.resize_interval_s,
         ),
         run_config=ray.train.RunConfig(
-            name=run_name,
+            # a name of its own each time: under an old one Ray would try to restore its snapshot
+            name="ray_train" if attempt == 1 else f"ray_train-{attempt}-{secrets.token_hex(2)}",
             storage_path=storage_path,
             failure_config=ray.train.FailureConfig(
-                max_failures=config.scale.max_failures, controller_failure_limit=CONTROLLER_FAILURE_LIMIT
+                max_failures=scale.max_failures, controller_failure_limit=CONTROLLER_FAILURE_LIMIT
             ),
+            callbacks=[restart_callback(recorder.actor, scale.max_failures)],
             logging_config=ray.train.LoggingConfig(log_level="ERROR"),
         ),
         datasets=streamed or None,
         dataset_config=ray.train.DataConfig(enable_shard_locality=True) if streamed else None,
     )
-    with _showing(recorder, show) as watcher, _stop_on_sigterm(recorder):
-        try:
-            trainer.fit()
-        except (KeyboardInterrupt, SystemExit) as exc:
-            raise (watcher.error or Interrupted()) from exc
-        # a controller that died is an actor error, which Ray does not count among training failures
-        except (ray.train.TrainingFailedError, ray.exceptions.RayError) as exc:
-            recorder.wait_started(0)  # if MLflow was the reason, that is what the user must read
-            raise explain(exc) from exc
+
+
+def restart_callback(recorder: Any, max_failures: int) -> Any:
+    """Ray calls it in its controller when workers fail: says what happened, and refuses a restart that cannot help."""
+    import ray
+    from ray.train import UserCallback
+
+    class Restart(UserCallback):
+        def __init__(self) -> None:
+            self.restarts = 0
+
+        def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+            if (fatal := fatal_error(worker_exceptions)) is not None:
+                raise fatal  # Ray starts nothing again after an error of its callbacks
+            self.restarts += 1
+            if self.restarts <= max_failures:
+                heartbeats = ray.get(recorder.heartbeats.remote(), timeout=30)
+                text = f"{what_failed(worker_exceptions, heartbeats)}\n  starting again from the newest checkpoint, {self.restarts} of {max_failures}"
+                recorder.log.remote([EventRecord(text, kind="warning")])
+
+    return Restart()
+
+
+def fatal_error(failures: Mapping[int, BaseException]) -> ScaleRayError | None:
+    """The error that would come again: the user's slip, a loss that is not finite, a bug that stops every start alike."""
+    for _, failure in sorted(failures.items()):
+        error = _cause(failure)
+        if isinstance(error, (UsageError, NonFiniteLossError, InitialisationError, LeftEarly)):
+            return error
+        if isinstance(error, StepFailedError) and error.steps_done == 0:
+            return error
+    return None
+
+
+def _wait_for_silence(recorder: RemoteRecorder, *, silent_s: float = 3.0, timeout_s: float = 60.0) -> None:
+    """Workers of a controller that died must be gone before others write the same checkpoints."""
+    deadline = time.monotonic() + timeout_s
+    while recorder.silent_s() < silent_s and time.monotonic() < deadline:
+        time.sleep(0.5)
 
 
 def _backend(config: RunConfig) -> str:
@@ -200,48 +277,73 @@ def _showing(recorder: RemoteRecorder, show: Show) -> Iterator[_Watcher]:
 
 
 @contextlib.contextmanager
-def _stop_on_sigterm(recorder: RemoteRecorder) -> Iterator[None]:
-    """`ray job stop` sends SIGTERM and, three seconds later, SIGKILL: treat it like Ctrl-C, which frees everything.
+def _stop_on_sigterm(recorder: RemoteRecorder, grace_s: float) -> Iterator[None]:
+    """`ray job stop` sends SIGTERM and, three seconds later, SIGKILL: save, and leave, or end like Ctrl-C after `grace_s`.
 
-    On a loaded machine three seconds may not be enough for that, so the recorder hears of it first.
+    On a loaded machine three seconds may not be enough to free everything, so the recorder hears of it first.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before_term, before_int = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
 
+    timers: list[threading.Timer] = []
+
+    def tell() -> None:
+        recorder.actor.mark_killed.remote()
+        recorder.actor.request_stop.remote()
+
     def on_sigterm(signum: int, frame: Any) -> None:
         # in a thread: the main one may be inside Ray, holding what a remote call needs
-        threading.Thread(target=recorder.actor.mark_killed.remote, daemon=True).start()
-        signal.raise_signal(signal.SIGINT)
+        threading.Thread(target=tell, daemon=True).start()
+        timers.append(threading.Timer(grace_s, signal.raise_signal, [signal.SIGINT]))
+        timers[-1].daemon = True
+        timers[-1].start()
 
     signal.signal(signal.SIGTERM, on_sigterm)
     try:
         yield
     finally:
+        for timer in timers:
+            timer.cancel()
         signal.signal(signal.SIGTERM, before_term)
         signal.signal(signal.SIGINT, before_int)  # Ray leaves its own behind, which waits for a finished controller
 
 
-def explain(exc: BaseException) -> ScaleRayError:
+def explain(exc: BaseException, heartbeats: Sequence[Heartbeat] = ()) -> ScaleRayError:
     """The one error a user should read, out of what several workers and Ray's layers reported."""
     failures: dict[int, BaseException] = dict(getattr(exc, "worker_failures", {}) or {})
-    own = [
-        (rank, found) for rank, error in sorted(failures.items()) if isinstance(found := _cause(error), ScaleRayError)
-    ]
+    failure = getattr(exc, "controller_failure", None)
+    known = [_cause(error) for _, error in sorted(failures.items())] + ([_cause(failure)] if failure else [])
+    own = [error for error in known if isinstance(error, ScaleRayError) and not isinstance(error, PeerLostError)]
     for kind in (UsageError, RunFailedError):
-        for _, known in own:
-            if isinstance(known, kind):
-                return known
+        for error in own:
+            if isinstance(error, kind):
+                return error
     if failures:
-        # the first to die explains the others, whose connections it closed
-        rank, error = min(
-            failures.items(), key=lambda item: ("onnection closed" in str(item[1]) or "Gloo" in str(item[1]), item[0])
-        )
-        return RunFailedError(f"rank {rank} failed: {_last_line(error)}")
-    return RunFailedError(
-        f"Ray could not run the training: {_last_line(getattr(exc, 'controller_failure', None) or exc)}"
+        return RunFailedError(what_failed(failures, heartbeats))
+    return RunFailedError(f"Ray could not run the training: {_last_line(failure or exc)}")
+
+
+def what_failed(failures: Mapping[int, BaseException], heartbeats: Sequence[Heartbeat]) -> str:
+    """The failure that explains the others, with rank, node, step, cause and the worker's own last lines."""
+    # workers that lost their peer only echo that it is gone
+    rank = min(failures, key=lambda r: (isinstance(_cause(failures[r]), PeerLostError) or _is_echo(failures[r]), r))
+    error = _cause(failures[rank])
+    beat = next((b for b in heartbeats if b.rank == rank), None)
+    tail = "".join(f"\n  | {line}" for line in (beat.tail[-5:] if beat else ()))
+    if isinstance(error, ScaleRayError):
+        return f"{error}{tail}"
+    place = (
+        f" on {beat.node} (process {beat.process}) was lost after step {beat.step}, in {beat.phase}"
+        if beat
+        else " was lost"
     )
+    return f"rank {rank}{place}: {_last_line(error)}{tail}"
+
+
+def _is_echo(error: BaseException) -> bool:
+    return "onnection closed" in str(error) or "Gloo" in str(error)
 
 
 def _cause(exc: BaseException) -> BaseException:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from scaleray.records import EvaluationRecord, EventRecord, RunRecord, StepRecord, WorkerMessage
+from scaleray.records import CheckpointRecord, EvaluationRecord, EventRecord, RunRecord, StepRecord, WorkerMessage
 
 
 class Terminal:
@@ -55,6 +55,12 @@ class Terminal:
                 if self._live is None:
                     values = " | ".join(f"{k} {v:.4g}" for k, v in sorted(message.metrics.items()))
                     self.say(f"{_progress(message.step, self.total_steps)} | {values}")
+            elif isinstance(message, CheckpointRecord):
+                written, total = message.bytes_written / 2**20, message.total_bytes / 2**20
+                self.say(
+                    f"{_progress(message.step, self.total_steps)} | checkpoint | {written:.1f} of {total:.1f} MiB written in "
+                    f"{message.duration_s:.1f} s, training waited {message.stall_s * 1000:.0f} ms"
+                )
             elif isinstance(message, EventRecord):
                 self.say(f"{message.kind}: {message.text}")
         if not self._window:

@@ -5,6 +5,7 @@ Under Ray it is an actor beside the driver; without Ray a plain object. A thread
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import math
@@ -17,10 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from scaleray import metric_names as names
+from scaleray.checkpoints.storage import Store
 from scaleray.errors import TrackingError
 from scaleray.records import (
+    CheckpointRecord,
     EvaluationRecord,
     EventRecord,
+    Heartbeat,
     StepRecord,
     SystemRecord,
     WorkerMessage,
@@ -61,6 +65,14 @@ class RunDescription:
     tokens_per_sample: int | None = None
     started_at: float | None = None
     """Wall clock of the run's start; None is when `start` is called."""
+    run_path: str | None = None
+    """Where the run's files end up; None is `work_dir`."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The resolved config, for whoever resumes the run."""
+    base_dir: str | None = None
+    """Folder from which a relative workload file was found."""
+    continues: Mapping[str, Any] | None = None
+    """What `run.json` says of the interrupted run that this one continues."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +128,12 @@ class Recorder:
         self._events: list[str] = []
         self._points: list[tuple[str, float, int, int]] = []
         self._retry_at, self._retry_s = 0.0, RETRY_FIRST_S
-        self._steps_file = open(self.work_dir / "steps.csv", "w", newline="")  # noqa: SIM115 - open as long as the run
-        self._steps = csv.writer(self._steps_file)
-        self._steps.writerow(STEP_COLUMNS)
+        self._known: dict[str, int] = {}
+        self._started = threading.Event()
+        self._stop_requested = False
+        self._heartbeats: dict[int, Heartbeat] = {}
+        self._beaten_at = time.monotonic()
+        self._open_steps()
         self._thread = threading.Thread(target=self._write_all, name="scaleray-recorder", daemon=True)
 
     def start(self, *, after_first_message_s: float = 0.0) -> RunIdentity:
@@ -129,9 +144,16 @@ class Recorder:
         """
         self._has_message.wait(after_first_message_s)
         d = self.description
+        if d.continues is not None and d.continues.get("run_id"):
+            self._continue(d.continues)
+            self._note_identity()
+            self._thread.start()
+            self._started.set()
+            return self.identity()
         self._store = RunStore.create(
             d.tracking_uri, experiment=d.experiment, run_name=d.run_name, tags=d.tags, started_at=d.started_at
         )
+        self._note_identity()
         first: list[Operation] = [{"op": "params", "values": dict(d.params)}]
         first += [{"op": "dataset", **dataset} for dataset in d.datasets]
         for name, text in d.files.items():
@@ -141,7 +163,37 @@ class Recorder:
         for operation in first:
             self._queue.put(operation)
         self._thread.start()
+        self._started.set()
         return self.identity()
+
+    def durable(self, timeout_s: float = 60.0) -> dict[str, str]:
+        """Return when everything that has arrived is in MLflow or on the disk, with the run's identity.
+
+        A checkpoint waits for this before it comes to exist: a run resumed from it must not lack the points before it.
+        Raises TrackingError when it takes too long.
+        """
+        if not self._started.wait(timeout_s) or not self._wait_until_written(timeout_s):
+            raise TrackingError("the recorder", "busy", f"it did not write what it has within {timeout_s:g} s")
+        store = self._require_store()
+        return {"run_id": store.run_id, "experiment_id": store.experiment_id}
+
+    def beat(self, heartbeat: Heartbeat) -> bool:
+        """Take a sign of life; true when the workers should save and leave."""
+        self._heartbeats[heartbeat.rank] = heartbeat
+        self._beaten_at = time.monotonic()
+        return self._stop_requested
+
+    def heartbeats(self) -> list[Heartbeat]:
+        """The last sign of life of every rank."""
+        return [self._heartbeats[rank] for rank in sorted(self._heartbeats)]
+
+    def silent_s(self) -> float:
+        """Seconds since the last sign of life of any worker."""
+        return time.monotonic() - self._beaten_at
+
+    def request_stop(self) -> None:
+        """Ask the workers to save and leave."""
+        self._stop_requested = True
 
     def wait_started(self, timeout_s: float | None = None) -> bool:
         """True once the MLflow run exists; `start` has returned by then, as there is no other process to wait for."""
@@ -210,12 +262,69 @@ class Recorder:
         self._steps_file.close()
         return str(self.unsent) if self.unsent.exists() else None
 
-    def _wait_until_written(self) -> None:
+    def _wait_until_written(self, timeout_s: float = 60.0) -> bool:
         if not self._thread.is_alive():
-            return
+            return False
         marker = _Marker()
         self._queue.put({"op": "marker", "marker": marker})
-        marker.done.wait(timeout=60)
+        return marker.done.wait(timeout=timeout_s)
+
+    def _open_steps(self) -> None:
+        """A new steps.csv, or that of the interrupted run, without a last line that was cut."""
+        path = self.work_dir / "steps.csv"
+        run_path = self.description.run_path
+        is_continued = self.description.continues is not None
+        if is_continued and not path.exists() and run_path:
+            with contextlib.suppress(OSError):
+                path.write_bytes(Store(run_path).read("steps.csv"))
+        lines = path.read_text().splitlines(keepends=True) if is_continued and path.exists() else []
+        whole = [line for line in lines if line.endswith("\n") and line.count(",") == len(STEP_COLUMNS) - 1]
+        if len(whole) > 1:
+            values = whole[-1].split(",")
+            self._last_step, self._final_loss = int(values[0]), float(values[1])
+        path.write_text("".join(whole))
+        self._steps_file = open(path, "a", newline="")  # noqa: SIM115 - open as long as the run
+        self._steps = csv.writer(self._steps_file, lineterminator="\n")
+        if not whole:
+            self._steps.writerow(STEP_COLUMNS)
+
+    def _continue(self, before: Mapping[str, Any]) -> None:
+        """Open the interrupted run again, send what it could not, and learn which points it has."""
+        self._store = RunStore.reopen(self.description.tracking_uri, before["run_id"], before["experiment_id"])
+        self._known = self._store.last_steps()
+        if not self.unsent.exists():
+            return
+        _, *lines = self.unsent.read_text().splitlines() or [""]
+        kept = []
+        for line in lines:
+            with contextlib.suppress(ValueError):  # the last line of a process that was killed may be cut
+                operation = json.loads(line)
+                if operation["op"] == "metrics":  # sent already, but not forgotten yet
+                    operation["points"] = [p for p in operation["points"] if p[3] > self._known.get(p[0], -1)]
+                if operation["op"] != "status":
+                    kept.append(json.dumps(operation))
+        self._rewrite(kept)
+
+    def _note_identity(self) -> None:
+        """run.json: what is needed to continue this run from its folder alone."""
+        d, store = self.description, self._require_store()
+        about = {
+            "name": d.run_name, "run_id": store.run_id, "experiment_id": store.experiment_id,
+            "tracking_uri": without_password(store.uri), "config": dict(d.config), "base_dir": d.base_dir,
+            "started_at": d.started_at,
+        }  # fmt: skip
+        for root in {d.work_dir, d.run_path or d.work_dir}:
+            Store(root).write_text("run.json", json.dumps(about, indent=1))
+
+    def _publish_steps(self) -> None:
+        """Where the run's files are elsewhere, what is written so far goes there with each checkpoint."""
+        d = self.description
+        if d.run_path and d.run_path != d.work_dir:
+            self._steps_file.flush()
+            try:
+                Store(d.run_path).write("steps.csv", [(self.work_dir / "steps.csv").read_bytes()])
+            except OSError as exc:
+                self._event(f"steps.csv could not be stored: {exc}")
 
     def _write_all(self) -> None:
         flushed_at = time.monotonic()
@@ -237,7 +346,10 @@ class Recorder:
                     self._flush()  # order: points before the status that ends the run
                     self._send(item)
                 continue
-            self._take(item)
+            try:
+                self._take(item)
+            except Exception as exc:  # one bad message must not end the recording of all others
+                self._event(f"a message could not be recorded ({type(exc).__name__}: {exc}): {type(item).__name__}")
             if time.monotonic() - flushed_at > FLUSH_S:
                 self._flush()
                 flushed_at = time.monotonic()
@@ -255,12 +367,23 @@ class Recorder:
             self._add_points(message.metrics, message.step)
         elif isinstance(message, SystemRecord):
             self._add_points({f"system/{message.node}/{k}": v for k, v in message.metrics.items()}, message.step)
+        elif isinstance(message, CheckpointRecord):
+            self._publish_steps()
+            points = {
+                names.CHECKPOINT_STALL_S.name: message.stall_s,
+                names.CHECKPOINT_DURATION_S.name: message.duration_s,
+                names.CHECKPOINT_WRITTEN_BYTES.name: float(message.bytes_written),
+            }
+            self._add_points(points, message.step)
         elif isinstance(message, WorkerSummary):
             self._summaries[message.rank] = message
         elif isinstance(message, EventRecord):
             if message.text in self._events:
                 return
             self._events.append(message.text)
+            if self._started.is_set():
+                number = f"scaleray.event.{len(self._events):03d}"
+                self._queue.put({"op": "tags", "values": {number: f"{_clock()} {message.text}"[:4000]}})
         self._shown.append(message)
         if len(self._shown) > 20_000:  # nobody shows them: a driver's memory must not grow with the number of steps
             self._shown_from += 10_000
@@ -291,6 +414,7 @@ class Recorder:
             names.TOKENS_PER_S.name: rate * self.description.tokens_per_sample
             if self.description.tokens_per_sample
             else None,
+            names.WORKERS.name: float(record.world_size),
             names.NONFINITE_STEPS.name: float(self._nonfinite) if self._nonfinite else None,
         }
         self._add_points({k: v for k, v in points.items() if v is not None}, record.step)
@@ -299,7 +423,11 @@ class Recorder:
     def _add_points(self, values: Mapping[str, float], step: int) -> None:
         now = _now_ms()
         # MLflow stores infinity as the largest float, which ruins charts; NaN it keeps
-        self._points += [(k, math.nan if math.isinf(v) else float(v), now, step) for k, v in values.items()]
+        self._points += [
+            (k, math.nan if math.isinf(v) else float(v), now, step)
+            for k, v in values.items()
+            if step > self._known.get(k, -1)  # a continued run repeats the steps after its checkpoint
+        ]
 
     def _flush(self) -> None:
         self._steps_file.flush()
@@ -372,6 +500,10 @@ class Recorder:
 @dataclass
 class _Marker:
     done: threading.Event = field(default_factory=threading.Event)
+
+
+def _clock() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _now_ms() -> int:

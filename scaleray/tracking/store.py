@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from scaleray.config.base import without_password
 from scaleray.errors import TrackingError
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -27,6 +28,10 @@ Operation = dict[str, Any]
 
 def resolve_uri(uri: str | None) -> str:
     """The tracking URI to use: the given one, MLFLOW_TRACKING_URI, or an SQLite file in ~/scaleray. Always absolute."""
+    if uri is not None and ":***@" in uri:
+        raise TrackingError(
+            "tracking.uri", uri, "it is a saved one, whose password is not kept", "give it again with --tracking.uri"
+        )
     uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path.home() / 'scaleray' / 'mlflow.db'}"
     if uri.startswith("sqlite:///"):
         return f"sqlite:///{Path(uri.removeprefix('sqlite:///')).expanduser().absolute()}"
@@ -70,15 +75,6 @@ def check_reachable(uri: str, *, timeout_s: float = 5.0) -> None:
 def sqlite_path(uri: str) -> Path:
     """The file of an sqlite:/// URI."""
     return Path(uri.removeprefix("sqlite:///"))
-
-
-def without_password(uri: str) -> str:
-    """A URI that may be shown and stored: the password, if any, replaced by stars."""
-    parts = urllib.parse.urlsplit(uri)
-    if parts.password is None:
-        return uri
-    host = parts.netloc.rpartition("@")[2]
-    return urllib.parse.urlunsplit(parts._replace(netloc=f"{parts.username}:***@{host}"))
 
 
 def run_link(uri: str, experiment_id: str, run_id: str) -> str:
@@ -142,6 +138,24 @@ class RunStore:
                 "MLflow at", without_password(uri), f"the run could not be made: {first}", hint
             ) from exc
         return cls(uri, run.info.run_id, experiment_id)
+
+    @classmethod
+    def reopen(cls, uri: str, run_id: str, experiment_id: str) -> RunStore:
+        """A run that was interrupted, RUNNING again. Raises TrackingError when it cannot be continued."""
+        try:
+            store = cls(uri, run_id, experiment_id)
+            if store.client.get_run(run_id).info.lifecycle_stage == "deleted":
+                raise TrackingError("the MLflow run", run_id, "it is deleted", "restore it, or start a new run")
+            store.client.update_run(run_id, status="RUNNING")
+        except TrackingError:
+            raise
+        except Exception as exc:  # as above: no common base class
+            first = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
+            raise TrackingError(
+                "MLflow at", without_password(uri), f"the run {run_id} cannot be continued: {first}",
+                "check --tracking.uri, which must be that of the interrupted run",
+            ) from exc  # fmt: skip
+        return store
 
     def send(self, operation: Operation) -> None:
         """Write one operation. Safe to repeat: metric points not above the last stored step are left out on replay."""

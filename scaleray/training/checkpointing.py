@@ -15,9 +15,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from scaleray.checkpoints import Catalog, Manifest, Saver
-from scaleray.checkpoints.catalog import Damage, Retention
-from scaleray.checkpoints.manifest import Incomplete
+from scaleray.checkpoints.catalog import Catalog, Damage, Retention
+from scaleray.checkpoints.manifest import Incomplete, Manifest
+from scaleray.checkpoints.saver import Saver
 from scaleray.errors import CheckpointError, ScaleRayError
 from scaleray.records import CheckpointRecord, EventRecord
 from scaleray.training.job import TrainJob

@@ -18,7 +18,15 @@ from typing import Any, Protocol
 import torch
 
 from scaleray.data import Part, RankBatch, StepPlan, StepStream
-from scaleray.errors import ConfigError, LeftEarly, NonFiniteLossError, RunFailedError, ScaleRayError
+from scaleray.errors import (
+    ConfigError,
+    LeftEarly,
+    NonFiniteLossError,
+    PeerLostError,
+    RunFailedError,
+    ScaleRayError,
+    StepFailedError,
+)
 from scaleray.records import EvaluationRecord, StepRecord, SystemRecord, WorkerMessage, WorkerSummary
 from scaleray.reproducibility.fingerprint import accelerators, cpu_model
 from scaleray.training.checkpointing import Checkpointing
@@ -26,6 +34,7 @@ from scaleray.training.evaluation import Evaluator
 from scaleray.training.job import TRAIN, Split, TrainJob
 from scaleray.training.model_setup import Setup, prepare
 from scaleray.training.place import Place
+from scaleray.training.progress import Progress
 from scaleray.training.state import TrainState
 from scaleray.training.step import Probe, StepResult, TrainStep, check_first_batch, explained
 from scaleray.training.system_metrics import SystemMetrics
@@ -44,6 +53,7 @@ class OpenStream(Protocol):
 def run(
     job: TrainJob, place: Place, *, open_stream: OpenStream, emit: Emit, save_weights: Callable[[dict[str, Any]], None] | None = None,
     probe: Probe | None = None, checkpointing: Checkpointing | None = None,
+    progress: Progress | None = None,
 ) -> WorkerSummary:  # fmt: skip
     """Train one worker's share to the end. Collective: every worker of the group calls it with the same job.
 
@@ -51,19 +61,20 @@ def run(
     the state and says where to start; without it a run starts at its first step. Raises RunFailedError naming rank, node and step; errors
     that the user can mend (UsageError) come as they are.
     """
-    return _Run(job, place, open_stream, emit, save_weights, probe, checkpointing).train()
+    return _Run(job, place, open_stream, emit, save_weights, probe, checkpointing, progress or Progress()).train()
 
 
 class _Run:
     def __init__(
         self, job: TrainJob, place: Place, open_stream: OpenStream, emit: Emit, save_weights: Any, probe: Probe | None,
-        checkpointing: Checkpointing | None,
+        checkpointing: Checkpointing | None, progress: Progress,
     ) -> None:  # fmt: skip
         self.job, self.place, self.open_stream, self.emit = job, place, open_stream, emit
         self.save_weights, self.probe, self.checkpointing = save_weights, probe, checkpointing
         self.config, self.recipe = job.config, job.recipe
         self.step = self.first_step = 0
         self.count_per_row = 1.0
+        self.progress = progress
         self.clock = _Clock()
         self.nonfinite_steps = self.skipped_in_a_row = 0
         self.metrics: dict[str, float] = {}
@@ -130,6 +141,7 @@ class _Run:
         step = TrainStep(
             self.job.workload, setup, self.config, self.recipe, self.place, gives_tuples=split.gives_tuples,
             probe=self.probe, signals=saves.signals if saves else tuple, before_update=saves.before_update if saves else lambda: None,
+            enter=self.progress.enter,
         )  # fmt: skip
         step.count_per_row = self.count_per_row
         self.train_step = step
@@ -147,7 +159,7 @@ class _Run:
         )
         scaler = setup.precision.scaler
         self.clock.start(stream.waited_s)
-        for batch in _chain(first, stream):
+        for batch in self._batches(first, stream):
             learning_rate = setup.schedule.get_last_lr()[0]
             want_norm = (batch.step + 1) % self.config.tracking.every_steps == 0
             result = step(batch, num_rows=plan.num_rows(batch.step), want_norm=want_norm)
@@ -155,6 +167,7 @@ class _Run:
                 warnings.simplefilter("ignore", UserWarning)
                 setup.schedule.step()
             self.step = batch.step + 1
+            self.progress.finish_step(self.step)
             step_s, waited_s = self.clock.tick(stream.waited_s)
             if self.step == self.first_step + 1:
                 self.first_step_s = time.time() - self.job.started_at
@@ -164,7 +177,7 @@ class _Run:
                         step=self.step, loss=result.loss, count=result.count, num_samples=plan.num_rows(batch.step),
                         learning_rate=float(learning_rate), grad_norm=result.grad_norm, step_time_s=step_s, input_wait_s=waited_s,
                         epoch=self.step / plan.steps_per_epoch, is_finite=result.is_finite,
-                        loss_scale=scaler.get_scale() if scaler.is_enabled() else None,
+                        loss_scale=scaler.get_scale() if scaler.is_enabled() else None, world_size=self.place.world_size,
                     )
                 )  # fmt: skip
             self._sample_system()
@@ -177,9 +190,17 @@ class _Run:
                     raise _unknown_target(str(target), sorted(self.metrics))
                 if target.is_reached(self.metrics):
                     return f"target reached: {target}"
+            self.progress.enter("checkpoint")
             if saves and saves.after_step(self.step, result.signals, self.metrics):
                 return None
         return "done"
+
+    def _batches(self, first: RankBatch, rest: StepStream) -> Iterator[RankBatch]:
+        batch: RankBatch | None = first
+        while batch is not None:
+            yield batch
+            self.progress.enter("input")
+            batch = next(rest, None)
 
     def _stops_at(self, result: StepResult) -> bool:
         self.nonfinite_steps += 1
@@ -208,8 +229,10 @@ class _Run:
         if not due or self.evaluated_at == self.step or not self.evaluators:
             return False
         started = time.perf_counter()
+        self.progress.enter("synchronise")
         self._setup.parallel.before_evaluation()
         for evaluator in self.evaluators:
+            self.progress.enter("evaluation")
             self.metrics.update(evaluator.run())
         self.evaluated_at = self.step
         if self.place.rank == 0:
@@ -236,14 +259,21 @@ class _Run:
         where = f"rank {self.place.rank} on {self.place.node}"
         try:
             yield
-        except LeftEarly:
+        except (LeftEarly, PeerLostError):
             raise
         except RunFailedError as exc:
             raise type(exc)(f"{where}: {exc}") from exc
         except ScaleRayError:
             raise
         except Exception as exc:
-            raise explained(exc) or RunFailedError(f"{where}, step {self.step + 1}:\n  {user_traceback(exc)}") from exc
+            if is_lost_peer(exc):
+                first = str(exc).strip().splitlines()[0]
+                raise PeerLostError(
+                    f"{where}, step {self.step + 1}: another worker is gone or did not answer: {first}"
+                ) from exc
+            raise explained(exc) or StepFailedError(
+                f"{where}, step {self.step + 1}:\n  {user_traceback(exc)}", self.progress.steps_done
+            ) from exc
 
     def _summary(self, setup: Setup, plan: StepPlan, stream: StepStream, verdict: str) -> WorkerSummary:
         steady = self.clock.steady_state()
@@ -306,6 +336,14 @@ class _Clock:
         return _SteadyState(first, self.times[first:], self.waits[first:]) if count >= 2 else None
 
 
+def is_lost_peer(exc: BaseException) -> bool:
+    """Whether torch says that a collective could not be completed."""
+    if isinstance(exc, (torch.distributed.DistBackendError, torch.distributed.DistNetworkError)):
+        return True
+    words = ("gloo/transport", "onnection closed", "onnection reset", "Timed out waiting", "NCCL", "Socket closed")
+    return isinstance(exc, RuntimeError) and any(word in str(exc) for word in words)
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Peak of allocated device memory, or of this process's resident memory on the CPU."""
     if device.type == "cuda":
@@ -317,8 +355,3 @@ def _unknown_target(target: str, known: list[str]) -> ConfigError:
     return ConfigError(
         "stop.at", target, "no evaluation measures that", f"there are: {', '.join(known) or 'no splits'}"
     )
-
-
-def _chain(first: RankBatch, rest: StepStream) -> Iterator[RankBatch]:
-    yield first
-    yield from rest

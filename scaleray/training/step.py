@@ -65,10 +65,11 @@ class TrainStep:
     def __init__(
         self, workload: Any, setup: Setup, config: RunConfig, recipe: Recipe, place: Place, *, gives_tuples: bool,
         probe: Probe | None = None, signals: Callable[[], tuple[float, ...]] = tuple, before_update: Callable[[], None] = lambda: None,
+        enter: Callable[[str], None] = lambda phase: None,
     ) -> None:  # fmt: skip
         self.workload, self.setup, self.config, self.recipe, self.place = workload, setup, config, recipe, place
         self.gives_tuples, self.probe = gives_tuples, probe
-        self.signals, self.before_update = signals, before_update
+        self.signals, self.before_update, self.enter = signals, before_update, enter
         self.parameters = [p for p in setup.parallel.module.parameters() if p.requires_grad]
         self.count_per_row = 1.0  # learned from each step; only a guess that saves a pass over the gradients
 
@@ -89,7 +90,9 @@ class TrainStep:
             columns = to_device(arrays, place.device, setup.precision.input_dtype)
             is_last = number == len(pieces) - 1
             with contextlib.nullcontext() if is_last else setup.parallel.no_sync():
+                self.enter("loss")
                 loss, count = self._forward(columns)
+                self.enter("synchronise")
                 if weight == 0:  # a placeholder: it must run, as the collectives need every rank, and count nothing
                     loss, count = loss * 0.0, count * 0
                 totals[0] += loss.detach()
@@ -116,6 +119,7 @@ class TrainStep:
 
     def _update(self, loss_sum: float, count: float, *, correction: float, want_norm: bool) -> StepResult:
         setup, clip_norm = self.setup, self.config.optimizer.clip_norm
+        self.enter("update")
         scaler = setup.precision.scaler
         scaler.unscale_(setup.optimizer)
         if self.probe is not None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from scaleray.checkpoints.catalog import Catalog
 from scaleray.data import Part, StepStream
 from scaleray.data.sources import Columns
 from scaleray.data.stream import (
@@ -22,13 +27,18 @@ from scaleray.data.stream import (
     start_locally,
     stream_blocks,
 )
-from scaleray.records import EventRecord, WorkerMessage, WorkerSummary
+from scaleray.records import EventRecord, Heartbeat, WorkerMessage, WorkerSummary
 from scaleray.training import loop
+from scaleray.training.checkpointing import Checkpointing, Control
 from scaleray.training.job import TRAIN, Split, TrainJob
 from scaleray.training.place import Place
+from scaleray.training.progress import Progress, Tail, Watchdog
 from scaleray.training.weights import save_weights
 
 MIB = 2**20
+BEAT_S = 0.5  # between two signs of life
+TAIL_LINES = 20
+HANG_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,11 @@ class Assignment:
     recorder: Any
     input_cpus: float
     weights_path: str
+    run_path: str
+    facts: Mapping[str, Any]
+    """What every checkpoint says of the run beside its state."""
+    can_be_preempted: bool = False
+    """Whether the cluster may announce that it takes a node away."""
 
 
 def train_worker(config: dict[str, Any]) -> WorkerSummary:
@@ -48,10 +63,11 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
     import ray.train
 
     assignment: Assignment = config["assignment"]
-    job = assignment.job
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
-    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # says that progress bars are off
     context = ray.train.get_context()
+    job = assignment.job.on(context.get_world_size())
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    logging.getLogger("ray.train.v2._internal.util").setLevel(logging.CRITICAL)  # the driver says each error, once
+    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # says that progress bars are off
     uses_gpu = job.config.scale.gpus_per_worker > 0
     place = Place(
         rank=context.get_world_rank(),
@@ -97,14 +113,44 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
             explain_wait=ray_starvation_reason(), warn=lambda text: sender(EventRecord(text, kind="warning")),
         )  # fmt: skip
 
+    tail: deque[str] = deque(maxlen=TAIL_LINES)
+    sys.stdout, sys.stderr = Tail(sys.stdout, tail), Tail(sys.stderr, tail)
+    control = Control()
+    if assignment.can_be_preempted:
+        control.has_notice = lambda: ray.train.get_preemption_info() is not None
+
+    def before_publishing() -> dict[str, Any]:
+        sender.flush()
+        try:
+            return {"mlflow": ray.get(assignment.recorder.durable.remote(), timeout=90)}
+        except ray.exceptions.RayError as exc:  # a plain one: Ray's cannot be pickled, and other ranks must hear of it
+            raise RuntimeError(f"the recorder has not kept the steps before it: {str(exc).splitlines()[-1]}") from None
+
+    def beat(step: int, phase: str, since_s: float) -> bool:
+        heartbeat = Heartbeat(place.rank, place.node, os.getpid(), step, phase, since_s, tuple(tail))
+        return bool(ray.get(assignment.recorder.beat.remote(heartbeat), timeout=30))
+
+    def die(what: str) -> None:
+        beat(progress.step, f"a hang: {what}", 0.0)
+        sender(EventRecord(f"rank {place.rank} on {place.node} hangs: {what}", kind="warning"))
+        sender.flush()
+        os._exit(HANG_EXIT_CODE)  # the training thread cannot be ended otherwise
+
+    checkpointing = Checkpointing(
+        job, place, Catalog.of_run(assignment.run_path, job.config.checkpoint.copy_path), emit=sender, control=control,
+        facts=assignment.facts, before_publishing=before_publishing,
+    )  # fmt: skip
+    progress = Progress()
+    watchdog = Watchdog(
+        progress, interval_s=max(BEAT_S, place.world_size / 100), limit_s=job.config.scale.collective_timeout_s, beat=beat,
+        on_leave=control.wants_leave.set, on_hang=die,
+    )  # fmt: skip
     try:
-        return loop.run(
-            job,
-            place,
-            open_stream=open_stream,
-            emit=sender,
-            save_weights=lambda w: save_weights(w, assignment.weights_path),
-        )
+        with watchdog:
+            return loop.run(
+                job, place, open_stream=open_stream, emit=sender, checkpointing=checkpointing, progress=progress,
+                save_weights=lambda w: save_weights(w, assignment.weights_path),
+            )  # fmt: skip
     finally:
         sender.flush()
 
@@ -117,6 +163,7 @@ class Sender:
         self._buffer: list[WorkerMessage] = []
         self._sent_at = time.monotonic()
         self._last: Any = None
+        self._lock = threading.Lock()  # checkpoints send from a thread of their own
 
     def __call__(self, message: WorkerMessage) -> None:
         self._buffer.append(message)
@@ -135,10 +182,11 @@ class Sender:
                 logging.getLogger(__name__).warning("the recorder did not take the last messages of this worker")
 
     def _send(self) -> None:
-        if self._buffer:
-            self._last = self.recorder.log.remote(self._buffer)
-            self._buffer = []
-        self._sent_at = time.monotonic()
+        with self._lock:
+            if self._buffer:
+                messages, self._buffer = self._buffer, []
+                self._last = self.recorder.log.remote(messages)
+            self._sent_at = time.monotonic()
 
 
 def _device() -> torch.device:

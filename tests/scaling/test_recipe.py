@@ -43,6 +43,7 @@ def test_a_recipe_of_a_plain_config():
         "global_batch_size": 64, "per_worker_batch_size": 64, "micro_batch_size": 64, "evaluation_micro_batch_size": 64,
         "accumulation_steps": 1, "steps_per_epoch": 16, "total_steps": 48, "warmup_steps": 0, "schedule_steps": 48,
         "evaluate_every_steps": None, "learning_rate": 0.1, "betas": (0.9, 0.999), "epsilon": 1e-8, "strategy": "single",
+        "checkpoint_every_steps": None, "keep_checkpoint_every_steps": None,
     }  # fmt: skip
 
 

@@ -1,0 +1,357 @@
+"""`scaleray checkpoint`: look at stored checkpoints, prove and mend them, and carry weights out and in."""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_library
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Parameter
+
+from scaleray.errors import CheckpointError, StorageError, UsageError
+
+if TYPE_CHECKING:
+    from scaleray.checkpoints.catalog import Catalog, Damage
+    from scaleray.checkpoints.manifest import Manifest
+
+checkpoint_app = App(
+    name="checkpoint", help="Look at stored checkpoints, prove and mend them.", help_format="plaintext"
+)
+
+Where = Annotated[
+    str, Parameter(help="A run folder, local or s3://; a run's name in the storage path; or one checkpoint's folder.")
+]
+Step = Annotated[int | None, Parameter(help="Optimizer steps of the checkpoint; by default the newest complete one.")]
+CopyPath = Annotated[
+    str | None, Parameter(help="Where the second copies are, as checkpoint.copy_path; by default as the run says.")
+]
+Json = Annotated[bool, Parameter(name="--json", negative="", help="Print the result as JSON on stdout.")]
+LEFTOVER_S = 3600.0
+"""Files that no manifest names stay for so long: a run that is under way may be writing them."""
+
+
+@checkpoint_app.command(name="list")
+def list_(path: Where, *, copy_path: CopyPath = None, json: Json = False) -> int:
+    """List what is stored: complete checkpoints, and what is left of others with the reason."""
+    with _opened(path, copy_path) as (catalog, only):
+        rows = [_row(catalog, step) for step in catalog.steps() if only in (None, step)]
+        if not rows:
+            raise _empty(path)
+    if json:
+        print(json_library.dumps(rows, indent=2))
+        return 0
+    table = [["step", "written at", "workers", "strategy", "written", "total", "chain", "metrics"]]
+    for row in rows:
+        if row["complete"]:
+            at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["created_at"]))
+            metrics = ", ".join(f"{name} {value:.4g}" for name, value in sorted(row["metrics"].items()))
+            sizes = [_size(row["bytes_written"]), _size(row["total_bytes"]), str(row["chain"] or "full")]
+            table.append([str(row["step"]), at, str(row["world_size"]), row["strategy"], *sizes, metrics])
+        else:
+            table.append([str(row["step"]), f"not usable: {row['reason']}"])
+    _print_table(table)
+    print(f"{sum(row['complete'] for row in rows)} complete of {len(rows)} in {catalog.stores[0].root}")
+    return 0
+
+
+@checkpoint_app.command
+def verify(
+    path: Where, *, step: Step = None, copy_path: CopyPath = None, heal: bool = False, json: Json = False
+) -> int:
+    """Read every file again and compare it with its SHA-256. Exit code 0 when all is good, 1 when damage is left.
+
+    Parameters
+    ----------
+    step
+        Only this checkpoint; by default all.
+    heal
+        Replace a lost or damaged file by its second copy.
+    """
+    from scaleray.checkpoints.catalog import require
+    from scaleray.checkpoints.manifest import Incomplete
+
+    checked: list[dict[str, Any]] = []
+    unfinished: list[str] = []
+    with _opened(path, copy_path) as (catalog, only):
+        step = only if step is None else step
+        manifests: list[Manifest] = []
+        if step is not None:
+            manifests = [require(catalog, step, where=path)]
+        else:
+            for number in catalog.steps():
+                try:
+                    manifests.append(catalog.read(number))
+                except Incomplete as exc:
+                    unfinished.append(str(exc))
+            if not manifests:
+                require(catalog, None, where=path)
+        for manifest in manifests:
+            damages = catalog.check(manifest, heal=heal)
+            left = [damage for damage in damages if damage.healed_from is None]
+            checked.append({"step": manifest.step, "files": len(manifest.files), "good": not left, "damages": [_told(d) for d in damages]})  # fmt: skip
+    is_good = all(one["good"] for one in checked)
+    if json:
+        print(json_library.dumps({"good": is_good, "checkpoints": checked, "unfinished": unfinished}, indent=2))
+        return 0 if is_good else 1
+    for one in checked:
+        print(f"step {one['step']}: {'good' if one['good'] else 'DAMAGED'}, {one['files']} files")
+        for damage in one["damages"]:
+            outcome = "healed from" if damage["healed_from"] else "a good copy is" if damage["good_at"] else ""
+            end = f"; {outcome} {damage['good_at']}" if outcome else "; there is no good copy"
+            print(f"  {damage['file']}: {damage['problem']}{end}")
+    for reason in unfinished:
+        print(f"not a checkpoint: {reason}")
+    if not is_good and not heal and any(d["good_at"] for one in checked for d in one["damages"]):
+        print("to take the copies: the same command with --heal")
+    return 0 if is_good else 1
+
+
+@checkpoint_app.command
+def prune(
+    path: Where, *, keep_last: int = 2, keep_best: int = 1, best: str | None = None, keep_every: int | None = None,
+    dry_run: bool = False, copy_path: CopyPath = None, json: Json = False,
+) -> int:  # fmt: skip
+    """Remove checkpoints that are not worth their place. Files that a kept checkpoint builds on stay.
+
+    Parameters
+    ----------
+    keep_last
+        Newest that stay, at least 1.
+    keep_best
+        Best that stay as well, by --best.
+    best
+        Metric and direction, such as "val/loss min".
+    keep_every
+        One every so many steps stays.
+    dry_run
+        Say what would go, and remove nothing.
+    """
+    from scaleray.checkpoints.catalog import Retention
+
+    metric, direction = _best(best)
+    for option, value, least in (("--keep-last", keep_last, 1), ("--keep-best", keep_best, 0), ("--keep-every", keep_every, 1)):  # fmt: skip
+        if value is not None and value < least:
+            raise UsageError(option, value, f"it must be at least {least}")
+    retention = Retention(keep_last, keep_best, metric, direction == "max", keep_every)
+    with _opened(path, copy_path) as (catalog, only):
+        if only is not None:
+            raise CheckpointError("the folder to prune", path, "it is a single checkpoint", "name the run folder")
+        before = [m.step for m in catalog.complete()]
+        if not before:
+            raise _empty(path)
+        done = catalog.prune(retention, spared_s=LEFTOVER_S, is_dry_run=dry_run)
+    kept = [step for step in before if step not in done.steps]
+    if json:
+        print(json_library.dumps({"removed": done.steps, "kept": kept, "bytes": done.num_bytes, "dry_run": dry_run}, indent=2))  # fmt: skip
+        return 0
+    verb = "would remove" if dry_run else "removed"
+    print(f"{verb} {len(done.steps)} checkpoints, {_size(done.num_bytes)}: steps {_numbers(done.steps)}")
+    print(f"kept: steps {_numbers(kept)}")
+    return 0
+
+
+@checkpoint_app.command
+def rebuild(path: Where, *, step: Step = None, copy_path: CopyPath = None, json: Json = False) -> int:
+    """Write an incremental checkpoint anew as a full one, which depends on no other."""
+    with _chosen(path, step, copy_path) as (catalog, manifest):
+        full = catalog.rebuild(manifest) if manifest.chain or _borrows(manifest) else manifest
+    if json:
+        print(json_library.dumps({"step": full.step, "bytes_written": full.bytes_written if full is not manifest else 0}))  # fmt: skip
+    elif full is manifest:
+        print(f"step {full.step} holds every byte itself already")
+    else:
+        print(f"step {full.step} depends on no other now: {_size(full.bytes_written)} written")
+    return 0
+
+
+@checkpoint_app.command
+def export(
+    path: Where, file: str, *, step: Step = None, overwrite: bool = False, copy_path: CopyPath = None, json: Json = False,
+) -> int:  # fmt: skip
+    """Write a checkpoint's weights to one plain file: .pt for torch.load, or .safetensors.
+
+    Parameters
+    ----------
+    file
+        Where to; local or s3://. Its ending says the format.
+    overwrite
+        Replace a file that exists.
+    """
+    from scaleray.checkpoints.consolidated import export as write
+    from scaleray.checkpoints.consolidated import model_tensors
+    from scaleray.config.base import absolute_path
+
+    with _chosen(path, step, copy_path) as (catalog, manifest), _written(file):
+        num_bytes = write(catalog, manifest, absolute_path(file), overwrite=overwrite)
+    count = len(model_tensors(manifest))
+    if json:
+        print(json_library.dumps({"step": manifest.step, "file": file, "tensors": count, "bytes": num_bytes}))
+    else:
+        print(f"wrote {count} tensors of step {manifest.step}, {_size(num_bytes)}, to {file}")
+    return 0
+
+
+@checkpoint_app.command(name="import")
+def import_(file: str, path: str, *, json: Json = False) -> int:
+    """Make a checkpoint of a plain file of weights, to start a training from: --workload.weights PATH.
+
+    Parameters
+    ----------
+    file
+        A .pt file of torch.save with tensors only, or a .safetensors file.
+    path
+        New folder, local or s3://.
+    """
+    from scaleray.checkpoints.consolidated import import_weights
+    from scaleray.config.base import absolute_path
+
+    target = absolute_path(path)
+    with _written(path):
+        manifest = import_weights(absolute_path(file), target)
+    if json:
+        print(json_library.dumps({"path": target, "tensors": len(manifest.tensors), "bytes": manifest.total_bytes}))
+    else:
+        print(f"imported {len(manifest.tensors)} tensors, {_size(manifest.total_bytes)}; start from them with --workload.weights {path}")  # fmt: skip
+    return 0
+
+
+@contextlib.contextmanager
+def _opened(path: str, copy_path: str | None) -> Iterator[tuple[Catalog, int | None]]:
+    """The catalog of a path, and the step if it names one. Storage that does not answer becomes one message."""
+    from pyarrow import ArrowInvalid
+
+    from scaleray.checkpoints.catalog import FOLDER, Catalog
+    from scaleray.config.base import absolute_path
+
+    where = absolute_path(path)
+    if "/" not in path and not Path(where).exists():
+        where = f"{_storage_path()}/{path}"
+    if "://" not in where and not _exists(where):
+        raise CheckpointError("the path", path, "there is nothing", f"folders of runs lie in {_storage_path()}")
+    try:
+        catalog, step = Catalog.at(where)
+        if copy_path is None and catalog.stores[0].name == FOLDER:
+            copy_path = _copy_path_of(catalog.stores[0].parent)
+        if copy_path:
+            catalog, step = Catalog.at(where, absolute_path(copy_path))
+        if step is not None and step not in catalog.steps():
+            raise CheckpointError("the path", path, "there is no such checkpoint", "scaleray checkpoint list RUN shows what there is")  # fmt: skip
+        yield catalog, step
+    except (OSError, ArrowInvalid) as exc:  # the latter for a bad URI
+        raise StorageError("the path", path, f"it cannot be read or written: {_first_line(exc)}") from exc
+
+
+@contextlib.contextmanager
+def _chosen(path: str, step: int | None, copy_path: str | None) -> Iterator[tuple[Catalog, Manifest]]:
+    from scaleray.checkpoints.catalog import require
+    from scaleray.checkpoints.manifest import Incomplete
+
+    with _opened(path, copy_path) as (catalog, only):
+        manifest = require(catalog, only if step is None else step, where=path)
+        try:
+            yield catalog, manifest
+        except Incomplete as exc:
+            raise CheckpointError(
+                f"the checkpoint of step {manifest.step}", "damaged", str(exc), f"scaleray checkpoint verify {path} looks for copies"
+            ) from exc  # fmt: skip
+
+
+@contextlib.contextmanager
+def _written(path: str) -> Iterator[None]:
+    from pyarrow import ArrowInvalid
+
+    try:
+        yield
+    except (OSError, ArrowInvalid) as exc:
+        raise StorageError("the path", path, f"it cannot be written: {_first_line(exc)}") from exc
+
+
+def _exists(where: str) -> bool:
+    try:
+        return Path(where).exists()
+    except OSError:  # a folder above that may not be entered: reading it says so
+        return True
+
+
+def _copy_path_of(run: Any) -> str | None:
+    try:
+        found = json_library.loads(run.read("run.json"))["config"]["checkpoint"]["copy_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _storage_path() -> str:
+    from scaleray.config.base import absolute_path
+    from scaleray.config.scale import CheckpointSettings
+
+    return absolute_path(os.environ.get("SCALERAY_CHECKPOINT__STORAGE_PATH") or CheckpointSettings().storage_path)
+
+
+def _row(catalog: Catalog, step: int) -> dict[str, Any]:
+    from scaleray.checkpoints.manifest import Incomplete
+
+    try:
+        found = catalog.read(step)
+    except Incomplete as exc:
+        return {"step": step, "complete": False, "reason": str(exc)}
+    except CheckpointError as exc:
+        return {"step": step, "complete": False, "reason": f"{exc.what} is {exc.found}, but {exc.allowed}"}
+    return {
+        "step": step, "complete": True, "created_at": found.created_at, "world_size": found.world_size,
+        "strategy": found.strategy, "bytes_written": found.bytes_written, "total_bytes": found.total_bytes, "chain": found.chain,
+        "metrics": {k: v for k, v in found.facts.get("metrics", {}).items() if isinstance(v, (int, float))},
+    }  # fmt: skip
+
+
+def _told(damage: Damage) -> dict[str, Any]:
+    import dataclasses
+
+    return dataclasses.asdict(damage)
+
+
+def _borrows(manifest: Manifest) -> bool:
+    return any(not name.startswith(f"{manifest.name}/") for name in manifest.files)
+
+
+def _best(text: str | None) -> tuple[str | None, str]:
+    if text is None:
+        return None, "min"
+    metric, _, direction = text.rpartition(" ")
+    if not metric or direction not in ("min", "max"):
+        raise UsageError("--best", text, "it must be a metric and min or max", 'for example "val/loss min"')
+    return metric, direction
+
+
+def _empty(path: str) -> CheckpointError:
+    return CheckpointError(
+        "the path", path, "it holds no complete checkpoint", "name a run folder, or one checkpoint in it"
+    )
+
+
+def _size(num_bytes: int) -> str:
+    for limit, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if num_bytes >= limit:
+            return f"{num_bytes / limit:.1f} {unit}"
+    return f"{num_bytes} B"
+
+
+def _numbers(steps: list[int]) -> str:
+    return ", ".join(map(str, sorted(steps))) or "none"
+
+
+def _print_table(rows: list[list[str]]) -> None:
+    columns = max(map(len, rows))
+    full = [row for row in rows if len(row) == columns]
+    widths = [max(len(row[i]) for row in full) for i in range(columns)]
+    widths[0] = max(len(row[0]) for row in rows)
+    for row in rows:
+        print("  ".join(cell.rjust(width) if cell[:1].isdigit() and i != 1 else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=False))).rstrip())  # fmt: skip
+
+
+def _first_line(exc: BaseException) -> str:
+    return (str(exc).strip().splitlines() or [type(exc).__name__])[0]

@@ -1,0 +1,82 @@
+"""`scaleray verify`: is the distributed run still the same training?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from scaleray.errors import ConfigError
+
+
+def verify(
+    *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
+    config: Annotated[Path | None, Parameter(name=["--config", "-c"], help="YAML file of the run.")] = None,
+    strategies: str = "all",
+    world_sizes: str = "1,2",
+    accumulation: str = "1,2",
+    steps: int = 20,
+    bound: float = 1e-9,
+    precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp64",
+    local: bool = False,
+    json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> int:
+    """Check that every strategy and number of workers repeats the training of one process, step by step.
+
+    For a mismatch: the first step and parameter that differ, and of which class that is. Exit code 0 when everything that
+    promises equality is equal, 1 when not, 2 for bad usage. Keys of the config can be given as options, as for train.
+
+    Parameters
+    ----------
+    strategies
+        Names with commas, or all: every one that there is; those that do not take this workload are listed.
+    world_sizes
+        Numbers of workers, with commas.
+    accumulation
+        Micro-batches in each worker's step, with commas.
+    steps
+        Optimizer steps to compare, from the first of the training.
+    bound
+        Largest relative difference of a step's loss, its gradient norm and the final parameters.
+    precision
+        Arithmetic of the check. Honest differences need 1e-9 in fp64, about 1e-4 in fp32.
+    local
+        In plain gloo processes on this machine, without Ray.
+    json
+        Print the certificate as JSON on stdout; everything else goes to stderr.
+    """
+    from rich.console import Console
+
+    from scaleray.config import load_config
+
+    resolved = load_config(config, flags=overrides)
+    sizes, pieces = _numbers("--world-sizes", world_sizes), _numbers("--accumulation", accumulation)
+    from scaleray.launch.verification_plan import Question
+    from scaleray.launch.verify import verify as run
+    from scaleray.reports.verification import WIDTH, as_text, lines, table
+
+    question = Question([s.strip() for s in strategies.split(",")], sizes, pieces, steps, bound, precision)
+    console = Console(stderr=json)
+    if not console.is_terminal:
+        console.width = WIDTH
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    certificate = run(
+        resolved, question, local=local, say=say, render=as_text, base_dir=config.resolve().parent if config else None
+    )
+    console.print(table(certificate))
+    for line in lines(certificate):
+        say(line)
+    if json:
+        print(certificate.to_json())
+    return 0 if certificate.passed else 1
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",") if word.strip()]
+    except ValueError:
+        raise ConfigError(option, text, "it must be whole numbers with commas, such as 1,2,4") from None

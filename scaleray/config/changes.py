@@ -1,0 +1,66 @@
+"""What differs between two configs of one run, and whether the training is still the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from scaleray.config.run import RunConfig
+
+HARMLESS = (
+    "scale.", "strategy.", "checkpoint.", "tracking.", "evaluation.", "batch.micro_size",
+    "data.chunk_mib", "data.prefetch_mib", "data.reserved_cpus", "data.timeout_s",
+)  # fmt: skip
+"""Keys that decide how a training runs, not what it computes: it may be resumed with others."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One key with another value than before."""
+
+    key: str
+    before: Any
+    after: Any
+
+    @property
+    def alters_training(self) -> bool:
+        """Whether the run would go on as another training."""
+        return not self.key.startswith(HARMLESS)
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.before} -> {self.after}"
+
+
+def changes(before: Mapping[str, Any], after: RunConfig) -> list[Change]:
+    """Every key whose value differs. before: a config as `RunConfig.to_dict` gave it, maybe by an older version."""
+    old, new = dict(_flat(before)), dict(_flat(after.to_dict()))
+    defaults = dict(_flat(_defaults(after)))
+    found = []
+    for key in sorted(old.keys() | new.keys()):
+        # a key that the older version did not have meant what is now its default
+        was = old[key] if key in old else defaults.get(key)
+        if was != new.get(key):
+            found.append(Change(key, was, new.get(key)))
+    return found
+
+
+def training_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The flat keys that decide what is computed: equal for two runs of the same training."""
+    return {key: value for key, value in _flat(config) if not key.startswith(HARMLESS)}
+
+
+def _defaults(config: RunConfig) -> dict[str, Any]:
+    """The config with everything optional left out."""
+    required = {"workload": {"name": config.workload.name}, "batch": {"global_size": config.batch.global_size},
+                "optimizer": {"learning_rate": config.optimizer.learning_rate}, "stop": {"after": config.stop.after}}  # fmt: skip
+    return RunConfig.model_validate(required).to_dict()
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and name.count(".") < 1 and name not in ("workload.args",):
+            yield from _flat(value, f"{name}.")
+        else:
+            yield name, value

@@ -1,0 +1,119 @@
+"""Which interrupted run a command continues, and whether it may with the config it is given."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from scaleray.checkpoints.catalog import Catalog, require
+from scaleray.checkpoints.manifest import Manifest
+from scaleray.checkpoints.storage import Store
+from scaleray.config import RunConfig, load_config
+from scaleray.config.base import absolute_path
+from scaleray.config.changes import Change, changes, training_values
+from scaleray.errors import CheckpointError, ConfigError
+
+AUTO = "auto"
+FILE = "run.json"
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A run that can go on. about: its run.json. newest: its newest complete checkpoint; None is from the first step."""
+
+    path: str
+    about: dict[str, Any]
+    newest: Manifest | None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config it was started with."""
+        config: dict[str, Any] = self.about["config"]
+        return config
+
+
+def find(where: str, config: RunConfig | None) -> Interrupted | None:
+    """The run to continue: a run folder, the name of one in the storage path, or `auto`.
+
+    auto: the newest run of the same training there that has not finished; None when there is none, which is a fresh start.
+    Raises CheckpointError for a folder that is no run.
+    """
+    if where != AUTO:
+        path = absolute_path(where)
+        if "/" not in where and config is not None and not _exists(path):
+            path = absolute_path(f"{config.checkpoint.storage_path}/{where}")
+        return _open(path, config)
+    if config is None:
+        raise ConfigError("--resume", AUTO, "it looks for a run of the same config", "give the config with -c, or name the run folder")  # fmt: skip
+    root = Store(absolute_path(config.checkpoint.storage_path))
+    if config.tracking.run_name is not None:
+        folder = root.child(config.tracking.run_name)
+        return _open(folder.root, config) if _exists(folder.root) else None
+    wanted = training_values(config.to_dict())
+    found: list[tuple[float, str]] = []
+    for name in root.names():
+        folder = root.child(name)
+        try:
+            about = json.loads(folder.read(FILE))
+            if training_values(about["config"]) == wanted and not is_finished(folder):
+                found.append((about.get("started_at") or 0.0, folder.root))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return _open(max(found)[1], config) if found else None
+
+
+def config_of(where: str, flags: Sequence[str]) -> RunConfig:
+    """The config of the run in a folder, with flags over it."""
+    before = find(where, None)
+    assert before is not None  # only `auto` finds none
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "config of the run.yaml")
+        path.write_text(yaml.safe_dump(before.config, sort_keys=False))
+        return load_config(path, flags=flags)
+
+
+def is_finished(folder: Store) -> bool:
+    """Whether the run in this folder has reached its end."""
+    try:
+        return bool(json.loads(folder.read("record.json"))["status"] == "FINISHED")
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def check_changes(before: Interrupted, config: RunConfig, allowed: Sequence[str]) -> list[Change]:
+    """What differs from the config of the interrupted run. Raises ConfigError for what would make it another training."""
+    found = changes(before.config, config)
+    refused = [change for change in found if change.alters_training and change.key not in allowed]
+    if refused:
+        raise ConfigError(
+            "the config", "; ".join(map(str, refused)), "this would continue as another training than the one that was interrupted",
+            f"use the old values, start a new run, or say so: {' '.join(f'--allow-change {c.key}' for c in refused)}",
+        )  # fmt: skip
+    unknown = set(allowed) - {change.key for change in found}
+    if unknown:
+        raise ConfigError("--allow-change", ", ".join(sorted(unknown)), "this key has not changed", "leave it out")
+    return found
+
+
+def _exists(path: str) -> bool:
+    return Store(path).size(FILE) is not None
+
+
+def _open(path: str, config: RunConfig | None) -> Interrupted:
+    folder = Store(path)
+    try:
+        about = json.loads(folder.read(FILE))
+    except (OSError, ValueError) as exc:
+        raise CheckpointError(
+            "--resume", path, "it is no run folder: it has no readable run.json", "folders of runs lie in checkpoint.storage_path"
+        ) from exc  # fmt: skip
+    copy_path = config.checkpoint.copy_path if config else about["config"]["checkpoint"].get("copy_path")
+    catalog = Catalog.of_run(path, copy_path)
+    newest = require(catalog, None, where=path) if catalog.newest() is not None else None
+    return Interrupted(path, about, newest)

@@ -1,0 +1,250 @@
+"""`verify`: is the distributed run still the same training? Plans the variants, runs them, keeps the certificate.
+
+One Ray Train launch for each number of workers, or plain gloo processes; the first runs the single process that the
+others must equal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from scaleray.config import RunConfig
+from scaleray.config.base import absolute_path
+from scaleray.data.sources import Source
+from scaleray.errors import ClusterError, ConfigError
+from scaleray.launch import cluster
+from scaleray.launch.certificate import Certificate, Say, keep, make_certificate, recorded
+from scaleray.launch.gloo import UserCode, gloo_processes
+from scaleray.launch.local import stream_opener
+from scaleray.launch.run import load_sources
+from scaleray.launch.run_folder import RunFolder
+from scaleray.launch.trainer import CONTROLLER_FAILURE_LIMIT, _backend, _resources, explain
+from scaleray.launch.verification_plan import Plan, Question, make_plan
+from scaleray.tracking import store
+from scaleray.training.job import TRAIN
+from scaleray.training.place import Place
+from scaleray.training.verification import Assignment, Outcome, References, verify_group
+from scaleray.workload import user_modules
+
+RunGroup = Callable[[int, Assignment, References], tuple[list[Outcome], References]]
+"""Runs the variants of one number of workers."""
+
+
+def verify(
+    config: RunConfig, question: Question, workload: Any = None, *, local: bool = False, say: Say = lambda text: None,
+    render: Callable[[Certificate], str] | None = None, base_dir: Path | None = None,
+) -> Certificate:  # fmt: skip
+    """Run the first steps of a training in every way asked for, and compare each with a single process.
+
+    render: makes the table that is stored beside the certificate. Raises UsageError for what the user can mend and
+    RunFailedError for a group that died; a mismatch is no error, `Certificate.passed` says it.
+    """
+    started_at = time.time()
+    storage = {"storage_path": absolute_path(config.checkpoint.storage_path)}
+    config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=storage)})
+    tracking_uri = store.resolve_uri(config.tracking.uri)
+    store.check_reachable(tracking_uri)
+    if local and config.scale.gpus_per_worker:
+        raise ConfigError(
+            "scale.gpus_per_worker", config.scale.gpus_per_worker, "--local uses gloo processes on the CPU",
+            "add --scale.gpus-per-worker 0, or leave --local out",
+        )  # fmt: skip
+    code = UserCode(config.workload.name if workload is None else None, config.workload.args, base_dir, workload)
+    workload = code.load()
+    with _environment(config, local=local):
+        sources = load_sources(workload)
+        plan = make_plan(config, question, workload, sources)
+        if not local:
+            _check_capacity(config, plan)
+        reference = plan.reference.job
+        say(
+            f"verify {config.workload.name}: {reference.recipe.total_steps} steps of {reference.recipe.global_batch_size} samples "
+            f"in {question.precision}, bound {question.bound:g}"
+        )
+        if not local:
+            cpus = reference.config.scale.cpus_per_worker
+            say(f"  workers ask for {cpus:g} CPU each: numbers are compared, not speed")
+        with recorded(config, tracking_uri, started_at) as (folder, run):
+            groups = _local_groups(plan, sources, code, config) if local else _ray_groups(plan, sources, config, folder)
+            with groups as run_group:
+                outcomes = [*_outcomes(plan, question, run_group, say), *plan.refused]
+            certificate = make_certificate(
+                config, question, plan, sources, outcomes, folder, run, local=local, started_at=started_at
+            )
+            keep(certificate, folder, run, render, say)
+    return certificate
+
+
+def _outcomes(plan: Plan, question: Question, run_group: RunGroup, say: Say) -> Iterator[Outcome]:
+    references: References = {}
+    for world_size, variants in plan.groups.items():
+        labels = ", ".join(v.label for v in variants) or "the reference"
+        say(f"  {world_size} worker{'s' if world_size > 1 else ''}: {labels} ...")
+        started = time.monotonic()
+        outcomes, references = run_group(
+            world_size, Assignment(plan.reference, tuple(variants), question.bound), references
+        )
+        bad = sum(outcome.verdict == "differs" for outcome in outcomes)
+        found = f"{bad} of {len(outcomes)} differ" if bad else "no mismatch"
+        say(f"    {found}, {time.monotonic() - started:.0f} s")
+        yield from outcomes
+
+
+# without Ray
+
+
+@contextlib.contextmanager
+def _local_groups(plan: Plan, sources: Mapping[str, Source], code: UserCode, config: RunConfig) -> Iterator[RunGroup]:
+    timeout_s = config.scale.collective_timeout_s
+    workload, train = plan.reference.job.workload, {TRAIN: sources[TRAIN]}
+    with gloo_processes(max(plan.groups), code, timeout_s=timeout_s) as processes:
+
+        def run_group(world_size: int, assignment: Assignment, references: References) -> Any:
+            return processes.run(world_size, verify_here, assignment, references, train, workload=workload)
+
+        yield run_group
+
+
+def verify_here(
+    place: Place, assignment: Assignment, references: References, sources: Mapping[str, Source]
+) -> tuple[list[Outcome], References]:
+    """One worker's part. It reads its rows itself, so that nothing but the training differs."""
+    import torch
+
+    torch.set_num_threads(1)
+    open_stream = stream_opener(assignment.reference.job, sources, lambda message: None)
+    return verify_group(place, assignment, references, open_stream=open_stream)
+
+
+# under Ray
+
+
+@contextlib.contextmanager
+def _ray_groups(plan: Plan, sources: Mapping[str, Source], config: RunConfig, folder: RunFolder) -> Iterator[RunGroup]:
+    import ray
+    from ray import cloudpickle
+
+    for module in user_modules(plan.reference.job.workload):
+        cloudpickle.register_pickle_by_value(module)
+    source = ray.put(sources[TRAIN])
+
+    def run_group(world_size: int, assignment: Assignment, references: References) -> Any:
+        task = {"assignment": assignment, "source": source, "references": ray.put(references)}
+        config = (assignment.variants or (assignment.reference,))[0].job.config
+        return _fit(config, world_size, task, storage_path=folder.path)
+
+    with _sigterm_like_ctrl_c():
+        yield run_group
+
+
+def _fit(config: RunConfig, world_size: int, task: dict[str, Any], *, storage_path: str) -> Any:
+    import ray
+    import ray.train
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    trainer = TorchTrainer(
+        verify_worker,
+        train_loop_config=task,
+        torch_config=TorchConfig(backend=_backend(config), timeout_s=int(config.scale.collective_timeout_s)),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=world_size,
+            use_gpu=config.scale.gpus_per_worker > 0,
+            resources_per_worker=_resources(config),
+            placement_strategy=config.scale.placement,
+            label_selector=dict(config.scale.label_selector) or None,
+        ),
+        run_config=ray.train.RunConfig(
+            name=f"ray_verify_{world_size}",
+            storage_path=storage_path,
+            failure_config=ray.train.FailureConfig(max_failures=0, controller_failure_limit=CONTROLLER_FAILURE_LIMIT),
+            logging_config=ray.train.LoggingConfig(log_level="ERROR"),
+        ),
+    )
+    try:
+        with _without_preemption_watcher():
+            return trainer.fit().return_value
+    except SystemExit as exc:  # Ray's answer to Ctrl-C
+        raise KeyboardInterrupt from exc
+    except (ray.train.TrainingFailedError, ray.exceptions.RayError) as exc:
+        raise explain(exc) from exc
+
+
+@contextlib.contextmanager
+def _without_preemption_watcher() -> Iterator[None]:
+    """Nothing here could act on its notices, and it costs a process and prints an error at every start."""
+    name = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
+def verify_worker(task: dict[str, Any]) -> Any:
+    """Entry point of one Ray Train worker; rank 0's answer is the group's."""
+    import ray
+    import ray.train
+    import ray.train.torch
+    import torch
+
+    context = ray.train.get_context()
+    assignment: Assignment = task["assignment"]
+    device = torch.device("cpu")
+    if assignment.reference.job.config.scale.gpus_per_worker > 0:
+        device = ray.train.torch.get_device()
+        torch.cuda.set_device(device)
+    place = Place(
+        rank=context.get_world_rank(), world_size=context.get_world_size(), local_rank=context.get_local_rank(),
+        local_world_size=context.get_local_world_size(), node=ray.util.get_node_ip_address(), device=device,
+    )  # fmt: skip
+    return verify_here(place, assignment, ray.get(task["references"]), {TRAIN: ray.get(task["source"])})
+
+
+@contextlib.contextmanager
+def _environment(config: RunConfig, *, local: bool) -> Iterator[None]:
+    if local:
+        os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # a Ray Dataset must not start a cluster in passing
+        yield
+        return
+    with cluster.connected(config):
+        yield
+
+
+def _check_capacity(config: RunConfig, plan: Plan) -> None:
+    nodes = cluster.alive_nodes()
+    for world_size, variants in plan.groups.items():
+        spread = (variants or [plan.reference])[0].job.config
+        # no input tasks run here, so that no CPU needs to stay free for them
+        alone = spread.model_copy(update={"data": spread.data.model_copy(update={"reserved_cpus": 0.0})})
+        try:
+            cluster.check_capacity(alone, nodes)
+        except ClusterError as exc:
+            raise ClusterError(
+                "--world-sizes", f"{world_size}, which needs {exc.found}", exc.allowed,
+                "leave the size out, or check on this machine alone with --local",
+            ) from exc  # fmt: skip
+
+
+@contextlib.contextmanager
+def _sigterm_like_ctrl_c() -> Iterator[None]:
+    """`ray job stop` sends SIGTERM: end like with Ctrl-C, which frees the workers."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before_term, before_int = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGTERM, lambda signum, frame: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before_term)
+        signal.signal(signal.SIGINT, before_int)  # Ray leaves its own behind

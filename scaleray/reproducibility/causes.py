@@ -1,0 +1,309 @@
+"""Why a run left the one it should equal: the class of a divergence, from what both runs left behind.
+
+Evidence comes first. Where several classes would look alike, the caller runs both sides again with one thing taken out,
+and asks `from_experiment`; where it could take the gradient apart by worker and micro-batch, `from_shares`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from scaleray.reproducibility.equivalence import (
+    IDLE_GRADIENT,
+    Divergence,
+    StepTrace,
+    Trace,
+    gradient_differences,
+    same_rows,
+)
+
+SAME_RATIO = 1e-6
+"""Ratios closer than this are the same, in float64."""
+
+EVALUATION_MODE, NO_CLIPPING = "evaluation mode", "no clipping"
+"""What an experiment takes out of both runs."""
+
+
+class Cause(StrEnum):
+    """The classes that a mismatch can be of."""
+
+    MODEL = "another model"
+    DTYPE = "dtype"
+    INITIAL_PARAMETERS = "initial parameters"
+    DATA_ORDER = "data order"
+    LOSS_NORMALISATION = "loss normalisation"
+    MISSING_SYNCHRONISATION = "missing gradient synchronisation"
+    DOUBLE_SYNCHRONISATION = "double gradient synchronisation"
+    ACCUMULATION = "gradient accumulation"
+    RANDOMNESS = "dropout or random numbers"
+    BATCH_NORM = "BatchNorm statistics"
+    SCHEDULE = "schedule or learning-rate step count"
+    CLIPPING = "clipping on a local norm"
+    FAILED = "the run failed"
+    UNKNOWN = "not recognised"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A class, and the sentence that says why. parameter: the first concerned, where that is known better by now."""
+
+    cause: Cause
+    why: str
+    parameter: str | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the other run was spread."""
+
+    world_size: int
+    accumulation: int
+    is_right_without_accumulation: bool = False
+    """The same strategy on as many workers agrees when it does not accumulate."""
+
+
+def from_traces(reference: Trace, other: Trace, divergence: Divergence, layout: Layout) -> Finding | None:
+    """The class, where the traces alone are conclusive."""
+    if divergence.step == 0 or divergence.quantity == "steps":
+        return _before_training(reference, other, divergence)
+    if divergence.quantity == "final values" and divergence.parameter not in reference.names:
+        return Finding(Cause.BATCH_NORM, "all parameters agree, but not the buffers that the forward pass changes")
+    ours, theirs = (trace.step(divergence.step) for trace in (reference, other))
+    if not same_rows(ours.rows, theirs.rows, in_order=divergence.quantity == "rows"):
+        return _rows(ours, theirs)
+    if ours.updates != theirs.updates and divergence.quantity == "learning rate":
+        return _updates(ours, theirs)
+    return (
+        _narrow_numbers(reference, other, divergence, ours, theirs)
+        or _ranks_disagree(other, divergence, theirs, layout)
+        or _loss(ours, theirs, divergence, layout)
+        or _clipping(other, divergence, theirs)
+        or _uniform_ratio(ours, theirs, divergence, layout)
+    )
+
+
+def _before_training(reference: Trace, other: Trace, divergence: Divergence) -> Finding:
+    name = divergence.parameter
+    if divergence.quantity == "dtype":
+        position = reference.names.index(str(name))
+        return Finding(
+            Cause.DTYPE, f"{name} is {other.dtypes[position]} in place of {reference.dtypes[position]}", name
+        )
+    if divergence.quantity == "initial parameters":
+        return Finding(
+            Cause.INITIAL_PARAMETERS, f"{name} starts from other values, {divergence.difference:.2g} apart", name
+        )
+    if divergence.quantity == "steps":
+        return Finding(Cause.SCHEDULE, f"{len(other.steps)} steps in place of {len(reference.steps)}")
+    return Finding(Cause.MODEL, f"the models have not the same parameters: {name}", name)
+
+
+def _rows(ours: StepTrace, theirs: StepTrace) -> Finding:
+    expected, found = (np.unique(step.rows, return_counts=True) for step in (ours, theirs))
+    missing = len(np.setdiff1d(expected[0], found[0]))
+    strange = len(np.setdiff1d(found[0], expected[0]))
+    twice = int((found[1] > 1).sum()) - int((expected[1] > 1).sum())
+    if not missing and not strange and len(ours.rows) == len(theirs.rows) and twice <= 0:
+        return Finding(Cause.DATA_ORDER, "the step has the same rows in another order")
+    words = [f"{missing} of {len(expected[0])} rows are missing"]
+    words += [f"{strange} belong to other steps"] if strange else []
+    words += [f"{twice} come twice"] if twice > 0 else []
+    return Finding(Cause.DATA_ORDER, "in this step " + ", ".join(words))
+
+
+def _updates(ours: StepTrace, theirs: StepTrace) -> Finding:
+    if len(ours.updates) != len(theirs.updates):
+        return Finding(
+            Cause.SCHEDULE, f"the optimizer made {len(theirs.updates)} updates in place of {len(ours.updates)}"
+        )
+    rates = (step.updates[0][0] if step.updates and step.updates[0] else math.nan for step in (theirs, ours))
+    return Finding(Cause.SCHEDULE, "the learning rate is {:.6g} in place of {:.6g}".format(*rates))
+
+
+def _narrow_numbers(
+    reference: Trace, other: Trace, divergence: Divergence, ours: StepTrace, theirs: StepTrace
+) -> Finding | None:
+    if other.loss_dtype != reference.loss_dtype:
+        return Finding(Cause.DTYPE, f"the loss is {other.loss_dtype} in place of {reference.loss_dtype}")
+    for position, name in enumerate(reference.names):
+        expected, found = ours.gradient_formats[position], theirs.gradient_formats[position]
+        # a gradient that is nothing but rounding has few digits by nature
+        is_idle = ours.gradients[position, 0] <= IDLE_GRADIENT * ours.grad_norm
+        if found and not expected and not is_idle:
+            why = f"every value of the gradient of {name} fits into {found}: it was rounded to that"
+            return Finding(Cause.DTYPE, why, name)
+        # both sides compute in fewer digits, so that an honest reordering of sums is larger than the bound
+        if found and not is_idle and name == divergence.parameter and divergence.difference < 1e-2:
+            return Finding(Cause.DTYPE, f"in both runs the gradient of {name} has been through {found}", name)
+    is_double = "float64" in reference.dtypes and reference.loss_dtype not in ("", "float64")
+    if is_double and divergence.difference < 1e-2:
+        return Finding(
+            Cause.DTYPE, f"the parameters are float64, but the model computes its loss in {reference.loss_dtype}"
+        )
+    return None
+
+
+def _ranks_disagree(other: Trace, divergence: Divergence, theirs: StepTrace, layout: Layout) -> Finding | None:
+    apart = np.flatnonzero(~(theirs.gradient_spread <= SAME_RATIO))
+    if layout.world_size == 1 or not len(apart):
+        return None
+    names = [other.names[i] for i in apart]
+    which = "any parameter" if len(names) == len(other.names) else f"{len(names)} of {len(other.names)} parameters"
+    return Finding(
+        Cause.MISSING_SYNCHRONISATION,
+        f"after synchronisation the ranks do not hold the same gradient of {which} "
+        f"({names[0]}: {theirs.gradient_spread[apart[0]]:.2g} apart)",
+        names[0],
+    )
+
+
+def _loss(ours: StepTrace, theirs: StepTrace, divergence: Divergence, layout: Layout) -> Finding | None:
+    if ours.count != theirs.count:
+        return Finding(
+            Cause.LOSS_NORMALISATION,
+            f"the loss was divided by a count of {theirs.count:g} in place of {ours.count:g} for the same rows",
+        )
+    if divergence.quantity != "loss" or ours.loss == 0:
+        return None
+    sizes = {layout.world_size: "the number of workers", layout.accumulation: "the accumulation steps"}
+    sizes[layout.world_size * layout.accumulation] = "the number of micro-batches in all workers"
+    ratio = theirs.loss / ours.loss
+    for size, what in sizes.items():
+        if size > 1 and (_is_near(ratio, size) or _is_near(ratio, 1 / size)):
+            times = f"{size} times" if ratio > 1 else f"1/{size} of"
+            return Finding(Cause.LOSS_NORMALISATION, f"the loss is {times} that of one process: {what} went into it")
+    if not (gradient_differences(ours, theirs) > SAME_RATIO).any():
+        return Finding(
+            Cause.LOSS_NORMALISATION, "the gradients agree, but the reported loss is not the mean over all workers"
+        )
+    return None
+
+
+def _clipping(other: Trace, divergence: Divergence, theirs: StepTrace) -> Finding | None:
+    if other.clip_norm is None or theirs.used_norm is None:
+        return None
+    if not _is_near(theirs.used_norm, theirs.grad_norm):
+        return Finding(
+            Cause.CLIPPING,
+            f"it clipped by a norm of {theirs.used_norm:.6g}, but that of the whole gradient is {theirs.grad_norm:.6g}",
+        )
+    if divergence.quantity == "parameters" and (theirs.parameter_spread > SAME_RATIO).any():
+        return Finding(
+            Cause.CLIPPING, "the ranks hold one gradient and took different updates: each clipped for itself"
+        )
+    return None
+
+
+def _uniform_ratio(ours: StepTrace, theirs: StepTrace, divergence: Divergence, layout: Layout) -> Finding | None:
+    if divergence.quantity != "gradient":
+        return None
+    a, b = ours.gradients[:, 1:].ravel(), theirs.gradients[:, 1:].ravel()
+    if not np.isfinite(b).all() or not a.any():
+        return None
+    ratio = float(a @ b / (a @ a))
+    if np.linalg.norm(b - ratio * a) > SAME_RATIO * np.linalg.norm(b) or ratio <= 0:
+        return None
+    return ratio_finding(ratio, layout)
+
+
+def ratio_finding(ratio: float, layout: Layout) -> Finding:
+    """What it means that the whole gradient is `ratio` times the right one, with the right loss."""
+    world, accumulation = layout.world_size, layout.accumulation
+    times = f"the gradient is {ratio:.6g} times that of one process in every parameter"
+    by_accumulation = _is_near(ratio, accumulation) or _is_near(ratio, 1 / accumulation)
+    if by_accumulation and (world != accumulation or layout.is_right_without_accumulation):
+        return Finding(Cause.LOSS_NORMALISATION, f"{times}: the {accumulation} accumulation steps count wrongly")
+    if world > 1 and _is_near(ratio, world):
+        return Finding(
+            Cause.DOUBLE_SYNCHRONISATION,
+            f"{times}: summed over the {world} workers and not divided, or summed once more",
+        )
+    if world > 1 and _is_near(ratio, 1 / world):
+        return Finding(Cause.DOUBLE_SYNCHRONISATION, f"{times}: divided by the {world} workers twice")
+    return Finding(Cause.LOSS_NORMALISATION, f"{times}")
+
+
+def needs_experiments(reference: Trace, other: Trace) -> list[str]:
+    """What to take out of both runs, one after another, to see whether they agree without it."""
+    steps = (*reference.steps, *other.steps)
+    found = [EVALUATION_MODE] if any(s.draws_random_numbers or s.changes_buffers for s in steps) else []
+    return found + ([NO_CLIPPING] if other.clip_norm is not None else [])
+
+
+def from_experiment(name: str, reference: Trace, other: Trace) -> Finding:
+    """The class, when both runs agree as soon as `name` (of `needs_experiments`) is taken out."""
+    if name == NO_CLIPPING:
+        return Finding(
+            Cause.CLIPPING, "without clipping both runs agree: it does not clip by the norm of the whole gradient"
+        )
+    if any(s.draws_random_numbers for s in (*reference.steps, *other.steps)):
+        return Finding(
+            Cause.RANDOMNESS, "in evaluation mode both runs agree, and the training step draws random numbers"
+        )
+    return Finding(
+        Cause.BATCH_NORM,
+        "in evaluation mode both runs agree, and the training step changes buffers: statistics of a part of the batch",
+    )
+
+
+def without_experiment(reference: Trace, other: Trace) -> Finding | None:
+    """The last resort: a step that draws random numbers cannot be repeated on another number of workers."""
+    if any(s.draws_random_numbers for s in (*reference.steps, *other.steps)):
+        return Finding(
+            Cause.RANDOMNESS,
+            "the step draws random numbers even in evaluation mode, which differ from rank to rank; "
+            "use nn.Dropout, or look at module.training before drawing",
+        )
+    return None
+
+
+def from_shares(shares: np.ndarray, counts: np.ndarray, layout: Layout) -> Finding | None:
+    """The class, from what every worker's micro-batches weigh in the synchronised gradient.
+
+    shares: (ranks that look, ranks, micro-batches), 1 where a micro-batch weighs what it counts. counts: (ranks,
+    micro-batches), 0 where there was none.
+    """
+    there = counts > 0
+    seen = shares[0]
+    if any(np.abs(view - seen)[there].max() > SAME_RATIO for view in shares[1:]):
+        own = all(
+            np.abs(np.delete(view, rank, axis=0)).max(initial=0.0) < SAME_RATIO for rank, view in enumerate(shares)
+        )
+        what = (
+            "each rank holds the gradient of its own rows only"
+            if own
+            else "the ranks hold different mixtures of gradients"
+        )
+        return Finding(Cause.MISSING_SYNCHRONISATION, what)
+    values = seen[there]
+    if np.ptp(values) <= SAME_RATIO * abs(values).max():
+        return None if _is_near(values[0], 1.0) else ratio_finding(float(values[0]), layout)
+    written = "; ".join(f"rank {r}: " + ", ".join(f"{v:.4g}" for v in row[there[r]]) for r, row in enumerate(seen))
+    # a mean of means: each micro-batch, or each rank, weighs the same whatever it counted
+    for totals in (counts, np.broadcast_to(counts.sum(axis=1, keepdims=True), counts.shape)):
+        weights = (seen * totals)[there]
+        if np.ptp(weights) <= SAME_RATIO * abs(weights).max():
+            return Finding(
+                Cause.LOSS_NORMALISATION,
+                f"a mean of means: parts of the batch weigh alike, whatever they count ({written})",
+            )
+    pairs = [(row[mask][:-1], row[mask][-1]) for row, mask in zip(seen, there, strict=True) if mask.sum() > 1]
+    if pairs and all(last != 0 for _, last in pairs):
+        early = np.concatenate([values / last for values, last in pairs])
+        if abs(early).max() < SAME_RATIO:
+            why = "only the last micro-batch of each rank is in the gradient; the others are lost"
+            return Finding(Cause.ACCUMULATION, why)
+        if layout.world_size > 1 and (early > 0).all():
+            powers = np.log(early) / math.log(layout.world_size)  # summed over the workers so many times more
+            if np.allclose(powers, np.round(powers), atol=SAME_RATIO) and powers.max() > 0.5:
+                why = f"earlier micro-batches are synchronised more than once ({written})"
+                return Finding(Cause.DOUBLE_SYNCHRONISATION, why)
+    return Finding(Cause.UNKNOWN, f"the micro-batches do not weigh what they count ({written})")
+
+
+def _is_near(value: float, target: float) -> bool:
+    return abs(value - target) <= SAME_RATIO * abs(target)

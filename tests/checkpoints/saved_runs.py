@@ -1,0 +1,66 @@
+"""What the tests of this room share: saving plain tensors as a training would, and reading all of a checkpoint back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from scaleray.checkpoints import sharded
+from scaleray.checkpoints.catalog import Catalog, Retention
+from scaleray.checkpoints.saver import Saver
+
+
+def make_saver(catalog, *, group=None, world_size=1, messages=None, full_every=16, asynchronous=False, **retention):
+    """A saver whose records go to a list."""
+    return Saver(
+        catalog, group, world_size=world_size, strategy="ddp", is_asynchronous=asynchronous, full_every=full_every,
+        retention=Retention(**{"keep_last": 1000, **retention}), emit=(messages if messages is not None else []).append,
+    )  # fmt: skip
+
+
+def save(saver, step, tensors, *, metrics=None):
+    """One checkpoint, written when this returns."""
+    named = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    saver.save(step, named, volatile=set(), values={"progress": {"step": step}}, facts={"metrics": metrics or {}})
+    saver.wait()
+
+
+def read_all(catalog, manifest):
+    """Every tensor of a checkpoint; raises Incomplete where a byte is missing."""
+    return {
+        name.removeprefix("model."): sharded.read_tensor(catalog.stores, tensor)
+        for name, tensor in manifest.tensors.items()
+    }
+
+
+def assert_equal(left, right):
+    assert left.keys() == right.keys()
+    for name in left:
+        assert left[name].dtype == right[name].dtype and left[name].shape == right[name].shape, name
+        assert _bits(left[name]) == _bits(right[name]), name
+
+
+def _bits(tensor):
+    return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def shards(folder):
+    """The files with tensors below a folder."""
+    return sorted(Path(folder).rglob("*.bin"))
+
+
+def snapshot(folder):
+    """Every file below a folder with its bytes."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()}
+
+
+def catalog_of(folder, copy=None):
+    return Catalog.of_run(str(folder), str(copy) if copy else None)
+
+
+def flip(path, position):
+    """Change one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)

@@ -1,0 +1,169 @@
+"""A run that is interrupted and resumed is the run that was not: bit for bit on as many workers, in value on others."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from small_runs import (
+    Classify,
+    Tokens,
+    WithBatchNorm,
+    WithDropout,
+    largest_difference,
+    make_job,
+    relative_differences,
+    same_generators,
+    train,
+    train_alone,
+)
+from torch import nn
+
+from scaleray.checkpoints.catalog import Catalog
+from scaleray.training.model_setup import Setup
+from scaleray.training.state import ITEMS, SETUP_ITEMS
+
+
+class Everything(Classify):
+    """Dropout, BatchNorm, and a loss that draws from numpy's and Python's generators: all the state there can be."""
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 3))
+
+    def loss(self, model, batch):
+        noise = 0.01 * float(np.random.normal()) + 0.01 * random.gauss(0, 1) + 0.01 * float(np.random.standard_normal())
+        total = F.cross_entropy(model(batch["x"]) * (1 + noise), batch["y"], reduction="sum")
+        return total, len(batch["y"])
+
+
+FLAGS = {
+    "deterministic": True,
+    "checkpoint.every": "3 steps",
+    "stop.after": "14 steps",
+    "schedule.name": "cosine",
+    "schedule.warmup": "4 steps",
+    "optimizer.name": "adamw",
+    "optimizer.learning_rate": 0.01,
+    "optimizer.clip_norm": 0.5,
+    "precision.dtype": "fp32",
+}
+
+
+def assert_same_bits(left, right):
+    assert left.keys() == right.keys()
+    for name in left:
+        assert torch.equal(left[name], right[name]), name
+
+
+@pytest.mark.parametrize("kill_at", [4, 6, 11, 13])
+@pytest.mark.parametrize(
+    "flags", [{}, {"optimizer.name": "sgd", "optimizer.momentum": 0.9}, {"precision.dtype": "fp16"}]
+)
+def test_a_resumed_run_is_bit_identical(tmp_path, kill_at, flags):
+    flags = {**FLAGS, **flags}
+    whole = train_alone(Everything(), flags)
+    killed = train_alone(Everything(), flags, folder=tmp_path, kill_at=kill_at)
+    assert killed.losses == whole.losses[:kill_at]
+    resumed = train_alone(Everything(), flags, folder=tmp_path)
+    first = kill_at // 3 * 3
+    assert [s.step for s in resumed.steps] == list(range(first + 1, 15))
+    assert resumed.losses == whole.losses[first:]
+    assert repr(resumed.grad_norms) == repr(whole.grad_norms[first:])  # fp16 skips steps with NaN
+    assert [s.learning_rate for s in resumed.steps] == [s.learning_rate for s in whole.steps[first:]]
+    assert_same_bits(resumed.weights, whole.weights)
+    assert any(f"resumed after step {first}" in event for event in resumed.events)
+
+
+def resume_in_pool(place, workload, flags, folder, kill_at):
+    whole = train(place, workload, flags)
+    killed = train(place, workload, flags, folder=folder, kill_at=kill_at)
+    resumed = train(place, workload, flags, folder=folder)
+    return whole, killed, resumed
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_resumed_run_is_bit_identical_on_several_workers(gloo, tmp_path, world_size):
+    flags = {
+        **FLAGS,
+        "batch.global_size": 24,
+        "batch.micro_size": 1 if world_size == 4 else 4,
+        "strategy.bucket_size_mib": 0.0005,
+    }
+    workload = WithDropout(num_rows=61)
+    outcomes = gloo.run(world_size, resume_in_pool, workload, flags, str(tmp_path), 8)
+    whole, _, resumed = outcomes[0]
+    assert resumed.losses == whole.losses[6:]
+    assert_same_bits(resumed.weights, whole.weights)
+
+
+def killed_run(place, workload, flags, folder, kill_at):
+    return train(place, workload, flags, folder=folder, kill_at=kill_at)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3), (4, 2)])
+def test_a_run_resumes_on_another_number_of_workers(gloo, tmp_path, before, after):
+    flags = {**FLAGS, "batch.global_size": 12, "precision.dtype": "fp64"}
+    workload = Tokens(num_rows=50)
+    whole = gloo.run(1, killed_run, workload, flags, None, None)[0]
+    gloo.run(before, killed_run, workload, flags, str(tmp_path), 8)
+    resumed = gloo.run(after, killed_run, workload, flags, str(tmp_path), None)[0]
+    assert [s.step for s in resumed.steps] == list(range(7, 15))
+    assert max(relative_differences(whole.losses[6:], resumed.losses)) < 1e-12
+    assert largest_difference(whole.weights, resumed.weights) < 1e-11
+    assert any(f"instead of {before}" in event for event in resumed.events)
+
+
+def test_every_field_of_the_setup_is_saved_or_has_no_state():
+    stateless = {"num_parameters", "initial_hash"}
+    fields = {field.name for field in dataclasses.fields(Setup)}
+    assert fields == SETUP_ITEMS.keys() | stateless, "a new field of Setup holds state or not: say which"
+    assert set(SETUP_ITEMS.values()) <= set(ITEMS)
+
+
+class WithState(Classify):
+    """A workload with a moving average of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = torch.zeros(3)
+        self.calls = 0
+
+    def loss(self, model, batch):
+        if model.training:
+            self.calls += 1
+            self.average = 0.9 * self.average + 0.1 * batch["x"].mean(dim=0)[:3].float()
+        total = F.cross_entropy(model(batch["x"]) + self.average, batch["y"], reduction="sum")
+        return total, len(batch["y"])
+
+    def state_dict(self):
+        return {"average": self.average, "calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.average, self.calls = state["average"], state["calls"]
+
+
+def test_the_workloads_own_state_is_part_of_the_checkpoint(tmp_path):
+    whole = train_alone(WithState(), FLAGS)
+    train_alone(WithState(), FLAGS, folder=tmp_path, kill_at=5)
+    resumed = train_alone(WithState(), FLAGS, folder=tmp_path)
+    assert resumed.losses == whole.losses[3:]
+
+
+def test_checkpoints_do_not_change_the_training(tmp_path):
+    whole = train_alone(Everything(), FLAGS)
+    saved = train_alone(Everything(), {**FLAGS, "checkpoint.every": "1 steps"}, folder=tmp_path)
+    assert saved.losses == whole.losses
+    assert_same_bits(saved.weights, whole.weights)
+    assert [c.step for c in saved.checkpoints] == list(range(1, 15))
+    assert [m.step for m in Catalog.of_run(str(tmp_path)).complete()] == [14, 13], "keep_last is 2"
+
+
+def test_a_finished_run_can_be_resumed_and_has_nothing_to_do(tmp_path):
+    first = train_alone(Classify(num_val=10), FLAGS, folder=tmp_path)
+    again = train_alone(Classify(num_val=10), FLAGS, folder=tmp_path)
+    assert again.steps == [] and again.summary.steps == 14
+    assert_same_bits(again.weights, first.weights)
