@@ -158,7 +158,7 @@ class RunRecord:
 
     def to_json(self) -> str:
         """The record as indented JSON; NaN and infinity become null, as JSON has no word for them."""
-        return json.dumps(_jsonable(dataclasses.asdict(self)), indent=2, sort_keys=False)
+        return json.dumps(jsonable(dataclasses.asdict(self)), indent=2, sort_keys=False)
 
     @classmethod
     def read(cls, path: str | Path) -> RunRecord:
@@ -166,11 +166,12 @@ class RunRecord:
         return cls(**json.loads(Path(path).read_text()))
 
 
-def _jsonable(value: Any) -> Any:
+def jsonable(value: Any) -> Any:
+    """The value as JSON can hold it: NaN and infinity become null, what is no plain value its text."""
     if isinstance(value, dict):
-        return {str(k): _jsonable(v) for k, v in value.items()}
+        return {str(k): jsonable(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_jsonable(v) for v in value]
+        return [jsonable(v) for v in value]
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return None
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

@@ -259,7 +259,7 @@ class _Pickler(pickle.Pickler):
 
 def _storage_class(dtype: torch.dtype) -> Any:
     """torch's class of storage for an older dtype; newer ones have none and lie in bytes."""
-    return torch.storage._dtype_to_storage_type_map().get(dtype)
+    return getattr(torch, torch.storage._dtype_to_storage_type_map().get(dtype, ""), None)
 
 
 def _torch(
@@ -341,7 +341,15 @@ def _opened_torch(path: str) -> Iterator[tuple[list[str], Callable[[str], torch.
             "the file to import", path, "it holds more than tensors, or is no file of torch.save",
             "save the state dict alone: torch.save(model.state_dict(), path)",
         ) from exc  # fmt: skip
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as exc:
+    except (
+        OSError,
+        RuntimeError,
+        EOFError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as exc:  # of a spoilt pickle
         reason = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
         raise CheckpointError("the file to import", path, f"it cannot be read: {reason}") from exc
     if isinstance(content, Mapping):

@@ -36,6 +36,9 @@ from scaleray.checkpoints.storage import Store
 # DCP says so for every checkpoint of a single process, where it is meant; catching it would not be safe in a thread
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
+SMALLEST_SHARE = 0.05
+"""Of a rank's bytes: less than this that is unchanged in an older file is written again, so that the file can go. A few
+random states must not hold a whole older checkpoint on the disk; a mask of one byte a parameter, beside Adam, is 8 %."""
 ALIGNMENT = 64  # of each tensor in its file, for readers that map it
 
 Key = tuple[str, tuple[int, ...]]
@@ -49,7 +52,8 @@ class Staging:
         self._buffers: dict[Key, torch.Tensor] = {}
 
     def copy(self, key: Key, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor's bytes, uint8 (n,), in memory that training does not touch. Waits for the device."""
+        """The tensor's bytes, uint8 (n,), in memory that training does not touch. A CUDA device fills it in the order of
+        its stream, which must be waited for."""
         source = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() != source.numel():
@@ -95,26 +99,28 @@ class ShardWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Copy, compare, write."""
         staged: list[tuple[WriteItem, Key, np.ndarray]] = []
+        devices: set[torch.device] = set()
         for item in plan.items:
             offsets = item.index.offset if item.index.offset is not None else ()
             key = (item.index.fqn, tuple(offsets))
             tensor = planner.resolve_data(item)
             assert isinstance(tensor, torch.Tensor)  # small values are in the manifest
             staged.append((item, key, self.staging.copy(key, tensor).numpy()))
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
+            if tensor.is_cuda:
+                devices.add(tensor.device)
+        for device in devices:  # a thread's current device need not be the one that training uses
+            torch.cuda.current_stream(device).synchronize()
         self.on_staged()
         name = new_file(self.folder, f"rank-{self.rank:05d}")
+        digests = [xxhash.xxh3_128_hexdigest(content.data) for _, _, content in staged]
+        kept = self._unchanged(staged, digests)
         changed: list[np.ndarray] = []
         position = 0
-        for item, key, content in staged:
-            assert item.tensor_data is not None
-            sizes = tuple(item.tensor_data.chunk.sizes)
-            digest = xxhash.xxh3_128_hexdigest(content.data)
-            known = self.base.get(key)
-            if known is not None and (known.digest, known.sizes, known.length) == (digest, sizes, len(content)):
-                self.written[key] = known
+        for (item, key, content), digest in zip(staged, digests, strict=True):
+            if key in kept:
+                self.written[key] = kept[key]
                 continue
+            sizes = _sizes(item)
             self.written[key] = Chunk(_offsets(key, sizes), sizes, name, position, len(content), digest)
             changed.append(content)
             position += len(content) + -len(content) % ALIGNMENT
@@ -130,6 +136,18 @@ class ShardWriter(StorageWriter):
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
+
+    def _unchanged(self, staged: list[tuple[WriteItem, Key, np.ndarray]], digests: list[str]) -> dict[Key, Chunk]:
+        """Parts that need not be written, with where they are. A file of which hardly anything is left is not worth keeping."""
+        found: dict[Key, Chunk] = {}
+        of_file: dict[str, int] = {}
+        for (item, key, content), digest in zip(staged, digests, strict=True):
+            known = self.base.get(key)
+            if known is not None and (known.digest, known.sizes, known.length) == (digest, _sizes(item), len(content)):
+                found[key] = known
+                of_file[known.file] = of_file.get(known.file, 0) + known.length
+        least = SMALLEST_SHARE * sum(len(content) for _, _, content in staged)
+        return {key: chunk for key, chunk in found.items() if of_file[chunk.file] >= least}
 
     def discard(self) -> None:
         """Remove this rank's file of a checkpoint that did not come about: it may be what fills the disk."""
@@ -324,6 +342,11 @@ def _chunk(manifest: Manifest, index: MetadataIndex) -> Chunk:
     if index.offset is None:
         return chunks[0]
     return next(chunk for chunk in chunks if chunk.offsets == tuple(index.offset))
+
+
+def _sizes(item: WriteItem) -> tuple[int, ...]:
+    assert item.tensor_data is not None
+    return tuple(item.tensor_data.chunk.sizes)
 
 
 def _offsets(key: Key, sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -19,6 +19,8 @@ def verify(
     steps: int = 20,
     bound: float = 1e-9,
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp64",
+    resume: Annotated[bool, Parameter(negative="")] = False,
+    seed: int | None = None,
     local: bool = False,
     json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
@@ -41,6 +43,11 @@ def verify(
         Largest relative difference of a step's loss, its gradient norm and the final parameters.
     precision
         Arithmetic of the check. Honest differences need 1e-9 in fp64, about 1e-4 in fp32.
+    resume
+        The resume certificate instead: interrupt each at a random step, resume it from its checkpoint, and compare with the
+        run that was not interrupted, to the bit. Where they differ, the guilty state is named.
+    seed
+        Of the random steps of --resume, to repeat an answer.
     local
         In plain gloo processes on this machine, without Ray.
     json
@@ -64,9 +71,17 @@ def verify(
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    certificate = run(
-        resolved, question, local=local, say=say, render=as_text, base_dir=config.resolve().parent if config else None
-    )
+    base_dir = config.resolve().parent if config else None
+    if resume:
+        from scaleray.launch.verify_resume import verify_resumes
+
+        answer = verify_resumes(resolved, question, seed=seed, local=local, say=say, base_dir=base_dir)
+        say(f"{answer.verdict} ({answer.duration_s:.0f} s, {answer.where})")
+        say(f"certificate:  {answer.run_dir}/certificate.json")
+        if json:
+            print(answer.to_json())
+        return 0 if answer.passed else 1
+    certificate = run(resolved, question, local=local, say=say, render=as_text, base_dir=base_dir)
     console.print(table(certificate))
     for line in lines(certificate):
         say(line)

@@ -58,11 +58,11 @@ def verify(
         )  # fmt: skip
     code = UserCode(config.workload.name if workload is None else None, config.workload.args, base_dir, workload)
     workload = code.load()
-    with _environment(config, local=local):
+    with environment_of(config, local=local):
         sources = load_sources(workload)
         plan = make_plan(config, question, workload, sources)
         if not local:
-            _check_capacity(config, plan)
+            check_capacity(config, plan)
         reference = plan.reference.job
         say(
             f"verify {config.workload.name}: {reference.recipe.total_steps} steps of {reference.recipe.global_batch_size} samples "
@@ -136,22 +136,27 @@ def _ray_groups(plan: Plan, sources: Mapping[str, Source], config: RunConfig, fo
     source = ray.put(sources[TRAIN])
 
     def run_group(world_size: int, assignment: Assignment, references: References) -> Any:
-        task = {"assignment": assignment, "source": source, "references": ray.put(references)}
+        task = {"function": verify_here, "arguments": (assignment, ray.put(references)), "source": source}
         config = (assignment.variants or (assignment.reference,))[0].job.config
-        return _fit(config, world_size, task, storage_path=folder.path)
+        return fit_group(config, world_size, task, storage_path=folder.path)
 
-    with _sigterm_like_ctrl_c():
+    with sigterm_like_ctrl_c():
         yield run_group
 
 
-def _fit(config: RunConfig, world_size: int, task: dict[str, Any], *, storage_path: str) -> Any:
+def fit_group(config: RunConfig, world_size: int, task: dict[str, Any], *, storage_path: str) -> Any:
+    """Run a check on Ray Train workers; gives what rank 0 returned.
+
+    task: `function(place, *arguments, sources)` with arguments that may be object references, and the `source` of the
+    training rows.
+    """
     import ray
     import ray.train
     from ray.train.torch import TorchConfig, TorchTrainer
 
     trainer = TorchTrainer(
         verify_worker,
-        train_loop_config=task,
+        train_loop_config={**task, "uses_gpu": config.scale.gpus_per_worker > 0},
         torch_config=TorchConfig(backend=_backend(config), timeout_s=int(config.scale.collective_timeout_s)),
         scaling_config=ray.train.ScalingConfig(
             num_workers=world_size,
@@ -198,20 +203,20 @@ def verify_worker(task: dict[str, Any]) -> Any:
     import torch
 
     context = ray.train.get_context()
-    assignment: Assignment = task["assignment"]
+    arguments = [ray.get(a) if isinstance(a, ray.ObjectRef) else a for a in task["arguments"]]
     device = torch.device("cpu")
-    if assignment.reference.job.config.scale.gpus_per_worker > 0:
+    if task["uses_gpu"]:
         device = ray.train.torch.get_device()
         torch.cuda.set_device(device)
     place = Place(
         rank=context.get_world_rank(), world_size=context.get_world_size(), local_rank=context.get_local_rank(),
         local_world_size=context.get_local_world_size(), node=ray.util.get_node_ip_address(), device=device,
     )  # fmt: skip
-    return verify_here(place, assignment, ray.get(task["references"]), {TRAIN: ray.get(task["source"])})
+    return task["function"](place, *arguments, {TRAIN: ray.get(task["source"])})
 
 
 @contextlib.contextmanager
-def _environment(config: RunConfig, *, local: bool) -> Iterator[None]:
+def environment_of(config: RunConfig, *, local: bool) -> Iterator[None]:
     if local:
         os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # a Ray Dataset must not start a cluster in passing
         yield
@@ -220,7 +225,7 @@ def _environment(config: RunConfig, *, local: bool) -> Iterator[None]:
         yield
 
 
-def _check_capacity(config: RunConfig, plan: Plan) -> None:
+def check_capacity(config: RunConfig, plan: Plan) -> None:
     nodes = cluster.alive_nodes()
     for world_size, variants in plan.groups.items():
         spread = (variants or [plan.reference])[0].job.config
@@ -236,7 +241,7 @@ def _check_capacity(config: RunConfig, plan: Plan) -> None:
 
 
 @contextlib.contextmanager
-def _sigterm_like_ctrl_c() -> Iterator[None]:
+def sigterm_like_ctrl_c() -> Iterator[None]:
     """`ray job stop` sends SIGTERM: end like with Ctrl-C, which frees the workers."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -99,7 +99,13 @@ def test_a_run_is_exported_imported_and_loaded(tmp_path, ending, workload):
     imported = catalog_of(tmp_path / "imported")
     assert imported.check(imported.newest()) == []
     newest = str(tmp_path / "run" / "checkpoints" / "step-000000004")
-    for where in (str(tmp_path / "imported"), str(tmp_path / "run"), str(tmp_path / "run" / "checkpoints"), newest, newest + "/"):
+    for where in (
+        str(tmp_path / "imported"),
+        str(tmp_path / "run"),
+        str(tmp_path / "run" / "checkpoints"),
+        newest,
+        newest + "/",
+    ):
         model = workload().build_model()
         load_weights(model.state_dict(), where)
         assert_equal(model.state_dict(), finished.weights)
@@ -107,11 +113,14 @@ def test_a_run_is_exported_imported_and_loaded(tmp_path, ending, workload):
 
 def fine_tune(place, folder):
     """Weights of a run on other ranks, under another strategy."""
-    from scaleray.strategies import STRATEGIES
     from torch.distributed.device_mesh import init_device_mesh
 
+    from scaleray.strategies import STRATEGIES
+
     model = Classify().build_model()
-    parallel = STRATEGIES["ddp"](model, init_device_mesh("cpu", (place.world_size,), mesh_dim_names=("dp",)), job_strategy())
+    parallel = STRATEGIES["ddp"](
+        model, init_device_mesh("cpu", (place.world_size,), mesh_dim_names=("dp",)), job_strategy()
+    )
     load_weights(parallel.module.state_dict(), folder, group=place.group)
     weights = {name: t.clone() for name, t in parallel.module.state_dict().items()}
     parallel.close()
@@ -169,7 +178,10 @@ class Wider(nn.Module):
     ("change", "words"),
     [
         ({"linear.weight": torch.zeros(9, 4)}, ["linear.weight", "[9, 3] float32", "[9, 4] float32", "1 of 2"]),
-        ({"linear.weight": torch.zeros(9, 3, dtype=torch.float64)}, ["[9, 3] float32", "[9, 3] float64", "wider dtype"]),
+        (
+            {"linear.weight": torch.zeros(9, 3, dtype=torch.float64)},
+            ["[9, 3] float32", "[9, 3] float64", "wider dtype"],
+        ),
         ({"linear.bias": torch.zeros(9, dtype=torch.int32)}, ["linear.bias", "[9] int32"]),
         ({"linear.bias": None}, ["linear.bias", "no such tensor"]),
         ({"another": torch.zeros(2)}, ["another", "not there", "[2] float32", "1 of 3"]),
@@ -259,22 +271,24 @@ def test_a_path_means_a_run_its_checkpoints_or_one_of_them(tmp_path):
     assert Catalog.at(f"{run}/") == (expected, None)
     assert Catalog.at(f"{run}/checkpoints") == (expected, None)
     assert Catalog.at(f"{run}/checkpoints/step-000000012") == (expected, 12)
-    assert Catalog.at("s3://b/run/checkpoints/step-000000012?scheme=http")[0] == Catalog.of_run("s3://b/run?scheme=http")
+    assert Catalog.at("s3://b/run/checkpoints/step-000000012?scheme=http")[0] == Catalog.of_run(
+        "s3://b/run?scheme=http"
+    )
     assert Catalog.at(f"{run}/checkpoints/step-000000012", "/copies") == (Catalog.of_run(run, "/copies"), 12)
     lone = Catalog.at("/elsewhere/step-000000012", "/copies")
     assert (lone[0].stores[0].root, lone[1]) == ("/elsewhere", 12)
 
 
 def test_one_checkpoint_that_was_copied_elsewhere_is_read(tmp_path):
-    catalog, manifest = stored(tmp_path / "run", {"a": torch.ones(3)})
+    _, manifest = stored(tmp_path / "run", {"a": torch.ones(3)})
     (tmp_path / "run" / "checkpoints" / manifest.name).rename(tmp_path / manifest.name)
     into = {"a": torch.zeros(3)}
     load_weights(into, str(tmp_path / manifest.name))
     assert into["a"].tolist() == [1, 1, 1]
 
 
-def test_a_checkpoint_without_a_model_is_no_weights(tmp_path):
+def test_a_checkpoint_of_other_names_is_no_weights(tmp_path):
     saver = make_saver(catalog_of(tmp_path))
     save(saver, 1, {"a": torch.ones(1)})
-    with pytest.raises(CheckpointError, match="no such tensor"):
+    with pytest.raises(CheckpointError, match=r"model's b is '\[1\] float32'|model's a is not there"):
         load_weights({"b": torch.ones(1)}, str(tmp_path))

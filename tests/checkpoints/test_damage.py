@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
 import torch
-from saved_runs import assert_equal, catalog_of, make_saver, read_all, save, shards, snapshot
+from saved_runs import assert_equal, catalog_of, make_newer, make_saver, read_all, save, shards, snapshot
 from small_runs import Classify, WithBatchNorm, train_alone
 from torch import nn
 
 from scaleray.checkpoints.catalog import require
-from scaleray.checkpoints.manifest import FORMAT, Incomplete
+from scaleray.checkpoints.manifest import Incomplete
 from scaleray.errors import CheckpointError
 
 TENSORS = {"a": torch.arange(100.0), "b": torch.ones(7, 3)}
@@ -77,7 +76,9 @@ def test_a_damaged_manifest_is_healed_too(tmp_path, damaged, damage):
     catalog = catalog_of(tmp_path / "run", tmp_path / "copies")
     save(make_saver(catalog), 1, TENSORS)
     before = snapshot(tmp_path)
-    damage([tmp_path / "run", tmp_path / "copies" / "run"][damaged] / "checkpoints" / "step-000000001" / "manifest.json")
+    damage(
+        [tmp_path / "run", tmp_path / "copies" / "run"][damaged] / "checkpoints" / "step-000000001" / "manifest.json"
+    )
     (found,) = catalog.check(catalog.read(1))
     assert found.file.endswith("manifest.json") and found.healed_from
     assert snapshot(tmp_path) == before
@@ -126,7 +127,7 @@ def test_a_folder_without_a_whole_manifest_does_not_exist(tmp_path):
     truncate(folder / "step-000000002" / "manifest.json")
     assert [m.step for m in catalog.complete()] == [1]
     assert require(catalog, None, where="here").step == 1
-    with pytest.raises(CheckpointError, match="step 3 is 'incomplete'.*not finished.*\n.*complete ones: 1"):
+    with pytest.raises(CheckpointError, match=r"step 3 is 'incomplete'.*not finished.*\n.*complete ones: 1"):
         require(catalog, 3, where="here")
     with pytest.raises(CheckpointError, match="step 9 is 'missing'"):
         require(catalog, 9, where="here")
@@ -166,7 +167,9 @@ def test_training_falls_back_to_an_older_checkpoint_and_says_so(tmp_path, damage
     assert [s.step for s in resumed.steps] == [4, 5, 6, 7, 8]
     assert resumed.losses == whole.losses[3:]
     text = "\n".join(resumed.events)
-    assert "step 6" in text and "is damaged" in text and "an older one is taken" in text and "resumed after step 3" in text
+    assert (
+        "step 6" in text and "is damaged" in text and "an older one is taken" in text and "resumed after step 3" in text
+    )
     catalog = catalog_of(tmp_path)
     assert [m.step for m in catalog.complete()] == [8, 6]
     assert all(catalog.check(m) == [] for m in catalog.complete()), "step 6 was written anew"
@@ -214,13 +217,3 @@ def test_a_newer_format_stops_the_run_and_nothing_is_overwritten(tmp_path):
     with pytest.raises(CheckpointError, match="newer scaleray"):
         catalog_of(tmp_path).prune(make_saver(catalog_of(tmp_path)).retention)
     assert snapshot(tmp_path) == before
-
-
-def make_newer(folder):
-    """Write a checkpoint's manifest as a later version would."""
-    from scaleray.checkpoints.manifest import HASH, _digest
-
-    body = json.loads((folder / "manifest.json").read_bytes())
-    del body["manifest_sha256"]
-    rest = json.dumps({**body, "format": FORMAT + 1, "new": "field"})[1:]
-    (folder / "manifest.json").write_text(HASH % _digest(rest.encode()) + rest)

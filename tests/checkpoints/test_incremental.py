@@ -91,7 +91,14 @@ def test_a_change_of_one_row_writes_its_tensor_as_a_whole(tmp_path):
 def test_another_shape_or_dtype_with_the_same_bytes_is_another_tensor(tmp_path):
     catalog = catalog_of(tmp_path)
     saver = make_saver(catalog)
-    for step, tensors in enumerate([{"t": torch.zeros(4, 2)}, {"t": torch.zeros(2, 4)}, {"t": torch.zeros(2, 4, dtype=torch.int32)}, {"u": torch.zeros(2, 4)}]):
+    for step, tensors in enumerate(
+        [
+            {"t": torch.zeros(4, 2)},
+            {"t": torch.zeros(2, 4)},
+            {"t": torch.zeros(2, 4, dtype=torch.int32)},
+            {"u": torch.zeros(2, 4)},
+        ]
+    ):
         save(saver, step, tensors)
         assert_equal(read_all(catalog, catalog.read(step)), tensors)
 
@@ -116,3 +123,12 @@ def test_a_base_that_was_removed_from_outside_is_noticed_and_written_again(tmp_p
     save(saver, 3, tensors)
     assert catalog.read(3).chain == 0
     assert_equal(read_all(catalog, catalog.read(3)), tensors)
+
+
+def test_a_few_unchanged_bytes_do_not_keep_an_older_file(tmp_path):
+    catalog = catalog_of(tmp_path)
+    saver = make_saver(catalog, keep_last=1)
+    for step in (1, 2):
+        save(saver, step, {"large": torch.full((1000,), float(step)), "generator": torch.ones(40)})
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000000002"]
+    assert catalog.read(2).chain == 0

@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scaleray.checkpoints.manifest import (
-    FORMAT, HASH, Chunk, Incomplete, Manifest, StoredFile, Tensor, _digest, folder_name, step_of,
+    FORMAT,
+    HASH,
+    Chunk,
+    Incomplete,
+    Manifest,
+    StoredFile,
+    Tensor,
+    _digest,
+    folder_name,
+    step_of,
 )  # fmt: skip
 from scaleray.errors import CheckpointError
 
@@ -48,7 +57,9 @@ def test_a_manifest_that_is_cut_is_none(length):
 
 
 def test_a_newer_format_is_refused_with_what_to_do():
-    with pytest.raises(CheckpointError, match=rf"is {FORMAT + 1}, but this version reads formats up to {FORMAT}.\n.*upgrade"):
+    with pytest.raises(
+        CheckpointError, match=rf"is {FORMAT + 1}, but this version reads formats up to {FORMAT}.\n.*upgrade"
+    ):
         Manifest.from_json(example(format=FORMAT + 1).to_json().encode(), where="here")
 
 
@@ -58,7 +69,9 @@ def test_a_format_with_other_fields_is_named_too():
         Manifest.from_json((HASH % _digest(rest)).encode() + rest, where="here")
 
 
-@pytest.mark.parametrize("name", ["../../outside.bin", "/etc/passwd", "step-000000007/../../x", "step-000000007/.hidden"])
+@pytest.mark.parametrize(
+    "name", ["../../outside.bin", "/etc/passwd", "step-000000007/../../x", "step-000000007/.hidden"]
+)
 def test_a_file_outside_of_the_folder_is_refused(name):
     with pytest.raises(Incomplete, match="outside"):
         Manifest.from_json(example(files={name: StoredFile("", 0)}).to_json().encode(), where="here")
@@ -70,6 +83,8 @@ def test_folder_names_sort_by_step_and_give_it_back(step):
     assert step > 999_999_998 or folder_name(step) < folder_name(step + 1)
 
 
-@pytest.mark.parametrize("name", ["step-5", "step-²00000000", "step-000000001x", "weights", "step-0000000010000000000000.part"])
+@pytest.mark.parametrize(
+    "name", ["step-5", "step-²00000000", "step-000000001x", "weights", "step-0000000010000000000000.part"]
+)
 def test_other_folders_are_no_checkpoints(name):
     assert step_of(name) is None

@@ -133,7 +133,11 @@ def test_what_broken_attempts_left_is_removed_and_young_files_are_spared(tmp_pat
     saver = make_saver(catalog)
     save(saver, 2, tensors_at([1, 1, 1, 1]))
     before = snapshot(tmp_path)
-    for name in ("step-000000001/rank-00000-aa.bin", "step-000000002/rank-00000-bb.bin", "step-000000002/manifest.json.cc.part"):
+    for name in (
+        "step-000000001/rank-00000-aa.bin",
+        "step-000000002/rank-00000-bb.bin",
+        "step-000000002/manifest.json.cc.part",
+    ):
         Store(f"{tmp_path}/checkpoints").write(name, [b"left over"])
     newer = tmp_path / "checkpoints" / "step-000000009" / "rank-00000-dd.bin"
     Store(f"{tmp_path}/checkpoints").write("step-000000009/rank-00000-dd.bin", [b"being written"])
@@ -177,7 +181,7 @@ class KillBefore:
         self.patches = [
             mock.patch("os.replace", self.watch(os.replace)),
             mock.patch("os.fsync", self.watch(os.fsync)),
-            mock.patch("pyarrow.fs.LocalFileSystem", lambda: deleting),
+            mock.patch("pyarrow.fs.LocalFileSystem", return_value=deleting),
             mock.patch("scaleray.checkpoints.sharded.ShardWriter.discard"),  # a killed process tidies nothing up
             mock.patch("pathlib.Path.unlink"),
         ]
@@ -226,7 +230,9 @@ def test_a_program_that_is_killed_anywhere_leaves_the_old_state_or_the_new(tmp_p
             steps.add(manifest.step)
             assert not any(damage.is_lost for damage in catalog.check(manifest)), (number, manifest.step)
             found = read_all(catalog, manifest)
-            if manifest.step in changed and (manifest.step not in expected or found["t1"][0, 0] == changed[manifest.step]["t1"][0, 0]):
+            if manifest.step in changed and (
+                manifest.step not in expected or found["t1"][0, 0] == changed[manifest.step]["t1"][0, 0]
+            ):
                 assert_equal(found, changed[manifest.step])
             else:
                 assert_equal(found, expected[manifest.step])

@@ -82,7 +82,9 @@ def load_damaged(place, folder, reads_weights):
         if reads_weights:
             load_weights(into, folder, group=place.group)
         else:
-            sharded.load({f"model.{name}": t for name, t in into.items()}, catalog.stores, catalog.newest(), place.group)
+            sharded.load(
+                {f"model.{name}": t for name, t in into.items()}, catalog.stores, catalog.newest(), place.group
+            )
     except (Incomplete, CheckpointError) as exc:
         return type(exc), str(exc)
     return None

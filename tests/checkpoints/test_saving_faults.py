@@ -43,7 +43,9 @@ def test_training_goes_on_when_the_disk_is_full(tmp_path, part):
     catalog = catalog_of(tmp_path)
     assert [m.step for m in catalog.complete()] == [8, 6, 2]
     assert all(catalog.check(m) == [] for m in catalog.complete())
-    assert not (tmp_path / "checkpoints" / "step-000000004").exists() or not shards(tmp_path / "checkpoints" / "step-000000004")
+    assert not (tmp_path / "checkpoints" / "step-000000004").exists() or not shards(
+        tmp_path / "checkpoints" / "step-000000004"
+    )
 
 
 def train_with_one_full_disk(place, folder, full_rank):
@@ -72,7 +74,9 @@ def test_a_second_place_that_refuses_costs_the_copy_only(tmp_path):
     with refusing(lambda path: "copies" in path):
         save(saver, 1, {"t": torch.ones(3)})
     assert isinstance(messages[0], CheckpointRecord) and "not in every place" in messages[1].text
-    assert snapshot(tmp_path / "run") and not snapshot(tmp_path / "copies" if (tmp_path / "copies").exists() else tmp_path / "x")
+    assert snapshot(tmp_path / "run") and not snapshot(
+        tmp_path / "copies" if (tmp_path / "copies").exists() else tmp_path / "x"
+    )
     save(saver, 2, {"t": torch.ones(3)})  # names the file of step 1
     assert all(damage.healed_from for m in catalog.complete() for damage in catalog.check(m))
     assert [path.relative_to(tmp_path / "run") for path in shards(tmp_path / "run")] == [path.relative_to(tmp_path / "copies" / "run") for path in shards(tmp_path / "copies")]  # fmt: skip

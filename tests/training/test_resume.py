@@ -12,12 +12,9 @@ import torch.nn.functional as F
 from small_runs import (
     Classify,
     Tokens,
-    WithBatchNorm,
     WithDropout,
     largest_difference,
-    make_job,
     relative_differences,
-    same_generators,
     train,
     train_alone,
 )

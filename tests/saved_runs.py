@@ -1,13 +1,15 @@
-"""What the tests of this room share: saving plain tensors as a training would, and reading all of a checkpoint back."""
+"""What tests of stored checkpoints share: saving plain tensors as a training would, and reading all of a checkpoint back."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
 
 from scaleray.checkpoints import sharded
 from scaleray.checkpoints.catalog import Catalog, Retention
+from scaleray.checkpoints.manifest import FORMAT, HASH, _digest
 from scaleray.checkpoints.saver import Saver
 
 
@@ -52,7 +54,9 @@ def shards(folder):
 
 def snapshot(folder):
     """Every file below a folder with its bytes."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()
+    }
 
 
 def catalog_of(folder, copy=None):
@@ -64,3 +68,11 @@ def flip(path, position):
     content = bytearray(path.read_bytes())
     content[position] ^= 1
     path.write_bytes(content)
+
+
+def make_newer(folder):
+    """Write a checkpoint's manifest as a later version would."""
+    body = json.loads((folder / "manifest.json").read_bytes())
+    del body["manifest_sha256"]
+    rest = json.dumps({**body, "format": FORMAT + 1, "new": "field"})[1:]
+    (folder / "manifest.json").write_text(HASH % _digest(rest.encode()) + rest)

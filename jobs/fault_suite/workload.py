@@ -1,0 +1,67 @@
+"""A small training that keeps a diary of the samples it used, and that hangs when told to."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from scaleray import Workload
+
+
+class Recorded(Workload):
+    """Classification with dropout and BatchNorm, so that every kind of state matters to the bits of the result.
+
+    folder: for the diaries, one file a process, a line for every step that it begins. A file `hang-RANK` there makes that
+    rank hang in its next step. pause_s: length of a step, long enough for a fault to hit a chosen one.
+    """
+
+    def __init__(self, folder: str, rows: int = 310, pause_s: float = 0.03) -> None:
+        self.folder, self.rows, self.pause_s = folder, rows, pause_s
+        self.steps = 0
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(16, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.2),
+            nn.Linear(128, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 4),
+        )  # fmt: skip
+
+    def datasets(self) -> dict[str, dict[str, np.ndarray]]:
+        generator = np.random.default_rng(7)
+        x = generator.normal(size=(self.rows, 16)).astype(np.float32)
+        label = (x[:, :4] + 0.3 * generator.normal(size=(self.rows, 4))).argmax(axis=1)
+        rows = {"id": np.arange(self.rows), "x": x, "label": label}
+        return {"train": rows, "val": {name: values[:50] for name, values in rows.items()}}
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        if model.training:
+            self._begin_step(batch["id"].tolist())
+        logits = model(batch["x"])
+        return nn.functional.cross_entropy(logits, batch["label"], reduction="sum"), len(batch["label"])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+    def _begin_step(self, ids: list[int]) -> None:
+        self.steps += 1
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        entry = {"step": self.steps, "rank": rank, "size": size, "process": os.getpid(), "time": time.time(), "ids": ids}
+        with open(Path(self.folder, f"used-{os.getpid()}.jsonl"), "a") as diary:
+            diary.write(json.dumps(entry) + "\n")
+        if self.steps % 10 == 1:
+            print(f"training step {self.steps} on rank {rank}", flush=True)
+        order = Path(self.folder, f"hang-{rank}")
+        if order.exists():
+            order.rename(Path(self.folder, f"hung-{rank}-{self.steps}"))
+            while True:
+                time.sleep(0.1)
+        time.sleep(self.pause_s)

@@ -1,0 +1,179 @@
+"""`verify --resume`: is a run that was interrupted and resumed the run that was not? One interruption a variant."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scaleray.config import RunConfig
+from scaleray.config.base import absolute_path
+from scaleray.data.sources import Source
+from scaleray.errors import ConfigError
+from scaleray.launch.certificate import Say, recorded
+from scaleray.launch.gloo import UserCode, gloo_processes
+from scaleray.launch.local import stream_opener
+from scaleray.launch.run import load_sources
+from scaleray.launch.verification_plan import Question, make_plan
+from scaleray.launch.verify import check_capacity, environment_of, fit_group, sigterm_like_ctrl_c
+from scaleray.records import jsonable
+from scaleray.reproducibility.fingerprint import environment, environment_hash
+from scaleray.tracking import store
+from scaleray.training.job import TRAIN
+from scaleray.training.place import Place
+from scaleray.training.resume_check import Interruption, ResumeOutcome, interruption_job, verify_resume
+from scaleray.workload import user_modules
+
+
+@dataclass(frozen=True)
+class ResumeCertificate:
+    """The answer, readable without the code that gave it."""
+
+    passed: bool
+    verdict: str
+    workload: str
+    config_hash: str
+    environment_hash: str
+    bound: float
+    precision: str
+    steps: int
+    seed: int
+    where: str
+    date: str
+    duration_s: float
+    outcomes: list[ResumeOutcome]
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    run_dir: str
+    tracking_uri: str
+    run_id: str
+    mlflow_link: str
+
+    def to_json(self) -> str:
+        """As indented JSON; NaN and infinity become null."""
+        return json.dumps(jsonable(dataclasses.asdict(self)), indent=2)
+
+
+def verify_resumes(
+    config: RunConfig, question: Question, workload: Any = None, *, seed: int | None = None, local: bool = False,
+    say: Say = lambda text: None, base_dir: Path | None = None,
+) -> ResumeCertificate:  # fmt: skip
+    """Interrupt every variant asked for at a random step, resume it, and compare with the run that was not interrupted.
+
+    In the run's own precision, with deterministic algorithms, to the bit. seed: of the steps; None draws one. Raises
+    UsageError for what the user can mend and RunFailedError for a group that died.
+    """
+    started_at = time.time()
+    seed = random.SystemRandom().randrange(10**6) if seed is None else seed
+    storage = {"storage_path": absolute_path(config.checkpoint.storage_path)}
+    config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=storage)})
+    tracking_uri = store.resolve_uri(config.tracking.uri)
+    store.check_reachable(tracking_uri)
+    code = UserCode(config.workload.name if workload is None else None, config.workload.args, base_dir, workload)
+    workload = code.load()
+    with environment_of(config, local=local):
+        sources = load_sources(workload)
+        plan = make_plan(config, question, workload, sources)
+        if not local:
+            check_capacity(config, plan)
+        steps = plan.reference.job.recipe.total_steps
+        if steps < 2:
+            raise ConfigError("--steps", steps, "an interruption needs a step before and one after it", "use 2 or more")
+        say(
+            f"verify --resume {config.workload.name}: {steps} steps in {config.precision.dtype}, interrupted at random (seed {seed})"
+        )
+        outcomes = []
+        with recorded(config, tracking_uri, started_at) as (folder, run):
+            draw = random.Random(seed)
+            todo = [
+                Interruption(
+                    variant.label, interruption_job(variant.own or variant.job), world_size, draw.randint(1, steps - 1),
+                    f"{folder.path}/resume-{number}",
+                )
+                for number, (world_size, variant) in enumerate((w, v) for w, group in plan.groups.items() for v in group)
+            ]  # fmt: skip
+            for outcome in _outcomes(todo, sources, code, workload, config, folder.path, local=local):
+                say(f"  {line(outcome)}")
+                outcomes.append(outcome)
+            facts = environment()
+            passed = all(outcome.is_equal for outcome in outcomes)
+            certificate = ResumeCertificate(
+                passed=passed, verdict=_verdict(outcomes), workload=config.workload.name, config_hash=config.hash(),
+                environment_hash=environment_hash({"environment": facts}), bound=0.0, precision=config.precision.dtype, steps=steps,
+                seed=seed, where="gloo processes" if local else "Ray", date=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                duration_s=time.time() - started_at, outcomes=outcomes, config=config.to_dict(), environment=facts,
+                run_dir=folder.path, tracking_uri=store.without_password(run.uri), run_id=run.run_id,
+                mlflow_link=store.run_link(run.uri, run.experiment_id, run.run_id),
+            )  # fmt: skip
+            Path(folder.work_dir, "certificate.json").write_text(certificate.to_json())
+            run.send({"op": "params", "values": {"config_hash": certificate.config_hash, "environment_hash": certificate.environment_hash, "bound": 0.0, "steps": steps, "seed": seed}})  # fmt: skip
+            run.send({"op": "tags", "values": {"scaleray.kind": "verify-resume", "scaleray.verdict": certificate.verdict, "scaleray.passed": str(passed).lower()}})  # fmt: skip
+            run.send({"op": "artifact", "path": str(Path(folder.work_dir, "certificate.json"))})
+    return certificate
+
+
+def line(outcome: ResumeOutcome) -> str:
+    """One outcome in words."""
+    what = f"{outcome.label}: interrupted after step {outcome.interrupt_at} of {outcome.steps}, resumed"
+    if outcome.is_equal:
+        return f"{what}: bit-identical ({outcome.duration_s:.0f} s)"
+    first = outcome.comparison.divergence
+    where = f"first at step {first.step}: the {first.quantity}" if first else "in the final state"
+    return f"{what}: differs, {where}; guilty: {', '.join(outcome.guilty)}"
+
+
+def _verdict(outcomes: list[ResumeOutcome]) -> str:
+    bad = [outcome for outcome in outcomes if not outcome.is_equal]
+    if bad:
+        guilty = ", ".join(sorted({name for outcome in bad for name in outcome.guilty}))
+        return f"a resumed run is not the same: {len(bad)} of {len(outcomes)} variants differ (guilty: {guilty})"
+    return f"a resumed run is the same to the bit: {len(outcomes)} interruptions"
+
+
+def _outcomes(
+    todo: list[Interruption], sources: dict[str, Source], code: UserCode, workload: Any, config: RunConfig, path: str, *, local: bool
+) -> Iterator[ResumeOutcome]:  # fmt: skip
+    train = {TRAIN: sources[TRAIN]}
+    if local:
+        timeout_s = config.scale.collective_timeout_s
+        with gloo_processes(max(i.world_size for i in todo), code, timeout_s=timeout_s) as processes:
+            for interruption in todo:
+                yield processes.run(interruption.world_size, resume_here, interruption, train, workload=workload)
+        return
+    import ray
+    from ray import cloudpickle
+
+    for module in user_modules(workload):
+        cloudpickle.register_pickle_by_value(module)
+    source = ray.put(sources[TRAIN])
+    by_size: dict[int, list[Interruption]] = {}
+    for interruption in todo:
+        by_size.setdefault(interruption.world_size, []).append(interruption)
+    with sigterm_like_ctrl_c():
+        for world_size, group in by_size.items():
+            task = {"function": resumes_here, "arguments": (group,), "source": source}
+            yield from fit_group(group[0].job.config, world_size, task, storage_path=path)
+
+
+def resume_here(place: Place, interruption: Interruption, sources: dict[str, Source]) -> ResumeOutcome:
+    """One worker's part of one interruption. It reads its rows itself."""
+    import torch
+
+    torch.set_num_threads(1)
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        return verify_resume(
+            place, interruption, open_stream=stream_opener(interruption.job, sources, lambda message: None)
+        )
+    finally:
+        torch.use_deterministic_algorithms(was_deterministic)
+
+
+def resumes_here(place: Place, group: list[Interruption], sources: dict[str, Source]) -> list[ResumeOutcome]:
+    """One worker's part of several interruptions."""
+    return [resume_here(place, interruption, sources) for interruption in group]
