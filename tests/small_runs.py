@@ -203,7 +203,7 @@ def train(
     folder: of the run, for its checkpoints; None is none. kill_at: end the run when so many steps are complete.
     """
     job, sources = make_job(workload, flags, world_size=place.world_size)
-    return train_job(place, job, sources, folder=folder, kill_at=kill_at)
+    return train_job(place, job.on(place.world_size), sources, folder=folder, kill_at=kill_at)
 
 
 def train_job(

@@ -22,7 +22,7 @@ class Recorded(Workload):
     rank hang in its next step. pause_s: length of a step, long enough for a fault to hit a chosen one.
     """
 
-    def __init__(self, folder: str, rows: int = 310, pause_s: float = 0.03) -> None:
+    def __init__(self, folder: str, rows: int = 310, pause_s: float = 0.04) -> None:
         self.folder, self.rows, self.pause_s = folder, rows, pause_s
         self.steps = 0
 

@@ -159,9 +159,8 @@ class Catalog:
         The copy's comes first: it must never be behind. Raises Incomplete if a file that it names is gone, for example
         one of an older checkpoint that was pruned from outside, and OSError where no store takes it.
         """
-        for name, stored in manifest.files.items():
-            if all(_size(store, name) != stored.num_bytes for store in self.stores):
-                raise Incomplete(f"{self.stores[0].path(name)} is gone")
+        if missing := set(manifest.files).difference(*(_present(store, manifest) for store in self.stores)):
+            raise Incomplete(f"{self.stores[0].path(min(missing))} is gone")
         text = manifest.to_json()
         failed: list[OSError] = []
         for store in reversed(self.stores):
@@ -196,7 +195,7 @@ class Catalog:
         for store in self.stores:
             if store is good or _same(store, name, text):
                 continue
-            problem = "missing" if _size(store, name) is None else "damaged or of another attempt"
+            problem = "missing, damaged or of another attempt"
             if heal and good is not None:
                 try:
                     store.write_text(name, text.decode())
@@ -338,11 +337,16 @@ def _same(store: Store, name: str, text: bytes) -> bool:
         return False
 
 
-def _size(store: Store, name: str) -> int | None:
-    try:
-        return store.size(name)
-    except OSError:
-        return None
+def _present(store: Store, manifest: Manifest) -> set[str]:
+    """Which of a checkpoint's files a store has with their length, by one listing a folder."""
+    found: set[str] = set()
+    for folder in {name.partition("/")[0] for name in manifest.files}:
+        try:
+            lengths = {entry.name: entry.num_bytes for entry in store.entries(folder)}
+        except OSError:
+            continue
+        found |= {name for name, stored in manifest.files.items() if lengths.get(name) == stored.num_bytes}
+    return found
 
 
 def require(catalog: Catalog, step: int | None, *, where: str) -> Manifest:

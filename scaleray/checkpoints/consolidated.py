@@ -113,6 +113,10 @@ def load_weights(
     to others, which is safe where nothing writes to `where` meanwhile.
     Raises CheckpointError; the tensors are untouched unless bytes turn out to be damaged.
     """
+    if Path(where).is_file():
+        raise CheckpointError(
+            "the weights", where, "it is a single file", f"scaleray checkpoint import {where} FOLDER, and then name that folder"
+        )  # fmt: skip
     catalog, step = Catalog.at(where)
     manifest = _chosen(catalog, step, where, group)
     saved = model_tensors(manifest)
@@ -126,15 +130,16 @@ def load_weights(
 
 
 def _chosen(catalog: Catalog, step: int | None, where: str, group: dist.ProcessGroup | None) -> Manifest:
-    if group is None:
-        return require(catalog, step, where=where)
     box: list[Any] = [None]
-    if dist.get_rank(group) == 0:
+    if group is None or dist.get_rank(group) == 0:
         try:
             box = [require(catalog, step, where=where)]
         except ScaleRayError as exc:
             box = [exc]
-    dist.broadcast_object_list(box, group=group, group_src=0)
+        except OSError as exc:
+            box = [CheckpointError("the weights", where, f"they cannot be read: {exc}")]
+    if group is not None:
+        dist.broadcast_object_list(box, group=group, group_src=0)
     if isinstance(box[0], ScaleRayError):
         raise box[0]
     manifest: Manifest = box[0]

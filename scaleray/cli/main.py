@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -71,7 +72,8 @@ def train(
     else:
         resolved = load_config(config, flags=overrides)
     terminal = Terminal(Console(stderr=json), interval_s=resolved.tracking.interval_s)
-    with terminal:
+    # what the workload prints, here or in a worker, must not mix with the record
+    with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext(), terminal:
         from scaleray.launch import train as run
 
         record = run(

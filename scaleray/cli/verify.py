@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -72,16 +74,20 @@ def verify(
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     base_dir = config.resolve().parent if config else None
+    # Ray prints what its daemons say to stdout, which is the record's
+    quiet = contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext()
     if resume:
         from scaleray.launch.verify_resume import verify_resumes
 
-        answer = verify_resumes(resolved, question, seed=seed, local=local, say=say, base_dir=base_dir)
+        with quiet:
+            answer = verify_resumes(resolved, question, seed=seed, local=local, say=say, base_dir=base_dir)
         say(f"{answer.verdict} ({answer.duration_s:.0f} s, {answer.where})")
         say(f"certificate:  {answer.run_dir}/certificate.json")
         if json:
             print(answer.to_json())
         return 0 if answer.passed else 1
-    certificate = run(resolved, question, local=local, say=say, render=as_text, base_dir=base_dir)
+    with quiet:
+        certificate = run(resolved, question, local=local, say=say, render=as_text, base_dir=base_dir)
     console.print(table(certificate))
     for line in lines(certificate):
         say(line)

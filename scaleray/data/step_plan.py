@@ -66,6 +66,18 @@ def stream_key(seed: int, *names: object) -> int:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where a plan begins that continues another one with a batch of another size.
+
+    step: number of its first step; epoch and sample: how far the training was then, sample counted within the epoch.
+    """
+
+    step: int
+    epoch: int
+    sample: int
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """The order of the samples of one split.
 
@@ -83,6 +95,8 @@ class StepPlan:
     is_streamed: bool = False
     """The rows come from a stream in an order of its own; the plan only counts them."""
     name: str = field(default="train")
+    origin: Origin | None = None
+    """The step from which this plan holds, if the batch had another size before; None is the first."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -103,8 +117,32 @@ class StepPlan:
 
     def num_rows(self, step: int) -> int:
         """Samples in the global batch of this step (from 0, counted over epochs)."""
-        start = step % self.steps_per_epoch * self.global_batch_size
+        _, start = self.place(step)
         return min(self.global_batch_size, self.num_samples - start)
+
+    def place(self, step: int) -> tuple[int, int]:
+        """(epoch, samples of that epoch that come before this step)."""
+        if self.origin is None:
+            epoch, in_epoch = divmod(step, self.steps_per_epoch)
+            return epoch, in_epoch * self.global_batch_size
+        number = step - self.origin.step
+        if number < self.steps_to_epoch_end:
+            return self.origin.epoch, self.origin.sample + number * self.global_batch_size
+        epoch, in_epoch = divmod(number - self.steps_to_epoch_end, self.steps_per_epoch)
+        return self.origin.epoch + 1 + epoch, in_epoch * self.global_batch_size
+
+    @property
+    def steps_to_epoch_end(self) -> int:
+        """Steps of this plan in the epoch in which it begins."""
+        rest = self.num_samples - (self.origin.sample if self.origin else 0)
+        return rest // self.global_batch_size if self.drop_last else -(-rest // self.global_batch_size)
+
+    def epochs(self, steps: int) -> float:
+        """Passes over the data after so many steps, with fraction."""
+        if self.origin is None:
+            return steps / self.steps_per_epoch
+        epoch, start = self.place(steps)
+        return epoch + start / self.num_samples
 
     def global_indices(self, step: int) -> np.ndarray:
         """Sample indices of the global batch of this step, int64 (num_rows,)."""
@@ -122,9 +160,9 @@ class StepPlan:
 
     def positions(self, step: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
         """Where this rank's part lies in the endless sequence of all epochs, int64: epoch * num_samples + place."""
-        epoch, in_epoch = divmod(step, self.steps_per_epoch)
+        epoch, before = self.place(step)
         part = self.rank_slice(step, rank, world_size)
-        start = epoch * self.num_samples + in_epoch * self.global_batch_size
+        start = epoch * self.num_samples + before
         return np.arange(start + part.start, start + part.stop, dtype=np.int64)
 
     def samples_at(self, positions: np.ndarray) -> np.ndarray:

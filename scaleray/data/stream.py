@@ -202,8 +202,9 @@ def _read_in_task(ids: Columns, source_ref: Any, part: Part, segment: list[range
 def stream_blocks(iterator: Any, part: Part, *, shuffle: bool, window_rows: int) -> Iterator[Columns]:
     """A Ray Dataset's shard for this rank, epoch after epoch, in whatever order it comes."""
     batch_rows = max(1, part.plan.global_batch_size // part.world_size)
-    first_epoch = part.first_step // part.plan.steps_per_epoch
-    for epoch in range(first_epoch, -(-part.last_step // part.plan.steps_per_epoch)):
+    first_epoch, passed = part.plan.place(part.first_step)
+    skipped = passed // part.world_size  # read again and left out: a stream cannot start in the middle
+    for epoch in range(first_epoch, part.plan.place(part.last_step - 1)[0] + 1):
         remaining = part.plan.num_samples // part.world_size
         shuffling = (
             {
@@ -215,7 +216,10 @@ def stream_blocks(iterator: Any, part: Part, *, shuffle: bool, window_rows: int)
         )
         for block in iterator.iter_batches(batch_size=max(batch_rows, 1024), batch_format="numpy", **shuffling):
             length = len(next(iter(block.values())))
-            yield {name: values[:remaining] for name, values in block.items()} if length > remaining else block
+            wanted = slice(min(skipped, length), min(length, remaining))
+            skipped -= wanted.start
+            if wanted.stop > wanted.start:
+                yield {name: values[wanted] for name, values in block.items()}
             remaining -= min(length, remaining)
             if not remaining:
                 break

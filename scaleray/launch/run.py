@@ -357,7 +357,13 @@ def _absolute(config: RunConfig) -> RunConfig:
     paths = {"storage_path": absolute_path(config.checkpoint.storage_path)}
     if config.checkpoint.copy_path is not None:
         paths["copy_path"] = absolute_path(config.checkpoint.copy_path)
-    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=paths)})
+    weights = absolute_path(config.workload.weights) if config.workload.weights is not None else None
+    return config.model_copy(
+        update={
+            "checkpoint": config.checkpoint.model_copy(update=paths),
+            "workload": config.workload.model_copy(update={"weights": weights}),
+        }
+    )
 
 
 def _check_same_data(before: interrupted.Interrupted, data: Mapping[str, Mapping[str, Any]]) -> None:

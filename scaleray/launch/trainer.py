@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import secrets
 import signal
@@ -188,6 +189,7 @@ def restart_callback(recorder: Any, max_failures: int) -> Any:
 
         def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
             if (fatal := fatal_error(worker_exceptions)) is not None:
+                logging.getLogger("ray.train.v2").setLevel(logging.CRITICAL)  # the driver says it, once
                 raise fatal  # Ray starts nothing again after an error of its callbacks
             self.restarts += 1
             if self.restarts <= max_failures:

@@ -231,6 +231,12 @@ def _tokens_per_sample(config: RunConfig, data: DataSize, key: str) -> int:
 
 
 def _shares(config: RunConfig, batch_size: int, workers: int, why: dict[str, str]) -> tuple[int, int, int]:
+    if config.scale.is_elastic and config.scale.on_resize == "rescale" and config.batch.global_size % workers:
+        near = " or ".join(str(n) for n in nearest_multiples(config.batch.global_size, workers))
+        raise ConfigError(
+            "batch.global_size", config.batch.global_size, f"scale.on_resize rescale needs a multiple of {workers} workers",
+            f"nearest: {near}",
+        )  # fmt: skip
     if config.scale.is_elastic:  # shares may be uneven: sums and counts keep that exact
         per_worker = math.ceil(batch_size / workers)
         micro_size = config.batch.micro_size or math.ceil(batch_size / config.scale.max_workers)

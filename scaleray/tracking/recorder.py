@@ -45,6 +45,7 @@ STEP_COLUMNS = (
     "input_wait_s",
     "epoch",
     "is_finite",
+    "world_size",
 )
 
 

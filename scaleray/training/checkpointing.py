@@ -22,7 +22,7 @@ from scaleray.errors import CheckpointError, ScaleRayError
 from scaleray.records import CheckpointRecord, EventRecord
 from scaleray.training.job import TrainJob
 from scaleray.training.place import Place
-from scaleray.training.state import TrainState
+from scaleray.training.state import PROGRESS, Rates, TrainState
 
 GROUP_TIMEOUT = timedelta(hours=1)  # an upload may take long; a lost peer closes its connections at once
 NOTICE_INTERVAL_S = 2.0
@@ -87,6 +87,7 @@ class Checkpointing:
                 self._say(_told(damage, step))
             if all(damage.healed_from for damage in damages):
                 self.resumed_from = manifest
+                self.job = self.job.continued(manifest.values[PROGRESS])
                 return manifest.step
             self._say(f"the checkpoint of step {step} cannot be used; an older one is taken")
         return 0
@@ -95,9 +96,13 @@ class Checkpointing:
         """Take the state over from the checkpoint that `find` chose, if any, and save this one from now on. Collective."""
         self._state = state
         if self.resumed_from is not None:
+            before = self.resumed_from.values[PROGRESS]["global_batch_size"]
+            own_rates = Rates.of(state.setup)
             state.restore(self.resumed_from, self.catalog.stores, self.group)
+            if before != self.job.recipe.global_batch_size:
+                own_rates.put_back(state.setup, position=self.job.steps_before())
             self.saver.start_from(self.resumed_from)
-            self._say(_resumed(self.resumed_from, self.place.world_size), kind="info")
+            self._say(_resumed(self.resumed_from, self.place.world_size, self.job), kind="info")
         self.saved_at = time.monotonic()
 
     def before_update(self) -> None:
@@ -193,8 +198,12 @@ def _told(damage: Damage, step: int) -> str:
     return f"{text}; healed from {damage.healed_from}" if damage.healed_from else text
 
 
-def _resumed(manifest: Manifest, world_size: int) -> str:
+def _resumed(manifest: Manifest, world_size: int, job: TrainJob) -> str:
     text = f"resumed after step {manifest.step}"
     if manifest.world_size != world_size:
         text += f" on {world_size} worker{'s' if world_size > 1 else ''} instead of {manifest.world_size}"
+    before, now = manifest.values[PROGRESS]["global_batch_size"], job.recipe.global_batch_size
+    if before != now:
+        rate = manifest.values["schedule"]["base_lrs"][0]
+        text += f"; global batch {before} -> {now}, learning rate {rate:g} -> {job.recipe.learning_rate:g}"
     return text

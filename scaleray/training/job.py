@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from scaleray.config import RunConfig
+from scaleray.config import Duration, RunConfig
 from scaleray.data import DatasetSource, StepPlan, StreamSource
 from scaleray.data.sources import Source
+from scaleray.data.step_plan import Origin
 from scaleray.scaling.recipe import DataSize, Recipe, derive
 
 TRAIN = "train"
@@ -52,6 +53,8 @@ class TrainJob:
     started_at: float
     workers: int = 0
     """How many workers train; 0 is what the config says."""
+    origin: Origin | None = None
+    """Where the plan begins, when the global batch had another size before."""
 
     @property
     def world_size(self) -> int:
@@ -63,8 +66,29 @@ class TrainJob:
         if workers == self.world_size:
             return self
         train = self.splits[TRAIN]
-        recipe = derive(self.config, DataSize(train.num_rows, train.tokens_per_row), workers=workers)
+        config = (
+            rescaled(self.config, self.recipe, workers) if self.config.scale.on_resize == "rescale" else self.config
+        )
+        recipe = derive(config, DataSize(train.num_rows, train.tokens_per_row), workers=workers)
         return dataclasses.replace(self, recipe=recipe, workers=workers)
+
+    def continued(self, progress: Mapping[str, Any]) -> TrainJob:
+        """The rest of a training that a checkpoint's progress describes, whose global batch may have had another size."""
+        origin = Origin(**progress["origin"]) if progress.get("origin") else None
+        if progress["global_batch_size"] != self.recipe.global_batch_size:
+            origin = Origin(progress["step"], progress["epoch"], progress["sample_in_epoch"])
+        if origin is None:
+            return self
+        job = dataclasses.replace(self, origin=origin)
+        total = origin.step + self.recipe.total_steps - job.steps_before()
+        return dataclasses.replace(job, recipe=dataclasses.replace(self.recipe, total_steps=total))
+
+    def steps_before(self) -> int:
+        """How many steps of today's size the training before the origin would have been."""
+        if self.origin is None:
+            return 0
+        plan = self.train_plan()
+        return (self.origin.epoch + 1) * plan.steps_per_epoch - plan.steps_to_epoch_end
 
     def train_plan(self) -> StepPlan:
         """The order of the training samples."""
@@ -78,6 +102,7 @@ class TrainJob:
             group_sizes=split.group_sizes,
             window_rows=self.config.data.window_rows,
             is_streamed=split.is_streamed,
+            origin=self.origin,
         )
 
     def evaluation_plan(self, split: Split) -> StepPlan:
@@ -94,3 +119,26 @@ class TrainJob:
         # a streamed dataset gives every worker the same number of rows and leaves out the rest
         workers = self.world_size
         return split.num_rows // workers * workers if split.is_streamed else split.num_rows
+
+
+def rescaled(config: RunConfig, full: Recipe, workers: int) -> RunConfig:
+    """The config at which each of fewer workers keeps its share: a smaller global batch, and the same samples in all.
+
+    The learning rate follows from `optimizer.rule`. Lengths in steps mean steps of the full batch.
+    """
+
+    def in_samples(duration: Duration | None) -> Duration | None:
+        if duration is None or duration.unit != "steps":
+            return duration
+        return Duration(duration.value * full.global_batch_size, "samples")
+
+    share = config.batch.global_size // config.scale.max_workers
+    return config.model_copy(
+        update={
+            "batch": config.batch.model_copy(update={"global_size": share * workers}),
+            "stop": config.stop.model_copy(update={"after": in_samples(config.stop.after)}),
+            "schedule": config.schedule.model_copy(
+                update={"warmup": in_samples(config.schedule.warmup), "length": in_samples(config.schedule.length)}
+            ),
+        }
+    )

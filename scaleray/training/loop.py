@@ -6,6 +6,7 @@ Runs in this process, under plain gloo processes and inside Ray Train alike.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import resource
 import statistics
@@ -85,15 +86,17 @@ class _Run:
         self.sampled_at = time.monotonic()
 
     def train(self) -> WorkerSummary:
-        plan = self.job.train_plan()
         with self._located():
-            self.first_step = self.step = self.checkpointing.find() if self.checkpointing else 0
+            if self.checkpointing is not None:
+                self.first_step = self.step = self.checkpointing.find()
+                self._adopt(self.checkpointing.job)
+            plan = self.job.train_plan()
         part = Part(plan, self.place.rank, self.place.world_size, self.first_step, self.recipe.total_steps)
         # before the model: its first batch takes seconds on a cold cluster, and the model is built meanwhile
         stream = self.open_stream(self.job.splits[TRAIN], part)
         try:
             with self._located():
-                setup = prepare(self.job.workload, self.config, self.recipe, self.place)
+                setup = prepare(self.job.workload, self.config, self.recipe, self.place, is_resumed=self.first_step > 0)
                 if self.checkpointing is not None:
                     self.checkpointing.begin(self.state(setup))
                 verdict = self._steps(setup, stream, plan)
@@ -117,11 +120,15 @@ class _Run:
         """Everything that the training is made of."""
         return TrainState(setup, self.place, self.job.workload, self.config.seed, self._progress, self._continue_from)
 
+    def _adopt(self, job: TrainJob) -> None:
+        """The job as its checkpoint left it."""
+        self.job, self.config, self.recipe = job, job.config, job.recipe
+
     def _progress(self) -> dict[str, Any]:
-        plan = self.job.train_plan()
-        epoch, in_epoch = divmod(self.step, plan.steps_per_epoch)
+        epoch, sample = self.job.train_plan().place(self.step)
         return {
-            "step": self.step, "epoch": epoch, "sample_in_epoch": in_epoch * plan.global_batch_size,
+            "step": self.step, "epoch": epoch, "sample_in_epoch": sample, "global_batch_size": self.recipe.global_batch_size,
+            "origin": dataclasses.asdict(self.job.origin) if self.job.origin else None,
             "count_per_row": self.train_step.count_per_row if self.train_step else self.count_per_row,
             "nonfinite_steps": self.nonfinite_steps, "skipped_in_a_row": self.skipped_in_a_row, "last_bad": self._last_bad,
             "metrics": self.metrics, "evaluated_at": self.evaluated_at,
@@ -176,7 +183,7 @@ class _Run:
                     StepRecord(
                         step=self.step, loss=result.loss, count=result.count, num_samples=plan.num_rows(batch.step),
                         learning_rate=float(learning_rate), grad_norm=result.grad_norm, step_time_s=step_s, input_wait_s=waited_s,
-                        epoch=self.step / plan.steps_per_epoch, is_finite=result.is_finite,
+                        epoch=plan.epochs(self.step), is_finite=result.is_finite,
                         loss_scale=scaler.get_scale() if scaler.is_enabled() else None, world_size=self.place.world_size,
                     )
                 )  # fmt: skip

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from scaleray.checkpoints.consolidated import load_weights
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
 from scaleray.reproducibility.seeding import (
@@ -37,8 +38,11 @@ class Setup:
     initial_hash: str
 
 
-def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place) -> Setup:
-    """Build the model and everything around it. Collective: every worker calls it."""
+def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place, *, is_resumed: bool = False) -> Setup:
+    """Build the model and everything around it. Collective: every worker calls it.
+
+    is_resumed: a checkpoint will be loaded into it, so that `workload.weights` is not needed any more.
+    """
     if config.deterministic:
         use_deterministic_algorithms()
     # the same seed on every rank, so that every rank draws the same initial parameters
@@ -59,6 +63,9 @@ def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place) -> S
         # start with the first layout again. It does not do so while it looks for unused parameters.
         strategy = strategy.model_copy(update={"find_unused_parameters": True, "static_graph": False})
     parallel = STRATEGIES[recipe.strategy](model, mesh, strategy)
+    if config.workload.weights is not None and not is_resumed:
+        # after the strategy, so that each rank reads its own shards only; nobody writes there meanwhile
+        load_weights(parallel.module.state_dict(), config.workload.weights)
     # after the strategy, which may broadcast: what matters is what the first step starts from
     initial_hash = check_equal_parameters(parallel.module, place.group)
     # the optimizer last: a strategy may have replaced parameters

@@ -92,7 +92,9 @@ def verify_resume(place: Place, interruption: Interruption, *, open_stream: loop
     differing = _anywhere(place, [item for item in ITEMS if before.digests.get(item) != after.restored.get(item)])
     comparison = compare(whole, first.continued_by(rest), bound=0.0)
     guilty = [WORDS[item] for item in differing]
-    if (comparison.divergence is not None and comparison.divergence.quantity in ("rows", "steps")) or not after.restored:
+    if (
+        comparison.divergence is not None and comparison.divergence.quantity in ("rows", "steps")
+    ) or not after.restored:
         guilty.insert(0, DATA_POSITION)
     end = _anywhere(place, [item for item in ITEMS if before.final.get(item) != after.final.get(item)])
     is_equal = comparison.is_equal and not guilty and not end

@@ -113,6 +113,34 @@ class TrainState:
         return tensors, {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}
 
 
+@dataclass(frozen=True)
+class Rates:
+    """What a batch-size rule decides of an optimizer and its schedule: learning rates, betas, epsilon."""
+
+    groups: list[dict[str, Any]]
+    base_lrs: list[Any]
+
+    @classmethod
+    def of(cls, setup: Setup) -> Rates:
+        """As they are now."""
+        keys = ("lr", "initial_lr", "betas", "eps")
+        groups = [{key: group[key] for key in keys if key in group} for group in setup.optimizer.param_groups]
+        return cls(groups, list(setup.schedule.base_lrs))
+
+    def put_back(self, setup: Setup, *, position: int) -> None:
+        """Use these again, with the schedule `position` steps after its start."""
+        for group, own in zip(setup.optimizer.param_groups, self.groups, strict=True):
+            group.update(own)
+        schedule = setup.schedule
+        schedule.base_lrs, schedule.last_epoch, schedule._step_count = list(self.base_lrs), position, position + 1
+        rates: list[Any] = [
+            base * factor(position) for base, factor in zip(self.base_lrs, schedule.lr_lambdas, strict=True)
+        ]
+        for group, rate in zip(setup.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        schedule._last_lr = rates
+
+
 def renormalised(module: nn.Module) -> set[str]:
     """Parameters that a forward pass changes: embeddings with max_norm."""
     return {

@@ -292,3 +292,20 @@ def test_a_checkpoint_of_other_names_is_no_weights(tmp_path):
     save(saver, 1, {"a": torch.ones(1)})
     with pytest.raises(CheckpointError, match=r"model's b is '\[1\] float32'|model's a is not there"):
         load_weights({"b": torch.ones(1)}, str(tmp_path))
+
+
+def test_weights_that_cannot_be_had_are_explained(tmp_path, monkeypatch):
+    with pytest.raises(CheckpointError, match="scaleray checkpoint import"):
+        load_weights({}, __file__)
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        load_weights({}, str(tmp_path / "nowhere"))
+    stored(tmp_path / "run", {"a": torch.ones(3)})
+    with pytest.raises(CheckpointError, match="step 3 is 'missing'"):
+        load_weights({}, str(tmp_path / "run" / "checkpoints" / "step-000000003"))
+
+    def refuse(self, name):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("scaleray.checkpoints.storage.Store.read", refuse)
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        load_weights({}, str(tmp_path / "run"))

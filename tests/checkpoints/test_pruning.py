@@ -16,6 +16,7 @@ from saved_runs import assert_equal, catalog_of, make_saver, read_all, save, sna
 from scaleray.checkpoints.catalog import Retention
 from scaleray.checkpoints.manifest import Manifest, folder_name
 from scaleray.checkpoints.storage import Store
+from scaleray.records import CheckpointRecord
 
 
 def manifests(**metrics):
@@ -66,14 +67,21 @@ actions = st.lists(
 def test_everything_kept_can_be_read_after_any_sequence(sequence, full_every, is_copied):
     with tempfile.TemporaryDirectory() as folder:
         catalog = catalog_of(f"{folder}/run", f"{folder}/copies" if is_copied else None)
-        saver = make_saver(catalog, full_every=full_every, keep_last=3)
+        messages = []
+        saver = make_saver(catalog, full_every=full_every, keep_last=3, messages=messages)
         state, step, expected = [0, 0, 0, 0], 0, {}
         for what, argument in sequence:
             if what == "save":
                 step += 1
                 state = [step if i in argument else old for i, old in enumerate(state)]
-                expected[step] = tensors_at(state)
-                save(saver, step, expected[step], metrics={"m": (step * 7) % 5})
+                tensors = tensors_at(state)
+                save(saver, step, tensors, metrics={"m": (step * 7) % 5})
+                if isinstance(messages[-1], CheckpointRecord):
+                    expected[step] = tensors
+                else:  # after a resume from an older one, which was pruned as newer ones were still there
+                    assert "is gone" in messages[-1].text
+                    save(saver, step, tensors, metrics={"m": (step * 7) % 5})  # now in full
+                    expected[step] = tensors
             elif what == "prune":
                 catalog.prune(argument)
             elif what == "rebuild" and (found := list(catalog.complete())):
@@ -81,7 +89,8 @@ def test_everything_kept_can_be_read_after_any_sequence(sequence, full_every, is
                 assert rebuilt.chain == 0 and all(name.startswith(rebuilt.name) for name in rebuilt.files)
             elif what == "resume" and (found := list(catalog.complete())):
                 chosen = found[argument % len(found)]
-                step, saver = chosen.step, make_saver(catalog, full_every=full_every, keep_last=3)
+                step = chosen.step
+                saver = make_saver(catalog, full_every=full_every, keep_last=3, messages=messages)
                 state = [int(expected[step][f"t{i}"].flatten()[0]) for i in range(4)]
                 saver.start_from(chosen)
         for manifest in catalog.complete():

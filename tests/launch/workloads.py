@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,19 @@ class Endless(Line):
     def loss(self, model, batch):
         if model.training:
             Path(self.marker).touch()
+        return super().loss(model, batch)
+
+
+class Slow(Line):
+    """Takes its time over every training step, so that something can happen in the middle of it."""
+
+    def __init__(self, rows: int = 64, *, seconds: float = 0.05) -> None:
+        super().__init__(rows)
+        self.seconds = seconds
+
+    def loss(self, model, batch):
+        if model.training:
+            time.sleep(self.seconds)
         return super().loss(model, batch)
 
 

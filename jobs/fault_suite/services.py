@@ -1,0 +1,135 @@
+"""An S3 server and an MLflow server of the suite's own, which can be made to fail."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from scaleray.launch.cluster import free_port
+
+
+class Bucket:
+    """An S3 emulator in a thread. failing: it answers 500 to every request. on_shard: called when the first bytes of a
+    shard of a checkpoint arrive, before it takes them."""
+
+    def __init__(self) -> None:
+        from moto.server import DomainDispatcherApplication, create_backend_app
+        from werkzeug.serving import make_server
+
+        self.failing = threading.Event()
+        self.num_refused = 0
+        self.on_shard: Callable[[], None] | None = None
+        application = DomainDispatcherApplication(create_backend_app)
+
+        def answer(environ: Any, start_response: Any) -> Any:
+            if environ["REQUEST_METHOD"] in ("PUT", "POST") and environ["PATH_INFO"].endswith(".bin"):
+                on_shard, self.on_shard = self.on_shard, None
+                if on_shard is not None:
+                    on_shard()
+            if self.failing.is_set():
+                self.num_refused += 1
+                start_response("500 Internal Server Error", [("Content-Type", "text/plain")])
+                return [b"the fault suite says no"]
+            return application(environ, start_response)
+
+        self.server = make_server("127.0.0.1", 0, answer, threaded=True)
+        self.thread = threading.Thread(target=self.server.serve_forever, name="s3", daemon=True)
+        self.thread.start()
+        import boto3
+
+        boto3.client("s3", **self._client()).create_bucket(Bucket="faults")
+
+    def environment(self) -> dict[str, str]:
+        """What a process needs to use it."""
+        return {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.server.port}", "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1", "AWS_REGION": "us-east-1",
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """Stop it."""
+        self.server.shutdown()
+
+    def _client(self) -> dict[str, str]:
+        return {
+            "endpoint_url": f"http://127.0.0.1:{self.server.port}", "region_name": "us-east-1",
+            "aws_access_key_id": "test", "aws_secret_access_key": "test",
+        }  # fmt: skip
+
+
+class TrackingServer:
+    """`mlflow server` over an SQLite file, in processes that can be killed and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.port = folder, free_port()
+        self.process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def uri(self) -> str:
+        """For tracking.uri."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start it and wait until it answers."""
+        command = [
+            sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{self.folder / 'mlflow.db'}",
+            "--artifacts-destination", str(self.folder / "artifacts"), "--host", "127.0.0.1", "--port", str(self.port),
+            "--workers", "1",
+        ]  # fmt: skip
+        self.process = subprocess.Popen(
+            command, env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        deadline = time.monotonic() + 120
+        while True:
+            try:
+                urllib.request.urlopen(f"{self.uri}/health", timeout=1).close()
+                return
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.3)
+
+    def kill(self) -> bool:
+        """SIGKILL to all of its processes; true when they are gone."""
+        if self.process is None:
+            return False
+        family = [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        self.process.wait(timeout=20)
+        _, alive = psutil.wait_procs(family, timeout=20)
+        self.process = None
+        return not alive
+
+
+@contextlib.contextmanager
+def bucket() -> Iterator[Bucket]:
+    """An S3 server for as long as the context lasts."""
+    server = Bucket()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def tracking_server(folder: Path) -> Iterator[TrackingServer]:
+    """An MLflow server for as long as the context lasts."""
+    server = TrackingServer(folder)
+    try:
+        yield server
+    finally:
+        server.kill()

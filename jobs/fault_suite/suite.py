@@ -1,0 +1,218 @@
+"""Deals faults out to runs, lets them happen, and judges each by the run that it happened to."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fault_suite import services
+from fault_suite.checks import Outcome, outcome, same_records, same_weights, used_samples
+from fault_suite.cluster import Nodes, local_nodes
+from fault_suite.injectors import KINDS, LOCAL, S3, SERVER, NotInjected, Scene
+from fault_suite.run import STEPS, Failed, Run
+
+FAULTS_PER_RUN = 7
+LAST_FAULT = STEPS - 60
+STEPS_TAKEN = {"node drained": 140, "S3 answers 500": 120, "writes refused": 40, "MLflow server killed": 60}
+"""Steps that pass while some kinds do their harm; they must fit into the run."""
+BEHIND = 25  # steps that most restarts repeat
+
+
+@dataclass
+class Fault:
+    """One fault and what became of it. step: at which it was due; at_step: at which it struck."""
+
+    kind: str
+    run: int
+    at_step: int = 0
+    is_injected: bool = False
+    has_recovered: bool = False
+    steps_repeated: int | None = None
+    recovery_s: float | None = None
+    weights_equal: bool | None = None
+    records_equal: bool | None = None
+    samples_once: bool | None = None
+    problem: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        """Injected, and nothing came of it."""
+        return bool(self.is_injected and self.has_recovered and self.weights_equal and self.records_equal and self.samples_once)  # fmt: skip
+
+
+@dataclass
+class Report:
+    """All faults, and what was wrong beside them."""
+
+    faults: list[Fault] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    wall_s: float = 0.0
+
+    @property
+    def is_good(self) -> bool:
+        """Whether everything held."""
+        return not self.problems and all(fault.is_good for fault in self.faults if fault.is_injected)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"faults": [asdict(f) for f in self.faults], "problems": self.problems, "wall_s": self.wall_s}
+
+
+def run_suite(num_faults: int, *, seed: int, kinds: Sequence[str], folder: Path, say: Callable[[str], None]) -> Report:
+    """The undisturbed run, then disturbed ones until so many faults have struck."""
+    started = time.monotonic()
+    chosen = random.Random(seed)
+    report = Report()
+    with local_nodes() as nodes:
+        undisturbed = _undisturbed(nodes, folder / "undisturbed", say)
+        missing, number = num_faults, 0
+        dealt: list[str] = []
+        while missing > 0 and number < num_faults + 3:  # a kind that cannot be injected must not go on for ever
+            for names in _deal(missing, kinds, dealt, chosen):
+                number += 1
+                disturbed = _Disturbed(nodes, undisturbed, folder / f"run-{number:02d}", number, chosen, report, say)
+                disturbed.suffer(names)
+            missing = num_faults - sum(fault.is_injected for fault in report.faults)
+    report.wall_s = time.monotonic() - started
+    return report
+
+
+def _deal(num_faults: int, kinds: Sequence[str], dealt: list[str], chosen: random.Random) -> list[list[str]]:
+    """Kinds for the next runs: each kind about as often as any other, several a run, in random order."""
+    names: list[str] = []
+    while len(names) < num_faults:
+        fewest = min(dealt.count(kind) for kind in kinds)
+        names.append(chosen.choice([kind for kind in kinds if dealt.count(kind) == fewest]))
+        dealt.append(names[-1])
+    runs: list[list[str]] = []
+    for place in (LOCAL, S3, SERVER):
+        own = [name for name in names if name in place]
+        chosen.shuffle(own)
+        # as many runs as needed, and no two kinds that take long in one where that can be helped
+        number = max(-(-len(own) // FAULTS_PER_RUN), -(-sum(STEPS_TAKEN.get(n, 0) for n in own) // 200))
+        own.sort(key=lambda name: -STEPS_TAKEN.get(name, 0))
+        parts = [own[first::number] for first in range(number)]
+        for part in parts:
+            chosen.shuffle(part)
+        runs += parts
+    return runs
+
+
+def _undisturbed(nodes: Nodes, folder: Path, say: Callable[[str], None]) -> Outcome:
+    run = Run(folder, _environment(nodes))
+    started = time.monotonic()
+    run.start()
+    try:
+        found = outcome(run, run.finish())
+    finally:
+        run.stop()
+    wrong = used_samples(run.entries())
+    if found.status != "FINISHED" or wrong or run.starts != 1:
+        raise Failed(f"the undisturbed run is not as it should be: {found.status}, {wrong}")
+    say(f"undisturbed: {STEPS} steps in {time.monotonic() - started:.0f} s")
+    return found
+
+
+def _environment(nodes: Nodes) -> dict[str, str]:
+    # a drain is noticed within a second, as the suite has no minutes to give
+    return {**nodes.environment(), "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1"}
+
+
+class _Disturbed:
+    """One run with several faults, one after another."""
+
+    def __init__(
+        self, nodes: Nodes, undisturbed: Outcome, folder: Path, number: int, chosen: random.Random, report: Report,
+        say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.nodes, self.undisturbed, self.folder, self.number = nodes, undisturbed, folder, number
+        self.random, self.report, self.say = chosen, report, say
+
+    def suffer(self, names: Sequence[str]) -> None:
+        """Let the faults happen in this order, and judge."""
+        faults = [Fault(name, self.number) for name in names]
+        self.report.faults += faults
+        self.folder.mkdir(parents=True)
+        with self._scene(names) as scene:
+            run = scene.run
+            problems: list[str] = []
+            try:
+                run.start()
+                for number, fault in enumerate(faults):
+                    self._strike(fault, scene, names[number + 1 :])
+                found = outcome(run, run.finish())
+                self._judge(faults, found, run)
+            except Failed as exc:
+                problems.append(f"run {self.number}: {exc}")
+            finally:
+                run.stop()
+            problems += [f"run {self.number} left {left}" for left in self.nodes.wait_until_empty(run.processes)]
+        for problem in problems:
+            self.say(problem)
+        self.report.problems += problems
+
+    def _strike(self, fault: Fault, scene: Scene, later: Sequence[str]) -> None:
+        run = scene.run
+        run.wait_for(lambda: run.step() > 0, "the first step")
+        now = run.step()
+        room = LAST_FAULT - now - sum(STEPS_TAKEN.get(name, 0) for name in (fault.kind, *later))
+        due = now + self.random.randint(2, max(3, room // (len(later) + 1) + BEHIND))
+        run.wait_for(lambda: run.step() >= due, f"step {due}")
+        fault.at_step = run.step()
+        try:
+            at = KINDS[fault.kind](scene)
+        except NotInjected as exc:
+            fault.problem = str(exc)
+            self.say(f"run {self.number}: {fault.kind} at step {fault.at_step} could not be injected: {exc}")
+            return
+        fault.is_injected = True
+        before = [entry for entry in run.entries() if entry.time <= at]
+        old, last = {entry.process for entry in before}, max(entry.step for entry in before)
+
+        def beyond() -> float:
+            return next((e.time for e in run.entries() if e.process not in old and e.step > last), 0.0)
+
+        recovered_at = run.wait_for(beyond, f"step {last + 1} after `{fault.kind}`", seconds=150)
+        first = min(entry.step for entry in run.entries() if entry.process not in old)
+        last_old = max(entry.step for entry in run.entries() if entry.process in old)
+        fault.has_recovered = True
+        fault.steps_repeated, fault.recovery_s = last_old - first + 1, recovered_at - at
+        self.say(
+            f"run {self.number}: {fault.kind} at step {fault.at_step}: {fault.steps_repeated} steps repeated, recovered after {fault.recovery_s:.1f} s"
+        )
+
+    def _judge(self, faults: Sequence[Fault], found: Outcome, run: Run) -> None:
+        weights, samples = same_weights(self.undisturbed, found), used_samples(run.entries())
+        records = same_records(self.undisturbed, found)
+        for fault in faults:
+            fault.weights_equal, fault.samples_once, fault.records_equal = not weights, not samples, not records
+        for what, wrong in (("weights", weights), ("samples", samples), ("records", records)):
+            self.report.problems += [f"run {self.number}, {what}: {text}" for text in wrong[:5]]
+            for text in wrong[:5]:
+                self.say(f"run {self.number}, {what}: {text}")
+
+    @contextlib.contextmanager
+    def _scene(self, names: Sequence[str]) -> Iterator[Scene]:
+        environment, options = _environment(self.nodes), {}
+        bucket = tracking = None
+        with contextlib.ExitStack() as stack:
+            if any(name in S3 for name in names):
+                bucket = stack.enter_context(services.bucket())
+                environment |= bucket.environment()
+                options["checkpoint.storage_path"] = f"s3://faults/run-{self.number}"
+            if any(name in SERVER for name in names):
+                tracking = stack.enter_context(services.tracking_server(self.folder))
+                options["tracking.uri"] = tracking.uri
+            run = Run(self.folder, environment, options)
+            yield Scene(run, self.nodes, self.random, bucket, tracking)
+
+
+def median(values: Sequence[float]) -> float | None:
+    """The median, or None of nothing."""
+    return statistics.median(values) if values else None
