@@ -80,6 +80,9 @@ class Heartbeat:
     phase: str
     since_s: float
     tail: tuple[str, ...] = ()
+    world_size: int = 1
+    silent_s: float = 0.0
+    """How long ago it came, when somebody asks."""
 
 
 @dataclass(frozen=True)

@@ -223,6 +223,7 @@ def train_job(
             local_blocks(sources[split.name], part, chunk_bytes=64), part, timeout_s=job.config.data.timeout_s
         )
 
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
     try:
         summary = loop.run(
             job,
@@ -235,6 +236,8 @@ def train_job(
         )
     except Killed:
         summary = None
+    finally:
+        torch.use_deterministic_algorithms(was_deterministic)
     return Finished(messages, weights, summary)
 
 

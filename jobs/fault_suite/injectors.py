@@ -241,7 +241,9 @@ def fail_bucket(scene: Scene) -> float:
     at, refused = time.time(), bucket.num_refused
     bucket.failing.set()
     try:
-        run.wait_for(lambda: run.said("could not be written", since=at), "a checkpoint that cannot be written", seconds=60)
+        run.wait_for(
+            lambda: run.said("could not be written", since=at), "a checkpoint that cannot be written", seconds=60
+        )
     finally:
         bucket.failing.clear()
     if bucket.num_refused == refused:
@@ -255,7 +257,9 @@ def kill_tracking(scene: Scene) -> float:
     at = time.time()
     if not scene.tracking.kill():
         raise NotInjected("the server is still there")
-    scene.run.wait_for(lambda: scene.run.said("MLflow took no more data", since=at), "word of the lost server", seconds=30)
+    scene.run.wait_for(
+        lambda: scene.run.said("MLflow took no more data", since=at), "word of the lost server", seconds=30
+    )
     at = kill(scene.victim()[1])
     scene.tracking.start()
     return at
@@ -305,6 +309,9 @@ LOCAL: dict[str, Callable[[Scene], float]] = {
     "SIGTERM with grace": terminate_driver,
     "node drained": drain_node,
 }
-S3: dict[str, Callable[[Scene], float]] = {"S3 answers 500": fail_bucket, "killed while uploading": kill_while_uploading}
+S3: dict[str, Callable[[Scene], float]] = {
+    "S3 answers 500": fail_bucket,
+    "killed while uploading": kill_while_uploading,
+}
 SERVER: dict[str, Callable[[Scene], float]] = {"MLflow server killed": kill_tracking}
 KINDS = {**LOCAL, **S3, **SERVER}

@@ -127,7 +127,9 @@ class Run:
         """The newest entry of every rank."""
         return {entry.rank: entry for entry in self.entries()}
 
-    def wait_for(self, condition: Callable[[], Any], what: str, *, seconds: float = 120.0, may_end: bool = False) -> Any:
+    def wait_for(
+        self, condition: Callable[[], Any], what: str, *, seconds: float = 120.0, may_end: bool = False
+    ) -> Any:
         """Poll until the condition gives something. Raises Failed when it does not in time, or when the run ends before."""
         deadline = time.monotonic() + seconds
         while True:

@@ -54,7 +54,14 @@ class Recorded(Workload):
     def _begin_step(self, ids: list[int]) -> None:
         self.steps += 1
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        entry = {"step": self.steps, "rank": rank, "size": size, "process": os.getpid(), "time": time.time(), "ids": ids}
+        entry = {
+            "step": self.steps,
+            "rank": rank,
+            "size": size,
+            "process": os.getpid(),
+            "time": time.time(),
+            "ids": ids,
+        }
         with open(Path(self.folder, f"used-{os.getpid()}.jsonl"), "a") as diary:
             diary.write(json.dumps(entry) + "\n")
         if self.steps % 10 == 1:

@@ -72,6 +72,7 @@ class Saver:
         """
         started = time.perf_counter()
         self.wait()
+        self.stall_s = 0.0
         held = {name: tensor.detach().clone() if name in volatile else tensor for name, tensor in tensors.items()}
         versions = {name: _version(tensor) for name, tensor in held.items()}
         self._is_staged.clear()
@@ -150,13 +151,12 @@ class Saver:
             self.emit(
                 CheckpointRecord(
                     step=step, path=self.catalog.stores[0].path(manifest.name), bytes_written=manifest.bytes_written,
-                    total_bytes=manifest.total_bytes, duration_s=time.perf_counter() - started, stall_s=self.stall_s,
+                    total_bytes=manifest.total_bytes, duration_s=time.perf_counter() - started, stall_s=self.stall_s if self.is_asynchronous else time.perf_counter() - started,
                 )
             )  # fmt: skip
             if problems:
                 self._warn(f"the checkpoint at step {step} is not in every place: {problems[0]}")
             self._prune(step)
-        self.stall_s = 0.0
 
     def _prune(self, newest: int) -> None:
         try:

@@ -34,6 +34,8 @@ DRIVER_ENVIRONMENT = {
     "RAY_TRAIN_COLLECTIVE_TIMEOUT_S": "300",
     # workers' lines come through as they are, once each
     "RAY_DEDUP_LOGS": "0",
+    # Train's own print would repeat every line, as workers remember their last ones
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     # on a worker without GPUs Ray would hide them even from code that only asks; this is also its future default
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import os
 import secrets
 import signal
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 Show = Callable[[Sequence[WorkerMessage]], None]
 POLL_S = 0.5
 WAIT_FOR_WORKERS_S = 30.0  # of the recorder, before it makes the MLflow run all the same
+SILENT_S = 2.0  # without a sign of life, four times as long as between two of them
+SAME_FAILURE_S = 3.0  # a new group of workers takes longer to start
 CONTROLLER_FAILURE_LIMIT = 2  # Ray's default retries an impossible launch for ever
 
 
@@ -186,16 +189,33 @@ def restart_callback(recorder: Any, max_failures: int) -> Any:
     class Restart(UserCallback):
         def __init__(self) -> None:
             self.restarts = 0
+            self.called_at = -math.inf
 
         def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
             if (fatal := fatal_error(worker_exceptions)) is not None:
                 logging.getLogger("ray.train.v2").setLevel(logging.CRITICAL)  # the driver says it, once
                 raise fatal  # Ray starts nothing again after an error of its callbacks
-            self.restarts += 1
-            if self.restarts <= max_failures:
-                heartbeats = ray.get(recorder.heartbeats.remote(), timeout=30)
-                text = f"{what_failed(worker_exceptions, heartbeats)}\n  starting again from the newest checkpoint, {self.restarts} of {max_failures}"
-                recorder.log.remote([EventRecord(text, kind="warning")])
+            before, self.called_at = self.called_at, time.monotonic()
+            if self.called_at - before < SAME_FAILURE_S:
+                return  # Ray waits for the end of a preemption, and calls at every look
+            was_preempted = any(map(_was_preempted, worker_exceptions.values()))
+            self.restarts += not was_preempted
+            text = what_failed(worker_exceptions, heartbeats(worker_exceptions))
+            if self.restarts > max_failures and not was_preempted:
+                logging.getLogger("ray.train.v2").setLevel(logging.CRITICAL)
+                raise RunFailedError(text)  # Ray would end the run too, but knows less
+            count = "its node was taken away" if was_preempted else f"{self.restarts} of {max_failures}"
+            text = f"{text}\n  starting again from the newest checkpoint, {count}"
+            recorder.log.remote([EventRecord(text, kind="warning")])
+
+    def heartbeats(failures: Mapping[int, BaseException]) -> list[Heartbeat]:
+        deadline = time.monotonic() + 2 * SILENT_S
+        while True:
+            beats: list[Heartbeat] = ray.get(recorder.heartbeats.remote(), timeout=30)
+            # where all that failed only miss somebody, that one falls silent in a moment, if it is not so already
+            if not all(map(_is_echo, failures.values())) or _silent(failures, beats) or time.monotonic() > deadline:
+                return beats
+            time.sleep(0.5)
 
     return Restart()
 
@@ -330,22 +350,46 @@ def explain(exc: BaseException, heartbeats: Sequence[Heartbeat] = ()) -> ScaleRa
 def what_failed(failures: Mapping[int, BaseException], heartbeats: Sequence[Heartbeat]) -> str:
     """The failure that explains the others, with rank, node, step, cause and the worker's own last lines."""
     # workers that lost their peer only echo that it is gone
-    rank = min(failures, key=lambda r: (isinstance(_cause(failures[r]), PeerLostError) or _is_echo(failures[r]), r))
+    rank = min(failures, key=lambda r: (_is_echo(failures[r]), r))
     error = _cause(failures[rank])
+    if _is_echo(error) and (missed := _silent(failures, heartbeats)) is not None:
+        doing = f"in `{missed.phase}` of step {missed.step + 1}"
+        state = f"was lost or hangs, no sign of life for {missed.silent_s:.0f} s; it was {doing}"
+        if missed.silent_s < SILENT_S:
+            state = f"hangs: it has been {doing} for {missed.since_s:.0f} s"
+        return f"rank {missed.rank} on {missed.node} (process {missed.process}) {state}{_tail(missed)}"
     beat = next((b for b in heartbeats if b.rank == rank), None)
-    tail = "".join(f"\n  | {line}" for line in (beat.tail[-5:] if beat else ()))
     if isinstance(error, ScaleRayError):
-        return f"{error}{tail}"
+        return f"{error}{_tail(beat)}"
     place = (
         f" on {beat.node} (process {beat.process}) was lost after step {beat.step}, in {beat.phase}"
         if beat
         else " was lost"
     )
-    return f"rank {rank}{place}: {_last_line(error)}{tail}"
+    return f"rank {rank}{place}: {_last_line(error)}{_tail(beat)}"
+
+
+def _silent(failures: Mapping[int, BaseException], heartbeats: Sequence[Heartbeat]) -> Heartbeat | None:
+    """The worker that the failed ones miss: it says nothing any more, or has long been in a phase of its own."""
+    others = [beat for beat in heartbeats if beat.rank not in failures]
+    silent = [beat for beat in others if beat.silent_s >= SILENT_S]
+    if silent:
+        return max(silent, key=lambda beat: beat.silent_s)
+    stuck = [beat for beat in others if beat.phase != "synchronise" and beat.since_s >= 2 * SILENT_S]
+    return max(stuck, key=lambda beat: beat.since_s, default=None)
+
+
+def _tail(beat: Heartbeat | None) -> str:
+    return "".join(f"\n  | {line}" for line in (beat.tail[-5:] if beat else ()))
 
 
 def _is_echo(error: BaseException) -> bool:
-    return "onnection closed" in str(error) or "Gloo" in str(error)
+    return isinstance(_cause(error), PeerLostError) or "onnection closed" in str(error) or "Gloo" in str(error)
+
+
+def _was_preempted(failure: BaseException) -> bool:
+    """Whether a worker died with a node that had been announced to go."""
+    return bool(getattr(getattr(failure, "health_check_failure", failure), "preempted", False))
 
 
 def _cause(exc: BaseException) -> BaseException:

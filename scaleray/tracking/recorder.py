@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import io
 import json
 import math
 import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +130,12 @@ class Recorder:
         self._events: list[str] = []
         self._points: list[tuple[str, float, int, int]] = []
         self._retry_at, self._retry_s = 0.0, RETRY_FIRST_S
+        self._unsent: list[str] = []
+        self._is_unsent_on_disk = True
         self._known: dict[str, int] = {}
         self._started = threading.Event()
         self._stop_requested = False
-        self._heartbeats: dict[int, Heartbeat] = {}
+        self._heartbeats: dict[int, tuple[float, Heartbeat]] = {}
         self._beaten_at = time.monotonic()
         self._open_steps()
         self._thread = threading.Thread(target=self._write_all, name="scaleray-recorder", daemon=True)
@@ -173,20 +176,26 @@ class Recorder:
         A checkpoint waits for this before it comes to exist: a run resumed from it must not lack the points before it.
         Raises TrackingError when it takes too long.
         """
-        if not self._started.wait(timeout_s) or not self._wait_until_written(timeout_s):
+        marker = _Marker(is_published=True)
+        if not self._started.wait(timeout_s) or not self._wait_until_written(timeout_s, marker):
             raise TrackingError("the recorder", "busy", f"it did not write what it has within {timeout_s:g} s")
+        if marker.problem:
+            raise TrackingError("the steps so far", "not stored", marker.problem)
         store = self._require_store()
         return {"run_id": store.run_id, "experiment_id": store.experiment_id}
 
     def beat(self, heartbeat: Heartbeat) -> bool:
         """Take a sign of life; true when the workers should save and leave."""
-        self._heartbeats[heartbeat.rank] = heartbeat
         self._beaten_at = time.monotonic()
+        self._heartbeats[heartbeat.rank] = self._beaten_at, heartbeat
         return self._stop_requested
 
     def heartbeats(self) -> list[Heartbeat]:
         """The last sign of life of every rank."""
-        return [self._heartbeats[rank] for rank in sorted(self._heartbeats)]
+        now = time.monotonic()
+        _, newest = max(self._heartbeats.values(), key=lambda pair: pair[0], default=(0.0, None))
+        beats = [replace(beat, silent_s=now - at) for _, (at, beat) in sorted(self._heartbeats.items())]
+        return [beat for beat in beats if newest and beat.rank < newest.world_size]  # others are of a larger group
 
     def silent_s(self) -> float:
         """Seconds since the last sign of life of any worker."""
@@ -242,31 +251,28 @@ class Recorder:
         self, status: str, *, metrics: Mapping[str, float], tags: Mapping[str, str], files: Mapping[str, str]
     ) -> str | None:
         """End the run in MLflow with `status`; returns the file of what could not be sent, or None."""
-        self._steps_file.flush()
         now = _now_ms()
         if metrics:
-            self._queue.put(
-                {
-                    "op": "metrics",
-                    "points": [(k, v, now, self._last_step if self._last_step > 0 else 0) for k, v in metrics.items()],
-                }
-            )
+            step = max(self._last_step, 0)
+            points = [(k, v, now, step) for k, v in metrics.items() if step > self._known.get(k, -1)]
+            self._queue.put({"op": "metrics", "points": points})
         if tags:
             self._queue.put({"op": "tags", "values": dict(tags)})
+        self._wait_until_written()  # steps.csv is complete
         for name, text in files.items():
             (self.work_dir / name).write_text(text)
         self.log_files([str(self.work_dir / name) for name in ("steps.csv", *files)])
         self._queue.put({"op": "status", "status": status, "end_time": now})
+        self._retry_at = 0.0  # a last time, whenever the next would have been
         self._wait_until_written()
         self._queue.put(None)
         self._thread.join(timeout=60)
-        self._steps_file.close()
         return str(self.unsent) if self.unsent.exists() else None
 
-    def _wait_until_written(self, timeout_s: float = 60.0) -> bool:
+    def _wait_until_written(self, timeout_s: float = 60.0, marker: _Marker | None = None) -> bool:
         if not self._thread.is_alive():
             return False
-        marker = _Marker()
+        marker = marker or _Marker()
         self._queue.put({"op": "marker", "marker": marker})
         return marker.done.wait(timeout=timeout_s)
 
@@ -283,9 +289,13 @@ class Recorder:
         if len(whole) > 1:
             values = whole[-1].split(",")
             self._last_step, self._final_loss = int(values[0]), float(values[1])
-        path.write_text("".join(whole))
-        self._steps_file = open(path, "a", newline="")  # noqa: SIM115 - open as long as the run
-        self._steps = csv.writer(self._steps_file, lineterminator="\n")
+            self._nonfinite = sum(line.split(",")[STEP_COLUMNS.index("is_finite")].strip() == "False" for line in whole)
+        temporary = path.with_suffix(".part")  # a kill in between must not cost the steps so far
+        temporary.write_text("".join(whole))
+        temporary.replace(path)
+        self._rows = io.StringIO(newline="")
+        self._rows_written = path.stat().st_size
+        self._steps = csv.writer(self._rows, lineterminator="\n")
         if not whole:
             self._steps.writerow(STEP_COLUMNS)
 
@@ -293,18 +303,22 @@ class Recorder:
         """Open the interrupted run again, send what it could not, and learn which points it has."""
         self._store = RunStore.reopen(self.description.tracking_uri, before["run_id"], before["experiment_id"])
         self._known = self._store.last_steps()
+        run_path = self.description.run_path
+        if not self.unsent.exists() and run_path and run_path != self.description.work_dir:
+            with contextlib.suppress(OSError):
+                self.unsent.write_bytes(Store(run_path).read(self.unsent.name))
         if not self.unsent.exists():
             return
         _, *lines = self.unsent.read_text().splitlines() or [""]
-        kept = []
         for line in lines:
             with contextlib.suppress(ValueError):  # the last line of a process that was killed may be cut
                 operation = json.loads(line)
                 if operation["op"] == "metrics":  # sent already, but not forgotten yet
                     operation["points"] = [p for p in operation["points"] if p[3] > self._known.get(p[0], -1)]
+                    self._known.update({p[0]: p[3] for p in operation["points"]})
                 if operation["op"] != "status":
-                    kept.append(json.dumps(operation))
-        self._rewrite(kept)
+                    self._unsent.append(json.dumps(operation))
+        self._store_unsent()
 
     def _note_identity(self) -> None:
         """run.json: what is needed to continue this run from its folder alone."""
@@ -317,15 +331,24 @@ class Recorder:
         for root in {d.work_dir, d.run_path or d.work_dir}:
             Store(root).write_text("run.json", json.dumps(about, indent=1))
 
-    def _publish_steps(self) -> None:
-        """Where the run's files are elsewhere, what is written so far goes there with each checkpoint."""
+    def _publish(self) -> str | None:
+        """Bring what a resumed run needs to the run's folder, with each checkpoint; gives what went wrong."""
         d = self.description
+        if self._rows.tell():
+            return f"{self.work_dir / 'steps.csv'} cannot be written"
+        if not self._is_unsent_on_disk:
+            return f"{self.unsent} cannot be written"
         if d.run_path and d.run_path != d.work_dir:
-            self._steps_file.flush()
+            store = Store(d.run_path)
             try:
-                Store(d.run_path).write("steps.csv", [(self.work_dir / "steps.csv").read_bytes()])
+                store.write("steps.csv", [(self.work_dir / "steps.csv").read_bytes()])
+                if self.unsent.exists():
+                    store.write(self.unsent.name, [self.unsent.read_bytes()])
+                else:
+                    store.delete(self.unsent.name)
             except OSError as exc:
-                self._event(f"steps.csv could not be stored: {exc}")
+                return str(exc)
+        return None
 
     def _write_all(self) -> None:
         flushed_at = time.monotonic()
@@ -342,7 +365,9 @@ class Recorder:
                     self._flush()
                     flushed_at = time.monotonic()
                 if item["op"] == "marker":
-                    item["marker"].done.set()
+                    marker = item["marker"]
+                    marker.problem = self._publish() if marker.is_published else None
+                    marker.done.set()
                 elif item["op"] != "tick":
                     self._flush()  # order: points before the status that ends the run
                     self._send(item)
@@ -357,19 +382,19 @@ class Recorder:
 
     def _take(self, message: WorkerMessage) -> None:
         if isinstance(message, StepRecord):
-            if message.step <= self._last_step:
-                return  # a restarted worker group repeats steps that are already recorded
-            self._take_step(message)
+            is_new = message.step > self._last_step
+            self._take_step(message, is_new=is_new)
+            if not is_new:
+                return  # a restarted worker group repeats steps that were shown already
         elif isinstance(message, EvaluationRecord):
-            if message.step <= self._last_evaluation:
-                return
-            self._last_evaluation = message.step
-            self._metrics.update(message.metrics)
             self._add_points(message.metrics, message.step)
+            self._metrics.update(message.metrics)
+            if message.step <= self._last_evaluation:
+                return  # shown already
+            self._last_evaluation = message.step
         elif isinstance(message, SystemRecord):
             self._add_points({f"system/{message.node}/{k}": v for k, v in message.metrics.items()}, message.step)
         elif isinstance(message, CheckpointRecord):
-            self._publish_steps()
             points = {
                 names.CHECKPOINT_STALL_S.name: message.stall_s,
                 names.CHECKPOINT_DURATION_S.name: message.duration_s,
@@ -390,11 +415,13 @@ class Recorder:
             self._shown_from += 10_000
             del self._shown[:10_000]
 
-    def _take_step(self, record: StepRecord) -> None:
-        self._last_step, self._final_loss = record.step, record.loss
-        self._nonfinite += not record.is_finite
-        values = asdict(record)
-        self._steps.writerow([repr(values[c]) if isinstance(values[c], float) else values[c] for c in STEP_COLUMNS])
+    def _take_step(self, record: StepRecord, *, is_new: bool) -> None:
+        """is_new: steps.csv does not have it. MLflow may lack steps that steps.csv has: it may have been away."""
+        if is_new:
+            self._last_step, self._final_loss = record.step, record.loss
+            self._nonfinite += not record.is_finite
+            values = asdict(record)
+            self._steps.writerow([repr(values[c]) if isinstance(values[c], float) else values[c] for c in STEP_COLUMNS])
         window = self._window
         window.steps += 1
         window.samples += record.num_samples
@@ -423,24 +450,39 @@ class Recorder:
 
     def _add_points(self, values: Mapping[str, float], step: int) -> None:
         now = _now_ms()
-        # MLflow stores infinity as the largest float, which ruins charts; NaN it keeps
-        self._points += [
-            (k, math.nan if math.isinf(v) else float(v), now, step)
-            for k, v in values.items()
-            if step > self._known.get(k, -1)  # a continued run repeats the steps after its checkpoint
-        ]
+        for name, value in values.items():
+            if step > self._known.get(name, -1):  # a continued run repeats the steps after its checkpoint
+                # MLflow stores infinity as the largest float, which ruins charts; NaN it keeps
+                self._points.append((name, math.nan if math.isinf(value) else float(value), now, step))
+                self._known[name] = step
 
     def _flush(self) -> None:
-        self._steps_file.flush()
+        self._write_rows()
         if self._points:
             points, self._points = self._points, []
             self._send({"op": "metrics", "points": points})
-        elif self.unsent.exists():
+        elif self._unsent:
             self._send_unsent()
+
+    def _write_rows(self) -> None:
+        """Append new rows to steps.csv; on a full disk they wait until there is room again."""
+        if not self._rows.tell():
+            return
+        try:
+            with open(self.work_dir / "steps.csv", "r+b") as file:
+                file.seek(self._rows_written)
+                file.write(self._rows.getvalue().encode())
+                file.truncate()
+                self._rows_written = file.tell()
+        except OSError as exc:
+            self._event(f"steps.csv cannot be written ({exc.strerror}); its rows wait in memory")
+            return
+        self._rows.seek(0)
+        self._rows.truncate()
 
     def _send(self, operation: Operation) -> None:
         """Send, or keep in the unsent file; while that holds anything, later operations queue behind it."""
-        if self.unsent.exists() and not self._send_unsent():
+        if self._unsent and not self._send_unsent():
             self._keep(operation)
             return
         try:
@@ -455,15 +497,17 @@ class Recorder:
     def _send_unsent(self) -> bool:
         if time.monotonic() < self._retry_at:
             return False
-        lines = self.unsent.read_text().splitlines()[1:]
-        for number, line in enumerate(lines):
+        for number, line in enumerate(self._unsent):
             try:
                 self._require_store().send(json.loads(line))
             except Exception:  # still away: what was sent is forgotten, the rest stays
-                self._rewrite(lines[number:])
+                if number:
+                    del self._unsent[:number]
+                    self._store_unsent()
                 self._wait_longer()
                 return False
-        self.unsent.unlink()
+        self._unsent.clear()
+        self._store_unsent()
         self._retry_s = RETRY_FIRST_S
         self._event("MLflow is back; everything kept has been sent")
         return True
@@ -473,12 +517,28 @@ class Recorder:
         self._retry_s = min(RETRY_MOST_S, self._retry_s * 2)
 
     def _keep(self, operation: Operation) -> None:
-        if not self.unsent.exists():
-            self._rewrite([])
-        with open(self.unsent, "a") as file:
-            file.write(json.dumps(operation) + "\n")
+        self._unsent.append(json.dumps(operation))
+        if len(self._unsent) == 1 or not self._is_unsent_on_disk:
+            self._store_unsent()
+            return
+        try:
+            with open(self.unsent, "a") as file:
+                file.write(self._unsent[-1] + "\n")
+        except OSError:
+            self._is_unsent_on_disk = False
 
-    def _rewrite(self, lines: Sequence[str]) -> None:
+    def _store_unsent(self) -> None:
+        """Make the file hold what MLflow lacks; a disk that is full takes it later."""
+        try:
+            if self._unsent:
+                self._rewrite()
+            else:
+                self.unsent.unlink(missing_ok=True)
+            self._is_unsent_on_disk = True
+        except OSError:
+            self._is_unsent_on_disk = False
+
+    def _rewrite(self) -> None:
         store = self._require_store()
         head = {
             "tracking_uri": without_password(store.uri),
@@ -486,7 +546,7 @@ class Recorder:
             "experiment_id": store.experiment_id,
         }
         temporary = self.unsent.with_suffix(".part")
-        temporary.write_text("".join(line + "\n" for line in [json.dumps(head), *lines]))
+        temporary.write_text("".join(line + "\n" for line in [json.dumps(head), *self._unsent]))
         temporary.replace(self.unsent)
 
     def _event(self, text: str) -> None:
@@ -500,7 +560,11 @@ class Recorder:
 
 @dataclass
 class _Marker:
+    """Passes the queue: everything before it is written then, and published where that is asked for."""
+
     done: threading.Event = field(default_factory=threading.Event)
+    is_published: bool = False
+    problem: str | None = None
 
 
 def _clock() -> str:

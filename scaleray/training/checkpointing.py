@@ -82,10 +82,12 @@ class Checkpointing:
             if manifest is None:
                 continue
             names = sorted(manifest.files)[self.place.rank :: self.place.world_size]
-            damages = [damage for found in self._gathered(self.catalog.check(manifest, names)) for damage in found]
+            mine = self.catalog.check(manifest, names)
+            mine += self.catalog.check_manifest(manifest) if self.place.rank == 0 else []
+            damages = [damage for found in self._gathered(mine) for damage in found]
             for damage in damages:
                 self._say(_told(damage, step))
-            if all(damage.healed_from for damage in damages):
+            if not any(damage.is_lost for damage in damages):
                 self.resumed_from = manifest
                 self.job = self.job.continued(manifest.values[PROGRESS])
                 return manifest.step
@@ -166,8 +168,6 @@ class Checkpointing:
 
     def _agreed(self, decide: Callable[[], Any]) -> Any:
         """What rank 0 finds, on every rank; its error too."""
-        if self.group is None:
-            return decide()
         box: list[Any] = [None]
         if self.place.rank == 0:
             try:
@@ -176,7 +176,8 @@ class Checkpointing:
                 box = [exc]
             except OSError as exc:
                 box = [CheckpointError("the checkpoints at " + self.catalog.stores[0].root, str(exc), "they cannot be read")]  # fmt: skip
-        dist.broadcast_object_list(box, src=0, group=self.group)
+        if self.group is not None:
+            dist.broadcast_object_list(box, src=0, group=self.group)
         if isinstance(box[0], ScaleRayError):
             raise box[0]
         return box[0]

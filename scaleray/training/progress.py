@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
@@ -104,3 +105,15 @@ class Tail:
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
+
+
+class TailHandler(logging.Handler):
+    """Remembers the last lines that were logged, beside those that were printed."""
+
+    def __init__(self, lines: deque[str]) -> None:
+        super().__init__(logging.INFO)
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the message."""
+        self._lines.extend(f"{record.levelname}: {line}" for line in record.getMessage().splitlines() if line.strip())

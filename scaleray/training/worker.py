@@ -32,11 +32,12 @@ from scaleray.training import loop
 from scaleray.training.checkpointing import Checkpointing, Control
 from scaleray.training.job import TRAIN, Split, TrainJob
 from scaleray.training.place import Place
-from scaleray.training.progress import Progress, Tail, Watchdog
+from scaleray.training.progress import Progress, Tail, TailHandler, Watchdog
 from scaleray.training.weights import save_weights
 
 MIB = 2**20
 BEAT_S = 0.5  # between two signs of life
+WATCHDOG_SHARE = 0.9  # of the time that a collective may take
 TAIL_LINES = 20
 HANG_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
 
@@ -115,6 +116,7 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
 
     tail: deque[str] = deque(maxlen=TAIL_LINES)
     sys.stdout, sys.stderr = Tail(sys.stdout, tail), Tail(sys.stderr, tail)
+    logging.getLogger().addHandler(TailHandler(tail))  # others hold the streams as they were before
     control = Control()
     if assignment.can_be_preempted:
         control.has_notice = lambda: ray.train.get_preemption_info() is not None
@@ -127,7 +129,7 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
             raise RuntimeError(f"the recorder has not kept the steps before it: {str(exc).splitlines()[-1]}") from None
 
     def beat(step: int, phase: str, since_s: float) -> bool:
-        heartbeat = Heartbeat(place.rank, place.node, os.getpid(), step, phase, since_s, tuple(tail))
+        heartbeat = Heartbeat(place.rank, place.node, os.getpid(), step, phase, since_s, tuple(tail), place.world_size)
         return bool(ray.get(assignment.recorder.beat.remote(heartbeat), timeout=30))
 
     def die(what: str) -> None:
@@ -142,7 +144,9 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
     )  # fmt: skip
     progress = Progress()
     watchdog = Watchdog(
-        progress, interval_s=max(BEAT_S, place.world_size / 100), limit_s=job.config.scale.collective_timeout_s, beat=beat,
+        progress, interval_s=max(BEAT_S, place.world_size / 100), beat=beat,
+        # before its peers give up on it, as only this worker knows where it hangs
+        limit_s=WATCHDOG_SHARE * job.config.scale.collective_timeout_s,
         on_leave=control.wants_leave.set, on_hang=die,
     )  # fmt: skip
     try:
@@ -166,7 +170,8 @@ class Sender:
         self._lock = threading.Lock()  # checkpoints send from a thread of their own
 
     def __call__(self, message: WorkerMessage) -> None:
-        self._buffer.append(message)
+        with self._lock:
+            self._buffer.append(message)
         if time.monotonic() - self._sent_at >= self.interval_s:
             self._send()
 
@@ -174,16 +179,23 @@ class Sender:
         """Send what is left and wait until it has arrived: after the last step nothing is slowed by that."""
         import ray
 
-        self._send()
-        if self._last is not None:
-            try:
+        try:
+            for _ in range(2):  # what is under way, and what waited behind it
+                if self._last is not None:
+                    ray.get(self._last, timeout=30)
+                self._send()
+            if self._last is not None:
                 ray.get(self._last, timeout=30)
-            except ray.exceptions.RayError:
-                logging.getLogger(__name__).warning("the recorder did not take the last messages of this worker")
+        except ray.exceptions.RayError:
+            logging.getLogger(__name__).warning("the recorder did not take the last messages of this worker")
 
     def _send(self) -> None:
+        import ray
+
         with self._lock:
-            if self._buffer:
+            # one call at a time: the recorder takes several at once, and would not keep their order
+            is_free = self._last is None or ray.wait([self._last], timeout=0)[0]
+            if self._buffer and is_free:
                 messages, self._buffer = self._buffer, []
                 self._last = self.recorder.log.remote(messages)
             self._sent_at = time.monotonic()

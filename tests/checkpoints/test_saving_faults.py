@@ -146,7 +146,7 @@ def test_the_optimizer_waits_until_its_tensors_are_copied(tmp_path):
             tensor.add_(1.0)
         saver.wait()
     assert all(float(t.sum()) == 0 for t in read_all(saver.catalog, saver.catalog.read(1)).values())
-    assert saver.stall_s == 0.0, "counted for this checkpoint, and told with it"
+    assert saver.stall_s > 0.0, "the wait is counted"
 
 
 def test_a_forward_pass_that_changes_a_parameter_is_noticed(tmp_path):

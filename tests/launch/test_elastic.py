@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 import shutil
@@ -94,7 +95,7 @@ def test_workers_come_and_go_and_the_training_stays_the_same(tmp_path):
     assert record["status"] == "FINISHED"
     assert [int(row["step"]) for row in rows] == list(range(1, 901)), "every step once"
     sizes = [int(row["world_size"]) for row in rows]
-    changes = [b for a, b in zip(sizes, sizes[1:], strict=False) if a != b]
+    changes = [b for a, b in itertools.pairwise(sizes) if a != b]
     assert sizes[0] == 1 and changes == [2, 1]
 
     alone = {key.replace("-", "_"): value for key, value in OPTIONS.items() if key != "workload.args"}

@@ -1,0 +1,104 @@
+"""A worker says where it is, and notices when it hangs."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections import deque
+
+from scaleray.training.progress import Progress, Tail, Watchdog, where
+
+
+def watch(progress, *, limit_s=0.2, beat=lambda step, phase, since_s: False):
+    hangs: list[str] = []
+    leaves = threading.Event()
+    dog = Watchdog(
+        progress, interval_s=0.02, limit_s=limit_s, beat=beat, on_leave=leaves.set, on_hang=hangs.append
+    )  # fmt: skip
+    return dog, hangs, leaves
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
+def test_a_thread_that_stays_in_the_users_loss_is_found_with_its_place():
+    release = threading.Event()
+    progress = Progress()
+
+    def users_loss():
+        progress.thread_id = threading.get_ident()
+        progress.finish_step(36)
+        progress.enter("loss")
+        release.wait(30)
+
+    dog, hangs, _ = watch(progress)
+    thread = threading.Thread(target=users_loss)
+    with dog:
+        thread.start()
+        wait_for(lambda: hangs)
+    release.set()
+    thread.join()
+    (text,) = hangs
+    assert "`loss` of step 37" in text
+    assert "test_progress.py" in text and "users_loss" in text and "release.wait" in text
+
+
+def test_waiting_in_a_collective_or_for_input_is_no_hang_of_this_worker():
+    for phase in ("synchronise", "input", "start", "checkpoint"):
+        progress = Progress()
+        progress.finish_step(1)
+        progress.enter(phase)
+        beats = []
+        dog, hangs, _ = watch(progress, limit_s=0.01, beat=lambda *beat, beats=beats: beats.append(beat))
+        with dog:
+            wait_for(lambda beats=beats: len(beats) >= 3)
+        assert hangs == [] and {beat[1] for beat in beats} == {phase}
+
+
+def test_the_first_step_may_take_longer():
+    progress = Progress()
+    progress.enter("loss")
+    progress.since = time.monotonic() - 0.5
+    dog, hangs, _ = watch(progress, limit_s=0.4)
+    with dog:
+        wait_for(lambda: hangs)
+    assert float(hangs[0].split(" for ")[1].split(" s")[0]) >= 1
+
+
+def test_a_request_to_leave_reaches_the_loop_and_a_deaf_recorder_is_no_reason_to_stop():
+    progress = Progress()
+    calls = []
+
+    def beat(step, phase, since_s):
+        calls.append(step)
+        if len(calls) < 3:
+            raise ConnectionError("nobody listens")
+        return True
+
+    dog, hangs, leaves = watch(progress, beat=beat)
+    with dog:
+        wait_for(leaves.is_set)
+    assert len(calls) >= 3 and hangs == []
+
+
+def test_the_last_lines_are_remembered_and_passed_on():
+    lines: deque[str] = deque(maxlen=3)
+    stream = io.StringIO()
+    tail = Tail(stream, lines)
+    print("one\ntwo", file=tail)
+    print("half", end="", file=tail)
+    tail.write(" line\n\nfour\nfi")
+    tail.writelines(["ve\n", "six"])
+    assert list(lines) == ["half line", "four", "five"]
+    assert stream.getvalue() == "one\ntwo\nhalf line\n\nfour\nfive\nsix"
+    tail.flush()
+
+
+def test_a_place_is_given_even_for_a_thread_that_is_gone():
+    assert where(0) == "the thread is gone"
+    assert "test_progress.py" in where(threading.get_ident())
