@@ -67,6 +67,8 @@ class EventRecord:
 
     text: str
     kind: str = "info"
+    """`info`, `warning`, `hint`, or `resumed`, which says after which step a run went on."""
+    step: int | None = None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,9 @@ from fault_suite.run import BATCH, STEPS, Entry, Run
 from scaleray.data import StepPlan
 from scaleray.records import RunRecord
 
+EXACT_METRICS = ("train/loss", "train/grad_norm", "train/learning_rate", "train/epoch", "val/loss")
+"""Others are times, which no two runs share."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -62,9 +65,8 @@ def same_records(undisturbed: Outcome, disturbed: Outcome) -> list[str]:
         have = disturbed.points.get(name, [])
         if [step for step, _ in have] != [step for step, _ in points]:
             problems.append(f"{name}: {_difference([(s, 0) for s, _ in points], [(s, 0) for s, _ in have])}")
-        elif name in ("train/loss", "train/grad_norm", "train/learning_rate") or name.startswith("val/"):
-            if have != points:
-                problems.append(f"{name}: {_difference(points, have)}")
+        elif name in EXACT_METRICS and have != points:
+            problems.append(f"{name}: {_difference(points, have)}")
     if disturbed.final != undisturbed.final:
         problems.append(f"the last evaluation is {disturbed.final} instead of {undisturbed.final}")
     return problems

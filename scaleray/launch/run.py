@@ -326,6 +326,7 @@ class _Run:
             mlflow_link=identity.link,
             run_dir=self.folder.path,
             events=recording.events,
+            resumed_after=recording.resumed_after,
         )
         if status == "FINISHED" and self.config.checkpoint.save_final:
             recorder.log_files([self.folder.local_weights()], "model")

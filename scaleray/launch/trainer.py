@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 import os
+import re
 import secrets
 import signal
 import threading
@@ -30,6 +31,7 @@ from scaleray.launch.cluster import input_cpus
 from scaleray.records import EventRecord, Heartbeat, WorkerMessage
 from scaleray.tracking.recorder import RunDescription
 from scaleray.training.job import Split, TrainJob
+from scaleray.training.progress import HANG
 
 if TYPE_CHECKING:
     from scaleray.training.worker import Assignment
@@ -361,12 +363,20 @@ def what_failed(failures: Mapping[int, BaseException], heartbeats: Sequence[Hear
     beat = next((b for b in heartbeats if b.rank == rank), None)
     if isinstance(error, ScaleRayError):
         return f"{error}{_tail(beat)}"
-    place = (
-        f" on {beat.node} (process {beat.process}) was lost after step {beat.step}, in {beat.phase}"
-        if beat
-        else " was lost"
+    if beat is None:
+        return f"rank {rank} was lost: {_death(error)}"
+    who = f"rank {rank} on {beat.node} (process {beat.process})"
+    if beat.phase.startswith(HANG):
+        return f"{who} hangs: {beat.phase.removeprefix(HANG)}{_tail(beat)}"
+    return f"{who} was lost in step {beat.step + 1}, in `{beat.phase}`: {_death(error)}{_tail(beat)}"
+
+
+def _death(error: BaseException) -> str:
+    """Ray's words on a worker's end, without its guesses."""
+    found = re.search(
+        r"Worker exit type: (\w+) Worker exit detail: (.*?)\.?( Some common causes|$)", str(error), re.DOTALL
     )
-    return f"rank {rank}{place}: {_last_line(error)}{_tail(beat)}"
+    return f"its process ended ({found[1]}: {found[2]})" if found else _last_line(error)
 
 
 def _silent(failures: Mapping[int, BaseException], heartbeats: Sequence[Heartbeat]) -> Heartbeat | None:

@@ -94,6 +94,7 @@ class Recording:
     metrics: dict[str, float]
     summaries: list[WorkerSummary]
     events: list[str]
+    resumed_after: list[int]
     last_step: int
     unsent_file: str | None = None
 
@@ -128,6 +129,7 @@ class Recorder:
         self._metrics: dict[str, float] = {}
         self._summaries: dict[int, WorkerSummary] = {}
         self._events: list[str] = []
+        self._resumed_after: list[int] = []
         self._points: list[tuple[str, float, int, int]] = []
         self._retry_at, self._retry_s = 0.0, RETRY_FIRST_S
         self._unsent: list[str] = []
@@ -243,6 +245,7 @@ class Recorder:
             metrics=dict(self._metrics),
             summaries=[self._summaries[rank] for rank in sorted(self._summaries)],
             events=list(self._events),
+            resumed_after=list(self._resumed_after),
             last_step=self._last_step,
             unsent_file=str(self.unsent) if self.unsent.exists() else None,
         )
@@ -404,6 +407,8 @@ class Recorder:
         elif isinstance(message, WorkerSummary):
             self._summaries[message.rank] = message
         elif isinstance(message, EventRecord):
+            if message.kind == "resumed" and message.step is not None:
+                self._resumed_after.append(message.step)
             if message.text in self._events:
                 return
             self._events.append(message.text)

@@ -104,7 +104,9 @@ class Checkpointing:
             if before != self.job.recipe.global_batch_size:
                 own_rates.put_back(state.setup, position=self.job.steps_before())
             self.saver.start_from(self.resumed_from)
-            self._say(_resumed(self.resumed_from, self.place.world_size, self.job), kind="info")
+            if self.place.rank == 0:
+                text = _resumed(self.resumed_from, self.place.world_size, self.job)
+                self.emit(EventRecord(text, kind="resumed", step=self.resumed_from.step))
         self.saved_at = time.monotonic()
 
     def before_update(self) -> None:
@@ -189,9 +191,9 @@ class Checkpointing:
         dist.all_gather_object(everyone, mine, group=self.group)
         return everyone
 
-    def _say(self, text: str, kind: str = "warning") -> None:
+    def _say(self, text: str) -> None:
         if self.place.rank == 0:
-            self.emit(EventRecord(text, kind=kind))
+            self.emit(EventRecord(text, kind="warning"))
 
 
 def _told(damage: Damage, step: int) -> str:

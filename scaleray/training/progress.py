@@ -13,7 +13,9 @@ from typing import TextIO
 
 from scaleray.workload import user_frames
 
+HANG = "a hang: "  # begins the phase of a worker that is about to end itself
 WATCHED = ("loss", "update", "evaluation")  # input and collectives have time limits of their own
+COLLECTIVES = ("torch/distributed/", "torch/nn/parallel/distributed.py")  # files that wait for other workers
 FIRST_STEP_FACTOR = 3.0  # a first step may compile, and fill caches
 
 
@@ -49,6 +51,7 @@ class Watchdog:
         self.progress, self.interval_s, self.limit_s = progress, interval_s, limit_s
         self.beat, self.on_leave, self.on_hang = beat, on_leave, on_hang
         self._stop = threading.Event()
+        self._waited_since = -1.0
         self._thread = threading.Thread(target=self._watch, name="scaleray-watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
@@ -63,7 +66,9 @@ class Watchdog:
             progress = self.progress
             step, phase, since_s = progress.step, progress.phase, time.monotonic() - progress.since
             limit_s = self.limit_s * (1.0 if progress.steps_done else FIRST_STEP_FACTOR)
-            if phase in WATCHED and since_s > limit_s:
+            if waits_for_others(progress.thread_id):
+                self._waited_since = progress.since  # and if that fails, its way out may take longer than the limit
+            if phase in WATCHED and since_s > limit_s and self._waited_since != progress.since:
                 self.on_hang(
                     f"it has been in `{phase}` of step {step + 1} for {since_s:.0f} s: {where(progress.thread_id)}"
                 )
@@ -73,6 +78,12 @@ class Watchdog:
                     self.on_leave()
             except Exception:  # nobody listens for the moment, which is no reason to stop training
                 continue
+
+
+def waits_for_others(thread_id: int) -> bool:
+    """Whether a thread is inside a collective, such as DDP's own in a forward pass: then another worker is to blame."""
+    frame = sys._current_frames().get(thread_id)
+    return frame is not None and any(part in frame.f_code.co_filename for part in COLLECTIVES)
 
 
 def where(thread_id: int) -> str:

@@ -32,7 +32,7 @@ from scaleray.training import loop
 from scaleray.training.checkpointing import Checkpointing, Control
 from scaleray.training.job import TRAIN, Split, TrainJob
 from scaleray.training.place import Place
-from scaleray.training.progress import Progress, Tail, TailHandler, Watchdog
+from scaleray.training.progress import HANG, Progress, Tail, TailHandler, Watchdog
 from scaleray.training.weights import save_weights
 
 MIB = 2**20
@@ -133,8 +133,7 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
         return bool(ray.get(assignment.recorder.beat.remote(heartbeat), timeout=30))
 
     def die(what: str) -> None:
-        beat(progress.step, f"a hang: {what}", 0.0)
-        sender(EventRecord(f"rank {place.rank} on {place.node} hangs: {what}", kind="warning"))
+        beat(progress.step, HANG + what, 0.0)
         sender.flush()
         os._exit(HANG_EXIT_CODE)  # the training thread cannot be ended otherwise
 

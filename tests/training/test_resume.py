@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import random
 
 import numpy as np
@@ -11,16 +12,24 @@ import torch
 import torch.nn.functional as F
 from small_runs import (
     Classify,
+    KillAt,
+    Place,
     Tokens,
     WithDropout,
     largest_difference,
+    make_job,
     relative_differences,
+    same_generators,
     train,
     train_alone,
 )
 from torch import nn
 
 from scaleray.checkpoints.catalog import Catalog
+from scaleray.data import StepStream
+from scaleray.data.stream import local_blocks
+from scaleray.training import loop
+from scaleray.training.checkpointing import Checkpointing
 from scaleray.training.model_setup import Setup
 from scaleray.training.state import ITEMS, SETUP_ITEMS
 
@@ -164,3 +173,70 @@ def test_a_finished_run_can_be_resumed_and_has_nothing_to_do(tmp_path):
     again = train_alone(Classify(num_val=10), FLAGS, folder=tmp_path)
     assert again.steps == [] and again.summary.steps == 14
     assert_same_bits(again.weights, first.weights)
+
+
+# what a loop and a step keep between two steps: saved, or no state of the training
+LOOP_SAVED = {
+    "step",
+    "count_per_row",
+    "nonfinite_steps",
+    "skipped_in_a_row",
+    "_last_bad",
+    "metrics",
+    "evaluated_at",
+    "job",
+}
+LOOP_STATELESS = {
+    "place", "open_stream", "emit", "save_weights", "probe", "checkpointing", "progress", "config", "recipe", "first_step",
+    "train_step", "clock", "first_step_s", "system", "sampled_at", "evaluators", "_setup",
+}  # fmt: skip
+STEP_SAVED = {"count_per_row"}
+STEP_STATELESS = {
+    "workload", "setup", "config", "recipe", "place", "gives_tuples", "probe", "signals", "before_update", "enter", "parameters",
+}  # fmt: skip
+
+
+class Inspector(KillAt):
+    """Takes the loop's own objects out of its stack."""
+
+    def on_batch(self, batch):
+        if batch.step == 2:
+            frame = inspect.currentframe()
+            while "saves" not in frame.f_locals:
+                frame = frame.f_back
+            found = frame.f_locals
+            self.loop, self.step_object = found["self"], found["step"]
+
+
+def test_everything_that_the_loop_keeps_between_steps_is_saved_or_known_to_be_no_state():
+    job, sources = make_job(Everything(num_val=10), FLAGS)
+    inspector = Inspector(-1, None)
+    with same_generators():
+        loop.run(job, Place(), open_stream=stream_opener(job, sources), emit=lambda message: None, probe=inspector)
+    torch.use_deterministic_algorithms(False)
+    kept, in_step = set(vars(inspector.loop)) | {"_last_bad"}, set(vars(inspector.step_object))
+    assert kept == LOOP_SAVED | LOOP_STATELESS, "a new attribute holds state or not: say which, and save it"
+    assert in_step == STEP_SAVED | STEP_STATELESS, "a new attribute holds state or not: say which, and save it"
+
+
+def stream_opener(job, sources):
+    def open_stream(split, part):
+        return StepStream(local_blocks(sources[split.name], part, chunk_bytes=64), part)
+
+    return open_stream
+
+
+def test_a_checkpoint_names_its_run_and_its_environment(tmp_path):
+    job, sources = make_job(Classify(), FLAGS)
+    facts = {"config_hash": "c", "environment_hash": "e", "config": job.config.to_dict()}
+    saves = Checkpointing(
+        job, Place(), Catalog.of_run(str(tmp_path)), emit=lambda message: None, facts=facts,
+        before_publishing=lambda: {"mlflow": {"run_id": "r"}},
+    )  # fmt: skip
+    with same_generators():
+        loop.run(job, Place(), open_stream=stream_opener(job, sources), emit=lambda m: None, checkpointing=saves)
+    torch.use_deterministic_algorithms(False)
+    manifest = Catalog.of_run(str(tmp_path)).newest()
+    assert manifest.step == 14 and set(manifest.values) >= {"optimizer", "schedule", "scaler", "progress", "workload"}
+    assert {"config", "config_hash", "environment_hash", "mlflow", "metrics"} <= manifest.facts.keys()
+    assert manifest.values["progress"]["epoch"] == 3 and manifest.values["progress"]["sample_in_epoch"] == 16
