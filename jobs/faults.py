@@ -22,12 +22,14 @@ from pathlib import Path
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the suite and print its table; 0 when everything held."""
     from fault_suite.injectors import KINDS
+    from fault_suite.run import FULL, QUICK
     from fault_suite.suite import run_suite
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=40, help="how many faults must strike")
     parser.add_argument("--seed", type=int, default=0, help="decides kinds, steps and victims")
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"comma between them: {', '.join(KINDS)}")
+    parser.add_argument("--quick", action="store_true", help="shorter runs, and hangs are given up sooner")
     parser.add_argument("--json", type=Path, help="write every fault and its outcome to this file")
     options = parser.parse_args(arguments)
     kinds = [kind.strip() for kind in options.kinds.split(",")]
@@ -39,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{time.monotonic() - started:6.0f} s  {text}", flush=True)
 
     folder = Path(tempfile.mkdtemp(prefix="scaleray-faults-"))
-    report = run_suite(options.faults, seed=options.seed, kinds=kinds, folder=folder, say=say)
+    report = run_suite(
+        options.faults, seed=options.seed, kinds=kinds, folder=folder, say=say, size=QUICK if options.quick else FULL
+    )
     if options.json:
         options.json.write_text(json.dumps(report.to_dict(), indent=1))
     print_table(report, kinds)

@@ -94,11 +94,11 @@ class InitialisationError(RunFailedError):
 
 
 class StepFailedError(RunFailedError):
-    """The workload's code raised in a step. steps_done: steps that this worker took before, since it was started."""
+    """The workload's code raised in a step. step: how many were complete; steps_done: by this worker, since its start."""
 
-    def __init__(self, text: str, steps_done: int = 0) -> None:
-        super().__init__(text, steps_done)
-        self.text, self.steps_done = text, steps_done
+    def __init__(self, text: str, steps_done: int = 0, step: int = -1) -> None:
+        super().__init__(text, steps_done, step)
+        self.text, self.steps_done, self.step = text, steps_done, step
 
     def __str__(self) -> str:
         return self.text

@@ -168,7 +168,12 @@ class RunRecord:
     @classmethod
     def read(cls, path: str | Path) -> RunRecord:
         """Read a record.json written by `to_json`."""
-        return cls(**json.loads(Path(path).read_text()))
+        return cls.from_json(Path(path).read_text())
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> RunRecord:
+        """The record in the text of a record.json. Raises ValueError or TypeError for anything else."""
+        return cls(**json.loads(text))
 
 
 def jsonable(value: Any) -> Any:

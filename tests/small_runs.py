@@ -197,17 +197,24 @@ def train(
     *,
     folder: Any = None,
     kill_at: int | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> Finished:
     """Run the loop as the worker at `place`; every rank of a pool calls it.
 
     folder: of the run, for its checkpoints; None is none. kill_at: end the run when so many steps are complete.
     """
     job, sources = make_job(workload, flags, world_size=place.world_size)
-    return train_job(place, job.on(place.world_size), sources, folder=folder, kill_at=kill_at)
+    return train_job(place, job.on(place.world_size), sources, folder=folder, kill_at=kill_at, facts=facts)
 
 
 def train_job(
-    place: Place, job: TrainJob, sources: Mapping[str, Any], *, folder: Any = None, kill_at: int | None = None
+    place: Place,
+    job: TrainJob,
+    sources: Mapping[str, Any],
+    *,
+    folder: Any = None,
+    kill_at: int | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> Finished:
     """Run the loop on a job that is ready."""
     messages: list[WorkerMessage] = []
@@ -215,7 +222,7 @@ def train_job(
     checkpointing = None
     if folder is not None:
         catalog = Catalog.of_run(str(folder), job.config.checkpoint.copy_path)
-        checkpointing = Checkpointing(job, place, catalog, emit=messages.append)
+        checkpointing = Checkpointing(job, place, catalog, emit=messages.append, facts=facts)
     weights: dict[str, torch.Tensor] = {}
 
     def open_stream(split: Split, part: Part) -> StepStream:

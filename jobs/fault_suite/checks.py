@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fault_suite.run import BATCH, STEPS, Entry, Run
+from fault_suite.run import BATCH, Entry, Run
 from scaleray.data import StepPlan
 from scaleray.records import RunRecord
 
@@ -72,7 +72,7 @@ def same_records(undisturbed: Outcome, disturbed: Outcome) -> list[str]:
     return problems
 
 
-def used_samples(entries: list[Entry], *, rows: int = 310, seed: int = 0) -> list[str]:
+def used_samples(entries: list[Entry], *, steps: int, rows: int = 310, seed: int = 0) -> list[str]:
     """What is wrong with the samples: the last attempt of every step counts, and must be what the plan says."""
     plan = StepPlan(num_samples=rows, global_batch_size=BATCH, seed=seed)
     last: dict[int, dict[int, Entry]] = defaultdict(dict)
@@ -80,7 +80,7 @@ def used_samples(entries: list[Entry], *, rows: int = 310, seed: int = 0) -> lis
         last[entry.step][entry.rank] = entry
     problems = []
     per_epoch: dict[int, list[int]] = defaultdict(list)
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         newest = max(last[step].values(), key=lambda entry: entry.time, default=None)
         if newest is None:
             problems.append(f"nobody trained step {step}")
@@ -92,11 +92,11 @@ def used_samples(entries: list[Entry], *, rows: int = 310, seed: int = 0) -> lis
         if ids != plan.global_indices(step - 1).tolist():
             problems.append(f"step {step} used {len(ids)} samples, not those of the plan")
         per_epoch[(step - 1) // plan.steps_per_epoch] += ids
-    for epoch in range(STEPS // plan.steps_per_epoch):
+    for epoch in range(steps // plan.steps_per_epoch):
         counts = np.bincount(per_epoch[epoch], minlength=rows)
         if not (counts == 1).all():
             problems.append(f"epoch {epoch}: {int((counts != 1).sum())} samples were not used exactly once")
-    extra = [step for step in last if step > STEPS]
+    extra = [step for step in last if step > steps]
     return problems + [f"step {step} should not be" for step in extra]
 
 

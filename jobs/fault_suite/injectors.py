@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from fault_suite.cluster import Nodes, raylet_of
-from fault_suite.run import HANG_LIMIT_S, Failed, Run
+from fault_suite.run import Failed, Run
 from fault_suite.services import Bucket, TrackingServer
 
 HANG_SLACK_S = 5.0  # the watchdog looks every half second, the message travels to the terminal once a second
@@ -140,11 +140,11 @@ def stop_process(scene: Scene) -> float:
 
 def expect_named(run: Run, rank: int, step: int, at: float) -> None:
     """The hang is reported within its bound, with rank and step."""
-    bound = HANG_LIMIT_S + HANG_SLACK_S
+    bound = run.size.hang_limit_s + HANG_SLACK_S
 
     def named() -> bool:
         return any(
-            f"rank {rank}" in line and (f"step {step}" in line or f"step {step - 1}" in line)
+            f"rank {rank}" in line and (f"step {step}" in line or f"step {step + 1}" in line)
             for _, line in run.said("hang", since=at)
         )
 
@@ -254,6 +254,8 @@ def fail_bucket(scene: Scene) -> float:
 def kill_tracking(scene: Scene) -> float:
     """SIGKILL to the MLflow server; a worker dies while it is away; then it comes back."""
     assert scene.tracking is not None
+    # a run that MLflow does not know yet cannot begin without it
+    scene.run.wait_for(lambda: list(Path(scene.run.storage_path).glob("*/run.json")), "the run in MLflow", seconds=60)
     at = time.time()
     if not scene.tracking.kill():
         raise NotInjected("the server is still there")

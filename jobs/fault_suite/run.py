@@ -18,10 +18,21 @@ from scaleray.records import RunRecord
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WORKERS = 2
-STEPS = 320
-CHECKPOINT_EVERY = 20
 BATCH = 24
-HANG_LIMIT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Size:
+    """How long a run is. pause_s: of each step. hang_limit_s: after which a worker that hangs is given up."""
+
+    steps: int = 320
+    checkpoint_every: int = 20
+    pause_s: float = 0.04
+    hang_limit_s: float = 10.0
+
+
+FULL = Size()
+QUICK = Size(steps=150, checkpoint_every=10, pause_s=0.03, hang_limit_s=6.0)
 
 
 @dataclass(frozen=True)
@@ -45,8 +56,8 @@ class Run:
 
     folder: Path
     environment: Mapping[str, str]
+    size: Size
     options: Mapping[str, Any] = field(default_factory=dict)
-    steps: int = STEPS
     driver: subprocess.Popen[str] | None = None
     lines: list[tuple[float, str]] = field(default_factory=list)
     """What the drivers said, with the time at which it was said."""
@@ -61,13 +72,14 @@ class Run:
         self.diary = self.folder / "diary"
         self.diary.mkdir(parents=True)
         values = {
-            "workload.name": f"{Path(__file__).parent / 'workload.py'}:Recorded", "workload.args": {"folder": str(self.diary)},
+            "workload.name": f"{Path(__file__).parent / 'workload.py'}:Recorded",
+            "workload.args": {"folder": str(self.diary), "pause_s": self.size.pause_s},
             "batch.global_size": BATCH, "optimizer.name": "adamw", "optimizer.learning_rate": 0.002, "optimizer.clip_norm": 1.0,
-            "schedule.name": "cosine", "schedule.warmup": "20 steps", "stop.after": f"{self.steps} steps",
-            "evaluation.every": "80 steps", "deterministic": True, "data.reserved_cpus": 1, "data.chunk_mib": 0.01,
+            "schedule.name": "cosine", "schedule.warmup": "20 steps", "stop.after": f"{self.size.steps} steps",
+            "evaluation.every": "50 steps", "deterministic": True, "data.reserved_cpus": 1, "data.chunk_mib": 0.01,
             "scale.workers": WORKERS, "scale.label_selector": {"role": "train"}, "scale.placement": "SPREAD",
-            "scale.max_failures": 100, "scale.collective_timeout_s": HANG_LIMIT_S, "scale.launch_timeout_s": 60,
-            "checkpoint.every": f"{CHECKPOINT_EVERY} steps", "checkpoint.storage_path": str(self.folder / "runs"),
+            "scale.max_failures": 100, "scale.collective_timeout_s": self.size.hang_limit_s, "scale.launch_timeout_s": 60,
+            "checkpoint.every": f"{self.size.checkpoint_every} steps", "checkpoint.storage_path": str(self.folder / "runs"),
             "checkpoint.grace_s": 15, "tracking.uri": f"sqlite:///{self.folder / 'mlflow.db'}", "tracking.every_steps": 1,
             "tracking.interval_s": 1, **self.options,
         }  # fmt: skip
@@ -103,8 +115,13 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """The run's folder, local."""
-        return next(path for path in Path(self.storage_path).iterdir() if (path / "run.json").exists())
+        """The run's folder, local. A driver that was killed before the run was made leaves an empty one behind."""
+        return max(Path(self.storage_path).iterdir(), key=lambda path: path.stat().st_mtime)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the command has ended well."""
+        return self.driver is not None and self.driver.poll() == 0
 
     def entries(self) -> list[Entry]:
         """The diaries of all workers so far, in the order of time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import subprocess
 import sys
@@ -26,6 +27,7 @@ class Bucket:
         from moto.server import DomainDispatcherApplication, create_backend_app
         from werkzeug.serving import make_server
 
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for every request
         self.failing = threading.Event()
         self.num_refused = 0
         self.on_shard: Callable[[], None] | None = None
@@ -47,10 +49,10 @@ class Bucket:
         self.thread.start()
         import boto3
 
-        boto3.client("s3", **self._client()).create_bucket(Bucket="faults")
+        os.environ |= self._environment()
+        boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"]).create_bucket(Bucket="faults")
 
-    def environment(self) -> dict[str, str]:
-        """What a process needs to use it."""
+    def _environment(self) -> dict[str, str]:
         return {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.server.port}", "AWS_ACCESS_KEY_ID": "test",
             "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1", "AWS_REGION": "us-east-1",
@@ -59,12 +61,6 @@ class Bucket:
     def close(self) -> None:
         """Stop it."""
         self.server.shutdown()
-
-    def _client(self) -> dict[str, str]:
-        return {
-            "endpoint_url": f"http://127.0.0.1:{self.server.port}", "region_name": "us-east-1",
-            "aws_access_key_id": "test", "aws_secret_access_key": "test",
-        }  # fmt: skip
 
 
 class TrackingServer:
@@ -117,7 +113,7 @@ class TrackingServer:
 
 @contextlib.contextmanager
 def bucket() -> Iterator[Bucket]:
-    """An S3 server for as long as the context lasts."""
+    """An S3 server for as long as the context lasts, in the environment of all that is started meanwhile."""
     server = Bucket()
     try:
         yield server

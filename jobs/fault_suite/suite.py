@@ -15,13 +15,12 @@ from fault_suite import services
 from fault_suite.checks import Outcome, outcome, same_records, same_weights, used_samples
 from fault_suite.cluster import Nodes, local_nodes
 from fault_suite.injectors import KINDS, LOCAL, S3, SERVER, NotInjected, Scene
-from fault_suite.run import STEPS, Failed, Run
+from fault_suite.run import FULL, Failed, Run, Size
 
 FAULTS_PER_RUN = 7
-LAST_FAULT = STEPS - 60
 STEPS_TAKEN = {"node drained": 140, "S3 answers 500": 120, "writes refused": 40, "MLflow server killed": 60}
 """Steps that pass while some kinds do their harm; they must fit into the run."""
-BEHIND = 25  # steps that most restarts repeat
+AFTER_LAST = 50  # steps after the last fault of a run
 
 
 @dataclass
@@ -64,19 +63,26 @@ class Report:
         return {"faults": [asdict(f) for f in self.faults], "problems": self.problems, "wall_s": self.wall_s}
 
 
-def run_suite(num_faults: int, *, seed: int, kinds: Sequence[str], folder: Path, say: Callable[[str], None]) -> Report:
+def run_suite(
+    num_faults: int, *, seed: int, kinds: Sequence[str], folder: Path, say: Callable[[str], None], size: Size = FULL
+) -> Report:  # fmt: skip
     """The undisturbed run, then disturbed ones until so many faults have struck."""
     started = time.monotonic()
     chosen = random.Random(seed)
     report = Report()
-    with local_nodes() as nodes:
-        undisturbed = _undisturbed(nodes, folder / "undisturbed", say)
+    with contextlib.ExitStack() as stack:
+        # workers get the environment of their nodes, so the bucket comes first
+        bucket = stack.enter_context(services.bucket()) if any(kind in S3 for kind in kinds) else None
+        nodes = stack.enter_context(local_nodes())
+        undisturbed = _undisturbed(nodes, folder / "undisturbed", size, say)
         missing, number = num_faults, 0
         dealt: list[str] = []
         while missing > 0 and number < num_faults + 3:  # a kind that cannot be injected must not go on for ever
             for names in _deal(missing, kinds, dealt, chosen):
                 number += 1
-                disturbed = _Disturbed(nodes, undisturbed, folder / f"run-{number:02d}", number, chosen, report, say)
+                disturbed = _Disturbed(
+                    nodes, bucket, undisturbed, folder / f"run-{number:02d}", number, chosen, report, size, say
+                )
                 disturbed.suffer(names)
             missing = num_faults - sum(fault.is_injected for fault in report.faults)
     report.wall_s = time.monotonic() - started
@@ -104,18 +110,18 @@ def _deal(num_faults: int, kinds: Sequence[str], dealt: list[str], chosen: rando
     return runs
 
 
-def _undisturbed(nodes: Nodes, folder: Path, say: Callable[[str], None]) -> Outcome:
-    run = Run(folder, _environment(nodes))
+def _undisturbed(nodes: Nodes, folder: Path, size: Size, say: Callable[[str], None]) -> Outcome:
+    run = Run(folder, _environment(nodes), size)
     started = time.monotonic()
     run.start()
     try:
         found = outcome(run, run.finish())
     finally:
         run.stop()
-    wrong = used_samples(run.entries())
+    wrong = used_samples(run.entries(), steps=size.steps)
     if found.status != "FINISHED" or wrong or run.starts != 1:
         raise Failed(f"the undisturbed run is not as it should be: {found.status}, {wrong}")
-    say(f"undisturbed: {STEPS} steps in {time.monotonic() - started:.0f} s")
+    say(f"undisturbed: {size.steps} steps in {time.monotonic() - started:.0f} s")
     return found
 
 
@@ -128,11 +134,11 @@ class _Disturbed:
     """One run with several faults, one after another."""
 
     def __init__(
-        self, nodes: Nodes, undisturbed: Outcome, folder: Path, number: int, chosen: random.Random, report: Report,
-        say: Callable[[str], None],
+        self, nodes: Nodes, bucket: services.Bucket | None, undisturbed: Outcome, folder: Path, number: int, chosen: random.Random, report: Report,
+        size: Size, say: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self.nodes, self.undisturbed, self.folder, self.number = nodes, undisturbed, folder, number
-        self.random, self.report, self.say = chosen, report, say
+        self.nodes, self.bucket, self.undisturbed, self.folder, self.number = nodes, bucket, undisturbed, folder, number
+        self.random, self.report, self.size, self.say = chosen, report, size, say
 
     def suffer(self, names: Sequence[str]) -> None:
         """Let the faults happen in this order, and judge."""
@@ -148,8 +154,9 @@ class _Disturbed:
                     self._strike(fault, scene, names[number + 1 :])
                 found = outcome(run, run.finish())
                 self._judge(faults, found, run)
-            except Failed as exc:
-                problems.append(f"run {self.number}: {exc}")
+            except Exception as exc:  # whatever it is, the other runs are to be seen too
+                kind = "" if isinstance(exc, Failed) else f"{type(exc).__name__}: "
+                problems.append(f"run {self.number}: {kind}{exc}")
             finally:
                 run.stop()
             problems += [f"run {self.number} left {left}" for left in self.nodes.wait_until_empty(run.processes)]
@@ -159,11 +166,15 @@ class _Disturbed:
 
     def _strike(self, fault: Fault, scene: Scene, later: Sequence[str]) -> None:
         run = scene.run
-        run.wait_for(lambda: run.step() > 0, "the first step")
+        run.wait_for(lambda: run.step() > 0 or run.is_over, "the first step")
         now = run.step()
-        room = LAST_FAULT - now - sum(STEPS_TAKEN.get(name, 0) for name in (fault.kind, *later))
-        due = now + self.random.randint(2, max(3, room // (len(later) + 1) + BEHIND))
-        run.wait_for(lambda: run.step() >= due, f"step {due}")
+        room = self.size.steps - AFTER_LAST - now - sum(STEPS_TAKEN.get(name, 0) for name in (fault.kind, *later))
+        # a restart repeats as many steps as were not saved, and then some
+        due = now + self.random.randint(2, max(3, room // (len(later) + 1) + self.size.checkpoint_every))
+        run.wait_for(lambda: run.step() >= due or run.is_over, f"step {due}")
+        if run.is_over:
+            fault.problem = "the run was over"
+            return
         fault.at_step = run.step()
         try:
             at = KINDS[fault.kind](scene)
@@ -176,10 +187,12 @@ class _Disturbed:
         old, last = {entry.process for entry in before}, max(entry.step for entry in before)
 
         def beyond() -> float:
+            if run.is_over:
+                return time.time()  # it struck after the last step
             return next((e.time for e in run.entries() if e.process not in old and e.step > last), 0.0)
 
         recovered_at = run.wait_for(beyond, f"step {last + 1} after `{fault.kind}`", seconds=150)
-        first = min(entry.step for entry in run.entries() if entry.process not in old)
+        first = min((entry.step for entry in run.entries() if entry.process not in old), default=self.size.steps + 1)
         last_old = max(entry.step for entry in run.entries() if entry.process in old)
         fault.has_recovered = True
         fault.steps_repeated, fault.recovery_s = last_old - first + 1, recovered_at - at
@@ -188,7 +201,7 @@ class _Disturbed:
         )
 
     def _judge(self, faults: Sequence[Fault], found: Outcome, run: Run) -> None:
-        weights, samples = same_weights(self.undisturbed, found), used_samples(run.entries())
+        weights, samples = same_weights(self.undisturbed, found), used_samples(run.entries(), steps=self.size.steps)
         records = same_records(self.undisturbed, found)
         for fault in faults:
             fault.weights_equal, fault.samples_once, fault.records_equal = not weights, not samples, not records
@@ -200,17 +213,15 @@ class _Disturbed:
     @contextlib.contextmanager
     def _scene(self, names: Sequence[str]) -> Iterator[Scene]:
         environment, options = _environment(self.nodes), {}
-        bucket = tracking = None
+        tracking = None
         with contextlib.ExitStack() as stack:
             if any(name in S3 for name in names):
-                bucket = stack.enter_context(services.bucket())
-                environment |= bucket.environment()
                 options["checkpoint.storage_path"] = f"s3://faults/run-{self.number}"
             if any(name in SERVER for name in names):
                 tracking = stack.enter_context(services.tracking_server(self.folder))
                 options["tracking.uri"] = tracking.uri
-            run = Run(self.folder, environment, options)
-            yield Scene(run, self.nodes, self.random, bucket, tracking)
+            run = Run(self.folder, environment, self.size, options)
+            yield Scene(run, self.nodes, self.random, self.bucket, tracking)
 
 
 def median(values: Sequence[float]) -> float | None:

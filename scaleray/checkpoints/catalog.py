@@ -22,6 +22,7 @@ from scaleray.checkpoints.manifest import (
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import CheckpointError
 
+UNREADABLE = "the storage does not give it"
 FOLDER = "checkpoints"  # of a run folder
 
 
@@ -63,6 +64,11 @@ class Damage:
     problem: str
     healed_from: str | None = None
     good_at: str | None = None
+
+    @property
+    def is_unreadable(self) -> bool:
+        """Whether the storage did not answer, which says nothing about the bytes."""
+        return self.problem.startswith(UNREADABLE)
 
     @property
     def is_lost(self) -> bool:
@@ -308,7 +314,7 @@ def _problem(store: Store, name: str, expected: StoredFile) -> str | None:
     except (FileNotFoundError, NotADirectoryError):
         return "missing"
     except OSError as exc:
-        return f"it cannot be read: {exc}"
+        return f"{UNREADABLE}: {exc}" if not store.is_local else f"it cannot be read: {exc}"
     if length != expected.num_bytes:
         return f"{length} bytes instead of {expected.num_bytes}"
     return None if sha256 == expected.sha256 else "its SHA-256 is another"

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import unquote
 
+from scaleray.config.base import without_password
+
 PIECE_BYTES = 8 * 2**20  # read, hashed and written at once
 
 
@@ -72,7 +74,7 @@ class Store:
 
     def path(self, name: str) -> str:
         """Where a file is, for people."""
-        return self.child(name).root
+        return without_password(self.child(name).root)
 
     def write(self, name: str, pieces: Iterable[Any]) -> tuple[str, int]:
         """Write buffers one after another; gives (SHA-256 of the whole in hex, its bytes). Flushed to the disk at the end.

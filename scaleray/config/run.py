@@ -56,7 +56,13 @@ class RunConfig(Settings):
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they would stand in a YAML file; passwords in URIs are stars, as these values are stored."""
         values = self.model_dump(mode="json")
-        for section, key in (("tracking", "uri"), ("checkpoint", "storage_path"), ("checkpoint", "copy_path")):
+        secret = (
+            ("tracking", "uri"),
+            ("checkpoint", "storage_path"),
+            ("checkpoint", "copy_path"),
+            ("workload", "weights"),
+        )
+        for section, key in secret:
             if values[section][key] is not None:
                 values[section][key] = without_password(values[section][key])
         return values

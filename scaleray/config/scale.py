@@ -30,7 +30,7 @@ class ScaleSettings(Settings):
     """Ray node labels that every worker's node must have, such as {zone: eu-1}."""
     max_failures: Annotated[int, Field(ge=0, le=1000)] = 3
     """Restarts of the worker group after a worker or node is lost, each from the newest checkpoint. An error of the
-    workload itself is not tried again, unless training got further since the last start. Preemptions do not count."""
+    workload itself is tried again once at a step, and not at all before the first one. Preemptions do not count."""
     launch_timeout_s: Positive = 120.0
     """How long the worker group may take to start before the launch counts as failed."""
     collective_timeout_s: Positive = 180.0

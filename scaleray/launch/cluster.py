@@ -32,6 +32,8 @@ DRIVER_ENVIRONMENT = {
     "RAY_DATA_PARQUET_FOOTER_NUM_ACTORS": "1",
     # unequal collective calls would hang for ever by default
     "RAY_TRAIN_COLLECTIVE_TIMEOUT_S": "300",
+    # a worker that is stopped or hangs does not take part in the shutdown of its group: 30 s by default
+    "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "5",
     # workers' lines come through as they are, once each
     "RAY_DEDUP_LOGS": "0",
     # Train's own print would repeat every line, as workers remember their last ones

@@ -17,7 +17,9 @@ from scaleray.checkpoints.storage import Store
 from scaleray.config import RunConfig, load_config
 from scaleray.config.base import absolute_path
 from scaleray.config.changes import Change, changes, training_values
+from scaleray.config.scale import CheckpointSettings
 from scaleray.errors import CheckpointError, ConfigError
+from scaleray.records import RunRecord
 
 AUTO = "auto"
 FILE = "run.json"
@@ -37,17 +39,26 @@ class Interrupted:
         config: dict[str, Any] = self.about["config"]
         return config
 
+    def finished_record(self) -> RunRecord | None:
+        """The record of this run if it has reached its end."""
+        try:
+            record = RunRecord.from_json(Store(self.path).read("record.json"))
+        except (OSError, ValueError, TypeError):
+            return None
+        return record if record.status == "FINISHED" else None
 
-def find(where: str, config: RunConfig | None) -> Interrupted | None:
+
+def find(where: str, config: RunConfig | None, base_dir: Path | None = None) -> Interrupted | None:
     """The run to continue: a run folder, the name of one in the storage path, or `auto`.
 
-    auto: the newest run of the same training there that has not finished; None when there is none, which is a fresh start.
+    auto: the newest run of the same training there, of a workload from the same `base_dir`, that has not finished; None when there is none, which is a fresh start.
     Raises CheckpointError for a folder that is no run.
     """
     if where != AUTO:
         path = absolute_path(where)
-        if "/" not in where and config is not None and not _exists(path):
-            path = absolute_path(f"{config.checkpoint.storage_path}/{where}")
+        if "/" not in where and not _exists(path):
+            storage = config.checkpoint.storage_path if config is not None else CheckpointSettings().storage_path
+            path = absolute_path(f"{storage}/{where}")
         return _open(path, config)
     if config is None:
         raise ConfigError("--resume", AUTO, "it looks for a run of the same config", "give the config with -c, or name the run folder")  # fmt: skip
@@ -61,7 +72,8 @@ def find(where: str, config: RunConfig | None) -> Interrupted | None:
         folder = root.child(name)
         try:
             about = json.loads(folder.read(FILE))
-            if training_values(about["config"]) == wanted and not is_finished(folder):
+            same_place = about.get("base_dir") == (str(base_dir) if base_dir else None)
+            if training_values(about["config"]) == wanted and same_place and not is_finished(folder):
                 found.append((about.get("started_at") or 0.0, folder.root))
         except (OSError, ValueError, KeyError, TypeError):
             continue
@@ -88,6 +100,9 @@ def is_finished(folder: Store) -> bool:
 
 def check_changes(before: Interrupted, config: RunConfig, allowed: Sequence[str]) -> list[Change]:
     """What differs from the config of the interrupted run. Raises ConfigError for what would make it another training."""
+    for key in ("storage_path", "copy_path"):
+        if ":***@" in (value := getattr(config.checkpoint, key) or ""):
+            raise ConfigError(f"checkpoint.{key}", value, "it is a saved one, whose password is not kept", f"give it again: --checkpoint.{key.replace('_', '-')}")  # fmt: skip
     found = changes(before.config, config)
     refused = [change for change in found if change.alters_training and change.key not in allowed]
     if refused:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,10 +16,10 @@ import yaml
 from scaleray import metric_names as names
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.config import RunConfig, load_config
-from scaleray.config.base import absolute_path
+from scaleray.config.base import absolute_path, without_password
 from scaleray.data import as_source
 from scaleray.data.sources import Source
-from scaleray.errors import ClusterError, ConfigError, DataError, LeftEarly, TrackingError
+from scaleray.errors import ClusterError, ConfigError, DataError, LeftEarly
 from scaleray.launch import cluster
 from scaleray.launch import resume as interrupted
 from scaleray.launch.local import run_here
@@ -29,7 +30,7 @@ from scaleray.reproducibility.fingerprint import environment, environment_hash
 from scaleray.scaling.recipe import DataSize, derive, resolve_strategy
 from scaleray.tracking import store
 from scaleray.tracking.recorder import Recorder, RunDescription
-from scaleray.training.job import TRAIN, Split, TrainJob
+from scaleray.training.job import TRAIN, Split, TrainJob, rescaled
 from scaleray.workload import build_workload, call_user_code, load_workload, user_modules
 
 
@@ -66,7 +67,7 @@ def train(
         base_dir = base_dir or Path(config).resolve().parent
         config = load_config(config)
     config = _absolute(config) if config is not None else None
-    before = interrupted.find(resume, config) if resume is not None else None
+    before = interrupted.find(resume, config, base_dir) if resume is not None else None
     if config is None:
         if before is None:
             raise ConfigError("config", None, "it is needed to start a run", "give a file with -c")
@@ -74,6 +75,11 @@ def train(
     changed = interrupted.check_changes(before, config, allow_change) if before is not None else []
     if before is not None and base_dir is None and before.about.get("base_dir"):
         base_dir = Path(before.about["base_dir"])
+    if before is not None and not any(change.alters_training for change in changed):
+        finished = before.finished_record()
+        if finished is not None:
+            say(f"run {finished.name} is finished already, after {finished.steps} steps; nothing is left to do")
+            return finished
     resolve_strategy(config)
     if local and config.scale.max_workers > 1:
         raise ConfigError(
@@ -160,7 +166,22 @@ class _Run:
         self.data = {name: source.describe() for name, source in sources.items()}
         if before is not None:
             _check_same_data(before, self.data)
+        if config.scale.is_elastic:
+            self._check_every_size(config, sources)
         self.job = TrainJob(config, self.recipe, workload, {n: Split.of(n, s) for n, s in sources.items()}, started_at)
+
+    @staticmethod
+    def _check_every_size(config: RunConfig, sources: Mapping[str, Source]) -> None:
+        """Refuse now what would fail when the number of workers changes."""
+        if Split.of(TRAIN, sources[TRAIN]).is_streamed:
+            raise ConfigError(
+                "scale.workers", str(config.scale.workers), "a Ray Dataset is dealt out once, for a fixed number of workers",
+                "give one number, or data that can be read by index",
+            )  # fmt: skip
+        full = derive(config, data_size(sources))
+        for workers in range(config.scale.min_workers, min(config.scale.max_workers, config.scale.min_workers + 1000)):
+            resized = rescaled(config, full, workers) if config.scale.on_resize == "rescale" else config
+            derive(resized, data_size(sources), workers=workers)
 
     def train(self, *, local: bool) -> RunRecord:
         description = self._describe()
@@ -276,17 +297,16 @@ class _Run:
         with contextlib.suppress(Exception):  # what ended the run matters more
             newest = Catalog.of_run(self.folder.path, self.config.checkpoint.copy_path).newest()
             if newest is not None:
-                text = f"to continue after step {newest.step}: scaleray train --resume {self.folder.path}"
+                text = f"to continue after step {newest.step}: scaleray train --resume {without_password(self.folder.path)}"
                 self.show([EventRecord(text, kind="hint")])
 
     def _end(self, recorder: Any, status: str, reason: str) -> None:
         """End a run that did not finish, if MLflow knows of it at all; the error that ended it is what the user reads."""
-        try:
-            is_known = recorder.wait_started(60.0)
-        except TrackingError:
-            return
-        if is_known:
-            self._finish(recorder, status, reason)
+        with contextlib.suppress(
+            Exception
+        ):  # MLflow or the recorder may be what is lost; files and MLflow stay as they are
+            if recorder.wait_started(60.0):
+                self._finish(recorder, status, reason)
 
     def _finish(self, recorder: Any, status: str, reason: str) -> RunRecord:
         recording = recorder.drain()
@@ -308,7 +328,9 @@ class _Run:
             tokens_per_s=summary.tokens_per_s if summary else None,
             step_time_s=summary.step_time_s if summary else None,
             input_wait_share=summary.input_wait_share if summary else None,
-            time_to_first_step_s=summary.time_to_first_step_s if summary else None,
+            time_to_first_step_s=summary.time_to_first_step_s
+            if summary and summary.time_to_first_step_s == summary.time_to_first_step_s
+            else None,
             training_time_s=summary.training_time_s if summary else None,
             total_time_s=time.time() - self.job.started_at,
             peak_memory_bytes=[s.peak_memory_bytes for s in recording.summaries],
@@ -324,7 +346,7 @@ class _Run:
             experiment_id=identity.experiment_id,
             run_id=identity.run_id,
             mlflow_link=identity.link,
-            run_dir=self.folder.path,
+            run_dir=without_password(self.folder.path),
             events=recording.events,
             resumed_after=recording.resumed_after,
         )
@@ -406,14 +428,14 @@ def _plain(value: Any) -> Any:
 
 
 def _point_metrics(record: RunRecord) -> dict[str, float]:
-    values = {
+    values: dict[Any, float | None] = {
         names.WORLD_SIZE: float(record.workers),
         names.POINT_SAMPLES_PER_S: record.samples_per_s,
         names.POINT_TOKENS_PER_S: record.tokens_per_s,
         names.TIME_TO_FIRST_STEP_S: record.time_to_first_step_s,
         names.PEAK_MEMORY_BYTES: float(max(record.peak_memory_bytes)) if record.peak_memory_bytes else None,
     }
-    return {metric.name: value for metric, value in values.items() if value is not None}
+    return {metric.name: value for metric, value in values.items() if value is not None and math.isfinite(value)}
 
 
 def _note(record: RunRecord) -> str:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from scaleray.checkpoints.catalog import Catalog
+from scaleray.checkpoints.storage import Store
 from scaleray.config import RunConfig
 from scaleray.errors import ConfigError, StorageError
 
@@ -44,7 +46,10 @@ class RunFolder:
         try:
             filesystem, inner = pyarrow.fs.FileSystem.from_uri(path)
             exists = filesystem.get_file_info(inner).type != pyarrow.fs.FileType.NotFound
-            if not exists:
+            # killed before it had made anything of its own: nobody could continue it
+            exists = exists and any(name not in (".lock", "ray_train") for name in Store(path).names())
+            copies = config.checkpoint.copy_path and Catalog.of_run(path, config.checkpoint.copy_path).stores[1].names()
+            if not exists and not copies:
                 filesystem.create_dir(inner, recursive=True)
                 with filesystem.open_output_stream(f"{inner}/.writable") as probe:
                     probe.write(b"1")
@@ -54,6 +59,11 @@ class RunFolder:
                 "checkpoint.storage_path", root, f"it cannot be written: {exc}",
                 "choose another folder or bucket, or mend its permissions",
             ) from exc  # fmt: skip
+        if copies and not exists:
+            raise ConfigError(
+                "checkpoint.copy_path", config.checkpoint.copy_path, f"it holds checkpoints of another run called {name}",
+                "choose another name or path, or remove them",
+            )  # fmt: skip
         if exists:
             raise ConfigError(
                 "tracking.run_name",

@@ -192,14 +192,21 @@ def restart_callback(recorder: Any, max_failures: int) -> Any:
         def __init__(self) -> None:
             self.restarts = 0
             self.called_at = -math.inf
+            self.failed_at = -1  # the furthest step that the workload's own code failed in
 
         def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-            if (fatal := fatal_error(worker_exceptions)) is not None:
-                logging.getLogger("ray.train.v2").setLevel(logging.CRITICAL)  # the driver says it, once
-                raise fatal  # Ray starts nothing again after an error of its callbacks
             before, self.called_at = self.called_at, time.monotonic()
             if self.called_at - before < SAME_FAILURE_S:
                 return  # Ray waits for the end of a preemption, and calls at every look
+            if (fatal := fatal_error(worker_exceptions, self.failed_at, is_restart=before > 0)) is not None:
+                logging.getLogger("ray.train.v2").setLevel(logging.CRITICAL)  # the driver says it, once
+                if isinstance(fatal, RunFailedError) and not isinstance(fatal, LeftEarly):
+                    beats = ray.get(recorder.heartbeats.remote(), timeout=30)
+                    failed = [r for r, e in worker_exceptions.items() if _cause(e) is fatal]
+                    tail = _tail(next((b for b in beats if b.rank in failed), None))
+                    fatal = type(fatal)(f"{fatal}{tail}")
+                raise fatal  # Ray starts nothing again after an error of its callbacks
+            self.failed_at = max([self.failed_at, *map(_failed_step, worker_exceptions.values())])
             was_preempted = any(map(_was_preempted, worker_exceptions.values()))
             self.restarts += not was_preempted
             text = what_failed(worker_exceptions, heartbeats(worker_exceptions))
@@ -222,15 +229,25 @@ def restart_callback(recorder: Any, max_failures: int) -> Any:
     return Restart()
 
 
-def fatal_error(failures: Mapping[int, BaseException]) -> ScaleRayError | None:
-    """The error that would come again: the user's slip, a loss that is not finite, a bug that stops every start alike."""
+def fatal_error(
+    failures: Mapping[int, BaseException], failed_before: int = -1, *, is_restart: bool = False
+) -> ScaleRayError | None:
+    """The error that would come again: the user's slip, a loss that is not finite, the workload's own error where it
+    came before, or before anything was done. failed_before: the furthest step in which it did; -1 is none."""
     for _, failure in sorted(failures.items()):
         error = _cause(failure)
         if isinstance(error, (UsageError, NonFiniteLossError, InitialisationError, LeftEarly)):
             return error
-        if isinstance(error, StepFailedError) and error.steps_done == 0:
+        if isinstance(error, StepFailedError) and (
+            (error.steps_done == 0 and not is_restart) or 0 <= error.step <= failed_before
+        ):
             return error
     return None
+
+
+def _failed_step(failure: BaseException) -> int:
+    error = _cause(failure)
+    return error.step if isinstance(error, StepFailedError) else -1
 
 
 def _wait_for_silence(recorder: RemoteRecorder, *, silent_s: float = 3.0, timeout_s: float = 60.0) -> None:
@@ -278,8 +295,16 @@ class _Watcher:
                 if self.can_interrupt:
                     signal.raise_signal(signal.SIGINT)
                 return
+            except ray.exceptions.RayActorError as exc:
+                if self.stop.is_set():
+                    return
+                # nothing would be recorded any more, and no checkpoint come to exist
+                self.error = RunFailedError(f"the recorder's process was lost: {_last_line(exc)}")
+                if self.can_interrupt:
+                    signal.raise_signal(signal.SIGINT)
+                return
             except ray.exceptions.RayError:
-                return  # the recorder's process is gone: the run itself will say why
+                continue  # it did not answer in time
 
 
 @contextlib.contextmanager
@@ -355,10 +380,10 @@ def what_failed(failures: Mapping[int, BaseException], heartbeats: Sequence[Hear
     rank = min(failures, key=lambda r: (_is_echo(failures[r]), r))
     error = _cause(failures[rank])
     if _is_echo(error) and (missed := _silent(failures, heartbeats)) is not None:
-        doing = f"in `{missed.phase}` of step {missed.step + 1}"
-        state = f"was lost or hangs, no sign of life for {missed.silent_s:.0f} s; it was {doing}"
+        step = max(b.step for b in heartbeats) + 1  # the others wait for it there
+        state = f"hangs or was lost in step {step}: no sign of life for {missed.silent_s:.0f} s"
         if missed.silent_s < SILENT_S:
-            state = f"hangs: it has been {doing} for {missed.since_s:.0f} s"
+            state = f"hangs: it has been in `{missed.phase}` of step {missed.step + 1} for {missed.since_s:.0f} s"
         return f"rank {missed.rank} on {missed.node} (process {missed.process}) {state}{_tail(missed)}"
     beat = next((b for b in heartbeats if b.rank == rank), None)
     if isinstance(error, ScaleRayError):

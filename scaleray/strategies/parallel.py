@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -31,5 +32,8 @@ class Parallel:
 
 
 def cpu_state_dict(module: nn.Module) -> dict[str, Any]:
-    """The module's parameters and buffers, copied to the CPU."""
-    return {name: value.detach().to("cpu", copy=True) for name, value in module.state_dict().items()}
+    """The module's parameters and buffers, copied to the CPU; extra state, which is no tensor, as it is."""
+    return {
+        name: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+        for name, value in module.state_dict().items()
+    }

@@ -35,6 +35,7 @@ from scaleray.tracking.store import Operation, RunStore, run_link, without_passw
 
 RETRY_FIRST_S, RETRY_MOST_S = 2.0, 30.0
 FLUSH_S = 1.0
+EVENT_TAG = "scaleray.event."
 STEP_COLUMNS = (
     "step",
     "loss",
@@ -135,6 +136,7 @@ class Recorder:
         self._unsent: list[str] = []
         self._is_unsent_on_disk = True
         self._known: dict[str, int] = {}
+        self._is_continued = self._has_new_steps = False
         self._started = threading.Event()
         self._stop_requested = False
         self._heartbeats: dict[int, tuple[float, Heartbeat]] = {}
@@ -151,8 +153,7 @@ class Recorder:
         self._has_message.wait(after_first_message_s)
         d = self.description
         if d.continues is not None and d.continues.get("run_id"):
-            self._continue(d.continues)
-            self._note_identity()
+            self._continue(d.continues)  # run.json stays as it is until training has really gone on
             self._thread.start()
             self._started.set()
             return self.identity()
@@ -194,9 +195,9 @@ class Recorder:
 
     def heartbeats(self) -> list[Heartbeat]:
         """The last sign of life of every rank."""
-        now = time.monotonic()
-        _, newest = max(self._heartbeats.values(), key=lambda pair: pair[0], default=(0.0, None))
-        beats = [replace(beat, silent_s=now - at) for _, (at, beat) in sorted(self._heartbeats.items())]
+        now, known = time.monotonic(), dict(self._heartbeats)  # others of its threads add to it
+        _, newest = max(known.values(), key=lambda pair: pair[0], default=(0.0, None))
+        beats = [replace(beat, silent_s=now - at) for _, (at, beat) in sorted(known.items())]
         return [beat for beat in beats if newest and beat.rank < newest.world_size]  # others are of a larger group
 
     def silent_s(self) -> float:
@@ -253,7 +254,12 @@ class Recorder:
     def finish(
         self, status: str, *, metrics: Mapping[str, float], tags: Mapping[str, str], files: Mapping[str, str]
     ) -> str | None:
-        """End the run in MLflow with `status`; returns the file of what could not be sent, or None."""
+        """End the run in MLflow with `status`; returns the file of what could not be sent, or None.
+
+        A resume that failed before its first step leaves the run and its files as they were.
+        """
+        if self._is_continued and not self._has_new_steps and status != "FINISHED":
+            status, metrics, tags, files = self._require_store().status_before or status, {}, {}, {}
         now = _now_ms()
         if metrics:
             step = max(self._last_step, 0)
@@ -285,7 +291,7 @@ class Recorder:
         run_path = self.description.run_path
         is_continued = self.description.continues is not None
         if is_continued and not path.exists() and run_path:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(FileNotFoundError):
                 path.write_bytes(Store(run_path).read("steps.csv"))
         lines = path.read_text().splitlines(keepends=True) if is_continued and path.exists() else []
         whole = [line for line in lines if line.endswith("\n") and line.count(",") == len(STEP_COLUMNS) - 1]
@@ -306,6 +312,9 @@ class Recorder:
         """Open the interrupted run again, send what it could not, and learn which points it has."""
         self._store = RunStore.reopen(self.description.tracking_uri, before["run_id"], before["experiment_id"])
         self._known = self._store.last_steps()
+        self._is_continued = True
+        tags = self._store.tags(EVENT_TAG)
+        self._events[:0] = [text.partition(" | ")[2] for _, text in sorted(tags.items())]
         run_path = self.description.run_path
         if not self.unsent.exists() and run_path and run_path != self.description.work_dir:
             with contextlib.suppress(OSError):
@@ -413,8 +422,8 @@ class Recorder:
                 return
             self._events.append(message.text)
             if self._started.is_set():
-                number = f"scaleray.event.{len(self._events):03d}"
-                self._queue.put({"op": "tags", "values": {number: f"{_clock()} {message.text}"[:4000]}})
+                number = f"{EVENT_TAG}{len(self._events):03d}"
+                self._queue.put({"op": "tags", "values": {number: f"{_clock()} | {message.text}"[:4000]}})
         self._shown.append(message)
         if len(self._shown) > 20_000:  # nobody shows them: a driver's memory must not grow with the number of steps
             self._shown_from += 10_000
@@ -422,6 +431,9 @@ class Recorder:
 
     def _take_step(self, record: StepRecord, *, is_new: bool) -> None:
         """is_new: steps.csv does not have it. MLflow may lack steps that steps.csv has: it may have been away."""
+        if self._is_continued and not self._has_new_steps:
+            self._note_identity()
+        self._has_new_steps = True
         if is_new:
             self._last_step, self._final_loss = record.step, record.loss
             self._nonfinite += not record.is_finite
@@ -495,7 +507,8 @@ class Recorder:
         except Exception as exc:  # whatever MLflow raises, training goes on
             self._keep(operation)
             self._event(
-                f"MLflow took no more data ({type(exc).__name__}); keeping it in {self.unsent} and trying again"
+                f"MLflow took no more data at step {max(self._last_step, 0)} ({type(exc).__name__}); "
+                f"keeping it in {self.unsent} and trying again"
             )
             self._wait_longer()
 
@@ -514,7 +527,7 @@ class Recorder:
         self._unsent.clear()
         self._store_unsent()
         self._retry_s = RETRY_FIRST_S
-        self._event("MLflow is back; everything kept has been sent")
+        self._event(f"MLflow is back at step {max(self._last_step, 0)}; everything kept has been sent")
         return True
 
     def _wait_longer(self) -> None:

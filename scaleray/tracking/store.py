@@ -96,6 +96,8 @@ class RunStore:
 
     def __init__(self, uri: str, run_id: str, experiment_id: str) -> None:
         self.uri, self.run_id, self.experiment_id = uri, run_id, experiment_id
+        self.status_before: str | None = None
+        """Of a run that was reopened."""
         self.client = _client(uri)
 
     @classmethod
@@ -144,7 +146,9 @@ class RunStore:
         """A run that was interrupted, RUNNING again. Raises TrackingError when it cannot be continued."""
         try:
             store = cls(uri, run_id, experiment_id)
-            if store.client.get_run(run_id).info.lifecycle_stage == "deleted":
+            info = store.client.get_run(run_id).info
+            store.status_before = info.status
+            if info.lifecycle_stage == "deleted":
                 raise TrackingError("the MLflow run", run_id, "it is deleted", "restore it, or start a new run")
             store.client.update_run(run_id, status="RUNNING")
         except TrackingError:
@@ -187,6 +191,10 @@ class RunStore:
             self.client.set_terminated(self.run_id, operation["status"], operation["end_time"])
         else:
             raise ValueError(f"unknown operation {kind}")
+
+    def tags(self, prefix: str) -> dict[str, str]:
+        """The run's tags that begin so."""
+        return {k: v for k, v in self.client.get_run(self.run_id).data.tags.items() if k.startswith(prefix)}
 
     def last_steps(self) -> dict[str, int]:
         """The last stored step of every metric."""

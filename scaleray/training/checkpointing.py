@@ -18,7 +18,7 @@ import torch.distributed as dist
 from scaleray.checkpoints.catalog import Catalog, Damage, Retention
 from scaleray.checkpoints.manifest import Incomplete, Manifest
 from scaleray.checkpoints.saver import Saver
-from scaleray.errors import CheckpointError, ScaleRayError
+from scaleray.errors import CheckpointError, RunFailedError, ScaleRayError
 from scaleray.records import CheckpointRecord, EventRecord
 from scaleray.training.job import TrainJob
 from scaleray.training.place import Place
@@ -87,6 +87,13 @@ class Checkpointing:
             damages = [damage for found in self._gathered(mine) for damage in found]
             for damage in damages:
                 self._say(_told(damage, step))
+            unreadable = next((d for d in damages if d.is_lost and d.is_unreadable), None)
+            if (
+                unreadable is not None
+            ):  # the storage is away, which says nothing about the bytes: try again, lose nothing
+                raise RunFailedError(
+                    f"the checkpoint of step {step} cannot be read now: {unreadable.file}, {unreadable.problem}"
+                )
             if not any(damage.is_lost for damage in damages):
                 self.resumed_from = manifest
                 self.job = self.job.continued(manifest.values[PROGRESS])
@@ -97,17 +104,24 @@ class Checkpointing:
     def begin(self, state: TrainState) -> None:
         """Take the state over from the checkpoint that `find` chose, if any, and save this one from now on. Collective."""
         self._state = state
+        state.capture()  # what cannot be saved is better said now than after ten minutes
         if self.resumed_from is not None:
             before = self.resumed_from.values[PROGRESS]["global_batch_size"]
             own_rates = Rates.of(state.setup)
             state.restore(self.resumed_from, self.catalog.stores, self.group)
             if before != self.job.recipe.global_batch_size:
                 own_rates.put_back(state.setup, position=self.job.steps_before())
+            elif self._has_other_optimizer(self.resumed_from):  # a change that was allowed
+                own_rates.put_back(state.setup, position=state.setup.schedule.last_epoch)
             self.saver.start_from(self.resumed_from)
             if self.place.rank == 0:
                 text = _resumed(self.resumed_from, self.place.world_size, self.job)
                 self.emit(EventRecord(text, kind="resumed", step=self.resumed_from.step))
         self.saved_at = time.monotonic()
+
+    def _has_other_optimizer(self, manifest: Manifest) -> bool:
+        before = manifest.facts.get("config", {}).get("optimizer")
+        return before is not None and before != self.job.config.to_dict()["optimizer"]
 
     def before_update(self) -> None:
         """The optimizer is about to change parameters."""

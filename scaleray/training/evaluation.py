@@ -21,10 +21,10 @@ class Evaluator:
 
     def __init__(
         self, name: str, workload: Any, setup: Setup, place: Place, open_stream: Callable[[], Iterable[RankBatch]],
-        *, gives_tuples: bool, rank_bytes: int,
+        *, gives_tuples: bool, rank_bytes: int, enter: Callable[[str], None] = lambda phase: None,
     ) -> None:  # fmt: skip
         self.name, self.workload, self.setup, self.place = name, workload, setup, place
-        self.gives_tuples = gives_tuples
+        self.gives_tuples, self.enter = gives_tuples, enter
         self._open_stream = open_stream
         self._keeps = rank_bytes <= KEPT_BYTES
         self._kept: list[RankBatch] | None = None
@@ -35,11 +35,14 @@ class Evaluator:
         totals: dict[str, list[float]] = {}
         with evaluation_mode(module):
             for batch in self._batches():
+                self.enter("evaluation")  # with every batch, or a long evaluation would look like a hang
                 for name, (total, count) in self._measure(module, batch).items():
                     pair = totals.setdefault(name, [0.0, 0.0])
                     if batch.num_rows:  # else a placeholder row
                         pair[0] += float(total)
                         pair[1] += float(count)
+                self.enter("input")
+        self.enter("synchronise")
         names = sorted(totals)
         sums = self.place.all_reduce([value for name in names for value in totals[name]])
         result = {}

@@ -127,18 +127,21 @@ def rescaled(config: RunConfig, full: Recipe, workers: int) -> RunConfig:
     The learning rate follows from `optimizer.rule`. Lengths in steps mean steps of the full batch.
     """
 
-    def in_samples(duration: Duration | None) -> Duration | None:
+    def in_epochs(duration: Duration | None) -> Duration | None:
         if duration is None or duration.unit != "steps":
             return duration
-        return Duration(duration.value * full.global_batch_size, "samples")
+        return Duration(duration.value / full.steps_per_epoch, "epochs")
 
     share = config.batch.global_size // config.scale.max_workers
+    warmup = config.schedule.warmup
+    if warmup.unit == "steps":  # stays in steps, which no rule stretches
+        warmup = Duration(round(warmup.value * config.scale.max_workers / workers), "steps")
     return config.model_copy(
         update={
             "batch": config.batch.model_copy(update={"global_size": share * workers}),
-            "stop": config.stop.model_copy(update={"after": in_samples(config.stop.after)}),
+            "stop": config.stop.model_copy(update={"after": in_epochs(config.stop.after)}),
             "schedule": config.schedule.model_copy(
-                update={"warmup": in_samples(config.schedule.warmup), "length": in_samples(config.schedule.length)}
+                update={"warmup": warmup, "length": in_epochs(config.schedule.length)}
             ),
         }
     )

@@ -11,6 +11,7 @@ import math
 import resource
 import statistics
 import time
+import traceback
 import warnings
 from array import array
 from collections.abc import Callable, Iterator
@@ -80,6 +81,7 @@ class _Run:
         self.nonfinite_steps = self.skipped_in_a_row = 0
         self.metrics: dict[str, float] = {}
         self.evaluated_at = -1
+        self.verdict: str | None = None
         self.train_step: TrainStep | None = None
         self.first_step_s = math.nan
         self.system = SystemMetrics() if self.config.tracking.system_metrics and place.local_rank == 0 else None
@@ -103,7 +105,9 @@ class _Run:
                 if verdict is None:
                     setup.parallel.close()
                     raise LeftEarly(f"left in good order after step {self.step}, whose checkpoint is complete")
-                self._evaluate_if_due(at_end=True)
+                has_evaluated = self._evaluate_if_due(at_end=True)
+                if not has_evaluated and self.metrics and self.step == self.first_step and self.place.rank == 0:
+                    self.emit(EvaluationRecord(self.step, dict(self.metrics), 0.0))  # resumed after its end
                 if self.checkpointing is not None:
                     self.checkpointing.finish(self.step, self.metrics)
                 weights = setup.parallel.full_state_dict() if self.config.checkpoint.save_final else {}
@@ -131,7 +135,8 @@ class _Run:
             "origin": dataclasses.asdict(self.job.origin) if self.job.origin else None,
             "count_per_row": self.train_step.count_per_row if self.train_step else self.count_per_row,
             "nonfinite_steps": self.nonfinite_steps, "skipped_in_a_row": self.skipped_in_a_row, "last_bad": self._last_bad,
-            "metrics": self.metrics, "evaluated_at": self.evaluated_at,
+            "metrics": self.metrics, "evaluated_at": self.evaluated_at, "verdict": self.verdict,
+            "training_time_s": self.clock.total_s,
         }  # fmt: skip
 
     def _continue_from(self, progress: dict[str, Any]) -> None:
@@ -140,6 +145,8 @@ class _Run:
         self.nonfinite_steps, self.skipped_in_a_row = progress["nonfinite_steps"], progress["skipped_in_a_row"]
         self._last_bad, self.evaluated_at = progress["last_bad"], progress["evaluated_at"]
         self.metrics = dict(progress["metrics"])
+        self.verdict = progress["verdict"]
+        self.clock.total_s = progress["training_time_s"]
 
     def _steps(self, setup: Setup, stream: StepStream, plan: StepPlan) -> str | None:
         """Train to the end and give the verdict; None when the run was asked to leave."""
@@ -158,6 +165,10 @@ class _Run:
         target = self.config.stop.at
         if target is not None and target.metric.partition("/")[0] not in {e.name for e in self.evaluators}:
             raise _unknown_target(str(target), [f"{e.name}/loss" for e in self.evaluators])
+        if self.verdict is not None:
+            return self.verdict  # it had stopped for good before it was interrupted
+        if target is not None and self.evaluated_at == self.step and target.is_reached(self.metrics):
+            return f"target reached: {target}"
         first = next(stream, None)
         if first is None:
             return "done"  # resumed after its last step
@@ -189,7 +200,8 @@ class _Run:
                 )  # fmt: skip
             self._sample_system()
             if not result.is_finite and self._stops_at(result):
-                return f"stopped: the loss became {result.loss} at step {self.step}"
+                self.verdict = f"stopped: the loss became {result.loss} at step {self.step}"
+                return self.verdict
             if self._evaluate_if_due():
                 self.clock.start(stream.waited_s)
             if target is not None and self.evaluated_at == self.step:
@@ -239,7 +251,7 @@ class _Run:
         self.progress.enter("synchronise")
         self._setup.parallel.before_evaluation()
         for evaluator in self.evaluators:
-            self.progress.enter("evaluation")
+            self.progress.enter("input")
             self.metrics.update(evaluator.run())
         self.evaluated_at = self.step
         if self.place.rank == 0:
@@ -253,6 +265,7 @@ class _Run:
         return Evaluator(
             split.name, self.job.workload, setup, self.place, lambda: self.open_stream(split, part),
             gives_tuples=split.gives_tuples, rank_bytes=split.num_rows * split.row_bytes // self.place.world_size,
+            enter=self.progress.enter,
         )  # fmt: skip
 
     def _sample_system(self) -> None:
@@ -273,13 +286,13 @@ class _Run:
         except ScaleRayError:
             raise
         except Exception as exc:
-            if is_lost_peer(exc):
+            if self.place.world_size > 1 and is_lost_peer(exc):
                 first = str(exc).strip().splitlines()[0]
                 raise PeerLostError(
                     f"{where}, step {self.step + 1}: another worker is gone or did not answer: {first}"
                 ) from exc
             raise explained(exc) or StepFailedError(
-                f"{where}, step {self.step + 1}:\n  {user_traceback(exc)}", self.progress.steps_done
+                f"{where}, step {self.step + 1}:\n  {user_traceback(exc)}", self.progress.steps_done, self.step
             ) from exc
 
     def _summary(self, setup: Setup, plan: StepPlan, stream: StepStream, verdict: str) -> WorkerSummary:
@@ -347,8 +360,16 @@ def is_lost_peer(exc: BaseException) -> bool:
     """Whether torch says that a collective could not be completed."""
     if isinstance(exc, (torch.distributed.DistBackendError, torch.distributed.DistNetworkError)):
         return True
-    words = ("gloo/transport", "onnection closed", "onnection reset", "Timed out waiting", "NCCL", "Socket closed")
-    return isinstance(exc, RuntimeError) and any(word in str(exc) for word in words)
+    words = (
+        "gloo/transport", "onnection closed", "onnection reset", "Timed out waiting", "NCCL", "Socket closed",
+        "caused pair closure",
+    )  # fmt: skip
+    if not isinstance(exc, RuntimeError) or not any(word in str(exc) for word in words):
+        return False
+    # the same words may come from the user's own network: what torch says of collectives names its sources, or comes
+    # out of a collective or a backward pass
+    files = [frame.filename for frame in traceback.extract_tb(exc.__traceback__)]
+    return "gloo/transport" in str(exc) or any("torch/distributed/" in f or "torch/autograd/" in f for f in files[-3:])
 
 
 def peak_memory_bytes(device: torch.device) -> int:

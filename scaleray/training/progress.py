@@ -16,6 +16,7 @@ from scaleray.workload import user_frames
 HANG = "a hang: "  # begins the phase of a worker that is about to end itself
 WATCHED = ("loss", "update", "evaluation")  # input and collectives have time limits of their own
 COLLECTIVES = ("torch/distributed/", "torch/nn/parallel/distributed.py")  # files that wait for other workers
+LONGEST_LINE = 1000
 FIRST_STEP_FACTOR = 3.0  # a first step may compile, and fill caches
 
 
@@ -105,7 +106,9 @@ class Tail:
 
     def write(self, text: str) -> int:
         """Pass on."""
-        *whole, self._open = (self._open + text).split("\n")
+        # progress bars write for ever without a new line
+        *whole, last = (self._open + text).replace("\r", "\n").split("\n")
+        self._open = last[-LONGEST_LINE:]
         self._lines.extend(line.rstrip() for line in whole if line.strip())
         return self._stream.write(text)
 

@@ -30,6 +30,7 @@ from scaleray.training.trace import TraceProbe
 DATA_POSITION = "data position"
 WORDS = {
     "model": "model parameters or buffers",
+    "buffers": "buffers that the state dict leaves out",
     "optimizer": "optimizer state",
     "schedule": "learning-rate schedule",
     "scaler": "loss scaler",

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote, unquote
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from scaleray.checkpoints import sharded
 from scaleray.checkpoints.manifest import Manifest, Tensor
 from scaleray.checkpoints.storage import Store
-from scaleray.errors import CheckpointError
+from scaleray.errors import CheckpointError, WorkloadError
 from scaleray.reproducibility.seeding import random_state, seed_everything, set_random_state, stream_seed
 from scaleray.training.model_setup import Setup
 from scaleray.training.place import Place
@@ -28,10 +29,11 @@ from scaleray.training.place import Place
 Tensors = dict[str, torch.Tensor]
 Values = dict[str, Any]
 
-MODEL, OPTIMIZER, SCHEDULE, SCALER, RANDOM, PROGRESS, WORKLOAD = (
-    "model", "optimizer", "schedule", "scaler", "random", "progress", "workload",
+MODEL, BUFFERS, OPTIMIZER, SCHEDULE, SCALER, RANDOM, PROGRESS, WORKLOAD = (
+    "model", "buffers", "optimizer", "schedule", "scaler", "random", "progress", "workload",
 )  # fmt: skip
-ITEMS = (MODEL, OPTIMIZER, SCHEDULE, SCALER, PROGRESS, WORKLOAD, RANDOM)
+UNNAMED, VALUE = "unnamed-", "(value)"
+ITEMS = (MODEL, BUFFERS, OPTIMIZER, SCHEDULE, SCALER, PROGRESS, WORKLOAD, RANDOM)
 """In the order in which they are restored: random numbers last, as anything before may draw some."""
 SETUP_ITEMS = {"parallel": MODEL, "optimizer": OPTIMIZER, "schedule": SCHEDULE, "precision": SCALER}
 """Which item holds the state of each field of Setup; the fields not named here have none."""
@@ -51,7 +53,7 @@ class TrainState:
     def capture(self) -> tuple[Tensors, set[str], dict[str, Values]]:
         """(references to tensors, names of those that a forward pass may change, values by item as JSON). Collective."""
         module = self.setup.parallel.module
-        tensors: Tensors = {f"{MODEL}.{name}": value for name, value in module.state_dict().items()}
+        tensors, extra = model_state(module)
         parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         volatile = {name for name in tensors if name.removeprefix(f"{MODEL}.") not in parameters}
         volatile |= {f"{MODEL}.{name}" for name in renormalised(module)}
@@ -62,19 +64,20 @@ class TrainState:
         tensors.update(own_tensors)
         volatile |= own_tensors.keys()
         values = {
+            MODEL: extra,
             OPTIMIZER: optimizer_values,
-            SCHEDULE: self.setup.schedule.state_dict(),
+            SCHEDULE: {key: _plain(value) for key, value in self.setup.schedule.state_dict().items()},
             SCALER: self.setup.precision.scaler.state_dict(),
             PROGRESS: self.get_progress(),
             WORKLOAD: own_values,
         }
-        return tensors, volatile, json.loads(json.dumps(values))
+        return tensors, volatile, {item: _as_json(item, value) for item, value in values.items()}
 
     def restore(self, manifest: Manifest, stores: list[Store], group: dist.ProcessGroup | None) -> None:
         """Take over a checkpoint in place. Collective over `group`. Raises CheckpointError for another model, and
         Incomplete for bytes that are missing or changed."""
         module, optimizer = self.setup.parallel.module, self.setup.optimizer
-        model = {f"{MODEL}.{name}": value for name, value in module.state_dict().items()}
+        model, _ = model_state(module)
         check_same_tensors(manifest, model)
         templates, build = optimizer_templates(manifest, optimizer, module)
         own = {name: torch.empty(t.shape, dtype=_dtype(t)) for name, t in _of(manifest, WORKLOAD).items()}
@@ -82,14 +85,17 @@ class TrainState:
         prefix = f"{RANDOM}.{self.place.rank}."
         drawn = {name: torch.empty(t.shape, dtype=_dtype(t)) for name, t in _of(manifest, RANDOM).items() if name.startswith(prefix)}  # fmt: skip
         sharded.load({**model, **templates, **own, **drawn}, stores, manifest, group)
+        if manifest.values.get(MODEL):
+            module.load_state_dict(manifest.values[MODEL], strict=False)
         optimizer.load_state_dict(build(templates))
-        self.setup.schedule.load_state_dict(dict(manifest.values[SCHEDULE]))  # torch takes it apart
+        schedule = {key: _unplain(value) for key, value in manifest.values[SCHEDULE].items()}
+        self.setup.schedule.load_state_dict(schedule)
         if self.setup.precision.scaler.is_enabled() and manifest.values[SCALER]:
             self.setup.precision.scaler.load_state_dict(manifest.values[SCALER])
         self.set_progress(manifest.values[PROGRESS])
         if callable(getattr(self.workload, "load_state_dict", None)):
             restored = {name.removeprefix(f"{WORKLOAD}."): value for name, value in own.items()}
-            self.workload.load_state_dict({**manifest.values[WORKLOAD], **restored})
+            self.workload.load_state_dict(_nested({**manifest.values[WORKLOAD], **restored}))
         if same_size and drawn:
             set_random_state({name.removeprefix(prefix): value for name, value in drawn.items()}, self.place.device)
         else:  # other workers, other streams: new ones, which depend on the step so that no mask is drawn twice
@@ -98,6 +104,9 @@ class TrainState:
     def digests(self) -> dict[str, str]:
         """A hash of each item on this rank, to find the one that differs between two runs."""
         tensors, _, values = self.capture()
+        values[PROGRESS] = {
+            k: v for k, v in values[PROGRESS].items() if k != "training_time_s"
+        }  # measured, not computed
         hashes = {item: hashlib.sha256(json.dumps(values.get(item), sort_keys=True).encode()) for item in ITEMS}
         for name in sorted(tensors):
             item, _, rest = name.partition(".")
@@ -108,14 +117,14 @@ class TrainState:
     def _workload_state(self) -> tuple[Tensors, Values]:
         if not callable(getattr(self.workload, "state_dict", None)):
             return {}, {}
-        state = self.workload.state_dict()
+        state = _flat(self.workload.state_dict())
         tensors = {f"{WORKLOAD}.{k}": v for k, v in state.items() if isinstance(v, torch.Tensor)}
         return tensors, {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a batch-size rule decides of an optimizer and its schedule: learning rates, betas, epsilon."""
+    """The hyperparameters of an optimizer and its schedule, which a checkpoint would replace by its own."""
 
     groups: list[dict[str, Any]]
     base_lrs: list[Any]
@@ -123,8 +132,7 @@ class Rates:
     @classmethod
     def of(cls, setup: Setup) -> Rates:
         """As they are now."""
-        keys = ("lr", "initial_lr", "betas", "eps")
-        groups = [{key: group[key] for key in keys if key in group} for group in setup.optimizer.param_groups]
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in setup.optimizer.param_groups]
         return cls(groups, list(setup.schedule.base_lrs))
 
     def put_back(self, setup: Setup, *, position: int) -> None:
@@ -150,11 +158,19 @@ def renormalised(module: nn.Module) -> set[str]:
     }
 
 
+def model_state(module: nn.Module) -> tuple[Tensors, Values]:
+    """A model's tensors by name, buffers that its state dict leaves out included, and its state that is no tensor."""
+    state = module.state_dict()
+    tensors: Tensors = {f"{MODEL}.{name}": value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    tensors.update({f"{BUFFERS}.{name}": value for name, value in module.named_buffers() if name not in state})
+    return tensors, {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
+
+
 def optimizer_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> tuple[Tensors, Values]:
     """An optimizer's state by parameter name: tensors, and everything else as values."""
     names = _names(optimizer, module)
     state = optimizer.state_dict()
-    tensors: Tensors = {}
+    tensors: Tensors = {f"{OPTIMIZER}.{name}.{VALUE}": p for name, p in _unnamed(optimizer, names).items()}
     others: Values = {}
     for number, entries in state["state"].items():
         for key, value in entries.items():
@@ -200,7 +216,9 @@ def optimizer_templates(
         name = next(n for n in by_length if rest.startswith(n + "."))
         parameter = parameters[name]
         place[full] = name, rest[len(name) + 1 :]
-        if tuple(parameter.shape) == tensor.shape and tensor.shape:
+        if place[full][1] == VALUE:  # a parameter that no module holds is filled in place
+            templates[full] = parameter.detach()
+        elif tuple(parameter.shape) == tensor.shape and tensor.shape:
             templates[full] = torch.empty_like(parameter, dtype=_dtype(tensor), requires_grad=False)  # sharded alike
         else:
             templates[full] = torch.empty(tensor.shape, dtype=_dtype(tensor))
@@ -210,6 +228,8 @@ def optimizer_templates(
         state: dict[int, dict[str, Any]] = {numbers[n]: dict(entries) for n, entries in values["others"].items()}
         for full, tensor in filled.items():
             name, key = place[full]
+            if key == VALUE:
+                continue
             state.setdefault(numbers[name], {})[key] = tensor
         groups = [
             {**{k: _unplain(v) for k, v in group.items()}, "params": [numbers[n] for n in group["params"]]}
@@ -222,14 +242,15 @@ def optimizer_templates(
 
 def check_same_tensors(manifest: Manifest, model: Mapping[str, torch.Tensor]) -> None:
     """The checkpoint holds the tensors of this model. Raises CheckpointError with the first that differs."""
-    saved = {name: f"{list(t.shape)} {t.dtype}" for name, t in _of(manifest, MODEL).items()}
+    saved = {name: f"{list(t.shape)} {t.dtype}" for item in (MODEL, BUFFERS) for name, t in _of(manifest, item).items()}
     own = {name: f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in model.items()}
     if saved == own:
         return
     different = [name for name in sorted(saved.keys() | own.keys()) if saved.get(name) != own.get(name)]
-    first = different[0]
+    first = different[0].partition(".")[2]
+    saved, own = ({k.partition(".")[2]: v for k, v in names.items()} for names in (saved, own))
     raise CheckpointError(
-        f"the model's {first.removeprefix(MODEL + '.')}",
+        f"the model's {first}",
         own.get(first) or "not there",
         f"the checkpoint has {saved.get(first) or 'no such tensor'} ({len(different)} of {len(saved)} tensors differ)",
         "it belongs to another model: resume with the config that wrote it",
@@ -240,7 +261,13 @@ def _names(optimizer: torch.optim.Optimizer, module: nn.Module) -> list[str]:
     by_id = {id(parameter): name for name, parameter in module.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # an optimizer of the user's may hold parameters that the model does not register
-    return [by_id.get(id(p), f"unnamed-{number}") for number, p in enumerate(parameters)]
+    return [by_id.get(id(p), f"{UNNAMED}{number}") for number, p in enumerate(parameters)]
+
+
+def _unnamed(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, torch.Tensor]:
+    """The optimizer's parameters that the model does not register, by the name they have here."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return {name: p for name, p in zip(names, parameters, strict=True) if name.startswith(UNNAMED)}
 
 
 def _of(manifest: Manifest, item: str) -> dict[str, Tensor]:
@@ -252,9 +279,46 @@ def _dtype(tensor: Tensor) -> torch.dtype:
     return found
 
 
+def _as_json(item: str, value: Any) -> Any:
+    """A copy of small values. Raises WorkloadError for what a checkpoint cannot hold."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise WorkloadError(
+            f"the state of the {item}", str(exc), "a checkpoint holds tensors, numbers, text, true/false, none, lists and mappings of them",
+            "keep it in such values, or switch checkpoints off: --checkpoint.every-minutes null",
+        ) from exc  # fmt: skip
+
+
+def _flat(state: Mapping[str, Any], prefix: str = "") -> Values:
+    """A state dict of any depth by path; each part of a path is quoted, so that it can hold anything."""
+    flat: Values = {}
+    for key, value in state.items():
+        path = f"{prefix}{quote(str(key), safe='')}"
+        if isinstance(value, Mapping) and value:
+            flat.update(_flat(value, f"{path}/"))
+        else:
+            flat[path] = value
+    return flat
+
+
+def _nested(flat: Values) -> Values:
+    """What `_flat` made flat."""
+    nested: Values = {}
+    for path, value in flat.items():
+        *parents, last = (unquote(part) for part in path.split("/"))
+        place = nested
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    return nested
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.item()
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
     return {"tuple": list(value)} if isinstance(value, tuple) else value
 
 

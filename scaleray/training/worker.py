@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -133,7 +134,10 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
         return bool(ray.get(assignment.recorder.beat.remote(heartbeat), timeout=30))
 
     def die(what: str) -> None:
-        beat(progress.step, HANG + what, 0.0)
+        # whatever the recorder does, this process must end
+        threading.Timer(10.0, os._exit, [HANG_EXIT_CODE]).start()
+        with contextlib.suppress(Exception):
+            beat(progress.step, HANG + what, 0.0)
         sender.flush()
         os._exit(HANG_EXIT_CODE)  # the training thread cannot be ended otherwise
 

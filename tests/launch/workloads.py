@@ -55,6 +55,16 @@ class Failing(Line):
         return super().loss(model, batch)
 
 
+class Talking(Failing):
+    """The same, and says every step."""
+
+    def loss(self, model, batch):
+        if model.training:
+            print(f"call {self.calls} of rank {torch.distributed.get_rank()}", flush=True)
+            time.sleep(0.6)  # a worker that is killed tells nothing more, but its last sign of life has told
+        return super().loss(model, batch)
+
+
 class Endless(Line):
     """Touches a file at every training step, so that a test knows that training runs."""
 

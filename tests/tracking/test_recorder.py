@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from scaleray.errors import TrackingError
-from scaleray.records import EvaluationRecord, EventRecord, StepRecord
+from scaleray.records import EvaluationRecord, EventRecord, Heartbeat, StepRecord
 from scaleray.tracking import store
 from scaleray.tracking.recorder import Recorder, RunDescription
 
@@ -238,3 +238,85 @@ def test_the_head_of_an_unsent_file_holds_no_password(uri, tmp_path, monkeypatch
     head = json.loads((tmp_path / "run" / "unsent.jsonl").read_text().splitlines()[0])
     assert "secret" not in json.dumps(head)
     recorder.finish("FAILED", metrics={}, tags={}, files={})
+
+
+def killed(recorder):
+    """What `run.json` says of a run whose process is gone without a word."""
+    recorder.drain()
+    return json.loads((recorder.work_dir / "run.json").read_text())
+
+
+def rows(tmp_path):
+    return [int(line.split(",")[0]) for line in (tmp_path / "run" / "steps.csv").read_text().splitlines()[1:]]
+
+
+def test_a_continued_run_has_every_point_once_although_mlflow_was_away(uri, tmp_path, monkeypatch):
+    recorder = Recorder(describe(uri, tmp_path))
+    run_id = recorder.start().run_id
+    recorder.log([step(1), step(2)])
+    recorder.drain()
+    with monkeypatch.context() as away:
+        away.setattr(store.RunStore, "send", lambda self, operation: 1 / 0)
+        recorder.log([step(3), step(4)])
+        before = killed(recorder)
+    again = Recorder(describe(uri, tmp_path, continues=before))
+    assert again.start().run_id == run_id
+    again.log([step(n) for n in (3, 4, 5)])  # from the checkpoint of step 2
+    assert again.finish("FINISHED", metrics={}, tags={}, files={}) is None
+    assert [s for s, _ in history(uri, run_id, "train/loss")] == [1, 2, 3, 4, 5]
+    assert rows(tmp_path) == [1, 2, 3, 4, 5]
+
+
+def test_points_that_only_steps_csv_has_reach_mlflow_when_their_steps_are_repeated(uri, tmp_path):
+    recorder = Recorder(describe(uri, tmp_path))
+    run_id = recorder.start().run_id
+    recorder.log([step(1), step(2)])
+    before = killed(recorder)
+    with open(tmp_path / "run" / "steps.csv", "a") as file:  # killed between the file and MLflow
+        file.write((tmp_path / "run" / "steps.csv").read_text().splitlines()[-1].replace("2,", "3,", 1) + "\n")
+        file.write("4,0.5")
+    again = Recorder(describe(uri, tmp_path, continues=before))
+    again.start()
+    again.log([step(n) for n in (2, 3, 4)])
+    again.finish("FINISHED", metrics={}, tags={}, files={})
+    assert [s for s, _ in history(uri, run_id, "train/loss")] == [1, 2, 3, 4]
+    assert rows(tmp_path) == [1, 2, 3, 4]
+
+
+def test_steps_wait_for_room_on_a_full_disk_and_no_checkpoint_may_rely_on_them_before(uri, tmp_path):
+    recorder = Recorder(describe(uri, tmp_path))
+    recorder.start()
+    recorder.log([step(1)])
+    assert recorder.durable()["run_id"]
+    path = tmp_path / "run" / "steps.csv"
+    path.rename(tmp_path / "elsewhere")
+    path.mkdir()
+    recorder.log([step(2)])
+    with pytest.raises(TrackingError, match=r"steps.csv cannot be written"):
+        recorder.durable()
+    path.rmdir()
+    (tmp_path / "elsewhere").rename(path)
+    recorder.log([step(3)])
+    recorder.durable()
+    assert rows(tmp_path) == [1, 2, 3]
+    assert any("its rows wait in memory" in event for event in recorder.drain().events)
+    recorder.finish("FINISHED", metrics={}, tags={}, files={})
+
+
+def test_the_end_tries_once_more_whenever_the_next_time_would_have_been(uri, tmp_path, monkeypatch):
+    recorder = Recorder(describe(uri, tmp_path))
+    run_id = recorder.start().run_id
+    with monkeypatch.context() as away:
+        away.setattr(store.RunStore, "send", lambda self, operation: 1 / 0)
+        recorder.log([step(1)])
+        recorder.drain()
+        recorder._retry_at = math.inf
+    assert recorder.finish("FINISHED", metrics={"point/world_size": 2.0}, tags={}, files={}) is None
+    assert [s for s, _ in history(uri, run_id, "train/loss")] == [1]
+
+
+def test_a_worker_of_an_earlier_larger_group_is_not_missed(uri, tmp_path):
+    recorder = Recorder(describe(uri, tmp_path))
+    for rank, size in ((0, 3), (1, 3), (2, 3), (0, 2), (1, 2)):
+        recorder.beat(Heartbeat(rank, "node", 1, 5, "loss", 0.0, world_size=size))
+    assert [beat.rank for beat in recorder.heartbeats()] == [0, 1]

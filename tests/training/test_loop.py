@@ -454,10 +454,19 @@ def torch_switches():
     torch.backends.cudnn.benchmark = before[1]
 
 
+class KnowsItsSwitches(WithDropout):
+    """Remembers whether torch was asked for deterministic algorithms."""
+
+    def loss(self, model, batch):
+        self.is_deterministic = torch.are_deterministic_algorithms_enabled()
+        return super().loss(model, batch)
+
+
 def test_two_deterministic_runs_are_equal_to_the_bit(torch_switches):
     flags = {"deterministic": True, "precision.dtype": "fp32", "batch.micro_size": 4}
-    first, second = (train_alone(WithDropout(num_val=5), flags) for _ in range(2))
-    assert torch.are_deterministic_algorithms_enabled()
+    workload = KnowsItsSwitches(num_val=5)
+    first, second = (train_alone(workload, flags) for _ in range(2))
+    assert workload.is_deterministic
     assert first.losses == second.losses and first.grad_norms == second.grad_norms
     assert first.evaluations[-1].metrics == second.evaluations[-1].metrics
     assert largest_difference(first.weights, second.weights) == 0

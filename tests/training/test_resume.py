@@ -28,6 +28,7 @@ from torch import nn
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.data import StepStream
 from scaleray.data.stream import local_blocks
+from scaleray.errors import WorkloadError
 from scaleray.training import loop
 from scaleray.training.checkpointing import Checkpointing
 from scaleray.training.model_setup import Setup
@@ -185,6 +186,7 @@ LOOP_SAVED = {
     "metrics",
     "evaluated_at",
     "job",
+    "verdict",
 }
 LOOP_STATELESS = {
     "place", "open_stream", "emit", "save_weights", "probe", "checkpointing", "progress", "config", "recipe", "first_step",
@@ -240,3 +242,108 @@ def test_a_checkpoint_names_its_run_and_its_environment(tmp_path):
     assert manifest.step == 14 and set(manifest.values) >= {"optimizer", "schedule", "scaler", "progress", "workload"}
     assert {"config", "config_hash", "environment_hash", "mlflow", "metrics"} <= manifest.facts.keys()
     assert manifest.values["progress"]["epoch"] == 3 and manifest.values["progress"]["sample_in_epoch"] == 16
+
+
+def test_a_run_that_had_reached_its_target_does_not_train_on(tmp_path):
+    flags = {**FLAGS, "evaluation.every": "3 steps", "stop.at": "val/loss <= 100", "stop.after": "14 steps"}
+    first = train_alone(Classify(num_val=10), flags, folder=tmp_path)
+    assert first.summary.verdict.startswith("target reached") and first.summary.steps == 3
+    again = train_alone(Classify(num_val=10), flags, folder=tmp_path)
+    assert again.steps == [] and again.summary.verdict == first.summary.verdict
+    assert again.evaluations[-1].metrics == first.evaluations[-1].metrics
+    assert_same_bits(again.weights, first.weights)
+
+
+class Exploding(Classify):
+    """The loss is NaN in one step."""
+
+    def loss(self, model, batch):
+        total, count = super().loss(model, batch)
+        self.calls = getattr(self, "calls", 0) + model.training
+        return total * (float("nan") if self.calls == 7 and model.training else 1.0), count
+
+
+def test_a_run_that_had_stopped_for_good_does_not_train_on(tmp_path):
+    flags = {**FLAGS, "on_nonfinite": "stop"}
+    first = train_alone(Exploding(), flags, folder=tmp_path)
+    assert first.summary.verdict.startswith("stopped")
+    again = train_alone(Exploding(), flags, folder=tmp_path)
+    assert again.steps == [] and again.summary.verdict == first.summary.verdict
+
+
+class Hidden(Classify):
+    """State in places that a state dict leaves out: a buffer that is not persistent, extra state, a lone parameter."""
+
+    def build_model(self):
+        model = WithExtras()
+        self.temperature = nn.Parameter(torch.ones(()))
+        return model
+
+    def optimizer(self, model, values):
+        rate = torch.tensor(values.learning_rate)
+        return torch.optim.SGD([*model.parameters(), self.temperature], lr=rate, momentum=0.9)
+
+    def loss(self, model, batch):
+        out = model(batch["x"]) * self.temperature
+        return F.cross_entropy(out, batch["y"], reduction="sum"), len(batch["y"])
+
+    def state_dict(self):
+        return {"nested": {"a/b": {"calls": 3}, "average": torch.ones(2)}, "empty": {}}
+
+    def load_state_dict(self, state):
+        assert state["nested"]["a/b"] == {"calls": 3} and state["empty"] == {}
+        assert torch.equal(state["nested"]["average"], torch.ones(2))
+        self.loaded = True
+
+
+class WithExtras(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.register_buffer("moving", torch.zeros(6), persistent=False)
+        self.calls = 0
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+            self.moving.mul_(0.9).add_(x.mean(dim=0).to(self.moving.dtype), alpha=0.1)
+        return self.layers(x - self.moving) * (1 + 0.01 * self.calls)
+
+    def get_extra_state(self):
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+
+def test_state_in_unusual_places_is_saved_too(tmp_path):
+    whole = train_alone(Hidden(), FLAGS)
+    train_alone(Hidden(), FLAGS, folder=tmp_path, kill_at=7)
+    workload = Hidden()
+    resumed = train_alone(workload, FLAGS, folder=tmp_path)
+    assert workload.loaded
+    assert resumed.losses == whole.losses[6:]
+    assert {n: v for n, v in resumed.weights.items() if isinstance(v, dict)} == {"_extra_state": {"calls": 14}}
+
+
+def test_state_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path):
+    class Unsavable(Classify):
+        def state_dict(self):
+            return {"set": {1, 2}}
+
+        def load_state_dict(self, state): ...
+
+    with pytest.raises(WorkloadError, match="state of the workload") as caught:
+        train_alone(Unsavable(), FLAGS, folder=tmp_path)
+    assert "every-minutes" in str(caught.value)
+    assert Catalog.of_run(str(tmp_path)).newest() is None
+
+
+def test_an_allowed_change_of_the_optimizer_takes_effect(tmp_path):
+    facts = {"config": make_job(Classify(), FLAGS)[0].config.to_dict()}
+    train_alone(Classify(), FLAGS, folder=tmp_path, kill_at=6, facts=facts)
+    slower = {**FLAGS, "optimizer.learning_rate": 0.001, "optimizer.weight_decay": 0.5}
+    resumed = train_alone(Classify(), slower, folder=tmp_path, facts=facts)
+    assert max(s.learning_rate for s in resumed.steps) <= 0.001
+    unchanged = train_alone(Classify(), FLAGS, folder=tmp_path, facts=facts)
+    assert unchanged.steps == [], "the run is at its end"
