@@ -10,6 +10,7 @@ import scaleray
 from scaleray.errors import PeerLostError, RunFailedError, StepFailedError
 from scaleray.launch.trainer import fatal_error, what_failed
 from scaleray.records import Heartbeat
+from scaleray.training.loop import is_lost_peer
 
 WORKLOADS = Path(__file__).parent / "workloads.py"
 
@@ -91,3 +92,24 @@ def test_where_nobody_else_can_be_blamed_the_one_that_waited_speaks():
 def test_an_error_at_the_first_step_after_a_start_is_final_and_a_later_one_is_not():
     assert fatal_error({1: StepFailedError("again", 0), 0: LOST}) is not None
     assert fatal_error({1: StepFailedError("later", 3), 0: LOST}) is None
+
+
+def raised_in(file, text):
+    """A RuntimeError out of a file of this name."""
+    try:
+        exec(compile(f"raise RuntimeError({text!r})", file, "exec"))
+    except RuntimeError as exc:
+        return exc
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "is_lost"),
+    [
+        ("/x/torch/nn/parallel/distributed.py", "Application timeout caused pair closure", True),
+        ("/x/torch/distributed/distributed_c10d.py", "Connection closed by peer", True),
+        ("/home/me/loss.py", "Connection closed by my database", False),
+        ("/x/torch/nn/parallel/distributed.py", "Expected to have finished reduction", False),
+    ],
+)
+def test_a_lost_peer_is_told_from_an_error_of_the_workload(file, text, is_lost):
+    assert is_lost_peer(raised_in(file, text)) is is_lost
