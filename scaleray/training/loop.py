@@ -36,7 +36,7 @@ from scaleray.training.evaluation import Evaluator
 from scaleray.training.job import TRAIN, Split, TrainJob
 from scaleray.training.model_setup import Setup, prepare
 from scaleray.training.place import Place
-from scaleray.training.progress import Progress
+from scaleray.training.progress import COLLECTIVES, Progress
 from scaleray.training.state import TrainState
 from scaleray.training.step import Probe, StepResult, TrainStep, check_first_batch, explained
 from scaleray.training.system_metrics import SystemMetrics
@@ -145,8 +145,8 @@ class _Run:
         self.nonfinite_steps, self.skipped_in_a_row = progress["nonfinite_steps"], progress["skipped_in_a_row"]
         self._last_bad, self.evaluated_at = progress["last_bad"], progress["evaluated_at"]
         self.metrics = dict(progress["metrics"])
-        self.verdict = progress["verdict"]
-        self.clock.total_s = progress["training_time_s"]
+        self.verdict = progress.get("verdict")
+        self.clock.total_s = progress.get("training_time_s", 0.0)
 
     def _steps(self, setup: Setup, stream: StepStream, plan: StepPlan) -> str | None:
         """Train to the end and give the verdict; None when the run was asked to leave."""
@@ -367,9 +367,11 @@ def is_lost_peer(exc: BaseException) -> bool:
     if not isinstance(exc, RuntimeError) or not any(word in str(exc) for word in words):
         return False
     # the same words may come from the user's own network: what torch says of collectives names its sources, or comes
-    # out of a collective or a backward pass
-    files = [frame.filename for frame in traceback.extract_tb(exc.__traceback__)]
-    return "gloo/transport" in str(exc) or any("torch/distributed/" in f or "torch/autograd/" in f for f in files[-3:])
+    # out of a collective (DDP's own in a forward pass included) or a backward pass
+    files = [frame.filename for frame in traceback.extract_tb(exc.__traceback__)][-3:]
+    return "gloo/transport" in str(exc) or any(
+        part in file for part in (*COLLECTIVES, "torch/autograd/") for file in files
+    )
 
 
 def peak_memory_bytes(device: torch.device) -> int:
