@@ -238,6 +238,7 @@ def fail_bucket(scene: Scene) -> float:
     """The bucket answers 500 to everything for a while; then a worker dies."""
     bucket, run = scene.bucket, scene.run
     assert bucket is not None
+    wait_until_under_way(run)
     at, refused = time.time(), bucket.num_refused
     bucket.failing.set()
     try:
@@ -254,17 +255,22 @@ def fail_bucket(scene: Scene) -> float:
 def kill_tracking(scene: Scene) -> float:
     """SIGKILL to the MLflow server; a worker dies while it is away; then it comes back."""
     assert scene.tracking is not None
-    # a run that MLflow does not know yet cannot begin without it
-    scene.run.wait_for(lambda: list(Path(scene.run.storage_path).glob("*/run.json")), "the run in MLflow", seconds=60)
+    wait_until_under_way(scene.run)
     at = time.time()
     if not scene.tracking.kill():
         raise NotInjected("the server is still there")
     scene.run.wait_for(
         lambda: scene.run.said("MLflow took no more data", since=at), "word of the lost server", seconds=30
     )
-    at = kill(scene.victim()[1])
+    killed = kill(scene.victim()[1])
     scene.tracking.start()
-    return at
+    scene.run.wait_for(lambda: scene.run.said("MLflow is back", since=at), "word that the server is back", seconds=60)
+    return killed
+
+
+def wait_until_under_way(run: Run) -> None:
+    """The run is known to MLflow and has a checkpoint; before that, it cannot do without servers."""
+    run.wait_for(lambda: run.said("| checkpoint |"), "the first checkpoint", seconds=60)
 
 
 def kill(process: int) -> float:

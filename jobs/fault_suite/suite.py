@@ -18,7 +18,7 @@ from fault_suite.injectors import KINDS, LOCAL, S3, SERVER, NotInjected, Scene
 from fault_suite.run import FULL, Failed, Run, Size
 
 FAULTS_PER_RUN = 7
-STEPS_TAKEN = {"node drained": 140, "S3 answers 500": 120, "writes refused": 40, "MLflow server killed": 60}
+STEPS_TAKEN = {"node drained": 140, "S3 answers 500": 120, "writes refused": 40, "MLflow server killed": 100}
 """Steps that pass while some kinds do their harm; they must fit into the run."""
 AFTER_LAST = 50  # steps after the last fault of a run
 

@@ -133,6 +133,7 @@ class Recorder:
         self._resumed_after: list[int] = []
         self._points: list[tuple[str, float, int, int]] = []
         self._retry_at, self._retry_s = 0.0, RETRY_FIRST_S
+        self._is_noted = False
         self._unsent: list[str] = []
         self._is_unsent_on_disk = True
         self._known: dict[str, int] = {}
@@ -160,7 +161,8 @@ class Recorder:
         self._store = RunStore.create(
             d.tracking_uri, experiment=d.experiment, run_name=d.run_name, tags=d.tags, started_at=d.started_at
         )
-        self._note_identity()
+        with contextlib.suppress(OSError):  # a bucket that is away for the moment; without it there is no checkpoint
+            self._note_identity()
         first: list[Operation] = [{"op": "params", "values": dict(d.params)}]
         first += [{"op": "dataset", **dataset} for dataset in d.datasets]
         for name, text in d.files.items():
@@ -342,6 +344,7 @@ class Recorder:
         }  # fmt: skip
         for root in {d.work_dir, d.run_path or d.work_dir}:
             Store(root).write_text("run.json", json.dumps(about, indent=1))
+        self._is_noted = True
 
     def _publish(self) -> str | None:
         """Bring what a resumed run needs to the run's folder, with each checkpoint; gives what went wrong."""
@@ -353,6 +356,8 @@ class Recorder:
         if d.run_path and d.run_path != d.work_dir:
             store = Store(d.run_path)
             try:
+                if not self._is_noted and (self._has_new_steps or not self._is_continued):
+                    self._note_identity()
                 store.write("steps.csv", [(self.work_dir / "steps.csv").read_bytes()])
                 if self.unsent.exists():
                     store.write(self.unsent.name, [self.unsent.read_bytes()])
@@ -432,7 +437,8 @@ class Recorder:
     def _take_step(self, record: StepRecord, *, is_new: bool) -> None:
         """is_new: steps.csv does not have it. MLflow may lack steps that steps.csv has: it may have been away."""
         if self._is_continued and not self._has_new_steps:
-            self._note_identity()
+            with contextlib.suppress(OSError):  # the next checkpoint tries again
+                self._note_identity()
         self._has_new_steps = True
         if is_new:
             self._last_step, self._final_loss = record.step, record.loss
