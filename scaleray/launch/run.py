@@ -213,12 +213,16 @@ class _Run:
         except (Interrupted, KeyboardInterrupt, LeftEarly) as exc:
             self._end(recorder, "KILLED", "stopped by the user")
             self._say_how_to_continue()
+            recorder.close()
             raise KeyboardInterrupt from exc
         except BaseException as exc:
             self._end(recorder, "FAILED", str(exc) or type(exc).__name__)
             self._say_how_to_continue()
+            recorder.close()
             raise
-        return self._finish(recorder, "FINISHED", "")
+        record = self._finish(recorder, "FINISHED", "")
+        recorder.close()
+        return record
 
     def announcement(self) -> list[str]:
         """What is about to run, for the terminal."""

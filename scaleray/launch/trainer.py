@@ -19,6 +19,7 @@ from scaleray.config import RunConfig
 from scaleray.data.sources import Source
 from scaleray.errors import (
     InitialisationError,
+    InputStarvedError,
     LeftEarly,
     NonFiniteLossError,
     PeerLostError,
@@ -85,6 +86,13 @@ class RemoteRecorder:
                 raise _cause(exc) from exc
 
         return call
+
+    def close(self) -> None:
+        """End the actor, whoever still holds a handle to it; what it had to write is written."""
+        import ray
+
+        with contextlib.suppress(Exception):  # it may be gone already
+            ray.kill(self.actor)
 
     def wait_started(self, timeout_s: float | None = None) -> bool:
         """True once the MLflow run exists; raises what went wrong. False when it is not decided in time."""
@@ -236,7 +244,7 @@ def fatal_error(
     came before, or before anything was done. failed_before: the furthest step in which it did; -1 is none."""
     for _, failure in sorted(failures.items()):
         error = _cause(failure)
-        if isinstance(error, (UsageError, NonFiniteLossError, InitialisationError, LeftEarly)):
+        if isinstance(error, (UsageError, NonFiniteLossError, InitialisationError, InputStarvedError, LeftEarly)):
             return error
         if isinstance(error, StepFailedError) and (
             (error.steps_done == 0 and not is_restart) or 0 <= error.step <= failed_before

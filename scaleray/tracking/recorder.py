@@ -235,6 +235,9 @@ class Recorder:
         self._queue.put({"op": "status", "status": "KILLED", "end_time": _now_ms()})
         self._has_message.set()
 
+    def close(self) -> None:
+        """Nothing to free: the counterpart of an actor's end."""
+
     def log_files(self, paths: Sequence[str], folder: str | None = None) -> None:
         """Add local files to the run's artifacts."""
         for path in paths:
