@@ -264,7 +264,10 @@ def kill_tracking(scene: Scene) -> float:
     )
     killed = kill(scene.victim()[1])
     scene.tracking.start()
-    scene.run.wait_for(lambda: scene.run.said("MLflow is back", since=at), "word that the server is back", seconds=60)
+    # the end of a run tries once more, and says nothing when that succeeds
+    scene.run.wait_for(
+        lambda: scene.run.said("MLflow is back", since=at) or scene.run.is_over, "the return of the server", seconds=60
+    )
     return killed
 
 
