@@ -306,11 +306,14 @@ class _Run:
 
     def _end(self, recorder: Any, status: str, reason: str) -> None:
         """End a run that did not finish, if MLflow knows of it at all; the error that ended it is what the user reads."""
-        with contextlib.suppress(
-            Exception
-        ):  # MLflow or the recorder may be what is lost; files and MLflow stay as they are
+        try:
             if recorder.wait_started(60.0):
                 self._finish(recorder, status, reason)
+        except TrackingError:
+            return  # this is what ended the run, or as good as that
+        except Exception as exc:  # the recorder may be what is lost; what ended the run must still be what is raised
+            text = f"the run could not be marked {status} in MLflow: {type(exc).__name__}"
+            self.show([EventRecord(text, kind="warning")])
 
     def _finish(self, recorder: Any, status: str, reason: str) -> RunRecord:
         recording = recorder.drain()

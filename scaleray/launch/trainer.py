@@ -167,11 +167,11 @@ def _trainer(
     return TorchTrainer(
         train_worker,
         train_loop_config={"assignment": assignment},
-        torch_config=TorchConfig(backend=_backend(config), timeout_s=int(scale.collective_timeout_s)),
+        torch_config=TorchConfig(backend=collective_backend(config), timeout_s=int(scale.collective_timeout_s)),
         scaling_config=ray.train.ScalingConfig(
             num_workers=(scale.min_workers, scale.max_workers) if scale.is_elastic else scale.max_workers,
             use_gpu=scale.gpus_per_worker > 0,
-            resources_per_worker=_resources(config),
+            resources_per_worker=worker_resources(config),
             placement_strategy=scale.placement,
             label_selector=dict(scale.label_selector) or None,
             elastic_resize_monitor_interval_s=scale.resize_interval_s,
@@ -265,12 +265,14 @@ def _wait_for_silence(recorder: RemoteRecorder, *, silent_s: float = 3.0, timeou
         time.sleep(0.5)
 
 
-def _backend(config: RunConfig) -> str:
+def collective_backend(config: RunConfig) -> str:
+    """The process group's backend, as torch writes it."""
     # gloo beside NCCL: collectives on CPU tensors need a backend of their own
     return "cpu:gloo,cuda:nccl" if config.scale.gpus_per_worker else "gloo"
 
 
-def _resources(config: RunConfig) -> dict[str, float]:
+def worker_resources(config: RunConfig) -> dict[str, float]:
+    """What Ray reserves for each worker."""
     resources = {"CPU": config.scale.cpus_per_worker}
     return {**resources, "GPU": config.scale.gpus_per_worker} if config.scale.gpus_per_worker else resources
 

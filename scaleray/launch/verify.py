@@ -25,7 +25,7 @@ from scaleray.launch.gloo import UserCode, gloo_processes
 from scaleray.launch.local import stream_opener
 from scaleray.launch.run import load_sources
 from scaleray.launch.run_folder import RunFolder
-from scaleray.launch.trainer import CONTROLLER_FAILURE_LIMIT, _backend, _resources, explain
+from scaleray.launch.trainer import CONTROLLER_FAILURE_LIMIT, collective_backend, explain, worker_resources
 from scaleray.launch.verification_plan import Plan, Question, make_plan
 from scaleray.tracking import store
 from scaleray.training.job import TRAIN
@@ -157,11 +157,11 @@ def fit_group(config: RunConfig, world_size: int, task: dict[str, Any], *, stora
     trainer = TorchTrainer(
         verify_worker,
         train_loop_config={**task, "uses_gpu": config.scale.gpus_per_worker > 0},
-        torch_config=TorchConfig(backend=_backend(config), timeout_s=int(config.scale.collective_timeout_s)),
+        torch_config=TorchConfig(backend=collective_backend(config), timeout_s=int(config.scale.collective_timeout_s)),
         scaling_config=ray.train.ScalingConfig(
             num_workers=world_size,
             use_gpu=config.scale.gpus_per_worker > 0,
-            resources_per_worker=_resources(config),
+            resources_per_worker=worker_resources(config),
             placement_strategy=config.scale.placement,
             label_selector=dict(config.scale.label_selector) or None,
         ),

@@ -49,10 +49,10 @@ class Checkpointing:
     def __init__(
         self, job: TrainJob, place: Place, catalog: Catalog, *, emit: Callable[[CheckpointRecord | EventRecord], None],
         control: Control | None = None, facts: Mapping[str, Any] | None = None,
-        before_publishing: Callable[[], Mapping[str, Any]] = dict, is_fresh: bool = False,
+        before_publishing: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:  # fmt: skip
         self.job, self.place, self.catalog, self.emit = job, place, catalog, emit
-        self.control, self.facts, self.is_fresh = control or Control(), dict(facts or {}), is_fresh
+        self.control, self.facts = control or Control(), dict(facts or {})
         settings = job.config.checkpoint
         # of its own: its collectives run in a thread beside those of the training
         self.group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if place.world_size > 1 else None
@@ -75,8 +75,6 @@ class Checkpointing:
         Damaged files are healed from their copy; a checkpoint that cannot be healed is passed over, and the events say so.
         Raises CheckpointError on every rank for one that this version cannot read.
         """
-        if self.is_fresh:
-            return 0
         for step in self._agreed(self.catalog.steps):
             manifest = self._read(step)
             if manifest is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -159,8 +158,3 @@ def interruption_job(job: TrainJob) -> TrainJob:
     """A short job with deterministic algorithms, without which nobody promises the same bits."""
     config = job.config.model_copy(update={"deterministic": True})
     return dataclasses.replace(job, config=config)
-
-
-def worst(outcomes: list[ResumeOutcome]) -> float:
-    """The largest relative difference of any outcome."""
-    return max((o.comparison.largest for o in outcomes if not math.isnan(o.comparison.largest)), default=math.nan)
