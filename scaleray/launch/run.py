@@ -19,7 +19,7 @@ from scaleray.config import RunConfig, load_config
 from scaleray.config.base import absolute_path, without_password
 from scaleray.data import as_source
 from scaleray.data.sources import Source
-from scaleray.errors import ClusterError, ConfigError, DataError, LeftEarly
+from scaleray.errors import ClusterError, ConfigError, DataError, LeftEarly, TrackingError
 from scaleray.launch import cluster
 from scaleray.launch import resume as interrupted
 from scaleray.launch.local import run_here
