@@ -43,11 +43,12 @@ SIDES = ("asynchronous", "synchronous", "torch_save")
 SIZES = {"10M": (1024, 10), "120M": (2048, 28)}
 """Width and number of square layers."""
 WARM_UP = 6  # steps that are not counted, after two checkpoints that allocate buffers
+QUIET = 2  # last steps of a window, when its checkpoint is complete
 RULES = """\
 Two gloo workers of one thread each, AdamW, fp32; parameters and both moments are saved ({bytes}). A forward pass takes
 {sleep:g} s of sleep on top of its arithmetic. A checkpoint comes after {window} steps each, {repeats} of every kind in random order
 (seed {seed}). The cost of one is what its {window} steps took beyond {window} times the median of steps with none in flight,
-so that waiting, copying and contention for the cores all count. `waited` is the part in which the training thread stood still.
+so that waiting, copying and contention for the cores all count; noise can make it negative. `waited` is the part in which the training thread stood still.
 Every checkpoint holds all bytes (`checkpoint.full_every: 1`) and is flushed to the disk; torch_save is what hand-written loops do:
 rank 0 saves model and optimizer to one file and flushes it while the others wait at a barrier. Median (smallest-largest)."""
 
@@ -145,13 +146,16 @@ def measure(name: str, arguments: argparse.Namespace, folder: str) -> list[harne
         records = processes.run(WORLD_SIZE, train, job, sources, schedule, folder, workload=workload)
     times = {r.step: r.step_time_s for r in records if isinstance(r, StepRecord)}
     saved = {r.step: r for r in records if isinstance(r, CheckpointRecord)}
-    plain = statistics.median(times[step] for step in range(steps - arguments.plain + 1, steps + 1))
+    at_rest = {step + window - i for step in schedule for i in range(QUIET)} | set(
+        range(steps - arguments.plain + 1, steps + 1)
+    )
+    plain = statistics.median(times[step] for step in sorted(at_rest))
     found = []
     for number, (step, side) in enumerate(list(schedule.items())[2:]):
         spent = sum(times[step + i] for i in range(1, window + 1))
         record = saved.get(step)
         found.append(
-            {"side": side, "round": number // len(SIDES), "model": name, "cost_s": max(0.0, spent - window * plain), "plain_step_s": plain,
+            {"side": side, "round": number // len(SIDES), "model": name, "cost_s": spent - window * plain, "plain_step_s": plain,
              "waited_s": record.stall_s if record else None, "duration_s": record.duration_s if record else None,
              "bytes": record.total_bytes if record else None}
         )  # fmt: skip

@@ -6,6 +6,9 @@ from changing a tensor that is not copied yet; what a forward pass may change (b
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +24,8 @@ from scaleray.checkpoints.catalog import Catalog, Retention
 from scaleray.checkpoints.manifest import Chunk, Incomplete, Manifest, StoredFile, Tensor, folder_name
 from scaleray.errors import CheckpointError
 from scaleray.records import CheckpointRecord, EventRecord
+
+NICENESS = 10  # of a thread that writes beside training
 
 
 class NotPublished(Exception):
@@ -108,6 +113,8 @@ class Saver:
         def on_staged() -> None:
             changed = next((name for name, tensor in tensors.items() if _version(tensor) != versions[name]), None)
             self._is_staged.set()
+            if self.is_asynchronous:
+                _step_back()
             if changed is not None:
                 self.is_asynchronous = False  # from here on nothing runs beside the copy
                 raise RuntimeError(f"{changed} was changed by a forward pass while it was copied")
@@ -166,6 +173,14 @@ class Saver:
 
     def _warn(self, text: str) -> None:
         self.emit(EventRecord(text, kind="warning"))
+
+
+def _step_back() -> None:
+    """Let training have the cores first: from here on this thread hashes and writes, and nobody waits for it. Linux gives
+    each thread a priority of its own; elsewhere it would be the process's."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def _version(tensor: torch.Tensor) -> int:
