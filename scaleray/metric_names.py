@@ -28,6 +28,12 @@ SAMPLES_PER_S = Metric("perf/samples_per_s", "samples/s", "samples of all worker
 TOKENS_PER_S = Metric("perf/tokens_per_s", "tokens/s", "tokens of all workers per second since the last point")
 STEP_TIME_S = Metric("perf/step_time_s", "s", "mean time of a step since the last point")
 INPUT_WAIT_SHARE = Metric("perf/input_wait_share", "1", "share of step time that rank 0 waited for its input")
+SENT_BYTES = Metric("perf/sent_bytes", "bytes", "bytes a step that rank 0 gave to collectives, each payload once")
+CONSENSUS_DISTANCE = Metric(
+    "train/consensus_distance", "1", "root mean square distance of the replicas from their mean, relative to its norm"
+)
+SPARSITY = Metric("train/sparsity", "1", "share of the prunable weights that are zero")
+BUBBLE_SHARE = Metric("perf/bubble_share", "1", "share of the step in which this pipeline stage had nothing to do")
 WORKERS = Metric("perf/workers", "workers", "number of workers, which changes in an elastic run")
 CHECKPOINT_STALL_S = Metric("checkpoint/stall_s", "s", "how long training waited for this checkpoint")
 CHECKPOINT_DURATION_S = Metric("checkpoint/duration_s", "s", "from its beginning to its manifest, beside the training")

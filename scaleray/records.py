@@ -27,6 +27,10 @@ class StepRecord:
     is_finite: bool = True
     loss_scale: float | None = None
     world_size: int = 1
+    sent_bytes: float = 0.0
+    """What rank 0 gave to collectives in this step for gradients, parameters and activations."""
+    more: dict[str, float] = field(default_factory=dict)
+    """Figures of the strategy or a transform, by metric name."""
 
 
 @dataclass(frozen=True)

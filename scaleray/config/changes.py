@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from scaleray.config.run import RunConfig
+from scaleray.config.strategy import EXACT
 
 HARMLESS = (
-    "scale.", "strategy.", "checkpoint.", "tracking.", "evaluation.", "batch.micro_size",
+    "scale.", "strategy.", "fsdp.", "tensor.", "pipeline.", "shares.", "activations.", "compilation.",
+    "checkpoint.", "tracking.", "evaluation.", "batch.micro_size",
     "data.chunk_mib", "data.prefetch_mib", "data.reserved_cpus", "data.timeout_s",
 )  # fmt: skip
 """Keys that decide how a training runs, not what it computes: it may be resumed with others."""
@@ -26,6 +28,8 @@ class Change:
     @property
     def alters_training(self) -> bool:
         """Whether the run would go on as another training."""
+        if self.key == "strategy.name":
+            return not {self.before, self.after} <= set(EXACT)
         return not self.key.startswith(HARMLESS)
 
     def __str__(self) -> str:

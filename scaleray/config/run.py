@@ -8,18 +8,29 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from scaleray.config.activations import ActivationSettings
 from scaleray.config.base import Settings, without_password
 from scaleray.config.batch import BatchSettings
+from scaleray.config.compilation import CompilationSettings
+from scaleray.config.compression import CompressionSettings
+from scaleray.config.fine_tuning import FineTuningSettings
+from scaleray.config.fsdp import FsdpSettings
+from scaleray.config.gossip import GossipSettings
+from scaleray.config.local_sgd import LocalSgdSettings
 from scaleray.config.optimizer import OptimizerSettings
+from scaleray.config.pipeline import PipelineSettings
+from scaleray.config.pruning import PruningSettings
 from scaleray.config.scale import (
     CheckpointSettings,
     DataSettings,
     PrecisionSettings,
     ScaleSettings,
-    StrategySettings,
     TrackingSettings,
 )
 from scaleray.config.schedule import EvaluationSettings, ScheduleSettings, StopSettings
+from scaleray.config.shares import SharesSettings
+from scaleray.config.strategy import StrategySettings
+from scaleray.config.tensor import TensorSettings
 from scaleray.config.workload import WorkloadSettings
 
 
@@ -34,7 +45,18 @@ class RunConfig(Settings):
     evaluation: EvaluationSettings = EvaluationSettings()
     scale: ScaleSettings = ScaleSettings()
     strategy: StrategySettings = StrategySettings()
+    fsdp: FsdpSettings = FsdpSettings()
+    tensor: TensorSettings = TensorSettings()
+    pipeline: PipelineSettings = PipelineSettings()
+    local_sgd: LocalSgdSettings = LocalSgdSettings()
+    gossip: GossipSettings = GossipSettings()
+    compression: CompressionSettings = CompressionSettings()
+    shares: SharesSettings = SharesSettings()
     precision: PrecisionSettings = PrecisionSettings()
+    activations: ActivationSettings = ActivationSettings()
+    compilation: CompilationSettings = CompilationSettings()
+    pruning: PruningSettings = PruningSettings()
+    fine_tuning: FineTuningSettings = FineTuningSettings()
     data: DataSettings = DataSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     tracking: TrackingSettings = TrackingSettings()
@@ -52,6 +74,12 @@ class RunConfig(Settings):
                 "stop.at: it is looked at after evaluations, so evaluation.every is needed, such as '1 epoch'"
             )
         return self
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Workers that hold one replica of the model between them and see the same samples."""
+        sizes = {"tensor": self.tensor.size, "pipeline": self.pipeline.size}
+        return sizes.get(self.strategy.name, 1)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they would stand in a YAML file; passwords in URIs are stars, as these values are stored."""

@@ -53,21 +53,6 @@ class ScaleSettings(Settings):
         return self.min_workers < self.max_workers
 
 
-class StrategySettings(Settings):
-    """How the model is spread over the workers."""
-
-    name: Literal["auto", "single", "ddp"] = "auto"
-    """auto: `single` for one worker, `ddp` for more."""
-    bucket_size_mib: Positive = 25.0
-    """DDP: gradients are reduced in buckets of this size while the backward pass still runs."""
-    gradient_as_bucket_view: bool = True
-    """DDP: gradients live inside the buckets, which saves one copy and its memory."""
-    static_graph: bool = False
-    """DDP: promise that every step uses the same parameters in the same order."""
-    find_unused_parameters: bool = False
-    """DDP: for models that skip parameters in some steps; costs a walk over the graph each step."""
-
-
 class PrecisionSettings(Settings):
     """Arithmetic of the forward and backward pass. Parameters and optimizer state stay in the model's own dtype."""
 

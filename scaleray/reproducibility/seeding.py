@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from scaleray.errors import InitialisationError
 
@@ -111,13 +112,20 @@ def check_equal_structure(module: nn.Module, group: dist.ProcessGroup | None) ->
     )
 
 
-def check_equal_parameters(module: nn.Module, group: dist.ProcessGroup | None) -> str:
+def check_equal_parameters(module: nn.Module, group: dist.ProcessGroup | None, *, is_partitioned: bool = False) -> str:
     """SHA-256 (16 hex digits) over all parameters and buffers, equal on every rank. Collective over `group`.
 
-    Raises InitialisationError on all ranks, naming the first tensor that differs and the ranks that hold another value.
+    Sharded ones are gathered one by one. is_partitioned: ranks have different ones, which count once by name. Raises InitialisationError on all ranks, naming the first tensor that differs and the ranks that hold another value.
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
     digests = [_digest(tensor) for _, tensor in tensors]
+    if is_partitioned:
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(
+            parts, {name: digest for (name, _), digest in zip(tensors, digests, strict=True)}, group=group
+        )
+        by_name = {name: digest for part in parts for name, digest in part.items()}
+        return hashlib.sha256(repr(sorted(by_name.items())).encode()).hexdigest()[:16]
     if group is not None and dist.get_world_size(group) > 1:
         everyone = _gather(digests, module, group)
         for number, (name, _) in enumerate(tensors):
@@ -141,5 +149,6 @@ def _gather(values: list[int], module: nn.Module, group: dist.ProcessGroup) -> l
 
 
 def _digest(tensor: torch.Tensor) -> int:
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    flat = whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return int.from_bytes(hashlib.sha256(flat.numpy().tobytes()).digest()[:8], "little", signed=True)

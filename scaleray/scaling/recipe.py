@@ -43,6 +43,7 @@ class Recipe:
     betas: tuple[float, float]
     epsilon: float
     strategy: str
+    model_parallel_size: int = 1
     explanations: dict[str, str] = dataclasses.field(default_factory=dict)
     """How each value was derived, by name."""
 
@@ -59,7 +60,8 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
     why: dict[str, str] = {}
     workers = workers or config.scale.max_workers
     batch_size = _global_batch_size(config, data, why)
-    per_worker, micro_size, accumulation = _shares(config, batch_size, workers, why)
+    model_parallel = _model_parallel_size(config, workers, why)
+    per_worker, micro_size, accumulation = _shares(config, batch_size, workers // model_parallel, why)
     evaluation_micro_size = config.evaluation.micro_size or micro_size
     why["evaluation_micro_batch_size"] = "evaluation.micro_size" if config.evaluation.micro_size else "that of training"
     if data.num_samples < batch_size:
@@ -181,6 +183,7 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
         betas=scaled.betas,
         epsilon=scaled.epsilon,
         strategy=strategy,
+        model_parallel_size=model_parallel,
         explanations=why,
     )
 
@@ -197,7 +200,23 @@ def resolve_strategy(config: RunConfig, workers: int | None = None) -> str:
         )
     if name in ("auto", "ddp"):
         return "single" if workers == 1 else "ddp"
-    return name
+    return "single" if workers == 1 else name
+
+
+def _model_parallel_size(config: RunConfig, workers: int, why: dict[str, str]) -> int:
+    size = config.model_parallel_size
+    if workers % size:
+        name = config.strategy.name
+        near = " or ".join(str(n) for n in nearest_multiples(workers, size))
+        raise ConfigError(
+            f"{name}.size", size, f"{workers} workers are no multiple of it", f"use {near} workers, or another size"
+        )
+    if size > 1 and config.scale.is_elastic:
+        raise ConfigError(
+            "scale.workers", str(config.scale.workers), f"with {config.strategy.name} the number is fixed"
+        )
+    why["model_parallel_size"] = f"{config.strategy.name}.size" if size > 1 else "every worker has a whole model"
+    return size
 
 
 def nearest_multiples(value: int, of: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""How a model is spread over workers. Each strategy is a function `apply(model, mesh, settings) -> Parallel`."""
+"""How a model is spread over workers. Each strategy is a function `apply(model, mesh, config, workload) -> Parallel`."""
 
 from scaleray.strategies import ddp, single
 from scaleray.strategies.parallel import Parallel

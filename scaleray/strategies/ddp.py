@@ -9,18 +9,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from scaleray.config.scale import StrategySettings
+from scaleray.config import RunConfig
 from scaleray.strategies.parallel import Parallel, cpu_state_dict
 
 
-def apply(model: nn.Module, mesh: DeviceMesh | None, settings: StrategySettings) -> Parallel:
+def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
     """Wrap in DistributedDataParallel over `mesh["dp"]`. Collective: rank 0's parameters and buffers go to all ranks.
 
     Source: Li et al. 2020, arXiv:2006.15704. Buffers such as BatchNorm's statistics follow rank 0.
     """
     if mesh is None:
         raise ValueError("ddp needs a device mesh with the axis 'dp'")
-    group = mesh.get_group("dp")
+    group, settings = mesh.get_group("dp"), config.strategy
+    sent_a_step = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     device = next(model.parameters()).device
     wrapped = DistributedDataParallel(
         model,
@@ -31,6 +32,12 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, settings: StrategySettings)
         static_graph=settings.static_graph,
         find_unused_parameters=settings.find_unused_parameters,
     )
+
+    sent = 0.0
+
+    def count(step: int) -> None:
+        nonlocal sent
+        sent += sent_a_step
 
     def share_buffers() -> None:
         # DDP does so at the start of a forward pass; after the last one the ranks' buffers differ
@@ -52,5 +59,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, settings: StrategySettings)
         no_sync=wrapped.no_sync,
         before_evaluation=share_buffers,
         full_state_dict=full_state_dict,
+        after_update=count,
+        bytes_sent=lambda: sent,
         close=close,
     )

@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some rows of a step on the device, as the loss takes them, and how many of them count: 0 for a placeholder."""
+
+    batch: Any
+    weight: int
+
+
+class Objective(Protocol):
+    """The scaled loss of one micro-batch through `model`, ready for `backward()`; books sum and count on the way."""
+
+    def __call__(self, model: Callable[..., Any], piece: MicroBatch) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """A model spread over workers, and the few things the loop calls."""
+    """A model spread over workers, and the few things the loop calls. "Collective": every worker calls it, in one order."""
 
     model: nn.Module
     """What the forward pass calls."""
     module: nn.Module
-    """The user's own model inside, for evaluation and for its state."""
+    """The user's own model inside, for its state; for evaluation too, unless there is an `evaluation_model`."""
     gradient_divisor: int = 1
     """By how much the strategy divides summed gradients: the world size where it averages, 1 where it sums."""
     no_sync: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -29,6 +46,51 @@ class Parallel:
     """Unsharded weights on the CPU, on rank 0; empty elsewhere. Collective."""
     close: Callable[[], None] = lambda: None
     """Take every hook off the user's model."""
+
+    total_norm: Callable[[Sequence[torch.Tensor]], torch.Tensor] = torch.nn.utils.get_total_norm
+    """Norm of the whole model's gradient, of which this rank has these. Collective where gradients are sharded."""
+    forward_is_collective: bool = False
+    """A forward pass communicates, so that all ranks must run equally many."""
+    owns: Callable[[nn.Parameter], bool] = lambda parameter: True
+    """Whether this rank's optimizer updates the parameter (of ZeRO-1, others get it by `after_update`)."""
+    after_update: Callable[[int], None] = lambda step: None
+    """After optimizer step `step`, from 1. Where ranks communicate parameters."""
+    is_partitioned: bool = False
+    """Ranks have parameters, or optimizer state, that others do not have at all: pipeline stages, ZeRO-1."""
+
+    is_local: bool = False
+    """Gradients are those of this rank's own samples, divided by their own count."""
+    meets: Callable[[int], bool] = lambda step: True
+    """Whether all ranks sum losses and signals in step `step`, from 1. Evaluations, checkpoints and the end are meetings too."""
+    replicas_differ: bool = False
+    """Ranks hold different values of the same parameters; checkpoints then keep each rank's."""
+    averaged: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    """Context in which `module` holds the mean of all replicas. Collective."""
+
+    run_micro_batches: Callable[[list[MicroBatch], Objective, Callable[[], contextlib.AbstractContextManager[Any]]], None] | None = None  # fmt: skip
+    """Forward and backward of all micro-batches of a step, where the strategy decides their order: (micro-batches,
+    objective, autocast). The objective is called once a micro-batch, on ranks that count the loss."""
+    counts_loss: bool = True
+    """Whether this rank's losses count: where several ranks work on the same samples, one of them does."""
+    evaluation_model: nn.Module | None = None
+    """What evaluation calls instead of `module`, on all ranks in one order."""
+
+    state: Callable[[], Tensors] = dict
+    """State of the strategy's own on this rank (an outer momentum, error feedback), by reference, for checkpoints."""
+    load_state: Callable[[Tensors], None] = lambda state: None
+    """Take `state` over, as saved by this rank of as many; empty after a change of the number of workers."""
+    bytes_sent: Callable[[], float] = lambda: 0.0
+    """Bytes that this rank has given to collectives and sends, for gradients, parameters and activations, since it was
+    built: payloads, each counted once whatever the algorithm makes of them."""
+    metrics: Callable[[], dict[str, float]] = dict
+    """Figures of the last step by metric name, such as a consensus distance."""
+    notes: list[str] = field(default_factory=list)
+    """What a user should know about what was chosen; said once, in the run's events."""
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor that may be sharded. Collective for a sharded one."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def cpu_state_dict(module: nn.Module) -> dict[str, Any]:

@@ -469,6 +469,8 @@ class Recorder:
             if self.description.tokens_per_sample
             else None,
             names.WORKERS.name: float(record.world_size),
+            names.SENT_BYTES.name: record.sent_bytes or None,
+            **record.more,
             names.NONFINITE_STEPS.name: float(self._nonfinite) if self._nonfinite else None,
         }
         self._add_points({k: v for k, v in points.items() if v is not None}, record.step)

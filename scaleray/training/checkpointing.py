@@ -153,7 +153,7 @@ class Checkpointing:
         """Begin a checkpoint now. Collective."""
         assert self._state is not None
         self._state.setup.parallel.before_evaluation()  # buffers as on rank 0, as the next forward pass would make them
-        tensors, volatile, values = self._state.capture()
+        tensors, volatile, values = self._state.capture(is_saved=True)
         self.saver.save(step, tensors, volatile=volatile, values=values, facts={**self.facts, "metrics": dict(metrics)})
         self.saved_at = time.monotonic()
 

@@ -32,11 +32,12 @@ class Evaluator:
     def run(self) -> dict[str, float]:
         """`name/loss` and the workload's metrics, over every row of the split once. Collective."""
         module = self.setup.parallel.module
+        model = self.setup.parallel.evaluation_model or module
         totals: dict[str, list[float]] = {}
         with evaluation_mode(module):
             for batch in self._batches():
                 self.enter("evaluation")  # with every batch, or a long evaluation would look like a hang
-                for name, (total, count) in self._measure(module, batch).items():
+                for name, (total, count) in self._measure(model, batch).items():
                     pair = totals.setdefault(name, [0.0, 0.0])
                     if batch.num_rows:  # else a placeholder row
                         pair[0] += float(total)

@@ -61,6 +61,11 @@ class TrainJob:
         """How many workers train."""
         return self.workers or self.config.scale.max_workers
 
+    @property
+    def data_size(self) -> int:
+        """Into how many shares a global batch is cut."""
+        return self.world_size // self.recipe.model_parallel_size
+
     def on(self, workers: int) -> TrainJob:
         """The same training on as many workers as an elastic run has now."""
         if workers == self.world_size:
@@ -107,7 +112,7 @@ class TrainJob:
 
     def evaluation_plan(self, split: Split) -> StepPlan:
         """Every row of an evaluation split once, in file order."""
-        batch_size = self.recipe.evaluation_micro_batch_size * self.world_size
+        batch_size = self.recipe.evaluation_micro_batch_size * self.data_size
         rows = self._usable_rows(split)
         return StepPlan(rows, min(batch_size, rows), shuffle=False, is_streamed=split.is_streamed, name=split.name)
 
@@ -117,7 +122,7 @@ class TrainJob:
 
     def _usable_rows(self, split: Split) -> int:
         # a streamed dataset gives every worker the same number of rows and leaves out the rest
-        workers = self.world_size
+        workers = self.data_size
         return split.num_rows // workers * workers if split.is_streamed else split.num_rows
 
 

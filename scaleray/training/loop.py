@@ -29,7 +29,7 @@ from scaleray.errors import (
     ScaleRayError,
     StepFailedError,
 )
-from scaleray.records import EvaluationRecord, StepRecord, SystemRecord, WorkerMessage, WorkerSummary
+from scaleray.records import EvaluationRecord, EventRecord, StepRecord, SystemRecord, WorkerMessage, WorkerSummary
 from scaleray.reproducibility.fingerprint import accelerators, cpu_model
 from scaleray.training.checkpointing import Checkpointing
 from scaleray.training.evaluation import Evaluator
@@ -71,7 +71,8 @@ class _Run:
         self, job: TrainJob, place: Place, open_stream: OpenStream, emit: Emit, save_weights: Any, probe: Probe | None,
         checkpointing: Checkpointing | None, progress: Progress,
     ) -> None:  # fmt: skip
-        self.job, self.place, self.open_stream, self.emit = job, place, open_stream, emit
+        self.job, self.open_stream, self.emit = job, open_stream, emit
+        self.place = dataclasses.replace(place, model_parallel_size=job.config.model_parallel_size)
         self.save_weights, self.probe, self.checkpointing = save_weights, probe, checkpointing
         self.config, self.recipe = job.config, job.recipe
         self.step = self.first_step = 0
@@ -84,6 +85,7 @@ class _Run:
         self.verdict: str | None = None
         self.train_step: TrainStep | None = None
         self.first_step_s = math.nan
+        self.sent_bytes = 0.0
         self.system = SystemMetrics() if self.config.tracking.system_metrics and place.local_rank == 0 else None
         self.sampled_at = time.monotonic()
 
@@ -93,12 +95,14 @@ class _Run:
                 self.first_step = self.step = self.checkpointing.find()
                 self._adopt(self.checkpointing.job)
             plan = self.job.train_plan()
-        part = Part(plan, self.place.rank, self.place.world_size, self.first_step, self.recipe.total_steps)
+        part = Part(plan, self.place.data_rank, self.place.data_size, self.first_step, self.recipe.total_steps)
         # before the model: its first batch takes seconds on a cold cluster, and the model is built meanwhile
         stream = self.open_stream(self.job.splits[TRAIN], part)
         try:
             with self._located():
                 setup = prepare(self.job.workload, self.config, self.recipe, self.place, is_resumed=self.first_step > 0)
+                for note in setup.parallel.notes if self.place.rank == 0 else ():
+                    self.emit(EventRecord(note))
                 if self.checkpointing is not None:
                     self.checkpointing.begin(self.state(setup))
                 verdict = self._steps(setup, stream, plan)
@@ -157,7 +161,7 @@ class _Run:
             probe=self.probe, signals=saves.signals if saves else tuple, before_update=saves.before_update if saves else lambda: None,
             enter=self.progress.enter,
         )  # fmt: skip
-        step.count_per_row = self.count_per_row
+        step.count_per_row, step.num_updates = self.count_per_row, self.step
         self.train_step = step
         if self.probe is not None:
             self.probe.on_setup(setup)
@@ -180,7 +184,9 @@ class _Run:
         for batch in self._batches(first, stream):
             learning_rate = setup.schedule.get_last_lr()[0]
             want_norm = (batch.step + 1) % self.config.tracking.every_steps == 0
-            result = step(batch, num_rows=plan.num_rows(batch.step), want_norm=want_norm)
+            result = step(
+                batch, num_rows=plan.num_rows(batch.step), want_norm=want_norm, meets=self._meets(setup, batch.step + 1)
+            )
             with warnings.catch_warnings():  # torch warns when the first step was skipped, which is no mistake here
                 warnings.simplefilter("ignore", UserWarning)
                 setup.schedule.step()
@@ -189,6 +195,7 @@ class _Run:
             step_s, waited_s = self.clock.tick(stream.waited_s)
             if self.step == self.first_step + 1:
                 self.first_step_s = time.time() - self.job.started_at
+            sent_bytes = setup.parallel.bytes_sent()
             if self.place.rank == 0:
                 self.emit(
                     StepRecord(
@@ -196,8 +203,10 @@ class _Run:
                         learning_rate=float(learning_rate), grad_norm=result.grad_norm, step_time_s=step_s, input_wait_s=waited_s,
                         epoch=plan.epochs(self.step), is_finite=result.is_finite,
                         loss_scale=scaler.get_scale() if scaler.is_enabled() else None, world_size=self.place.world_size,
+                        sent_bytes=sent_bytes - self.sent_bytes, more=setup.parallel.metrics(),
                     )
                 )  # fmt: skip
+            self.sent_bytes = sent_bytes
             self._sample_system()
             if not result.is_finite and self._stops_at(result):
                 self.verdict = f"stopped: the loss became {result.loss} at step {self.step}"
@@ -210,9 +219,15 @@ class _Run:
                 if target.is_reached(self.metrics):
                     return f"target reached: {target}"
             self.progress.enter("checkpoint")
-            if saves and saves.after_step(self.step, result.signals, self.metrics):
+            if saves and result.signals and saves.after_step(self.step, result.signals, self.metrics):
                 return None
         return "done"
+
+    def _meets(self, setup: Setup, step: int) -> bool:
+        """Whether all ranks sum losses and signals in this step, which whatever is decided together needs."""
+        recipe = self.recipe
+        every = (recipe.evaluate_every_steps, recipe.checkpoint_every_steps)
+        return setup.parallel.meets(step) or step == recipe.total_steps or any(n and step % n == 0 for n in every)
 
     def _batches(self, first: RankBatch, rest: StepStream) -> Iterator[RankBatch]:
         batch: RankBatch | None = first
@@ -249,10 +264,12 @@ class _Run:
             return False
         started = time.perf_counter()
         self.progress.enter("synchronise")
-        self._setup.parallel.before_evaluation()
-        for evaluator in self.evaluators:
-            self.progress.enter("input")
-            self.metrics.update(evaluator.run())
+        parallel = self._setup.parallel
+        with parallel.averaged():
+            parallel.before_evaluation()
+            for evaluator in self.evaluators:
+                self.progress.enter("input")
+                self.metrics.update(evaluator.run())
         self.evaluated_at = self.step
         if self.place.rank == 0:
             self.emit(EvaluationRecord(self.step, dict(self.metrics), time.perf_counter() - started))
@@ -261,10 +278,10 @@ class _Run:
     def _evaluator(self, split: Split, setup: Setup) -> Evaluator:
         self._setup = setup
         plan = self.job.evaluation_plan(split)
-        part = Part(plan, self.place.rank, self.place.world_size, 0, plan.steps_per_epoch)
+        part = Part(plan, self.place.data_rank, self.place.data_size, 0, plan.steps_per_epoch)
         return Evaluator(
             split.name, self.job.workload, setup, self.place, lambda: self.open_stream(split, part),
-            gives_tuples=split.gives_tuples, rank_bytes=split.num_rows * split.row_bytes // self.place.world_size,
+            gives_tuples=split.gives_tuples, rank_bytes=split.num_rows * split.row_bytes // self.place.data_size,
             enter=self.progress.enter,
         )  # fmt: skip
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from scaleray.checkpoints.consolidated import load_weights
 from scaleray.config import RunConfig
@@ -21,6 +20,7 @@ from scaleray.reproducibility.seeding import (
 )
 from scaleray.scaling.recipe import Recipe
 from scaleray.strategies import STRATEGIES, Parallel
+from scaleray.strategies.mesh import build_mesh
 from scaleray.training import optimizers, precision
 from scaleray.training.place import Place
 from scaleray.workload import call_user_code
@@ -54,31 +54,35 @@ def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place, *, i
     model.to(place.device)
     # dtype before the strategy: DDP sizes its buckets by the parameters it is given
     arithmetic = precision.prepare(model, place.device, config.precision)
+    num_parameters = sum(p.numel() for p in model.parameters())
     # before the strategy, whose collectives would wait for ever for ranks that built another model
     check_equal_structure(model, place.group)
-    mesh = init_device_mesh(place.device.type, (place.world_size,), mesh_dim_names=("dp",)) if place.group else None
-    strategy = config.strategy
+    mesh = build_mesh(config, recipe.strategy, place.world_size, place.device.type) if place.group else None
     if config.deterministic:
         # DDP lays its buckets out anew after the first step, which changes the order of its sums: a resumed run would
         # start with the first layout again. It does not do so while it looks for unused parameters.
-        strategy = strategy.model_copy(update={"find_unused_parameters": True, "static_graph": False})
-    parallel = STRATEGIES[recipe.strategy](model, mesh, strategy)
+        strategy = config.strategy.model_copy(update={"find_unused_parameters": True, "static_graph": False})
+        config = config.model_copy(update={"strategy": strategy})
+    parallel = STRATEGIES[recipe.strategy](model, mesh, config, workload)
     if config.workload.weights is not None and not is_resumed:
         # after the strategy, so that each rank reads its own shards only; nobody writes there meanwhile
         load_weights(parallel.module.state_dict(), config.workload.weights)
     # after the strategy, which may broadcast: what matters is what the first step starts from
-    initial_hash = check_equal_parameters(parallel.module, place.group)
+    initial_hash = check_equal_parameters(
+        parallel.module, place.group, is_partitioned=parallel.is_partitioned and parallel.run_micro_batches is not None
+    )
     # the optimizer last: a strategy may have replaced parameters
-    optimizer = optimizers.build(workload, parallel.module, config, recipe)
+    optimizer = optimizers.build(workload, parallel.module, config, recipe, owns=parallel.owns)
     schedule = optimizers.build_schedule(optimizer, config, recipe)
-    # from here on ranks must differ, or dropout would use the same mask on every rank
-    seed_everything(stream_seed(config.seed, "dropout", place.rank))
+    # from here on ranks must differ, or dropout would use the same mask on every rank; ranks of one replica must not,
+    # as they may each compute a part of the same activations
+    seed_everything(stream_seed(config.seed, "dropout", place.data_rank))
     return Setup(
         parallel=parallel,
         optimizer=optimizer,
         schedule=schedule,
         precision=arithmetic,
-        num_parameters=sum(p.numel() for p in parallel.module.parameters()),
+        num_parameters=num_parameters,
         initial_hash=initial_hash,
     )
 

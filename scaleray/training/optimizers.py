@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +28,18 @@ class OptimizerValues:
     nesterov: bool
 
 
-def build(workload: Any, model: nn.Module, config: RunConfig, recipe: Recipe) -> torch.optim.Optimizer:
-    """The workload's own optimizer, or the configured one over all parameters that need a gradient."""
+def build(
+    workload: Any, model: nn.Module, config: RunConfig, recipe: Recipe, *, owns: Callable[[nn.Parameter], bool] = lambda p: True
+) -> torch.optim.Optimizer:  # fmt: skip
+    """The workload's own optimizer, or the configured one over all parameters that need a gradient; of those, it keeps
+    the ones that this rank owns."""
+    optimizer = _build(workload, model, config, recipe)
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if owns(p)]
+    return optimizer
+
+
+def _build(workload: Any, model: nn.Module, config: RunConfig, recipe: Recipe) -> torch.optim.Optimizer:
     settings = config.optimizer
     values = OptimizerValues(
         name=settings.name,

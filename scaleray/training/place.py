@@ -18,6 +18,18 @@ class Place:
     local_world_size: int = 1
     node: str = "local"
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - torch.device is immutable
+    model_parallel_size: int = 1
+    """Neighbouring workers that hold one replica of the model between them."""
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the global batch this worker trains on; workers of one replica have the same."""
+        return self.rank // self.model_parallel_size
+
+    @property
+    def data_size(self) -> int:
+        """Into how many shares the global batch is cut."""
+        return self.world_size // self.model_parallel_size
 
     @property
     def group(self) -> dist.ProcessGroup | None:

@@ -6,6 +6,7 @@ blamed on one of them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -29,11 +30,11 @@ from scaleray.training.place import Place
 Tensors = dict[str, torch.Tensor]
 Values = dict[str, Any]
 
-MODEL, BUFFERS, OPTIMIZER, SCHEDULE, SCALER, RANDOM, PROGRESS, WORKLOAD = (
-    "model", "buffers", "optimizer", "schedule", "scaler", "random", "progress", "workload",
+MODEL, BUFFERS, OPTIMIZER, SCHEDULE, SCALER, RANDOM, PROGRESS, WORKLOAD, STRATEGY, REPLICA = (
+    "model", "buffers", "optimizer", "schedule", "scaler", "random", "progress", "workload", "strategy", "replica",
 )  # fmt: skip
 UNNAMED, VALUE = "unnamed-", "(value)"
-ITEMS = (MODEL, BUFFERS, OPTIMIZER, SCHEDULE, SCALER, PROGRESS, WORKLOAD, RANDOM)
+ITEMS = (MODEL, BUFFERS, OPTIMIZER, SCHEDULE, SCALER, PROGRESS, WORKLOAD, STRATEGY, REPLICA, RANDOM)
 """In the order in which they are restored: random numbers last, as anything before may draw some."""
 SETUP_ITEMS = {"parallel": MODEL, "optimizer": OPTIMIZER, "schedule": SCHEDULE, "precision": SCALER}
 """Which item holds the state of each field of Setup; the fields not named here have none."""
@@ -50,15 +51,29 @@ class TrainState:
     get_progress: Callable[[], Values]
     set_progress: Callable[[Values], None]
 
-    def capture(self) -> tuple[Tensors, set[str], dict[str, Values]]:
-        """(references to tensors, names of those that a forward pass may change, values by item as JSON). Collective."""
-        module = self.setup.parallel.module
+    def capture(self, *, is_saved: bool = False) -> tuple[Tensors, set[str], dict[str, Values]]:
+        """(references to tensors, names of those that a forward pass may change, values by item as JSON). Collective.
+
+        is_saved: for a checkpoint, which holds the replicas' mean beside what differs between them.
+        """
+        module, parallel = self.setup.parallel.module, self.setup.parallel
         tensors, extra = model_state(module)
+        own_replica: Tensors = {}
+        if parallel.replicas_differ:
+            own_replica = {f"{REPLICA}.{self.place.rank}.{name}": value for name, value in tensors.items()}
+            with parallel.averaged() if is_saved else contextlib.nullcontext():
+                tensors = {name: value.detach().clone() for name, value in model_state(module)[0].items()}
         parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         volatile = {name for name in tensors if name.removeprefix(f"{MODEL}.") not in parameters}
         volatile |= {f"{MODEL}.{name}" for name in renormalised(module)}
         optimizer_tensors, optimizer_values = optimizer_state(self.setup.optimizer, module)
+        if parallel.is_partitioned:
+            optimizer_values = self._merged(optimizer_values)
         tensors.update(optimizer_tensors)
+        if parallel.replicas_differ:
+            own_replica.update({f"{REPLICA}.{self.place.rank}.{k}": v for k, v in optimizer_tensors.items()})
+            tensors.update(own_replica)
+        tensors.update({f"{STRATEGY}.{self.place.rank}.{k}": v for k, v in parallel.state().items()})
         tensors.update({f"{RANDOM}.{self.place.rank}.{k}": v for k, v in random_state(self.place.device).items()})
         own_tensors, own_values = self._workload_state()
         tensors.update(own_tensors)
@@ -76,15 +91,23 @@ class TrainState:
     def restore(self, manifest: Manifest, stores: list[Store], group: dist.ProcessGroup | None) -> None:
         """Take over a checkpoint in place. Collective over `group`. Raises CheckpointError for another model, and
         Incomplete for bytes that are missing or changed."""
-        module, optimizer = self.setup.parallel.module, self.setup.optimizer
+        module, optimizer, parallel = self.setup.parallel.module, self.setup.optimizer, self.setup.parallel
         model, _ = model_state(module)
-        check_same_tensors(manifest, model)
-        templates, build = optimizer_templates(manifest, optimizer, module)
+        check_same_tensors(manifest, model, is_part=parallel.is_partitioned and parallel.run_micro_batches is not None)
+        templates, build = optimizer_templates(manifest, optimizer, module, is_part=parallel.is_partitioned)
         own = {name: torch.empty(t.shape, dtype=_dtype(t)) for name, t in _of(manifest, WORKLOAD).items()}
         same_size = manifest.world_size == self.place.world_size
         prefix = f"{RANDOM}.{self.place.rank}."
         drawn = {name: torch.empty(t.shape, dtype=_dtype(t)) for name, t in _of(manifest, RANDOM).items() if name.startswith(prefix)}  # fmt: skip
-        sharded.load({**model, **templates, **own, **drawn}, stores, manifest, group)
+        mine = f"{STRATEGY}.{self.place.rank}."
+        strategy = {name: torch.empty(t.shape, dtype=_dtype(t)) for name, t in _of(manifest, STRATEGY).items() if name.startswith(mine)}  # fmt: skip
+        strategy = strategy if same_size else {}
+        sharded.load({**model, **templates, **own, **drawn, **strategy}, stores, manifest, group)
+        mine_too = f"{REPLICA}.{self.place.rank}."
+        if parallel.replicas_differ and same_size and any(name.startswith(mine_too) for name in manifest.tensors):
+            # over the mean that was just loaded, into the same memory
+            replica = {f"{mine_too}{name}": tensor for name, tensor in {**model, **templates}.items()}
+            sharded.load({k: v for k, v in replica.items() if k in manifest.tensors}, stores, manifest, group)
         if manifest.values.get(MODEL):
             module.load_state_dict(manifest.values[MODEL], strict=False)
         optimizer.load_state_dict(build(templates))
@@ -92,6 +115,7 @@ class TrainState:
         self.setup.schedule.load_state_dict(schedule)
         if self.setup.precision.scaler.is_enabled() and manifest.values[SCALER]:
             self.setup.precision.scaler.load_state_dict(manifest.values[SCALER])
+        parallel.load_state({name.removeprefix(mine): value for name, value in strategy.items()})
         self.set_progress(manifest.values[PROGRESS])
         if callable(getattr(self.workload, "load_state_dict", None)):
             restored = {name.removeprefix(f"{WORKLOAD}."): value for name, value in own.items()}
@@ -100,6 +124,16 @@ class TrainState:
             set_random_state({name.removeprefix(prefix): value for name, value in drawn.items()}, self.place.device)
         else:  # other workers, other streams: new ones, which depend on the step so that no mask is drawn twice
             seed_everything(stream_seed(self.seed, "dropout", self.place.rank, manifest.step))
+
+    def _merged(self, values: Values) -> Values:
+        """Rank 0's optimizer values with the parameters of all ranks, in rank order. Collective."""
+        everyone: list[Any] = [None] * self.place.world_size
+        dist.all_gather_object(everyone, values)
+        groups = [dict(group) for group in everyone[0]["groups"]]
+        for number, group in enumerate(groups):
+            names = (name for theirs in everyone for name in theirs["groups"][number]["params"])
+            group["params"] = list(dict.fromkeys(names))
+        return {"groups": groups, "others": {k: v for theirs in everyone for k, v in theirs["others"].items()}}
 
     def digests(self) -> dict[str, str]:
         """A hash of each item on this rank, to find the one that differs between two runs."""
@@ -189,18 +223,24 @@ def optimizer_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> tupl
 
 
 def optimizer_templates(
-    manifest: Manifest, optimizer: torch.optim.Optimizer, module: nn.Module
+    manifest: Manifest, optimizer: torch.optim.Optimizer, module: nn.Module, *, is_part: bool = False
 ) -> tuple[Tensors, Callable[[Tensors], dict[str, Any]]]:
     """Empty tensors for the saved state of an optimizer, and a function that makes torch's own state dict of them.
 
-    Raises CheckpointError where the optimizer holds other parameters or groups.
+    is_part: this optimizer has only some of the saved parameters. Raises CheckpointError where the optimizer holds other
+    parameters or groups.
     """
     names = _names(optimizer, module)
     values = manifest.values[OPTIMIZER]
     saved_groups = [group["params"] for group in values["groups"]]
     counts = iter(range(len(names)))
     own_groups = [[names[next(counts)] for _ in group["params"]] for group in optimizer.param_groups]
-    if saved_groups != own_groups:
+    # by name, whatever the order: that follows from which rank owned what
+    is_same = len(saved_groups) == len(own_groups) and all(
+        set(own) <= set(saved) if is_part else set(own) == set(saved)
+        for own, saved in zip(own_groups, saved_groups, strict=True)
+    )
+    if not is_same:
         raise CheckpointError(
             "the optimizer's parameters",
             f"{sum(map(len, own_groups))} in {len(own_groups)} groups",
@@ -208,12 +248,14 @@ def optimizer_templates(
             "resume with the same model and the same frozen parameters",
         )
     parameters = dict(zip(names, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
-    by_length = sorted(names, key=len, reverse=True)
+    by_length = sorted((name for group in saved_groups for name in group), key=len, reverse=True)
     templates: Tensors = {}
     place: dict[str, tuple[str, str]] = {}
     for full, tensor in _of(manifest, OPTIMIZER).items():
         rest = full.removeprefix(f"{OPTIMIZER}.")
         name = next(n for n in by_length if rest.startswith(n + "."))
+        if name not in parameters:
+            continue  # another rank's
         parameter = parameters[name]
         place[full] = name, rest[len(name) + 1 :]
         if place[full][1] == VALUE:  # a parameter that no module holds is filled in place
@@ -225,25 +267,29 @@ def optimizer_templates(
 
     def build(filled: Tensors) -> dict[str, Any]:
         numbers = {name: number for number, name in enumerate(names)}
-        state: dict[int, dict[str, Any]] = {numbers[n]: dict(entries) for n, entries in values["others"].items()}
+        others = ((n, entries) for n, entries in values["others"].items() if n in numbers)
+        state: dict[int, dict[str, Any]] = {numbers[n]: dict(entries) for n, entries in others}
         for full, tensor in filled.items():
             name, key = place[full]
             if key == VALUE:
                 continue
             state.setdefault(numbers[name], {})[key] = tensor
         groups = [
-            {**{k: _unplain(v) for k, v in group.items()}, "params": [numbers[n] for n in group["params"]]}
-            for group in values["groups"]
+            {**{k: _unplain(v) for k, v in group.items()}, "params": [numbers[n] for n in own]}
+            for group, own in zip(values["groups"], own_groups, strict=True)
         ]
         return {"state": state, "param_groups": groups}
 
     return templates, build
 
 
-def check_same_tensors(manifest: Manifest, model: Mapping[str, torch.Tensor]) -> None:
-    """The checkpoint holds the tensors of this model. Raises CheckpointError with the first that differs."""
+def check_same_tensors(manifest: Manifest, model: Mapping[str, torch.Tensor], *, is_part: bool = False) -> None:
+    """The checkpoint holds the tensors of this model, or of the whole of which it is a part. Raises CheckpointError with
+    the first that differs."""
     saved = {name: f"{list(t.shape)} {t.dtype}" for item in (MODEL, BUFFERS) for name, t in _of(manifest, item).items()}
     own = {name: f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in model.items()}
+    if is_part:
+        saved = {name: text for name, text in saved.items() if name in own}
     if saved == own:
         return
     different = [name for name in sorted(saved.keys() | own.keys()) if saved.get(name) != own.get(name)]

@@ -22,6 +22,7 @@ from scaleray.data import RankBatch
 from scaleray.errors import DataError, WorkloadError
 from scaleray.reproducibility.seeding import same_random_numbers
 from scaleray.scaling.recipe import Recipe
+from scaleray.strategies.parallel import MicroBatch
 from scaleray.training.model_setup import Setup
 from scaleray.training.place import Place
 from scaleray.workload import call_user_code
@@ -71,39 +72,35 @@ class TrainStep:
         self.gives_tuples, self.probe = gives_tuples, probe
         self.signals, self.before_update, self.enter = signals, before_update, enter
         self.parameters = [p for p in setup.parallel.module.parameters() if p.requires_grad]
+        self.num_updates = 0  # steps taken; the loop says how many came before
         self.count_per_row = 1.0  # learned from each step; only a guess that saves a pass over the gradients
 
-    def __call__(self, batch: RankBatch, *, num_rows: int, want_norm: bool) -> StepResult:
-        """Train on one global batch of `num_rows` rows, of which `batch` is this rank's part. Collective."""
-        setup, place = self.setup, self.place
+    def __call__(self, batch: RankBatch, *, num_rows: int, want_norm: bool, meets: bool = True) -> StepResult:
+        """Train on one global batch of `num_rows` rows, of which `batch` is this rank's part. Collective.
+
+        meets: whether ranks sum losses and signals; without, loss and count are this rank's and there are no signals.
+        """
+        setup, parallel = self.setup, self.setup.parallel
         if self.probe is not None:
             self.probe.on_batch(batch)
         setup.optimizer.zero_grad(set_to_none=True)
         # Losses are scaled by the expected count before the backward pass, which keeps gradients in range, and
         # corrected by the true count after it. With a constant count per row there is nothing to correct.
-        expected = num_rows * self.count_per_row
-        scale = setup.parallel.gradient_divisor / expected
-        totals = torch.tensor([0.0, 0.0, *self.signals()], dtype=torch.float64, device=place.device)
-        pending = None
-        pieces = list(micro_batches(batch, self.recipe.micro_batch_size))
-        for number, (arrays, weight) in enumerate(pieces):
-            columns = to_device(arrays, place.device, setup.precision.input_dtype)
-            is_last = number == len(pieces) - 1
-            with contextlib.nullcontext() if is_last else setup.parallel.no_sync():
-                self.enter("loss")
-                loss, count = self._forward(columns)
-                self.enter("synchronise")
-                if weight == 0:  # a placeholder: it must run, as the collectives need every rank, and count nothing
-                    loss, count = loss * 0.0, count * 0
-                totals[0] += loss.detach()
-                totals[1] += count
-                if is_last and place.world_size > 1:
-                    # beside the backward pass, so that it costs no time of its own
-                    pending = dist.all_reduce(totals, async_op=True)
-                setup.precision.scaler.scale(loss * scale).backward()
-        if pending is not None:
-            pending.wait()
-        loss_sum, count, *signals = totals.tolist()
+        rows = max(1, batch.num_rows) if parallel.is_local else num_rows
+        expected = rows * self.count_per_row
+        self._scale = parallel.gradient_divisor / expected
+        self._totals = torch.tensor([0.0, 0.0, *self.signals()], dtype=torch.float64, device=self.place.device)
+        own = self._run_micro_batches(batch, meets=meets)
+        loss_sum, count, *signals = self._totals.tolist()
+        if not meets:
+            signals = []
+        if parallel.is_local:
+            own_count = float(own[1])
+            self.count_per_row = own_count / rows if own_count else self.count_per_row
+            result = self._update(
+                loss_sum, count or 1.0, correction=expected / own_count if own_count else 0.0, want_norm=want_norm
+            )
+            return dataclasses.replace(result, signals=tuple(signals))
         if not 0 < count < math.inf:
             raise WorkloadError(
                 "loss()", f"a total count of {count:g}", "at least one sample or token must count in every global batch"
@@ -112,10 +109,53 @@ class TrainStep:
         result = self._update(loss_sum, count, correction=expected / count, want_norm=want_norm)
         return dataclasses.replace(result, signals=tuple(signals)) if signals else result
 
-    def _forward(self, columns: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
+    def _run_micro_batches(self, batch: RankBatch, *, meets: bool) -> torch.Tensor:
+        """Forward and backward of every micro-batch; leaves the totals of all ranks, where they meet, and returns this rank's."""
+        setup, parallel = self.setup, self.setup.parallel
+        pieces = [
+            MicroBatch(as_user_batch(to_device(arrays, self.place.device, setup.precision.input_dtype), self.gives_tuples), weight)
+            for arrays, weight in micro_batches(batch, self.recipe.micro_batch_size)
+        ]  # fmt: skip
+        pending: Any = None
+        own = self._totals
+
+        def sum_up() -> None:
+            nonlocal pending, own
+            own = self._totals.clone() if parallel.is_local else self._totals
+            if not parallel.counts_loss:
+                self._totals[:2] = 0.0
+            if meets and self.place.world_size > 1:
+                pending = dist.all_reduce(self._totals, async_op=True)
+
+        if parallel.run_micro_batches is not None:
+            self.enter("loss")
+            parallel.run_micro_batches(pieces, self._objective, setup.precision.autocast)
+            sum_up()
+        else:
+            for number, piece in enumerate(pieces):
+                is_last = number == len(pieces) - 1
+                with contextlib.nullcontext() if is_last else parallel.no_sync():
+                    self.enter("loss")
+                    scaled = self._objective(parallel.model, piece)
+                    self.enter("synchronise")
+                    if is_last:
+                        sum_up()  # beside the backward pass, so that it costs no time of its own
+                    scaled.backward()
+        if pending is not None:
+            self.enter("synchronise")
+            pending.wait()
+        return own
+
+    def _objective(self, model: Any, piece: MicroBatch) -> torch.Tensor:
+        """The scaled loss of a micro-batch; its sum and count are added to the totals."""
         with self.setup.precision.autocast():
-            result = self.workload.loss(self.setup.parallel.model, as_user_batch(columns, self.gives_tuples))
-        return check_sum_and_count(result, what="loss()")
+            result = self.workload.loss(model, piece.batch)
+        loss, count = check_sum_and_count(result, what="loss()")
+        if piece.weight == 0:  # a placeholder: it must run, as the collectives need every rank, and count nothing
+            loss, count = loss * 0.0, count * 0
+        self._totals[0] += loss.detach()
+        self._totals[1] += count
+        return self.setup.precision.scaler.scale(loss * self._scale)
 
     def _update(self, loss_sum: float, count: float, *, correction: float, want_norm: bool) -> StepResult:
         setup, clip_norm = self.setup, self.config.optimizer.clip_norm
@@ -131,7 +171,7 @@ class TrainStep:
         if (
             clip_norm is not None or want_norm or self.config.on_nonfinite != "raise"
         ):  # these keep the weights, so look first
-            norm = torch.nn.utils.get_total_norm(gradients) * correction
+            norm = setup.parallel.total_norm(gradients) * correction
             grad_norm = norm.item()
             # with loss scaling an infinite gradient is the scaler's business: it skips the step and lowers the scale
             is_finite = is_finite and (math.isfinite(grad_norm) or scaler.is_enabled())
@@ -143,6 +183,8 @@ class TrainStep:
                 torch._foreach_mul_(gradients, factor)
             scaler.step(setup.optimizer)
         scaler.update()
+        self.num_updates += 1
+        setup.parallel.after_update(self.num_updates)
         result = StepResult(loss=loss_sum / count, count=count, grad_norm=grad_norm, is_finite=is_finite)
         if self.probe is not None:
             self.probe.on_step(result, float(setup.schedule.get_last_lr()[0]))
@@ -241,13 +283,18 @@ def check_first_batch(
             "clean the data, or fill the gaps before training",
         )
     rows = min(8, len(next(iter(batch.columns.values()))))
+    model = setup.parallel.evaluation_model or module
+    if setup.parallel.forward_is_collective and place.world_size > 1:  # all ranks must run equally many passes
+        least = torch.tensor(rows, device=place.device)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        rows = int(least)
 
     def loss_of(start: int, stop: int) -> tuple[float, float]:
         columns = to_device(
             {n: v[start:stop] for n, v in batch.columns.items()}, place.device, setup.precision.input_dtype
         )
         with setup.precision.autocast():
-            result = workload.loss(module, as_user_batch(columns, gives_tuples))
+            result = workload.loss(model, as_user_batch(columns, gives_tuples))
         total, count = check_sum_and_count(result, what="loss()")
         return float(total), float(count)
 

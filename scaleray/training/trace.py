@@ -22,6 +22,7 @@ from scaleray.reproducibility.equivalence import (
     number_format,
     signature_differences,
 )
+from scaleray.strategies.parallel import full
 from scaleray.training.job import TRAIN, TrainJob
 from scaleray.training.model_setup import Setup
 from scaleray.training.place import Place
@@ -88,12 +89,6 @@ def _freeze_statistics(module: Any) -> None:
 def _stay_in_evaluation(module: nn.Module) -> None:
     module.eval()
     module.train = lambda mode=True: module  # type: ignore[method-assign] # a loss may call model.train()
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor that a strategy may have sharded. Collective for a sharded one."""
-    whole = getattr(tensor, "full_tensor", None)
-    return whole() if callable(whole) else tensor
 
 
 class TraceProbe:

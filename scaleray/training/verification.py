@@ -325,6 +325,8 @@ def short_job(job: TrainJob, *, steps: int, precision: str | None = None) -> Tra
 
 
 def _promise(variant: Variant) -> Promise:
+    if variant.strategy not in PROMISES and variant.job.config.compression.name != "none" and variant.world_size > 1:
+        return PROMISES["compression"]
     return PROMISES.get(variant.strategy, Promise())
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file, save_model
 from saved_runs import assert_equal, catalog_of, flip, make_saver, save, shards, snapshot
-from small_runs import Classify, TiedAndFrozen, WithBatchNorm, train, train_alone
+from small_runs import Classify, TiedAndFrozen, WithBatchNorm, make_job, train, train_alone
 from test_stored_values import DTYPES
 from torch import nn
 
@@ -117,20 +117,14 @@ def fine_tune(place, folder):
 
     from scaleray.strategies import STRATEGIES
 
-    model = Classify().build_model()
-    parallel = STRATEGIES["ddp"](
-        model, init_device_mesh("cpu", (place.world_size,), mesh_dim_names=("dp",)), job_strategy()
-    )
+    job, _ = make_job(Classify())
+    model = job.workload.build_model()
+    mesh = init_device_mesh("cpu", (place.world_size,), mesh_dim_names=("dp",))
+    parallel = STRATEGIES["ddp"](model, mesh, job.config, job.workload)
     load_weights(parallel.module.state_dict(), folder, group=place.group)
     weights = {name: t.clone() for name, t in parallel.module.state_dict().items()}
     parallel.close()
     return weights
-
-
-def job_strategy():
-    from small_runs import make_job
-
-    return make_job(Classify())[0].config.strategy
 
 
 def train_in(place, folder):

@@ -57,7 +57,7 @@ class RankDependent(Classify):
         return model
 
 
-def alone(model, mesh, settings):
+def alone(model, mesh, config, workload):
     """A strategy that leaves every rank with what it built."""
     return Parallel(model=model, module=model)
 

@@ -190,11 +190,12 @@ LOOP_SAVED = {
 }
 LOOP_STATELESS = {
     "place", "open_stream", "emit", "save_weights", "probe", "checkpointing", "progress", "config", "recipe", "first_step",
-    "train_step", "clock", "first_step_s", "system", "sampled_at", "evaluators", "_setup",
+    "train_step", "clock", "first_step_s", "system", "sampled_at", "evaluators", "_setup", "sent_bytes",
 }  # fmt: skip
-STEP_SAVED = {"count_per_row"}
+STEP_SAVED = {"count_per_row", "num_updates"}
 STEP_STATELESS = {
     "workload", "setup", "config", "recipe", "place", "gives_tuples", "probe", "signals", "before_update", "enter", "parameters",
+    "_scale", "_totals",
 }  # fmt: skip
 
 

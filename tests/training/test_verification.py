@@ -161,8 +161,8 @@ def test_a_mean_in_place_of_the_sum_is_found_with_accumulation_alone(gloo):
 def each_rank_its_own_mean():
     """The classic: every rank divides by what it counted, and the means are averaged. The reported loss is right."""
 
-    def apply(model, mesh, settings):
-        parallel = ddp.apply(model, mesh, settings)
+    def apply(model, mesh, config, workload):
+        parallel = ddp.apply(model, mesh, config, workload)
 
         def mean_of_own(state, bucket):
             own = torch.tensor([OWN_COUNT[0]], dtype=torch.float64)
@@ -311,7 +311,7 @@ def test_another_order_of_the_second_epoch_is_found_at_its_first_step(gloo):
 
 @contextlib.contextmanager
 def no_synchronisation():
-    def apply(model, mesh, settings):
+    def apply(model, mesh, config, workload):
         return Parallel(model=model, module=model)
 
     with broken_strategy(apply):
@@ -326,9 +326,9 @@ def test_gradients_that_are_not_synchronised_are_found(gloo):
 
 @contextlib.contextmanager
 def one_parameter_forgotten():
-    def apply(model, mesh, settings):
+    def apply(model, mesh, config, workload):
         model._ddp_params_and_buffers_to_ignore = ["2.bias"]
-        return ddp.apply(model, mesh, settings)
+        return ddp.apply(model, mesh, config, workload)
 
     with broken_strategy(apply):
         yield
@@ -342,8 +342,8 @@ def test_one_parameter_that_is_not_synchronised_is_named(gloo):
 
 @contextlib.contextmanager
 def summed_not_averaged():
-    def apply(model, mesh, settings):
-        parallel = ddp.apply(model, mesh, settings)
+    def apply(model, mesh, config, workload):
+        parallel = ddp.apply(model, mesh, config, workload)
 
         def add(state, bucket):
             return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
@@ -357,8 +357,8 @@ def summed_not_averaged():
 
 @contextlib.contextmanager
 def averaged_twice():
-    def apply(model, mesh, settings):
-        return dataclasses.replace(ddp.apply(model, mesh, settings), gradient_divisor=1)
+    def apply(model, mesh, config, workload):
+        return dataclasses.replace(ddp.apply(model, mesh, config, workload), gradient_divisor=1)
 
     with broken_strategy(apply):
         yield
@@ -375,7 +375,7 @@ def test_double_synchronisation_is_found_by_its_uniform_ratio(gloo, plant, world
 def summed_at_every_micro_batch():
     """Sums after each micro-batch what has already been summed, and never divides twice."""
 
-    def apply(model, mesh, settings):
+    def apply(model, mesh, config, workload):
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
         return Parallel(model=model, module=model)
@@ -446,11 +446,11 @@ def test_equal_generators_are_no_mismatch_without_dropout(gloo):
 def dropout_comes_back():
     """A strategy that turns dropout on again, as one that builds the model anew would."""
 
-    def apply(model, mesh, settings):
+    def apply(model, mesh, config, workload):
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.5
-        return ddp.apply(model, mesh, settings)
+        return ddp.apply(model, mesh, config, workload)
 
     with broken_strategy(apply):
         yield
@@ -600,7 +600,7 @@ class DrawnByRank(Classify):
 
 @contextlib.contextmanager
 def keeps_own_parameters():
-    def apply(model, mesh, settings):
+    def apply(model, mesh, config, workload):
         return Parallel(model=model, module=model)
 
     with broken_strategy(apply):
@@ -634,9 +634,9 @@ class AddsItsBias(Classify):
 
 @contextlib.contextmanager
 def bias_in_float32():
-    def apply(model, mesh, settings):
+    def apply(model, mesh, config, workload):
         model.bias.data = model.bias.data.float()
-        return ddp.apply(model, mesh, settings)
+        return ddp.apply(model, mesh, config, workload)
 
     with broken_strategy(apply):
         yield
@@ -650,8 +650,8 @@ def test_a_parameter_of_another_dtype_is_found_and_named(gloo):
 
 @contextlib.contextmanager
 def gradients_reduced_in_bf16():
-    def apply(model, mesh, settings):
-        parallel = ddp.apply(model, mesh, settings)
+    def apply(model, mesh, config, workload):
+        parallel = ddp.apply(model, mesh, config, workload)
 
         def compress(state, bucket):
             small = bucket.buffer().to(torch.bfloat16) / dist.get_world_size()
@@ -691,7 +691,7 @@ def test_a_loss_in_float32_explains_why_the_bound_is_missed(gloo):
 def average_later():
     """Local SGD over three steps, in few lines."""
 
-    def apply(model, mesh, settings):
+    def apply(model, mesh, config, workload):
         return Parallel(model=model, module=model)
 
     with broken_strategy(apply), mock.patch.dict(verification.PROMISES, {"broken": PROMISE}):
@@ -720,7 +720,7 @@ def test_a_broken_promise_is_a_mismatch_of_its_class(gloo):
 
 @contextlib.contextmanager
 def a_strategy_that_refuses():
-    def apply(model, mesh, settings):
+    def apply(model, mesh, config, workload):
         from scaleray.errors import WorkloadError
 
         raise WorkloadError("blocks()", None, "this strategy splits the model by its blocks")

@@ -1,0 +1,22 @@
+"""What of a model is trained when it starts from existing weights."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from scaleray.config.base import Positive, Settings
+
+
+class FineTuningSettings(Settings):
+    """Frozen parts and low-rank adapters. Where the weights come from says `workload.weights`."""
+
+    lora_rank: Annotated[int, Field(ge=0)] = 0
+    """Rank of low-rank adapters beside the layers of `lora_layers`, with everything else frozen. 0: none."""
+    lora_alpha: Positive = 16.0
+    """Adapters are scaled by alpha / rank."""
+    lora_layers: tuple[str, ...] = ("query", "value")
+    """Last parts of the names of linear layers that get an adapter."""
+    freeze: tuple[str, ...] = ()
+    """Beginnings of names of parameters that are not trained."""
