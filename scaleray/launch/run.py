@@ -17,6 +17,7 @@ from scaleray import metric_names as names
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.config import RunConfig, load_config
 from scaleray.config.base import absolute_path, without_password
+from scaleray.config.changes import Change
 from scaleray.data import as_source
 from scaleray.data.sources import Source
 from scaleray.errors import ClusterError, ConfigError, DataError, LeftEarly, TrackingError
@@ -98,7 +99,9 @@ def train(
     try:
         with _environment(config, local=local) as topology:
             sources = load_sources(workload)
-            run = _Run(config, workload, sources, folder, tracking_uri, topology, show, started_at, before, base_dir)
+            run = _Run(
+                config, workload, sources, folder, tracking_uri, topology, show, started_at, before, base_dir, changed
+            )
             expect_steps(run.recipe.total_steps)
             for line in [*run.announcement(), *(f"  changed: {change}" for change in changed)]:
                 say(line)
@@ -157,10 +160,11 @@ class _Run:
     def __init__(
         self, config: RunConfig, workload: Any, sources: dict[str, Source], folder: RunFolder, tracking_uri: str,
         topology: list[dict[str, Any]], show: Show, started_at: float, before: interrupted.Interrupted | None, base_dir: Path | None,
+        changed: Sequence[Change],
     ) -> None:  # fmt: skip
         self.config, self.sources, self.folder = config, sources, folder
         self.tracking_uri, self.topology, self.show = tracking_uri, topology, show
-        self.before, self.base_dir = before, base_dir
+        self.before, self.base_dir, self.changed = before, base_dir, changed
         self.recipe = derive(config, data_size(sources))
         self.facts: dict[str, Any] = {"environment": environment(), "topology": topology}
         self.data = {name: source.describe() for name, source in sources.items()}
@@ -286,8 +290,12 @@ class _Run:
             ],
             tokens_per_sample=self.sources[TRAIN].tokens_per_row,
             started_at=self.job.started_at, run_path=self.folder.path, config=config.to_dict(),
-            base_dir=str(self.base_dir) if self.base_dir else None, continues=self.before.about if self.before else None,
+            base_dir=str(self.base_dir) if self.base_dir else None, continues=self.before.about if self.before else None, changes=self._changes(),
         )  # fmt: skip
+
+    def _changes(self) -> list[str]:
+        step = self.before.newest.step if self.before and self.before.newest else 0
+        return [f"after step {step}: {change}" for change in self.changed]
 
     def _checkpoint_facts(self) -> dict[str, Any]:
         """What every checkpoint says of the run, so that it can be judged without it."""

@@ -36,6 +36,7 @@ from scaleray.tracking.store import Operation, RunStore, run_link, without_passw
 RETRY_FIRST_S, RETRY_MOST_S = 2.0, 30.0
 FLUSH_S = 1.0
 EVENT_TAG = "scaleray.event."
+CHANGE_TAG = "scaleray.changed."
 STEP_COLUMNS = (
     "step",
     "loss",
@@ -76,6 +77,8 @@ class RunDescription:
     """Folder from which a relative workload file was found."""
     continues: Mapping[str, Any] | None = None
     """What `run.json` says of the interrupted run that this one continues."""
+    changes: Sequence[str] = ()
+    """What differs from the config of that run, a line each. Params of an MLflow run are written once and stay."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,12 @@ class Recorder:
         d = self.description
         if d.continues is not None and d.continues.get("run_id"):
             self._continue(d.continues)  # run.json stays as it is until training has really gone on
+            if d.changes:
+                number = len(self._store.tags(CHANGE_TAG)) + 1  # type: ignore[union-attr]
+                self._queue.put({"op": "tags", "values": {f"{CHANGE_TAG}{number:03d}": "; ".join(d.changes)[:4000]}})
+                config = self.work_dir / f"config-{number}.yaml"
+                config.write_text(d.files.get("config.yaml", ""))
+                self._queue.put({"op": "artifact", "path": str(config)})
             self._thread.start()
             self._started.set()
             return self.identity()

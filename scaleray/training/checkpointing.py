@@ -36,11 +36,11 @@ NUM_SIGNALS = 3
 class Control:
     """What reaches one worker from outside. wants_leave: save and end in good order, because somebody asked for it.
 
-    has_notice: whether the cluster will take a worker's node away soon; collective, None where nobody can know.
+    notice: the nodes of workers that the cluster will take away soon; collective, None where nobody can know.
     """
 
     wants_leave: threading.Event = field(default_factory=threading.Event)
-    has_notice: Callable[[], bool] | None = None
+    notice: Callable[[], frozenset[str]] | None = None
 
 
 class Checkpointing:
@@ -66,7 +66,7 @@ class Checkpointing:
         )  # fmt: skip
         self.resumed_from: Manifest | None = None
         self.saved_at = self.asked_at = time.monotonic()
-        self.has_notice = False
+        self.noticed: frozenset[str] = frozenset()
         self._state: TrainState | None = None
 
     def find(self) -> int:
@@ -130,9 +130,7 @@ class Checkpointing:
         now = time.monotonic()
         minutes = self.job.config.checkpoint.every_minutes
         wants_save = self.place.rank == 0 and minutes is not None and now - self.saved_at > minutes * 60
-        wants_ask = (
-            self.place.rank == 0 and self.control.has_notice is not None and now - self.asked_at > NOTICE_INTERVAL_S
-        )
+        wants_ask = self.place.rank == 0 and self.control.notice is not None and now - self.asked_at > NOTICE_INTERVAL_S
         return float(wants_save), float(self.control.wants_leave.is_set()), float(wants_ask)
 
     def after_step(self, step: int, signals: tuple[float, ...], metrics: Mapping[str, float]) -> bool:
@@ -166,8 +164,10 @@ class Checkpointing:
 
     def _is_notice_new(self) -> bool:
         self.asked_at = time.monotonic()
-        before, self.has_notice = self.has_notice, self.control.has_notice is not None and self.control.has_notice()
-        return self.has_notice and not before
+        found = self.control.notice() if self.control.notice is not None else frozenset()
+        is_new = not found <= self.noticed  # Ray goes on naming a node, and may name another one beside it
+        self.noticed = found
+        return is_new
 
     def _read(self, step: int) -> Manifest | None:
         def read() -> Manifest | None:

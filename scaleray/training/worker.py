@@ -120,7 +120,12 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
     logging.getLogger().addHandler(TailHandler(tail))  # others hold the streams as they were before
     control = Control()
     if assignment.can_be_preempted:
-        control.has_notice = lambda: ray.train.get_preemption_info() is not None
+
+        def notice() -> frozenset[str]:
+            info = ray.train.get_preemption_info()
+            return frozenset(info.preempted_node_to_ranks) if info is not None else frozenset()
+
+        control.notice = notice
 
     def before_publishing() -> dict[str, Any]:
         sender.flush()

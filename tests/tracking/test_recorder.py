@@ -283,6 +283,26 @@ def test_points_that_only_steps_csv_has_reach_mlflow_when_their_steps_are_repeat
     assert rows(tmp_path) == [1, 2, 3, 4]
 
 
+def test_a_run_that_goes_on_with_another_config_says_what_changed(uri, tmp_path):
+    from mlflow import MlflowClient
+
+    recorder = Recorder(describe(uri, tmp_path))
+    run_id = recorder.start().run_id
+    recorder.log([step(1)])
+    before = killed(recorder)
+    for number, change in enumerate(["seed: 0 -> 1", "seed: 1 -> 2"], start=1):
+        again = Recorder(
+            describe(uri, tmp_path, continues=before, changes=[change], files={"config.yaml": f"seed: {number}\n"})
+        )
+        again.start()
+        again.finish("FINISHED", metrics={}, tags={}, files={})
+    client = MlflowClient(uri)
+    run = client.get_run(run_id)
+    assert [run.data.tags[f"scaleray.changed.{n:03d}"] for n in (1, 2)] == ["seed: 0 -> 1", "seed: 1 -> 2"]
+    names = {file.path for file in client.list_artifacts(run_id)}
+    assert names >= {"config-1.yaml", "config-2.yaml"}
+
+
 def test_steps_wait_for_room_on_a_full_disk_and_no_checkpoint_may_rely_on_them_before(uri, tmp_path):
     recorder = Recorder(describe(uri, tmp_path))
     recorder.start()

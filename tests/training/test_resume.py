@@ -30,7 +30,7 @@ from scaleray.data import StepStream
 from scaleray.data.stream import local_blocks
 from scaleray.errors import WorkloadError
 from scaleray.training import loop
-from scaleray.training.checkpointing import Checkpointing
+from scaleray.training.checkpointing import Checkpointing, Control
 from scaleray.training.model_setup import Setup
 from scaleray.training.state import ITEMS, SETUP_ITEMS
 
@@ -348,3 +348,12 @@ def test_an_allowed_change_of_the_optimizer_takes_effect(tmp_path):
     assert max(s.learning_rate for s in resumed.steps) <= 0.001
     unchanged = train_alone(Classify(), FLAGS, folder=tmp_path, facts=facts)
     assert unchanged.steps == [], "the run is at its end"
+
+
+def test_a_notice_for_a_second_node_is_new_although_the_first_still_stands(tmp_path):
+    job, _ = make_job(Classify())
+    notices = iter([frozenset(), frozenset("a"), frozenset("a"), frozenset("ab"), frozenset("b")])
+    saves = Checkpointing(
+        job, Place(), Catalog.of_run(str(tmp_path)), emit=print, control=Control(notice=lambda: next(notices))
+    )
+    assert [saves._is_notice_new() for _ in range(5)] == [False, True, False, True, False]
