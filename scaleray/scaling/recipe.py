@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scaleray.config import Duration, RunConfig
+from scaleray.config.optimizer import OptimizerSettings
 from scaleray.errors import ConfigError, DataError
 from scaleray.scaling.lr_rules import RULES, Hyperparameters
 
@@ -93,13 +94,7 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
     total_steps = max(1, to_steps(config.stop.after, "total_steps"))
     kappa = config.batch.global_size / (config.optimizer.reference_batch_size or config.batch.global_size)
     rule = config.optimizer.rule
-    if rule == "adam" and config.optimizer.name != "adamw":
-        raise ConfigError(
-            "optimizer.rule",
-            "adam",
-            f"it is a rule for adamw, and optimizer.name is {config.optimizer.name}",
-            "use linear for sgd",
-        )
+    _check_optimizer(config.optimizer)
     if rule != "none" and config.optimizer.reference_batch_size is None:
         raise ConfigError(
             "optimizer.reference_batch_size",
@@ -186,6 +181,34 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
         model_parallel_size=model_parallel,
         explanations=why,
     )
+
+
+OTHER_RULES = {
+    "sgd": ({"adam"}, "use linear for sgd"),
+    "lars": ({"adam"}, "use linear, sqrt or legw for lars"),
+    # its step does not grow with the gradient, so nothing of the linear rule's argument is left
+    "lamb": ({"adam", "linear"}, "use sqrt or legw for lamb"),
+}
+"""Rules that were not made for an optimizer, and what to use. Each paper's own choice: see `lr_rules`."""
+ONLY_FOR = {"nesterov": ("sgd",), "trust_coefficient": ("lars",), "adapt_vectors": ("lars", "lamb")}
+"""Settings that the other optimizers do not have."""
+
+
+def _check_optimizer(settings: OptimizerSettings) -> None:
+    refused, hint = OTHER_RULES.get(settings.name, (set(), ""))
+    if settings.rule in refused:
+        raise ConfigError(
+            "optimizer.rule",
+            settings.rule,
+            f"it is a rule for {'adamw' if settings.rule == 'adam' else 'sgd'}, and optimizer.name is {settings.name}",
+            hint,
+        )
+    for key, names in ONLY_FOR.items():
+        value = getattr(settings, key)
+        if settings.name not in names and value != type(settings).model_fields[key].default:
+            raise ConfigError(
+                f"optimizer.{key}", value, f"it is for {' and '.join(names)}, and optimizer.name is {settings.name}", "leave it out"
+            )  # fmt: skip
 
 
 def resolve_strategy(config: RunConfig, workers: int | None = None) -> str:

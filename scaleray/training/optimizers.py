@@ -13,6 +13,7 @@ from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
 from scaleray.scaling.recipe import Recipe
 from scaleray.scaling.schedules import learning_rate_factor
+from scaleray.training.large_batch_optimizers import Lamb, Lars
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ def _build(workload: Any, model: nn.Module, config: RunConfig, recipe: Recipe) -
             raise WorkloadError("optimizer()", type(own).__name__, "it must return a torch.optim.Optimizer or None")
         return own
     trained = [p for p in model.parameters() if p.requires_grad]
+    if settings.name in ("lars", "lamb"):
+        return _layer_wise(trained, values, config)
     # fused: one kernel for all parameters, on the CPU too; it needs floating-point parameters on one device type
     fused = all(p.is_floating_point() for p in trained)
     if settings.name == "sgd":
@@ -77,6 +80,27 @@ def _build(workload: Any, model: nn.Module, config: RunConfig, recipe: Recipe) -
         weight_decay=values.weight_decay,
         fused=fused,
     )
+
+
+def _layer_wise(trained: list[nn.Parameter], values: OptimizerValues, config: RunConfig) -> torch.optim.Optimizer:
+    """LARS or LAMB. Biases and norms are left out of adaptation and decay, as in both papers' experiments: their norms
+    say little about a good step, and decay moves them for nothing."""
+    settings = config.optimizer
+    is_matrix = [settings.adapt_vectors or p.ndim > 1 for p in trained]
+    groups = [
+        {
+            "params": [p for p, here in zip(trained, is_matrix, strict=True) if here == adaptive],
+            "adaptive": adaptive,
+            "weight_decay": values.weight_decay if adaptive else 0.0,
+        }
+        for adaptive in (True, False)
+    ]
+    groups = [group for group in groups if group["params"]]
+    if settings.name == "lars":
+        return Lars(
+            groups, values.learning_rate, momentum=values.momentum, trust_coefficient=settings.trust_coefficient
+        )
+    return Lamb(groups, values.learning_rate, betas=values.betas, eps=values.epsilon)
 
 
 def build_schedule(
