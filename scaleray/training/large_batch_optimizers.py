@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+from scaleray.training import shards
+from scaleray.training.shards import local
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class _Group:
             if key not in state:
                 # a DTensor for a DTensor, so that a checkpoint can reshard it
                 state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            found.append(_local(state[key]))
+            found.append(local(state[key]))
         return found
 
 
@@ -161,27 +162,9 @@ def norms_of_whole(parts: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) 
     wide = [part if part.dtype in (torch.float32, torch.float64) else part.float() for part in parts]
     device = parts[0].device
     squares = torch.stack([norm.to(device).double() for norm in torch._foreach_norm(wide)]).square_()
-    members: dict[tuple[tuple[DeviceMesh, int], ...], list[int]] = {}
-    for number, tensor in enumerate(like):
-        members.setdefault(_sharded_over(tensor), []).append(number)
-    for axes, numbers in members.items():
-        if not axes:
-            continue
-        # a mesh of GPUs may hold its shards on the CPU (offload), where NCCL cannot sum
-        own = squares[numbers].to(axes[0][0].device_type)
-        for mesh, axis in axes:
-            dist.all_reduce(own, group=mesh.get_group(axis))
-        squares[numbers] = own.to(device)
+    for axes, members in shards.by_layout(like).items():
+        squares[members] = shards.sum_over(axes, squares[members])
     return squares.sqrt_()
-
-
-def _sharded_over(tensor: torch.Tensor) -> tuple[tuple[DeviceMesh, int], ...]:
-    """The axes of the mesh over which a tensor is cut; the same on all ranks of them."""
-    if not isinstance(tensor, DTensor):
-        return ()
-    mesh = tensor.device_mesh
-    cut = enumerate(tensor.placements)
-    return tuple((mesh, axis) for axis, placement in cut if not placement.is_replicate() and mesh.size(axis) > 1)
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[_Group]:
@@ -190,9 +173,9 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[_Group]:
         parameters = [p for p in options["params"] if p.grad is not None]
         if any(p.grad.is_sparse for p in parameters):
             raise RuntimeError(f"{type(optimizer).__name__} does not support sparse gradients")
-        gradients = [_local(_laid_out_like(p.grad, p)) for p in parameters]
+        gradients = [local(_laid_out_like(p.grad, p)) for p in parameters]
         if parameters:  # torch's foreach functions refuse empty lists
-            found.append(_Group(options, parameters, [_local(p) for p in parameters], gradients))
+            found.append(_Group(options, parameters, [local(p) for p in parameters], gradients))
     return found
 
 
@@ -201,10 +184,6 @@ def _laid_out_like(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Ten
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         return gradient.redistribute(placements=parameter.placements)
     return gradient
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _ratios(numerators: torch.Tensor, denominators: torch.Tensor, *, where: torch.Tensor) -> list[torch.Tensor]:
