@@ -92,6 +92,7 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
         return steps
 
     total_steps = max(1, to_steps(config.stop.after, "total_steps"))
+    _check_pruning(config, total_steps)
     kappa = config.batch.global_size / (config.optimizer.reference_batch_size or config.batch.global_size)
     rule = config.optimizer.rule
     _check_optimizer(config.optimizer)
@@ -208,6 +209,40 @@ def _check_optimizer(settings: OptimizerSettings) -> None:
         if settings.name not in names and value != type(settings).model_fields[key].default:
             raise ConfigError(
                 f"optimizer.{key}", value, f"it is for {' and '.join(names)}, and optimizer.name is {settings.name}", "leave it out"
+            )  # fmt: skip
+
+
+def _check_pruning(config: RunConfig, total_steps: int) -> None:
+    settings, defaults = config.pruning, type(config.pruning)()
+    idle = ["every_steps"] if settings.end_step is None else []
+    if settings.method == "none":
+        idle = [key for key in type(settings).model_fields if key != "method"]
+    for key in idle:
+        if getattr(settings, key) != getattr(defaults, key):
+            missing = "pruning.method is none" if settings.method == "none" else "pruning.end_step is not given"
+            raise ConfigError(
+                f"pruning.{key}", getattr(settings, key), f"{missing}, so it has no effect", "leave it out"
+            )
+    if settings.method == "none":
+        return
+    reasons = {
+        **dict.fromkeys(
+            ("local_sgd", "diloco"), "its replicas differ between averagings, and there is one mask for all"
+        ),
+        **dict.fromkeys(("gossip", "async_sgd"), "its replicas always differ, and there is one mask for all"),
+        "pipeline": "no worker sees the weights of all stages",
+    }
+    name = config.strategy.name
+    if name in reasons:
+        raise ConfigError(
+            "pruning.method", config.pruning.method, f"strategy.name is {name}: {reasons[name]}", "use ddp or fsdp"
+        )
+    for key in ("start_step", "end_step"):
+        step = getattr(config.pruning, key)
+        if step is not None and step > total_steps - 1:
+            raise ConfigError(
+                f"pruning.{key}", step, f"the whole training has {total_steps} steps, and the weights that are left must adapt",
+                "prune earlier, or lengthen stop.after",
             )  # fmt: skip
 
 

@@ -203,7 +203,8 @@ class _Run:
                         learning_rate=float(learning_rate), grad_norm=result.grad_norm, step_time_s=step_s, input_wait_s=waited_s,
                         epoch=plan.epochs(self.step), is_finite=result.is_finite,
                         loss_scale=scaler.get_scale() if scaler.is_enabled() else None, world_size=self.place.world_size,
-                        sent_bytes=sent_bytes - self.sent_bytes, more=setup.parallel.metrics(),
+                        sent_bytes=sent_bytes - self.sent_bytes,
+                        more={**setup.parallel.metrics(), **(setup.pruning.metrics() if setup.pruning else {})},
                     )
                 )  # fmt: skip
             self.sent_bytes = sent_bytes

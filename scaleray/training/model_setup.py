@@ -21,7 +21,7 @@ from scaleray.reproducibility.seeding import (
 from scaleray.scaling.recipe import Recipe
 from scaleray.strategies import STRATEGIES, Parallel
 from scaleray.strategies.mesh import build_mesh
-from scaleray.training import optimizers, precision
+from scaleray.training import optimizers, precision, pruning
 from scaleray.training.place import Place
 from scaleray.workload import call_user_code
 
@@ -36,6 +36,7 @@ class Setup:
     precision: precision.Precision
     num_parameters: int
     initial_hash: str
+    pruning: pruning.Pruning | None = None
 
 
 def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place, *, is_resumed: bool = False) -> Setup:
@@ -74,6 +75,10 @@ def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place, *, i
     # the optimizer last: a strategy may have replaced parameters
     optimizer = optimizers.build(workload, parallel.module, config, recipe, owns=parallel.owns)
     schedule = optimizers.build_schedule(optimizer, config, recipe)
+    # masks lie over ranks as the strategy has laid out the parameters, and clear the optimizer's state
+    masks = pruning.build(parallel.module, optimizer, config.pruning, place.group)
+    if masks is not None and masks.is_due(0) and not is_resumed:
+        masks.prune(0)
     # from here on ranks must differ, or dropout would use the same mask on every rank; ranks of one replica must not,
     # as they may each compute a part of the same activations
     seed_everything(stream_seed(config.seed, "dropout", place.data_rank))
@@ -84,6 +89,7 @@ def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place, *, i
         precision=arithmetic,
         num_parameters=num_parameters,
         initial_hash=initial_hash,
+        pruning=masks,
     )
 
 
