@@ -93,6 +93,7 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
 
     total_steps = max(1, to_steps(config.stop.after, "total_steps"))
     _check_pruning(config, total_steps)
+    _check_fine_tuning(config)
     kappa = config.batch.global_size / (config.optimizer.reference_batch_size or config.batch.global_size)
     rule = config.optimizer.rule
     _check_optimizer(config.optimizer)
@@ -244,6 +245,27 @@ def _check_pruning(config: RunConfig, total_steps: int) -> None:
                 f"pruning.{key}", step, f"the whole training has {total_steps} steps, and the weights that are left must adapt",
                 "prune earlier, or lengthen stop.after",
             )  # fmt: skip
+
+
+def _check_fine_tuning(config: RunConfig) -> None:
+    settings, defaults = config.fine_tuning, type(config.fine_tuning)()
+    if settings.lora_rank == 0:
+        for key in ("lora_alpha", "lora_layers", "merge"):
+            if getattr(settings, key) != getattr(defaults, key):
+                raise ConfigError(
+                    f"fine_tuning.{key}", getattr(settings, key), "without adapters it has no effect", "set --fine-tuning.lora-rank"
+                )  # fmt: skip
+        return
+    if settings.freeze:
+        raise ConfigError(
+            "fine_tuning.freeze", list(settings.freeze), "with adapters everything but them is frozen", "leave it out"
+        )
+    if not settings.lora_layers:
+        raise ConfigError("fine_tuning.lora_layers", [], "adapters need layers", "for example [query, value]")
+    if config.strategy.name == "tensor":
+        raise ConfigError(
+            "fine_tuning.lora_rank", settings.lora_rank, "tensor parallelism cuts layers without knowing of adapters", "use ddp or fsdp"
+        )  # fmt: skip
 
 
 def resolve_strategy(config: RunConfig, workers: int | None = None) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from scaleray.checkpoints.consolidated import load_weights
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
 from scaleray.reproducibility.seeding import (
@@ -21,7 +20,7 @@ from scaleray.reproducibility.seeding import (
 from scaleray.scaling.recipe import Recipe
 from scaleray.strategies import STRATEGIES, Parallel
 from scaleray.strategies.mesh import build_mesh
-from scaleray.training import optimizers, precision, pruning
+from scaleray.training import fine_tuning, optimizers, precision, pruning
 from scaleray.training.place import Place
 from scaleray.workload import call_user_code
 
@@ -51,6 +50,8 @@ def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place, *, i
     with place.device:  # build where it will live: no copy of a large model through the CPU
         model = call_user_code(workload.build_model, what="build_model()", doing="building the model")
     _check_model(model)
+    # adapters and freezing before the strategy, which lays out parameters by whether they are trained
+    fine_tuning.adapt(model, config.fine_tuning)
     # device before optimizer, which holds references to the parameters
     model.to(place.device)
     # dtype before the strategy: DDP sizes its buckets by the parameters it is given
@@ -67,7 +68,7 @@ def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place, *, i
     parallel = STRATEGIES[recipe.strategy](model, mesh, config, workload)
     if config.workload.weights is not None and not is_resumed:
         # after the strategy, so that each rank reads its own shards only; nobody writes there meanwhile
-        load_weights(parallel.module.state_dict(), config.workload.weights)
+        fine_tuning.load(parallel.module, workload, config.workload.weights)
     # after the strategy, which may broadcast: what matters is what the first step starts from
     initial_hash = check_equal_parameters(
         parallel.module, place.group, is_partitioned=parallel.is_partitioned and parallel.run_micro_batches is not None

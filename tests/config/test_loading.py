@@ -309,7 +309,7 @@ CHANGES = {
     "optimizer.trust_coefficient": 0.1, "optimizer.adapt_vectors": True,
     "pruning.method": "magnitude", "pruning.sparsity": 0.7, "pruning.start_step": 3, "pruning.end_step": 50, "pruning.every_steps": 7,
     "pruning.exclude": ["head"], "fine_tuning.lora_rank": 4, "fine_tuning.lora_alpha": 8.0, "fine_tuning.lora_layers": ["output"],
-    "fine_tuning.freeze": ["embedding"],
+    "fine_tuning.freeze": ["embedding"], "fine_tuning.merge": False,
 }  # fmt: skip
 
 
