@@ -12,9 +12,11 @@ import hashlib
 import math
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import llama_folder
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -112,6 +114,10 @@ class LanguageModel(Workload):
 
     def blocks(self, model: nn.Module) -> nn.ModuleList:
         return model.blocks
+
+    def weight_names(self, model: nn.Module, config: Mapping[str, Any]) -> dict[str, str]:
+        """Llama's names of the tensors, for a folder in Hugging Face's layout; its vocabulary must be the 256 bytes."""
+        return llama_folder.weight_names(self.config, config)
 
     def _documents(self) -> Iterator[bytes]:
         if self.text is None:

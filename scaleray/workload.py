@@ -70,6 +70,13 @@ class Workload:
         """The repeated blocks of the model, for sharding, checkpointing and pipelines. Optional."""
         return None
 
+    def weight_names(self, model: nn.Module, config: Mapping[str, Any]) -> Mapping[str, str] | None:
+        """Where each tensor of the model's state dict is found in a folder of weights in Hugging Face's layout. Optional.
+
+        config: the folder's config.json; raise WorkloadError if another model is meant. None: under the model's own names.
+        """
+        return None
+
 
 def load_workload(name: str, args: Mapping[str, Any], *, base_dir: Path | None = None) -> Any:
     """Import `package.module:Name` or `path/to/file.py:Name` and build it with `args`.

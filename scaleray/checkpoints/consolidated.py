@@ -16,7 +16,7 @@ import sys
 import time
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -103,14 +103,16 @@ def import_weights(path: str, run_path: str) -> Manifest:
 
 
 def load_weights(
-    tensors: Mapping[str, torch.Tensor], where: str, *, group: dist.ProcessGroup | None = None
-) -> Manifest:
+    tensors: Mapping[str, torch.Tensor], where: str, *, group: dist.ProcessGroup | None = None,
+    optional: Set[str] = frozenset(),
+) -> Manifest:  # fmt: skip
     """Fill a model's tensors, by the names of its state dict, from a checkpoint; gives that checkpoint.
 
     where: a run folder (its newest complete checkpoint), one checkpoint's folder, or one that `import_weights` made.
     Tensors may be sharded (DTensor), on any device, and of a wider dtype than the saved ones. Collective over `group`:
     rank 0 chooses the checkpoint, and all ranks raise when one fails. With None each rank does it alone, without a word
-    to others, which is safe where nothing writes to `where` meanwhile.
+    to others, which is safe where nothing writes to `where` meanwhile. optional: tensors that stay as they are where the
+    checkpoint does not have them.
     Raises CheckpointError; the tensors are untouched unless bytes turn out to be damaged.
     """
     if Path(where).is_file():
@@ -120,8 +122,8 @@ def load_weights(
     catalog, step = Catalog.at(where)
     manifest = _chosen(catalog, step, where, group)
     saved = model_tensors(manifest)
-    wanted = _with_a_source(tensors, saved)
-    _check(wanted, saved, f"step {manifest.step} of {where}")
+    wanted = with_a_source({n: t for n, t in tensors.items() if n in saved or n not in optional}, saved)
+    check_fit(wanted, saved, f"step {manifest.step} of {where}")
     try:
         sharded.load({PREFIX + name: tensor for name, tensor in wanted.items()}, catalog.stores, manifest, group)
     except Incomplete as exc:
@@ -146,8 +148,8 @@ def _chosen(catalog: Catalog, step: int | None, where: str, group: dist.ProcessG
     return manifest
 
 
-def _with_a_source(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, Tensor]) -> dict[str, torch.Tensor]:
-    """Without tied tensors that are saved under their other name only, as safetensors' own `save_model` does."""
+def with_a_source(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors without tied ones that are saved under their other name only, as safetensors' own `save_model` does."""
     places = {_place(tensor) for name, tensor in tensors.items() if name in saved}
     return {name: tensor for name, tensor in tensors.items() if name in saved or _place(tensor) not in places}
 
@@ -157,7 +159,8 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     return local.untyped_storage().data_ptr(), local.storage_offset(), local.shape, local.stride(), local.numel() or id(tensor)  # fmt: skip
 
 
-def _check(own: Mapping[str, torch.Tensor], saved: Mapping[str, Tensor], where: str) -> None:
+def check_fit(own: Mapping[str, torch.Tensor], saved: Mapping[str, Tensor], where: str) -> None:
+    """Same names and shapes, and dtypes that need not be narrowed. Raises CheckpointError with the first that differs."""
     different = [name for name in sorted(own.keys() | saved.keys()) if not _fits(own.get(name), saved.get(name))]
     if not different:
         return

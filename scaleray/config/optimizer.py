@@ -12,8 +12,8 @@ from scaleray.config.base import Count, NonNegative, Positive, Probability, Sett
 class OptimizerSettings(Settings):
     """Values as tuned at `reference_batch_size`; the rule carries them to `batch.global_size`."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """adamw (decoupled weight decay) or sgd (with momentum)."""
+    name: Literal["adamw", "sgd", "lars", "lamb"] = "adamw"
+    """adamw (decoupled weight decay), sgd (with momentum), or their layer-wise relatives for large batches: lars and lamb."""
     learning_rate: Annotated[float, Field(gt=0, le=1e6)]
     """Peak learning rate, tuned at the reference batch."""
     reference_batch_size: Count | None = None
@@ -21,14 +21,18 @@ class OptimizerSettings(Settings):
     rule: Literal["none", "linear", "sqrt", "adam", "legw"] = "none"
     """How the learning rate follows the batch: see `scaleray.scaling.lr_rules`."""
     betas: tuple[Probability, Probability] = (0.9, 0.999)
-    """AdamW's averaging factors at the reference batch."""
+    """Averaging factors of adamw and lamb at the reference batch."""
     epsilon: Positive = 1e-8
-    """AdamW's epsilon at the reference batch."""
+    """Epsilon of adamw and lamb at the reference batch. LAMB's paper has 1e-6."""
     weight_decay: NonNegative = 0.0
-    """Decoupled for adamw, L2 for sgd. Not scaled with the batch."""
+    """Decoupled for adamw, L2 for sgd, part of the layer's step for lars and lamb. Not scaled with the batch."""
     momentum: Probability = 0.9
-    """SGD only."""
+    """sgd and lars."""
     nesterov: bool = False
-    """SGD only."""
+    """sgd only."""
+    trust_coefficient: Positive = 0.001
+    """lars only: its step in a layer is about this share of the layer's weights, times the learning rate."""
+    adapt_vectors: bool = False
+    """lars and lamb: adapt and decay parameters of one dimension too, which are biases and the scales of norms."""
     clip_norm: Positive | None = None
     """Largest global norm of the gradient. None: no clipping."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scaleray.config import Duration, RunConfig
+from scaleray.config.optimizer import OptimizerSettings
 from scaleray.errors import ConfigError, DataError
 from scaleray.scaling.lr_rules import RULES, Hyperparameters
 
@@ -91,15 +92,11 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
         return steps
 
     total_steps = max(1, to_steps(config.stop.after, "total_steps"))
+    _check_pruning(config, total_steps)
+    _check_fine_tuning(config)
     kappa = config.batch.global_size / (config.optimizer.reference_batch_size or config.batch.global_size)
     rule = config.optimizer.rule
-    if rule == "adam" and config.optimizer.name != "adamw":
-        raise ConfigError(
-            "optimizer.rule",
-            "adam",
-            f"it is a rule for adamw, and optimizer.name is {config.optimizer.name}",
-            "use linear for sgd",
-        )
+    _check_optimizer(config.optimizer)
     if rule != "none" and config.optimizer.reference_batch_size is None:
         raise ConfigError(
             "optimizer.reference_batch_size",
@@ -186,6 +183,89 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
         model_parallel_size=model_parallel,
         explanations=why,
     )
+
+
+OTHER_RULES = {
+    "sgd": ({"adam"}, "use linear for sgd"),
+    "lars": ({"adam"}, "use linear, sqrt or legw for lars"),
+    # its step does not grow with the gradient, so nothing of the linear rule's argument is left
+    "lamb": ({"adam", "linear"}, "use sqrt or legw for lamb"),
+}
+"""Rules that were not made for an optimizer, and what to use. Each paper's own choice: see `lr_rules`."""
+ONLY_FOR = {"nesterov": ("sgd",), "trust_coefficient": ("lars",), "adapt_vectors": ("lars", "lamb")}
+"""Settings that the other optimizers do not have."""
+
+
+def _check_optimizer(settings: OptimizerSettings) -> None:
+    refused, hint = OTHER_RULES.get(settings.name, (set(), ""))
+    if settings.rule in refused:
+        raise ConfigError(
+            "optimizer.rule",
+            settings.rule,
+            f"it is a rule for {'adamw' if settings.rule == 'adam' else 'sgd'}, and optimizer.name is {settings.name}",
+            hint,
+        )
+    for key, names in ONLY_FOR.items():
+        value = getattr(settings, key)
+        if settings.name not in names and value != type(settings).model_fields[key].default:
+            raise ConfigError(
+                f"optimizer.{key}", value, f"it is for {' and '.join(names)}, and optimizer.name is {settings.name}", "leave it out"
+            )  # fmt: skip
+
+
+def _check_pruning(config: RunConfig, total_steps: int) -> None:
+    settings, defaults = config.pruning, type(config.pruning)()
+    idle = ["every_steps"] if settings.end_step is None else []
+    if settings.method == "none":
+        idle = [key for key in type(settings).model_fields if key != "method"]
+    for key in idle:
+        if getattr(settings, key) != getattr(defaults, key):
+            missing = "pruning.method is none" if settings.method == "none" else "pruning.end_step is not given"
+            raise ConfigError(
+                f"pruning.{key}", getattr(settings, key), f"{missing}, so it has no effect", "leave it out"
+            )
+    if settings.method == "none":
+        return
+    reasons = {
+        **dict.fromkeys(
+            ("local_sgd", "diloco"), "its replicas differ between averagings, and there is one mask for all"
+        ),
+        **dict.fromkeys(("gossip", "async_sgd"), "its replicas always differ, and there is one mask for all"),
+        "pipeline": "no worker sees the weights of all stages",
+    }
+    name = config.strategy.name
+    if name in reasons:
+        raise ConfigError(
+            "pruning.method", config.pruning.method, f"strategy.name is {name}: {reasons[name]}", "use ddp or fsdp"
+        )
+    for key in ("start_step", "end_step"):
+        step = getattr(config.pruning, key)
+        if step is not None and step > total_steps - 1:
+            raise ConfigError(
+                f"pruning.{key}", step, f"the whole training has {total_steps} steps, and the weights that are left must adapt",
+                "prune earlier, or lengthen stop.after",
+            )  # fmt: skip
+
+
+def _check_fine_tuning(config: RunConfig) -> None:
+    settings, defaults = config.fine_tuning, type(config.fine_tuning)()
+    if settings.lora_rank == 0:
+        for key in ("lora_alpha", "lora_layers", "merge"):
+            if getattr(settings, key) != getattr(defaults, key):
+                raise ConfigError(
+                    f"fine_tuning.{key}", getattr(settings, key), "without adapters it has no effect", "set --fine-tuning.lora-rank"
+                )  # fmt: skip
+        return
+    if settings.freeze:
+        raise ConfigError(
+            "fine_tuning.freeze", list(settings.freeze), "with adapters everything but them is frozen", "leave it out"
+        )
+    if not settings.lora_layers:
+        raise ConfigError("fine_tuning.lora_layers", [], "adapters need layers", "for example [query, value]")
+    if config.strategy.name == "tensor":
+        raise ConfigError(
+            "fine_tuning.lora_rank", settings.lora_rank, "tensor parallelism cuts layers without knowing of adapters", "use ddp or fsdp"
+        )  # fmt: skip
 
 
 def resolve_strategy(config: RunConfig, workers: int | None = None) -> str:

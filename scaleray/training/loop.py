@@ -33,6 +33,7 @@ from scaleray.records import EvaluationRecord, EventRecord, StepRecord, SystemRe
 from scaleray.reproducibility.fingerprint import accelerators, cpu_model
 from scaleray.training.checkpointing import Checkpointing
 from scaleray.training.evaluation import Evaluator
+from scaleray.training.fine_tuning import merged
 from scaleray.training.job import TRAIN, Split, TrainJob
 from scaleray.training.model_setup import Setup, prepare
 from scaleray.training.place import Place
@@ -116,7 +117,7 @@ class _Run:
                     self.checkpointing.finish(self.step, self.metrics)
                 weights = setup.parallel.full_state_dict() if self.config.checkpoint.save_final else {}
                 if self.save_weights is not None and self.place.rank == 0 and weights:
-                    self.save_weights(weights)
+                    self.save_weights(merged(weights, self.config.fine_tuning))
                 setup.parallel.close()
         finally:
             stream.close()
@@ -203,7 +204,8 @@ class _Run:
                         learning_rate=float(learning_rate), grad_norm=result.grad_norm, step_time_s=step_s, input_wait_s=waited_s,
                         epoch=plan.epochs(self.step), is_finite=result.is_finite,
                         loss_scale=scaler.get_scale() if scaler.is_enabled() else None, world_size=self.place.world_size,
-                        sent_bytes=sent_bytes - self.sent_bytes, more=setup.parallel.metrics(),
+                        sent_bytes=sent_bytes - self.sent_bytes,
+                        more={**setup.parallel.metrics(), **(setup.pruning.metrics() if setup.pruning else {})},
                     )
                 )  # fmt: skip
             self.sent_bytes = sent_bytes

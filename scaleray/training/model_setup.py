@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from scaleray.checkpoints.consolidated import load_weights
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
 from scaleray.reproducibility.seeding import (
@@ -21,7 +20,7 @@ from scaleray.reproducibility.seeding import (
 from scaleray.scaling.recipe import Recipe
 from scaleray.strategies import STRATEGIES, Parallel
 from scaleray.strategies.mesh import build_mesh
-from scaleray.training import optimizers, precision
+from scaleray.training import fine_tuning, optimizers, precision, pruning
 from scaleray.training.place import Place
 from scaleray.workload import call_user_code
 
@@ -36,6 +35,7 @@ class Setup:
     precision: precision.Precision
     num_parameters: int
     initial_hash: str
+    pruning: pruning.Pruning | None = None
 
 
 def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place, *, is_resumed: bool = False) -> Setup:
@@ -50,6 +50,8 @@ def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place, *, i
     with place.device:  # build where it will live: no copy of a large model through the CPU
         model = call_user_code(workload.build_model, what="build_model()", doing="building the model")
     _check_model(model)
+    # adapters and freezing before the strategy, which lays out parameters by whether they are trained
+    fine_tuning.adapt(model, config.fine_tuning)
     # device before optimizer, which holds references to the parameters
     model.to(place.device)
     # dtype before the strategy: DDP sizes its buckets by the parameters it is given
@@ -66,7 +68,7 @@ def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place, *, i
     parallel = STRATEGIES[recipe.strategy](model, mesh, config, workload)
     if config.workload.weights is not None and not is_resumed:
         # after the strategy, so that each rank reads its own shards only; nobody writes there meanwhile
-        load_weights(parallel.module.state_dict(), config.workload.weights)
+        fine_tuning.load(parallel.module, workload, config.workload.weights)
     # after the strategy, which may broadcast: what matters is what the first step starts from
     initial_hash = check_equal_parameters(
         parallel.module, place.group, is_partitioned=parallel.is_partitioned and parallel.run_micro_batches is not None
@@ -74,6 +76,10 @@ def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place, *, i
     # the optimizer last: a strategy may have replaced parameters
     optimizer = optimizers.build(workload, parallel.module, config, recipe, owns=parallel.owns)
     schedule = optimizers.build_schedule(optimizer, config, recipe)
+    # masks lie over ranks as the strategy has laid out the parameters, and clear the optimizer's state
+    masks = pruning.build(parallel.module, optimizer, config.pruning, place.group)
+    if masks is not None and masks.is_due(0) and not is_resumed:
+        masks.prune(0)
     # from here on ranks must differ, or dropout would use the same mask on every rank; ranks of one replica must not,
     # as they may each compute a part of the same activations
     seed_everything(stream_seed(config.seed, "dropout", place.data_rank))
@@ -84,6 +90,7 @@ def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place, *, i
         precision=arithmetic,
         num_parameters=num_parameters,
         initial_hash=initial_hash,
+        pruning=masks,
     )
 
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
 from scaleray.scaling.recipe import Recipe
 from scaleray.scaling.schedules import learning_rate_factor
+from scaleray.training.large_batch_optimizers import Lamb, Lars
 
 
 @dataclass(frozen=True)
@@ -56,18 +58,16 @@ def _build(workload: Any, model: nn.Module, config: RunConfig, recipe: Recipe) -
             raise WorkloadError("optimizer()", type(own).__name__, "it must return a torch.optim.Optimizer or None")
         return own
     trained = [p for p in model.parameters() if p.requires_grad]
-    # fused: one kernel for all parameters, on the CPU too; it needs floating-point parameters on one device type
-    fused = all(p.is_floating_point() for p in trained)
+    if settings.name in ("lars", "lamb"):
+        return _layer_wise(trained, values, config)
     if settings.name == "sgd":
-        # torch 2.13: a first step that the loss scaler skips leaves the momentum of fused SGD uninitialised
-        fused = fused and config.precision.dtype != "fp16"
         return torch.optim.SGD(
             trained,
             lr=values.learning_rate,
             momentum=values.momentum,
             nesterov=values.nesterov,
             weight_decay=values.weight_decay,
-            fused=fused,
+            **_kernels(trained, config),
         )
     return torch.optim.AdamW(
         trained,
@@ -75,8 +75,45 @@ def _build(workload: Any, model: nn.Module, config: RunConfig, recipe: Recipe) -
         betas=values.betas,
         eps=values.epsilon,
         weight_decay=values.weight_decay,
-        fused=fused,
+        **_kernels(trained, config),
     )
+
+
+def _kernels(trained: list[nn.Parameter], config: RunConfig) -> dict[str, bool]:
+    """Which of torch's implementations: fused (one kernel for all parameters, on the CPU too) where it works."""
+    if not all(p.is_floating_point() for p in trained):
+        return {}
+    layouts = {p.device_mesh if isinstance(p, DTensor) else None for p in trained}
+    if len(layouts) > 1:
+        # torch 2.13 takes only DTensors of one mesh in one kernel, and tensor parallelism leaves norms on another
+        return {"foreach": False, "fused": False}
+    is_sharded = layouts != {None}
+    if config.optimizer.name == "sgd" and is_sharded:
+        return {"foreach": True}  # torch 2.13 has no fused SGD for DTensors
+    if config.optimizer.name == "sgd" and config.precision.dtype == "fp16":
+        return {}  # torch 2.13: a first step that the loss scaler skips leaves the momentum of fused SGD uninitialised
+    return {"fused": True}
+
+
+def _layer_wise(trained: list[nn.Parameter], values: OptimizerValues, config: RunConfig) -> torch.optim.Optimizer:
+    """LARS or LAMB. Biases and norms are left out of adaptation and decay, as in both papers' experiments: their norms
+    say little about a good step, and decay moves them for nothing."""
+    settings = config.optimizer
+    is_matrix = [settings.adapt_vectors or p.ndim > 1 for p in trained]
+    groups = [
+        {
+            "params": [p for p, here in zip(trained, is_matrix, strict=True) if here == adaptive],
+            "adaptive": adaptive,
+            "weight_decay": values.weight_decay if adaptive else 0.0,
+        }
+        for adaptive in (True, False)
+    ]
+    groups = [group for group in groups if group["params"]]
+    if settings.name == "lars":
+        return Lars(
+            groups, values.learning_rate, momentum=values.momentum, trust_coefficient=settings.trust_coefficient
+        )
+    return Lamb(groups, values.learning_rate, betas=values.betas, eps=values.epsilon)
 
 
 def build_schedule(

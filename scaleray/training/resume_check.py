@@ -35,6 +35,7 @@ WORDS = {
     "scaler": "loss scaler",
     "progress": "progress of the loop",
     "workload": "the workload's own state",
+    "pruning": "masks of pruned weights",
     "random": "random number generators",
 }
 """What each item of the state is called in a sentence."""

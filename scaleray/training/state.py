@@ -30,13 +30,13 @@ from scaleray.training.place import Place
 Tensors = dict[str, torch.Tensor]
 Values = dict[str, Any]
 
-MODEL, BUFFERS, OPTIMIZER, SCHEDULE, SCALER, RANDOM, PROGRESS, WORKLOAD, STRATEGY, REPLICA = (
-    "model", "buffers", "optimizer", "schedule", "scaler", "random", "progress", "workload", "strategy", "replica",
+MODEL, BUFFERS, OPTIMIZER, SCHEDULE, SCALER, RANDOM, PROGRESS, WORKLOAD, STRATEGY, REPLICA, PRUNING = (
+    "model", "buffers", "optimizer", "schedule", "scaler", "random", "progress", "workload", "strategy", "replica", "pruning",
 )  # fmt: skip
 UNNAMED, VALUE = "unnamed-", "(value)"
-ITEMS = (MODEL, BUFFERS, OPTIMIZER, SCHEDULE, SCALER, PROGRESS, WORKLOAD, STRATEGY, REPLICA, RANDOM)
+ITEMS = (MODEL, BUFFERS, OPTIMIZER, SCHEDULE, SCALER, PROGRESS, WORKLOAD, STRATEGY, REPLICA, PRUNING, RANDOM)
 """In the order in which they are restored: random numbers last, as anything before may draw some."""
-SETUP_ITEMS = {"parallel": MODEL, "optimizer": OPTIMIZER, "schedule": SCHEDULE, "precision": SCALER}
+SETUP_ITEMS = {"parallel": MODEL, "optimizer": OPTIMIZER, "schedule": SCHEDULE, "precision": SCALER, "pruning": PRUNING}
 """Which item holds the state of each field of Setup; the fields not named here have none."""
 
 
@@ -74,6 +74,7 @@ class TrainState:
             own_replica.update({f"{REPLICA}.{self.place.rank}.{k}": v for k, v in optimizer_tensors.items()})
             tensors.update(own_replica)
         tensors.update({f"{STRATEGY}.{self.place.rank}.{k}": v for k, v in parallel.state().items()})
+        tensors.update(self._masks())
         tensors.update({f"{RANDOM}.{self.place.rank}.{k}": v for k, v in random_state(self.place.device).items()})
         own_tensors, own_values = self._workload_state()
         tensors.update(own_tensors)
@@ -102,7 +103,10 @@ class TrainState:
         mine = f"{STRATEGY}.{self.place.rank}."
         strategy = {name: torch.empty(t.shape, dtype=_dtype(t)) for name, t in _of(manifest, STRATEGY).items() if name.startswith(mine)}  # fmt: skip
         strategy = strategy if same_size else {}
-        sharded.load({**model, **templates, **own, **drawn, **strategy}, stores, manifest, group)
+        masks = {name: mask for name, mask in self._masks().items() if name in manifest.tensors}
+        sharded.load({**model, **templates, **own, **drawn, **strategy, **masks}, stores, manifest, group)
+        if self.setup.pruning is not None:
+            self.setup.pruning.count()
         mine_too = f"{REPLICA}.{self.place.rank}."
         if parallel.replicas_differ and same_size and any(name.startswith(mine_too) for name in manifest.tensors):
             # over the mean that was just loaded, into the same memory
@@ -147,6 +151,10 @@ class TrainState:
             hashes[item].update(rest.encode())
             hashes[item].update(_bytes(tensors[name]))
         return {item: digest.hexdigest()[:16] for item, digest in hashes.items()}
+
+    def _masks(self) -> Tensors:
+        """The masks of pruning by name, by reference."""
+        return {f"{PRUNING}.{k}": v for k, v in self.setup.pruning.masks.items()} if self.setup.pruning else {}
 
     def _workload_state(self) -> tuple[Tensors, Values]:
         if not callable(getattr(self.workload, "state_dict", None)):

@@ -162,6 +162,8 @@ class TrainStep:
         self.enter("update")
         scaler = setup.precision.scaler
         scaler.unscale_(setup.optimizer)
+        if setup.pruning is not None:
+            setup.pruning.mask_gradients()  # before anybody looks at them
         if self.probe is not None:
             self.probe.on_gradients(correction)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
@@ -185,10 +187,22 @@ class TrainStep:
         scaler.update()
         self.num_updates += 1
         setup.parallel.after_update(self.num_updates)
+        self._prune(is_finite)
         result = StepResult(loss=loss_sum / count, count=count, grad_norm=grad_norm, is_finite=is_finite)
         if self.probe is not None:
             self.probe.on_step(result, float(setup.schedule.get_last_lr()[0]))
         return result
+
+    def _prune(self, has_updated: bool) -> None:
+        """After the strategy, which may have fetched parameters from other ranks."""
+        pruning = self.setup.pruning
+        if pruning is None:
+            return
+        if pruning.is_due(self.num_updates):
+            self.before_update()
+            pruning.prune(self.num_updates)
+        elif has_updated:
+            pruning.apply()
 
 
 def micro_batches(batch: RankBatch, size: int) -> Iterator[tuple[dict[str, np.ndarray], int]]:

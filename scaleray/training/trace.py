@@ -23,6 +23,7 @@ from scaleray.reproducibility.equivalence import (
     signature_differences,
 )
 from scaleray.strategies.parallel import full
+from scaleray.training.fine_tuning import adapt
 from scaleray.training.job import TRAIN, TrainJob
 from scaleray.training.model_setup import Setup
 from scaleray.training.place import Place
@@ -227,6 +228,7 @@ class TraceProbe:
         """A model of its own with the values of now, which no strategy has touched. Collective for sharded parameters."""
         with self.place.device:
             model: nn.Module = self.job.workload.build_model()
+        adapt(model, self.job.config.fine_tuning)
         if self.job.config.precision.dtype == "fp64":
             model.double()
         values = {**self._parameters, **dict(self._setup.parallel.module.named_buffers())}

@@ -1,0 +1,147 @@
+"""Weights in the layout of a Hugging Face model folder: config.json beside model.safetensors, or several files and an index.
+
+Only safetensors is read, never a pickle. Each rank reads no more than the parts that it holds. Used by
+training.fine_tuning; which name in the files belongs to which of the model's is the workload's to say.
+Source: https://huggingface.co/docs/safetensors, and the index that transformers' `save_pretrained` writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from scaleray.checkpoints.consolidated import check_fit, with_a_source
+from scaleray.checkpoints.manifest import Tensor
+from scaleray.errors import CheckpointError
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "I16": "int16",
+    "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+
+
+def is_model_folder(where: str) -> bool:
+    """Whether this is a local folder with weights in that layout."""
+    return any((Path(where) / name).is_file() for name in (WEIGHTS, INDEX))
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A folder that can be read. files: in which file each tensor is."""
+
+    path: Path
+    config: dict[str, Any]
+    files: dict[str, str]
+
+    @classmethod
+    def open(cls, where: str) -> ModelFolder:
+        """Read config and index. Raises CheckpointError for what is missing or cannot be read."""
+        path = Path(where)
+        config = _json(path / CONFIG, 'it says what the weights mean, such as {"hidden_size": 128, ...}')
+        if (path / INDEX).is_file():
+            files = _json(path / INDEX, "it says which file holds which tensor").get("weight_map")
+            if not isinstance(files, dict) or not all(isinstance(n, str) and Path(n).name == n for n in files.values()):
+                raise CheckpointError(
+                    str(path / INDEX), "without a weight_map of names in the same folder", "the layout needs one"
+                )
+        else:
+            with _opened(path / WEIGHTS) as file:
+                files = dict.fromkeys(file.keys(), WEIGHTS)
+        return cls(path, config, files)
+
+    def load(
+        self, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str], *, optional: Set[str] = frozenset()
+    ) -> None:
+        """Fill a model's tensors in place, sharded or not; of a sharded one this rank's part alone is read. Not collective.
+
+        names: where each of `tensors` comes from, by name in the files. Tensors in `optional` need no source. Every tensor in the
+        files must have a place. Values are cast to wider dtypes only. Raises CheckpointError, before anything is
+        changed, with the first tensor that does not fit.
+        """
+        wrong = sorted(set(names) - set(tensors))
+        if wrong:
+            raise CheckpointError(
+                f"the model's {wrong[0]}", "not there", "weight_names() of the workload gives it a source"
+            )
+        shapes = self._shapes()
+        # by the model's names, as a user knows them; what has no place keeps the name of the file
+        own_names = {theirs: own for own, theirs in names.items()}
+        saved = {own: shapes[theirs] for own, theirs in names.items() if theirs in shapes}
+        saved |= {t: shape for t, shape in shapes.items() if t not in own_names and not self._follows_from_others(t)}
+        wanted = with_a_source({n: t for n, t in tensors.items() if n in names or n not in optional}, saved)
+        check_fit(wanted, saved, str(self.path))
+        by_file: dict[str, list[str]] = {}
+        for own in wanted:
+            by_file.setdefault(self.files[names[own]], []).append(own)
+        for name, members in by_file.items():
+            with _opened(self.path / name) as file, torch.no_grad():
+                for own in members:
+                    _fill(wanted[own], file, names[own])
+
+    def _follows_from_others(self, name: str) -> bool:
+        """A table of rotations, as old folders have it, or the embedding's second name."""
+        return name.endswith("rotary_emb.inv_freq") or (
+            name == "lm_head.weight" and self.config.get("tie_word_embeddings") is True
+        )
+
+    def _shapes(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name in sorted(set(self.files.values())):
+            with _opened(self.path / name) as file:
+                for tensor in file.keys():  # noqa: SIM118 - it cannot be iterated over
+                    about = file.get_slice(tensor)
+                    dtype = about.get_dtype()
+                    if dtype not in _DTYPES:
+                        raise CheckpointError(f"{tensor} in {self.path / name}", dtype, f"only {', '.join(_DTYPES)} can be read")  # fmt: skip
+                    found[tensor] = Tensor(_DTYPES[dtype], tuple(about.get_shape()), ())
+        missing = sorted(set(self.files) - set(found))
+        if missing:
+            raise CheckpointError(
+                f"{missing[0]} in {self.path}", "not there", f"{INDEX} names it", "copy the folder again"
+            )
+        return found
+
+
+def _fill(tensor: torch.Tensor, file: Any, name: str) -> None:
+    if not isinstance(tensor, DTensor):
+        tensor.copy_(file.get_tensor(name))
+        return
+    own = tensor.to_local()
+    _, begin = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if own.numel():
+        own.copy_(file.get_slice(name)[tuple(slice(b, b + n) for b, n in zip(begin, own.shape, strict=True))])
+
+
+def _json(path: Path, why: str) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError as exc:
+        raise CheckpointError(str(path), "not there", why, "copy the whole folder") from exc
+    except (OSError, ValueError) as exc:
+        raise CheckpointError(str(path), f"not readable ({exc})", why) from exc
+    if not isinstance(content, dict):
+        raise CheckpointError(str(path), type(content).__name__, "it must be a mapping")
+    return content
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        file = safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as exc:
+        raise CheckpointError(
+            str(path), "not readable", f"it must be a safetensors file: {exc}", "copy it again"
+        ) from exc
+    with file as opened:
+        yield opened
