@@ -1,5 +1,6 @@
 """The input: sources, the step plan, and the stream that executes it."""
 
+from scaleray.data.part_stream import PartStream
 from scaleray.data.sources import ArraySource, DatasetSource, ParquetSource, StreamSource, TokenSource, as_source
 from scaleray.data.step_plan import StepPlan
 from scaleray.data.stream import Part, RankBatch, StepStream
@@ -9,6 +10,7 @@ __all__ = [
     "DatasetSource",
     "ParquetSource",
     "Part",
+    "PartStream",
     "RankBatch",
     "StepPlan",
     "StepStream",

@@ -1,7 +1,7 @@
 """Which samples make up each step: a pure function of (seed, epoch, step), independent of the number of workers.
 
 A worker's part is a contiguous slice of the global batch, so any world size that divides it sees the same samples
-in the same order. Nothing is stored: the position of any sample follows from arithmetic, which makes a start in the
+in the same order, and so do workers whose parts are not equally large. Nothing is stored: the position of any sample follows from arithmetic, which makes a start in the
 middle of an epoch as cheap as one at its beginning.
 """
 
@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
+
+from scaleray.scaling.shares import share_of
 
 ROUNDS = 6  # of the Feistel network; with 4 and more, neighbouring positions show no correlation
 
@@ -148,20 +151,27 @@ class StepPlan:
         """Sample indices of the global batch of this step, int64 (num_rows,)."""
         return self.samples_at(self.positions(step))
 
-    def rank_slice(self, step: int, rank: int, world_size: int) -> slice:
-        """This rank's part of the global batch. A partial batch gives the first ranks one sample more."""
+    def rank_slice(self, step: int, rank: int, world_size: int, shares: Sequence[int] | None = None) -> slice:
+        """This rank's part of the global batch. A partial batch gives the first ranks one sample more.
+
+        shares: samples of a full batch by rank, where they are not equal; a partial batch is cut in their proportion.
+        """
+        if shares is not None:
+            return share_of(shares, rank, num_rows=self.num_rows(step))
         share, rest = divmod(self.num_rows(step), world_size)
         start = rank * share + min(rank, rest)
         return slice(start, start + share + (1 if rank < rest else 0))
 
-    def rank_indices(self, step: int, rank: int, world_size: int) -> np.ndarray:
+    def rank_indices(self, step: int, rank: int, world_size: int, shares: Sequence[int] | None = None) -> np.ndarray:
         """Sample indices of this rank's part, in order."""
-        return self.samples_at(self.positions(step, rank, world_size))
+        return self.samples_at(self.positions(step, rank, world_size, shares))
 
-    def positions(self, step: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
+    def positions(
+        self, step: int, rank: int = 0, world_size: int = 1, shares: Sequence[int] | None = None
+    ) -> np.ndarray:
         """Where this rank's part lies in the endless sequence of all epochs, int64: epoch * num_samples + place."""
         epoch, before = self.place(step)
-        part = self.rank_slice(step, rank, world_size)
+        part = self.rank_slice(step, rank, world_size, shares)
         start = epoch * self.num_samples + before
         return np.arange(start + part.start, start + part.stop, dtype=np.int64)
 

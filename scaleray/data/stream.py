@@ -10,7 +10,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,23 +42,30 @@ class RankBatch:
 
 @dataclass(frozen=True)
 class Part:
-    """Which steps of a plan one rank reads: [first_step, last_step)."""
+    """Which steps of a plan one rank reads: [first_step, last_step). shares: samples of a full batch by rank; None is equal."""
 
     plan: StepPlan
     rank: int
     world_size: int
     first_step: int
     last_step: int
+    shares: tuple[int, ...] | None = None
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of this rank in a full batch, at least 1."""
+        size = self.plan.global_batch_size
+        return max(1, size // self.world_size if self.shares is None else self.shares[self.rank])
 
     def indices(self, steps: range) -> np.ndarray:
         """Rows to read for these steps, in order; one placeholder row for a step where the rank has none."""
-        positions = (self.plan.positions(step, self.rank, self.world_size) for step in steps)
+        positions = (self.plan.positions(step, self.rank, self.world_size, self.shares) for step in steps)
         own = [p if len(p) else self.plan.positions(step)[:1] for step, p in zip(steps, positions, strict=True)]
         return self.plan.samples_at(np.concatenate(own))
 
     def num_rows(self, step: int) -> int:
         """Rows of this step that count."""
-        part = self.plan.rank_slice(step, self.rank, self.world_size)
+        part = self.plan.rank_slice(step, self.rank, self.world_size, self.shares)
         return part.stop - part.start
 
 
@@ -67,8 +74,7 @@ def chunks(part: Part, *, row_bytes: int, chunk_bytes: float) -> Iterator[range]
 
     Sources with row groups are read a whole window at a time, or every chunk would read the same groups again.
     """
-    rows_per_step = max(1, part.plan.global_batch_size // part.world_size)
-    most = max(1, int(chunk_bytes // (rows_per_step * row_bytes)))
+    most = max(1, int(chunk_bytes // (part.rows_per_step * row_bytes)))
     size = 1
     if part.plan.group_sizes is not None and part.plan.shuffle:
         size = most = max(most, -(-part.plan.window_rows // part.plan.global_batch_size))
@@ -157,7 +163,10 @@ def start_locally(
         else:
             time.sleep(0.005)
     while not demand.is_closed.is_set():
-        item = arrived.get()
+        try:
+            item = arrived.get(timeout=0.1)  # a stream may be closed while its tasks hang
+        except queue.Empty:
+            continue
         if isinstance(item, BaseException):
             raise item
         if item is None:
@@ -177,6 +186,8 @@ def _pump(blocks: Iterable[Columns], arrived: queue.Queue[Columns | BaseExceptio
         _put(arrived, None, demand)
     except BaseException as exc:  # carried to the thread that fills the stream
         _put(arrived, exc, demand)
+    finally:
+        _close(blocks)  # ends the tasks that nobody waits for any more
 
 
 def _put(target: queue.Queue[Any], item: Any, demand: Demand) -> None:
@@ -185,6 +196,12 @@ def _put(target: queue.Queue[Any], item: Any, demand: Demand) -> None:
             return target.put(item, timeout=0.5)
         except queue.Full:
             continue
+
+
+def _close(blocks: Iterable[Columns]) -> None:
+    """End a generator, by the thread that ran it; anything else has nothing to end."""
+    if isinstance(blocks, Generator):
+        blocks.close()
 
 
 def _num_rows(block: Columns) -> int:
@@ -279,7 +296,7 @@ class StepStream:
         self.waited_s = 0.0
         self._is_finished = False
         self._part, self._timeout_s, self._explain_wait, self._warn = part, timeout_s, explain_wait, warn
-        step_bytes = max(1, part.plan.global_batch_size // part.world_size * row_bytes)
+        step_bytes = max(1, part.rows_per_step * row_bytes)
         self._queue: queue.Queue[RankBatch | BaseException | None] = queue.Queue(
             maxsize=int(min(4096, max(2, prefetch_bytes // step_bytes)))
         )
@@ -306,11 +323,12 @@ class StepStream:
             raise _original_error(item)
         return item
 
-    def close(self) -> None:
-        """Stop reading ahead. Safe to call twice."""
+    def close(self, *, wait_s: float = 0.0) -> None:
+        """Stop reading ahead, and wait up to `wait_s` until nobody reads the source any more. Safe to call twice."""
         self._closed.set()
         while not self._queue.empty():
             self._queue.get_nowait()
+        self._thread.join(timeout=wait_s)
 
     def _get(self, started: float) -> RankBatch | BaseException | None:
         explained = False
@@ -344,6 +362,8 @@ class StepStream:
             _put(self._queue, None, self._demand)
         except BaseException as exc:  # carried to the training thread and raised there
             _put(self._queue, exc, self._demand)
+        finally:
+            _close(blocks)
 
 
 def _original_error(exc: BaseException) -> BaseException:

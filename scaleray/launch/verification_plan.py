@@ -122,8 +122,13 @@ def _spread(config: RunConfig, strategy: str, world_size: int, *, micro_size: in
     # by copy, which checks nothing: a strategy of the table need not be one that a config file may name
     cpus = min(CPUS_PER_WORKER, config.scale.cpus_per_worker)
     scale = {"workers": world_size, "cpus_per_worker": cpus, "max_failures": 0}
+    shares = config.shares
+    if shares.by != "equal":  # measured shares would hardly differ here, and not twice in the same way
+        speeds = tuple(1 + rank / max(1, world_size - 1) for rank in range(world_size))
+        shares = shares.model_copy(update={"by": "given", "speeds": speeds})
     return config.model_copy(
         update={
+            "shares": shares,
             "scale": config.scale.model_copy(update=scale),
             "strategy": config.strategy.model_copy(update={"name": strategy}),
             "batch": config.batch.model_copy(update={"micro_size": micro_size}),

@@ -12,8 +12,18 @@ from typing import Any
 
 from scaleray.config import Duration, RunConfig
 from scaleray.config.optimizer import OptimizerSettings
+from scaleray.config.shares import UNEVEN_STRATEGIES
 from scaleray.errors import ConfigError, DataError
 from scaleray.scaling.lr_rules import RULES, Hyperparameters
+from scaleray.scaling.shares import shares_by_speed
+
+WHY_EVEN = {
+    "fsdp": "every micro-batch gathers parameters on all workers, so that all must run equally many",
+    "tensor": "workers of a replica compute the same samples together",
+    "pipeline": "a schedule has one number of micro-batches for all replicas",
+    "others": "replicas train apart and weigh the same in their average, whatever number of samples each has seen",
+}
+"""Why a strategy needs equal shares."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,10 @@ class Recipe:
     epsilon: float
     strategy: str
     model_parallel_size: int = 1
+    worker_shares: tuple[int, ...] | None = None
+    """Samples of a full global batch by worker; None is equal, at least at first."""
+    measure_shares_every_steps: int | None = None
+    """Steps between two measurements of the workers' speed, after which shares may change; None: they do not."""
     explanations: dict[str, str] = dataclasses.field(default_factory=dict)
     """How each value was derived, by name."""
 
@@ -163,6 +177,7 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
             f"torch's static graph cannot accumulate, and each worker's step has {accumulation} micro-batches",
             f"leave it out, or use --batch.micro-size {per_worker}",
         )
+    worker_shares, measure_every = _uneven_shares(config, strategy, batch_size, workers, why)
     return Recipe(
         global_batch_size=batch_size,
         per_worker_batch_size=per_worker,
@@ -180,6 +195,8 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
         betas=scaled.betas,
         epsilon=scaled.epsilon,
         strategy=strategy,
+        worker_shares=worker_shares,
+        measure_shares_every_steps=measure_every,
         model_parallel_size=model_parallel,
         explanations=why,
     )
@@ -366,6 +383,46 @@ def _shares(config: RunConfig, batch_size: int, workers: int, why: dict[str, str
     why["micro_batch_size"] = "batch.micro_size" if config.batch.micro_size else "the worker's whole share"
     why["accumulation_steps"] = f"{per_worker} per worker / {micro_size}"
     return per_worker, micro_size, per_worker // micro_size
+
+
+def _uneven_shares(
+    config: RunConfig, strategy: str, batch_size: int, workers: int, why: dict[str, str]
+) -> tuple[tuple[int, ...] | None, int | None]:
+    """(shares by worker or None, steps between measurements or None)."""
+    settings, by = config.shares, config.shares.by
+    why["measure_shares_every_steps"] = "shares are not measured"
+    if by == "equal":
+        why["worker_shares"] = "equal"
+        return None, None
+    if config.scale.is_elastic:
+        raise ConfigError(
+            "shares.by", by, f"scale.workers is {config.scale.workers!s}: shares are those of a fixed group of workers",
+            "give one number of workers, or use equal shares",
+        )  # fmt: skip
+    if settings.speeds is not None and len(settings.speeds) != workers:
+        raise ConfigError(
+            "shares.speeds", list(settings.speeds), f"there are {workers} workers", "give one speed for each"
+        )
+    if workers == 1:
+        why["worker_shares"] = "one worker has the whole batch"
+        return None, None
+    if strategy not in UNEVEN_STRATEGIES:
+        raise ConfigError(
+            "shares.by", by, f"under {strategy} {WHY_EVEN.get(strategy, WHY_EVEN['others'])}",
+            f"use equal shares, or one of {', '.join(UNEVEN_STRATEGIES)}",
+        )  # fmt: skip
+    if strategy == "ddp" and config.strategy.static_graph:
+        raise ConfigError(
+            "strategy.static_graph", True, "torch's static graph cannot accumulate, and a larger share is more micro-batches",
+            "leave it out, or use equal shares",
+        )  # fmt: skip
+    if by == "speed":
+        why["worker_shares"] = "equal until speeds are measured"
+        why["measure_shares_every_steps"] = "shares.measure_every"
+        return None, settings.measure_every
+    assert settings.speeds is not None
+    why["worker_shares"] = f"{batch_size} samples in proportion to shares.speeds"
+    return shares_by_speed(settings.speeds, total=batch_size, smallest=settings.smallest), None
 
 
 def _largest_batch(config: RunConfig, data: DataSize) -> int:

@@ -11,6 +11,7 @@ from scaleray.config import Duration, RunConfig
 from scaleray.data import DatasetSource, StepPlan, StreamSource
 from scaleray.data.sources import Source
 from scaleray.data.step_plan import Origin
+from scaleray.errors import ConfigError
 from scaleray.scaling.recipe import DataSize, Recipe, derive
 
 TRAIN = "train"
@@ -55,6 +56,14 @@ class TrainJob:
     """How many workers train; 0 is what the config says."""
     origin: Origin | None = None
     """Where the plan begins, when the global batch had another size before."""
+
+    def __post_init__(self) -> None:
+        by = self.config.shares.by
+        if by != "equal" and self.splits[TRAIN].is_streamed:
+            raise ConfigError(
+                "shares.by", by, "a Ray Dataset is dealt out once, in equal shares",
+                "use equal shares, or data that can be read by index",
+            )  # fmt: skip
 
     @property
     def world_size(self) -> int:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from scaleray.data import Part, RankBatch, StepPlan, StepStream
+from scaleray.data import Part, PartStream, RankBatch, StepPlan, StepStream
 from scaleray.errors import (
     ConfigError,
     LeftEarly,
@@ -31,6 +31,7 @@ from scaleray.errors import (
 )
 from scaleray.records import EvaluationRecord, EventRecord, StepRecord, SystemRecord, WorkerMessage, WorkerSummary
 from scaleray.reproducibility.fingerprint import accelerators, cpu_model
+from scaleray.scaling.shares import described
 from scaleray.training.checkpointing import Checkpointing
 from scaleray.training.evaluation import Evaluator
 from scaleray.training.fine_tuning import merged
@@ -38,7 +39,8 @@ from scaleray.training.job import TRAIN, Split, TrainJob
 from scaleray.training.model_setup import Setup, prepare
 from scaleray.training.place import Place
 from scaleray.training.progress import COLLECTIVES, Progress
-from scaleray.training.state import TrainState
+from scaleray.training.shares import WorkerShares
+from scaleray.training.state import PROGRESS, TrainState
 from scaleray.training.step import Probe, StepResult, TrainStep, check_first_batch, explained
 from scaleray.training.system_metrics import SystemMetrics
 from scaleray.workload import user_traceback
@@ -96,14 +98,19 @@ class _Run:
                 self.first_step = self.step = self.checkpointing.find()
                 self._adopt(self.checkpointing.job)
             plan = self.job.train_plan()
-        part = Part(plan, self.place.data_rank, self.place.data_size, self.first_step, self.recipe.total_steps)
+        self.shares = self._worker_shares()
+        part = Part(
+            plan, self.place.data_rank, self.place.data_size, self.first_step, self.recipe.total_steps, self.shares.now
+        )
         # before the model: its first batch takes seconds on a cold cluster, and the model is built meanwhile
-        stream = self.open_stream(self.job.splits[TRAIN], part)
+        split = self.job.splits[TRAIN]
+        stream = PartStream(lambda part: self.open_stream(split, part), part, timeout_s=self.config.data.timeout_s)
         try:
             with self._located():
                 setup = prepare(self.job.workload, self.config, self.recipe, self.place, is_resumed=self.first_step > 0)
                 for note in setup.parallel.notes if self.place.rank == 0 else ():
                     self.emit(EventRecord(note))
+                self.shares.watch(setup.parallel.module)
                 if self.checkpointing is not None:
                     self.checkpointing.begin(self.state(setup))
                 verdict = self._steps(setup, stream, plan)
@@ -121,6 +128,7 @@ class _Run:
                 setup.parallel.close()
         finally:
             stream.close()
+            self.shares.close()
         summary = self._summary(setup, plan, stream, verdict)
         self.emit(summary)
         return summary
@@ -141,8 +149,20 @@ class _Run:
             "count_per_row": self.train_step.count_per_row if self.train_step else self.count_per_row,
             "nonfinite_steps": self.nonfinite_steps, "skipped_in_a_row": self.skipped_in_a_row, "last_bad": self._last_bad,
             "metrics": self.metrics, "evaluated_at": self.evaluated_at, "verdict": self.verdict,
-            "training_time_s": self.clock.total_s,
+            "training_time_s": self.clock.total_s, "shares": self.shares.state(),
         }  # fmt: skip
+
+    def _worker_shares(self) -> WorkerShares:
+        """Those of the checkpoint that the run goes on from, or those of the config."""
+        resumed_from = self.checkpointing.resumed_from if self.checkpointing is not None else None
+        before = resumed_from.values[PROGRESS].get("shares") if resumed_from is not None else None
+        shares = WorkerShares(self.config, self.recipe, self.place, before)
+        if shares.now is not None and self.place.rank == 0:
+            self.emit(EventRecord(described(shares.now, shares.speeds), step=self.first_step))
+        if self.config.deterministic and self.recipe.measure_shares_every_steps is not None and self.place.rank == 0:
+            text = "shares follow measured times, so that another run sums the same samples in other groups: equal to rounding, not to the bit"
+            self.emit(EventRecord(text, kind="warning"))
+        return shares
 
     def _continue_from(self, progress: dict[str, Any]) -> None:
         self.step = progress["step"]
@@ -153,7 +173,7 @@ class _Run:
         self.verdict = progress.get("verdict")
         self.clock.total_s = progress.get("training_time_s", 0.0)
 
-    def _steps(self, setup: Setup, stream: StepStream, plan: StepPlan) -> str | None:
+    def _steps(self, setup: Setup, stream: PartStream, plan: StepPlan) -> str | None:
         """Train to the end and give the verdict; None when the run was asked to leave."""
         split = self.job.splits[TRAIN]
         saves = self.checkpointing
@@ -185,6 +205,7 @@ class _Run:
         for batch in self._batches(first, stream):
             learning_rate = setup.schedule.get_last_lr()[0]
             want_norm = (batch.step + 1) % self.config.tracking.every_steps == 0
+            self.shares.begin_step(batch.step + 1)
             result = step(
                 batch, num_rows=plan.num_rows(batch.step), want_norm=want_norm, meets=self._meets(setup, batch.step + 1)
             )
@@ -193,6 +214,11 @@ class _Run:
                 setup.schedule.step()
             self.step = batch.step + 1
             self.progress.finish_step(self.step)
+            if changed := self.shares.end_step(self.step, batch.num_rows):
+                self.progress.enter("input")
+                stream.cut(self.step, self.shares.now)
+                if self.place.rank == 0:
+                    self.emit(EventRecord(changed, step=self.step))
             step_s, waited_s = self.clock.tick(stream.waited_s)
             if self.step == self.first_step + 1:
                 self.first_step_s = time.time() - self.job.started_at
@@ -231,7 +257,7 @@ class _Run:
         every = (recipe.evaluate_every_steps, recipe.checkpoint_every_steps)
         return setup.parallel.meets(step) or step == recipe.total_steps or any(n and step % n == 0 for n in every)
 
-    def _batches(self, first: RankBatch, rest: StepStream) -> Iterator[RankBatch]:
+    def _batches(self, first: RankBatch, rest: PartStream) -> Iterator[RankBatch]:
         batch: RankBatch | None = first
         while batch is not None:
             yield batch
@@ -314,7 +340,7 @@ class _Run:
                 f"{where}, step {self.step + 1}:\n  {user_traceback(exc)}", self.progress.steps_done, self.step
             ) from exc
 
-    def _summary(self, setup: Setup, plan: StepPlan, stream: StepStream, verdict: str) -> WorkerSummary:
+    def _summary(self, setup: Setup, plan: StepPlan, stream: PartStream, verdict: str) -> WorkerSummary:
         steady = self.clock.steady_state()
         samples_per_s = None
         if steady is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -210,8 +211,10 @@ def micro_batches(batch: RankBatch, size: int) -> Iterator[tuple[dict[str, np.nd
     if batch.num_rows == 0:
         yield batch.columns, 0
         return
-    for start in range(0, batch.num_rows, size):
-        stop = min(start + size, batch.num_rows)
+    edges = [*range(0, batch.num_rows, size), batch.num_rows]
+    if batch.num_rows % size == 1 and len(edges) > 2 and size > 2:
+        edges[-2] -= 1  # no micro-batch of a single row beside larger ones: batch normalisation cannot train on it
+    for start, stop in itertools.pairwise(edges):
         yield {name: values[start:stop] for name, values in batch.columns.items()}, stop - start
 
 

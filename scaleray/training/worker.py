@@ -91,7 +91,7 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
         source = ray.get(reference)
         if split.name != TRAIN and split.num_rows * split.row_bytes <= chunk_bytes:
             return local_blocks(source, part, chunk_bytes=chunk_bytes)  # less than one task would read
-        step_bytes = split.row_bytes * part.plan.global_batch_size // part.world_size
+        step_bytes = split.row_bytes * part.rows_per_step
         here = local_blocks(source, part, chunk_bytes=min(chunk_bytes, step_bytes * LOCAL_CHUNK_STEPS))
         tasks = ray_blocks(
             reference, part, row_bytes=split.row_bytes, chunk_bytes=chunk_bytes,

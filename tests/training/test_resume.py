@@ -187,6 +187,7 @@ LOOP_SAVED = {
     "evaluated_at",
     "job",
     "verdict",
+    "shares",
 }
 LOOP_STATELESS = {
     "place", "open_stream", "emit", "save_weights", "probe", "checkpointing", "progress", "config", "recipe", "first_step",

@@ -261,6 +261,17 @@ def test_micro_batches_cut_rows_in_order_and_keep_placeholders_apart():
     assert [weight for _, weight in micro_batches(RankBatch(0, placeholder, 0), 2)] == [0]
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "size", "sizes"), [(9, 4, [4, 3, 2]), (5, 4, [3, 2]), (7, 3, [3, 2, 2]), (1, 4, [1])]
+)
+def test_no_micro_batch_has_a_single_row_beside_larger_ones(num_rows, size, sizes):
+    """Batch normalisation cannot train on one, and a share of the global batch may be any number."""
+    columns = {"a": np.arange(num_rows)}
+    pieces = list(micro_batches(RankBatch(0, columns, num_rows), size))
+    assert [weight for _, weight in pieces] == sizes
+    assert np.array_equal(np.concatenate([p["a"] for p, _ in pieces]), columns["a"])
+
+
 def test_a_placeholder_counts_nothing_and_moves_nothing():
     with same_generators():
         workload = Classify()

@@ -1,0 +1,48 @@
+"""The batches of a part that may be cut anew between two steps: other shares of the same samples."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+from scaleray.data.stream import Part, RankBatch, StepStream
+
+
+class PartStream:
+    """Iterates over the RankBatches of a part, like the stream that `open_part` opens, and opens another one when asked.
+
+    timeout_s: how long the reader of the old stream may take to leave the source, which need not stand two readers.
+    """
+
+    def __init__(self, open_part: Callable[[Part], StepStream], part: Part, *, timeout_s: float = 300.0) -> None:
+        self.part, self._open_part, self._timeout_s = part, open_part, timeout_s
+        self._waited_s = 0.0
+        self._stream = open_part(part)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds spent waiting for input so far, over all streams and the changes from one to the next."""
+        return self._waited_s + self._stream.waited_s
+
+    def __iter__(self) -> PartStream:
+        return self
+
+    def __next__(self) -> RankBatch:
+        return next(self._stream)
+
+    def cut(self, step: int, shares: tuple[int, ...] | None) -> None:
+        """From `step` on, which must be the next one, this rank's batches are those of these shares.
+
+        What was read ahead is thrown away, and the old stream is closed before the new one is opened.
+        """
+        started = time.perf_counter()
+        self._stream.close(wait_s=self._timeout_s)
+        self._waited_s += self._stream.waited_s
+        self.part = dataclasses.replace(self.part, first_step=step, shares=shares)
+        self._stream = self._open_part(self.part)
+        self._waited_s += time.perf_counter() - started
+
+    def close(self) -> None:
+        """Stop reading ahead. Safe to call twice."""
+        self._stream.close()
