@@ -73,6 +73,7 @@ def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place, *, i
     )
     # the optimizer last: a strategy may have replaced parameters
     optimizer = optimizers.build(workload, parallel.module, config, recipe, owns=parallel.owns)
+    parallel.use_optimizer(optimizer)
     schedule = optimizers.build_schedule(optimizer, config, recipe)
     # from here on ranks must differ, or dropout would use the same mask on every rank; ranks of one replica must not,
     # as they may each compute a part of the same activations
