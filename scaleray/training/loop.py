@@ -147,7 +147,10 @@ class _Run:
     def _continue_from(self, progress: dict[str, Any]) -> None:
         self.step = progress["step"]
         self.count_per_row = progress["count_per_row"]
-        self.nonfinite_steps, self.nonfinite_in_a_row = progress["nonfinite_steps"], progress.get("nonfinite_in_a_row", 0)
+        self.nonfinite_steps, self.nonfinite_in_a_row = (
+            progress["nonfinite_steps"],
+            progress.get("nonfinite_in_a_row", 0),
+        )
         self.evaluated_at = progress["evaluated_at"]
         self.metrics = dict(progress["metrics"])
         self.verdict = progress.get("verdict")
