@@ -46,7 +46,8 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
             outer_gradient, momentum, alpha=settings.outer_momentum
         )  # Nesterov, as torch.optim.SGD has it
         torch._foreach_add_(anchor, outer_gradient, alpha=-settings.outer_learning_rate)
-        torch._foreach_copy_(trained, anchor)
+        for parameter, value in zip(trained, anchor, strict=True):
+            parameter.copy_(value)
 
     def state() -> Tensors:
         saved = {f"{ANCHOR}.{name}": value for name, value in zip(names, anchor, strict=bool(anchor))}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,9 @@ class Replicas:
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.optimizer: torch.optim.Optimizer | None = None
         self.sent_bytes = 0.0
+        self.settle: Callable[[], float] = lambda: 1.0
+        """Bring the replica to where it will be once everything under way to it has come, and give its weight in the mean,
+        1 on average. Its values are put back afterwards."""
         self.distance: float | None = None
         """As `consensus_distance` last found it."""
 
@@ -44,10 +47,12 @@ class Replicas:
         """The consensus distance as last measured. Not collective."""
         return {} if self.distance is None else {CONSENSUS_DISTANCE.name: self.distance}
 
-    def average(self, *, group: dist.ProcessGroup | None = None, with_momentum: bool = False) -> None:
+    def average(
+        self, *, group: dist.ProcessGroup | None = None, with_momentum: bool = False, measures: bool = True
+    ) -> None:
         """Replace trained parameters and buffers by their mean over `group`, by default all replicas; where it is all of
         them, the consensus distance just before is measured on the way. with_momentum: the optimizer's state too."""
-        self._average(self.moving(), group or self.group, measures=group is None)
+        self._average(self.moving(), group or self.group, measures=measures and group is None)
         if with_momentum:
             self._average_optimizer(group or self.group)
 
@@ -65,7 +70,7 @@ class Replicas:
         tensors = [*self.trained, *self.model.buffers(), *(t for _, t in self._optimizer_tensors())]
         kept = [tensor.detach().clone() for tensor in tensors]
         try:
-            self._average(self.moving(), self.group)
+            self._average(self.moving(), self.group, weight=self.settle())
             if with_optimizer:
                 self._average_optimizer(self.group)
             for buffer in self.model.buffers():
@@ -81,6 +86,21 @@ class Replicas:
         """The mean of the replicas on the CPU, on rank 0; empty elsewhere."""
         with self.averaged(False):
             return cpu_state_dict(self.model) if dist.get_rank(self.group) == 0 else {}
+
+    @staticmethod
+    def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Copies of tensors in one row (num_values,), in fp32 at least. Not collective."""
+        dtype = torch.float32
+        for tensor in tensors:
+            dtype = torch.promote_types(dtype, tensor.dtype)
+        return torch.cat([tensor.detach().reshape(-1).to(dtype) for tensor in tensors])
+
+    @staticmethod
+    @torch.no_grad()
+    def fill(tensors: Sequence[torch.Tensor], values: torch.Tensor) -> None:
+        """The reverse of `flat`, in place. Not collective."""
+        for tensor, value in zip(tensors, values.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(value.view_as(tensor))
 
     def _optimizer_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """The optimizer's state that has a value for each value of its parameter, by a name that all ranks have."""
@@ -106,8 +126,9 @@ class Replicas:
 
     @torch.no_grad()
     def _average(
-        self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, *, measures: bool = False, keeps: bool = False
-    ) -> None:
+        self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, *, measures: bool = False, keeps: bool = False,
+        weight: float = 1.0,
+    ) -> None:  # fmt: skip
         trained = {id(p) for p in self.trained}
         totals = torch.zeros(2, dtype=torch.float64, device=self.trained[0].device)  # distance and norm, squared
         size = dist.get_world_size(group)
@@ -116,6 +137,8 @@ class Replicas:
             dtype = torch.promote_types(bucket[0].dtype, torch.float32)
             own = torch.cat([tensor.reshape(-1).to(dtype) for tensor in bucket])
             mean = own.clone() if measures else own
+            if weight != 1.0:
+                mean.mul_(weight)
             dist.all_reduce(mean, group=group)
             self.sent_bytes += mean.numel() * mean.element_size()
             mean.div_(size)
