@@ -8,6 +8,8 @@ from scaleray.config.base import Positive, Settings
 
 EXACT = ("auto", "single", "ddp", "zero1", "fsdp", "tensor", "pipeline")
 """Strategies that compute what one process computes: a run may go on under another of them."""
+APART = ("local_sgd", "diloco", "gossip", "async_sgd")
+"""Strategies whose workers hold different values of the same parameters, and agree now and then or nearly."""
 
 
 class StrategySettings(Settings):

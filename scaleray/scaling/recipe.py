@@ -13,6 +13,7 @@ from typing import Any
 from scaleray.config import Duration, RunConfig
 from scaleray.config.optimizer import OptimizerSettings
 from scaleray.config.shares import UNEVEN_STRATEGIES
+from scaleray.config.strategy import APART
 from scaleray.errors import ConfigError, DataError
 from scaleray.scaling.lr_rules import RULES, Hyperparameters
 from scaleray.scaling.shares import shares_by_speed
@@ -169,6 +170,7 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
     why.setdefault("keep_checkpoint_every_steps", "none stays for good")
     strategy = resolve_strategy(config, workers)
     why["strategy"] = f"strategy.name {config.strategy.name}, {workers} worker{'s' if workers > 1 else ''}"
+    check_training_apart(config)
     if strategy == "ddp" and config.strategy.static_graph and accumulation > 1:
         # torch 2.13 fails an assertion, and without it would stop reducing: github.com/pytorch/pytorch/pull/187732
         raise ConfigError(
@@ -298,6 +300,33 @@ def resolve_strategy(config: RunConfig, workers: int | None = None) -> str:
     if name in ("auto", "ddp"):
         return "single" if workers == 1 else "ddp"
     return "single" if workers == 1 else name
+
+
+def check_training_apart(config: RunConfig) -> None:
+    """What replicas that train apart can be combined with. Raises ConfigError."""
+    name = config.strategy.name
+    if name not in APART or config.scale.max_workers == 1:  # one worker has nobody to part from
+        return
+    if config.precision.dtype == "fp16":
+        raise ConfigError(
+            "precision.dtype", "fp16", f"workers would need one loss scale in every step, and under {name} they do not talk in most",
+            "use bf16, whose range needs no scale",
+        )  # fmt: skip
+    if config.scale.is_elastic:
+        raise ConfigError(
+            "scale.workers", str(config.scale.workers), f"under {name} another number of workers is another training",
+            "give one number; a run can be resumed on another, where it goes on from the mean of its replicas",
+        )  # fmt: skip
+    if config.compression.name != "none":
+        raise ConfigError(
+            "compression.name", config.compression.name, f"it is for the gradients of ddp, and {name} sends parameters",
+            "leave it out, or use --strategy.name ddp",
+        )  # fmt: skip
+    if config.shares.by != "equal":
+        raise ConfigError(
+            "shares.by", config.shares.by, f"under {name} every worker counts the same in a mean, whatever its share",
+            "leave it out: a slow worker holds the others less often here, or with gossip and async_sgd not at all",
+        )  # fmt: skip
 
 
 def _model_parallel_size(config: RunConfig, workers: int, why: dict[str, str]) -> int:

@@ -1,8 +1,15 @@
 """How a model is spread over workers. Each strategy is a function `apply(model, mesh, config, workload) -> Parallel`."""
 
-from scaleray.strategies import ddp, single
+from scaleray.strategies import async_sgd, ddp, diloco, gossip, local_sgd, single
 from scaleray.strategies.parallel import Parallel
 
-STRATEGIES = {"single": single.apply, "ddp": ddp.apply}
+STRATEGIES = {
+    "single": single.apply,
+    "ddp": ddp.apply,
+    "local_sgd": local_sgd.apply,
+    "diloco": diloco.apply,
+    "gossip": gossip.apply,
+    "async_sgd": async_sgd.apply,
+}
 
 __all__ = ["STRATEGIES", "Parallel"]

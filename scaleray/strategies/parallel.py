@@ -37,7 +37,8 @@ class Parallel:
     module: nn.Module
     """The user's own model inside, for its state; for evaluation too, unless there is an `evaluation_model`."""
     gradient_divisor: int = 1
-    """By how much the strategy divides summed gradients: the world size where it averages, 1 where it sums."""
+    """By how much the strategy divides summed gradients: the world size where it averages, 1 where it sums. Of local
+    steps nothing is summed."""
     no_sync: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """Context of a micro-batch that is not the last of its step: gradients stay local."""
     before_evaluation: Callable[[], None] = lambda: None
@@ -58,14 +59,21 @@ class Parallel:
     is_partitioned: bool = False
     """Ranks have parameters, or optimizer state, that others do not have at all: pipeline stages, ZeRO-1."""
 
-    is_local: bool = False
-    """Gradients are those of this rank's own samples, divided by their own count."""
+    is_local: Callable[[int], bool] = lambda step: False
+    """Whether, in step `step`, from 1, gradients are those of this rank's own samples, divided by their own count. Their
+    norm and clipping are this rank's own then, too."""
     meets: Callable[[int], bool] = lambda step: True
-    """Whether all ranks sum losses and signals in step `step`, from 1. Evaluations, checkpoints and the end are meetings too."""
+    """Whether all ranks sum losses and signals in step `step`, from 1. Evaluations, checkpoints and the end are meetings
+    too. In any other step the recorded loss is that of rank 0's own samples."""
     replicas_differ: bool = False
     """Ranks hold different values of the same parameters; checkpoints then keep each rank's."""
-    averaged: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    """Context in which `module` holds the mean of all replicas. Collective."""
+    averaged: Callable[[bool], contextlib.AbstractContextManager[Any]] = lambda with_optimizer: contextlib.nullcontext()
+    """Context in which `module`, and if asked the optimizer's state, hold the mean of all replicas; each has its own
+    again afterwards. Collective."""
+    use_optimizer: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
+    """Take the optimizer, as soon as it is built."""
+    before_step: Callable[[int], None] = lambda step: None
+    """Before the first forward pass of optimizer step `step`, from 1."""
 
     run_micro_batches: Callable[[list[MicroBatch], Objective, Callable[[], contextlib.AbstractContextManager[Any]]], None] | None = None  # fmt: skip
     """Forward and backward of all micro-batches of a step, where the strategy decides their order: (micro-batches,

@@ -22,7 +22,7 @@ from scaleray.errors import CheckpointError, RunFailedError, ScaleRayError
 from scaleray.records import CheckpointRecord, EventRecord
 from scaleray.training.job import TrainJob
 from scaleray.training.place import Place
-from scaleray.training.state import PROGRESS, Rates, TrainState
+from scaleray.training.state import PROGRESS, REPLICA, Rates, TrainState
 
 GROUP_TIMEOUT = timedelta(hours=1)  # an upload may take long; a lost peer closes its connections at once
 NOTICE_INTERVAL_S = 2.0
@@ -217,6 +217,8 @@ def _resumed(manifest: Manifest, world_size: int, job: TrainJob) -> str:
     text = f"resumed after step {manifest.step}"
     if manifest.world_size != world_size:
         text += f" on {world_size} worker{'s' if world_size > 1 else ''} instead of {manifest.world_size}"
+        if any(name.startswith(f"{REPLICA}.") for name in manifest.tensors):
+            text += ", from the mean of its replicas; what the strategy itself had kept starts anew"
     before, now = manifest.values[PROGRESS]["global_batch_size"], job.recipe.global_batch_size
     if before != now:
         rate = manifest.values["schedule"]["base_lrs"][0]

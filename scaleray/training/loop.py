@@ -82,7 +82,7 @@ class _Run:
         self.count_per_row = 1.0
         self.progress = progress
         self.clock = _Clock()
-        self.nonfinite_steps = self.skipped_in_a_row = 0
+        self.nonfinite_steps = self.nonfinite_in_a_row = 0
         self.metrics: dict[str, float] = {}
         self.evaluated_at = -1
         self.verdict: str | None = None
@@ -147,7 +147,8 @@ class _Run:
             "step": self.step, "epoch": epoch, "sample_in_epoch": sample, "global_batch_size": self.recipe.global_batch_size,
             "origin": dataclasses.asdict(self.job.origin) if self.job.origin else None,
             "count_per_row": self.train_step.count_per_row if self.train_step else self.count_per_row,
-            "nonfinite_steps": self.nonfinite_steps, "skipped_in_a_row": self.skipped_in_a_row, "last_bad": self._last_bad,
+            "nonfinite_steps": self.nonfinite_steps,
+            "nonfinite_in_a_row": self.train_step.nonfinite_in_a_row if self.train_step else self.nonfinite_in_a_row,
             "metrics": self.metrics, "evaluated_at": self.evaluated_at, "verdict": self.verdict,
             "training_time_s": self.clock.total_s, "shares": self.shares.state(),
         }  # fmt: skip
@@ -167,8 +168,11 @@ class _Run:
     def _continue_from(self, progress: dict[str, Any]) -> None:
         self.step = progress["step"]
         self.count_per_row = progress["count_per_row"]
-        self.nonfinite_steps, self.skipped_in_a_row = progress["nonfinite_steps"], progress["skipped_in_a_row"]
-        self._last_bad, self.evaluated_at = progress["last_bad"], progress["evaluated_at"]
+        self.nonfinite_steps, self.nonfinite_in_a_row = (
+            progress["nonfinite_steps"],
+            progress.get("nonfinite_in_a_row", 0),
+        )
+        self.evaluated_at = progress["evaluated_at"]
         self.metrics = dict(progress["metrics"])
         self.verdict = progress.get("verdict")
         self.clock.total_s = progress.get("training_time_s", 0.0)
@@ -183,6 +187,7 @@ class _Run:
             enter=self.progress.enter,
         )  # fmt: skip
         step.count_per_row, step.num_updates = self.count_per_row, self.step
+        step.nonfinite_in_a_row = self.nonfinite_in_a_row
         self.train_step = step
         if self.probe is not None:
             self.probe.on_setup(setup)
@@ -236,8 +241,8 @@ class _Run:
                 )  # fmt: skip
             self.sent_bytes = sent_bytes
             self._sample_system()
-            if not result.is_finite and self._stops_at(result):
-                self.verdict = f"stopped: the loss became {result.loss} at step {self.step}"
+            if result.nonfinite_steps and self._stops_at(result):
+                self.verdict = f"stopped: {self._nonfinite(result)}"
                 return self.verdict
             if self._evaluate_if_due():
                 self.clock.start(stream.waited_s)
@@ -265,25 +270,29 @@ class _Run:
             batch = next(rest, None)
 
     def _stops_at(self, result: StepResult) -> bool:
-        self.nonfinite_steps += 1
+        self.nonfinite_steps += result.nonfinite_steps
         policy = self.config.on_nonfinite
-        what = "loss" if not math.isfinite(result.loss) else "gradient norm"
         if policy == "raise":
             raise NonFiniteLossError(
-                f"the {what} became {result.loss if what == 'loss' else result.grad_norm} at step {self.step}. "
+                f"{self._nonfinite(result)}. "
                 "Lower the learning rate, clip gradients (optimizer.clip_norm), or set on_nonfinite to skip or stop."
             )
         if policy == "stop":
             return True
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if self._last_bad == self.step - 1 else 1
-        self._last_bad = self.step
-        if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+        if result.nonfinite_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise NonFiniteLossError(
-                f"{MAX_SKIPPED_IN_A_ROW} steps in a row up to step {self.step} were not finite and skipped: the model is lost"
+                f"{result.nonfinite_in_a_row} steps in a row up to step {self.step} were not finite and skipped: the model is lost"
             )
         return False
 
-    _last_bad = -1
+    def _nonfinite(self, result: StepResult) -> str:
+        """What was not finite, and where."""
+        if not math.isfinite(result.loss):
+            return f"the loss became {result.loss} at step {self.step}"
+        if result.grad_norm is not None and not math.isfinite(result.grad_norm):
+            return f"the gradient norm became {result.grad_norm} at step {self.step}"
+        # replicas that train apart learn of each other's losses only where they meet
+        return f"the loss or gradient of a worker was not finite in {result.nonfinite_steps} step(s) up to step {self.step}"
 
     def _evaluate_if_due(self, *, at_end: bool = False) -> bool:
         every = self.recipe.evaluate_every_steps
@@ -293,7 +302,9 @@ class _Run:
         started = time.perf_counter()
         self.progress.enter("synchronise")
         parallel = self._setup.parallel
-        with parallel.averaged():
+        if self.checkpointing is not None and parallel.replicas_differ:
+            self.checkpointing.before_update()  # the mean takes the replica's place while it is evaluated
+        with parallel.averaged(False):
             parallel.before_evaluation()
             for evaluator in self.evaluators:
                 self.progress.enter("input")

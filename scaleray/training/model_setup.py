@@ -75,6 +75,7 @@ def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place, *, i
     )
     # the optimizer last: a strategy may have replaced parameters
     optimizer = optimizers.build(workload, parallel.module, config, recipe, owns=parallel.owns)
+    parallel.use_optimizer(optimizer)
     schedule = optimizers.build_schedule(optimizer, config, recipe)
     # masks lie over ranks as the strategy has laid out the parameters, and clear the optimizer's state
     masks = pruning.build(parallel.module, optimizer, config.pruning, place.group)

@@ -43,3 +43,11 @@ class Place:
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor)
         return [float(v) for v in tensor.tolist()]
+
+    def all_reduce_max(self, values: list[float]) -> list[float]:
+        """The largest of each of a few numbers over all workers. Collective."""
+        if self.world_size == 1:
+            return values
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return [float(v) for v in tensor.tolist()]

@@ -58,21 +58,21 @@ class TrainState:
         """
         module, parallel = self.setup.parallel.module, self.setup.parallel
         tensors, extra = model_state(module)
-        own_replica: Tensors = {}
-        if parallel.replicas_differ:
-            own_replica = {f"{REPLICA}.{self.place.rank}.{name}": value for name, value in tensors.items()}
-            with parallel.averaged() if is_saved else contextlib.nullcontext():
-                tensors = {name: value.detach().clone() for name, value in model_state(module)[0].items()}
+        optimizer_tensors, optimizer_values = optimizer_state(self.setup.optimizer, module)
         parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         volatile = {name for name in tensors if name.removeprefix(f"{MODEL}.") not in parameters}
         volatile |= {f"{MODEL}.{name}" for name in renormalised(module)}
-        optimizer_tensors, optimizer_values = optimizer_state(self.setup.optimizer, module)
         if parallel.is_partitioned:
             optimizer_values = self._merged(optimizer_values)
         tensors.update(optimizer_tensors)
         if parallel.replicas_differ:
-            own_replica.update({f"{REPLICA}.{self.place.rank}.{k}": v for k, v in optimizer_tensors.items()})
-            tensors.update(own_replica)
+            own = f"{REPLICA}.{self.place.rank}."
+            volatile |= {own + name for name in volatile}
+            replica = {own + name: value for name, value in tensors.items()}
+            # values of now, as the mean is gone when this context ends; without it they are those of this replica
+            with parallel.averaged(True) if is_saved else contextlib.nullcontext():
+                tensors = {name: value.detach().clone() for name, value in tensors.items()}
+            tensors.update(replica)
         tensors.update({f"{STRATEGY}.{self.place.rank}.{k}": v for k, v in parallel.state().items()})
         tensors.update(self._masks())
         tensors.update({f"{RANDOM}.{self.place.rank}.{k}": v for k, v in random_state(self.place.device).items()})

@@ -37,6 +37,13 @@ class StepResult:
     count: float
     grad_norm: float | None
     is_finite: bool
+    is_own: bool = False
+    """Loss and count are those of this rank's samples alone: a local step in which the ranks did not meet."""
+    nonfinite_steps: int = 0
+    """Steps since the last meeting that were not finite, on the rank that had most of them; the same on all ranks. Not 0
+    only in a meeting, so that all ranks decide alike what to do about it."""
+    nonfinite_in_a_row: int = 0
+    """How many of the last steps were not finite, on the rank that had most in a row. In a meeting, like the above."""
     signals: tuple[float, ...] = ()
     """What the ranks told each other with this step, summed."""
 
@@ -75,6 +82,7 @@ class TrainStep:
         self.parameters = [p for p in setup.parallel.module.parameters() if p.requires_grad]
         self.num_updates = 0  # steps taken; the loop says how many came before
         self.count_per_row = 1.0  # learned from each step; only a guess that saves a pass over the gradients
+        self.nonfinite_steps = self.nonfinite_in_a_row = 0  # since the last meeting, and up to now
 
     def __call__(self, batch: RankBatch, *, num_rows: int, want_norm: bool, meets: bool = True) -> StepResult:
         """Train on one global batch of `num_rows` rows, of which `batch` is this rank's part. Collective.
@@ -84,34 +92,47 @@ class TrainStep:
         setup, parallel = self.setup, self.setup.parallel
         if self.probe is not None:
             self.probe.on_batch(batch)
+        number = self.num_updates + 1
+        parallel.before_step(number)
+        is_local = parallel.is_local(number)
         setup.optimizer.zero_grad(set_to_none=True)
         # Losses are scaled by the expected count before the backward pass, which keeps gradients in range, and
         # corrected by the true count after it. With a constant count per row there is nothing to correct.
-        rows = max(1, batch.num_rows) if parallel.is_local else num_rows
-        expected = rows * self.count_per_row
-        self._scale = parallel.gradient_divisor / expected
+        expected = (max(1, batch.num_rows) if is_local else num_rows) * self.count_per_row
+        self._scale = (1 if is_local else parallel.gradient_divisor) / expected
         self._totals = torch.tensor([0.0, 0.0, *self.signals()], dtype=torch.float64, device=self.place.device)
-        own = self._run_micro_batches(batch, meets=meets)
+        own_sum, own_count = self._run_micro_batches(batch, meets=meets)
         loss_sum, count, *signals = self._totals.tolist()
-        if not meets:
-            signals = []
-        if parallel.is_local:
-            own_count = float(own[1])
-            self.count_per_row = own_count / rows if own_count else self.count_per_row
-            result = self._update(
-                loss_sum, count or 1.0, correction=expected / own_count if own_count else 0.0, want_norm=want_norm
-            )
-            return dataclasses.replace(result, signals=tuple(signals))
-        if not 0 < count < math.inf:
+        if meets and not 0 < count < math.inf:
             raise WorkloadError(
                 "loss()", f"a total count of {count:g}", "at least one sample or token must count in every global batch"
             )
-        self.count_per_row = count / num_rows
-        result = self._update(loss_sum, count, correction=expected / count, want_norm=want_norm)
-        return dataclasses.replace(result, signals=tuple(signals)) if signals else result
+        if meets:  # in a local step too: a value that all ranks have, and a checkpoint
+            self.count_per_row = count / num_rows
+        if is_local:
+            # a rank of which no row counts has no gradient
+            correction = expected / own_count if own_count else 0.0
+            result = self._update(own_sum, own_count or 1.0, correction=correction, want_norm=want_norm)
+            result = self._met(result, loss_sum, count) if meets else dataclasses.replace(result, is_own=True)
+        else:
+            result = self._update(loss_sum, count, correction=expected / count, want_norm=want_norm)
+            bad, self.nonfinite_steps = self.nonfinite_steps, 0
+            result = dataclasses.replace(result, nonfinite_steps=bad, nonfinite_in_a_row=self.nonfinite_in_a_row)
+        return dataclasses.replace(result, signals=tuple(signals) if meets else ())
 
-    def _run_micro_batches(self, batch: RankBatch, *, meets: bool) -> torch.Tensor:
-        """Forward and backward of every micro-batch; leaves the totals of all ranks, where they meet, and returns this rank's."""
+    def _met(self, result: StepResult, loss_sum: float, count: float) -> StepResult:
+        """The result of a local step in which the ranks met: loss and count of all, and what happened since. Collective."""
+        worst = self.place.all_reduce_max([self.nonfinite_steps, self.nonfinite_in_a_row])
+        self.nonfinite_steps, self.nonfinite_in_a_row = 0, int(worst[1])
+        loss = loss_sum / count
+        return dataclasses.replace(
+            result, loss=loss, count=count, is_finite=result.is_finite and math.isfinite(loss),
+            nonfinite_steps=int(worst[0]), nonfinite_in_a_row=int(worst[1]),
+        )  # fmt: skip
+
+    def _run_micro_batches(self, batch: RankBatch, *, meets: bool) -> tuple[float, float]:
+        """Forward and backward of every micro-batch; leaves the totals of all ranks, where they meet, and returns this rank's
+        sum of losses and count."""
         setup, parallel = self.setup, self.setup.parallel
         pieces = [
             MicroBatch(as_user_batch(to_device(arrays, self.place.device, setup.precision.input_dtype), self.gives_tuples), weight)
@@ -122,7 +143,7 @@ class TrainStep:
 
         def sum_up() -> None:
             nonlocal pending, own
-            own = self._totals.clone() if parallel.is_local else self._totals
+            own = self._totals.clone()
             if not parallel.counts_loss:
                 self._totals[:2] = 0.0
             if meets and self.place.world_size > 1:
@@ -145,7 +166,7 @@ class TrainStep:
         if pending is not None:
             self.enter("synchronise")
             pending.wait()
-        return own
+        return float(own[0]), float(own[1])
 
     def _objective(self, model: Any, piece: MicroBatch) -> torch.Tensor:
         """The scaled loss of a micro-batch; its sum and count are added to the totals."""
@@ -180,13 +201,18 @@ class TrainStep:
             is_finite = is_finite and (math.isfinite(grad_norm) or scaler.is_enabled())
             if clip_norm is not None and grad_norm > clip_norm:
                 factor *= clip_norm / (grad_norm + 1e-6)
-        if is_finite:
+        if is_finite or setup.parallel.replicas_differ:  # these take part in an averaging all the same
             self.before_update()
+        if is_finite:
             if factor != 1.0:
                 torch._foreach_mul_(gradients, factor)
             scaler.step(setup.optimizer)
         scaler.update()
         self.num_updates += 1
+        if not is_finite:
+            self.nonfinite_steps += 1
+        self.nonfinite_in_a_row = 0 if is_finite else self.nonfinite_in_a_row + 1
+        self.enter("synchronise")
         setup.parallel.after_update(self.num_updates)
         self._prune(is_finite)
         result = StepResult(loss=loss_sum / count, count=count, grad_norm=grad_norm, is_finite=is_finite)

@@ -56,6 +56,12 @@ PROMISES = {
     "local_sgd": Promise(
         False, _SAME_COURSE, "replicas train apart between averagings: same start, rows and learning rates"
     ),
+    "diloco": Promise(
+        False, _SAME_COURSE, "replicas train apart between outer steps: same start, rows and learning rates"
+    ),
+    "async_sgd": Promise(
+        False, _SAME_COURSE, "updates are late by a bounded number of steps: same start, rows and learning rates"
+    ),
     "gossip": Promise(False, _SAME_COURSE, "replicas agree only in the limit: same start, rows and learning rates"),
     "compression": Promise(False, _SAME_COURSE, "gradients are approximated: same start, rows and learning rates"),
 }

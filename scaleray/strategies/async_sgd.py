@@ -1,0 +1,128 @@
+"""Asynchronous SGD with bounded staleness: workers do not wait for each other's updates, unless they are too old."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from scaleray.config import RunConfig
+from scaleray.strategies.exchanges import Arrival, Outstanding, group_for_exchanges
+from scaleray.strategies.parallel import Parallel, Tensors
+from scaleray.strategies.replicas import Replicas
+
+
+def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
+    """Every worker's update counts one n-th, and reaches the others at most `gossip.max_staleness` steps late. Collective.
+
+    A worker in step t has seen its own updates, all updates of all workers up to step t - 1 - max_staleness, and newer ones
+    that have come: stale synchronous parallel, Ho et al. 2013 (NeurIPS 26). There is no server: the sums of a step's updates
+    are all-reduced beside the training, in a group of their own, and added where they are complete. So nobody sees a
+    step's updates before the slowest has made its own, and a worker that is slower all the time holds the others in
+    the end, as it does in every scheme with a bound. With max_staleness 0 and plain SGD it is the training of DDP, where
+    all ranks have equal counts. With `deterministic` updates are taken exactly so many steps late, which makes runs
+    repeatable. Optimizer states are each worker's own. In a meeting all updates are waited for, and replicas made equal.
+    """
+    if mesh is None:
+        raise ValueError("async_sgd needs a device mesh with the axis 'dp'")
+    settings = config.gossip
+    replicas = Replicas(model, mesh.get_group("dp"), bucket_mib=config.strategy.bucket_size_mib)
+    updates = Updates(replicas, config)
+
+    def after_update(step: int) -> None:
+        updates.share()
+        if step % settings.meet_every == 0:
+            replicas.consensus_distance()
+            updates.outstanding.take_all()
+            replicas.average(measures=False)  # sums were added in another order on each, which rounds differently
+
+    notes = [] if settings.graph == type(settings)().graph else ["gossip.graph has no effect with strategy async_sgd"]
+    return Parallel(
+        model=model,
+        module=model,
+        full_state_dict=replicas.full_state_dict,
+        close=updates.close,
+        before_step=lambda step: updates.remember(),
+        after_update=after_update,
+        use_optimizer=replicas.use_optimizer,
+        is_local=lambda step: True,
+        meets=lambda step: step % settings.meet_every == 0,
+        replicas_differ=True,
+        averaged=replicas.averaged,
+        state=updates.state,
+        load_state=updates.load_state,
+        bytes_sent=lambda: replicas.sent_bytes + updates.sent_bytes,
+        metrics=replicas.metrics,
+        notes=notes,
+    )
+
+
+@dataclass(frozen=True)
+class _Update:
+    """This worker's part of a step's update, which it has added already, and the sum over all workers once it is there."""
+
+    own: torch.Tensor
+    total: torch.Tensor
+
+
+class Updates:
+    """What the optimizer did to the parameters in each step, on its way to all workers."""
+
+    def __init__(self, replicas: Replicas, config: RunConfig) -> None:
+        self.replicas, most = replicas, config.gossip.max_staleness
+        self.group = group_for_exchanges(replicas.group, config, most=most)
+        self.outstanding: Outstanding[_Update] = Outstanding(
+            self._take, most=most, in_order_of_time=most > 0 and not config.deterministic
+        )
+        self.sent_bytes = 0.0
+        replicas.settle = self._settle
+        self._before: torch.Tensor | None = None
+
+    def remember(self) -> None:
+        """Keep the parameters as they are before the optimizer's step."""
+        self._before = Replicas.flat(self.replicas.trained)
+
+    def share(self) -> None:
+        """Scale what the optimizer has done to this worker's part, send it, and take the sums that are due or there already."""
+        assert self._before is not None
+        own = Replicas.flat(self.replicas.trained).sub_(self._before).div_(self.replicas.size)
+        Replicas.fill(self.replicas.trained, self._before + own)
+        self._before = None
+        total = own.clone()
+        work = dist.all_reduce(total, group=self.group, async_op=True)
+        self.sent_bytes += total.numel() * total.element_size()
+        self.outstanding.add(_Update(own, total), Arrival([work]))
+        self.outstanding.take_arrived()
+
+    def state(self) -> Tensors:
+        """What is under way, once it is there. Collective."""
+        found: Tensors = {}
+        for position, update in enumerate(self.outstanding.wait_all()):
+            found |= {f"update.{position:04d}.own": update.own, f"update.{position:04d}.total": update.total}
+        return found
+
+    def load_state(self, saved: Tensors) -> None:
+        """Go on where `state` was taken."""
+        device = self.replicas.trained[0].device
+        for name in sorted(name for name in saved if name.endswith(".own")):
+            own, total = (saved[n].to(device, copy=True) for n in (name, f"{name.removesuffix('.own')}.total"))
+            self.outstanding.add(_Update(own, total), Arrival([]))
+
+    def close(self) -> None:
+        """Wait for what is under way, and give the group back. Collective."""
+        for parameter in self.replicas.model.parameters():
+            parameter.grad = None
+        self.outstanding.wait_all()
+        dist.destroy_process_group(self.group)
+
+    def _take(self, update: _Update) -> None:
+        Replicas.fill(self.replicas.trained, Replicas.flat(self.replicas.trained).add_(update.total).sub_(update.own))
+
+    def _settle(self) -> float:
+        for update in self.outstanding.wait_all():
+            self._take(update)
+        return 1.0

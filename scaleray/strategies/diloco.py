@@ -1,0 +1,67 @@
+"""DiLoCo: replicas take many steps apart, and an outer optimizer makes one step of what they have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from scaleray.config import RunConfig
+from scaleray.strategies.local_sgd import TrainingApart, unused
+from scaleray.strategies.parallel import Parallel, Tensors
+
+ANCHOR, MOMENTUM = "anchor", "momentum"
+
+
+def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
+    """Local steps with the configured optimizer; every `local_sgd.sync_every` an outer Nesterov step. Collective.
+
+    The outer gradient is the mean over the replicas of how far parameters have moved, from the anchor back; the outer
+    step moves the anchor, from which all replicas go on. Inner optimizers keep their own state; buffers are averaged. The
+    outer momentum and the anchor, a copy of the trained parameters each, are part of a checkpoint; on another number
+    of workers the momentum starts anew and the anchor is the mean of the replicas. With outer_learning_rate 1 and
+    outer_momentum 0 it is local SGD without `average_momentum`. Source: Douillard et al. 2023, arXiv:2311.08105.
+    """
+    settings = config.local_sgd
+    apart = TrainingApart(model, mesh, config, workload)
+    trained = apart.replicas.trained
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    anchor: list[torch.Tensor] = []
+    momentum: list[torch.Tensor] = []
+
+    def begin() -> None:
+        if not anchor:  # else a checkpoint had them
+            anchor.extend(parameter.detach().clone() for parameter in trained)
+            momentum.extend(torch.zeros_like(value) for value in anchor)
+
+    @torch.no_grad()
+    def synchronise() -> None:
+        apart.replicas.average()
+        outer_gradient = [start - mean for start, mean in zip(anchor, trained, strict=True)]
+        torch._foreach_mul_(momentum, settings.outer_momentum)
+        torch._foreach_add_(momentum, outer_gradient)
+        torch._foreach_add_(
+            outer_gradient, momentum, alpha=settings.outer_momentum
+        )  # Nesterov, as torch.optim.SGD has it
+        torch._foreach_add_(anchor, outer_gradient, alpha=-settings.outer_learning_rate)
+        for parameter, value in zip(trained, anchor, strict=True):
+            parameter.copy_(value)
+
+    def state() -> Tensors:
+        saved = {f"{ANCHOR}.{name}": value for name, value in zip(names, anchor, strict=bool(anchor))}
+        return saved | {f"{MOMENTUM}.{name}": value for name, value in zip(names, momentum, strict=bool(momentum))}
+
+    def load_state(saved: Tensors) -> None:
+        if saved:
+            anchor[:] = [saved[f"{ANCHOR}.{n}"].to(p.device, copy=True) for n, p in zip(names, trained, strict=True)]
+            momentum[:] = [
+                saved[f"{MOMENTUM}.{n}"].to(p.device, copy=True) for n, p in zip(names, trained, strict=True)
+            ]
+
+    notes = unused(config, "average_momentum")
+    return apart.parallel(
+        synchronise=synchronise, synchronise_node=lambda node: apart.replicas.average(group=node),
+        begin=begin, state=state, load_state=load_state, notes=notes,
+    )  # fmt: skip

@@ -1,0 +1,104 @@
+"""Messages and sums between workers that are under way while training goes on, and how many of them may be.
+
+A worker waits when it has more under way than it may, and only then: that bounds how far it is ahead of the slowest of
+those it hears from. Used by strategies.gossip and strategies.async_sgd.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Generic, TypeVar
+
+import torch.distributed as dist
+
+from scaleray.config import RunConfig
+
+Payload = TypeVar("Payload")
+
+
+class Arrival:
+    """Operations of torch.distributed that are under way. None is one that has already arrived, from a checkpoint."""
+
+    def __init__(self, works: Sequence[dist.Work], *, is_watched: bool = False) -> None:
+        self._works = list(works)
+        self._error: BaseException | None = None
+        self._is_watched = is_watched and bool(self._works)
+        if self._is_watched:
+            self._thread = threading.Thread(target=self._watch, name="scaleray-arrival", daemon=True)
+            self._thread.start()
+
+    def has_come(self) -> bool:
+        """Whether it is there, without waiting."""
+        return not self._thread.is_alive() if self._is_watched else all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        """Return when it is there. Raises what torch says when a peer is gone."""
+        if self._is_watched:
+            self._thread.join()
+        else:
+            self._wait_all()
+        if self._error is not None:
+            raise self._error
+
+    def _watch(self) -> None:
+        try:
+            self._wait_all()
+        except BaseException as exc:  # for the training thread, which meets it when it takes this arrival
+            self._error = exc
+
+    def _wait_all(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+class Outstanding(Generic[Payload]):
+    """Exchanges in the order in which they began. `take` is called once for each, in that order.
+
+    most: so many may be under way when a step ends; with 0 every one is waited for. in_order_of_time: take one as soon as it
+    has come; without, exactly `most` steps late, which makes a run repeatable.
+    """
+
+    def __init__(self, take: Callable[[Payload], None], *, most: int, in_order_of_time: bool) -> None:
+        self._take, self._most, self._early = take, most, in_order_of_time
+        self._queue: deque[tuple[Payload, Arrival]] = deque()
+
+    def add(self, payload: Payload, arrival: Arrival) -> None:
+        """Another one is under way."""
+        self._queue.append((payload, arrival))
+
+    def take_arrived(self) -> None:
+        """Take what is due, or there already."""
+        while self._queue and (len(self._queue) > self._most or (self._early and self._queue[0][1].has_come())):
+            self._take_first()
+
+    def take_all(self) -> None:
+        """Wait for all and take them."""
+        while self._queue:
+            self._take_first()
+
+    def wait_all(self) -> list[Payload]:
+        """What is under way, once it is there; not taken."""
+        for _, arrival in self._queue:
+            arrival.wait()
+        return [payload for payload, _ in self._queue]
+
+    def _take_first(self) -> None:
+        payload, arrival = self._queue[0]
+        arrival.wait()
+        self._queue.popleft()
+        self._take(payload)
+
+
+def group_for_exchanges(group: dist.ProcessGroup, config: RunConfig, *, most: int) -> dist.ProcessGroup:
+    """A group of the same ranks, for what is under way beside the collectives of `group`. Collective over all processes."""
+    # an exchange may be under way for as many steps, each of which may take as long
+    timeout = timedelta(seconds=config.scale.collective_timeout_s * (1 + most))
+    return dist.new_group(dist.get_process_group_ranks(group), timeout=timeout)
+
+
+def must_be_watched(group: dist.ProcessGroup) -> bool:
+    """Whether messages between two ranks need a thread that waits for them: gloo's never say that they are complete."""
+    return str(dist.get_backend(group)) == "gloo"

@@ -1,0 +1,167 @@
+"""Gossip: every worker trains its own replica and averages it with a neighbour's, a few bytes at a time for all of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from scaleray.config import RunConfig
+from scaleray.strategies.exchanges import Arrival, Outstanding, group_for_exchanges, must_be_watched
+from scaleray.strategies.graphs import mixing_matrix
+from scaleray.strategies.parallel import Parallel, Tensors
+from scaleray.strategies.replicas import Replicas
+
+
+def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
+    """A local step, then mixing with neighbours on `gossip.graph`, in every step. Collective between neighbours alone.
+
+    Parameters and floating-point buffers are mixed, the optimizer's state is each worker's own. Synchronous: a worker waits
+    for the parameters of its neighbours after the same step (D-PSGD, Lian et al. 2017, arXiv:1705.09056, with the update
+    before the mixing). Asynchronous: it sends its parameters and goes on; what neighbours sent is mixed in when it comes,
+    at most `max_staleness` steps late (stochastic gradient push with overlap, Assran et al. 2018, arXiv:1811.10792: each
+    message carries a part of its sender's weight, so that nothing is lost from the mean while it is under way). With
+    `deterministic` it is exactly so many steps late, which makes runs repeatable.
+    """
+    if mesh is None:
+        raise ValueError("gossip needs a device mesh with the axis 'dp'")
+    settings = config.gossip
+    group = mesh.get_group("dp")
+    replicas = Replicas(model, group, bucket_mib=config.strategy.bucket_size_mib)
+    mixing = Mixing(replicas, config)
+
+    def after_update(step: int) -> None:
+        mixing.step(step)
+        if step % settings.meet_every == 0:
+            replicas.consensus_distance()
+
+    return Parallel(
+        model=model,
+        module=model,
+        full_state_dict=replicas.full_state_dict,
+        close=mixing.close,
+        after_update=after_update,
+        use_optimizer=replicas.use_optimizer,
+        is_local=lambda step: True,
+        meets=lambda step: step % settings.meet_every == 0,
+        replicas_differ=True,
+        averaged=replicas.averaged,
+        state=mixing.state,
+        load_state=mixing.load_state,
+        bytes_sent=lambda: replicas.sent_bytes + mixing.sent_bytes,
+        metrics=replicas.metrics,
+    )
+
+
+@dataclass(frozen=True)
+class _Letter:
+    """What neighbours sent in one step: for each, its values in one row and behind them the weight that they carry."""
+
+    received: list[torch.Tensor]
+
+
+class Mixing:
+    """Push-sum: a worker gives away parts of its weight, with its values, and takes in those of others.
+
+    Values are weighted means, so that they never overshoot however late a message is, and the weights of all workers and
+    messages add up to the number of workers at any time. When nothing is late every weight is 1 after each step, and
+    the values are those of the mixing matrix.
+    """
+
+    def __init__(self, replicas: Replicas, config: RunConfig) -> None:
+        self.replicas, self.settings, self.seed = replicas, config.gossip, config.seed
+        self.most = config.gossip.max_staleness if config.gossip.is_asynchronous else 0
+        self.group = group_for_exchanges(replicas.group, config, most=self.most)
+        self.ranks, self.rank = dist.get_process_group_ranks(self.group), dist.get_rank(self.group)
+        self.weight = 1.0
+        self.sent_bytes = 0.0
+        early = self.most > 0 and not config.deterministic
+        self.is_watched = early and must_be_watched(self.group)
+        self.inbox: Outstanding[_Letter] = Outstanding(self._mix, most=self.most, in_order_of_time=early)
+        self.outbox: deque[tuple[Arrival, list[torch.Tensor]]] = deque()
+        replicas.settle = self._settle
+
+    def step(self, number: int) -> None:
+        """Send to this step's neighbours, and mix in what is due or there already."""
+        matrix = mixing_matrix(self.settings.graph, len(self.ranks), number, seed=self.seed)
+        self._exchange(matrix)
+        self.inbox.take_arrived()
+        while len(self.outbox) > self.most:
+            self.outbox.popleft()[0].wait()
+
+    def _exchange(self, matrix: np.ndarray) -> None:
+        others = [rank for rank in range(len(self.ranks)) if rank != self.rank]
+        to = [rank for rank in others if matrix[rank, self.rank] > 0]
+        of = [rank for rank in others if matrix[self.rank, rank] > 0]
+        if not to and not of:
+            return
+        values = Replicas.flat(self.replicas.moving())
+        letters = []
+        given = 0.0
+        for rank in to:
+            letter = torch.cat([values, values.new_tensor([self.weight * matrix[rank, self.rank]])])
+            given += float(letter[-1])  # as rounded, so that what is given away and what is kept are the whole
+            letters.append(letter)
+        self.weight -= given
+        received = [torch.empty(values.numel() + 1, dtype=values.dtype, device=values.device) for _ in of]
+        sends = [dist.P2POp(dist.isend, t, self.ranks[r], self.group) for r, t in zip(to, letters, strict=True)]
+        receives = [dist.P2POp(dist.irecv, t, self.ranks[r], self.group) for r, t in zip(of, received, strict=True)]
+        # in one batch, as NCCL would wait for ever if all sent first
+        works = dist.batch_isend_irecv([*sends, *receives])
+        # gloo gives a work for each operation, NCCL one for all
+        own_works, their_works = (works[: len(sends)], works[len(sends) :]) if len(works) > 1 else (works, works)
+        self.sent_bytes += sum(letter.numel() * letter.element_size() for letter in letters)
+        self.outbox.append((Arrival(own_works), letters))
+        self.inbox.add(_Letter(received), Arrival(their_works, is_watched=self.is_watched))
+
+    def _mix(self, letter: _Letter) -> None:
+        """Weighted mean of this replica and what came, in place."""
+        own = Replicas.flat(self.replicas.moving()).mul_(self.weight)
+        for received in letter.received:
+            weight = float(received[-1])
+            own.add_(received[:-1], alpha=weight)
+            self.weight += weight
+        own.div_(self.weight)
+        Replicas.fill(self.replicas.moving(), own)
+
+    def _settle(self) -> float:
+        """Mix in what is under way to this worker, for the moment; the weight of its values then, 1 on average. Collective."""
+        before = self.weight
+        for letter in self.inbox.wait_all():
+            self._mix(letter)
+        weight, self.weight = self.weight, before
+        return weight
+
+    def state(self) -> Tensors:
+        """This worker's weight, and what is under way to it. Collective."""
+        found = {"weight": torch.tensor(self.weight, dtype=torch.float64)}
+        for position, letter in enumerate(self.inbox.wait_all()):
+            found.update({f"letter.{position:04d}.{n:02d}": t for n, t in enumerate(letter.received)})
+        return found
+
+    def load_state(self, saved: Tensors) -> None:
+        """Go on where `state` was taken."""
+        if not saved:
+            return
+        self.weight = float(saved["weight"])
+        device = self.replicas.trained[0].device
+        by_letter: dict[str, list[torch.Tensor]] = {}
+        for name in sorted(saved.keys() - {"weight"}):
+            by_letter.setdefault(name.split(".")[1], []).append(saved[name].to(device, copy=True))
+        for received in by_letter.values():
+            self.inbox.add(_Letter(received), Arrival([]))
+
+    def close(self) -> None:
+        """Wait for what is under way, and give the group back. Collective."""
+        for parameter in self.replicas.model.parameters():
+            parameter.grad = None
+        self.inbox.wait_all()
+        for arrival, _ in self.outbox:
+            arrival.wait()
+        dist.destroy_process_group(self.group)

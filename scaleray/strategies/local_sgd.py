@@ -1,0 +1,166 @@
+"""Replicas that train apart and average now and then: local SGD, and what it has in common with DiLoCo."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from scaleray.config import RunConfig
+from scaleray.strategies import ddp
+from scaleray.strategies.parallel import Parallel, Tensors
+from scaleray.strategies.replicas import Replicas
+
+
+def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
+    """Ordinary steps for `local_sgd.warmup_steps`, then steps of each replica's own, averaged every `sync_every`. Collective.
+
+    The optimizer's state is averaged with the parameters, if `average_momentum`. With sync_every 1, plain SGD and equal
+    counts on all ranks this is the training of DDP. Every replica weighs the same, so that where counts differ (the last
+    batch of an epoch, padded tokens) a sample weighs more on a rank that has fewer; `batch.drop_last` leaves such
+    batches out. Sources: Stich 2018, arXiv:1805.09767; after a warm-up (post-local SGD): Lin et al. 2018,
+    arXiv:1808.07217, whose hierarchical form is `node_sync_every`.
+    """
+    settings = config.local_sgd
+    apart = TrainingApart(model, mesh, config, workload)
+
+    def average(group: dist.ProcessGroup | None) -> None:
+        apart.replicas.average(group=group, with_momentum=settings.average_momentum)
+
+    notes = unused(config, "outer_learning_rate", "outer_momentum")
+    return apart.parallel(synchronise=lambda: average(None), synchronise_node=average, notes=notes)
+
+
+class TrainingApart:
+    """The course that local SGD and DiLoCo share: a warm-up in DDP, then local steps and two kinds of meetings."""
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> None:
+        if mesh is None:
+            raise ValueError("replicas that train apart need a device mesh with the axis 'dp'")
+        self.model, self.settings = model, config.local_sgd
+        group = mesh.get_group("dp")
+        self.replicas = Replicas(model, group, bucket_mib=config.strategy.bucket_size_mib)
+        self.node_group = node_group(group, config) if self.settings.node_sync_every else None
+        self.warm_up = ddp.apply(model, mesh, config, workload) if self.settings.warmup_steps else None
+        self.route = _Route(self.warm_up.model) if self.warm_up else model
+        self.has_begun = False
+
+    def parallel(
+        self, *, synchronise: Callable[[], None], synchronise_node: Callable[[dist.ProcessGroup], None],
+        begin: Callable[[], None] = lambda: None, state: Callable[[], Tensors] = dict,
+        load_state: Callable[[Tensors], None] = lambda state: None, notes: list[str],
+    ) -> Parallel:  # fmt: skip
+        """What the loop gets. begin: replicas are equal and the first local step is next, or a resumed run's."""
+        warmup_steps, every, node_every = (
+            self.settings.warmup_steps, self.settings.sync_every, self.settings.node_sync_every,
+        )  # fmt: skip
+        warm_up_bytes = 0.0
+
+        def before_step(step: int) -> None:
+            if step > warmup_steps and not self.has_begun:
+                self._leave_warm_up()
+                begin()
+
+        def after_update(step: int) -> None:
+            nonlocal warm_up_bytes
+            since = step - warmup_steps
+            if since <= 0:
+                assert self.warm_up is not None
+                self.warm_up.after_update(step)
+                warm_up_bytes = self.warm_up.bytes_sent()
+            elif since % every == 0:
+                synchronise()
+            elif node_every is not None and since % node_every == 0:
+                assert self.node_group is not None
+                synchronise_node(self.node_group)
+
+        def no_sync() -> contextlib.AbstractContextManager[Any]:
+            return self.warm_up.no_sync() if self.warm_up is not None else contextlib.nullcontext()
+
+        def close() -> None:
+            for parameter in self.model.parameters():
+                parameter.grad = None  # maybe a view of a bucket of the warm-up
+            if self.node_group is not None:
+                dist.destroy_process_group(self.node_group)
+
+        return Parallel(
+            model=self.route,
+            module=self.model,
+            gradient_divisor=self.replicas.size,  # of the warm-up
+            no_sync=no_sync,
+            full_state_dict=self.replicas.full_state_dict,
+            close=close,
+            before_step=before_step,
+            after_update=after_update,
+            use_optimizer=self.replicas.use_optimizer,
+            is_local=lambda step: step > warmup_steps,
+            meets=lambda step: step <= warmup_steps or (step - warmup_steps) % every == 0,
+            replicas_differ=True,
+            averaged=self.replicas.averaged,
+            state=state,
+            load_state=load_state,
+            bytes_sent=lambda: warm_up_bytes + self.replicas.sent_bytes,
+            metrics=self.replicas.metrics,
+            notes=notes,
+        )
+
+    def _leave_warm_up(self) -> None:
+        self.has_begun = True
+        if self.warm_up is not None:
+            assert isinstance(self.route, _Route)
+            self.warm_up.close()
+            self.warm_up, self.route.target = (
+                None,
+                self.model,
+            )  # DDP's hooks go with it; they do nothing without its forward
+
+
+class _Route(nn.Module):
+    """Hands the forward pass to DDP during the warm-up, and to the model itself afterwards."""
+
+    def __init__(self, target: nn.Module) -> None:
+        super().__init__()
+        self.target = target
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.target(*args, **kwargs)
+
+
+def node_group(group: dist.ProcessGroup, config: RunConfig) -> dist.ProcessGroup:
+    """The part of `group` that shares a node with this rank. Collective over all processes, as torch makes groups so."""
+    node_size, timeout = config.local_sgd.node_size, timedelta(seconds=config.scale.collective_timeout_s)
+    ranks = dist.get_process_group_ranks(group)
+    nodes: list[Any] = [position // node_size for position in range(len(ranks))] if node_size else [None] * len(ranks)
+    if node_size is None:
+        dist.all_gather_object(nodes, _machine(), group=group)
+    own = None
+    for node in dict.fromkeys(nodes):
+        its_ranks = [rank for rank, its in zip(ranks, nodes, strict=True) if its == node]
+        made = dist.new_group(its_ranks, timeout=timeout)
+        if nodes[dist.get_rank(group)] == node:
+            own = made
+    assert own is not None
+    return own
+
+
+def _machine() -> tuple[str, str]:
+    """What processes on one machine have in common; containers on it may have host names of their own."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return ("boot", boot.read_text().strip()) if boot.exists() else ("host", socket.gethostname())
+
+
+def unused(config: RunConfig, *names: str) -> list[str]:
+    """A note for each setting of `local_sgd` that was changed and does nothing under this strategy."""
+    defaults = type(config.local_sgd)()
+    return [
+        f"local_sgd.{name} has no effect with strategy {config.strategy.name}"
+        for name in names
+        if getattr(config.local_sgd, name) != getattr(defaults, name)
+    ]

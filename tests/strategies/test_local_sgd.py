@@ -1,0 +1,418 @@
+"""Local SGD and DiLoCo: where they must equal DDP or each other, what they do between averagings, and what they save."""
+
+import pytest
+import torch
+from small_runs import (
+    Classify,
+    Tokens,
+    WithBatchNorm,
+    WithDropout,
+    largest_difference,
+    make_job,
+    relative_differences,
+    train,
+    train_in_plain_torch,
+)
+from torch import nn
+
+from scaleray.data import RankBatch
+from scaleray.errors import ConfigError, NonFiniteLossError
+from scaleray.metric_names import CONSENSUS_DISTANCE
+from scaleray.training.model_setup import prepare
+from scaleray.training.step import TrainStep
+
+LOCAL = {"strategy.name": "local_sgd", "local_sgd.sync_every": 4, "batch.drop_last": True}
+DILOCO = {**LOCAL, "strategy.name": "diloco"}
+
+
+def assert_same_training(finished, losses, weights, *, within=1e-9):
+    assert len(finished.losses) == len(losses)
+    assert max(relative_differences(losses, finished.losses)) <= within
+    assert largest_difference(weights, finished.weights) <= within
+
+
+# where it must equal something else
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    "more", [{"optimizer.momentum": 0.0}, {"batch.micro_size": 1}, {"optimizer.weight_decay": 0.05}], ids=str
+)
+def test_local_sgd_with_sync_every_1_is_ddp(gloo, more, world_size):
+    flags = {**LOCAL, "local_sgd.sync_every": 1, **more}
+    finished = gloo.run(world_size, train, Classify(), flags)[0]
+    plain = train_in_plain_torch(Classify(), flags)
+    assert_same_training(finished, plain.losses, plain.weights)
+
+
+@pytest.mark.parametrize("strategy", ["local_sgd", "diloco"])
+@pytest.mark.parametrize("workload", [Classify, Tokens])
+def test_a_warm_up_of_the_whole_length_is_ddp_whatever_the_counts(gloo, workload, strategy):
+    flags = {
+        "strategy.name": strategy,
+        "local_sgd.warmup_steps": 100,
+        "optimizer.clip_norm": 0.3,
+        "batch.micro_size": 1,
+    }
+    finished = gloo.run(2, train, workload(), flags)[0]
+    plain = train_in_plain_torch(workload(), flags)
+    assert_same_training(finished, plain.losses, plain.weights)
+    assert max(relative_differences(plain.grad_norms, finished.grad_norms)) <= 1e-9
+
+
+def test_after_the_warm_up_the_loss_of_the_first_local_step_is_still_that_of_ddp(gloo):
+    flags = {**LOCAL, "local_sgd.warmup_steps": 2, "local_sgd.sync_every": 1, "stop.after": "6 steps"}
+    finished = gloo.run(2, train, Classify(), flags)[0]
+    plain = train_in_plain_torch(Classify(), flags)
+    assert_same_training(finished, plain.losses, plain.weights)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_diloco_with_rate_1_and_no_momentum_is_local_sgd_without_average_momentum(gloo, world_size):
+    flags = {"stop.after": "12 steps", "optimizer.name": "adamw", "optimizer.learning_rate": 0.01}
+    local = gloo.run(world_size, train, Classify(), {**LOCAL, **flags, "local_sgd.average_momentum": False})[0]
+    outer = {"local_sgd.outer_learning_rate": 1.0, "local_sgd.outer_momentum": 0.0}
+    diloco = gloo.run(world_size, train, Classify(), {**DILOCO, **flags, **outer})[0]
+    assert_same_training(diloco, local.losses, local.weights, within=1e-12)
+    other = gloo.run(world_size, train, Classify(), {**DILOCO, **flags})[0]
+    assert largest_difference(other.weights, local.weights) > 1e-3  # else the settings did nothing
+
+
+def local_training(model, rows_of_rank, job, source, optimizer):
+    """Plain torch: the local steps of one replica on given rows."""
+    for rows in rows_of_rank:
+        batch = {n: torch.from_numpy(v) for n, v in source.read(rows).items()}
+        total, count = job.workload.loss(model, {**batch, "x": batch["x"].double()})
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+
+
+def diloco_in_plain_torch(workload, flags, *, world_size, every, rounds):
+    """Replicas one after the other, and torch's own SGD with Nesterov momentum as the outer optimizer."""
+    job, sources = make_job(workload, {**flags, "strategy.name": "single"})
+    plan = job.train_plan()
+    torch.manual_seed(0)
+    start = train_in_plain_torch(
+        workload, {**flags, "strategy.name": "single", "optimizer.learning_rate": 1e-300}
+    ).weights
+    anchor = workload.build_model().double()
+    anchor.load_state_dict(start)
+    outer = torch.optim.SGD(anchor.parameters(), 0.7, momentum=0.9, nesterov=True)
+    replicas = [workload.build_model().double() for _ in range(world_size)]
+    inner = [torch.optim.AdamW(r.parameters(), 0.01, weight_decay=0.0) for r in replicas]
+    for number in range(rounds):
+        moved = [torch.zeros_like(p) for p in anchor.parameters()]
+        for rank, (replica, optimizer) in enumerate(zip(replicas, inner, strict=True)):
+            replica.load_state_dict(anchor.state_dict())
+            steps = range(number * every, (number + 1) * every)
+            rows = [plan.rank_indices(step, rank, world_size) for step in steps]
+            local_training(replica, rows, job, sources["train"], optimizer)
+            for total, before, after in zip(moved, anchor.parameters(), replica.parameters(), strict=True):
+                total += (before - after).detach() / world_size
+        for parameter, gradient in zip(anchor.parameters(), moved, strict=True):
+            parameter.grad = gradient
+        outer.step()
+    return anchor.state_dict()
+
+
+def test_diloco_is_what_torchs_own_optimizers_make_of_it(gloo):
+    flags = {**DILOCO, "stop.after": "12 steps", "optimizer.name": "adamw", "optimizer.learning_rate": 0.01}
+    finished = gloo.run(2, train, Classify(), flags)[0]
+    expected = diloco_in_plain_torch(Classify(), flags, world_size=2, every=4, rounds=3)
+    assert largest_difference(expected, finished.weights) <= 1e-9
+
+
+# between averagings
+
+
+class Stepper:
+    """Steps of one rank, without the loop. Meetings are those of the strategy."""
+
+    def __init__(self, place, workload, flags):
+        self.place = place
+        self.job, self.sources = make_job(workload, flags, world_size=place.world_size)
+        self.setup = prepare(self.job.workload, self.job.config, self.job.recipe, place)
+        self.step = TrainStep(
+            self.job.workload, self.setup, self.job.config, self.job.recipe, place, gives_tuples=False
+        )
+        self.plan = self.job.train_plan()
+
+    def __call__(self, number):
+        rows = self.sources["train"].read(self.plan.rank_indices(number - 1, self.place.rank, self.place.world_size))
+        meets = self.setup.parallel.meets(number)
+        batch = RankBatch(number - 1, rows, len(next(iter(rows.values()))))
+        return self.step(batch, num_rows=self.plan.num_rows(number - 1), want_norm=True, meets=meets)
+
+    @property
+    def weights(self):
+        return {name: value.detach().clone() for name, value in self.setup.parallel.module.named_parameters()}
+
+
+def weights_after_each_step(place, flags, num_steps):
+    stepper = Stepper(place, Classify(), flags)
+    found = []
+    for number in range(1, num_steps + 1):
+        result = stepper(number)
+        found.append((stepper.weights, stepper.setup.parallel.metrics(), result))
+    sent = stepper.setup.parallel.bytes_sent()
+    stepper.setup.parallel.close()
+    return found, sent, sum(p.numel() * p.element_size() for p in stepper.setup.parallel.module.parameters())
+
+
+def spread(everyone, step, ranks):
+    """Largest difference of the parameters of some ranks after a step."""
+    first = everyone[ranks[0]][0][step - 1][0]
+    return max(largest_difference(first, everyone[rank][0][step - 1][0]) for rank in ranks[1:])
+
+
+def test_replicas_part_after_the_warm_up_and_agree_after_each_averaging(gloo):
+    flags = {**LOCAL, "local_sgd.warmup_steps": 2, "local_sgd.sync_every": 3, "stop.after": "9 steps"}
+    everyone = gloo.run(2, weights_after_each_step, flags, 9)
+    agree = [step for step in range(1, 10) if spread(everyone, step, [0, 1]) == 0]
+    assert agree == [1, 2, 5, 8]
+    results = [found[2] for found in everyone[0][0]]
+    assert [r.is_own for r in results] == [False, False, True, True, False, True, True, False, True]
+    _, sent, model_bytes = everyone[0]
+    assert sent == model_bytes * (2 + 2 * 2)  # each step of the warm-up, and each averaging with the momentum
+
+
+def test_the_consensus_distance_is_measured_where_replicas_meet(gloo):
+    flags = {**LOCAL, "local_sgd.sync_every": 3, "stop.after": "6 steps", "local_sgd.average_momentum": False}
+    everyone = gloo.run(2, weights_after_each_step, flags, 6)
+    assert [CONSENSUS_DISTANCE.name in found[1] for found in everyone[0][0]] == [False, False, True, True, True, True]
+    reported = {rank: everyone[rank][0][2][1][CONSENSUS_DISTANCE.name] for rank in (0, 1)}
+    assert reported[0] == reported[1]
+
+    # the third step of a run that does not average then is where the replicas were
+    apart = gloo.run(2, weights_after_each_step, {**flags, "local_sgd.sync_every": 4}, 3)
+    flat = torch.stack([torch.cat([v.flatten() for v in apart[rank][0][2][0].values()]) for rank in (0, 1)])
+    mean = flat.mean(dim=0)
+    expected = ((flat - mean).square().sum(dim=1).mean().sqrt() / mean.norm()).item()
+    assert reported[0] == pytest.approx(expected, rel=1e-9)
+
+
+def test_nodes_average_often_and_all_workers_rarely(gloo):
+    flags = {
+        **LOCAL, "local_sgd.sync_every": 4, "local_sgd.node_sync_every": 2, "local_sgd.node_size": 2, "stop.after": "9 steps",
+    }  # fmt: skip
+    everyone = gloo.run(4, weights_after_each_step, flags, 9)
+    within = {
+        step for step in range(1, 10) if spread(everyone, step, [0, 1]) == 0 and spread(everyone, step, [2, 3]) == 0
+    }
+    between = {step for step in range(1, 10) if spread(everyone, step, [0, 1, 2, 3]) == 0}
+    assert within == {2, 4, 6, 8} and between == {4, 8}
+
+
+def test_workers_on_one_machine_are_one_node(gloo):
+    flags = {**LOCAL, "local_sgd.sync_every": 4, "local_sgd.node_sync_every": 2, "stop.after": "4 steps"}
+    everyone = gloo.run(2, weights_after_each_step, flags, 4)
+    assert [spread(everyone, step, [0, 1]) == 0 for step in (1, 2, 3, 4)] == [False, True, False, True]
+
+
+def momentum_after(place, flags, num_steps):
+    stepper = Stepper(place, Classify(), flags)
+    for number in range(1, num_steps + 1):
+        stepper(number)
+    state = stepper.setup.optimizer.state
+    found = [entry["exp_avg"].clone() for entry in state.values()]
+    stepper.setup.parallel.close()
+    return found
+
+
+@pytest.mark.parametrize("averages", [True, False])
+def test_the_optimizers_state_is_averaged_if_asked(gloo, averages):
+    flags = {**LOCAL, "optimizer.name": "adamw", "local_sgd.average_momentum": averages}
+    first, second = gloo.run(2, momentum_after, flags, 4)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)) == averages
+
+
+def test_clipping_uses_each_workers_own_norm(gloo):
+    flags = {**LOCAL, "optimizer.clip_norm": 0.1}
+    everyone = gloo.run(2, weights_after_each_step, flags, 1)
+    first, second = (found[0][0][2].grad_norm for found in everyone)
+    assert first != second and min(first, second) > 0.1
+
+
+class Frozen(WithBatchNorm):
+    def build_model(self):
+        model = super().build_model()
+        model[0].requires_grad_(False)
+        return model
+
+
+def frozen_and_buffers(place, flags):
+    stepper = Stepper(place, Frozen(), flags)
+    before = {n: v.clone() for n, v in stepper.setup.parallel.module.state_dict().items()}
+    for number in range(1, 4):
+        stepper(number)
+    apart = {n: v.clone() for n, v in stepper.setup.parallel.module.state_dict().items()}
+    with stepper.setup.parallel.averaged(True):
+        mean = {n: v.clone() for n, v in stepper.setup.parallel.module.state_dict().items()}
+    again = {n: v.clone() for n, v in stepper.setup.parallel.module.state_dict().items()}
+    sent = stepper.setup.parallel.bytes_sent()
+    stepper.setup.parallel.close()
+    return before, apart, mean, again, sent
+
+
+def test_the_mean_has_buffers_too_and_leaves_the_replica_to_the_bit(gloo):
+    everyone = gloo.run(2, frozen_and_buffers, LOCAL)
+    (before, apart, mean, again, _), (_, other, _, _, _) = everyone
+    assert torch.equal(mean["0.weight"], before["0.weight"])
+    assert all(torch.equal(apart[name], again[name]) for name in apart)
+    for name in ("1.running_mean", "3.weight"):
+        assert not torch.equal(apart[name], other[name])
+        assert torch.allclose(mean[name], (apart[name] + other[name]) / 2, rtol=1e-12)
+    assert mean["1.num_batches_tracked"] == 3
+
+
+# losses that are not finite
+
+
+class BadOnRank1(Classify):
+    """The loss of some steps is NaN on one worker, which knows itself by its rank."""
+
+    def __init__(self, bad=(3,), **sizes):
+        super().__init__(**sizes)
+        self.bad, self.calls = bad, 0
+
+    def loss(self, model, batch):
+        total, count = super().loss(model, batch)
+        if torch.is_grad_enabled() and model.training:
+            self.calls += 1
+            if torch.distributed.get_rank() == 1 and self.calls in self.bad:
+                total = total * float("nan")
+        return total, count
+
+
+def train_or_error(place, workload, flags):
+    try:
+        return train(place, workload, flags)
+    except NonFiniteLossError as exc:
+        return str(exc)
+
+
+@pytest.mark.parametrize("bad", [3, 4])  # between two meetings, and in one
+def test_one_workers_bad_loss_is_raised_on_all_where_they_meet(gloo, bad):
+    texts = gloo.run(2, train_or_error, BadOnRank1((bad,), num_rows=32), {**LOCAL, "stop.after": "12 steps"})
+    assert all("step 4" in text or "up to step 4" in text for text in texts)
+
+
+def test_one_workers_bad_loss_is_skipped_by_it_alone(gloo):
+    flags = {**LOCAL, "stop.after": "12 steps", "on_nonfinite": "skip"}
+    first, second = gloo.run(2, train_or_error, BadOnRank1((2, 3, 7), num_rows=32), flags)
+    assert len(first.steps) == 12 and first.summary.nonfinite_steps == second.summary.nonfinite_steps == 3
+    assert all(value.isfinite().all() for value in first.weights.values())
+    whole = gloo.run(2, train, Classify(num_rows=32), flags)[0]
+    assert first.losses[3] != whole.losses[3] and first.losses[:3] == whole.losses[:3]
+
+
+def test_one_workers_bad_loss_stops_all_where_they_meet(gloo):
+    flags = {**LOCAL, "stop.after": "12 steps", "on_nonfinite": "stop"}
+    first, second = gloo.run(2, train_or_error, BadOnRank1((6,), num_rows=32), flags)
+    assert first.summary.verdict == second.summary.verdict
+    assert first.summary.verdict.startswith("stopped") and first.summary.steps == 8
+
+
+def test_a_worker_that_skips_without_end_is_given_up_on_all(gloo):
+    flags = {**LOCAL, "stop.after": "20 steps", "on_nonfinite": "skip"}
+    texts = gloo.run(2, train_or_error, BadOnRank1(range(3, 30), num_rows=32), flags)
+    assert all("10 steps in a row up to step 12" in text for text in texts)
+
+
+def test_a_worker_without_optimizer_state_yet_takes_part(gloo):
+    flags = {
+        **LOCAL,
+        "local_sgd.sync_every": 2,
+        "on_nonfinite": "skip",
+        "optimizer.momentum": 0.9,
+        "stop.after": "6 steps",
+    }
+    first, _ = gloo.run(2, train_or_error, BadOnRank1((1, 2), num_rows=32), flags)
+    assert len(first.steps) == 6 and all(value.isfinite().all() for value in first.weights.values())
+
+
+# checkpoints
+
+SAVED = {
+    **LOCAL, "deterministic": True, "checkpoint.every": "3 steps", "stop.after": "14 steps", "schedule.name": "cosine",
+    "optimizer.name": "adamw", "optimizer.learning_rate": 0.01, "optimizer.clip_norm": 0.5, "precision.dtype": "fp32",
+}  # fmt: skip
+
+
+def resume_in_pool(place, workload, flags, folder, kill_at):
+    whole = train(place, workload, flags)
+    killed = train(place, workload, flags, folder=folder, kill_at=kill_at)
+    resumed = train(place, workload, flags, folder=folder)
+    return whole, killed, resumed
+
+
+class TokensWithNorm(Tokens):
+    """Counts differ from rank to rank, and there are statistics that the next forward pass changes."""
+
+    def build_model(self):
+        return nn.Sequential(
+            nn.Embedding(self.vocabulary, 5), nn.BatchNorm1d(self.length), nn.Linear(5, self.vocabulary)
+        )
+
+
+@pytest.mark.parametrize("kill_at", [4, 8])  # resumed after step 3 or 6: both between two averagings
+@pytest.mark.parametrize("strategy", ["local_sgd", "diloco"])
+@pytest.mark.parametrize("workload", [WithDropout, TokensWithNorm])
+def test_a_run_resumed_between_two_averagings_is_bit_identical(gloo, tmp_path, workload, strategy, kill_at):
+    flags = {**SAVED, "strategy.name": strategy, "local_sgd.warmup_steps": 1}
+    whole, killed, resumed = gloo.run(2, resume_in_pool, workload(num_rows=33), flags, str(tmp_path), kill_at)[0]
+    first = kill_at // 3 * 3
+    assert killed.losses != whole.losses[:kill_at] or first  # checkpoints are meetings: records of all workers there
+    assert [s.step for s in resumed.steps] == list(range(first + 1, 15))
+    assert resumed.losses == [s.loss for s in train_with_meetings(gloo, tmp_path, workload, flags)][first:]
+    assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
+
+
+def train_with_meetings(gloo, tmp_path, workload, flags):
+    """A whole run that saves, so that it meets where the resumed one does: recorded losses are then of the same workers."""
+    return gloo.run(2, save_in_pool, workload(num_rows=33), flags, str(tmp_path / "again"))[0].steps
+
+
+def save_in_pool(place, workload, flags, folder):
+    return train(place, workload, flags, folder=folder)
+
+
+@pytest.mark.parametrize("strategy", ["local_sgd", "diloco"])
+def test_another_number_of_workers_starts_from_the_mean(gloo, tmp_path, strategy):
+    flags = {**SAVED, "strategy.name": strategy, "batch.global_size": 12}
+    gloo.run(4, killed_run, Classify(num_rows=48), flags, str(tmp_path), 7)
+    resumed = gloo.run(2, killed_run, Classify(num_rows=48), flags, str(tmp_path), None)
+    first = resumed[0]
+    assert [s.step for s in first.steps] == list(range(7, 15))
+    assert any("instead of 4" in event and "mean" in event for event in first.events)
+    assert first.losses[-1] < 1.0
+
+
+def killed_run(place, workload, flags, folder, kill_at):
+    return train(place, workload, flags, folder=folder, kill_at=kill_at)
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"precision.dtype": "fp16"}, "loss scale"),
+        ({"scale.workers": {"min": 1, "max": 4}}, "another training"),
+        ({"compression.name": "bf16"}, "ddp"),
+        ({"local_sgd.node_sync_every": 3}, "divisor"),
+        ({"local_sgd.node_sync_every": 4}, "divisor"),
+        ({"local_sgd.node_size": 2}, "node_sync_every"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_the_reason(more, says):
+    with pytest.raises(ConfigError, match=says):
+        make_job(Classify(), {**LOCAL, "scale.workers": 4, **more})
+
+
+def test_settings_of_the_other_strategy_are_reported(gloo):
+    flags = {**LOCAL, "local_sgd.outer_momentum": 0.5, "stop.after": "2 steps"}
+    events = gloo.run(2, train, Classify(), flags)[0].events
+    assert "local_sgd.outer_momentum has no effect with strategy local_sgd" in events
