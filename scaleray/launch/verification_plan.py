@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scaleray.config import RunConfig
+from scaleray.config.compression import CompressionSettings
 from scaleray.data.sources import Source
 from scaleray.errors import ConfigError, DataError
 from scaleray.launch.run import data_size
@@ -122,8 +123,10 @@ def _spread(config: RunConfig, strategy: str, world_size: int, *, micro_size: in
     # by copy, which checks nothing: a strategy of the table need not be one that a config file may name
     cpus = min(CPUS_PER_WORKER, config.scale.cpus_per_worker)
     scale = {"workers": world_size, "cpus_per_worker": cpus, "max_failures": 0}
+    compression = CompressionSettings() if world_size == 1 else config.compression  # one process sends nothing
     return config.model_copy(
         update={
+            "compression": compression,
             "scale": config.scale.model_copy(update=scale),
             "strategy": config.strategy.model_copy(update={"name": strategy}),
             "batch": config.batch.model_copy(update={"micro_size": micro_size}),

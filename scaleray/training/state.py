@@ -73,7 +73,9 @@ class TrainState:
         if parallel.replicas_differ:
             own_replica.update({f"{REPLICA}.{self.place.rank}.{k}": v for k, v in optimizer_tensors.items()})
             tensors.update(own_replica)
-        tensors.update({f"{STRATEGY}.{self.place.rank}.{k}": v for k, v in parallel.state().items()})
+        own_state = {f"{STRATEGY}.{self.place.rank}.{k}": v for k, v in parallel.state().items()}
+        tensors.update(own_state)
+        volatile |= own_state.keys()  # what a backward pass leaves over changes before the optimizer's step
         tensors.update({f"{RANDOM}.{self.place.rank}.{k}": v for k, v in random_state(self.place.device).items()})
         own_tensors, own_values = self._workload_state()
         tensors.update(own_tensors)

@@ -167,6 +167,7 @@ class TrainStep:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         grad_norm = None
         factor = correction
+        loss_scale = scaler.get_scale()
         is_finite = math.isfinite(loss_sum)
         if (
             clip_norm is not None or want_norm or self.config.on_nonfinite != "raise"
@@ -184,6 +185,9 @@ class TrainStep:
             scaler.step(setup.optimizer)
         scaler.update()
         self.num_updates += 1
+        # a scaler lowers its scale after, and only after, a step that it skipped
+        change = scaler.get_scale() / loss_scale
+        setup.parallel.carry_over(correction * change, is_finite and change >= 1.0)
         setup.parallel.after_update(self.num_updates)
         result = StepResult(loss=loss_sum / count, count=count, grad_norm=grad_norm, is_finite=is_finite)
         if self.probe is not None:
