@@ -108,7 +108,7 @@ class Compression:
             return settings.name
         is_due = (int(self._steps) - settings.start_step) % settings.review_every == 0
         if names not in self._choices or is_due:
-            allowed = {name: self.codecs[name] for name in settings.allowed}
+            allowed: dict[str, Codec] = {name: self.codecs[name] for name in settings.allowed}
             found = review(values, layout, allowed, self.wire, max_error=settings.max_error)
             if not found.is_finite:  # nothing to judge by: look again in the next step
                 self._choices.pop(names, None)
