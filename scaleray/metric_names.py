@@ -32,6 +32,9 @@ SENT_BYTES = Metric("perf/sent_bytes", "bytes", "bytes a step that rank 0 gave t
 CONSENSUS_DISTANCE = Metric(
     "train/consensus_distance", "1", "root mean square distance of the replicas from their mean, relative to its norm"
 )
+COMPRESSION_RATIO = Metric(
+    "compression/ratio", "1", "bytes that rank 0 gave to collectives for gradients, relative to whole gradients"
+)
 SPARSITY = Metric("train/sparsity", "1", "share of the prunable weights that are zero")
 BUBBLE_SHARE = Metric("perf/bubble_share", "1", "share of the step in which this pipeline stage had nothing to do")
 WORKERS = Metric("perf/workers", "workers", "number of workers, which changes in an elastic run")
@@ -56,4 +59,14 @@ VERIFY_MISMATCHES = Metric(
     "verify/mismatches", "variants", "variants that are not the training that they promise to be"
 )
 
-ALL = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
+COMPRESSION_SHARES = tuple(
+    Metric(f"compression/share_{name}", "1", f"adaptive: share of the gradients, by bytes, that went as {name}")
+    for name in ("none", "fp16", "bf16", "int8", "powersgd", "topk")
+)
+
+ALL = tuple(value for value in list(globals().values()) if isinstance(value, Metric)) + COMPRESSION_SHARES
+
+
+def compression_share(method: str) -> Metric:
+    """The share of the gradients that adaptive compression sends by `method`."""
+    return next(metric for metric in COMPRESSION_SHARES if metric.name == f"compression/share_{method}")

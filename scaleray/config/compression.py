@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from scaleray.config.base import Count, Positive, Settings
+
+OWNERS = {
+    "rank": "powersgd",
+    "density": "topk",
+    "block_size": "int8",
+    "max_error": "adaptive",
+    "allowed": "adaptive",
+    "review_every": "adaptive",
+}
+"""Which method each setting belongs to."""
 
 
 class CompressionSettings(Settings):
@@ -23,8 +33,21 @@ class CompressionSettings(Settings):
     block_size: Count = 256
     """int8: values that share one scale."""
     max_error: Positive = 0.1
-    """adaptive: largest relative error of a bucket's gradient that a choice may cause."""
+    """adaptive: largest relative error of a bucket's gradient that a choice may cause. Whole gradients where all err more."""
     allowed: tuple[Literal["none", "fp16", "bf16", "int8", "powersgd", "topk"], ...] = ("none", "bf16", "int8", "topk")
     """adaptive: what it may choose among."""
     review_every: Count = 100
     """adaptive: steps between two measurements of bandwidth and error."""
+
+    @model_validator(mode="after")
+    def _says_what_it_uses(self) -> CompressionSettings:
+        # by value, not by what was given: the resolved config of a run, read again, gives every key
+        for key, owner in OWNERS.items():
+            is_used = self.name == owner or (self.name == "adaptive" and owner in self.allowed)
+            if not is_used and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key}: it is a setting of {owner}, and compression.name is {self.name}")
+        if self.name == "none" and self.start_step:
+            raise ValueError("start_step: it is for gradients that are compressed later, and compression.name is none")
+        if not self.allowed or len(set(self.allowed)) != len(self.allowed):
+            raise ValueError("allowed: at least one method, each once")
+        return self

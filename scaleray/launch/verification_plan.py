@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scaleray.config import RunConfig
+from scaleray.config.compression import CompressionSettings
 from scaleray.data.sources import Source
 from scaleray.errors import ConfigError, DataError
 from scaleray.launch.run import data_size
@@ -126,9 +127,11 @@ def _spread(config: RunConfig, strategy: str, world_size: int, *, micro_size: in
     if shares.by != "equal":  # measured shares would hardly differ here, and not twice in the same way
         speeds = tuple(1 + rank / max(1, world_size - 1) for rank in range(world_size))
         shares = shares.model_copy(update={"by": "given", "speeds": speeds})
+    compression = CompressionSettings() if world_size == 1 else config.compression  # one process sends nothing
     return config.model_copy(
         update={
             "shares": shares,
+            "compression": compression,
             "scale": config.scale.model_copy(update=scale),
             "strategy": config.strategy.model_copy(update={"name": strategy}),
             "batch": config.batch.model_copy(update={"micro_size": micro_size}),

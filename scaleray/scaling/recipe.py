@@ -169,6 +169,7 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
     why.setdefault("checkpoint_every_steps", "by time alone" if config.checkpoint.every_minutes else "none")
     why.setdefault("keep_checkpoint_every_steps", "none stays for good")
     strategy = resolve_strategy(config, workers)
+    _check_compression(config, strategy)
     why["strategy"] = f"strategy.name {config.strategy.name}, {workers} worker{'s' if workers > 1 else ''}"
     check_training_apart(config)
     if strategy == "ddp" and config.strategy.static_graph and accumulation > 1:
@@ -326,6 +327,26 @@ def check_training_apart(config: RunConfig) -> None:
         raise ConfigError(
             "shares.by", config.shares.by, f"under {name} every worker counts the same in a mean, whatever its share",
             "leave it out: a slow worker holds the others less often here, or with gossip and async_sgd not at all",
+        )  # fmt: skip
+
+
+def _check_compression(config: RunConfig, strategy: str) -> None:
+    name = config.compression.name
+    if name == "none":
+        return
+    if config.scale.max_workers == 1:
+        raise ConfigError(
+            "compression.name", name, "one worker sends no gradients", "leave it out, or use more --scale.workers"
+        )
+    # an elastic run may come down to a single worker for a while
+    if strategy not in ("ddp", "zero1", "single"):
+        raise ConfigError(
+            "compression.name", name, f"it is a hook of DDP, and the strategy is {strategy}", "use --strategy.name ddp, or compression.name none",
+        )  # fmt: skip
+    if name == "adaptive" and config.deterministic:
+        raise ConfigError(
+            "compression.name", name, "it chooses by measured times, so that no two runs are the same, and deterministic is true",
+            "name one method, such as int8",
         )  # fmt: skip
 
 

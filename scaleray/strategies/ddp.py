@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch.distributed as dist
@@ -10,13 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from scaleray.config import RunConfig
+from scaleray.strategies.compression import Compression
 from scaleray.strategies.parallel import Parallel, cpu_state_dict
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
     """Wrap in DistributedDataParallel over `mesh["dp"]`. Collective: rank 0's parameters and buffers go to all ranks.
 
-    Source: Li et al. 2020, arXiv:2006.15704. Buffers such as BatchNorm's statistics follow rank 0.
+    Source: Li et al. 2020, arXiv:2006.15704. Buffers such as BatchNorm's statistics follow rank 0. With
+    `compression.name` gradients are sent in fewer bytes; clipping comes after.
     """
     if mesh is None:
         raise ValueError("ddp needs a device mesh with the axis 'dp'")
@@ -33,6 +36,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         find_unused_parameters=settings.find_unused_parameters,
     )
 
+    compression = None if config.compression.name == "none" else Compression(wrapped, group, config)
     sent = 0.0
 
     def count(step: int) -> None:
@@ -51,8 +55,10 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     def close() -> None:
         for parameter in model.parameters():
             parameter.grad = None  # a view of a bucket that goes away with the wrapper
+        if compression is not None:
+            compression.close()
 
-    return Parallel(
+    parallel = Parallel(
         model=wrapped,
         module=model,
         gradient_divisor=dist.get_world_size(group),
@@ -62,4 +68,16 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         after_update=count,
         bytes_sent=lambda: sent,
         close=close,
+    )
+    if compression is None:
+        return parallel
+    return dataclasses.replace(
+        parallel,
+        after_update=compression.after_update,
+        carry_over=compression.carry_over,
+        state=compression.state,
+        load_state=compression.load_state,
+        bytes_sent=lambda: float(compression.wire.sent_bytes),
+        metrics=lambda: compression.metrics,
+        notes=compression.notes,
     )

@@ -56,6 +56,9 @@ class Parallel:
     """Whether this rank's optimizer updates the parameter (of ZeRO-1, others get it by `after_update`)."""
     after_update: Callable[[int], None] = lambda step: None
     """After optimizer step `step`, from 1. Where ranks communicate parameters."""
+    carry_over: Callable[[float, bool], None] = lambda factor, was_taken: None
+    """Before `after_update`, for gradients that a strategy keeps from step to step: (by what factor the next step's will be
+    larger than this one's were, as the loss scale and the expected count change; whether the optimizer took the step)."""
     is_partitioned: bool = False
     """Ranks have parameters, or optimizer state, that others do not have at all: pipeline stages, ZeRO-1."""
 
@@ -93,7 +96,7 @@ class Parallel:
     metrics: Callable[[], dict[str, float]] = dict
     """Figures of the last step by metric name, such as a consensus distance."""
     notes: list[str] = field(default_factory=list)
-    """What a user should know about what was chosen; said once, in the run's events."""
+    """What a user should know about what was chosen; said once, in the run's events. May grow while training."""
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

@@ -89,6 +89,7 @@ class _Run:
         self.train_step: TrainStep | None = None
         self.first_step_s = math.nan
         self.sent_bytes = 0.0
+        self.said = 0
         self.system = SystemMetrics() if self.config.tracking.system_metrics and place.local_rank == 0 else None
         self.sampled_at = time.monotonic()
 
@@ -108,11 +109,11 @@ class _Run:
         try:
             with self._located():
                 setup = prepare(self.job.workload, self.config, self.recipe, self.place, is_resumed=self.first_step > 0)
-                for note in setup.parallel.notes if self.place.rank == 0 else ():
-                    self.emit(EventRecord(note))
+                self._say_notes(setup)
                 self.shares.watch(setup.parallel.module)
                 if self.checkpointing is not None:
                     self.checkpointing.begin(self.state(setup))
+                    self._say_notes(setup)
                 verdict = self._steps(setup, stream, plan)
                 if verdict is None:
                     setup.parallel.close()
@@ -240,6 +241,7 @@ class _Run:
                     )
                 )  # fmt: skip
             self.sent_bytes = sent_bytes
+            self._say_notes(setup)
             self._sample_system()
             if result.nonfinite_steps and self._stops_at(result):
                 self.verdict = f"stopped: {self._nonfinite(result)}"
@@ -255,6 +257,13 @@ class _Run:
             if saves and result.signals and saves.after_step(self.step, result.signals, self.metrics):
                 return None
         return "done"
+
+    def _say_notes(self, setup: Setup) -> None:
+        """Emit what the strategy has noted since the last time."""
+        new = setup.parallel.notes[self.said :]
+        self.said += len(new)
+        for note in new if self.place.rank == 0 else ():
+            self.emit(EventRecord(note, step=self.step or None))
 
     def _meets(self, setup: Setup, step: int) -> bool:
         """Whether all ranks sum losses and signals in this step, which whatever is decided together needs."""

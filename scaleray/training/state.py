@@ -73,7 +73,9 @@ class TrainState:
             with parallel.averaged(True) if is_saved else contextlib.nullcontext():
                 tensors = {name: value.detach().clone() for name, value in tensors.items()}
             tensors.update(replica)
-        tensors.update({f"{STRATEGY}.{self.place.rank}.{k}": v for k, v in parallel.state().items()})
+        own_state = {f"{STRATEGY}.{self.place.rank}.{k}": v for k, v in parallel.state().items()}
+        tensors.update(own_state)
+        volatile |= own_state.keys()  # what a backward pass leaves over changes before the optimizer's step
         tensors.update(self._masks())
         tensors.update({f"{RANDOM}.{self.place.rank}.{k}": v for k, v in random_state(self.place.device).items()})
         own_tensors, own_values = self._workload_state()

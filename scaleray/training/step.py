@@ -191,6 +191,7 @@ class TrainStep:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         grad_norm = None
         factor = correction
+        loss_scale = scaler.get_scale()
         is_finite = math.isfinite(loss_sum)
         if (
             clip_norm is not None or want_norm or self.config.on_nonfinite != "raise"
@@ -209,6 +210,9 @@ class TrainStep:
             scaler.step(setup.optimizer)
         scaler.update()
         self.num_updates += 1
+        # a scaler lowers its scale after, and only after, a step that it skipped
+        change = scaler.get_scale() / loss_scale
+        setup.parallel.carry_over(correction * change, is_finite and change >= 1.0)
         if not is_finite:
             self.nonfinite_steps += 1
         self.nonfinite_in_a_row = 0 if is_finite else self.nonfinite_in_a_row + 1
