@@ -18,7 +18,7 @@ class Counter:
         self.num_bytes += tensor.numel() * tensor.element_size()
 
 
-class CountedAllGather(DefaultAllGather):  # type: ignore[misc] # torch does not annotate it
+class CountedAllGather(DefaultAllGather):
     """torch's own. A rank gives its shard of a unit."""
 
     def __init__(self, counter: Counter) -> None:
@@ -29,7 +29,7 @@ class CountedAllGather(DefaultAllGather):  # type: ignore[misc] # torch does not
         return super().__call__(output_tensor, input_tensor, *args, **kwargs)
 
 
-class CountedReduceScatter(DefaultReduceScatter):  # type: ignore[misc] # torch does not annotate it
+class CountedReduceScatter(DefaultReduceScatter):
     """torch's own. A rank gives the whole gradient of a unit."""
 
     def __init__(self, counter: Counter) -> None:

@@ -8,7 +8,7 @@ arXiv:2304.11277, section 3.2.2 for HSDP.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
 from scaleray.strategies.buffers import broadcast
 from scaleray.strategies.counting import CountedAllGather, CountedReduceScatter, Counter
 from scaleray.strategies.parallel import Parallel, full
-from scaleray.strategies.unsharding import unshard_for_good
 from scaleray.strategies.units import Units, choose_units, prefetch_distance
+from scaleray.strategies.unsharding import unshard_for_good
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -42,11 +42,11 @@ class Sharded:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside leave whole gradients on each worker; the next one outside reduces their sum."""
-        _root(self.model).set_requires_gradient_sync(False)
+        _wrapped(self.model).set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            _root(self.model).set_requires_gradient_sync(True)
+            _wrapped(self.model).set_requires_gradient_sync(True)
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
@@ -112,14 +112,14 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) 
         # the loss is computed in the model's own type
         mp_policy=_with_output(policy, dtype), offload_policy=offload,
     )  # fmt: skip
-    modules = [_root(module) for module in units.modules]
-    for module in (*modules, _root(model)):
-        module.set_custom_all_gather(CountedAllGather(sent))
-        module.set_custom_reduce_scatter(CountedReduceScatter(sent))
-        module.set_reduce_scatter_unused_params(settings.reduce_unused, recurse=False)
+    wrapped = [_wrapped(module) for module in units.modules]
+    for unit in (*wrapped, _wrapped(model)):
+        unit.set_custom_all_gather(CountedAllGather(sent))
+        unit.set_custom_reduce_scatter(CountedReduceScatter(sent))
+        unit.set_reduce_scatter_unused_params(settings.reduce_unused, recurse=False)
         if mesh.ndim == 2:  # torch calls it after its own all-reduce over the replicas, with what that was given
-            module.set_all_reduce_hook(sent.count)
-    _prefetch(modules, _root(model), distance)
+            unit.set_all_reduce_hook(sent.count)
+    _prefetch(wrapped, _wrapped(model), distance)
     return Sharded(model, units, sent, notes)
 
 
@@ -228,7 +228,7 @@ def _check_parameters(model: nn.Module) -> torch.dtype:
     return next(iter(dtypes), torch.float32)
 
 
-def _root(module: nn.Module) -> FSDPModule:
+def _wrapped(module: nn.Module) -> FSDPModule:
     assert isinstance(module, FSDPModule)
     return module
 

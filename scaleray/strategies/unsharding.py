@@ -60,9 +60,13 @@ def _forget(unit: FSDPModule) -> None:
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
     for group in state._fsdp_param_groups:
-        for handles in (group._module_to_pre_save_state_dict_hook_handle, group._module_to_pre_load_state_dict_hook_handle):
+        for handles in (
+            group._module_to_pre_save_state_dict_hook_handle,
+            group._module_to_pre_load_state_dict_hook_handle,
+        ):
             for handle in handles.values():
                 handle.remove()
             handles.clear()
-    _module_state_mapping.pop(unit, None)  # type: ignore[call-overload] # the class is FSDP's until the next line
-    unit.__class__ = type(unit).__mro__[FSDPModule._orig_cls_mro_index]  # type: ignore[assignment]
+    assert isinstance(unit, nn.Module)
+    _module_state_mapping.pop(unit, None)
+    unit.__class__ = type(unit).__mro__[FSDPModule._orig_cls_mro_index]
