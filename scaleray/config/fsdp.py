@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from scaleray.config.base import Count, Positive, Settings
 
@@ -13,26 +13,44 @@ class FsdpSettings(Settings):
     """What is sharded, in which units, and how far communication runs ahead."""
 
     reshard_after_forward: bool = True
-    """true (ZeRO-3): whole parameters are freed after the forward pass and gathered again for the backward pass. false
-    (like ZeRO-2): they stay until the step's end, for more memory and less communication."""
+    """true (ZeRO-3): whole parameters are freed after the forward pass and gathered again for the backward pass; those
+    in no unit, such as an embedding beside the blocks, stay. false (like ZeRO-2): all stay until the backward pass has
+    used them, for more memory and less communication."""
     replicas: Count = 1
     """HSDP: groups of workers that each hold all shards between them. 1 shards over all workers."""
     wrap: Literal["blocks", "size", "class"] = "blocks"
-    """What is gathered as one unit: the workload's `blocks`, modules from `wrap_min_parameters`, or those of `wrap_classes`."""
+    """What is gathered as one unit: the workload's `blocks`, modules from `wrap_min_parameters`, or those of `wrap_classes`.
+    What is in no unit is one of its own."""
     wrap_min_parameters: Count = 1_000_000
     """With `wrap: size`: smallest number of parameters of a unit."""
     wrap_classes: tuple[str, ...] = ()
     """With `wrap: class`: names of module classes."""
     prefetch: Annotated[int, Field(ge=0, le=16)] = 1
     """Units gathered ahead of the one that computes, forward and backward."""
-    cpu_offload: bool = False
-    """Shards and the optimizer's work live on the CPU; only units in use are on the device."""
-    parameter_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """dtype in which parameters are gathered and used. None: their own."""
-    reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """dtype in which gradients are reduced. None: that of the parameters as used."""
-    meta_init: bool = False
-    """Build the model without memory and fill each worker's shards only: for models larger than one worker. Needs
-    a model whose modules have `reset_parameters`, or that has `init_weights`."""
     max_unsharded_gib: Positive | None = None
-    """Upper bound on parameters gathered at the same time, by prefetching less. None: no bound."""
+    """Upper bound on parameters that are gathered at the same time, as the units are laid out; less is prefetched where
+    it would be passed. None: no bound."""
+    accumulate: Literal["whole", "sharded"] = "whole"
+    """With several micro-batches: keep whole gradients on each worker and reduce them once a step, or reduce each
+    micro-batch's, for the memory of a shard and as many times the communication."""
+    reduce_unused: bool = False
+    """Reduce a zero for parameters that this worker did not use in a step: for models whose path depends on the data,
+    where workers would otherwise reduce different parameters and hang. One that nobody used gets a gradient of zero, not
+    none."""
+    cpu_offload: bool = False
+    """Shards and the optimizer's work live on the CPU; only units in use are on the GPU."""
+    parameter_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """dtype in which parameters are gathered and used. None: their own. With `precision.dtype` bf16 or fp16 it halves
+    what is gathered; with fp32 whole units compute in it, without autocast's exceptions."""
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """dtype in which gradients are reduced. None: the parameters' own, so fp32 for a model in fp32 whatever
+    `parameter_dtype` is."""
+    build_gib: Positive | None = None
+    """Build the model in about so much memory: what was not touched lately is kept as shards meanwhile. For models larger
+    than one worker; the initial values are those of an ordinary build. None: every worker builds it whole, then shards."""
+
+    @model_validator(mode="after")
+    def _classes_are_for_wrap_class(self) -> FsdpSettings:
+        if (self.wrap == "class") != bool(self.wrap_classes):
+            raise ValueError("fsdp.wrap class and fsdp.wrap_classes belong together: give both or neither")
+        return self

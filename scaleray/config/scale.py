@@ -54,12 +54,19 @@ class ScaleSettings(Settings):
 
 
 class PrecisionSettings(Settings):
-    """Arithmetic of the forward and backward pass. Parameters and optimizer state stay in the model's own dtype."""
+    """Arithmetic of the forward and backward pass. Parameters and optimizer state stay in the model's own dtype.
+
+    Gradients are reduced in that dtype too, so in fp32 with bf16 and fp16: `fsdp.reduce_dtype` reduces them in less, and
+    for DDP `compression.name` does.
+    """
 
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     """bf16 and fp16 run under autocast, fp16 with dynamic loss scaling; fp64 converts the model, for checks."""
     initial_loss_scale: Positive = 65536.0
     """fp16 only: first value of the dynamic loss scale."""
+    tf32: bool = False
+    """fp32 on NVIDIA GPUs from Ampere on: matrix products and convolutions round their inputs to TF32 (10 bits of mantissa),
+    several times faster. false computes them in full fp32, convolutions too, where torch's own default is TF32."""
 
 
 class DataSettings(Settings):

@@ -127,16 +127,22 @@ def check_equal_parameters(module: nn.Module, group: dist.ProcessGroup | None, *
         by_name = {name: digest for part in parts for name, digest in part.items()}
         return hashlib.sha256(repr(sorted(by_name.items())).encode()).hexdigest()[:16]
     if group is not None and dist.get_world_size(group) > 1:
-        everyone = _gather(digests, module, group)
-        for number, (name, _) in enumerate(tensors):
-            others = [rank for rank, values in enumerate(everyone) if values[number] != everyone[0][number]]
-            if others:
-                raise InitialisationError(
-                    f"before the first step, {name} differs between rank 0 and rank{'s' if len(others) > 1 else ''} "
-                    f"{', '.join(map(str, others))}: build_model() must give the same parameters on every worker. "
-                    "Draw them from torch's generator, which scaleray seeds, and from nothing else."
-                )
+        check_equal_digests([name for name, _ in tensors], digests, module, group)
     return hashlib.sha256(np.asarray(digests, dtype=np.int64).tobytes()).hexdigest()[:16]
+
+
+def check_equal_digests(names: list[str], digests: list[int], module: nn.Module, group: dist.ProcessGroup) -> None:
+    """The digests (64 bits, signed) of tensors with these names are equal on every rank. Collective over `group`. Raises
+    InitialisationError on all ranks, naming the first tensor that differs and the ranks that hold another value."""
+    everyone = _gather(digests, module, group)
+    for number, name in enumerate(names):
+        others = [rank for rank, values in enumerate(everyone) if values[number] != everyone[0][number]]
+        if others:
+            raise InitialisationError(
+                f"before the first step, {name} differs between rank 0 and rank{'s' if len(others) > 1 else ''} "
+                f"{', '.join(map(str, others))}: build_model() must give the same parameters on every worker. "
+                "Draw them from torch's generator, which scaleray seeds, and from nothing else."
+            )
 
 
 def _gather(values: list[int], module: nn.Module, group: dist.ProcessGroup) -> list[list[int]]:

@@ -172,7 +172,15 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
     _check_compression(config, strategy)
     why["strategy"] = f"strategy.name {config.strategy.name}, {workers} worker{'s' if workers > 1 else ''}"
     check_training_apart(config)
-    if strategy == "ddp" and config.strategy.static_graph and accumulation > 1:
+    if config.precision.tf32 and (config.precision.dtype == "fp64" or not config.scale.gpus_per_worker):
+        raise ConfigError(
+            "precision.tf32", True,
+            "float64 has no use for it" if config.precision.dtype == "fp64" else "it is a mode of GPUs, and the workers have none",
+            "leave it out",
+        )  # fmt: skip
+    if strategy == "fsdp":
+        _check_fsdp(config, workers)
+    if strategy in ("ddp", "zero1") and config.strategy.static_graph and accumulation > 1:
         # torch 2.13 fails an assertion, and without it would stop reducing: github.com/pytorch/pytorch/pull/187732
         raise ConfigError(
             "strategy.static_graph",
@@ -348,6 +356,37 @@ def _check_compression(config: RunConfig, strategy: str) -> None:
             "compression.name", name, "it chooses by measured times, so that no two runs are the same, and deterministic is true",
             "name one method, such as int8",
         )  # fmt: skip
+
+
+def _check_fsdp(config: RunConfig, workers: int) -> None:
+    replicas, precision = config.fsdp.replicas, config.precision.dtype
+    if replicas > 1 and config.scale.is_elastic:
+        raise ConfigError(
+            "fsdp.replicas", replicas, "with an elastic number of workers it may not divide them", "use 1"
+        )
+    if workers % replicas or replicas == workers > 1:
+        near = [n for n in range(1, workers) if workers % n == 0]
+        raise ConfigError(
+            "fsdp.replicas", replicas,
+            f"it must divide the {workers} workers" if workers % replicas else f"{workers} workers would each hold everything",
+            f"there is {', '.join(map(str, near))}" + ("; strategy.name ddp holds everything" if replicas == workers else ""),
+        )  # fmt: skip
+    if config.fsdp.cpu_offload and not config.scale.gpus_per_worker:
+        raise ConfigError(
+            "fsdp.cpu_offload", True, "the workers have no GPU from which anything could be offloaded",
+            "leave it out, or set scale.gpus_per_worker",
+        )  # fmt: skip
+    for key in ("parameter_dtype", "reduce_dtype"):
+        dtype = getattr(config.fsdp, key)
+        if dtype == "fp16" and precision != "fp16":
+            raise ConfigError(
+                f"fsdp.{key}", dtype, f"gradients in it underflow without loss scaling, and precision.dtype is {precision}",
+                "use bf16, or --precision.dtype fp16",
+            )  # fmt: skip
+        if dtype is not None and precision == "fp64":
+            raise ConfigError(
+                f"fsdp.{key}", dtype, "precision.dtype fp64 computes in float64 throughout", "leave it out"
+            )
 
 
 def _model_parallel_size(config: RunConfig, workers: int, why: dict[str, str]) -> int:

@@ -1,11 +1,13 @@
 """How a model is spread over workers. Each strategy is a function `apply(model, mesh, config, workload) -> Parallel`."""
 
-from scaleray.strategies import async_sgd, ddp, diloco, gossip, local_sgd, single
+from scaleray.strategies import async_sgd, ddp, diloco, fsdp, gossip, local_sgd, single, zero1
 from scaleray.strategies.parallel import Parallel
 
 STRATEGIES = {
     "single": single.apply,
     "ddp": ddp.apply,
+    "zero1": zero1.apply,
+    "fsdp": fsdp.apply,
     "local_sgd": local_sgd.apply,
     "diloco": diloco.apply,
     "gossip": gossip.apply,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
 from scaleray.reproducibility.seeding import (
+    check_equal_digests,
     check_equal_parameters,
     check_equal_structure,
     seed_everything,
@@ -20,6 +23,7 @@ from scaleray.reproducibility.seeding import (
 from scaleray.scaling.recipe import Recipe
 from scaleray.strategies import STRATEGIES, Parallel
 from scaleray.strategies.mesh import build_mesh
+from scaleray.strategies.paged_build import PagedBuild
 from scaleray.training import fine_tuning, optimizers, precision, pruning
 from scaleray.training.place import Place
 from scaleray.workload import call_user_code
@@ -47,28 +51,40 @@ def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place, *, i
         use_deterministic_algorithms()
     # the same seed on every rank, so that every rank draws the same initial parameters
     seed_everything(stream_seed(config.seed, "model"))
-    with place.device:  # build where it will live: no copy of a large model through the CPU
-        model = call_user_code(workload.build_model, what="build_model()", doing="building the model")
-    _check_model(model)
-    # adapters and freezing before the strategy, which lays out parameters by whether they are trained
-    fine_tuning.adapt(model, config.fine_tuning)
-    # device before optimizer, which holds references to the parameters
-    model.to(place.device)
-    # dtype before the strategy: DDP sizes its buckets by the parameters it is given
-    arithmetic = precision.prepare(model, place.device, config.precision)
-    num_parameters = sum(p.numel() for p in model.parameters())
-    # before the strategy, whose collectives would wait for ever for ranks that built another model
-    check_equal_structure(model, place.group)
-    mesh = build_mesh(config, recipe.strategy, place.world_size, place.device.type) if place.group else None
-    if config.deterministic:
-        # DDP lays its buckets out anew after the first step, which changes the order of its sums: a resumed run would
-        # start with the first layout again. It does not do so while it looks for unused parameters.
-        strategy = config.strategy.model_copy(update={"find_unused_parameters": True, "static_graph": False})
-        config = config.model_copy(update={"strategy": strategy})
-    parallel = STRATEGIES[recipe.strategy](model, mesh, config, workload)
+    with _building(config, recipe, place) as pages:
+        with place.device:  # build where it will live: no copy of a large model through the CPU
+            model = call_user_code(workload.build_model, what="build_model()", doing="building the model")
+        _check_model(model)
+        # adapters and freezing before the strategy, which lays out parameters by whether they are trained
+        fine_tuning.adapt(model, config.fine_tuning)
+        # device before optimizer, which holds references to the parameters
+        model.to(place.device)
+        # dtype before the strategy: DDP sizes its buckets by the parameters it is given
+        arithmetic = precision.prepare(model, place.device, config.precision)
+        num_parameters = sum(p.numel() for p in model.parameters())
+        # before the strategy, whose collectives would wait for ever for ranks that built another model
+        check_equal_structure(model, place.group)
+        if recipe.strategy == "fsdp" and place.group is not None:
+            # before each rank cuts its part out of its own model: afterwards nobody could tell
+            if pages is None:
+                check_equal_parameters(model, place.group)
+            else:
+                digests = pages.digests(model)
+                check_equal_digests(list(digests), list(digests.values()), model, place.group)
+                pages.finish(model)
+        mesh = build_mesh(config, recipe.strategy, place.world_size, place.device.type) if place.group else None
+        if config.deterministic:
+            # DDP lays its buckets out anew after the first step, which changes the order of its sums: a resumed run would
+            # start with the first layout again. It does not do so while it looks for unused parameters.
+            strategy = config.strategy.model_copy(update={"find_unused_parameters": True, "static_graph": False})
+            config = config.model_copy(update={"strategy": strategy})
+        parallel = STRATEGIES[recipe.strategy](model, mesh, config, workload)
     if config.workload.weights is not None and not is_resumed:
         # after the strategy, so that each rank reads its own shards only; nobody writes there meanwhile
         fine_tuning.load(parallel.module, workload, config.workload.weights)
+    if place.group is not None and _differs_between_ranks(parallel):
+        # after the strategy, which knows what each rank has
+        arithmetic = precision.share_loss_scale(arithmetic, parallel.module, place.group)
     # after the strategy, which may broadcast: what matters is what the first step starts from
     initial_hash = check_equal_parameters(
         parallel.module, place.group, is_partitioned=parallel.is_partitioned and parallel.run_micro_batches is not None
@@ -93,6 +109,19 @@ def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place, *, i
         initial_hash=initial_hash,
         pruning=masks,
     )
+
+
+def _building(config: RunConfig, recipe: Recipe, place: Place) -> contextlib.AbstractContextManager[PagedBuild | None]:
+    """Where the model is built and sharded."""
+    if recipe.strategy != "fsdp" or config.fsdp.build_gib is None or place.group is None:
+        return contextlib.nullcontext()
+    return PagedBuild(place.group, bound_bytes=config.fsdp.build_gib * 2**30)
+
+
+def _differs_between_ranks(parallel: Parallel) -> bool:
+    """Whether a rank can see an overflow that others do not, in a step that they take together."""
+    is_sharded = any(isinstance(p, DTensor) for p in parallel.module.parameters())
+    return not parallel.is_local and (is_sharded or parallel.is_partitioned)
 
 
 def _check_model(model: Any) -> None:

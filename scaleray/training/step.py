@@ -101,7 +101,7 @@ class TrainStep:
         expected = (max(1, batch.num_rows) if is_local else num_rows) * self.count_per_row
         self._scale = (1 if is_local else parallel.gradient_divisor) / expected
         self._totals = torch.tensor([0.0, 0.0, *self.signals()], dtype=torch.float64, device=self.place.device)
-        own_sum, own_count = self._run_micro_batches(batch, meets=meets)
+        own_sum, own_count = self._run_micro_batches(batch, num_rows=num_rows, meets=meets)
         loss_sum, count, *signals = self._totals.tolist()
         if meets and not 0 < count < math.inf:
             raise WorkloadError(
@@ -130,13 +130,17 @@ class TrainStep:
             nonfinite_steps=int(worst[0]), nonfinite_in_a_row=int(worst[1]),
         )  # fmt: skip
 
-    def _run_micro_batches(self, batch: RankBatch, *, meets: bool) -> tuple[float, float]:
+    def _run_micro_batches(self, batch: RankBatch, *, num_rows: int, meets: bool) -> tuple[float, float]:
         """Forward and backward of every micro-batch; leaves the totals of all ranks, where they meet, and returns this rank's
         sum of losses and count."""
         setup, parallel = self.setup, self.setup.parallel
+        # where passes communicate, a rank with a row less may need a placeholder more
+        least = math.ceil(math.ceil(num_rows / self.place.data_size) / self.recipe.micro_batch_size)
         pieces = [
             MicroBatch(as_user_batch(to_device(arrays, self.place.device, setup.precision.input_dtype), self.gives_tuples), weight)
-            for arrays, weight in micro_batches(batch, self.recipe.micro_batch_size)
+            for arrays, weight in micro_batches(
+                batch, self.recipe.micro_batch_size, at_least=least if parallel.forward_is_collective else 1
+            )
         ]  # fmt: skip
         pending: Any = None
         own = self._totals
@@ -236,11 +240,11 @@ class TrainStep:
             pruning.apply()
 
 
-def micro_batches(batch: RankBatch, size: int) -> Iterator[tuple[dict[str, np.ndarray], int]]:
-    """Slices of at most `size` rows with the number of rows that count: 0 for a placeholder."""
-    if batch.num_rows == 0:
-        yield batch.columns, 0
-        return
+def micro_batches(batch: RankBatch, size: int, *, at_least: int = 1) -> Iterator[tuple[dict[str, np.ndarray], int]]:
+    """Slices of at most `size` rows with the number of rows that count: 0 for a placeholder. Placeholders come first, until
+    there are `at_least` so many."""
+    for _ in range(at_least - math.ceil(batch.num_rows / size)):
+        yield {name: values[:1] for name, values in batch.columns.items()}, 0
     edges = [*range(0, batch.num_rows, size), batch.num_rows]
     if batch.num_rows % size == 1 and len(edges) > 2 and size > 2:
         edges[-2] -= 1  # no micro-batch of a single row beside larger ones: batch normalisation cannot train on it

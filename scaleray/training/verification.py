@@ -363,10 +363,12 @@ def _without_clipping(job: TrainJob) -> TrainJob:
 def _same_switches() -> Iterator[None]:
     """Several runs share a process: what one sets for all of torch must not reach the next."""
     was_deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-    benchmark = torch.backends.cudnn.benchmark
+    benchmark, allows_tf32 = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
+    matmul_precision = torch.get_float32_matmul_precision()
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(was_deterministic)
-        torch.backends.cudnn.benchmark = benchmark
+        torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = benchmark, allows_tf32
+        torch.set_float32_matmul_precision(matmul_precision)
         torch.set_num_threads(threads)

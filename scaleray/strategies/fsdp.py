@@ -1,0 +1,237 @@
+"""Fully sharded data parallel training: parameters, gradients and optimizer state are shared out among the workers.
+
+Each unit of the model is gathered where it is used and freed again; its gradient is reduced to the shards. Built on
+torch's `fully_shard` (FSDP2). Sources: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054; Zhao et al. 2023, PyTorch FSDP,
+arXiv:2304.11277, section 3.2.2 for HSDP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from scaleray.config import RunConfig
+from scaleray.errors import WorkloadError
+from scaleray.strategies.buffers import broadcast
+from scaleray.strategies.counting import CountedAllGather, CountedReduceScatter, Counter
+from scaleray.strategies.parallel import Parallel, full
+from scaleray.strategies.units import Units, choose_units, prefetch_distance
+from scaleray.strategies.unsharding import unshard_for_good
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A model whose parameters are shards now. sent: counts what its collectives are given."""
+
+    model: nn.Module
+    units: Units
+    sent: Counter
+    notes: list[str] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside leave whole gradients on each worker; the next one outside reduces their sum."""
+        _wrapped(self.model).set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            _wrapped(self.model).set_requires_gradient_sync(True)
+
+
+def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
+    """Shard the model over `mesh`: one axis `dp`, or `replicate` and `shard` (HSDP). Collective in forward and backward.
+
+    Parameters become DTensors of the same names. Buffers are whole on each worker and follow rank 0 after every step.
+    Raises WorkloadError for a model that cannot be sharded, ConfigError for units that do not fit the settings.
+    """
+    if mesh is None:
+        raise ValueError("fsdp needs a device mesh with the axis 'dp', or 'replicate' and 'shard'")
+    settings = config.fsdp
+    sharded = shard(model, mesh, config, workload)
+    buffers = [buffer for buffer in model.buffers() if buffer.numel()]
+    group = dist.group.WORLD
+    assert group is not None
+
+    def share_buffers() -> None:
+        broadcast(model.buffers(), group)
+
+    def after_update(step: int) -> None:
+        if buffers:
+            share_buffers()  # as DDP does at the start of a forward pass
+
+    def full_state_dict() -> dict[str, Any]:
+        return whole_state_dict(model, keeps=dist.get_rank() == 0)
+
+    return Parallel(
+        model=model,
+        module=model,
+        gradient_divisor=mesh.size(),  # fully_shard averages, over both axes of HSDP
+        no_sync=sharded.no_sync if settings.accumulate == "whole" else contextlib.nullcontext,
+        before_evaluation=share_buffers,
+        full_state_dict=full_state_dict,
+        close=lambda: unshard_for_good(model, keeps_shards=settings.build_gib is not None),
+        total_norm=total_norm,
+        forward_is_collective=True,
+        after_update=after_update,
+        bytes_sent=lambda: sharded.sent.num_bytes,
+        notes=[*sharded.units.notes, *sharded.notes],
+    )
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) -> Sharded:
+    """Shard a model in place over a mesh of one axis, or of two of which the first replicates (also DTensors of another
+    mesh, as tensor parallelism makes them). No collective. Raises WorkloadError and ConfigError."""
+    settings = config.fsdp
+    dtype = _check_parameters(model)
+    units = choose_units(model, settings, workload)
+    policy, notes = _precision(config, dtype)
+    gathered = (policy.param_dtype or dtype).itemsize
+    distance = prefetch_distance(units, settings, bytes_per_parameter=gathered)
+    if distance < min(settings.prefetch, len(units.modules)):
+        notes.append(f"fsdp: prefetches {distance} units, not {settings.prefetch}, to keep fsdp.max_unsharded_gib")
+    offload = CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy()
+    sent = Counter()
+    for module in reversed(units.modules):  # inner units first: each takes what no other has taken
+        fully_shard(
+            module, mesh=mesh, reshard_after_forward=settings.reshard_after_forward, mp_policy=policy, offload_policy=offload
+        )  # fmt: skip
+    # None: the root is used at the start of the backward pass, so that freeing it before would only gather it again
+    fully_shard(
+        model, mesh=mesh, reshard_after_forward=None if settings.reshard_after_forward else False,
+        # the loss is computed in the model's own type
+        mp_policy=_with_output(policy, dtype), offload_policy=offload,
+    )  # fmt: skip
+    wrapped = [_wrapped(module) for module in units.modules]
+    for unit in (*wrapped, _wrapped(model)):
+        unit.set_custom_all_gather(CountedAllGather(sent))
+        unit.set_custom_reduce_scatter(CountedReduceScatter(sent))
+        unit.set_reduce_scatter_unused_params(settings.reduce_unused, recurse=False)
+        if mesh.ndim == 2:  # torch calls it after its own all-reduce over the replicas, with what that was given
+            unit.set_all_reduce_hook(sent.count)
+    _prefetch(wrapped, _wrapped(model), distance)
+    return Sharded(model, units, sent, notes)
+
+
+def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Euclidean norm over all gradients, whole or sharded on any meshes, as a plain tensor equal on all ranks. Collective
+    over the meshes of sharded ones, in the order in which they first occur. Computed in float64: squares of large float32
+    gradients overflow."""
+    by_layout: dict[Any, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        if isinstance(gradient, DTensor) and any(isinstance(p, Partial) for p in gradient.placements):
+            gradient = gradient.redistribute(
+                placements=[Replicate() if isinstance(p, Partial) else p for p in gradient.placements]
+            )
+        layout = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
+        by_layout.setdefault(layout, []).append(
+            gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        )  # fmt: skip
+    squares = []
+    for layout, local in by_layout.items():
+        norms = torch._foreach_norm(local, 2, dtype=torch.float64)
+        square = torch.stack(list(norms)).square().sum()
+        if layout is not None:
+            mesh, placements = layout
+            square = square.to(_device(mesh))  # offloaded shards are on the CPU, the mesh's group may not be
+            for axis, placement in enumerate(placements):
+                if not isinstance(placement, Replicate):
+                    dist.all_reduce(square, group=mesh.get_group(axis))
+        squares.append(square)
+    if not squares:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
+
+
+def whole_state_dict(module: nn.Module, *, keeps: bool) -> dict[str, Any]:
+    """The module's state with sharded tensors whole, on the CPU, for a rank that keeps it; empty for others. Collective:
+    one tensor after another is gathered."""
+    state: dict[str, Any] = {}
+    gathered: dict[int, torch.Tensor] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            state[name] = value
+            continue
+        if id(value) not in gathered:  # tied ones once
+            whole = full(on_mesh_device(value.detach()))
+            gathered[id(value)] = whole.to("cpu", copy=True) if keeps else torch.empty(0)
+        state[name] = gathered[id(value)]
+    return state if keeps else {}
+
+
+def on_mesh_device(tensor: torch.Tensor) -> torch.Tensor:
+    """A sharded tensor with its shard on the device of its mesh, whose collectives may know no other (CPU offload)."""
+    if not isinstance(tensor, DTensor) or tensor.device.type == tensor.device_mesh.device_type:
+        return tensor
+    return tensor.to(tensor.device_mesh.device_type)
+
+
+def _precision(config: RunConfig, dtype: torch.dtype) -> tuple[MixedPrecisionPolicy, list[str]]:
+    settings = config.fsdp
+    if config.precision.dtype == "fp64":
+        ignored = [k for k in ("parameter_dtype", "reduce_dtype") if getattr(settings, k) is not None]
+        return MixedPrecisionPolicy(), [f"fsdp.{key} has no effect with precision.dtype fp64" for key in ignored]
+    parameter_dtype = DTYPES[settings.parameter_dtype] if settings.parameter_dtype else None
+    reduce_dtype = DTYPES[settings.reduce_dtype] if settings.reduce_dtype else dtype
+    # under autocast operations cast their own inputs, and what it keeps in fp32 must not be rounded on the way in
+    casts = config.precision.dtype == "fp32"
+    return MixedPrecisionPolicy(parameter_dtype, reduce_dtype, cast_forward_inputs=casts), []
+
+
+def _with_output(policy: MixedPrecisionPolicy, dtype: torch.dtype) -> MixedPrecisionPolicy:
+    if policy.param_dtype is None:
+        return policy
+    return MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, dtype, policy.cast_forward_inputs)
+
+
+def _prefetch(units: list[FSDPModule], root: FSDPModule, distance: int) -> None:
+    """Each unit gathers the next `distance` ones before it computes, forward and backward."""
+    for number, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[number + 1 : number + 1 + distance])
+        # torch gathers one ahead of its own accord where the list is empty; a unit that is gathered already is none
+        before = units[max(0, number - distance) : number][::-1] if distance else []
+        unit.set_modules_to_backward_prefetch(before or [unit])
+    if units:
+        root.set_modules_to_forward_prefetch(units[:distance])
+        root.set_modules_to_backward_prefetch(units[::-1][:distance] or [root])
+
+
+def _check_parameters(model: nn.Module) -> torch.dtype:
+    """The dtype of the parameters that need a gradient. Raises WorkloadError for what torch would refuse later, or worse."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            raise WorkloadError(
+                f"the parameter {name}", "a single number", "fsdp shards along the first dimension",
+                "give it the shape (1,), or use --strategy.name zero1",
+            )  # fmt: skip
+        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+            raise WorkloadError(
+                f"the parameter {name}", f"with strides {parameter.stride()}", "fsdp needs contiguous parameters"
+            )
+    dtypes = {p.dtype: name for name, p in model.named_parameters() if p.requires_grad}
+    if len(dtypes) > 1:
+        (first, one), (second, other), *_ = dtypes.items()
+        raise WorkloadError(
+            "the model", f"of several types ({one} in {first}, {other} in {second})",
+            "fsdp reduces the gradients of a unit together", "convert them to one type, or use --strategy.name zero1",
+        )  # fmt: skip
+    return next(iter(dtypes), torch.float32)
+
+
+def _wrapped(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule)
+    return module
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
