@@ -21,7 +21,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformer import SIZES, Transformer, TransformerConfig
+from torch.distributed.tensor.parallel import ParallelStyle
+from transformer import SIZES, Transformer, TransformerConfig, tensor_plan
 
 from scaleray import Workload
 from scaleray.data import TokenSource
@@ -118,6 +119,9 @@ class LanguageModel(Workload):
     def weight_names(self, model: nn.Module, config: Mapping[str, Any]) -> dict[str, str]:
         """Llama's names of the tensors, for a folder in Hugging Face's layout; its vocabulary must be the 256 bytes."""
         return llama_folder.weight_names(self.config, config)
+
+    def tensor_plan(self, model: nn.Module, *, size: int, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+        return tensor_plan(self.config, size=size, sequence_parallel=sequence_parallel)
 
     def _documents(self) -> Iterator[bytes]:
         if self.text is None:

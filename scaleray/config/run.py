@@ -77,7 +77,9 @@ class RunConfig(Settings):
 
     @property
     def model_parallel_size(self) -> int:
-        """Workers that hold one replica of the model between them and see the same samples."""
+        """Workers that hold one replica of the model between them and see the same samples. A single worker has it whole."""
+        if self.scale.max_workers == 1:
+            return 1
         sizes = {"tensor": self.tensor.size, "pipeline": self.pipeline.size}
         return sizes.get(self.strategy.name, 1)
 

@@ -16,6 +16,7 @@ from scaleray.config.shares import UNEVEN_STRATEGIES
 from scaleray.config.strategy import APART
 from scaleray.errors import ConfigError, DataError
 from scaleray.scaling.lr_rules import RULES, Hyperparameters
+from scaleray.scaling.pipeline_bubble import suits
 from scaleray.scaling.shares import shares_by_speed
 
 WHY_EVEN = {
@@ -189,6 +190,8 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
             f"leave it out, or use --batch.micro-size {per_worker}",
         )
     worker_shares, measure_every = _uneven_shares(config, strategy, batch_size, workers, why)
+    if strategy == "pipeline":
+        _check_schedule(config, accumulation)
     return Recipe(
         global_batch_size=batch_size,
         per_worker_batch_size=per_worker,
@@ -403,6 +406,20 @@ def _model_parallel_size(config: RunConfig, workers: int, why: dict[str, str]) -
         )
     why["model_parallel_size"] = f"{config.strategy.name}.size" if size > 1 else "every worker has a whole model"
     return size
+
+
+def _check_schedule(config: RunConfig, accumulation: int) -> None:
+    """The schedule can order the micro-batches of a full step."""
+    settings = config.pipeline
+    if suits(settings.schedule, num_workers=settings.size, num_micro_batches=accumulation):
+        return
+    rounds = accumulation // settings.size
+    raise ConfigError(
+        "batch.micro_size", config.batch.micro_size,
+        f"a step has {accumulation} micro-batches, and {settings.schedule} on {settings.size} workers orders them in {rounds} "
+        "equal rounds",
+        f"choose one that gives a multiple of {settings.size} micro-batches, or the schedule 1f1b",
+    )  # fmt: skip
 
 
 def nearest_multiples(value: int, of: int) -> list[int]:

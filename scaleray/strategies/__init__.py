@@ -1,6 +1,6 @@
 """How a model is spread over workers. Each strategy is a function `apply(model, mesh, config, workload) -> Parallel`."""
 
-from scaleray.strategies import async_sgd, ddp, diloco, fsdp, gossip, local_sgd, single, zero1
+from scaleray.strategies import async_sgd, ddp, diloco, fsdp, gossip, local_sgd, pipeline, single, tensor, zero1
 from scaleray.strategies.parallel import Parallel
 
 STRATEGIES = {
@@ -8,6 +8,8 @@ STRATEGIES = {
     "ddp": ddp.apply,
     "zero1": zero1.apply,
     "fsdp": fsdp.apply,
+    "tensor": tensor.apply,
+    "pipeline": pipeline.apply,
     "local_sgd": local_sgd.apply,
     "diloco": diloco.apply,
     "gossip": gossip.apply,

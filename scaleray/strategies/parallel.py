@@ -78,6 +78,9 @@ class Parallel:
     before_step: Callable[[int], None] = lambda step: None
     """Before the first forward pass of optimizer step `step`, from 1."""
 
+    parameter_names: tuple[str, ...] = ()
+    """Names of all parameters in the whole model's order, where `module` holds only some of them: pipeline stages."""
+
     run_micro_batches: Callable[[list[MicroBatch], Objective, Callable[[], contextlib.AbstractContextManager[Any]]], None] | None = None  # fmt: skip
     """Forward and backward of all micro-batches of a step, where the strategy decides their order: (micro-batches,
     objective, autocast). The objective is called once a micro-batch, on ranks that count the loss."""

@@ -129,7 +129,7 @@ class TrainState:
         if same_size and drawn:
             set_random_state({name.removeprefix(prefix): value for name, value in drawn.items()}, self.place.device)
         else:  # other workers, other streams: new ones, which depend on the step so that no mask is drawn twice
-            seed_everything(stream_seed(self.seed, "dropout", self.place.rank, manifest.step))
+            seed_everything(stream_seed(self.seed, "dropout", self.place.data_rank, manifest.step))
 
     def _merged(self, values: Values) -> Values:
         """Rank 0's optimizer values with the parameters of all ranks, in rank order. Collective."""
