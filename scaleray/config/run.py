@@ -75,6 +75,17 @@ class RunConfig(Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _budget_is_the_compilers(self) -> RunConfig:
+        if self.activations.checkpointing == "budget" and (
+            self.compilation.what == "nothing" or self.compilation.backend == "eager"
+        ):
+            raise ValueError(
+                "activations.checkpointing: budget is carried out by the compiler, which knows what each operation costs "
+                "and keeps: set compilation.what to blocks or model with backend inductor, or use selective"
+            )
+        return self
+
     @property
     def model_parallel_size(self) -> int:
         """Workers that hold one replica of the model between them and see the same samples."""

@@ -32,6 +32,7 @@ from scaleray.errors import (
 from scaleray.records import EvaluationRecord, EventRecord, StepRecord, SystemRecord, WorkerMessage, WorkerSummary
 from scaleray.reproducibility.fingerprint import accelerators, cpu_model
 from scaleray.training.checkpointing import Checkpointing
+from scaleray.training.compilation import compile_error, eagerly
 from scaleray.training.evaluation import Evaluator
 from scaleray.training.job import TRAIN, Split, TrainJob
 from scaleray.training.model_setup import Setup, prepare
@@ -86,6 +87,7 @@ class _Run:
         self.train_step: TrainStep | None = None
         self.first_step_s = math.nan
         self.sent_bytes = 0.0
+        self.compiled: dict[str, Any] = {}
         self.system = SystemMetrics() if self.config.tracking.system_metrics and place.local_rank == 0 else None
         self.sampled_at = time.monotonic()
 
@@ -98,28 +100,33 @@ class _Run:
         part = Part(plan, self.place.data_rank, self.place.data_size, self.first_step, self.recipe.total_steps)
         # before the model: its first batch takes seconds on a cold cluster, and the model is built meanwhile
         stream = self.open_stream(self.job.splits[TRAIN], part)
+        setup: Setup | None = None
         try:
             with self._located():
                 setup = prepare(self.job.workload, self.config, self.recipe, self.place, is_resumed=self.first_step > 0)
-                for note in setup.parallel.notes if self.place.rank == 0 else ():
+                notes = [*setup.parallel.notes, *(setup.compilation.notes if setup.compilation else ())]
+                for note in notes if self.place.rank == 0 else ():
                     self.emit(EventRecord(note))
                 if self.checkpointing is not None:
                     self.checkpointing.begin(self.state(setup))
                 verdict = self._steps(setup, stream, plan)
                 if verdict is None:
-                    setup.parallel.close()
+                    setup.close()
                     raise LeftEarly(f"left in good order after step {self.step}, whose checkpoint is complete")
                 has_evaluated = self._evaluate_if_due(at_end=True)
                 if not has_evaluated and self.metrics and self.step == self.first_step and self.place.rank == 0:
                     self.emit(EvaluationRecord(self.step, dict(self.metrics), 0.0))  # resumed after its end
                 if self.checkpointing is not None:
                     self.checkpointing.finish(self.step, self.metrics)
+                self.compiled = setup.compilation.report() if setup.compilation else {}
                 weights = setup.parallel.full_state_dict() if self.config.checkpoint.save_final else {}
                 if self.save_weights is not None and self.place.rank == 0 and weights:
                     self.save_weights(weights)
-                setup.parallel.close()
+                setup.close()
         finally:
             stream.close()
+            if setup is not None:
+                setup.undo.close()  # after an error: torch's switches are the process's
         summary = self._summary(setup, plan, stream, verdict)
         self.emit(summary)
         return summary
@@ -176,9 +183,10 @@ class _Run:
         first = next(stream, None)
         if first is None:
             return "done"  # resumed after its last step
-        check_first_batch(
-            self.job.workload, setup.parallel.module, first, setup, self.place, gives_tuples=split.gives_tuples
-        )
+        with eagerly() if setup.compilation else contextlib.nullcontext():
+            check_first_batch(
+                self.job.workload, setup.parallel.module, first, setup, self.place, gives_tuples=split.gives_tuples
+            )
         scaler = setup.precision.scaler
         self.clock.start(stream.waited_s)
         for batch in self._batches(first, stream):
@@ -195,6 +203,7 @@ class _Run:
             step_s, waited_s = self.clock.tick(stream.waited_s)
             if self.step == self.first_step + 1:
                 self.first_step_s = time.time() - self.job.started_at
+                self._check_compilation(setup)
             sent_bytes = setup.parallel.bytes_sent()
             if self.place.rank == 0:
                 self.emit(
@@ -222,6 +231,14 @@ class _Run:
             if saves and result.signals and saves.after_step(self.step, result.signals, self.metrics):
                 return None
         return "done"
+
+    def _check_compilation(self, setup: Setup) -> None:
+        """Once a step has run: say what was not compiled, as nothing else would."""
+        if setup.compilation is None:
+            return
+        for text in setup.compilation.check():
+            if self.place.rank == 0:
+                self.emit(EventRecord(text, kind="warning", step=self.step))
 
     def _meets(self, setup: Setup, step: int) -> bool:
         """Whether all ranks sum losses and signals in this step, which whatever is decided together needs."""
@@ -308,8 +325,12 @@ class _Run:
                 raise PeerLostError(
                     f"{where}, step {self.step + 1}: another worker is gone or did not answer: {first}"
                 ) from exc
-            raise explained(exc) or StepFailedError(
-                f"{where}, step {self.step + 1}:\n  {user_traceback(exc)}", self.progress.steps_done, self.step
+            raise (
+                explained(exc)
+                or compile_error(exc)
+                or StepFailedError(
+                    f"{where}, step {self.step + 1}:\n  {user_traceback(exc)}", self.progress.steps_done, self.step
+                )
             ) from exc
 
     def _summary(self, setup: Setup, plan: StepPlan, stream: StepStream, verdict: str) -> WorkerSummary:
@@ -337,6 +358,7 @@ class _Run:
             device=str(self.place.device),
             model={"num_parameters": setup.num_parameters, "initial_hash": setup.initial_hash},
             hardware={"cpu": cpu_model(), "accelerators": accelerators()},
+            compilation=self.compiled,
         )
 
 

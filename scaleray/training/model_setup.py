@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from scaleray.reproducibility.seeding import (
 from scaleray.scaling.recipe import Recipe
 from scaleray.strategies import STRATEGIES, Parallel
 from scaleray.strategies.mesh import build_mesh
-from scaleray.training import optimizers, precision
+from scaleray.training import activation_checkpointing, optimizers, precision
+from scaleray.training.compilation import Compilation, compiled
 from scaleray.training.place import Place
 from scaleray.workload import call_user_code
 
@@ -36,6 +38,14 @@ class Setup:
     precision: precision.Precision
     num_parameters: int
     initial_hash: str
+    compilation: Compilation | None = None
+    undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """Takes back, in reverse order, what was done to the user's model and to torch before the strategy."""
+
+    def close(self) -> None:
+        """Leave the user's model as `build_model` made it, but trained."""
+        self.parallel.close()
+        self.undo.close()
 
 
 def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place, *, is_resumed: bool = False) -> Setup:
@@ -43,6 +53,17 @@ def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place, *, i
 
     is_resumed: a checkpoint will be loaded into it, so that `workload.weights` is not needed any more.
     """
+    undo = contextlib.ExitStack()
+    try:
+        return _prepare(workload, config, recipe, place, undo, is_resumed=is_resumed)
+    except BaseException:
+        undo.close()
+        raise
+
+
+def _prepare(
+    workload: Any, config: RunConfig, recipe: Recipe, place: Place, undo: contextlib.ExitStack, *, is_resumed: bool
+) -> Setup:
     if config.deterministic:
         use_deterministic_algorithms()
     # the same seed on every rank, so that every rank draws the same initial parameters
@@ -57,6 +78,10 @@ def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place, *, i
     num_parameters = sum(p.numel() for p in model.parameters())
     # before the strategy, whose collectives would wait for ever for ranks that built another model
     check_equal_structure(model, place.group)
+    # checkpointing before compiling: the compiler then sees what is computed again, and plans memory with it
+    undo.callback(activation_checkpointing.apply(model, config.activations, workload))
+    # compiling before the strategy: hooks that communicate stay outside the graphs, or would break them without a word
+    compilation = undo.enter_context(compiled(model, config, workload))
     mesh = build_mesh(config, recipe.strategy, place.world_size, place.device.type) if place.group else None
     if config.deterministic:
         # DDP lays its buckets out anew after the first step, which changes the order of its sums: a resumed run would
@@ -84,6 +109,8 @@ def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place, *, i
         precision=arithmetic,
         num_parameters=num_parameters,
         initial_hash=initial_hash,
+        compilation=compilation,
+        undo=undo,
     )
 
 
