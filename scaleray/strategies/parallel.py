@@ -40,6 +40,8 @@ class Parallel:
     """By how much the strategy divides summed gradients: the world size where it averages, 1 where it sums."""
     no_sync: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """Context of a micro-batch that is not the last of its step: gradients stay local."""
+    abandon: Callable[[], None] | None = None
+    """Forget a step none of whose backward passes has communicated yet, so that it can be repeated. None: it cannot."""
     before_evaluation: Callable[[], None] = lambda: None
     """Make buffers equal on all ranks. Collective."""
     full_state_dict: Callable[[], dict[str, Any]] = dict

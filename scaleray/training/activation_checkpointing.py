@@ -58,6 +58,7 @@ def _checkpointed(forward: Forward, *, selective: bool) -> Forward:
     def checkpointed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
+        more: dict[str, Any]
         if torch.compiler.is_compiling():  # the compiled repetition updates no buffers, and takes torch's contexts only
             more = {"context_fn": _selective_contexts} if selective else {}
         else:

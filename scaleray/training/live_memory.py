@@ -6,10 +6,13 @@ alone, so that a limit on them can be tested.
 
 from __future__ import annotations
 
+import gc
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -26,6 +29,8 @@ class LiveTensors(TorchDispatchMode):
         self._alive: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it will ask again for each rank's own part
         kwargs = kwargs or {}
         before = {id(t.untyped_storage()) for t in tree_iter((args, kwargs)) if _has_storage(t)}
         result = func(*args, **kwargs)
@@ -33,6 +38,10 @@ class LiveTensors(TorchDispatchMode):
             if _has_storage(tensor) and id(tensor.untyped_storage()) not in before:
                 self._count(tensor.untyped_storage())
         return result
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's memory is among the bytes."""
+        return id(_local(tensor).untyped_storage()) in self._alive
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)  # the object lives as long as the memory
@@ -51,11 +60,25 @@ def _has_storage(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta
 
 
-def storage_bytes(tensors: Any) -> int:
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the memory behind some tensors on this rank, shared memory counted once."""
-    sizes = {}
-    for tensor in tensors:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        if _has_storage(local):
-            sizes[local.untyped_storage().data_ptr() or id(local)] = local.untyped_storage().nbytes()
-    return sum(sizes.values())
+    storages = {id(s): s for s in (_local(t).untyped_storage() for t in tensors if not t.is_meta)}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def is_out_of_memory(exc: BaseException) -> bool:
+    """Whether an error says that memory ran out, of a device or of the host."""
+    if isinstance(exc, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(exc, RuntimeError) and "can't allocate memory" in str(exc)
+
+
+def free_unused(device: torch.device) -> None:
+    """Give back what a failed pass left: cycles that hold activations, and the allocator's empty blocks."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

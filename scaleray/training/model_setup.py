@@ -11,7 +11,7 @@ from torch import nn
 
 from scaleray.checkpoints.consolidated import load_weights
 from scaleray.config import RunConfig
-from scaleray.errors import WorkloadError
+from scaleray.errors import ConfigError, WorkloadError
 from scaleray.reproducibility.seeding import (
     check_equal_parameters,
     check_equal_structure,
@@ -89,6 +89,11 @@ def _prepare(
         strategy = config.strategy.model_copy(update={"find_unused_parameters": True, "static_graph": False})
         config = config.model_copy(update={"strategy": strategy})
     parallel = STRATEGIES[recipe.strategy](model, mesh, config, workload)
+    if config.memory.on_out_of_memory == "halve" and parallel.abandon is None:
+        raise ConfigError(
+            "memory.on_out_of_memory", "halve", f"under {recipe.strategy} ranks communicate within a pass, which none can give up alone",
+            "use --memory.find-micro-size, or a smaller batch.micro_size",
+        )  # fmt: skip
     if config.workload.weights is not None and not is_resumed:
         # after the strategy, so that each rank reads its own shards only; nobody writes there meanwhile
         load_weights(parallel.module.state_dict(), config.workload.weights)
