@@ -118,6 +118,10 @@ class WorkerSummary:
     """Number of parameters and the hash of their initial values."""
     hardware: dict[str, Any] = field(default_factory=dict)
     """Processor and accelerators of this worker's node."""
+    compilation: dict[str, Any] = field(default_factory=dict)
+    """What came of torch.compile: graphs, graph breaks and failures with file and line. Empty where it was not asked for."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    """What fills the memory of this worker in bytes, and what a search for a micro-batch found."""
 
 
 WorkerMessage = StepRecord | EvaluationRecord | SystemRecord | CheckpointRecord | EventRecord | WorkerSummary
@@ -162,6 +166,10 @@ class RunRecord:
     events: list[str] = field(default_factory=list)
     resumed_after: list[int] = field(default_factory=list)
     """Steps whose checkpoints the run went on from, after interruptions and lost workers."""
+    compilation: dict[str, Any] = field(default_factory=dict)
+    """What came of torch.compile on rank 0, see WorkerSummary."""
+    memory: list[dict[str, Any]] = field(default_factory=list)
+    """What filled the memory of each worker, by rank."""
     unsent_file: str | None = None
     """Metrics that MLflow did not take; `scaleray tracking replay FILE` sends them."""
 

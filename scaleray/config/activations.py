@@ -14,8 +14,9 @@ class ActivationSettings(Settings):
 
     checkpointing: Literal["none", "full", "every", "selective", "budget"] = "none"
     """full: every block is computed again; every: each `every`-th block; selective: cheap operations are computed again,
-    matrix products kept; budget: torch chooses what to keep within `memory_budget`."""
+    matrix products kept; budget: the compiler chooses what to keep within `memory_budget`, so that it needs `compilation.what`."""
     every: Count = 2
     """With `every`: distance between two blocks that are computed again."""
     memory_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """With `budget`: share of the activation memory that may be used; 1 keeps all, 0 computes all again."""
+    """With `budget`: share of the activation memory that may be used, of what the compiler keeps by itself at 1 to the
+    inputs of what is compiled at 0."""

@@ -10,7 +10,7 @@ from scaleray.config.run import RunConfig
 from scaleray.config.strategy import EXACT
 
 HARMLESS = (
-    "scale.", "strategy.", "fsdp.", "tensor.", "pipeline.", "shares.", "activations.", "compilation.",
+    "scale.", "strategy.", "fsdp.", "tensor.", "pipeline.", "shares.", "activations.", "compilation.", "memory.",
     "checkpoint.", "tracking.", "evaluation.", "batch.micro_size",
     "data.chunk_mib", "data.prefetch_mib", "data.reserved_cpus", "data.timeout_s",
 )  # fmt: skip

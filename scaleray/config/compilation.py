@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from scaleray.config.base import Settings
+from pydantic import field_validator, model_validator
+
+from scaleray.config.base import Settings, absolute_path
 
 
 class CompilationSettings(Settings):
@@ -12,11 +14,24 @@ class CompilationSettings(Settings):
 
     what: Literal["nothing", "blocks", "model"] = "nothing"
     """blocks: each of the workload's `blocks` by itself, which compiles one of them and serves all."""
+    backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
+    """inductor generates code, for which a CPU needs g++; the others only trace the graph, to look for what breaks it."""
     dynamic: bool | None = None
     """Shapes that vary without compiling anew. None: torch decides after the first change."""
     mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
-    """torch.compile's mode."""
+    """inductor's mode."""
     cache_dir: str | None = None
-    """Folder in which compiled code is kept between runs. None: torch's own."""
+    """Folder on the workers in which inductor keeps compiled code between runs. None: torch's own."""
     must_succeed: bool = False
     """Fail rather than go on without compilation when it fails."""
+
+    @field_validator("cache_dir", mode="after")
+    @classmethod
+    def _absolute(cls, value: str | None) -> str | None:
+        return None if value is None else absolute_path(value)
+
+    @model_validator(mode="after")
+    def _mode_is_inductors(self) -> CompilationSettings:
+        if self.mode != "default" and self.backend != "inductor":
+            raise ValueError(f"mode: it is inductor's, and compilation.backend is {self.backend}")
+        return self

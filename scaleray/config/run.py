@@ -17,6 +17,7 @@ from scaleray.config.fine_tuning import FineTuningSettings
 from scaleray.config.fsdp import FsdpSettings
 from scaleray.config.gossip import GossipSettings
 from scaleray.config.local_sgd import LocalSgdSettings
+from scaleray.config.memory import MemorySettings
 from scaleray.config.optimizer import OptimizerSettings
 from scaleray.config.pipeline import PipelineSettings
 from scaleray.config.pruning import PruningSettings
@@ -32,6 +33,9 @@ from scaleray.config.shares import SharesSettings
 from scaleray.config.strategy import StrategySettings
 from scaleray.config.tensor import TensorSettings
 from scaleray.config.workload import WorkloadSettings
+
+APART = ("local_sgd", "diloco", "gossip", "async_sgd", "pipeline")
+"""Strategies under which a step cannot be repeated on all workers."""
 
 
 class RunConfig(Settings):
@@ -55,6 +59,7 @@ class RunConfig(Settings):
     precision: PrecisionSettings = PrecisionSettings()
     activations: ActivationSettings = ActivationSettings()
     compilation: CompilationSettings = CompilationSettings()
+    memory: MemorySettings = MemorySettings()
     pruning: PruningSettings = PruningSettings()
     fine_tuning: FineTuningSettings = FineTuningSettings()
     data: DataSettings = DataSettings()
@@ -72,6 +77,35 @@ class RunConfig(Settings):
         if self.stop.at is not None and self.evaluation.every is None:
             raise ValueError(
                 "stop.at: it is looked at after evaluations, so evaluation.every is needed, such as '1 epoch'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _budget_is_the_compilers(self) -> RunConfig:
+        if self.activations.checkpointing == "budget" and (
+            self.compilation.what == "nothing" or self.compilation.backend == "eager"
+        ):
+            raise ValueError(
+                "activations.checkpointing: budget is carried out by the compiler, which knows what each operation costs "
+                "and keeps: set compilation.what to blocks or model with backend inductor, or use selective"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _micro_batches_may_change(self) -> RunConfig:
+        for key, is_on, apart in (
+            ("memory.find_micro_size", self.memory.find_micro_size, ("async_sgd", "pipeline")),
+            ("memory.on_out_of_memory", self.memory.on_out_of_memory == "halve", APART),
+        ):
+            if is_on and self.strategy.name in apart:
+                raise ValueError(
+                    f"{key}: a step cannot be repeated on all workers under strategy.name {self.strategy.name}"
+                )
+            if is_on and self.strategy.static_graph:
+                raise ValueError(f"{key}: it may accumulate more than planned, which strategy.static_graph cannot")
+        if self.memory.find_micro_size and self.memory.limit_gib is None and not self.scale.gpus_per_worker:
+            raise ValueError(
+                "memory.limit_gib: a search for a micro-batch needs it on CPU workers, which share their memory"
             )
         return self
 

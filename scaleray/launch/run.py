@@ -364,6 +364,8 @@ class _Run:
             run_dir=without_password(self.folder.path),
             events=recording.events,
             resumed_after=recording.resumed_after,
+            compilation=summary.compilation if summary else {},
+            memory=[s.memory for s in recording.summaries],
         )
         if status == "FINISHED" and self.config.checkpoint.save_final:
             recorder.log_files([self.folder.local_weights()], "model")

@@ -531,6 +531,27 @@ def _uneven_shares(
     return shares_by_speed(settings.speeds, total=batch_size, smallest=settings.smallest), None
 
 
+def with_micro_size(recipe: Recipe, size: int, *, why: str) -> Recipe:
+    """The recipe with smaller micro-batches, of which more make the same global batch. Evaluations follow where they did."""
+    follows = recipe.evaluation_micro_batch_size == recipe.micro_batch_size
+    return dataclasses.replace(
+        recipe,
+        micro_batch_size=size,
+        accumulation_steps=math.ceil(recipe.per_worker_batch_size / size),
+        evaluation_micro_batch_size=size if follows else recipe.evaluation_micro_batch_size,
+        explanations={
+            **recipe.explanations,
+            "micro_batch_size": why,
+            "accumulation_steps": f"{recipe.per_worker_batch_size} per worker / {size}",
+        },
+    )
+
+
+def largest_divisor(of: int, *, at_most: int) -> int | None:
+    """The largest divisor that is no larger; None where there is none."""
+    return next((d for d in range(min(of, at_most), 0, -1) if of % d == 0), None)
+
+
 def _largest_batch(config: RunConfig, data: DataSize) -> int:
     samples = data.num_samples // config.scale.max_workers * config.scale.max_workers
     return samples * (data.tokens_per_sample or 1) if config.batch.unit == "tokens" else samples

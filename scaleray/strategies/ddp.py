@@ -43,6 +43,10 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         nonlocal sent
         sent += sent_a_step
 
+    def abandon() -> None:
+        # a pass that ended within no_sync would leave this rank alone in not sharing buffers with the next one
+        wrapped.require_forward_param_sync = True
+
     def share_buffers() -> None:
         # DDP does so at the start of a forward pass; after the last one the ranks' buffers differ
         for buffer in model.buffers():
@@ -63,6 +67,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         module=model,
         gradient_divisor=dist.get_world_size(group),
         no_sync=wrapped.no_sync,
+        abandon=abandon,
         before_evaluation=share_buffers,
         full_state_dict=full_state_dict,
         after_update=count,

@@ -41,6 +41,8 @@ class Parallel:
     steps nothing is summed."""
     no_sync: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """Context of a micro-batch that is not the last of its step: gradients stay local."""
+    abandon: Callable[[], None] | None = None
+    """Forget a step none of whose backward passes has communicated yet, so that it can be repeated. None: it cannot."""
     before_evaluation: Callable[[], None] = lambda: None
     """Make buffers equal on all ranks. Collective."""
     full_state_dict: Callable[[], dict[str, Any]] = dict

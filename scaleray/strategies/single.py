@@ -13,4 +13,4 @@ from scaleray.strategies.parallel import Parallel, cpu_state_dict
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
     """The model as it is."""
-    return Parallel(model=model, module=model, full_state_dict=lambda: cpu_state_dict(model))
+    return Parallel(model=model, module=model, full_state_dict=lambda: cpu_state_dict(model), abandon=lambda: None)

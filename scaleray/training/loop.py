@@ -31,11 +31,15 @@ from scaleray.errors import (
 )
 from scaleray.records import EvaluationRecord, EventRecord, StepRecord, SystemRecord, WorkerMessage, WorkerSummary
 from scaleray.reproducibility.fingerprint import accelerators, cpu_model
+from scaleray.scaling.recipe import Recipe, with_micro_size
 from scaleray.scaling.shares import described
+from scaleray.training import memory_report, micro_batch_finder
 from scaleray.training.checkpointing import Checkpointing
+from scaleray.training.compilation import compile_error, eagerly
 from scaleray.training.evaluation import Evaluator
 from scaleray.training.fine_tuning import merged
 from scaleray.training.job import TRAIN, Split, TrainJob
+from scaleray.training.live_memory import is_out_of_memory
 from scaleray.training.model_setup import Setup, prepare
 from scaleray.training.place import Place
 from scaleray.training.progress import COLLECTIVES, Progress
@@ -90,6 +94,10 @@ class _Run:
         self.first_step_s = math.nan
         self.sent_bytes = 0.0
         self.said = 0
+        self.compiled: dict[str, Any] = {}
+        self.memory: dict[str, Any] = {}
+        self.search: dict[str, Any] = {}
+        self.micro_batch_size: int | None = None  # where it is not the config's
         self.system = SystemMetrics() if self.config.tracking.system_metrics and place.local_rank == 0 else None
         self.sampled_at = time.monotonic()
 
@@ -106,30 +114,36 @@ class _Run:
         # before the model: its first batch takes seconds on a cold cluster, and the model is built meanwhile
         split = self.job.splits[TRAIN]
         stream = PartStream(lambda part: self.open_stream(split, part), part, timeout_s=self.config.data.timeout_s)
+        setup: Setup | None = None
         try:
             with self._located():
                 setup = prepare(self.job.workload, self.config, self.recipe, self.place, is_resumed=self.first_step > 0)
                 self._say_notes(setup)
+                for note in setup.compilation.notes if setup.compilation and self.place.rank == 0 else ():
+                    self.emit(EventRecord(note))
                 self.shares.watch(setup.parallel.module)
                 if self.checkpointing is not None:
                     self.checkpointing.begin(self.state(setup))
                     self._say_notes(setup)
                 verdict = self._steps(setup, stream, plan)
                 if verdict is None:
-                    setup.parallel.close()
+                    setup.close()
                     raise LeftEarly(f"left in good order after step {self.step}, whose checkpoint is complete")
                 has_evaluated = self._evaluate_if_due(at_end=True)
                 if not has_evaluated and self.metrics and self.step == self.first_step and self.place.rank == 0:
                     self.emit(EvaluationRecord(self.step, dict(self.metrics), 0.0))  # resumed after its end
                 if self.checkpointing is not None:
                     self.checkpointing.finish(self.step, self.metrics)
+                self.compiled = setup.compilation.report() if setup.compilation else {}
                 weights = setup.parallel.full_state_dict() if self.config.checkpoint.save_final else {}
                 if self.save_weights is not None and self.place.rank == 0 and weights:
                     self.save_weights(merged(weights, self.config.fine_tuning))
-                setup.parallel.close()
+                setup.close()
         finally:
             stream.close()
             self.shares.close()
+            if setup is not None:
+                setup.undo.close()  # after an error: torch's switches are the process's
         summary = self._summary(setup, plan, stream, verdict)
         self.emit(summary)
         return summary
@@ -151,7 +165,7 @@ class _Run:
             "nonfinite_steps": self.nonfinite_steps,
             "nonfinite_in_a_row": self.train_step.nonfinite_in_a_row if self.train_step else self.nonfinite_in_a_row,
             "metrics": self.metrics, "evaluated_at": self.evaluated_at, "verdict": self.verdict,
-            "training_time_s": self.clock.total_s, "shares": self.shares.state(),
+            "training_time_s": self.clock.total_s, "shares": self.shares.state(), "micro_batch_size": self.micro_batch_size,
         }  # fmt: skip
 
     def _worker_shares(self) -> WorkerShares:
@@ -177,6 +191,7 @@ class _Run:
         self.metrics = dict(progress["metrics"])
         self.verdict = progress.get("verdict")
         self.clock.total_s = progress.get("training_time_s", 0.0)
+        self.micro_batch_size = progress.get("micro_batch_size")
 
     def _steps(self, setup: Setup, stream: PartStream, plan: StepPlan) -> str | None:
         """Train to the end and give the verdict; None when the run was asked to leave."""
@@ -185,7 +200,7 @@ class _Run:
         step = TrainStep(
             self.job.workload, setup, self.config, self.recipe, self.place, gives_tuples=split.gives_tuples,
             probe=self.probe, signals=saves.signals if saves else tuple, before_update=saves.before_update if saves else lambda: None,
-            enter=self.progress.enter,
+            enter=self.progress.enter, on_halved=self._after_halving,
         )  # fmt: skip
         step.count_per_row, step.num_updates = self.count_per_row, self.step
         step.nonfinite_in_a_row = self.nonfinite_in_a_row
@@ -203,18 +218,24 @@ class _Run:
         first = next(stream, None)
         if first is None:
             return "done"  # resumed after its last step
-        check_first_batch(
-            self.job.workload, setup.parallel.module, first, setup, self.place, gives_tuples=split.gives_tuples
-        )
+        with eagerly() if setup.compilation else contextlib.nullcontext():
+            check_first_batch(
+                self.job.workload, setup.parallel.module, first, setup, self.place, gives_tuples=split.gives_tuples
+            )
+        step.recipe = self._find_micro_size(setup, first, gives_tuples=split.gives_tuples)
         scaler = setup.precision.scaler
         self.clock.start(stream.waited_s)
         for batch in self._batches(first, stream):
             learning_rate = setup.schedule.get_last_lr()[0]
             want_norm = (batch.step + 1) % self.config.tracking.every_steps == 0
             self.shares.begin_step(batch.step + 1)
-            result = step(
-                batch, num_rows=plan.num_rows(batch.step), want_norm=want_norm, meets=self._meets(setup, batch.step + 1)
-            )
+            with self._measured(setup):
+                result = step(
+                    batch,
+                    num_rows=plan.num_rows(batch.step),
+                    want_norm=want_norm,
+                    meets=self._meets(setup, batch.step + 1),
+                )
             with warnings.catch_warnings():  # torch warns when the first step was skipped, which is no mistake here
                 warnings.simplefilter("ignore", UserWarning)
                 setup.schedule.step()
@@ -228,6 +249,7 @@ class _Run:
             step_s, waited_s = self.clock.tick(stream.waited_s)
             if self.step == self.first_step + 1:
                 self.first_step_s = time.time() - self.job.started_at
+                self._check_compilation(setup)
             sent_bytes = setup.parallel.bytes_sent()
             if self.place.rank == 0:
                 self.emit(
@@ -264,6 +286,63 @@ class _Run:
         self.said += len(new)
         for note in new if self.place.rank == 0 else ():
             self.emit(EventRecord(note, step=self.step or None))
+
+    def _check_compilation(self, setup: Setup) -> None:
+        """Once a step has run: say what was not compiled, as nothing else would."""
+        if setup.compilation is None:
+            return
+        for text in setup.compilation.check():
+            if self.place.rank == 0:
+                self.emit(EventRecord(text, kind="warning", step=self.step))
+
+    def _find_micro_size(self, setup: Setup, first: RankBatch, *, gives_tuples: bool) -> Recipe:
+        """The recipe with the micro-batches to train with: found before, or now, or those of the config."""
+        self._setup = setup
+        share = self.recipe.per_worker_batch_size
+        known = self.micro_batch_size
+        if known is not None and share % known == 0 and known <= self.recipe.micro_batch_size:
+            self._use(with_micro_size(self.recipe, known, why="as before the interruption"))
+        elif self.config.memory.find_micro_size:
+            with self._eagerly_on_cpu(setup):
+                found = micro_batch_finder.find(
+                    self.job.workload, setup, self.config, self.recipe, self.place, first, gives_tuples=gives_tuples,
+                    enter=self.progress.enter,
+                )  # fmt: skip
+            self.search = found.values()
+            self.sent_bytes = setup.parallel.bytes_sent()
+            if self.place.rank == 0:
+                self.emit(EventRecord(str(found)))
+            self._use(with_micro_size(self.recipe, found.micro_batch_size, why="found before the first step"))
+        return self.recipe
+
+    def _after_halving(self, recipe: Recipe) -> None:
+        if self.place.rank == 0:
+            text = (
+                f"out of memory with micro-batches of {self.recipe.micro_batch_size} rows: repeating step {self.step + 1} with "
+                f"{recipe.micro_batch_size}, {recipe.accumulation_steps} accumulated; the global batch stays"
+            )
+            self.emit(EventRecord(text, kind="warning", step=self.step))
+        self._use(recipe)
+
+    def _use(self, recipe: Recipe) -> None:
+        """Go on with smaller micro-batches, in evaluations too."""
+        self.micro_batch_size = recipe.micro_batch_size
+        self.recipe, self.job = recipe, dataclasses.replace(self.job, recipe=recipe)
+        self.evaluators = [self._evaluator(s, self._setup) for s in self.job.evaluation_splits()]
+
+    def _eagerly_on_cpu(self, setup: Setup) -> contextlib.AbstractContextManager[Any]:
+        # tensors inside compiled code cannot be counted
+        return eagerly() if setup.compilation and self.place.device.type == "cpu" else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _measured(self, setup: Setup) -> Iterator[None]:
+        """Look at the memory of the second step, the first that begins with the optimizer's state."""
+        if self.memory or self.step != self.first_step + 1:
+            yield
+            return
+        with memory_report.watching(setup, self.place.device) as memory:
+            yield
+        self.memory = memory
 
     def _meets(self, setup: Setup, step: int) -> bool:
         """Whether all ranks sum losses and signals in this step, which whatever is decided together needs."""
@@ -356,9 +435,25 @@ class _Run:
                 raise PeerLostError(
                     f"{where}, step {self.step + 1}: another worker is gone or did not answer: {first}"
                 ) from exc
-            raise explained(exc) or StepFailedError(
-                f"{where}, step {self.step + 1}:\n  {user_traceback(exc)}", self.progress.steps_done, self.step
-            ) from exc
+            text = f"{where}, step {self.step + 1}:\n  {user_traceback(exc)}"
+            if is_out_of_memory(exc):
+                text += f"\n  {self._memory_advice()}"
+            failed = StepFailedError(text, self.progress.steps_done, self.step)
+            raise (explained(exc) or compile_error(exc) or failed) from exc
+
+    def _memory_advice(self) -> str:
+        size = self.recipe.micro_batch_size
+        if size == 1:
+            return (
+                "Out of memory with single rows: activations.checkpointing full, or a strategy that shards the model."
+            )
+        backs_off = self.config.memory.on_out_of_memory == "halve"
+        why = "Ranks cannot give up a pass in which they communicate. " if backs_off else ""
+        more = "" if backs_off else ", --memory.on-out-of-memory halve"
+        return (
+            f"Out of memory with micro-batches of {size} rows. {why}Use --batch.micro-size {size // 2}, "
+            f"--memory.find-micro-size{more}, or activations.checkpointing."
+        )
 
     def _summary(self, setup: Setup, plan: StepPlan, stream: PartStream, verdict: str) -> WorkerSummary:
         steady = self.clock.steady_state()
@@ -385,6 +480,8 @@ class _Run:
             device=str(self.place.device),
             model={"num_parameters": setup.num_parameters, "initial_hash": setup.initial_hash},
             hardware={"cpu": cpu_model(), "accelerators": accelerators()},
+            compilation=self.compiled,
+            memory={**self.memory, **({"micro_batch": self.search} if self.search else {})},
         )
 
 

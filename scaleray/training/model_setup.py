@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from scaleray.config import RunConfig
-from scaleray.errors import WorkloadError
+from scaleray.errors import ConfigError, WorkloadError
 from scaleray.reproducibility.seeding import (
     check_equal_digests,
     check_equal_parameters,
@@ -24,7 +24,8 @@ from scaleray.scaling.recipe import Recipe
 from scaleray.strategies import STRATEGIES, Parallel
 from scaleray.strategies.mesh import build_mesh
 from scaleray.strategies.paged_build import PagedBuild
-from scaleray.training import fine_tuning, optimizers, precision, pruning
+from scaleray.training import activation_checkpointing, fine_tuning, optimizers, precision, pruning
+from scaleray.training.compilation import Compilation, compiled
 from scaleray.training.place import Place
 from scaleray.workload import call_user_code
 
@@ -40,6 +41,14 @@ class Setup:
     num_parameters: int
     initial_hash: str
     pruning: pruning.Pruning | None = None
+    compilation: Compilation | None = None
+    undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """Takes back, in reverse order, what was done to the user's model and to torch before the strategy."""
+
+    def close(self) -> None:
+        """Leave the user's model as `build_model` made it, but trained."""
+        self.parallel.close()
+        self.undo.close()
 
 
 def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place, *, is_resumed: bool = False) -> Setup:
@@ -47,6 +56,17 @@ def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place, *, i
 
     is_resumed: a checkpoint will be loaded into it, so that `workload.weights` is not needed any more.
     """
+    undo = contextlib.ExitStack()
+    try:
+        return _prepare(workload, config, recipe, place, undo, is_resumed=is_resumed)
+    except BaseException:
+        undo.close()
+        raise
+
+
+def _prepare(
+    workload: Any, config: RunConfig, recipe: Recipe, place: Place, undo: contextlib.ExitStack, *, is_resumed: bool
+) -> Setup:
     if config.deterministic:
         use_deterministic_algorithms()
     # the same seed on every rank, so that every rank draws the same initial parameters
@@ -64,6 +84,10 @@ def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place, *, i
         num_parameters = sum(p.numel() for p in model.parameters())
         # before the strategy, whose collectives would wait for ever for ranks that built another model
         check_equal_structure(model, place.group)
+        # checkpointing before compiling: the compiler then sees what is computed again, and plans memory with it
+        undo.callback(activation_checkpointing.apply(model, config.activations, workload))
+        # compiling before the strategy: hooks that communicate stay outside the graphs, or would break them without a word
+        compilation = undo.enter_context(compiled(model, config, workload))
         if recipe.strategy == "fsdp" and place.group is not None:
             # before each rank cuts its part out of its own model: afterwards nobody could tell
             if pages is None:
@@ -79,6 +103,11 @@ def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place, *, i
             strategy = config.strategy.model_copy(update={"find_unused_parameters": True, "static_graph": False})
             config = config.model_copy(update={"strategy": strategy})
         parallel = STRATEGIES[recipe.strategy](model, mesh, config, workload)
+    if config.memory.on_out_of_memory == "halve" and parallel.abandon is None:
+        raise ConfigError(
+            "memory.on_out_of_memory", "halve", f"under {recipe.strategy} ranks communicate within a pass, which none can give up alone",
+            "use --memory.find-micro-size, or a smaller batch.micro_size",
+        )  # fmt: skip
     if config.workload.weights is not None and not is_resumed:
         # after the strategy, so that each rank reads its own shards only; nobody writes there meanwhile
         fine_tuning.load(parallel.module, workload, config.workload.weights)
@@ -108,6 +137,8 @@ def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place, *, i
         num_parameters=num_parameters,
         initial_hash=initial_hash,
         pruning=masks,
+        compilation=compilation,
+        undo=undo,
     )
 
 

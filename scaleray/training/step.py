@@ -22,8 +22,9 @@ from scaleray.config import RunConfig
 from scaleray.data import RankBatch
 from scaleray.errors import DataError, WorkloadError
 from scaleray.reproducibility.seeding import same_random_numbers
-from scaleray.scaling.recipe import Recipe
+from scaleray.scaling.recipe import Recipe, largest_divisor, with_micro_size
 from scaleray.strategies.parallel import MicroBatch
+from scaleray.training.live_memory import free_unused, is_out_of_memory
 from scaleray.training.model_setup import Setup
 from scaleray.training.place import Place
 from scaleray.workload import call_user_code
@@ -68,15 +69,17 @@ class TrainStep:
     """Runs optimizer steps for one worker. `gives_tuples`: the loss receives the columns as a tuple.
 
     signals: numbers of this rank that are summed over all ranks with each step. before_update: called when the optimizer
-    is about to change parameters.
+    is about to change parameters. on_halved: called with the recipe of smaller micro-batches after memory ran out.
     """
 
     def __init__(
         self, workload: Any, setup: Setup, config: RunConfig, recipe: Recipe, place: Place, *, gives_tuples: bool,
         probe: Probe | None = None, signals: Callable[[], tuple[float, ...]] = tuple, before_update: Callable[[], None] = lambda: None,
-        enter: Callable[[str], None] = lambda phase: None,
+        enter: Callable[[str], None] = lambda phase: None, on_halved: Callable[[Recipe], None] = lambda recipe: None,
     ) -> None:  # fmt: skip
         self.workload, self.setup, self.config, self.recipe, self.place = workload, setup, config, recipe, place
+        self.on_halved = on_halved
+        self.backs_off = config.memory.on_out_of_memory == "halve"
         self.gives_tuples, self.probe = gives_tuples, probe
         self.signals, self.before_update, self.enter = signals, before_update, enter
         self.parameters = [p for p in setup.parallel.module.parameters() if p.requires_grad]
@@ -100,8 +103,16 @@ class TrainStep:
         # corrected by the true count after it. With a constant count per row there is nothing to correct.
         expected = (max(1, batch.num_rows) if is_local else num_rows) * self.count_per_row
         self._scale = (1 if is_local else parallel.gradient_divisor) / expected
-        self._totals = torch.tensor([0.0, 0.0, *self.signals()], dtype=torch.float64, device=self.place.device)
-        own_sum, own_count = self._run_micro_batches(batch, num_rows=num_rows, meets=meets)
+        start = [0.0, 0.0, *self.signals()]
+        buffers = [(b, b.clone()) for b in parallel.module.buffers()] if self.backs_off else []
+        while True:
+            self._totals = torch.tensor(start, dtype=torch.float64, device=self.place.device)
+            try:
+                own_sum, own_count = self._run_micro_batches(batch, num_rows=num_rows, meets=meets)
+                break
+            except _MemoryRanOut as exc:
+                why = str(exc)
+            self._halve(why, buffers)
         loss_sum, count, *signals = self._totals.tolist()
         if meets and not 0 < count < math.inf:
             raise WorkloadError(
@@ -158,19 +169,65 @@ class TrainStep:
             parallel.run_micro_batches(pieces, self._objective, setup.precision.autocast)
             sum_up()
         else:
-            for number, piece in enumerate(pieces):
-                is_last = number == len(pieces) - 1
-                with contextlib.nullcontext() if is_last else parallel.no_sync():
-                    self.enter("loss")
-                    scaled = self._objective(parallel.model, piece)
-                    self.enter("synchronise")
-                    if is_last:
-                        sum_up()  # beside the backward pass, so that it costs no time of its own
-                    scaled.backward()
+            with self._out_of_memory() as shortage:
+                for piece in pieces[:-1]:
+                    with parallel.no_sync():
+                        self.enter("loss")
+                        scaled = self._objective(parallel.model, piece)
+                        self.enter("synchronise")
+                        scaled.backward()
+                self.enter("loss")
+                scaled = self._objective(parallel.model, pieces[-1])
+            self.enter("synchronise")
+            self._agree_on(shortage)
+            with self._out_of_memory(here=self.place.world_size == 1) as shortage:
+                sum_up()  # beside the backward pass, so that it costs no time of its own
+                scaled.backward()
+            if shortage:
+                raise _MemoryRanOut(shortage[0])
         if pending is not None:
             self.enter("synchronise")
             pending.wait()
         return float(own[0]), float(own[1])
+
+    @contextlib.contextmanager
+    def _out_of_memory(self, *, here: bool = True) -> Iterator[list[str]]:
+        """Catches a memory error where the step can be repeated; the list then has its text."""
+        shortage: list[str] = []
+        try:
+            yield shortage
+        except Exception as exc:
+            if not (self.backs_off and here and is_out_of_memory(exc)):
+                raise
+            shortage.append(
+                str(exc).partition("\n")[0] or type(exc).__name__
+            )  # the error itself would hold the activations
+
+    def _agree_on(self, shortage: list[str]) -> None:
+        """Raise _MemoryRanOut on all ranks if memory ran out on any: no gradient has been communicated yet. Collective."""
+        if not self.backs_off:
+            return
+        is_short = torch.tensor(float(bool(shortage)), device=self.place.device)
+        if self.place.world_size > 1:
+            dist.all_reduce(is_short, op=dist.ReduceOp.MAX)
+        if is_short:
+            raise _MemoryRanOut(shortage[0] if shortage else "on another worker")
+
+    def _halve(self, why: str, buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Micro-batches of half the size from now on, and everything as it was before the step that failed."""
+        size = self.recipe.micro_batch_size
+        smaller = largest_divisor(self.recipe.per_worker_batch_size, at_most=size // 2)
+        if smaller is None:
+            raise OutOfMemory(f"a micro-batch of one row does not fit: {why}")
+        assert self.setup.parallel.abandon is not None
+        self.setup.parallel.abandon()
+        self.setup.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        free_unused(self.place.device)
+        self.recipe = with_micro_size(self.recipe, smaller, why=f"halved from {size}, which ran out of memory")
+        self.on_halved(self.recipe)
 
     def _objective(self, model: Any, piece: MicroBatch) -> torch.Tensor:
         """The scaled loss of a micro-batch; its sum and count are added to the totals."""
@@ -238,6 +295,14 @@ class TrainStep:
             pruning.prune(self.num_updates)
         elif has_updated:
             pruning.apply()
+
+
+class _MemoryRanOut(Exception):
+    """On some rank, before anything was communicated; raised on all."""
+
+
+class OutOfMemory(MemoryError):
+    """No smaller micro-batch is left."""
 
 
 def micro_batches(batch: RankBatch, size: int, *, at_least: int = 1) -> Iterator[tuple[dict[str, np.ndarray], int]]:

@@ -1,6 +1,5 @@
 """Pipelines: every schedule is the training of one process, wherever the cuts lie and whatever the model shares across them."""
 
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -330,7 +329,12 @@ def test_a_model_that_makes_no_pipeline_is_refused_with_the_reason(gloo, workloa
 
 
 def test_micro_batches_that_make_no_equal_rounds_are_refused_before_anything_runs():
-    flags = {"strategy.name": "pipeline", "pipeline.schedule": "interleaved_1f1b", "batch.global_size": 5, "batch.micro_size": 1}
+    flags = {
+        "strategy.name": "pipeline",
+        "pipeline.schedule": "interleaved_1f1b",
+        "batch.global_size": 5,
+        "batch.micro_size": 1,
+    }
     with pytest.raises(ConfigError, match=r"5 micro-batches.*2 equal rounds"):
         make_job(Deep(), flags, world_size=2)
     make_job(Deep(), {**flags, "pipeline.schedule": "1f1b"}, world_size=2)
@@ -347,5 +351,3 @@ def test_micro_batches_that_make_no_equal_rounds_are_refused_before_anything_run
 def test_settings_that_fit_no_schedule_are_refused(settings, says):
     with pytest.raises(ValueError, match=says):
         PipelineSettings(**settings)
-
-

@@ -1,0 +1,95 @@
+"""What fills the memory of a worker: parameters, gradients, optimizer state, buffers and activations, in bytes.
+
+On a GPU the sums are the caching allocator's. On the CPU, whose allocator keeps no books, tensors are counted and the
+resident memory of the process stands beside them: it holds Python, torch and the input pipeline as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scaleray.training.live_memory import LiveTensors, storage_bytes
+from scaleray.training.model_setup import Setup
+
+
+@contextlib.contextmanager
+def watching(setup: Setup, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Fills the dict when the context, one whole training step, ends.
+
+    parameters_bytes, gradients_bytes, optimizer_bytes, buffers_bytes: memory that outlives the step. activations_bytes: what
+    the step needed beyond that at its peak, temporary results included; None where compiled code on a CPU hides it.
+    allocated_bytes, reserved_bytes, peak_bytes: of tensors, of the allocator (CPU: resident memory), of tensors at the peak.
+    fragmentation_share: of the reserved memory, what lies unused between blocks in use; None on the CPU.
+    """
+    report: dict[str, Any] = {}
+    if device.type == "cuda":
+        yield report
+        report.update(_on_cuda(setup, device))
+    elif setup.compilation is not None:
+        yield report  # counting would switch the compiled code off
+        report.update(_on_cpu(setup, None))
+    else:
+        with LiveTensors() as live:
+            yield report
+        report.update(_on_cpu(setup, live))
+
+
+def lasting(setup: Setup) -> dict[str, int]:
+    """Bytes on this rank of what outlives a step, by category."""
+    state = setup.optimizer.state
+    return {
+        "parameters_bytes": storage_bytes(setup.parallel.module.parameters()),
+        "gradients_bytes": storage_bytes(gradients(setup)),
+        "optimizer_bytes": storage_bytes(v for s in state.values() for v in s.values() if isinstance(v, torch.Tensor)),
+        "buffers_bytes": storage_bytes(setup.parallel.module.buffers()),
+    }
+
+
+def gradients(setup: Setup) -> list[torch.Tensor]:
+    """Those of this rank that are there."""
+    return [p.grad for p in setup.parallel.module.parameters() if p.grad is not None]
+
+
+def _on_cpu(setup: Setup, live: LiveTensors | None) -> dict[str, Any]:
+    kept = lasting(setup)
+    total = sum(kept.values())
+    activations = None
+    if live is not None:
+        activations = max(0, live.peak - storage_bytes(g for g in gradients(setup) if live.knows(g)))
+    return {
+        **kept,
+        "activations_bytes": activations,
+        "allocated_bytes": total,
+        "reserved_bytes": _resident_bytes(),
+        "peak_bytes": total + activations if activations is not None else None,
+        "peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # Linux counts in KiB
+        "fragmentation_share": None,
+        "is_counted": True,
+    }
+
+
+def _on_cuda(setup: Setup, device: torch.device) -> dict[str, Any]:
+    kept = lasting(setup)
+    stats = torch.cuda.memory_stats(device)
+    peak, reserved = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.current"]
+    return {
+        **kept,
+        "activations_bytes": max(0, peak - sum(kept.values())),
+        "allocated_bytes": stats["allocated_bytes.all.current"],
+        "reserved_bytes": reserved,
+        "peak_bytes": peak,
+        "peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "fragmentation_share": stats["inactive_split_bytes.all.current"] / reserved if reserved else 0.0,
+        "is_counted": False,
+    }
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
