@@ -152,7 +152,7 @@ def _building(config: RunConfig, recipe: Recipe, place: Place) -> contextlib.Abs
 def _differs_between_ranks(parallel: Parallel) -> bool:
     """Whether a rank can see an overflow that others do not, in a step that they take together."""
     is_sharded = any(isinstance(p, DTensor) for p in parallel.module.parameters())
-    return not parallel.is_local and (is_sharded or parallel.is_partitioned)
+    return not parallel.replicas_differ and (is_sharded or parallel.is_partitioned)
 
 
 def _check_model(model: Any) -> None:
