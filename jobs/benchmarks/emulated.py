@@ -80,7 +80,7 @@ def bubble(place: Place, settings: dict[str, Any]) -> Figures:
     """Share of the stages' time that is idle, from the first pass of any to the last; median of steps."""
     num_micro = settings["num_micro"]
     timeline = Timeline()
-    layer = EmulatedLayer(WIDTH, Timing(forward_s=0.02), index=place.rank, timeline=timeline)
+    layer = EmulatedLayer(WIDTH, Timing(forward_s=0.04), index=place.rank, timeline=timeline)
     stage = PipelineStage(layer, place.rank, place.world_size, torch.device("cpu"))
     schedule = SCHEDULES[settings["schedule"]](stage, n_microbatches=num_micro, loss_fn=F.mse_loss)
     x, idle = torch.ones(num_micro, WIDTH), []
@@ -213,7 +213,7 @@ def describe(found: list[harness.Measurement]) -> str:
         )
     rows = []
     for side in dict.fromkeys(m["side"] for m in found if "shares" in m):
-        workers, slowdown = int(side.split()[0]), 2.0 if "one slowed" in side else 1.0
+        workers, slowdown = int(side.split()[0]), 2.0 if ", one slowed" in side else 1.0
         speeds = [1 / slowdown, *[1.0] * (workers - 1)]
         ideal = sum(speeds) / (workers * min(speeds)) if side.endswith("speed") else 1.0
         gain = gains(side, side.replace("shares speed", "shares equal")) if side.endswith("speed") else []

@@ -19,7 +19,7 @@ class SharesSettings(Settings):
     """speed: samples of a step in proportion to what each worker is measured to compute in a second. given: in proportion
     to `speeds`. The samples of a step stay the same, and so does their sum."""
     speeds: tuple[Positive, ...] | None = None
-    """by given: relative speed of each worker, in order of rank, such as [2, 1]."""
+    """by given: relative speed of each worker, in order of rank, such as [2, 1]. Which node has which rank is Ray's choice."""
     measure_every: Count = 50
     """by speed: steps between two measurements, after each of which the shares may change."""
     smallest: Annotated[float, Field(gt=0, le=1)] = 0.25

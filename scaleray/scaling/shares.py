@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 SMOOTHING = 0.5  # weight of a new measurement: two bad ones in a row move the shares, a single one by half
 LEAST_GAIN = 0.03  # of the step time, below which shares stay: a change throws away what was read ahead
+MOST_LISTED = 16  # workers in one sentence
 
 
 def shares_by_speed(speeds: Sequence[float], *, total: int, smallest: float) -> tuple[int, ...]:
@@ -66,7 +67,14 @@ def share_of(shares: Sequence[int], rank: int, *, num_rows: int) -> slice:
 
 
 def described(shares: Sequence[int], speeds: Sequence[float] | None) -> str:
-    """`shares of 64 samples: 40 + 24, speeds 1.6 : 1`."""
+    """`shares of 64 samples: 40 + 24, speeds 1.6 : 1`; of many workers the extremes."""
+    if len(shares) > MOST_LISTED:
+        text = f"shares of {sum(shares)} samples: {min(shares)} to {max(shares)} on {len(shares)} workers"
+        return (
+            text
+            if speeds is None
+            else f"{text}, the fastest {max(speeds) / min(speeds):.3g} times as fast as the slowest"
+        )
     text = f"shares of {sum(shares)} samples: {' + '.join(map(str, shares))}"
     if speeds is None:
         return text

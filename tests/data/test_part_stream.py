@@ -141,15 +141,16 @@ def test_a_stream_whose_tasks_hang_can_be_closed_all_the_same():
     part, source = Part(StepPlan(40, 4), 0, 1, 0, 10), ArraySource({"n": np.arange(40)})
 
     def hanging():
+        yield next(local_blocks(source, part, chunk_bytes=1))
         has_hung.set()
         never.wait(60)
-        yield from ()
 
     demand = Demand()
     blocks = start_locally(local_blocks(source, part, chunk_bytes=1), hanging(), demand, patience_s=0.0)
     stream = StepStream(blocks, part, demand=demand, timeout_s=20)
     next(stream)
     assert has_hung.wait(20)
+    time.sleep(0.3)  # the filling thread has taken the one block by then, and waits for the next
     stream.close(wait_s=20)
     assert not stream._thread.is_alive()
     never.set()

@@ -117,6 +117,8 @@ def test_a_worker_without_a_measurement_keeps_its_speed_or_counts_as_one_of_the_
 def test_the_event_says_shares_and_ratio():
     assert described((40, 24), (160.0, 100.0)) == "shares of 64 samples: 40 + 24, speeds 1.6 : 1"
     assert described((40, 24), None) == "shares of 64 samples: 40 + 24"
+    many = described([1] * 99 + [3], [1.0] * 99 + [2.5])
+    assert many == "shares of 102 samples: 1 to 3 on 100 workers, the fastest 2.5 times as fast as the slowest"
 
 
 # what the recipe derives and refuses

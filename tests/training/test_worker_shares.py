@@ -52,6 +52,15 @@ def assert_same_training(finished, plain, *, within=1e-9):
     assert largest_difference(plain.weights, finished.weights) <= within
 
 
+class Counting(TiedAndFrozen):
+    """Writes down the size of every micro-batch that is trained on."""
+
+    def loss(self, model, batch):
+        if model.training:
+            self.sizes = [*getattr(self, "sizes", []), len(batch["real"])]
+        return super().loss(model, batch)
+
+
 # exactness
 
 # 26 rows in batches of 8 leave a partial batch of 2, of which the ranks with small shares have nothing
@@ -73,6 +82,18 @@ def test_uneven_shares_equal_one_process(gloo, recipe, strategy, world_size):
         assert_same_training(finished, train_in_plain_torch(workload(), recipe))
     shares = "6 + 2" if world_size == 2 else "4 + 1 + 2 + 1"
     assert f"shares of 8 samples: {shares}" in finished.events
+
+
+def rows_trained_on(place, flags):
+    workload = Counting()
+    train(place, workload, flags)
+    return sum(workload.sizes)
+
+
+def test_every_rank_trains_on_its_share_of_the_rows_and_no_other(gloo):
+    flags = {**given_shares(4), "batch.drop_last": True}  # 2 epochs of 3 steps
+    assert gloo.run(4, rows_trained_on, flags) == [6 * share for share in (4, 1, 2, 1)]
+    assert gloo.run(4, rows_trained_on, {"batch.drop_last": True}) == [6 * 2] * 4
 
 
 def test_evaluation_keeps_equal_shares_and_its_result(gloo):
@@ -110,15 +131,6 @@ def seesaw(self):
     if self.speeds is None:
         return 1.0 + rank
     return self.speeds[rank] * (8 if rank == self.speeds.index(min(self.speeds)) else 1)
-
-
-class Counting(TiedAndFrozen):
-    """Writes down the size of every micro-batch that is trained on."""
-
-    def loss(self, model, batch):
-        if model.training:
-            self.sizes = [*getattr(self, "sizes", []), len(batch["real"])]
-        return super().loss(model, batch)
 
 
 def train_on_a_seesaw(place, workload, flags, **options):
