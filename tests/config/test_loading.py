@@ -155,7 +155,7 @@ def test_an_unknown_key_is_named_with_file_and_line_and_the_nearest_known_one(lo
     ("kwargs", "words"),
     [
         ({"flags": ["--scale.worker", "2"]}, ("flag scale.worker", "did you mean scale.workers?")),
-        ({"flags": ["--lr", "2"]}, ("flag lr", "sections are batch, checkpoint")),
+        ({"flags": ["--lr", "2"]}, ("flag lr", "sections are activations, batch, checkpoint")),
         ({"environ": {"SCALERAY_SCALE_WORKERS": "2"}}, ("SCALERAY_SCALE_WORKERS", "did you mean scale.workers?")),
         ({"flags": {"batch": {"global_size": 3}}}, ("override batch", "unknown key")),
     ],
@@ -310,6 +310,20 @@ CHANGES = {
     "pruning.method": "magnitude", "pruning.sparsity": 0.7, "pruning.start_step": 3, "pruning.end_step": 50, "pruning.every_steps": 7,
     "pruning.exclude": ["head"], "fine_tuning.lora_rank": 4, "fine_tuning.lora_alpha": 8.0, "fine_tuning.lora_layers": ["output"],
     "fine_tuning.freeze": ["embedding"], "fine_tuning.merge": False,
+    "fsdp.reshard_after_forward": False, "fsdp.replicas": 2, "fsdp.wrap": "size", "fsdp.wrap_min_parameters": 9,
+    "fsdp.wrap_classes": ["Block"], "fsdp.prefetch": 2, "fsdp.max_unsharded_gib": 1, "fsdp.accumulate": "sharded",
+    "fsdp.reduce_unused": True, "fsdp.cpu_offload": True, "fsdp.parameter_dtype": "bf16", "fsdp.reduce_dtype": "fp32",
+    "fsdp.build_gib": 1, "tensor.size": 4, "tensor.sequence_parallel": False, "pipeline.size": 4, "pipeline.schedule": "gpipe",
+    "pipeline.stages_per_worker": 2, "pipeline.split": "measured", "pipeline.data_axis": "fsdp", "local_sgd.sync_every": 2,
+    "local_sgd.warmup_steps": 2, "local_sgd.node_sync_every": 2, "local_sgd.node_size": 2, "local_sgd.average_momentum": False,
+    "local_sgd.outer_learning_rate": 1, "local_sgd.outer_momentum": 0.5, "gossip.graph": "ring", "gossip.is_asynchronous": True,
+    "gossip.max_staleness": 1, "gossip.meet_every": 5, "compression.name": "int8", "compression.start_step": 2, "compression.rank": 2,
+    "compression.density": 0.5, "compression.block_size": 64, "compression.max_error": 0.2, "compression.allowed": ["bf16"],
+    "compression.review_every": 5, "shares.by": "speed", "shares.speeds": [1, 2], "shares.measure_every": 5, "shares.smallest": 0.5,
+    "precision.tf32": True, "activations.checkpointing": "full", "activations.every": 3, "activations.memory_budget": 0.7,
+    "compilation.what": "model", "compilation.backend": "eager", "compilation.dynamic": True, "compilation.mode": "max-autotune",
+    "compilation.cache_dir": "x", "compilation.must_succeed": True, "memory.find_micro_size": True, "memory.limit_gib": 1,
+    "memory.reserve": 0.1, "memory.on_out_of_memory": "halve",
 }  # fmt: skip
 
 

@@ -393,14 +393,14 @@ def test_synchronisation_in_every_micro_batch_is_found_as_double(gloo):
 
 @contextlib.contextmanager
 def only_the_last_micro_batch():
-    forward = TrainStep._forward
+    objective = TrainStep._objective
 
-    def forgetful(self, columns):
+    def forgetful(self, model, piece):
         if many():
             self.setup.optimizer.zero_grad(set_to_none=False)
-        return forward(self, columns)
+        return objective(self, model, piece)
 
-    with knows_who_trains(), mock.patch.object(TrainStep, "_forward", forgetful):
+    with knows_who_trains(), mock.patch.object(TrainStep, "_objective", forgetful):
         yield
 
 
