@@ -178,7 +178,7 @@ class Layers(Classify):
         return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 3))
 
 
-GRADUAL = {"pruning.method": "magnitude", "pruning.sparsity": 0.7, "pruning.start_step": 1, "pruning.end_step": 6, "pruning.every_steps": 2}  # fmt: skip
+GRADUAL = {"pruning.method": "magnitude", "pruning.sparsity": 0.7, "pruning.start_step": 1, "pruning.end_step": 6, "pruning.every_steps": 3}  # fmt: skip
 METHODS = {
     "magnitude": {"pruning.method": "magnitude", "pruning.sparsity": 0.6},
     "gradual": GRADUAL,
@@ -310,7 +310,9 @@ def masks_after(place, strategy, method):
     with torch.no_grad():  # replicas that have drifted apart, as they never should
         for parameter in setup.parallel.module.parameters():
             if not isinstance(parameter, DTensor):
-                parameter += 1e-2 * place.rank * torch.randn_like(parameter)
+                parameter += 0.3 * place.rank * torch.randn_like(parameter)
+        for mask in setup.pruning.masks.values():
+            mask.zero_()
     setup.pruning.prune(6)
     masks = {name: full(mask).clone() for name, mask in setup.pruning.masks.items()}
     setup.parallel.close()
