@@ -37,6 +37,7 @@ from scaleray.training.model_setup import prepare
 sys.path.insert(0, str(Path(__file__).parents[2] / "jobs"))
 
 import llama_folder
+from language_model import LanguageModel
 from transformer import Transformer, TransformerConfig
 
 SHAPE = {"vocab_size": 17, "width": 24, "num_blocks": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_width": 40, "rope_base": 500.0, "max_sequence_length": 16}  # fmt: skip
@@ -160,6 +161,17 @@ def test_an_exported_model_is_read_back_and_is_llama(tmp_path, tied):
     other = Llama(tie_head=tied).build_model()
     fine_tuning.load(other, workload, str(tmp_path / "out"))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_the_language_model_takes_a_folder_of_its_own_shape_and_names_what_differs(tmp_path):
+    workload = LanguageModel(width=32, num_blocks=2, num_heads=2, sequence_length=16)
+    model, other = workload.build_model(), workload.build_model()
+    llama_folder.export(model, tmp_path / "bytes")
+    fine_tuning.load(other, workload, str(tmp_path / "bytes"))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    make_folder(tmp_path / "words", tied=True)
+    with pytest.raises(WorkloadError, match=r"head_dim|hidden_size|vocab_size"):
+        fine_tuning.load(other, workload, str(tmp_path / "words"))
 
 
 def loaded_in_shards(place, folder):

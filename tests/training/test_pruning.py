@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import sharding  # noqa: F401 - workers of the pool need it to know the strategy
@@ -18,7 +20,9 @@ from small_runs import (
 )
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from scaleray.config.pruning import PruningSettings
 from scaleray.errors import ConfigError, WorkloadError
@@ -102,6 +106,34 @@ def test_what_is_out_stays_out_while_the_share_grows(gloo):
         assert all((later[earlier]).all() for earlier, later in zip(few, more, strict=True))
 
 
+def masks_of_two_axes(place, num):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    draw = np.random.default_rng(4)
+    values = [torch.from_numpy(draw.integers(-2, 3, size=shape) / 4) for shape in ((8, 6), (6, 8))]
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False)).double()
+    with torch.no_grad():
+        model[0].weight.copy_(values[0])
+        model[1].weight.copy_(values[1])
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    parameters = list(model.parameters())
+    masks = [torch.zeros_like(p, dtype=torch.bool, requires_grad=False) for p in parameters]
+    rows = [mask.clone() for mask in masks]
+    with torch.no_grad():
+        pruning.take_out_smallest(parameters, masks, num)
+        pruning.take_out_rows(parameters, rows, 0.5)
+    return values, [full(mask).numpy() for mask in masks], [full(mask) for mask in rows]
+
+
+def test_shards_along_two_axes_are_chosen_from_alike(gloo):
+    for values, masks, rows in gloo.run(4, masks_of_two_axes, 37):
+        for mask, expected in zip(masks, smallest_in_numpy(values, 37), strict=True):
+            assert np.array_equal(mask.ravel(), expected)
+        for value, mask in zip(values, rows, strict=True):
+            order = np.argsort((value * value).sum(dim=1).numpy(), kind="stable")
+            assert sorted(mask.all(dim=1).nonzero().flatten().tolist()) == sorted(order[: len(value) // 2].tolist())
+
+
 def rows_of(place, share, placement):
     values = [tensors("distinct", torch.float64)[0], tensors("ties", torch.float64)[2]]
     if place.world_size > 1:
@@ -146,7 +178,7 @@ class Layers(Classify):
         return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 3))
 
 
-GRADUAL = {"pruning.method": "magnitude", "pruning.sparsity": 0.7, "pruning.start_step": 1, "pruning.end_step": 6, "pruning.every_steps": 2}  # fmt: skip
+GRADUAL = {"pruning.method": "magnitude", "pruning.sparsity": 0.7, "pruning.start_step": 1, "pruning.end_step": 6, "pruning.every_steps": 3}  # fmt: skip
 METHODS = {
     "magnitude": {"pruning.method": "magnitude", "pruning.sparsity": 0.6},
     "gradual": GRADUAL,
@@ -199,6 +231,45 @@ def test_a_weight_that_is_out_stays_exactly_zero_and_so_does_its_state(optimizer
                 assert weight[~mask].all()
 
 
+@pytest.mark.parametrize("clip_norm", [None, 0.2])
+def test_pruned_training_is_that_of_plain_torch_with_masks(clip_norm):
+    flags = {**FLAGS, **GRADUAL, "optimizer.clip_norm": clip_norm}
+    finished = train_alone(Layers(), flags)
+    job, sources = make_job(Layers(), flags)
+    settings, plan = job.config.pruning, job.train_plan()
+    losses, norms = [], []
+    with same_generators():
+        model = prepare(job.workload, job.config, job.recipe, Place()).parallel.module  # for its initial values
+        optimizer = torch.optim.AdamW(model.parameters(), 0.02, weight_decay=0.1)
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        masks = [torch.zeros(p.shape, dtype=torch.bool) for p in matrices]
+        for step in range(1, 11):
+            batch = {n: torch.from_numpy(v) for n, v in sources["train"].read(plan.global_indices(step - 1)).items()}
+            optimizer.zero_grad()
+            total, count = job.workload.loss(model, {**batch, "x": batch["x"].double()})
+            (total / count).backward()
+            for p, mask in zip(matrices, masks, strict=True):
+                p.grad[mask] = 0
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip_norm or math.inf).item())
+            losses.append((total / count).item())
+            optimizer.step()
+            if pruning.is_due(settings, step):
+                num = round(pruning.sparsity_at(settings, step) * sum(p.numel() for p in matrices))
+                values = [p.detach().masked_fill(mask, 0) for p, mask in zip(matrices, masks, strict=True)]
+                found = smallest_in_numpy(values, num)
+                masks = [torch.from_numpy(m).view(p.shape) for m, p in zip(found, matrices, strict=True)]
+            with torch.no_grad():
+                for p, mask in zip(matrices, masks, strict=True):
+                    p[mask] = 0
+                    for value in optimizer.state[p].values():
+                        if value.ndim:
+                            value[mask] = 0
+    assert max(relative_differences(losses, finished.losses)) < 1e-12
+    assert max(relative_differences(norms, finished.grad_norms)) < 1e-12
+    plain = {name: value.detach() for name, value in model.state_dict().items()}
+    assert largest_difference(plain, finished.weights) < 1e-12
+
+
 class Revives(Layers):
     """An optimizer that moves what has no gradient, and keeps no state that could be cleared."""
 
@@ -239,7 +310,9 @@ def masks_after(place, strategy, method):
     with torch.no_grad():  # replicas that have drifted apart, as they never should
         for parameter in setup.parallel.module.parameters():
             if not isinstance(parameter, DTensor):
-                parameter += 1e-2 * place.rank * torch.randn_like(parameter)
+                parameter += 0.3 * place.rank * torch.randn_like(parameter)
+        for mask in setup.pruning.masks.values():
+            mask.zero_()
     setup.pruning.prune(6)
     masks = {name: full(mask).clone() for name, mask in setup.pruning.masks.items()}
     setup.parallel.close()
