@@ -1,6 +1,7 @@
 """The hook in a real training: exact where it claims so, nothing lost from step to step, and state like any other."""
 
 import contextlib
+import itertools
 import math
 import threading
 from unittest import mock
@@ -186,7 +187,7 @@ def test_what_is_left_over_follows_the_loss_scale_and_survives_skipped_steps(glo
     whole = gloo.run(2, weights_and_left_over, Linear(), flags, 16, 3)[0]
     compressed = gloo.run(2, weights_and_left_over, Linear(), {**flags, **using(method)}, 16, 3)[0]
     scales, taken = whole[3], whole[2]
-    assert any(later > earlier for earlier, later in zip(scales, scales[1:], strict=False))  # it grew
+    assert any(later > earlier for earlier, later in itertools.pairwise(scales))  # it grew
     assert False in taken[3:]  # until a step was skipped, with something left over
     assert_only_late(compressed, whole, 0.1, 2e-5)
 
