@@ -22,6 +22,7 @@ import html
 import io
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -169,7 +170,7 @@ class Traffic:
         self.place, self.bytes_per_s = place, bytes_per_s
         self.has_hook = config.compression.name != "none"
         self.is_point_to_point = config.strategy.name in POINT_TO_POINT
-        self.step_bytes = 0.0
+        self.step_bytes, self.lock = 0.0, threading.Lock()
         self.of_steps: list[float] = []
 
     def on_setup(self, setup: Any) -> None:
@@ -214,7 +215,8 @@ class Traffic:
             payload = args[position] if len(args) > position else next(iter(kwargs.values()))
             size = dist.get_world_size(kwargs.get("group"))
             if isinstance(payload, torch.Tensor) and size > 0:
-                self.step_bytes += payload.numel() * payload.element_size() * factor(size)
+                with self.lock:  # compressed gradients are sent from a thread of their own
+                    self.step_bytes += payload.numel() * payload.element_size() * factor(size)
             return function(*args, **kwargs)
 
         return call

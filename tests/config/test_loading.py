@@ -305,12 +305,18 @@ CHANGES = {
     "deterministic": True, "on_nonfinite": "skip", "workload.weights": "x", "scale.on_resize": "rescale", "scale.resize_interval_s": 1,
     "checkpoint.every": "5 steps", "checkpoint.every_minutes": 1, "checkpoint.is_asynchronous": False, "checkpoint.keep_last": 3,
     "checkpoint.keep_best": 3, "checkpoint.best": "val/loss min", "checkpoint.keep_every": "9 steps", "checkpoint.full_every": 1,
-    "checkpoint.grace_s": 1,
+    "checkpoint.grace_s": 1, "compression.name": "int8",
 }  # fmt: skip
+OF_A_METHOD = {
+    "compression.start_step": ("bf16", 3), "compression.rank": ("powersgd", 2), "compression.density": ("topk", 0.5),
+    "compression.block_size": ("int8", 64), "compression.max_error": ("adaptive", 0.3),
+    "compression.allowed": ("adaptive", ["int8"]), "compression.review_every": ("adaptive", 7),
+}  # fmt: skip
+"""Keys that only some values of compression.name allow."""
 
 
 def test_the_hash_changes_with_everything_but_where_a_run_is_kept():
-    assert {*CHANGES, "stop.at", "checkpoint.copies", "checkpoint.copy_path"} == set(known_keys()), (
+    assert {*CHANGES, *OF_A_METHOD, "stop.at", "checkpoint.copies", "checkpoint.copy_path"} == set(known_keys()), (
         "a new key belongs into CHANGES"
     )
     plain = with_flags().hash()
@@ -318,6 +324,9 @@ def test_the_hash_changes_with_everything_but_where_a_run_is_kept():
     for key, value in CHANGES.items():
         is_storage = key.startswith(("tracking.", "checkpoint."))
         assert (with_flags(**{key: value}).hash() == plain) == is_storage, key
+    for key, (method, value) in OF_A_METHOD.items():
+        named = {"compression.name": method}
+        assert with_flags(**named, **{key: value}).hash() != with_flags(**named).hash(), key
     evaluated = {"evaluation.every": "1 epoch"}
     assert with_flags(**evaluated).hash() != with_flags(**evaluated, **{"stop.at": "val/loss <= 1"}).hash()
 
