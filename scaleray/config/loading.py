@@ -280,7 +280,8 @@ def _as_config_error(exc: ValidationError, entries: Mapping[str, Entry]) -> Conf
     help_text = " ".join((known[key].description or "").split()) if key in known else ""
     if problem["type"] == "missing":
         return ConfigError(what, None, "it is required", help_text)
-    found = entry.value if entry is not None else problem.get("input")
+    default = known[key].default if key in known and len(problem["loc"]) < 2 else problem.get("input")
+    found = entry.value if entry is not None else default
     message = message[0].lower() + message[1:]
     return ConfigError(what, found, f"that is not allowed: {message.rstrip('.')}", help_text)
 

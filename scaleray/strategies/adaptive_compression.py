@@ -68,9 +68,9 @@ def review(
     values: this rank's gradient with what it still owes, flat; unchanged.
     """
     wire.mean_(values.new_zeros(1))  # all ranks are here now: nobody's delay is taken for the link's
-    latency_s = min(_seconds(values, lambda: wire.mean_(values.new_zeros(1))) for _ in range(REPEATS))
+    latency_s = min(time_s(values, lambda: wire.mean_(values.new_zeros(1))) for _ in range(REPEATS))
     probe = values.new_zeros(max(values.numel(), SMALLEST_PROBE_BYTES // values.element_size()))
-    probe_s = min(_seconds(values, lambda: wire.mean_(probe)) for _ in range(REPEATS))
+    probe_s = min(time_s(values, lambda: wire.mean_(probe)) for _ in range(REPEATS))
     norm = float(values.norm())
     measured = [latency_s, probe_s, 0.0 if math.isfinite(norm) else 1.0]
     for codec in codecs.values():
@@ -102,7 +102,8 @@ def summary(found: Sequence[tuple[Layout, Review]]) -> str:
     return ", ".join(words)
 
 
-def _seconds(values: torch.Tensor, work: Callable[[], object]) -> float:
+def time_s(values: torch.Tensor, work: Callable[[], object]) -> float:
+    """How long a collective takes, in seconds on this rank."""
     started = time.perf_counter()
     work()
     if values.is_cuda:  # a collective has only been put in line; a review may wait for it

@@ -257,7 +257,8 @@ def quantise(rows: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor
     """(float32 scales (rows, n / block), int8 codes (rows, n)) of finite values; a block with others has such a scale."""
     blocks = rows.view(rows.shape[0], -1, block)
     scales = (blocks.abs().amax(dim=2) / LARGEST_INT8).float()
-    usable = torch.where(scales.isfinite() & (scales > 0), scales, 1.0).to(rows.dtype)
+    usable = torch.where(scales > 0, scales, 1.0).to(rows.dtype)
+    # what no integer stands for is told by the scale
     codes = (blocks / usable.unsqueeze(2)).nan_to_num(0.0).round().clamp(-LARGEST_INT8, LARGEST_INT8)
     return scales, codes.to(torch.int8).view(rows.shape)
 

@@ -7,6 +7,7 @@ kept by parameter, as DDP lays its buckets out anew after the first step. The co
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -37,7 +38,7 @@ LEFT, THIN, STEPS = "left", "thin", "steps"
 
 
 class Compression:
-    """The hook of one DDP model, registered when it is made. Collective. Raises nothing of its own in training.
+    """The hook of one DDP model, registered when it is made. Collective.
 
     A parameter that no rank used in a step keeps no gradient, and what was sent for it then is lost.
     """
@@ -50,7 +51,10 @@ class Compression:
         device = next(iter(named.values())).device
         # On the CPU the lane is a thread, while DDP's own collectives come from the thread that trains: in one group,
         # each rank would match them in another order. On CUDA one thread starts both.
-        self._own_group = dist.new_group(dist.get_process_group_ranks(group)) if device.type == "cpu" else None
+        self._own_group = None
+        if device.type == "cpu":
+            limit = timedelta(seconds=config.scale.collective_timeout_s)  # of its own: else torch's half an hour
+            self._own_group = dist.new_group(dist.get_process_group_ranks(group), timeout=limit)
         self.wire = Wire(self._own_group or group)
         self.lane = Lane(device)
         chosen = settings.allowed if settings.name == "adaptive" else (settings.name,)
@@ -80,7 +84,7 @@ class Compression:
 
     def _average(self, buffer: torch.Tensor, names: tuple[str, ...]) -> torch.Tensor:
         """The bucket's mean over all ranks, in place; in the lane."""
-        layout, before = self._layouts[names], self.wire.sent_bytes
+        layout = self._layouts[names]
         self._whole_bytes += buffer.numel() * buffer.element_size()
         if int(self._steps) < self.settings.start_step:
             self.wire.mean_(buffer)
@@ -99,7 +103,6 @@ class Compression:
         if values is not buffer:
             buffer.copy_(values)
         self._sent_by[method] = self._sent_by.get(method, 0) + buffer.numel() * buffer.element_size()
-        assert self.wire.sent_bytes > before
         return buffer
 
     def _method(self, values: torch.Tensor, layout: Layout, names: tuple[str, ...]) -> str:

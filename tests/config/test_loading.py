@@ -311,24 +311,34 @@ CHANGES = {
     "pruning.exclude": ["head"], "fine_tuning.lora_rank": 4, "fine_tuning.lora_alpha": 8.0, "fine_tuning.lora_layers": ["output"],
     "fine_tuning.freeze": ["embedding"], "fine_tuning.merge": False,
     "fsdp.reshard_after_forward": False, "fsdp.replicas": 2, "fsdp.wrap": "size", "fsdp.wrap_min_parameters": 9,
-    "fsdp.wrap_classes": ["Block"], "fsdp.prefetch": 2, "fsdp.max_unsharded_gib": 1, "fsdp.accumulate": "sharded",
+    "fsdp.prefetch": 2, "fsdp.max_unsharded_gib": 1, "fsdp.accumulate": "sharded",
     "fsdp.reduce_unused": True, "fsdp.cpu_offload": True, "fsdp.parameter_dtype": "bf16", "fsdp.reduce_dtype": "fp32",
     "fsdp.build_gib": 1, "tensor.size": 4, "tensor.sequence_parallel": False, "pipeline.size": 4, "pipeline.schedule": "gpipe",
-    "pipeline.stages_per_worker": 2, "pipeline.split": "measured", "pipeline.data_axis": "fsdp", "local_sgd.sync_every": 2,
-    "local_sgd.warmup_steps": 2, "local_sgd.node_sync_every": 2, "local_sgd.node_size": 2, "local_sgd.average_momentum": False,
+    "pipeline.split": "measured", "pipeline.data_axis": "fsdp", "local_sgd.sync_every": 2,
+    "local_sgd.warmup_steps": 2, "local_sgd.node_sync_every": 2, "local_sgd.average_momentum": False,
     "local_sgd.outer_learning_rate": 1, "local_sgd.outer_momentum": 0.5, "gossip.graph": "ring", "gossip.is_asynchronous": True,
-    "gossip.max_staleness": 1, "gossip.meet_every": 5, "compression.name": "int8", "compression.start_step": 2, "compression.rank": 2,
-    "compression.density": 0.5, "compression.block_size": 64, "compression.max_error": 0.2, "compression.allowed": ["bf16"],
-    "compression.review_every": 5, "shares.by": "speed", "shares.speeds": [1, 2], "shares.measure_every": 5, "shares.smallest": 0.5,
+    "gossip.max_staleness": 1, "gossip.meet_every": 5, "compression.name": "int8",
+    "shares.by": "speed", "shares.measure_every": 5, "shares.smallest": 0.5,
     "precision.tf32": True, "activations.checkpointing": "full", "activations.every": 3, "activations.memory_budget": 0.7,
     "compilation.what": "model", "compilation.backend": "eager", "compilation.dynamic": True, "compilation.mode": "max-autotune",
-    "compilation.cache_dir": "x", "compilation.must_succeed": True, "memory.find_micro_size": True, "memory.limit_gib": 1,
+    "compilation.cache_dir": "x", "compilation.must_succeed": True, "memory.limit_gib": 1,
     "memory.reserve": 0.1, "memory.on_out_of_memory": "halve",
 }  # fmt: skip
+ONLY_WITH = {
+    "compression.start_step": ({"compression.name": "bf16"}, 3), "compression.rank": ({"compression.name": "powersgd"}, 2),
+    "compression.density": ({"compression.name": "topk"}, 0.5), "compression.block_size": ({"compression.name": "int8"}, 64),
+    "compression.max_error": ({"compression.name": "adaptive"}, 0.3), "compression.allowed": ({"compression.name": "adaptive"}, ["int8"]),
+    "compression.review_every": ({"compression.name": "adaptive"}, 7), "fsdp.wrap_classes": ({}, ["Block"]),
+    "local_sgd.node_size": ({"local_sgd.node_sync_every": 2}, 2), "shares.speeds": ({}, [1, 2]),
+    "memory.find_micro_size": ({"memory.limit_gib": 1}, True),
+    "pipeline.stages_per_worker": ({"pipeline.schedule": "interleaved_1f1b"}, 3),
+}  # fmt: skip
+"""Keys that only some values of others allow, with those."""
+TOGETHER = {"fsdp.wrap_classes": {"fsdp.wrap": "class"}, "shares.speeds": {"shares.by": "given"}}
 
 
 def test_the_hash_changes_with_everything_but_where_a_run_is_kept():
-    assert {*CHANGES, "stop.at", "checkpoint.copies", "checkpoint.copy_path"} == set(known_keys()), (
+    assert {*CHANGES, *ONLY_WITH, "stop.at", "checkpoint.copies", "checkpoint.copy_path"} == set(known_keys()), (
         "a new key belongs into CHANGES"
     )
     plain = with_flags().hash()
@@ -336,6 +346,9 @@ def test_the_hash_changes_with_everything_but_where_a_run_is_kept():
     for key, value in CHANGES.items():
         is_storage = key.startswith(("tracking.", "checkpoint."))
         assert (with_flags(**{key: value}).hash() == plain) == is_storage, key
+    for key, (others, value) in ONLY_WITH.items():
+        given = {key: value, **TOGETHER.get(key, {})}
+        assert with_flags(**others, **given).hash() != with_flags(**others).hash(), key
     evaluated = {"evaluation.every": "1 epoch"}
     assert with_flags(**evaluated).hash() != with_flags(**evaluated, **{"stop.at": "val/loss <= 1"}).hash()
 

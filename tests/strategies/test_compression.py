@@ -1,6 +1,7 @@
 """The hook in a real training: exact where it claims so, nothing lost from step to step, and state like any other."""
 
 import contextlib
+import itertools
 import math
 import threading
 from unittest import mock
@@ -25,12 +26,16 @@ from test_ddp import SkipsParameters
 from torch import nn
 
 from scaleray.config import load_config
-from scaleray.data import RankBatch
+from scaleray.data import RankBatch, as_source
 from scaleray.errors import ConfigError, PeerLostError
+from scaleray.launch.local import stream_opener
+from scaleray.launch.verification_plan import Question, make_plan
 from scaleray.scaling.recipe import DataSize, derive
+from scaleray.strategies import adaptive_compression
 from scaleray.strategies.adaptive_compression import Candidate, Link, choose
 from scaleray.training.model_setup import prepare
 from scaleray.training.step import TrainStep
+from scaleray.training.verification import Assignment, verify_group
 
 EVERYTHING = {"compression.name": "topk", "compression.density": 1.0}
 SMALL_BUCKETS = {"strategy.bucket_size_mib": 1e-4}  # several, and other ones after the first step
@@ -186,7 +191,7 @@ def test_what_is_left_over_follows_the_loss_scale_and_survives_skipped_steps(glo
     whole = gloo.run(2, weights_and_left_over, Linear(), flags, 16, 3)[0]
     compressed = gloo.run(2, weights_and_left_over, Linear(), {**flags, **using(method)}, 16, 3)[0]
     scales, taken = whole[3], whole[2]
-    assert any(later > earlier for earlier, later in zip(scales, scales[1:], strict=False))  # it grew
+    assert any(later > earlier for earlier, later in itertools.pairwise(scales))  # it grew
     assert False in taken[3:]  # until a step was skipped, with something left over
     assert_only_late(compressed, whole, 0.1, 2e-5)
 
@@ -362,6 +367,19 @@ def test_adaptive_sends_whole_gradients_where_all_that_is_allowed_errs_too_much(
     assert max(relative_differences(train_in_plain_torch(Classify()).losses, finished.losses)) <= 1e-9
 
 
+def train_on_a_link(place, latency_s, probe_s):
+    times = itertools.cycle([latency_s] * 3 + [probe_s] * 3)
+    with mock.patch.object(adaptive_compression, "time_s", lambda values, work: (work(), next(times))[1]):
+        return train_adaptively(place, {"compression.allowed": ["none", "int8"], "compression.max_error": 0.5})[1].get(
+            5
+        )
+
+
+def test_adaptive_compresses_on_a_slow_link_and_not_on_a_fast_one(gloo):
+    assert gloo.run(4, train_on_a_link, 1e-3, 1.1e-3)[0]["compression/share_none"] == 1
+    assert gloo.run(4, train_on_a_link, 1e-3, 1e4)[0]["compression/share_int8"] == 1
+
+
 def test_adaptive_looks_again_after_a_step_that_could_not_be_judged(gloo):
     flags = {
         "compression.allowed": ["int8"], "compression.max_error": 0.5, "precision.dtype": "fp16",
@@ -370,6 +388,26 @@ def test_adaptive_looks_again_after_a_step_that_could_not_be_judged(gloo):
     (finished, figures), *_ = gloo.run(2, train_adaptively, flags)
     assert figures[1]["compression/share_none"] == 1
     assert figures[len(finished.steps)]["compression/share_int8"] == 1
+
+
+# verification
+
+
+def judge(place, assignment, sources):
+    opener = stream_opener(assignment.reference.job, sources, lambda message: None)
+    return verify_group(place, assignment, {}, open_stream=opener)[0]
+
+
+def test_verify_judges_what_compression_promises_and_the_single_process_has_none(gloo):
+    workload, question = Classify(), Question(("ddp",), (1, 2), (1, 2), steps=4)
+    sources = {"train": as_source(workload.datasets()["train"], split="train")}
+    plan = make_plan(config(compression__name="topk", compression__density=0.2), question, workload, sources)
+    assert plan.refused == []
+    outcomes = gloo.run(2, judge, Assignment(plan.reference, tuple(plan.groups[2]), 1e-9), sources)[0]
+    assert [(outcome.verdict, outcome.words) for outcome in outcomes] == [
+        ("as promised", "gradients are approximated: same start, rows and learning rates")
+    ] * 2
+    assert all(outcome.comparison.divergence is not None for outcome in outcomes)  # it is not equal, either
 
 
 # what is refused

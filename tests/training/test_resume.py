@@ -190,7 +190,7 @@ LOOP_SAVED = {
 }
 LOOP_STATELESS = {
     "place", "open_stream", "emit", "save_weights", "probe", "checkpointing", "progress", "config", "recipe", "first_step",
-    "train_step", "clock", "first_step_s", "system", "sampled_at", "evaluators", "_setup", "sent_bytes",
+    "train_step", "clock", "first_step_s", "system", "sampled_at", "evaluators", "_setup", "sent_bytes", "said",
 }  # fmt: skip
 STEP_SAVED = {"count_per_row", "num_updates", "nonfinite_in_a_row"}
 STEP_STATELESS = {
