@@ -196,7 +196,7 @@ def test_an_overflow_that_one_rank_sees_is_skipped_by_all(gloo, strategy, name):
     assert sorted(rank[0][0] for rank in results) == [False, True]  # the plant: one rank alone sees it
     for rank in results:
         assert rank[0][1:] == (False, 512.0)  # nobody's weights move, and the scale halves everywhere
-        assert [step for step in rank[1:]] == [(False, True, 512.0)] * 2
+        assert rank[1:] == [(False, True, 512.0)] * 2
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1"])
