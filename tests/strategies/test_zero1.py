@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import pytest
+import small_runs
 import torch
 from small_runs import (
     Classify,
@@ -109,10 +111,6 @@ class OwnOptimizer(Classify):
 
 
 def plain_rmsprop(flags):
-    from unittest import mock
-
-    import small_runs
-
     def build(config, parameters):
         groups = [{"params": parameters[0::2]}, {"params": parameters[1::2], "lr": 0.002}]
         return torch.optim.RMSprop(groups, lr=0.005, momentum=0.5)
