@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from small_runs import make_job
@@ -20,7 +19,7 @@ def judged(place: Place, workload: Any, flags: dict[str, Any], accumulation: int
     variant, _ = _variant(workload, flags, place.world_size, accumulation, steps)
     opener = stream_opener(reference.job, sources, lambda message: None)
     outcomes, _ = verify_group(place, Assignment(reference, (variant,), 1e-9), {}, open_stream=opener)
-    return dataclasses.replace(outcomes[0])
+    return outcomes[0]
 
 
 def _variant(

@@ -34,14 +34,15 @@ class FsdpSettings(Settings):
     """With several micro-batches: keep whole gradients on each worker and reduce them once a step, or reduce each
     micro-batch's, for the memory of a shard and as many times the communication."""
     reduce_unused: bool = False
-    """Reduce a zero for parameters that this worker did not use in a step: for models whose path depends on the data,
-    where workers would otherwise reduce different parameters and hang. One that nobody used gets a gradient of zero, not
-    none."""
+    """Reduce a zero for parameters that a unit did not use on this worker: for units whose path depends on the data, where
+    workers would otherwise reduce different parameters. One that nobody used gets a gradient of zero, not none. The unit
+    itself must run on all workers or on none."""
     cpu_offload: bool = False
     """Shards and the optimizer's work live on the CPU; only units in use are on the GPU."""
     parameter_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """dtype in which parameters are gathered and used. None: their own. With `precision.dtype` bf16 or fp16 it halves
-    what is gathered; with fp32 whole units compute in it, without autocast's exceptions."""
+    """dtype in which parameters are gathered and used; floating-point inputs of a unit are cast to it, so tables of
+    positions too, and the model's output back. None: their own. With `precision.dtype` bf16 or fp16 it halves what is
+    gathered, with fp32 it replaces autocast and its exceptions."""
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """dtype in which gradients are reduced. None: the parameters' own, so fp32 for a model in fp32 whatever
     `parameter_dtype` is."""

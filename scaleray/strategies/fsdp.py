@@ -183,15 +183,15 @@ def _precision(config: RunConfig, dtype: torch.dtype) -> tuple[MixedPrecisionPol
         return MixedPrecisionPolicy(), [f"fsdp.{key} has no effect with precision.dtype fp64" for key in ignored]
     parameter_dtype = DTYPES[settings.parameter_dtype] if settings.parameter_dtype else None
     reduce_dtype = DTYPES[settings.reduce_dtype] if settings.reduce_dtype else dtype
-    # under autocast operations cast their own inputs, and what it keeps in fp32 must not be rounded on the way in
-    casts = config.precision.dtype == "fp32"
-    return MixedPrecisionPolicy(parameter_dtype, reduce_dtype, cast_forward_inputs=casts), []
+    # a unit's inputs are cast with its parameters, under autocast too: a normalisation that gets both as they come may
+    # refuse the mixture (layer_norm on the CPU does)
+    return MixedPrecisionPolicy(parameter_dtype, reduce_dtype), []
 
 
 def _with_output(policy: MixedPrecisionPolicy, dtype: torch.dtype) -> MixedPrecisionPolicy:
     if policy.param_dtype is None:
         return policy
-    return MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, dtype, policy.cast_forward_inputs)
+    return MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, output_dtype=dtype)
 
 
 def _prefetch(units: list[FSDPModule], root: FSDPModule, distance: int) -> None:

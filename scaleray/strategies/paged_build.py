@@ -8,6 +8,7 @@ initialisation cannot repeat.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class PagedBuild(TorchDispatchMode):
         # bytes touched so far: which page is old must not depend on when this rank's Python collects its garbage
         self._clock = 0
         self._is_building = True
+        self._is_looking = False  # whether operations are this class's own
         self._readers = _Readers(self)
 
     def __enter__(self) -> PagedBuild:
@@ -70,6 +72,8 @@ class PagedBuild(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._is_looking:
+            return func(*args, **kwargs)
         self.bring_back(args, kwargs)
         out = func(*args, **kwargs)
         if self._is_building:
@@ -79,7 +83,8 @@ class PagedBuild(TorchDispatchMode):
     def digests(self, model: nn.Module) -> dict[str, int]:
         """A digest (64 bits, signed) of each parameter and buffer as this rank built it, by name; building ends here."""
         self._is_building = False
-        return {name: self._digest(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
+        with self._looking():
+            return {name: self._digest(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
 
     def finish(self, model: nn.Module) -> None:
         """Bring back what is no parameter; those come back when they are sharded. Collective."""
@@ -88,19 +93,29 @@ class PagedBuild(TorchDispatchMode):
         others = [page for key, page in self._pages.items() if page.kept is not None and key not in parameters]
         if not others:
             return
-        in_use = torch.tensor(
-            [not page.storage.expired() for page in others], dtype=torch.int32, device=others[0].device
-        )
-        dist.all_reduce(in_use, op=dist.ReduceOp.MAX, group=self.group)
-        for page in itertools.compress(others, in_use.tolist()):
-            self._restore(page)
+        with self._looking():
+            in_use = torch.tensor(
+                [not page.storage.expired() for page in others], dtype=torch.int32, device=others[0].device
+            )
+            dist.all_reduce(in_use, op=dist.ReduceOp.MAX, group=self.group)
+            for page in itertools.compress(others, in_use.tolist()):
+                self._restore(page)
 
     def bring_back(self, *values: Any) -> None:
         """Make the memory of all tensors in `values` whole. Collective where it is not."""
         for storage in _storages(values):
             page = self._pages.get(storage._cdata)
             if page is not None and page.kept is not None:
-                self._restore(page)
+                with self._looking():
+                    self._restore(page)
+
+    @contextlib.contextmanager
+    def _looking(self) -> Iterator[None]:
+        was_looking, self._is_looking = self._is_looking, True
+        try:
+            yield
+        finally:
+            self._is_looking = was_looking
 
     def _touch(self, values: Any) -> None:
         current = set()
@@ -108,7 +123,7 @@ class PagedBuild(TorchDispatchMode):
             key = storage._cdata
             page = self._pages.get(key)
             if page is None or page.num_bytes != storage.nbytes():
-                if storage.nbytes() < SMALLEST_BYTES:
+                if storage.nbytes() < SMALLEST_BYTES or not storage.resizable():
                     continue
                 page = _Page(StorageWeakRef(storage), storage.nbytes(), 0, storage.device)
             self._clock += page.num_bytes
@@ -125,8 +140,8 @@ class PagedBuild(TorchDispatchMode):
     def _cut(self, page: _Page) -> None:
         storage = _alive(page)
         part = -(-page.num_bytes // self.world_size)
-        if storage is None:
-            page.kept = torch.empty(0, dtype=torch.uint8, device=page.device)  # for the order of collectives only
+        if storage is None or not storage.resizable():  # numpy may look at it
+            page.kept = torch.empty(0, dtype=torch.uint8, device=page.device) if storage is None else None
             return
         whole = _bytes(storage)
         page.digest = _hash(whole)
@@ -190,4 +205,5 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _hash(whole: torch.Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(whole.cpu().numpy().data) - 2**63
+    # a copy, since memory that numpy has seen cannot be freed any more
+    return xxhash.xxh3_64_intdigest(whole.to("cpu", copy=True).numpy().data) - 2**63

@@ -48,7 +48,7 @@ class Parallel:
     full_state_dict: Callable[[], dict[str, Any]] = dict
     """Unsharded weights on the CPU, on rank 0; empty elsewhere. Collective."""
     close: Callable[[], None] = lambda: None
-    """Take every hook off the user's model."""
+    """Take every hook off the user's model, and make sharded parameters whole where they fit. Collective."""
 
     total_norm: Callable[[Sequence[torch.Tensor]], torch.Tensor] = torch.nn.utils.get_total_norm
     """Norm of the whole model's gradient, of which this rank has these. Collective where gradients are sharded."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from unittest import mock
 
@@ -40,6 +39,7 @@ from scaleray.training.place import Place
 from scaleray.training.step import TrainStep
 
 FSDP = {"strategy.name": "fsdp"}
+STEPS = 4  # of 8 rows; the last has the 2 that are left of 26
 
 
 class Block(nn.Module):
@@ -96,17 +96,16 @@ OPTIONS = {
 CLIPPED = {"optimizer.name": "adamw", "optimizer.learning_rate": 0.01, "optimizer.clip_norm": 0.3}
 
 
+ON_FOUR = {"as it is", "ZeRO-2", "by size", "built in pages", "HSDP", "HSDP, sharded accumulation"}
+
+
 @pytest.mark.parametrize(
     ("world_size", "options"),
-    [
-        pytest.param(n, o, id=f"{name} x {n}")
-        for name, o in OPTIONS.items()
-        for n in (2, 4)
-        if n == 4 or "HSDP" not in name
-    ],
+    [pytest.param(4 if name in ON_FOUR else 2, o, id=name) for name, o in OPTIONS.items()]
+    + [pytest.param(2, {}, id="on two")],
 )
 def test_every_option_is_verified_with_accumulation_and_clipping(gloo, world_size, options):
-    outcome = gloo.run(world_size, judged, Deep(), {**FSDP, **CLIPPED, **options}, 2)[0]
+    outcome = gloo.run(world_size, judged, Deep(), {**FSDP, **CLIPPED, **options}, 2, STEPS)[0]
     assert outcome.verdict == "equal" and outcome.words == "", outcome
     assert outcome.comparison.largest < 1e-12
     assert outcome.own.largest < 1e-3
@@ -401,12 +400,13 @@ def test_a_model_that_cannot_be_sharded_is_refused_with_the_reason(gloo, workloa
 
 
 class DataDecides(Deep):
-    """A rank uses the second block only if its rows say so."""
+    """A rank uses the feed-forward layer of the first block only if its rows say so."""
 
     def build_model(self):
         model = super().build_model()
-        original = model.blocks[0].forward
-        model.blocks[0].forward = lambda x, scale: original(x, scale) if self.uses else x
+        block = model.blocks[0]
+        original = block.forward
+        block.forward = lambda x, scale: original(x, scale) if self.uses else block.norm(x)
         return model
 
     def loss(self, model, batch):
@@ -414,14 +414,17 @@ class DataDecides(Deep):
         return super().loss(model, batch)
 
 
+class InPlain(DataDecides):
+    """One row after another, as each of two ranks has one."""
+
+    def loss(self, model, batch):
+        parts = [super(InPlain, self).loss(model, {n: v[i : i + 1] for n, v in batch.items()}) for i in range(2)]
+        return sum(total for total, _ in parts), sum(count for _, count in parts)
+
+
 def test_a_path_that_only_some_ranks_take_is_trained_with_reduce_unused(gloo):
-    flags = {"batch.global_size": 2, "batch.micro_size": 1}
-
-    class InPlain(DataDecides):  # one row after another, as each rank has one
-        def loss(self, model, batch):
-            parts = [super(InPlain, self).loss(model, {n: v[i : i + 1] for n, v in batch.items()}) for i in range(2)]
-            return sum(total for total, _ in parts), sum(count for _, count in parts)
-
+    # without momentum, which a gradient of zero keeps going and none does not: some steps take the path on no rank
+    flags = {"batch.global_size": 2, "batch.micro_size": 1, "optimizer.momentum": 0.0}
     plain = train_in_plain_torch(InPlain(num_rows=12), flags)
     finished = gloo.run(2, train, DataDecides(num_rows=12), {**FSDP, **flags, "fsdp.reduce_unused": True})[0]
     assert max(relative_differences(plain.losses, finished.losses)) < 1e-12
@@ -434,7 +437,7 @@ class ManyInits(Deep):
     """Initialised in several passes, by data-dependent and by numpy-reading code, on top of what torch drew."""
 
     def build_model(self):
-        model = Net(self.vocabulary, width=64, depth=3)
+        model = Net(self.vocabulary, width=64, depth=8)
 
         def init(module):
             if isinstance(module, nn.Linear):
@@ -478,10 +481,10 @@ def test_a_model_built_in_pages_has_the_initial_values_of_an_ordinary_build(gloo
     whole = initial(Place(), {})
     assert whole[1] is None
     for world_size in (2, 3):
-        for rank in gloo.run(world_size, initial, {"fsdp.build_gib": 60_000 / GIB}):
+        for rank in gloo.run(world_size, initial, {"fsdp.build_gib": 60_000 / GIB, "batch.global_size": 12}):
             assert rank[0] == whole[0] and rank[3] == pytest.approx(whole[3], rel=1e-12)
-            # the bound, and what one operation of the drawing of the largest layer has at the same time
-            assert 0 < rank[1] < 60_000 + 6 * 128 * 64 * 8 < rank[2]
+            # the bound, and what drawing the largest layer has at the same time
+            assert 0 < rank[1] < 60_000 + 2 * 128 * 64 * 8 < rank[2] / 4
 
 
 # buffers, and the model after
@@ -520,13 +523,13 @@ def trained_then_closed(place, flags):
     model = setup.parallel.module
     setup.parallel.close()
     hooks = [h for m in model.modules() for h in (m._forward_hooks, m._forward_pre_hooks, m._state_dict_pre_hooks, m._load_state_dict_pre_hooks)]  # fmt: skip
-    names = {type(m).__name__ for m in model.modules()}
+    has_hooks, names = any(hooks), {type(m).__name__ for m in model.modules()}
     marks = [key for m in model.modules() for key in vars(m) if "fsdp" in key or "compos" in key]
     sharded = {isinstance(p, DTensor) for p in model.parameters()}
     is_tied = model.head.weight is model.embedding.weight
     same = not weights or sharded == {True} or all(torch.equal(weights[n], v) for n, v in model.state_dict().items())
     again = sharded == {True} or isinstance(fully_shard(model), FSDPModule)
-    return any(hooks), names, marks, sharded, is_tied, same, again
+    return has_hooks, names, marks, sharded, is_tied, same, again
 
 
 @pytest.mark.parametrize(("flags", "is_sharded"), [({}, False), ({"fsdp.build_gib": 1.0}, True)])
@@ -589,5 +592,4 @@ def test_training_starts_from_the_weights_of_another_run(gloo, tmp_path):
     for options in ({}, {"fsdp.build_gib": 1e-9}):
         started = gloo.run(4, run_in, {**flags, **FSDP, **options}, None, None)[0]
         assert largest_difference(first.weights, started.weights) < 1e-12
-    ours = itertools.chain.from_iterable((n, v.dtype) for n, v in started.weights.items())
-    assert list(ours) == list(itertools.chain.from_iterable((n, v.dtype) for n, v in first.weights.items()))
+        assert {n: v.dtype for n, v in started.weights.items()} == {n: v.dtype for n, v in first.weights.items()}

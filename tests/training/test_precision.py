@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from small_runs import Classify, rows, train_alone
+from small_runs import Classify, make_job, rows, same_generators, train, train_alone
 from torch import nn
+from torch.distributed.tensor import DTensor
+
+from scaleray.data import RankBatch
+from scaleray.errors import ConfigError
+from scaleray.training.model_setup import prepare
+from scaleray.training.step import TrainStep
 
 
 class SeesDtypes(Classify):
@@ -125,3 +131,84 @@ def test_fp64_converts_buffers_too():
     workload.build_model = lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     weights = train_alone(workload).weights
     assert weights["1.running_mean"].dtype == torch.float64 and weights["1.num_batches_tracked"].dtype == torch.int64
+
+
+# one loss scale for all ranks
+
+
+class Overflowing(nn.Module):
+    """In a row marked as bad, the gradient of the last of four gates is not a number; the loss is finite."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.gates, self.more = nn.Linear(6, 3), nn.Parameter(torch.ones(4)), nn.Linear(3, 3)
+
+    def forward(self, x, bad):
+        zero = (self.gates[3:].float() * 0).sum()
+        return self.more(self.layer(x)) + (torch.sqrt(zero) if bad.any() else zero)
+
+
+class PlantedOverflow(InfiniteGradientFirst):
+    def build_model(self):
+        return Overflowing()
+
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch["x"], batch["bad"]), batch["y"], reduction="sum"), len(batch["y"])
+
+
+def steps_with_an_overflow(place, strategy, name):
+    """Of the first step, in which it is: what this rank's own shards or parameters see, and what it does; then the next."""
+    flags = {
+        "strategy.name": strategy, "optimizer.name": name, "optimizer.learning_rate": 0.01, "precision.dtype": "fp16", "data.shuffle": False,
+        "precision.initial_loss_scale": 1024.0, "optimizer.clip_norm": 1.0,
+    }  # fmt: skip
+    job, sources = make_job(PlantedOverflow(), flags, world_size=place.world_size)
+    with same_generators():
+        setup = prepare(job.workload, job.config, job.recipe, place)
+    step = TrainStep(job.workload, setup, job.config, job.recipe, place, gives_tuples=False)
+    plan, scaler, module = job.train_plan(), setup.precision.scaler, setup.parallel.module
+    values = lambda: [(p.to_local() if isinstance(p, DTensor) else p).detach().clone() for p in module.parameters()]
+    seen = []
+    unscale = scaler._unscale_grads_
+
+    def look(optimizer, *args):
+        own = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        local = [g.to_local() if isinstance(g, DTensor) else g for g in own]
+        seen.append(not all(g.isfinite().all() for g in local))
+        return unscale(optimizer, *args)
+
+    scaler._unscale_grads_ = look
+    record = []
+    for number in range(3):
+        before = values()
+        rows = sources["train"].read(plan.rank_indices(number, place.rank, place.world_size))
+        step(RankBatch(number, rows, len(rows["y"])), num_rows=8, want_norm=False)
+        changed = any(not torch.equal(a, b) for a, b in zip(before, values(), strict=True))
+        record.append((seen.pop(), changed, scaler.get_scale()))
+    setup.parallel.close()
+    return record
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("strategy", ["fsdp", "zero1"])
+def test_an_overflow_that_one_rank_sees_is_skipped_by_all(gloo, strategy, name):
+    results = gloo.run(2, steps_with_an_overflow, strategy, name)
+    assert sorted(rank[0][0] for rank in results) == [False, True]  # the plant: one rank alone sees it
+    for rank in results:
+        assert rank[0][1:] == (False, 512.0)  # nobody's weights move, and the scale halves everywhere
+        assert rank[1:] == [(False, True, 512.0)] * 2
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero1"])
+def test_fp16_on_several_workers_stays_near_one(gloo, strategy):
+    flags = {"precision.dtype": "fp16", "precision.initial_loss_scale": 1024.0, "optimizer.clip_norm": 0.3}
+    several = gloo.run(2, train, Classify(num_rows=80), {**flags, "strategy.name": strategy})[0]
+    alone = train_alone(Classify(num_rows=80), flags)
+    assert several.losses == pytest.approx(alone.losses, rel=1e-2)
+    assert several.grad_norms == pytest.approx(alone.grad_norms, rel=2e-2)
+
+
+@pytest.mark.parametrize(("dtype", "says"), [("fp32", "have none"), ("fp64", "no use")])
+def test_tf32_is_refused_where_nothing_would_come_of_it(dtype, says):
+    with pytest.raises(ConfigError, match=says):
+        make_job(Classify(), {"precision.tf32": True, "precision.dtype": dtype})
