@@ -43,6 +43,8 @@ def recipe(row):
     return {
         "batch.global_size": 16, "batch.micro_size": micro, "batch.drop_last": True, "stop.after": "3 steps",
         "optimizer.name": "adamw", "optimizer.learning_rate": 0.01, "optimizer.clip_norm": clip, "precision.dtype": precision,
+        "precision.initial_loss_scale": 256,  # both sides keep every step: they scale by other counts before the first sum
+
         "activations.checkpointing": checkpointing, "compilation.what": compiled, "compilation.backend": "eager",
     }  # fmt: skip
 

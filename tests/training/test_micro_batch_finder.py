@@ -19,12 +19,8 @@ ADAMW = {"optimizer.name": "adamw", "optimizer.learning_rate": 0.01}
 
 def search(place, workload, limit_bytes, flags=None, *, steps_before=0):
     """What is found for a limit, and whether the state of the training is the same before and after."""
-    flags = {
-        **(flags or {}),
-        "memory.find_micro_size": True,
-        "memory.limit_gib": limit_bytes / GIB,
-        "memory.reserve": 0.0,
-    }
+    memory = {"memory.find_micro_size": True, "memory.limit_gib": limit_bytes / GIB, "memory.reserve": 0.0}
+    flags = {**memory, **(flags or {})}
     job, sources = make_job(workload, {"batch.global_size": 24, **flags}, world_size=place.world_size)
     setup = prepare(job.workload, job.config, job.recipe, place)
     columns = sources["train"].read(job.train_plan().rank_indices(0, place.rank, place.world_size))
