@@ -23,7 +23,7 @@ from scaleray.data import RankBatch
 from scaleray.errors import ConfigError
 from scaleray.reproducibility.seeding import same_random_numbers
 from scaleray.scaling.recipe import Recipe, with_micro_size
-from scaleray.training.live_memory import LiveTensors, free_unused, is_out_of_memory, storage_bytes
+from scaleray.training.live_memory import LiveTensors, free_unused, is_out_of_memory, local_part, storage_bytes
 from scaleray.training.memory_report import gradients, lasting
 from scaleray.training.model_setup import Setup
 from scaleray.training.place import Place
@@ -229,7 +229,7 @@ def _unchanged(workload: Any, setup: Setup) -> Iterator[None]:
         *(buffer for _, _, buffer in buffers),
         *(v for entries in state.values() for v in entries.values() if isinstance(v, torch.Tensor)),
     ]
-    values = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
+    values = [(part, part.detach().to("cpu", copy=True)) for part in map(local_part, tensors)]
     groups = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     scaling = scaler.state_dict()
     own = {name: tensor.detach().to("cpu", copy=True) for name, tensor in parallel.state().items()}

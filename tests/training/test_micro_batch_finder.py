@@ -1,14 +1,18 @@
 """The micro-batch finder: tried sizes only, agreed by all ranks, and no trace in the training."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
 from block_runs import Blocks, BlocksWithBatchNorm, BlocksWithDropout, TinyTransformer
 from small_runs import largest_difference, make_job, relative_differences, train, train_alone, train_in_plain_torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from scaleray.data import RankBatch
-from scaleray.errors import ConfigError
+from scaleray.errors import ConfigError, StepFailedError
+from scaleray.strategies import STRATEGIES, Parallel, single
 from scaleray.training.micro_batch_finder import GIB, Trial, find, next_size
 from scaleray.training.model_setup import prepare
 from scaleray.training.place import Place
@@ -122,6 +126,27 @@ def test_a_rank_that_runs_out_of_memory_keeps_nobody_waiting(gloo):
     assert first == second and first[1]
     assert first[0].micro_batch_size == 3
     assert [t.micro_batch_size for t in first[0].trials if not t.fits] == [12, 6, 4]
+
+
+def sharded(model, mesh, config, workload):
+    """The least that shards: torch's own fully_shard around blocks and model."""
+    for block in workload.blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    norm = lambda gradients: nn.utils.get_total_norm(gradients).full_tensor()
+    return Parallel(model, model, gradient_divisor=mesh.size(), total_norm=norm, forward_is_collective=True)
+
+
+def search_on_shards(place, flags):
+    with mock.patch.dict(STRATEGIES, {"ddp": sharded}):
+        return search(place, TinyTransformer(), 2**40, flags)
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "selective"])
+def test_it_searches_on_shards_whose_passes_communicate(gloo, policy):
+    first, second = gloo.run(2, search_on_shards, {**ADAMW, "activations.checkpointing": policy})
+    assert first == second and first[1]
+    assert first[0].micro_batch_size == 12 and all(t.fits for t in first[0].trials)
 
 
 def test_training_goes_on_with_what_was_found_and_equals_plain_torch(gloo):
@@ -255,8 +280,6 @@ def test_batch_norm_counts_a_repeated_step_once_and_ranks_go_on_together(gloo, w
 
 
 def test_out_of_memory_ends_the_run_with_advice_where_nothing_else_was_asked_for():
-    from scaleray.errors import StepFailedError
-
     with pytest.raises(StepFailedError, match=r"(?s)rank 0.*step 3.*--batch\.micro-size 4"):
         train_alone(NoStatistics("backward", num_rows=64), {"batch.drop_last": True})
 
@@ -266,8 +289,6 @@ class NeverFits(NoStatistics):
 
 
 def test_single_rows_that_do_not_fit_end_the_run():
-    from scaleray.errors import StepFailedError
-
     with pytest.raises(StepFailedError, match="one row does not fit"):
         train_alone(NeverFits("forward", num_rows=64), BACK_OFF)
 
@@ -286,8 +307,6 @@ def test_strategies_whose_ranks_step_apart_refuse_to_repeat_steps(strategy):
 
 
 def test_a_strategy_that_cannot_abandon_a_step_is_refused(monkeypatch):
-    from scaleray.strategies import STRATEGIES, single
-
     monkeypatch.setitem(STRATEGIES, "single", lambda *args: dataclasses.replace(single.apply(*args), abandon=None))
     with pytest.raises(ConfigError, match="none can give up alone"):
         train_alone(Blocks(), BACK_OFF)
