@@ -306,13 +306,16 @@ CHANGES = {
     "checkpoint.every": "5 steps", "checkpoint.every_minutes": 1, "checkpoint.is_asynchronous": False, "checkpoint.keep_last": 3,
     "checkpoint.keep_best": 3, "checkpoint.best": "val/loss min", "checkpoint.keep_every": "9 steps", "checkpoint.full_every": 1,
     "checkpoint.grace_s": 1,
+    "activations.checkpointing": "full", "activations.every": 3, "activations.memory_budget": 0.1, "compilation.what": "model",
+    "compilation.backend": "eager", "compilation.dynamic": True, "compilation.mode": "max-autotune", "compilation.cache_dir": "x",
+    "compilation.must_succeed": True, "memory.limit_gib": 1, "memory.reserve": 0.2, "memory.on_out_of_memory": "halve",
 }  # fmt: skip
 
 
 def test_the_hash_changes_with_everything_but_where_a_run_is_kept():
-    assert {*CHANGES, "stop.at", "checkpoint.copies", "checkpoint.copy_path"} == set(known_keys()), (
-        "a new key belongs into CHANGES"
-    )
+    assert {*CHANGES, "memory.find_micro_size", "stop.at", "checkpoint.copies", "checkpoint.copy_path"} == set(
+        known_keys()
+    ), "a new key belongs into CHANGES"
     plain = with_flags().hash()
     assert len(plain) == 16 and plain == with_flags().hash()
     for key, value in CHANGES.items():
