@@ -105,7 +105,7 @@ class RunConfig(Settings):
                 raise ValueError(f"{key}: it may accumulate more than planned, which strategy.static_graph cannot")
         if self.memory.find_micro_size and self.memory.limit_gib is None and not self.scale.gpus_per_worker:
             raise ValueError(
-                "memory.limit_gib: a search for a micro-batch needs it on CPU workers, which share their memory"
+                "memory.find_micro_size: CPU workers share their memory, so that it needs memory.limit_gib"
             )
         return self
 

@@ -334,11 +334,6 @@ def check_training_apart(config: RunConfig) -> None:
             "compression.name", config.compression.name, f"it is for the gradients of ddp, and {name} sends parameters",
             "leave it out, or use --strategy.name ddp",
         )  # fmt: skip
-    if config.shares.by != "equal":
-        raise ConfigError(
-            "shares.by", config.shares.by, f"under {name} every worker counts the same in a mean, whatever its share",
-            "leave it out: a slow worker holds the others less often here, or with gossip and async_sgd not at all",
-        )  # fmt: skip
 
 
 def _check_compression(config: RunConfig, strategy: str) -> None:

@@ -44,6 +44,8 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         sent += sent_a_step
 
     def abandon() -> None:
+        # a rank whose last forward pass was complete waits for gradients, and would communicate those of the next pass
+        wrapped.reducer._reset_state()
         # a pass that ended within no_sync would leave this rank alone in not sharing buffers with the next one
         wrapped.require_forward_param_sync = True
 

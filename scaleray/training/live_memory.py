@@ -41,7 +41,7 @@ class LiveTensors(TorchDispatchMode):
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's memory is among the bytes."""
-        return id(_local(tensor).untyped_storage()) in self._alive
+        return id(local_part(tensor).untyped_storage()) in self._alive
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)  # the object lives as long as the memory
@@ -62,7 +62,7 @@ def _has_storage(value: Any) -> bool:
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the memory behind some tensors on this rank, shared memory counted once."""
-    storages = {id(s): s for s in (_local(t).untyped_storage() for t in tensors if not t.is_meta)}
+    storages = {id(s): s for s in (local_part(t).untyped_storage() for t in tensors if not t.is_meta)}
     return sum(storage.nbytes() for storage in storages.values())
 
 
@@ -80,5 +80,6 @@ def free_unused(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a tensor that may be sharded."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -68,7 +68,7 @@ def _on_cpu(setup: Setup, live: LiveTensors | None) -> dict[str, Any]:
         "allocated_bytes": total,
         "reserved_bytes": _resident_bytes(),
         "peak_bytes": total + activations if activations is not None else None,
-        "peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # Linux counts in KiB
+        "peak_resident_bytes": _peak_resident_bytes(),
         "fragmentation_share": None,
         "is_counted": True,
     }
@@ -84,7 +84,7 @@ def _on_cuda(setup: Setup, device: torch.device) -> dict[str, Any]:
         "allocated_bytes": stats["allocated_bytes.all.current"],
         "reserved_bytes": reserved,
         "peak_bytes": peak,
-        "peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_resident_bytes": _peak_resident_bytes(),
         "fragmentation_share": stats["inactive_split_bytes.all.current"] / reserved if reserved else 0.0,
         "is_counted": False,
     }
@@ -93,3 +93,8 @@ def _on_cuda(setup: Setup, device: torch.device) -> dict[str, Any]:
 def _resident_bytes() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
+
+
+def _peak_resident_bytes() -> int:
+    # Linux counts the peak in KiB, and brings it up to date later than the present value
+    return max(_resident_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)

@@ -23,7 +23,7 @@ from scaleray.data import RankBatch
 from scaleray.errors import ConfigError
 from scaleray.reproducibility.seeding import same_random_numbers
 from scaleray.scaling.recipe import Recipe, with_micro_size
-from scaleray.training.live_memory import LiveTensors, free_unused, is_out_of_memory, storage_bytes
+from scaleray.training.live_memory import LiveTensors, free_unused, is_out_of_memory, local_part, storage_bytes
 from scaleray.training.memory_report import gradients, lasting
 from scaleray.training.model_setup import Setup
 from scaleray.training.place import Place
@@ -83,7 +83,7 @@ def find(
     sizes = [d for d in range(1, largest + 1) if recipe.per_worker_batch_size % d == 0]
     trials: list[Trial] = []
     with same_random_numbers(place.device), _unchanged(workload, setup):
-        while (size := next_size(sizes, trials, search.limit)) is not None:
+        while (size := next_size(sizes, trials, search.limit, may_fail=search.may_fail)) is not None:
             trials.append(search.trial(size))
     if place.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(place.device)  # else the run's peak would be that of a size it does not use
@@ -98,10 +98,11 @@ def find(
     return Found(max(fitting), tuple(trials), search.full_limit, largest)
 
 
-def next_size(sizes: list[int], trials: list[Trial], limit: float) -> int | None:
+def next_size(sizes: list[int], trials: list[Trial], limit: float, *, may_fail: bool = True) -> int | None:
     """What to try next: the two smallest sizes, then the largest that a straight line through the last two says will fit.
 
-    sizes: ascending. None: the largest that fits is known, as far as the line can be trusted.
+    sizes: ascending. may_fail: where the line sees nothing more, the next size is tried all the same, so that the result is
+    certain; small sizes bend the line, as the optimizer's step may need more than they do. None: the search is over.
     """
     most = min((t.micro_batch_size for t in trials if not t.fits), default=math.inf)
     fitting = sorted((t for t in trials if t.fits), key=lambda t: t.micro_batch_size)
@@ -114,7 +115,7 @@ def next_size(sizes: list[int], trials: list[Trial], limit: float) -> int | None
     before, last = fitting[-2:]
     slope = max(0.0, (last.peak_bytes - before.peak_bytes) / (last.micro_batch_size - before.micro_batch_size))
     reachable = [s for s in left if last.peak_bytes + slope * (s - last.micro_batch_size) <= limit]
-    return reachable[-1] if reachable else None
+    return reachable[-1] if reachable else left[0] if may_fail else None
 
 
 class _Search:
@@ -126,6 +127,8 @@ class _Search:
         self.batch, self.gives_tuples, self.enter = batch, gives_tuples, enter
         self.full_limit = -self._largest(-_limit_bytes(config, place.device))
         self.limit = self.full_limit * (1.0 - config.memory.reserve)
+        # on the CPU the limit is only counted; elsewhere a rank that runs out in a collective takes all others with it
+        self.may_fail = place.device.type == "cpu" or place.world_size == 1 or self._is_alone_possible()
 
     def trial(self, size: int) -> Trial:
         """Train two steps with micro-batches of this size. Collective."""
@@ -226,7 +229,7 @@ def _unchanged(workload: Any, setup: Setup) -> Iterator[None]:
         *(buffer for _, _, buffer in buffers),
         *(v for entries in state.values() for v in entries.values() if isinstance(v, torch.Tensor)),
     ]
-    values = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
+    values = [(part, part.detach().to("cpu", copy=True)) for part in map(local_part, tensors)]
     groups = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     scaling = scaler.state_dict()
     own = {name: tensor.detach().to("cpu", copy=True) for name, tensor in parallel.state().items()}

@@ -179,6 +179,7 @@ def test_a_finished_run_can_be_resumed_and_has_nothing_to_do(tmp_path):
 # what a loop and a step keep between two steps: saved, or no state of the training
 LOOP_SAVED = {
     "step",
+    "micro_batch_size",
     "count_per_row",
     "nonfinite_steps",
     "nonfinite_in_a_row",
@@ -191,12 +192,13 @@ LOOP_SAVED = {
 LOOP_STATELESS = {
     "place", "open_stream", "emit", "save_weights", "probe", "checkpointing", "progress", "config", "recipe", "first_step",
     "train_step", "clock", "first_step_s", "system", "sampled_at", "evaluators", "_setup", "sent_bytes", "said",
+    "compiled", "memory", "search",
 }  # fmt: skip
 STEP_SAVED = {"count_per_row", "num_updates", "nonfinite_in_a_row"}
 STEP_STATELESS = {
     "nonfinite_steps",  # 0 after every meeting, and only then there are checkpoints
     "workload", "setup", "config", "recipe", "place", "gives_tuples", "probe", "signals", "before_update", "enter", "parameters",
-    "_scale", "_totals",
+    "_scale", "_totals", "backs_off", "on_halved",
 }  # fmt: skip
 
 
