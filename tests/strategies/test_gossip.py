@@ -75,7 +75,7 @@ def mixed(place, flags, num_steps, values, pauses_s=None):
     )  # fmt: skip
     model = nn.Linear(1, 2, bias=False).double()
     with torch.no_grad():
-        model.weight.copy_(torch.tensor(values[place.rank]).reshape(2, 1))
+        model.weight.copy_(torch.tensor(values[place.rank], dtype=torch.float64).reshape(2, 1))
     replicas = Replicas(model, torch.distributed.group.WORLD, bucket_mib=1.0)
     mixing = Mixing(replicas, config)
     found = []
@@ -128,8 +128,8 @@ def test_late_messages_lose_nothing_of_the_mean_and_never_overshoot(gloo, graph,
     flags = {
         "gossip.graph": graph, "gossip.is_asynchronous": True, "gossip.max_staleness": 3, "deterministic": is_deterministic,
     }  # fmt: skip
-    pauses_s = np.random.default_rng(1).choice([0.0, 0.0, 0.01], size=(4, 40)).tolist()
-    everyone = gloo.run(4, mixed, flags, 40, values, pauses_s)
+    pauses_s = np.random.default_rng(1).choice([0.0, 0.0, 0.01], size=(4, 100)).tolist()
+    everyone = gloo.run(4, mixed, flags, 100, values, pauses_s)
     true = np.mean(values, axis=0)
     assert sum(weight for _, weight, _ in everyone) == pytest.approx(4.0, rel=1e-12)
     for _, _, mean in everyone:
