@@ -20,7 +20,7 @@ Payload = TypeVar("Payload")
 
 
 class Arrival:
-    """Operations of torch.distributed that are under way. None is one that has already arrived, from a checkpoint."""
+    """Operations of torch.distributed that are under way. An empty list is an exchange that has arrived already, as one from a checkpoint has."""
 
     def __init__(self, works: Sequence[dist.Work], *, is_watched: bool = False) -> None:
         self._works = list(works)

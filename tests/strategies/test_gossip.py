@@ -328,3 +328,9 @@ def weights_after(place, workload, flags, num_steps):
     weights = stepper.weights
     stepper.parallel.close()
     return weights
+
+
+def test_a_staleness_that_nobody_asked_for_is_reported(gloo):
+    flags = {**GOSSIP, "gossip.max_staleness": 2, "stop.after": "2 steps"}
+    events = gloo.run(2, train, Classify(), flags)[0].events
+    assert "gossip.max_staleness has no effect without gossip.is_asynchronous" in events
