@@ -11,7 +11,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step, as rank 0 saw it. Loss is the global mean; times are seconds on rank 0."""
+    """One optimizer step, as rank 0 saw it. Loss is the global mean; times are seconds on rank 0.
+
+    Under strategies whose replicas train apart, loss and count are those of rank 0's own samples between two meetings,
+    and the gradient's norm is always its own.
+    """
 
     step: int
     """Number of this step, from 1."""

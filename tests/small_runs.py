@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.config import RunConfig, load_config
-from scaleray.data import Part, StepStream, as_source
+from scaleray.data import Part, RankBatch, StepStream, as_source
 from scaleray.data.stream import local_blocks
 from scaleray.records import CheckpointRecord, EvaluationRecord, EventRecord, StepRecord, WorkerMessage, WorkerSummary
 from scaleray.reproducibility.seeding import seed_everything, stream_seed
@@ -30,7 +30,9 @@ from scaleray.strategies.tensor import Replicated
 from scaleray.training import loop
 from scaleray.training.checkpointing import Checkpointing
 from scaleray.training.job import TRAIN, Split, TrainJob
+from scaleray.training.model_setup import prepare
 from scaleray.training.place import Place
+from scaleray.training.step import StepResult, TrainStep
 
 NUM_FEATURES, NUM_CLASSES = 6, 3
 DEFAULTS: dict[str, Any] = {
@@ -283,6 +285,32 @@ class same_generators:
         torch.set_rng_state(self._torch)
         np.random.set_state(self._numpy)
         random.setstate(self._python)
+
+
+class Stepper:
+    """Steps of one rank, without the loop, so that a test can look between them. `stepper(1)` takes the first."""
+
+    def __init__(self, place: Place, workload: Any, flags: Mapping[str, Any]) -> None:
+        self.place = place
+        self.job, self.sources = make_job(workload, flags, world_size=place.world_size)
+        self.setup = prepare(self.job.workload, self.job.config, self.job.recipe, place)
+        self.parallel = self.setup.parallel
+        self.step = TrainStep(
+            self.job.workload, self.setup, self.job.config, self.job.recipe, place, gives_tuples=False
+        )
+        self.plan = self.job.train_plan()
+
+    def __call__(self, number: int) -> StepResult:
+        """Take step `number`, from 1; ranks meet where the strategy says."""
+        rows = self.sources[TRAIN].read(self.plan.rank_indices(number - 1, self.place.rank, self.place.world_size))
+        batch = RankBatch(number - 1, rows, len(next(iter(rows.values()))))
+        meets = self.parallel.meets(number)
+        return self.step(batch, num_rows=self.plan.num_rows(number - 1), want_norm=True, meets=meets)
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Copies of this rank's parameters."""
+        return {name: value.detach().clone() for name, value in self.parallel.module.named_parameters()}
 
 
 @dataclass(frozen=True)

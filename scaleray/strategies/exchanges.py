@@ -20,7 +20,7 @@ Payload = TypeVar("Payload")
 
 
 class Arrival:
-    """Operations of torch.distributed that are under way. None is one that has already arrived, from a checkpoint."""
+    """Operations of torch.distributed that are under way. An empty list is an exchange that has arrived already, as one from a checkpoint has."""
 
     def __init__(self, works: Sequence[dist.Work], *, is_watched: bool = False) -> None:
         self._works = list(works)
@@ -40,7 +40,7 @@ class Arrival:
             self._thread.join()
         else:
             self._wait_all()
-        if self._error is not None:
+        if self._error is not None:  # kept: whoever asks again must not take what never came
             raise self._error
 
     def _watch(self) -> None:
@@ -50,8 +50,9 @@ class Arrival:
             self._error = exc
 
     def _wait_all(self) -> None:
-        for work in self._works:
-            work.wait()
+        while self._works:  # each once: gloo would wait for another message the second time
+            self._works[0].wait()
+            self._works.pop(0)
 
 
 class Outstanding(Generic[Payload]):

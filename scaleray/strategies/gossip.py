@@ -56,7 +56,9 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         load_state=mixing.load_state,
         bytes_sent=lambda: replicas.sent_bytes + mixing.sent_bytes,
         metrics=replicas.metrics,
-    )
+        notes=[] if settings.is_asynchronous or settings.max_staleness == type(settings)().max_staleness
+        else ["gossip.max_staleness has no effect without gossip.is_asynchronous"],
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -124,12 +124,16 @@ class TrainStep:
             # a rank of which no row counts has no gradient
             correction = expected / own_count if own_count else 0.0
             result = self._update(own_sum, own_count or 1.0, correction=correction, want_norm=want_norm)
-            result = self._met(result, loss_sum, count) if meets else dataclasses.replace(result, is_own=True)
+            own = dataclasses.replace(result, count=own_count, is_own=True)
+            result = self._met(result, loss_sum, count) if meets else own
         else:
             result = self._update(loss_sum, count, correction=expected / count, want_norm=want_norm)
             bad, self.nonfinite_steps = self.nonfinite_steps, 0
             result = dataclasses.replace(result, nonfinite_steps=bad, nonfinite_in_a_row=self.nonfinite_in_a_row)
-        return dataclasses.replace(result, signals=tuple(signals) if meets else ())
+        result = dataclasses.replace(result, signals=tuple(signals) if meets else ())
+        if self.probe is not None:
+            self.probe.on_step(result, float(setup.schedule.get_last_lr()[0]))
+        return result
 
     def _met(self, result: StepResult, loss_sum: float, count: float) -> StepResult:
         """The result of a local step in which the ranks met: loss and count of all, and what happened since. Collective."""
@@ -280,10 +284,7 @@ class TrainStep:
         self.enter("synchronise")
         setup.parallel.after_update(self.num_updates)
         self._prune(is_finite)
-        result = StepResult(loss=loss_sum / count, count=count, grad_norm=grad_norm, is_finite=is_finite)
-        if self.probe is not None:
-            self.probe.on_step(result, float(setup.schedule.get_last_lr()[0]))
-        return result
+        return StepResult(loss=loss_sum / count, count=count, grad_norm=grad_norm, is_finite=is_finite)
 
     def _prune(self, has_updated: bool) -> None:
         """After the strategy, which may have fetched parameters from other ranks."""

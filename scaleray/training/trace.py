@@ -149,17 +149,22 @@ class TraceProbe:
             "random_before": self._random_before,
             "draws": self._random_before != _random_state(self.place.device),
             "changes": self._buffers_before != self._buffer_digest(),
+            "loss": (result.loss * result.count, result.count),
         }
         everyone = self._gather(mine)
         first = everyone[0]
         replicas = everyone[:: self._replica_size]  # their workers have the same rows and random numbers
+        loss, count = result.loss, result.count
+        if result.is_own:  # of replicas that train apart; gradients are rank 0's own then, too
+            loss_sum, count = (sum(theirs["loss"][part] for theirs in everyone) for part in (0, 1))
+            loss = loss_sum / count if count else math.nan
         grad_norm = float(np.linalg.norm(first["gradients"][:, 0]))
         floor = SMALL_GRADIENT * grad_norm
         self._steps.append(
             StepTrace(
                 step=self._step,
-                loss=result.loss,
-                count=result.count,
+                loss=loss,
+                count=count,
                 grad_norm=grad_norm,
                 used_norm=result.grad_norm,
                 updates=tuple(self._updates),

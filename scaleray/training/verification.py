@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from scaleray.config import RunConfig
 from scaleray.errors import InitialisationError, NonFiniteLossError, UsageError
 from scaleray.reproducibility.causes import (
     EVALUATION_MODE,
@@ -49,22 +50,51 @@ class Promise:
     keeps: frozenset[str] = frozenset()
     """Of a strategy that is not exact: quantities of a Divergence that must be equal all the same."""
     words: str = "equal to one process"
+    exact_steps: Callable[[RunConfig], int] | None = None
+    """So many first steps are equal in everything, and the loss of the next one too, as it starts from the same parameters."""
+    agrees_after: Callable[[RunConfig, int], bool] = lambda config, step: False
+    """Whether all ranks hold the same parameters after this step."""
+
+    def is_kept_by(self, divergence: Divergence, config: RunConfig) -> bool:
+        """Whether the quantity may differ from one process in this step."""
+        first = self.exact_steps(config) if self.exact_steps is not None else -1
+        must_be_equal = divergence.quantity in self.keeps or divergence.step <= first
+        return not (must_be_equal or (divergence.step == first + 1 and divergence.quantity == "loss"))
+
+    def disagreement(self, trace: Trace, config: RunConfig, bound: float) -> Divergence | None:
+        """The first step after which ranks should hold the same parameters and do not."""
+        for step in trace.steps:
+            spread = float(step.parameter_spread.max(initial=0.0))
+            if self.agrees_after(config, step.step) and not spread <= bound:
+                name = trace.names[int(np.nanargmax(step.parameter_spread))]
+                return Divergence(step.step, "parameters", spread, name)
+        return None
+
+
+def _averages_after(config: RunConfig, step: int) -> bool:
+    since = step - config.local_sgd.warmup_steps
+    return since <= 0 or since % config.local_sgd.sync_every == 0
 
 
 _SAME_COURSE = frozenset({"model", "dtype", "initial parameters", "rows", "count", "learning rate", "steps"})
 PROMISES = {
     "local_sgd": Promise(
-        False, _SAME_COURSE, "replicas train apart between averagings: same start, rows and learning rates"
+        False, _SAME_COURSE, "replicas train apart between averagings: same start, rows and learning rates",
+        lambda config: config.local_sgd.warmup_steps, _averages_after,
     ),
     "diloco": Promise(
-        False, _SAME_COURSE, "replicas train apart between outer steps: same start, rows and learning rates"
+        False, _SAME_COURSE, "replicas train apart between outer steps: same start, rows and learning rates",
+        lambda config: config.local_sgd.warmup_steps, _averages_after,
+    ),
+    "gossip": Promise(
+        False, _SAME_COURSE, "replicas agree only in the limit: same start, rows and learning rates", lambda config: 0
     ),
     "async_sgd": Promise(
-        False, _SAME_COURSE, "updates are late by a bounded number of steps: same start, rows and learning rates"
+        False, _SAME_COURSE, "updates are late by a bounded number of steps: same start, rows and learning rates",
+        lambda config: 0, lambda config, step: step % config.gossip.meet_every == 0,
     ),
-    "gossip": Promise(False, _SAME_COURSE, "replicas agree only in the limit: same start, rows and learning rates"),
     "compression": Promise(False, _SAME_COURSE, "gradients are approximated: same start, rows and learning rates"),
-}
+}  # fmt: skip
 """Strategies that do not promise equality. Every other one does."""
 
 
@@ -203,7 +233,9 @@ class _Group:
         def first_broken() -> tuple[Comparison, Divergence | None, Finding | None]:
             reference = self._reference(self.quiet)
             found = divergences(reference, trace, self.assignment.bound)
-            broken = next((d for d in found if d.quantity in promise.keeps), None)
+            config = variant.job.config
+            broken = next((d for d in found if not promise.is_kept_by(d, config)), None)
+            broken = broken or promise.disagreement(trace, config, self.assignment.bound)
             finding = from_traces(reference, trace, broken, self._layout(variant)) if broken else None
             return compare(reference, trace, bound=self.assignment.bound), broken, finding
 

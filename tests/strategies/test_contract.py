@@ -46,6 +46,7 @@ RECIPES = {
     "dropped last batch": {"batch.drop_last": True, "batch.micro_size": 2},
     "file order": {"data.shuffle": False},
 }
+OFTEN = {"local_sgd.sync_every": 4, "gossip.max_staleness": 2, "gossip.meet_every": 8}  # for short trainings
 WORKLOADS = {"rows": Classify, "padded tokens": Tokens, "tied and frozen": TiedAndFrozen}
 
 
@@ -92,15 +93,17 @@ def test_many_workers_equal_one_process(gloo, recipe, strategy, world_size):
 @pytest.mark.parametrize("strategy", APART)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_replicas_that_train_apart_learn_from_the_same_rows_nearly_as_well(gloo, recipe, strategy):
-    flags = {**recipe, "stop.after": "8 epochs", "strategy.name": strategy, "evaluation.every": "8 epochs"}
-    workload = Classify(num_rows=26, num_val=40)
+    flags = {"optimizer.momentum": 0.0, **OFTEN, **recipe, "stop.after": "12 epochs", "strategy.name": strategy}
+    workload = Classify(num_rows=66, num_val=200)  # the last batch of an epoch has 2 rows
     plain = train_alone(workload, {**flags, "strategy.name": "single"})
     for world_size in (2, 4):
         finished = gloo.run(world_size, train, workload, flags)[0]
         assert [s.num_samples for s in finished.steps] == [s.num_samples for s in plain.steps]
         assert [s.learning_rate for s in finished.steps] == [s.learning_rate for s in plain.steps]
         before, after, theirs = plain.losses[0], plain.evaluations[-1].metrics, finished.evaluations[-1].metrics
-        assert theirs["val/loss"] - after["val/loss"] < 0.25 * (before - after["val/loss"])
+        # each worker clips its own norm, which is larger; DiLoCo makes few outer steps of Adam's many
+        share = 0.5 if {"optimizer.clip_norm", "optimizer.name"} & recipe.keys() else 0.95
+        assert before - theirs["val/loss"] > share * (before - after["val/loss"])
 
 
 def initial_batches(place, strategy):
@@ -164,7 +167,8 @@ def test_dropout_differs_between_ranks_and_steps_but_not_between_runs(gloo, stra
 
 @pytest.mark.parametrize("strategy", FOR_MANY)
 def test_a_model_with_dropout_trains_the_same_way_twice(gloo, strategy):
-    first, second = (gloo.run(2, train, WithDropout(), {"strategy.name": strategy})[0] for _ in range(2))
+    flags = {"strategy.name": strategy, "deterministic": strategy == "async_sgd"}  # else it is a matter of time
+    first, second = (gloo.run(2, train, WithDropout(), flags)[0] for _ in range(2))
     assert first.losses == second.losses
     assert largest_difference(first.weights, second.weights) == 0
     assert first.losses != train_alone(WithDropout()).losses

@@ -4,6 +4,7 @@ import pytest
 import torch
 from small_runs import (
     Classify,
+    Stepper,
     Tokens,
     WithBatchNorm,
     WithDropout,
@@ -15,11 +16,8 @@ from small_runs import (
 )
 from torch import nn
 
-from scaleray.data import RankBatch
 from scaleray.errors import ConfigError, NonFiniteLossError
 from scaleray.metric_names import CONSENSUS_DISTANCE
-from scaleray.training.model_setup import prepare
-from scaleray.training.step import TrainStep
 
 LOCAL = {"strategy.name": "local_sgd", "local_sgd.sync_every": 4, "batch.drop_last": True}
 DILOCO = {**LOCAL, "strategy.name": "diloco"}
@@ -126,38 +124,15 @@ def test_diloco_is_what_torchs_own_optimizers_make_of_it(gloo):
 # between averagings
 
 
-class Stepper:
-    """Steps of one rank, without the loop. Meetings are those of the strategy."""
-
-    def __init__(self, place, workload, flags):
-        self.place = place
-        self.job, self.sources = make_job(workload, flags, world_size=place.world_size)
-        self.setup = prepare(self.job.workload, self.job.config, self.job.recipe, place)
-        self.step = TrainStep(
-            self.job.workload, self.setup, self.job.config, self.job.recipe, place, gives_tuples=False
-        )
-        self.plan = self.job.train_plan()
-
-    def __call__(self, number):
-        rows = self.sources["train"].read(self.plan.rank_indices(number - 1, self.place.rank, self.place.world_size))
-        meets = self.setup.parallel.meets(number)
-        batch = RankBatch(number - 1, rows, len(next(iter(rows.values()))))
-        return self.step(batch, num_rows=self.plan.num_rows(number - 1), want_norm=True, meets=meets)
-
-    @property
-    def weights(self):
-        return {name: value.detach().clone() for name, value in self.setup.parallel.module.named_parameters()}
-
-
 def weights_after_each_step(place, flags, num_steps):
     stepper = Stepper(place, Classify(), flags)
     found = []
     for number in range(1, num_steps + 1):
         result = stepper(number)
-        found.append((stepper.weights, stepper.setup.parallel.metrics(), result))
-    sent = stepper.setup.parallel.bytes_sent()
-    stepper.setup.parallel.close()
-    return found, sent, sum(p.numel() * p.element_size() for p in stepper.setup.parallel.module.parameters())
+        found.append((stepper.weights, stepper.parallel.metrics(), result))
+    sent = stepper.parallel.bytes_sent()
+    stepper.parallel.close()
+    return found, sent, sum(p.numel() * p.element_size() for p in stepper.parallel.module.parameters())
 
 
 def spread(everyone, step, ranks):
@@ -216,7 +191,7 @@ def momentum_after(place, flags, num_steps):
         stepper(number)
     state = stepper.setup.optimizer.state
     found = [entry["exp_avg"].clone() for entry in state.values()]
-    stepper.setup.parallel.close()
+    stepper.parallel.close()
     return found
 
 
@@ -243,15 +218,15 @@ class Frozen(WithBatchNorm):
 
 def frozen_and_buffers(place, flags):
     stepper = Stepper(place, Frozen(), flags)
-    before = {n: v.clone() for n, v in stepper.setup.parallel.module.state_dict().items()}
+    before = {n: v.clone() for n, v in stepper.parallel.module.state_dict().items()}
     for number in range(1, 4):
         stepper(number)
-    apart = {n: v.clone() for n, v in stepper.setup.parallel.module.state_dict().items()}
-    with stepper.setup.parallel.averaged(True):
-        mean = {n: v.clone() for n, v in stepper.setup.parallel.module.state_dict().items()}
-    again = {n: v.clone() for n, v in stepper.setup.parallel.module.state_dict().items()}
-    sent = stepper.setup.parallel.bytes_sent()
-    stepper.setup.parallel.close()
+    apart = {n: v.clone() for n, v in stepper.parallel.module.state_dict().items()}
+    with stepper.parallel.averaged(True):
+        mean = {n: v.clone() for n, v in stepper.parallel.module.state_dict().items()}
+    again = {n: v.clone() for n, v in stepper.parallel.module.state_dict().items()}
+    sent = stepper.parallel.bytes_sent()
+    stepper.parallel.close()
     return before, apart, mean, again, sent
 
 

@@ -763,3 +763,61 @@ def test_switches_of_torch_are_as_they_were_after_a_deterministic_run(gloo):
 
 def is_deterministic(place):
     return torch.are_deterministic_algorithms_enabled()
+
+
+APART = {
+    "local_sgd": {"local_sgd.sync_every": 2},
+    "warm-up": {"strategy.name": "local_sgd", "local_sgd.sync_every": 2, "local_sgd.warmup_steps": 2},
+    "diloco": {"local_sgd.sync_every": 3},
+    "gossip": {"gossip.graph": "ring"},
+    "asynchronous": {"strategy.name": "gossip", "gossip.is_asynchronous": True},
+    "async_sgd": {"gossip.meet_every": 3, "gossip.max_staleness": 1},
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", APART)
+def test_replicas_that_train_apart_keep_what_they_promise(gloo, name, world_size):
+    for workload in (Classify(), Tokens()):
+        outcome = gloo.run(world_size, judge, workload, {"strategy.name": name, **APART[name]})[0]
+        assert outcome.verdict == "as promised", outcome
+        assert outcome.comparison.largest > 1e-6  # else it would not be what it says
+
+
+@contextlib.contextmanager
+def forgets_to_average():
+    """Local SGD that says it meets, and does nothing there."""
+
+    def apply(model, mesh, config, workload):
+        parallel = STRATEGIES["local_sgd"](model, mesh, config, workload)
+        return dataclasses.replace(parallel, after_update=lambda step: None)
+
+    with broken_strategy(apply), mock.patch.dict(verification.PROMISES, {"broken": verification.PROMISES["local_sgd"]}):
+        yield
+
+
+@contextlib.contextmanager
+def no_warm_up():
+    """Local SGD whose warm-up does not average gradients."""
+
+    def apply(model, mesh, config, workload):
+        parallel = STRATEGIES["local_sgd"](model, mesh, config, workload)
+        return dataclasses.replace(parallel, model=model)
+
+    with broken_strategy(apply), mock.patch.dict(verification.PROMISES, {"broken": verification.PROMISES["local_sgd"]}):
+        yield
+
+
+STRATEGY_OF |= {forgets_to_average: "broken", no_warm_up: "broken"}
+
+
+def test_replicas_that_do_not_agree_after_their_averaging_are_found(gloo):
+    outcome = gloo.run(2, judge_with, forgets_to_average, Classify(), {"local_sgd.sync_every": 2})[0]
+    assert found(outcome)[1] == 2
+    assert outcome.mismatch.quantity == "parameters"
+
+
+def test_a_warm_up_that_is_not_ddp_is_found_in_its_first_step(gloo):
+    flags = {"local_sgd.sync_every": 2, "local_sgd.warmup_steps": 2}
+    outcome = gloo.run(2, judge_with, no_warm_up, Classify(), flags)[0]
+    assert found(outcome)[1] == 1
