@@ -170,7 +170,7 @@ def held(place, workload):
 def test_a_worker_trains_its_own_blocks_and_a_tied_head_has_one_name(gloo):
     first, second = gloo.run(2, held, SmallTransformer())
     assert first[0] == second[0] == "embedding.weight"
-    assert [n for n in first if n.startswith("blocks")] == [n for n in first[1:]]
+    assert [n for n in first if n.startswith("blocks")] == list(first[1:])
     assert second[-1] == "norm.weight" and "head.weight" not in second
     assert not {n for n in first if n.startswith("blocks")} & set(second)
 
