@@ -19,7 +19,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformer import SIZES, Transformer, TransformerConfig
+from torch.distributed.tensor.parallel import ParallelStyle
+from transformer import SIZES, Transformer, TransformerConfig, tensor_plan
 
 from scaleray import Workload
 from scaleray.data import TokenSource
@@ -112,6 +113,9 @@ class LanguageModel(Workload):
 
     def blocks(self, model: nn.Module) -> nn.ModuleList:
         return model.blocks
+
+    def tensor_plan(self, model: nn.Module, *, size: int, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+        return tensor_plan(self.config, size=size, sequence_parallel=sequence_parallel)
 
     def _documents(self) -> Iterator[bytes]:
         if self.text is None:

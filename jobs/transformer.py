@@ -12,6 +12,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 from scaleray.errors import ConfigError
 
@@ -228,6 +236,43 @@ class FeedForward(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def tensor_plan(config: TransformerConfig, *, size: int, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+    """How the layers of a Transformer are split over `size` workers, by module name. Raises ConfigError.
+
+    Attention by heads and the feed-forward layer by its inner width, each by columns and then by rows; embedding and head by
+    the vocabulary, also where they are one table. sequence_parallel: norms and the residual stream by tokens, for inputs of
+    max_sequence_length tokens or any other multiple of `size`. Sources: arXiv:1909.08053, arXiv:2205.05198.
+    """
+    for name, count in (("num_heads", config.num_heads), ("num_kv_heads", config.kv_heads), ("ffn_width", config.inner_width)):
+        if count % size:
+            raise ConfigError("tensor.size", size, f"it must divide {name}, which is {count}")
+    if sequence_parallel and config.max_sequence_length % size:
+        raise ConfigError(
+            "tensor.size", size, f"sequence parallelism cuts sequences of {config.max_sequence_length} tokens, which it does not divide",
+            "use --tensor.sequence-parallel false, or another sequence_length",
+        )  # fmt: skip
+    stream = Shard(1) if sequence_parallel else Replicate()  # (batch, sequence, width)
+    plan: dict[str, ParallelStyle] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+        "head": ColwiseParallel(input_layouts=stream, output_layouts=Replicate()),
+    }
+    for name in ("query", "key", "value"):
+        plan[f"blocks.*.attention.{name}"] = ColwiseParallel()
+    for name in ("gate", "up"):
+        plan[f"blocks.*.feed_forward.{name}"] = ColwiseParallel()
+    plan["blocks.*.attention.output"] = RowwiseParallel(output_layouts=stream)
+    plan["blocks.*.feed_forward.down"] = RowwiseParallel(output_layouts=stream)
+    if sequence_parallel:
+        whole = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),), use_local_output=True)
+        with_rotations = PrepareModuleInput(
+            input_layouts=(stream, None), desired_input_layouts=(Replicate(), None), use_local_output=True
+        )
+        plan |= {"blocks.*.attention": with_rotations, "blocks.*.feed_forward": whole}
+        for name in ("blocks.*.attention_norm", "blocks.*.feed_forward_norm", "norm"):
+            plan[name] = SequenceParallel(use_local_output=True)
+    return plan
 
 
 def rotation_table(config: TransformerConfig, *, device: torch.device | None = None) -> torch.Tensor:

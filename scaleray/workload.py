@@ -22,6 +22,7 @@ from scaleray.errors import WorkloadError
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 Batch = Mapping[str, "torch.Tensor"]
 """One micro-batch on the device: tensors by column name, rows along dimension 0."""
@@ -68,6 +69,16 @@ class Workload:
 
     def blocks(self, model: nn.Module) -> Iterable[nn.Module] | None:
         """The repeated blocks of the model, for sharding, checkpointing and pipelines. Optional."""
+        return None
+
+    def tensor_plan(self, model: nn.Module, *, size: int, sequence_parallel: bool) -> Mapping[str, ParallelStyle] | None:
+        """How each layer is split over `size` workers, for `strategy.name: tensor`. Optional; None: it cannot be.
+
+        A style of `torch.distributed.tensor.parallel` by module name (`blocks.*.attention.query` for all blocks). The
+        model must return what the loss needs whole, as plain tensors equal on all workers. With `sequence_parallel` what
+        lies between the layers should be split along the sequence, and every module with parameters must be named;
+        else modules that are left out compute the same on all workers. Raise ConfigError for a size that does not fit.
+        """
         return None
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from scaleray.config import RunConfig
 from scaleray.metric_names import BUBBLE_SHARE
@@ -304,7 +304,7 @@ def _equal_pieces(pieces: list[MicroBatch]) -> list[tuple[Any, list[MicroBatch]]
     """Micro-batches that follow each other with tensors of the same shapes, and those shapes."""
     found: list[tuple[Any, list[MicroBatch]]] = []
     for piece in pieces:
-        leaves, _ = tree_flatten(piece.batch)
+        leaves = tree_leaves(piece.batch)
         signature = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves)
         if found and found[-1][0] == signature:
             found[-1][1].append(piece)
@@ -354,12 +354,10 @@ def _from_last(output: Any, parts: Parts) -> Any:
     told: list[Any] = [None]
     leaves: list[Any] = []
     if parts.has_last:
-        leaves, structure = tree_flatten(output)
-        leaves = [leaf.detach().contiguous() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        shown = [_Shape(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves]
-        told = [(shown, structure)]
+        leaves = [x.detach().contiguous() if isinstance(x, torch.Tensor) else x for x in tree_leaves(output)]
+        told = [tree_map_only(torch.Tensor, lambda x: _Shape(tuple(x.shape), x.dtype), output)]
     dist.broadcast_object_list(told, group=parts.group, group_src=source, device=parts.device)
-    shown, structure = told[0]
+    shown, structure = tree_flatten(told[0])
     received = []
     for number, leaf in enumerate(shown):
         if isinstance(leaf, _Shape):

@@ -90,7 +90,7 @@ class TrainStep:
         expected = rows * self.count_per_row
         self._scale = parallel.gradient_divisor / expected
         self._totals = torch.tensor([0.0, 0.0, *self.signals()], dtype=torch.float64, device=self.place.device)
-        own = self._run_micro_batches(batch, meets=meets)
+        own = self._run_micro_batches(batch, num_rows=num_rows, meets=meets)
         loss_sum, count, *signals = self._totals.tolist()
         if not meets:
             signals = []
@@ -109,12 +109,16 @@ class TrainStep:
         result = self._update(loss_sum, count, correction=expected / count, want_norm=want_norm)
         return dataclasses.replace(result, signals=tuple(signals)) if signals else result
 
-    def _run_micro_batches(self, batch: RankBatch, *, meets: bool) -> torch.Tensor:
+    def _run_micro_batches(self, batch: RankBatch, *, num_rows: int, meets: bool) -> torch.Tensor:
         """Forward and backward of every micro-batch; leaves the totals of all ranks, where they meet, and returns this rank's."""
         setup, parallel = self.setup, self.setup.parallel
+        # where passes communicate, a rank with a row less may need a placeholder more
+        least = math.ceil(math.ceil(num_rows / self.place.data_size) / self.recipe.micro_batch_size)
         pieces = [
             MicroBatch(as_user_batch(to_device(arrays, self.place.device, setup.precision.input_dtype), self.gives_tuples), weight)
-            for arrays, weight in micro_batches(batch, self.recipe.micro_batch_size)
+            for arrays, weight in micro_batches(
+                batch, self.recipe.micro_batch_size, at_least=least if parallel.forward_is_collective else 1
+            )
         ]  # fmt: skip
         pending: Any = None
         own = self._totals
@@ -191,11 +195,11 @@ class TrainStep:
         return result
 
 
-def micro_batches(batch: RankBatch, size: int) -> Iterator[tuple[dict[str, np.ndarray], int]]:
-    """Slices of at most `size` rows with the number of rows that count: 0 for a placeholder."""
-    if batch.num_rows == 0:
-        yield batch.columns, 0
-        return
+def micro_batches(batch: RankBatch, size: int, *, at_least: int = 1) -> Iterator[tuple[dict[str, np.ndarray], int]]:
+    """Slices of at most `size` rows with the number of rows that count: 0 for a placeholder. Placeholders come first, until
+    there are `at_least` so many."""
+    for _ in range(at_least - math.ceil(batch.num_rows / size)):
+        yield {name: values[:1] for name, values in batch.columns.items()}, 0
     for start in range(0, batch.num_rows, size):
         stop = min(start + size, batch.num_rows)
         yield {name: values[start:stop] for name, values in batch.columns.items()}, stop - start

@@ -111,7 +111,10 @@ class TraceProbe:
     def on_setup(self, setup: Setup) -> None:
         self._setup, self.has_begun = setup, True
         self._parameters = dict(setup.parallel.module.named_parameters())
-        self._dtypes = tuple(str(p.dtype).removeprefix("torch.") for p in self._parameters.values())
+        self._names = setup.parallel.parameter_names or tuple(self._parameters)
+        self._has_parts = bool(setup.parallel.parameter_names)
+        dtypes = self._whole({n: str(p.dtype).removeprefix("torch.") for n, p in self._parameters.items()})
+        self._dtypes = tuple(dtypes[name] for name in self._names)
         self._initial = self._signatures()
         self._updates: list[tuple[float, ...]] = []
         setup.optimizer.register_step_post_hook(
@@ -126,13 +129,14 @@ class TraceProbe:
 
     def on_gradients(self, correction: float) -> None:
         whole = {n: None if p.grad is None else full(p.grad) for n, p in self._parameters.items()}
-        self._formats = tuple("" if g is None else number_format(g) for g in whole.values())
+        formats = self._whole({n: "" if g is None else number_format(g) for n, g in whole.items()})
+        self._formats = tuple(formats[name] for name in self._names)
         empty = np.zeros(2 + self._sign.num_projections)
-        self._gradients = np.array([empty if g is None else self._sign(n, g) for n, g in whole.items()]) * correction
+        self._gradients = self._in_order({n: empty if g is None else self._sign(n, g) * correction for n, g in whole.items()})
         if self._pieces is not None:
             signer = Signer(MIXTURE_PROJECTIONS)
-            target = [np.zeros(MIXTURE_PROJECTIONS) if g is None else signer(n, g)[2:] for n, g in whole.items()]
-            self._target = np.concatenate(target) * correction
+            target = {n: np.zeros(MIXTURE_PROJECTIONS) if g is None else signer(n, g)[2:] for n, g in whole.items()}
+            self._target = self._in_order(target).reshape(-1) * correction
 
     def on_step(self, result: StepResult, learning_rate: float) -> None:
         mine = {
@@ -145,6 +149,7 @@ class TraceProbe:
         }
         everyone = self._gather(mine)
         first = everyone[0]
+        replicas = everyone[:: self._replica_size]  # their workers have the same rows and random numbers
         grad_norm = float(np.linalg.norm(first["gradients"][:, 0]))
         floor = SMALL_GRADIENT * grad_norm
         self._steps.append(
@@ -155,19 +160,19 @@ class TraceProbe:
                 grad_norm=grad_norm,
                 used_norm=result.grad_norm,
                 updates=tuple(self._updates),
-                rows=np.concatenate([theirs["rows"] for theirs in everyone]),
+                rows=np.concatenate([theirs["rows"] for theirs in replicas]),
                 gradients=first["gradients"],
                 parameters=first["parameters"],
                 gradient_spread=_spread([theirs["gradients"] for theirs in everyone], floor),
                 parameter_spread=_spread([theirs["parameters"] for theirs in everyone], 0.0),
                 gradient_formats=self._formats,
                 draws_random_numbers=any(theirs["draws"] for theirs in everyone),
-                shares_random_state=len({theirs["random_before"] for theirs in everyone}) < len(everyone),
+                shares_random_state=len({theirs["random_before"] for theirs in replicas}) < len(replicas),
                 changes_buffers=any(theirs["changes"] for theirs in everyone),
             )
         )
         if self._pieces is not None:
-            self.shares = self._solve(self._gather((*self._pieces, self._target)))
+            self.shares = self._solve(self._gather((*self._pieces, self._target))[:: self._replica_size])
         if self._step == self.job.recipe.total_steps:
             self._keep_final()
 
@@ -175,17 +180,34 @@ class TraceProbe:
         """What was recorded."""
         clip_norm = self.job.config.optimizer.clip_norm
         return Trace(
-            tuple(self._parameters), self._dtypes, self._initial, tuple(self._steps), self._final, clip_norm, loss_dtype, quieted
+            self._names, self._dtypes, self._initial, tuple(self._steps), self._final, clip_norm, loss_dtype, quieted
         )  # fmt: skip
 
+    @property
+    def _replica_size(self) -> int:
+        return self.job.config.model_parallel_size if self.place.world_size > 1 else 1
+
     def _signatures(self) -> np.ndarray:
-        return np.array([self._sign(name, full(p.detach())) for name, p in self._parameters.items()])
+        return self._in_order({name: self._sign(name, full(p.detach())) for name, p in self._parameters.items()})
+
+    def _in_order(self, rows: dict[str, np.ndarray]) -> np.ndarray:
+        """One row for each parameter of the whole model; this rank's own where it has one, else that of the rank that has."""
+        whole = {**self._whole(rows), **rows}
+        return np.array([whole[name] for name in self._names])
+
+    def _whole(self, mine: dict[str, Any]) -> dict[str, Any]:
+        """Values by name, with those of the other ranks of this replica where ranks have parts. Collective then."""
+        if not self._has_parts:
+            return mine
+        everyone, size = self._gather(mine), self._replica_size
+        first = self.place.rank // size * size
+        return {name: value for theirs in reversed(everyone[first : first + size]) for name, value in theirs.items()}
 
     def _keep_final(self) -> None:
         tensors = {**self._parameters, **dict(self._setup.parallel.module.named_buffers())}
-        if sum(t.numel() * t.element_size() for t in tensors.values()) > LARGEST_KEPT_BYTES:
+        if sum(t.numel() * t.element_size() for t in tensors.values()) > LARGEST_KEPT_BYTES and not self._has_parts:
             return
-        whole = {name: full(t.detach()).cpu() for name, t in tensors.items()}
+        whole = self._whole({name: full(t.detach()).cpu() for name, t in tensors.items()})
         if self.place.rank == 0:
             # numpy has no bf16; a copy, since a parameter goes on living
             self._final = {n: (t.float() if t.dtype == torch.bfloat16 else t).numpy().copy() for n, t in whole.items()}
@@ -217,7 +239,7 @@ class TraceProbe:
             by_name = dict(zip(trained, found, strict=True))
             pieces = [
                 np.zeros(MIXTURE_PROJECTIONS) if (g := by_name.get(name)) is None else signer(name, g)[2:]
-                for name in self._parameters
+                for name in self._names
             ]
             gradients.append(np.concatenate(pieces) * bool(weight))
             counts.append(float(count) * bool(weight))
@@ -230,9 +252,10 @@ class TraceProbe:
         if self.job.config.precision.dtype == "fp64":
             model.double()
         values = {**self._parameters, **dict(self._setup.parallel.module.named_buffers())}
+        values = self._whole({name: full(tensor.detach()) for name, tensor in values.items()})
         with torch.no_grad():
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                tensor.copy_(full(values[name]))
+                tensor.copy_(values[name])
         return model
 
     def _solve(

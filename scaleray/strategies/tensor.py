@@ -1,0 +1,255 @@
+"""Tensor parallelism: neighbouring workers hold a part of each layer, as the workload's plan says; FSDP lies over it.
+
+Workers of one group have the same rows and compute the same loss. What they exchange in a forward or backward pass is
+written in the plan's styles (torch.distributed.tensor.parallel).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_module
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.placement_types import Shard
+
+from scaleray.config import RunConfig
+from scaleray.errors import WorkloadError
+from scaleray.strategies.parallel import Parallel, full
+from scaleray.workload import call_user_code
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+
+
+def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
+    """Split `model` over `mesh["tp"]` as `workload.tensor_plan` says, and shard that over `mesh["dp"]` with fully_shard.
+
+    Collective. A module that the plan leaves out computes the same on every worker of a group. Raises WorkloadError
+    without a plan, or for one that does not fit. Sources: Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism:
+    Korthikanti et al. 2022, arXiv:2205.05198.
+    """
+    if mesh is None:
+        raise ValueError("tensor needs a device mesh with the axes 'dp' and 'tp'")
+    groups, replicas = mesh["tp"], mesh["dp"]
+    plan = _plan(model, config, workload, size=groups.size())
+    hooks = _Hooks(model)
+    trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
+    ties = _ties(model)
+    with warnings.catch_warnings():  # of keys that match nothing, which is an error here
+        warnings.simplefilter("error", UserWarning)
+        parallelize_module(model, groups, plan)
+    _replicate_the_rest(model, groups, sequence_parallel=config.tensor.sequence_parallel)
+    _tie_again(model, ties)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parameter.requires_grad_(trained[name])  # styles of norms make every parameter a trained one
+        if parameter.requires_grad and replicas.size() == 1:
+            parameter.register_post_accumulate_grad_hook(_complete)
+    if replicas.size() > 1:
+        blocks = workload.blocks(model) if callable(getattr(workload, "blocks", None)) else None
+        for block in blocks or ():
+            fully_shard(block, mesh=replicas, reshard_after_forward=config.fsdp.reshard_after_forward)
+        fully_shard(model, mesh=replicas, reshard_after_forward=config.fsdp.reshard_after_forward)
+
+    @contextlib.contextmanager
+    def no_sync() -> Iterator[None]:
+        if not isinstance(model, FSDPModule):
+            yield
+            return
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+
+    def full_state_dict() -> dict[str, Any]:
+        whole = {n: full(v.detach()) if isinstance(v, torch.Tensor) else v for n, v in model.state_dict().items()}
+        if dist.get_rank() != 0:
+            return {}
+        return {n: v.to("cpu", copy=True) if isinstance(v, torch.Tensor) else v for n, v in whole.items()}
+
+    def share_buffers() -> None:
+        for buffer in model.buffers():
+            local = buffer.to_local() if isinstance(buffer, DTensor) else buffer
+            dist.broadcast(local, src=0)
+
+    def close() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        if not isinstance(model, FSDPModule):  # which has no way back of its own
+            hooks.take_off()
+            _make_plain(model)
+
+    return Parallel(
+        model=model,
+        module=model,
+        gradient_divisor=replicas.size(),
+        no_sync=no_sync,
+        before_evaluation=share_buffers,
+        full_state_dict=full_state_dict,
+        close=close,
+        total_norm=lambda gradients: total_norm(gradients, device=torch.device(mesh.device_type)),
+        forward_is_collective=True,
+        counts_loss=mesh.get_local_rank("tp") == 0,
+        notes=[f"tensor: {len(plan)} entries of the plan, each layer on {groups.size()} workers"],
+    )
+
+
+def total_norm(gradients: Sequence[torch.Tensor], *, device: torch.device) -> torch.Tensor:
+    """Norm of whole gradients, of which this rank has parts: plain ones, or DTensors on any meshes. Collective.
+
+    A plain gradient, and a replicated one, is counted once; shards are summed over the axes that they are cut along.
+    """
+    by_axes: dict[tuple[str, ...], tuple[list[dist.ProcessGroup], list[torch.Tensor]]] = {}
+    for gradient in gradients:
+        axes: list[dist.ProcessGroup] = []
+        local = gradient
+        if isinstance(gradient, DTensor):
+            if any(isinstance(p, Partial) for p in gradient.placements):
+                gradient = gradient.redistribute(placements=_completed(gradient))
+            cut = [dim for dim, placement in enumerate(gradient.placements) if isinstance(placement, Shard)]
+            axes = [gradient.device_mesh.get_group(dim) for dim in cut]
+            local = gradient.to_local()
+        key = tuple(group.group_name for group in axes)
+        by_axes.setdefault(key, (axes, []))[1].append(local)
+    squared = torch.zeros((), dtype=torch.float64, device=device)
+    for _, (axes, parts) in sorted(by_axes.items()):
+        part = torch.nn.utils.get_total_norm([p for p in parts if p.numel()]).to(device, torch.float64) ** 2
+        for group in axes:
+            dist.all_reduce(part, group=group)
+        squared += part
+    return squared.sqrt()
+
+
+class Replicated(ParallelStyle):
+    """A module whose parameters lie whole on every worker, and which gets and gives plain tensors, equal on all of them."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def to_dtensor(value: Any) -> Any:
+            is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+            return DTensor.from_local(value, device_mesh, [Replicate()], run_check=False) if is_plain else value
+
+        def take(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+            return tuple(to_dtensor(value) for value in inputs)
+
+        def give(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+            if isinstance(output, DTensor):
+                return output.redistribute(placements=[Replicate()]).to_local()
+            return output
+
+        return distribute_module(module, device_mesh, None, take, give)  # type: ignore[arg-type]
+
+
+def _plan(model: nn.Module, config: RunConfig, workload: Any, *, size: int) -> Mapping[str, ParallelStyle]:
+    make: Callable[..., Any] | None = getattr(workload, "tensor_plan", None)
+    plan = None
+    if callable(make):
+        plan = call_user_code(
+            lambda: make(model, size=size, sequence_parallel=config.tensor.sequence_parallel),
+            what="tensor_plan()", doing="planning tensor parallelism",
+        )  # fmt: skip
+    if plan is None:
+        raise WorkloadError(
+            "the workload", "without tensor_plan()", "tensor parallelism needs to know how each layer is split",
+            "return a style of torch.distributed.tensor.parallel for each layer's name, or use fsdp or pipeline",
+        )  # fmt: skip
+    names = [name for name, _ in model.named_modules()]
+    for key, style in plan.items():
+        if not any(fnmatchcase(name, key) and name.count(".") == key.count(".") for name in names):
+            raise WorkloadError("tensor_plan()", key, "the model has no such module", f"it has: {', '.join(names[1:8])}, ...")
+        if not isinstance(style, ParallelStyle):
+            raise WorkloadError(
+                f"tensor_plan()[{key!r}]", type(style).__name__, "it must be a style of torch.distributed.tensor.parallel"
+            )
+    return plan
+
+
+def _replicate_the_rest(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+    """Make the parameters that the plan left out whole DTensors, as an update cannot mix these with plain tensors."""
+    for name, module in list(model.named_modules()):
+        left = [n for n, p in module.named_parameters(recurse=False) if not isinstance(p, DTensor)]
+        if not left:
+            continue
+        where = f"{name}.{left[0]}" if name else left[0]
+        if any(True for _ in module.children()):
+            raise WorkloadError(
+                "tensor_plan()", f"without {where}", "a parameter beside other modules cannot be left out",
+                f"name {name or 'the model'} in the plan, or put the parameter into a module of its own",
+            )  # fmt: skip
+        if sequence_parallel:
+            raise WorkloadError(
+                "tensor_plan()", f"without {where}", "under sequence parallelism a module may see a part of the tokens only, so that each must be named",
+                "name it in the plan, or use --tensor.sequence-parallel false",
+            )  # fmt: skip
+        parallelize_module(module, mesh, Replicated())
+
+
+def _ties(model: nn.Module) -> list[list[str]]:
+    """Names of parameters that are one tensor, in lists of two and more."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [same for same in names.values() if len(same) > 1]
+
+
+def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
+    """Styles give each use of a shared parameter a copy of its own; make it one again. Raises WorkloadError."""
+    for first, *others in ties:
+        shared = model.get_parameter(first)
+        for name in others:
+            other = model.get_parameter(name)
+            ours, theirs = (p.placements if isinstance(p, DTensor) else None for p in (shared, other))
+            if ours != theirs:
+                raise WorkloadError(
+                    "tensor_plan()", f"with {first} as {ours} and {name} as {theirs}",
+                    "they are one parameter, and must be split alike", "untie them, or split both along the same dimension",
+                )  # fmt: skip
+            path, _, last = name.rpartition(".")
+            model.get_submodule(path).register_parameter(last, shared)
+
+
+def _completed(gradient: DTensor) -> list[Any]:
+    return [Replicate() if isinstance(p, Partial) else p for p in gradient.placements]
+
+
+def _complete(parameter: torch.Tensor) -> None:
+    """Sum a gradient that came from parts of the sequence, after each backward pass."""
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and any(isinstance(p, Partial) for p in gradient.placements):
+        parameter.grad = gradient.redistribute(placements=_completed(gradient))
+
+
+class _Hooks:
+    """Knows which forward hooks a model had, to take off those that came later."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before = {m: {kind: set(getattr(m, kind)) for kind in HOOKS} for m in model.modules()}
+
+    def take_off(self) -> None:
+        """Only the hooks of the beginning are left. A second time does nothing."""
+        for module, kinds in self._before.items():
+            for kind, had in kinds.items():
+                for key in set(getattr(module, kind)) - had:
+                    del getattr(module, kind)[key]
+            module.__dict__.pop("_distribute_module_applied", None)
+
+
+def _make_plain(model: nn.Module) -> None:
+    """Whole plain parameters and buffers again. Collective."""
+    whole: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, DTensor):
+                if id(parameter) not in whole:
+                    whole[id(parameter)] = nn.Parameter(parameter.detach().full_tensor(), parameter.requires_grad)
+                module._parameters[name] = whole[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, DTensor):
+                module._buffers[name] = buffer.full_tensor()
