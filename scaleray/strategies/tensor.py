@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
-from torch.distributed.tensor.placement_types import Shard
 
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
@@ -114,7 +113,8 @@ def total_norm(gradients: Sequence[torch.Tensor], *, device: torch.device) -> to
         if isinstance(gradient, DTensor):
             if any(isinstance(p, Partial) for p in gradient.placements):
                 gradient = gradient.redistribute(placements=_completed(gradient))
-            cut = [dim for dim, placement in enumerate(gradient.placements) if isinstance(placement, Shard)]
+            # not "is Shard": the shards of shards that FSDP makes of a part are of a kind of their own
+            cut = [dim for dim, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate)]
             axes = [gradient.device_mesh.get_group(dim) for dim in cut]
             local = gradient.to_local()
         key = tuple(group.group_name for group in axes)

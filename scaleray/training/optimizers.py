@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
@@ -61,6 +62,8 @@ def _build(workload: Any, model: nn.Module, config: RunConfig, recipe: Recipe) -
     if settings.name == "sgd":
         # torch 2.13: a first step that the loss scaler skips leaves the momentum of fused SGD uninitialised
         fused = fused and config.precision.dtype != "fp16"
+        # and DTensor has no fused SGD; AdamW it has
+        fused = fused and not any(isinstance(p, DTensor) for p in trained)
         return torch.optim.SGD(
             trained,
             lr=values.learning_rate,
