@@ -16,6 +16,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.config import RunConfig, load_config
@@ -24,6 +26,7 @@ from scaleray.data.stream import local_blocks
 from scaleray.records import CheckpointRecord, EvaluationRecord, EventRecord, StepRecord, WorkerMessage, WorkerSummary
 from scaleray.reproducibility.seeding import seed_everything, stream_seed
 from scaleray.scaling.recipe import DataSize, derive
+from scaleray.strategies.tensor import Replicated
 from scaleray.training import loop
 from scaleray.training.checkpointing import Checkpointing
 from scaleray.training.job import TRAIN, Split, TrainJob
@@ -67,6 +70,9 @@ class Classify:
     def loss(self, model: nn.Module, batch: Any) -> Any:
         return F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"])
 
+    def tensor_plan(self, model: nn.Module, *, size: int, sequence_parallel: bool) -> Any:
+        return {"0": ColwiseParallel(), "2": RowwiseParallel()}
+
     def metrics(self, model: nn.Module, batch: Any) -> Any:
         return {"accuracy": ((model(batch["x"]).argmax(dim=1) == batch["y"]).sum(), len(batch["y"]))}
 
@@ -90,6 +96,9 @@ class Tokens(Classify):
         losses = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
         return (losses * real.flatten()).sum(), real.sum()
 
+    def tensor_plan(self, model: nn.Module, *, size: int, sequence_parallel: bool) -> Any:
+        return {"0": Replicated(), "1": ColwiseParallel(output_layouts=Replicate())}
+
     def metrics(self, model: nn.Module, batch: Any) -> Any:
         return {}
 
@@ -105,12 +114,19 @@ class TiedAndFrozen(Tokens):
         model[1].requires_grad_(False)
         return model
 
+    def tensor_plan(self, model: nn.Module, *, size: int, sequence_parallel: bool) -> Any:
+        by_vocabulary = {"0": RowwiseParallel(input_layouts=Replicate()), "3": ColwiseParallel(output_layouts=Replicate())}
+        return {**by_vocabulary, "1": Replicated()}
+
 
 class WithBatchNorm(Classify):
     """Batch statistics in buffers."""
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(NUM_FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, NUM_CLASSES))
+
+    def tensor_plan(self, model: nn.Module, *, size: int, sequence_parallel: bool) -> Any:
+        return {"0": ColwiseParallel(output_layouts=Replicate()), "1": Replicated(), "3": Replicated()}
 
 
 class WithDropout(Classify):

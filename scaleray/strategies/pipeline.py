@@ -149,7 +149,8 @@ class Pipeline:
         return _from_last(output, parts)
 
     def close(self) -> None:
-        """Forget the gradients and the schedules."""
+        """Forget the gradients and the schedules, and give the user's model the values of all stages. Collective."""
+        self.parts.give_back()
         for parameter in self.parts.module.parameters():
             parameter.grad = None
         self._schedules.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -71,6 +72,7 @@ class Parts:
         everything = [make_stage(model, self.units, self.stage_of, index) for index in range(self.num_stages)]
         self.stages = [stage for stage in everything if self.owner(stage.index) == self.worker]
         self._unchecked: tuple[nn.Module, list[Stage]] | None = (model, everything)
+        self._original = weakref.ref(model)
         self._shared = self._shared_parameters(held, mesh)
         mine = dict(self.module.named_parameters())
         first = {name: next(w for w, names in enumerate(held) if name in names) for name in self.names}
@@ -181,6 +183,20 @@ class Parts:
                 dist.recv(tensor, group=self.group, group_src=worker)
                 whole[name] = tensor.cpu()
         return whole if self.worker == 0 else {}
+
+    def give_back(self) -> None:
+        """Put all stages' values into the model that was cut, where every worker of the replica still has it. Collective."""
+        whole = self._original()
+        is_held = torch.tensor(whole is not None, dtype=torch.int32, device=self.device)
+        dist.all_reduce(is_held, op=dist.ReduceOp.MIN, group=self.group)
+        if whole is None or not is_held:
+            return
+        mine = self.module.state_dict()
+        everyone: list[Any] = [None] * self.num_workers
+        dist.all_gather_object(everyone, list(mine), group=self.group)
+        for name, tensor in whole.state_dict().items():
+            if isinstance(tensor, torch.Tensor):
+                dist.broadcast(tensor, group=self.group, group_src=next(w for w, held in enumerate(everyone) if name in held))
 
     def note(self) -> str:
         """Where the cuts lie, how even they are, and the idle share to expect."""

@@ -205,7 +205,7 @@ class TraceProbe:
 
     def _keep_final(self) -> None:
         tensors = {**self._parameters, **dict(self._setup.parallel.module.named_buffers())}
-        if sum(t.numel() * t.element_size() for t in tensors.values()) > LARGEST_KEPT_BYTES and not self._has_parts:
+        if sum(self._whole({n: t.numel() * t.element_size() for n, t in tensors.items()}).values()) > LARGEST_KEPT_BYTES:
             return
         whole = self._whole({name: full(t.detach()).cpu() for name, t in tensors.items()})
         if self.place.rank == 0:

@@ -31,6 +31,8 @@ from scaleray.training.model_setup import prepare
 from scaleray.training.place import Place
 
 FOR_MANY = sorted(set(STRATEGIES) - {"single"})
+# where each rank can run the model alone; the others' own tests say what they owe instead
+WHOLE = sorted(set(FOR_MANY) - {"pipeline", "tensor"})
 
 # 26 rows in batches of 8 leave a partial batch of 2: on 4 workers two of them have no row in it
 RECIPES = {
@@ -102,7 +104,7 @@ def initial_batches(place, strategy):
     return before, after
 
 
-@pytest.mark.parametrize("strategy", FOR_MANY)
+@pytest.mark.parametrize("strategy", WHOLE)
 def test_buffers_are_equal_on_all_ranks_before_an_evaluation(gloo, strategy):
     (before_0, after_0), (before_1, after_1) = gloo.run(2, initial_batches, strategy)
     assert not torch.equal(before_0["1.running_mean"], before_1["1.running_mean"])  # else there was nothing to share
@@ -134,7 +136,7 @@ def dropped_units(place, strategy):
     return masks
 
 
-@pytest.mark.parametrize("strategy", FOR_MANY)
+@pytest.mark.parametrize("strategy", WHOLE)
 def test_dropout_differs_between_ranks_and_steps_but_not_between_runs(gloo, strategy):
     first, second = gloo.run(2, dropped_units, strategy), gloo.run(2, dropped_units, strategy)
     assert not torch.equal(first[0], first[1])
