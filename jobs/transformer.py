@@ -245,7 +245,11 @@ def tensor_plan(config: TransformerConfig, *, size: int, sequence_parallel: bool
     the vocabulary, also where they are one table. sequence_parallel: norms and the residual stream by tokens, for inputs of
     max_sequence_length tokens or any other multiple of `size`. Sources: arXiv:1909.08053, arXiv:2205.05198.
     """
-    for name, count in (("num_heads", config.num_heads), ("num_kv_heads", config.kv_heads), ("ffn_width", config.inner_width)):
+    for name, count in (
+        ("num_heads", config.num_heads),
+        ("num_kv_heads", config.kv_heads),
+        ("ffn_width", config.inner_width),
+    ):
         if count % size:
             raise ConfigError("tensor.size", size, f"it must divide {name}, which is {count}")
     if sequence_parallel and config.max_sequence_length % size:

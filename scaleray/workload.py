@@ -71,7 +71,9 @@ class Workload:
         """The repeated blocks of the model, for sharding, checkpointing and pipelines. Optional."""
         return None
 
-    def tensor_plan(self, model: nn.Module, *, size: int, sequence_parallel: bool) -> Mapping[str, ParallelStyle] | None:
+    def tensor_plan(
+        self, model: nn.Module, *, size: int, sequence_parallel: bool
+    ) -> Mapping[str, ParallelStyle] | None:
         """How each layer is split over `size` workers, for `strategy.name: tensor`. Optional; None: it cannot be.
 
         A style of `torch.distributed.tensor.parallel` by module name (`blocks.*.attention.query` for all blocks). The

@@ -115,7 +115,10 @@ class TiedAndFrozen(Tokens):
         return model
 
     def tensor_plan(self, model: nn.Module, *, size: int, sequence_parallel: bool) -> Any:
-        by_vocabulary = {"0": RowwiseParallel(input_layouts=Replicate()), "3": ColwiseParallel(output_layouts=Replicate())}
+        by_vocabulary = {
+            "0": RowwiseParallel(input_layouts=Replicate()),
+            "3": ColwiseParallel(output_layouts=Replicate()),
+        }
         return {**by_vocabulary, "1": Replicated()}
 
 

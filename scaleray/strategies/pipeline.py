@@ -18,12 +18,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from scaleray.config import RunConfig
 from scaleray.metric_names import BUBBLE_SHARE
 from scaleray.scaling.pipeline_bubble import runs
 from scaleray.strategies.parallel import MicroBatch, Objective, Parallel
+from scaleray.strategies.pipeline_evaluation import Whole
 from scaleray.strategies.pipeline_parts import Parts
 from scaleray.strategies.pipeline_stages import Stage
 
@@ -58,7 +59,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         parameter_names=tuple(parts.names),
         run_micro_batches=pipeline.run_micro_batches,
         counts_loss=parts.has_last,
-        evaluation_model=Whole(pipeline),
+        evaluation_model=Whole(parts),
         bytes_sent=lambda: pipeline.sent_bytes + parts.sent_bytes,
         metrics=lambda: {BUBBLE_SHARE.name: pipeline.bubble_share},
         notes=[parts.note()],
@@ -66,7 +67,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
 
 
 class Pipeline:
-    """Runs the micro-batches of a step, and evaluations, through the stages of all workers of a replica."""
+    """Runs the micro-batches of a step through the stages of all workers of a replica."""
 
     def __init__(self, parts: Parts, config: RunConfig, workload: Any) -> None:
         self.parts, self.workload, self.schedule_name = parts, workload, config.pipeline.schedule
@@ -108,7 +109,9 @@ class Pipeline:
                 equal = equal[size:]
                 done += size
         self._pieces = []
-        times = torch.tensor([self._busy.stop(), time.perf_counter() - started], dtype=torch.float64, device=parts.device)
+        times = torch.tensor(
+            [self._busy.stop(), time.perf_counter() - started], dtype=torch.float64, device=parts.device
+        )
         dist.all_reduce(times, group=parts.group)
         self.bubble_share = 1.0 - float(times[0] / times[1])
         parts.sum_gradients()
@@ -130,23 +133,6 @@ class Pipeline:
         result = result.contiguous()
         # a schedule detaches what it sent in place, which torch refuses for a view
         return result.clone() if result._is_view() or result is received else result
-
-    def evaluate(self, call: Callable[[nn.Module], Any]) -> Any:
-        """What `call` makes of the whole model, on all workers of the replica. Collective. call: runs the model it is given."""
-        parts = self.parts
-        if not parts.is_checked:
-            parts.check_chain(call)
-        output = None
-        for stage in parts.stages:
-            parts.in_mode_of_module(stage)
-            stage.entry.on_pass = lambda: None
-            received = _receive(parts.owner(stage.index - 1), parts) if stage.index else None
-            result = stage.run(call, received)
-            if stage.is_last:
-                output = result
-            else:
-                _send(result, parts.owner(stage.index + 1), parts)
-        return _from_last(output, parts)
 
     def close(self) -> None:
         """Forget the gradients and the schedules, and give the user's model the values of all stages. Collective."""
@@ -175,7 +161,9 @@ class Pipeline:
             kind = SCHEDULES[name]
             given = stages[0] if name in ("gpipe", "1f1b") else stages
             # the objective is a sum that is divided already
-            self._schedules[key] = kind(given, n_microbatches=size, loss_fn=lambda loss, number: loss, scale_grads=False)
+            self._schedules[key] = kind(
+                given, n_microbatches=size, loss_fn=lambda loss, number: loss, scale_grads=False
+            )
         return self._schedules[key]
 
     def _shapes(self, signature: Any) -> list[torch.Tensor]:
@@ -205,32 +193,19 @@ class Pipeline:
         return found
 
 
-class Whole(nn.Module):
-    """The whole model for evaluation: a call gives its output on every worker of the replica. Collective."""
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        super().__init__()
-        self.__dict__["_pipeline"] = pipeline  # not registered: its parameters are those of the part
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._pipeline.evaluate(lambda module: module(*args, **kwargs))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_pipeline"].parts.module, name)
-
-
 class _StageModule(nn.Module):
     """A stage as torch's schedules call it: activation in, activation or loss out. number: of the micro-batch."""
 
+    stage: Stage
+    pipeline: Pipeline
+
     def __init__(self, pipeline: Pipeline, stage: Stage) -> None:
         super().__init__()
-        self.stage_module = stage.module
-        self.__dict__.update(pipeline=pipeline, stage=stage)
+        self.stage_module = stage.module  # zero bubble asks for its parameters
+        self.pipeline, self.stage = pipeline, stage
 
     def forward(self, received: torch.Tensor, *, number: torch.Tensor) -> torch.Tensor:
-        stage: Stage = self.stage
-        result: torch.Tensor = self.pipeline.forward(stage, int(number), received if stage.index else None)
-        return result
+        return self.pipeline.forward(self.stage, int(number), received if self.stage.index else None)
 
 
 class _TimedStage(PipelineStage):
@@ -332,45 +307,3 @@ def _mixed(seed: int, number: int, stage: int) -> int:
 
 def _seed(seed: int) -> None:
     torch.manual_seed(seed)
-
-
-def _send(tensor: torch.Tensor, to: int, parts: Parts) -> None:
-    tensor = tensor.detach().contiguous()
-    header = [(tuple(tensor.shape), tensor.dtype)]
-    dist.send_object_list(header, group=parts.group, group_dst=to, device=parts.device)
-    dist.send(tensor, group=parts.group, group_dst=to)
-
-
-def _receive(source: int, parts: Parts) -> torch.Tensor:
-    header: list[Any] = [None]
-    dist.recv_object_list(header, group=parts.group, group_src=source, device=parts.device)
-    tensor = torch.empty(header[0][0], dtype=header[0][1], device=parts.device)
-    dist.recv(tensor, group=parts.group, group_src=source)
-    return tensor
-
-
-def _from_last(output: Any, parts: Parts) -> Any:
-    """The last worker's output on all of them. Collective."""
-    source = parts.owner(parts.num_stages - 1)
-    told: list[Any] = [None]
-    leaves: list[Any] = []
-    if parts.has_last:
-        leaves = [x.detach().contiguous() if isinstance(x, torch.Tensor) else x for x in tree_leaves(output)]
-        told = [tree_map_only(torch.Tensor, lambda x: _Shape(tuple(x.shape), x.dtype), output)]
-    dist.broadcast_object_list(told, group=parts.group, group_src=source, device=parts.device)
-    shown, structure = tree_flatten(told[0])
-    received = []
-    for number, leaf in enumerate(shown):
-        if isinstance(leaf, _Shape):
-            mine = leaves[number] if parts.has_last else torch.empty(leaf.shape, dtype=leaf.dtype, device=parts.device)
-            dist.broadcast(mine, group=parts.group, group_src=source)
-            leaf = mine
-        received.append(leaf)
-    return tree_unflatten(received, structure)
-
-
-class _Shape:
-    """A tensor in an output that was sent without its values."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.shape, self.dtype = shape, dtype

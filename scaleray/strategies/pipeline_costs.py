@@ -38,6 +38,7 @@ def measured_costs(
 
     handles = []
     for unit in units:
+
         def begin(module: nn.Module, args: Any, path: str = unit.path) -> None:
             begun[path] = now()
 
@@ -79,5 +80,7 @@ def _example(workload: Any, config: RunConfig, reference: torch.Tensor) -> dict[
             "the train data", type(data).__name__, "pipeline.split measured needs arrays, or a source that reads rows by index",
             "use pipeline.split counted",
         )  # fmt: skip
-    tensors = {name: torch.from_numpy(np.ascontiguousarray(values)).to(reference.device) for name, values in columns.items()}
+    tensors = {
+        name: torch.from_numpy(np.ascontiguousarray(values)).to(reference.device) for name, values in columns.items()
+    }
     return {n: t.to(reference.dtype) if t.is_floating_point() else t for n, t in tensors.items()}

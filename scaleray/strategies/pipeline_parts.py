@@ -120,7 +120,9 @@ class Parts:
                 part.training = was_training
         for ours, theirs in zip(_tensors(found), _tensors(expected), strict=False):
             tolerance = TOLERANCES.get(theirs.dtype, 1e-2)
-            if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True):
+            if ours.shape != theirs.shape or not torch.allclose(
+                ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True
+            ):
                 raise _not_a_chain("gives another result than the whole model")
         self._unchecked = None
 
@@ -170,7 +172,11 @@ class Parts:
         whole: dict[str, Any] = {}
         for name in self.state_names:
             worker = next(w for w, theirs in enumerate(everyone) if name in theirs)
-            is_tensor = isinstance(mine[name], torch.Tensor) if worker == self.worker else isinstance(everyone[worker][name], tuple)
+            is_tensor = (
+                isinstance(mine[name], torch.Tensor)
+                if worker == self.worker
+                else isinstance(everyone[worker][name], tuple)
+            )
             if worker == 0:
                 whole[name] = mine.get(name)
             elif not is_tensor:
@@ -196,7 +202,9 @@ class Parts:
         dist.all_gather_object(everyone, list(mine), group=self.group)
         for name, tensor in whole.state_dict().items():
             if isinstance(tensor, torch.Tensor):
-                dist.broadcast(tensor, group=self.group, group_src=next(w for w, held in enumerate(everyone) if name in held))
+                dist.broadcast(
+                    tensor, group=self.group, group_src=next(w for w, held in enumerate(everyone) if name in held)
+                )
 
     def note(self) -> str:
         """Where the cuts lie, how even they are, and the idle share to expect."""
@@ -288,7 +296,9 @@ def _refuse(model: nn.Module, config: RunConfig) -> None:
         )  # fmt: skip
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True:
-            raise WorkloadError(f"the model's {name}", "with sparse gradients", "a pipeline sums dense ones", "use sparse=False")
+            raise WorkloadError(
+                f"the model's {name}", "with sparse gradients", "a pipeline sums dense ones", "use sparse=False"
+            )
 
 
 def _chain(stages: list[Stage], call: Callable[[nn.Module], Any]) -> Any:

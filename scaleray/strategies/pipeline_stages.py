@@ -115,7 +115,9 @@ class Stage:
             self.entry.activation = None
         if self.index > 0 and self.entry.num_passes != 1:
             raise WorkloadError(
-                "the model", f"called {self.entry.num_passes} times in one loss()", "a pipeline needs one pass for each loss"
+                "the model",
+                f"called {self.entry.num_passes} times in one loss()",
+                "a pipeline needs one pass for each loss",
             )
         return result
 
@@ -128,12 +130,16 @@ def find_units(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Unit]:
     # with duplicates: a module that is registered twice stands in two places
     paths = {path: numbers[id(m)] for path, m in model.named_modules(remove_duplicate=False) if id(m) in numbers}
     if set(paths.values()) != set(range(len(blocks))) or "" in paths:
-        raise WorkloadError("blocks()", "modules that are not parts of the model", "it must return the model's own blocks")
+        raise WorkloadError(
+            "blocks()", "modules that are not parts of the model", "it must return the model's own blocks"
+        )
     containers = {p.rpartition(".")[0][:end] for p in paths for end in _prefix_ends(p.rpartition(".")[0])}
     if containers & paths.keys():
         raise WorkloadError("blocks()", "a block within a block", "blocks must lie beside each other")
     if [paths[p] for p in paths] != list(range(len(blocks))):
-        raise WorkloadError("blocks()", "blocks in another order than in the model", "name each once, in the order of use")
+        raise WorkloadError(
+            "blocks()", "blocks in another order than in the model", "name each once, in the order of use"
+        )
     found: list[Unit] = []
 
     def collect(module: nn.Module, prefix: str) -> None:
@@ -229,7 +235,9 @@ def make_stage(model: nn.Module, units: Sequence[Unit], stages: Sequence[int], i
     return Stage(index, stages[-1] + 1, module, entry, containers)
 
 
-def make_part(model: nn.Module, units: Sequence[Unit], is_here: Callable[[Unit], bool]) -> tuple[nn.Module, list[nn.Module]]:
+def make_part(
+    model: nn.Module, units: Sequence[Unit], is_here: Callable[[Unit], bool]
+) -> tuple[nn.Module, list[nn.Module]]:
     """The model with only the units that are here, and its containers as in `Stage`.
 
     A parameter that is used here and named after a part that is elsewhere (a tied head) stands under that name, so that

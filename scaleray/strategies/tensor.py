@@ -44,7 +44,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     ties = _ties(model)
     with warnings.catch_warnings():  # of keys that match nothing, which is an error here
         warnings.simplefilter("error", UserWarning)
-        parallelize_module(model, groups, plan)
+        parallelize_module(model, groups, dict(plan))
     _replicate_the_rest(model, groups, sequence_parallel=config.tensor.sequence_parallel)
     _tie_again(model, ties)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -144,7 +144,7 @@ class Replicated(ParallelStyle):
                 return output.redistribute(placements=[Replicate()]).to_local()
             return output
 
-        return distribute_module(module, device_mesh, None, take, give)  # type: ignore[arg-type]
+        return distribute_module(module, device_mesh, None, take, give)
 
 
 def _plan(model: nn.Module, config: RunConfig, workload: Any, *, size: int) -> Mapping[str, ParallelStyle]:
@@ -163,10 +163,14 @@ def _plan(model: nn.Module, config: RunConfig, workload: Any, *, size: int) -> M
     names = [name for name, _ in model.named_modules()]
     for key, style in plan.items():
         if not any(fnmatchcase(name, key) and name.count(".") == key.count(".") for name in names):
-            raise WorkloadError("tensor_plan()", key, "the model has no such module", f"it has: {', '.join(names[1:8])}, ...")
+            raise WorkloadError(
+                "tensor_plan()", key, "the model has no such module", f"it has: {', '.join(names[1:8])}, ..."
+            )
         if not isinstance(style, ParallelStyle):
             raise WorkloadError(
-                f"tensor_plan()[{key!r}]", type(style).__name__, "it must be a style of torch.distributed.tensor.parallel"
+                f"tensor_plan()[{key!r}]",
+                type(style).__name__,
+                "it must be a style of torch.distributed.tensor.parallel",
             )
     return plan
 

@@ -132,7 +132,9 @@ class TraceProbe:
         formats = self._whole({n: "" if g is None else number_format(g) for n, g in whole.items()})
         self._formats = tuple(formats[name] for name in self._names)
         empty = np.zeros(2 + self._sign.num_projections)
-        self._gradients = self._in_order({n: empty if g is None else self._sign(n, g) * correction for n, g in whole.items()})
+        self._gradients = self._in_order(
+            {n: empty if g is None else self._sign(n, g) * correction for n, g in whole.items()}
+        )
         if self._pieces is not None:
             signer = Signer(MIXTURE_PROJECTIONS)
             target = {n: np.zeros(MIXTURE_PROJECTIONS) if g is None else signer(n, g)[2:] for n, g in whole.items()}
@@ -205,7 +207,10 @@ class TraceProbe:
 
     def _keep_final(self) -> None:
         tensors = {**self._parameters, **dict(self._setup.parallel.module.named_buffers())}
-        if sum(self._whole({n: t.numel() * t.element_size() for n, t in tensors.items()}).values()) > LARGEST_KEPT_BYTES:
+        if (
+            sum(self._whole({n: t.numel() * t.element_size() for n, t in tensors.items()}).values())
+            > LARGEST_KEPT_BYTES
+        ):
             return
         whole = self._whole({name: full(t.detach()).cpu() for name, t in tensors.items()})
         if self.place.rank == 0:
