@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from scaleray.data import RankBatch
 from scaleray.reproducibility.equivalence import (
@@ -227,7 +228,8 @@ class TraceProbe:
     def _buffer_digest(self) -> bytes:
         digest = hashlib.sha256()
         for buffer in self._setup.parallel.module.buffers():
-            digest.update(buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            local = buffer.to_local() if isinstance(buffer, DTensor) else buffer
+            digest.update(local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.digest()
 
     def _take_apart(self, batch: RankBatch) -> tuple[np.ndarray, list[float]]:
