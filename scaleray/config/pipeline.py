@@ -26,10 +26,14 @@ class PipelineSettings(Settings):
     """What stages are balanced by: forward operations counted from parameters (2 for each that multiplies), or the time of
     each block's forward pass, measured once at the start on rows of the training data."""
     data_axis: Literal["ddp", "fsdp"] = "ddp"
-    """How replicas of a stage share their gradients. ddp: one all-reduce at the end of a step."""
+    """How replicas of a stage share their gradients. ddp: one all-reduce at the end of a step. fsdp: refused so far."""
 
     @model_validator(mode="after")
     def _stages_suit_the_schedule(self) -> PipelineSettings:
+        if self.data_axis == "fsdp":
+            raise ValueError(
+                "data_axis: the replicas of a stage are not sharded yet; use ddp, and a larger size to save memory"
+            )
         if self.stages_per_worker is None:
             return self
         if self.schedule not in INTERLEAVED and self.stages_per_worker != 1:

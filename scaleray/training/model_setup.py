@@ -66,7 +66,7 @@ def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place, *, i
     parallel = STRATEGIES[recipe.strategy](model, mesh, config, workload)
     if config.workload.weights is not None and not is_resumed:
         # after the strategy, so that each rank reads its own shards only; nobody writes there meanwhile
-        load_weights(parallel.module.state_dict(), config.workload.weights)
+        load_weights(parallel.module.state_dict(), config.workload.weights, is_part=bool(parallel.parameter_names))
     # after the strategy, which may broadcast: what matters is what the first step starts from
     initial_hash = check_equal_parameters(
         parallel.module, place.group, is_partitioned=parallel.is_partitioned and parallel.run_micro_batches is not None

@@ -104,13 +104,13 @@ class TraceProbe:
         self.shares: tuple[np.ndarray, np.ndarray] | None = None
         """Weights of micro-batches in the gradient, as `causes.from_shares` takes them; None where it could not be done."""
         self.has_begun = False
-        """The model is set up: what fails now, fails in training."""
+        """The first batch has been checked: what fails now, fails in training."""
         self._sign = Signer()
         self._steps: list[StepTrace] = []
         self._final: dict[str, np.ndarray] = {}
 
     def on_setup(self, setup: Setup) -> None:
-        self._setup, self.has_begun = setup, True
+        self._setup = setup
         self._parameters = dict(setup.parallel.module.named_parameters())
         self._names = setup.parallel.parameter_names or tuple(self._parameters)
         self._has_parts = bool(setup.parallel.parameter_names)
@@ -123,6 +123,7 @@ class TraceProbe:
         )
 
     def on_batch(self, batch: RankBatch) -> None:
+        self.has_begun = True
         self._step, self._rows = batch.step + 1, _row_digests(batch)
         self._updates.clear()
         self._random_before, self._buffers_before = _random_state(self.place.device), self._buffer_digest()

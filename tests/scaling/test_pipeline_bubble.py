@@ -1,12 +1,15 @@
 """The bubble formulas: published values, limits, and a simulation of the schedules they describe."""
 
+import itertools
+
 import pytest
 
 from scaleray.scaling.pipeline_bubble import SCHEDULES, bubble_over_ideal, bubble_share, runs, suits
 
 
 @pytest.mark.parametrize(
-    ("num_micro_batches", "stages_per_worker", "expected"), [(1, 1, 7.0), (8, 1, 0.875), (32, 1, 0.21875), (32, 8, 0.02734375)]
+    ("num_micro_batches", "stages_per_worker", "expected"),
+    [(1, 1, 7.0), (8, 1, 0.875), (32, 1, 0.21875), (32, 8, 0.02734375)],
 )
 def test_published_values_for_eight_workers(num_micro_batches, stages_per_worker, expected):
     # https://huggingface.co/spaces/nanotron/ultrascale-playbook, pipeline parallelism
@@ -18,7 +21,7 @@ def test_published_values_for_eight_workers(num_micro_batches, stages_per_worker
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_shares_lie_between_0_and_1_fall_with_micro_batches_and_vanish_for_one_worker(schedule):
     shares = [bubble_share(schedule, num_workers=4, num_micro_batches=m, stages_per_worker=2) for m in (1, 2, 4, 64)]
-    assert all(0 < b < a < 1 for a, b in zip(shares, shares[1:], strict=False))
+    assert all(0 < b < a < 1 for a, b in itertools.pairwise(shares))
     assert bubble_share(schedule, num_workers=1, num_micro_batches=3) == 0
 
 

@@ -61,7 +61,7 @@ def test_a_chain_of_stages_is_the_model_and_shares_its_tensors():
     part, _ = make_part(model, units, lambda unit: stages[unit.block] == 2)
     names = dict(model.named_parameters())
     assert all(p is names[name] for name, p in part.named_parameters())
-    assert list(dict(part.named_parameters()))[0] == "embedding.weight"  # as the head's
+    assert next(iter(dict(part.named_parameters()))) == "embedding.weight"  # as the head's
     assert model(tokens).shape == (1, 8, 32), "the model itself is not changed"
 
 

@@ -109,6 +109,16 @@ def test_the_norm_counts_every_element_once_whatever_it_lies_on(gloo):
         assert ours == pytest.approx(expected, rel=1e-14)
 
 
+def test_bytes_are_what_the_plan_sends(gloo):
+    # float64; 8 rows of 8 tokens of width 16, 4 blocks: forward, the embedding and two sums a block, and half of the logits;
+    # backward, sums of the gradients at the inputs of query, key, value, gate, up in each block, and of the head
+    activation = 8 * 8 * 16 * 8
+    expected = (1 + 2 * 4) * activation + 8 * 8 * 16 * 8 + (5 * 4 + 1) * activation
+    flags = {**TENSOR, "tensor.sequence_parallel": False, "stop.after": "3 steps"}
+    finished = gloo.run(2, train, SmallTransformer(), flags)[0]
+    assert [step.sent_bytes for step in finished.steps] == [expected] * 3
+
+
 # interruptions
 
 RESUME = {**ADAMW, "deterministic": True, "checkpoint.every": "3 steps", "stop.after": "8 steps"}
