@@ -306,6 +306,8 @@ CHANGES = {
     "checkpoint.every": "5 steps", "checkpoint.every_minutes": 1, "checkpoint.is_asynchronous": False, "checkpoint.keep_last": 3,
     "checkpoint.keep_best": 3, "checkpoint.best": "val/loss min", "checkpoint.keep_every": "9 steps", "checkpoint.full_every": 1,
     "checkpoint.grace_s": 1,
+    "tensor.size": 4, "tensor.sequence_parallel": False, "pipeline.size": 4, "pipeline.schedule": "gpipe",
+    "pipeline.stages_per_worker": 1, "pipeline.split": "measured",
 }  # fmt: skip
 
 

@@ -366,7 +366,6 @@ def test_micro_batches_that_make_no_equal_rounds_are_refused_before_anything_run
         ({"schedule": "gpipe", "stages_per_worker": 2}, "one stage a worker"),
         ({"schedule": "interleaved_1f1b", "stages_per_worker": 1}, "is 1f1b"),
         ({"size": 1}, "greater than or equal to 2"),
-        ({"data_axis": "fsdp"}, "not sharded yet"),
     ],
 )
 def test_settings_that_fit_no_schedule_are_refused(settings, says):
