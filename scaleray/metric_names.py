@@ -33,7 +33,9 @@ CONSENSUS_DISTANCE = Metric(
     "train/consensus_distance", "1", "root mean square distance of the replicas from their mean, relative to its norm"
 )
 SPARSITY = Metric("train/sparsity", "1", "share of the prunable weights that are zero")
-BUBBLE_SHARE = Metric("perf/bubble_share", "1", "share of a step's passes in which a pipeline's workers had nothing to do, their mean")
+BUBBLE_SHARE = Metric(
+    "perf/bubble_share", "1", "share of a step's passes in which a pipeline's workers had nothing to do, their mean"
+)
 WORKERS = Metric("perf/workers", "workers", "number of workers, which changes in an elastic run")
 CHECKPOINT_STALL_S = Metric("checkpoint/stall_s", "s", "how long training waited for this checkpoint")
 CHECKPOINT_DURATION_S = Metric("checkpoint/duration_s", "s", "from its beginning to its manifest, beside the training")

@@ -195,6 +195,11 @@ def test_modules_that_a_plan_leaves_out_are_whole_on_every_worker_without_sequen
     assert_same_training(finished, train_in_plain_torch(LeavesOut()))
 
 
+def test_a_setting_of_fsdp_that_has_no_effect_here_is_refused(gloo):
+    with pytest.raises(ConfigError, match=r"fsdp.cpu_offload.*without it"):
+        gloo.run(4, train, SmallTransformer(), {**TENSOR, "fsdp.cpu_offload": True})
+
+
 @pytest.mark.parametrize(
     ("shape", "says"),
     [
