@@ -104,7 +104,7 @@ class TraceProbe:
         self.shares: tuple[np.ndarray, np.ndarray] | None = None
         """Weights of micro-batches in the gradient, as `causes.from_shares` takes them; None where it could not be done."""
         self.has_begun = False
-        """The first batch has been checked: what fails now, fails in training."""
+        """The model is set up: what fails now, fails in training."""
         self._sign = Signer()
         self._steps: list[StepTrace] = []
         self._final: dict[str, np.ndarray] = {}
@@ -114,6 +114,7 @@ class TraceProbe:
         self._parameters = dict(setup.parallel.module.named_parameters())
         self._names = setup.parallel.parameter_names or tuple(self._parameters)
         self._has_parts = bool(setup.parallel.parameter_names)
+        self.has_begun = not self._has_parts  # a pipeline may still refuse the model with the first rows
         dtypes = self._whole({n: str(p.dtype).removeprefix("torch.") for n, p in self._parameters.items()})
         self._dtypes = tuple(dtypes[name] for name in self._names)
         self._initial = self._signatures()

@@ -3,9 +3,10 @@
 from unittest import mock
 
 import pytest
-from small_runs import TiedAndFrozen, WithBatchNorm, WithDropout
+from small_runs import Classify, TiedAndFrozen, WithBatchNorm, WithDropout
 from small_transformer import SmallTransformer
 from test_verification import judge, knows_who_trains, many
+from torch import nn
 
 from scaleray.strategies import tensor
 from scaleray.strategies.pipeline_parts import Parts
@@ -27,6 +28,24 @@ def test_a_correct_run_is_equal_in_every_parameter(gloo, strategy, world_size):
 def test_workers_of_a_replica_may_share_random_numbers(gloo, workload, words, strategy):
     outcome = gloo.run(2, judge, workload(num_rows=32), {"strategy.name": strategy}, 2)[0]
     assert outcome.verdict == "equal" and words in outcome.words, outcome
+
+
+class Pools(Classify):
+    """Changes the activation between its blocks, so that it makes no chain."""
+
+    def build_model(self):
+        class Net(nn.Sequential):
+            def forward(self, x):
+                for layer in self:
+                    x = 2 * layer(x)
+                return x
+
+        return Net(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3))
+
+
+def test_a_model_that_cannot_be_cut_is_refused_and_no_mismatch(gloo):
+    outcome = gloo.run(2, judge, Pools(), {"strategy.name": "pipeline"})[0]
+    assert outcome.verdict == "refused" and "not a chain of its blocks" in outcome.words
 
 
 def judge_with_forgotten_tie(place, flags):
