@@ -36,7 +36,9 @@ COMPRESSION_RATIO = Metric(
     "compression/ratio", "1", "bytes that rank 0 gave to collectives for gradients, relative to whole gradients"
 )
 SPARSITY = Metric("train/sparsity", "1", "share of the prunable weights that are zero")
-BUBBLE_SHARE = Metric("perf/bubble_share", "1", "share of the step in which this pipeline stage had nothing to do")
+BUBBLE_SHARE = Metric(
+    "perf/bubble_share", "1", "share of a step's passes in which a pipeline's workers had nothing to do, their mean"
+)
 WORKERS = Metric("perf/workers", "workers", "number of workers, which changes in an elastic run")
 CHECKPOINT_STALL_S = Metric("checkpoint/stall_s", "s", "how long training waited for this checkpoint")
 CHECKPOINT_DURATION_S = Metric("checkpoint/duration_s", "s", "from its beginning to its manifest, beside the training")

@@ -181,7 +181,10 @@ def _serve(rank: int, pipe: Connection) -> None:
 
 def _leave_group() -> None:
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+    # it holds meshes, which compare equal to those of the next group and would lead to groups that are gone
+    _clear_sharding_prop_cache()
     gc.collect()  # a wrapper of the last task may still hold the group
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -104,10 +104,11 @@ def import_weights(path: str, run_path: str) -> Manifest:
 
 def load_weights(
     tensors: Mapping[str, torch.Tensor], where: str, *, group: dist.ProcessGroup | None = None,
-    optional: Set[str] = frozenset(),
+    optional: Set[str] = frozenset(), is_part: bool = False,
 ) -> Manifest:  # fmt: skip
     """Fill a model's tensors, by the names of its state dict, from a checkpoint; gives that checkpoint.
 
+    is_part: these are only some of the model's tensors, such as those of a pipeline stage.
     where: a run folder (its newest complete checkpoint), one checkpoint's folder, or one that `import_weights` made.
     Tensors may be sharded (DTensor), on any device, and of a wider dtype than the saved ones. Collective over `group`:
     rank 0 chooses the checkpoint, and all ranks raise when one fails. With None each rank does it alone, without a word
@@ -122,6 +123,8 @@ def load_weights(
     catalog, step = Catalog.at(where)
     manifest = _chosen(catalog, step, where, group)
     saved = model_tensors(manifest)
+    if is_part:
+        saved = {name: tensor for name, tensor in saved.items() if name in tensors}
     wanted = with_a_source({n: t for n, t in tensors.items() if n in saved or n not in optional}, saved)
     check_fit(wanted, saved, f"step {manifest.step} of {where}")
     try:

@@ -16,7 +16,8 @@ class PipelineSettings(Settings):
     """How the model's blocks become stages, and in which order micro-batches go through them."""
 
     size: Annotated[int, Field(ge=2)] = 2
-    """Workers that a replica's stages lie on. scale.workers / size replicas train on data of their own."""
+    """Workers that a replica's stages lie on. scale.workers / size replicas train on data of their own, and sum the gradients
+    of each stage with one all-reduce at the end of a step."""
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = "1f1b"
     """The micro-batches of a step (batch.micro_size) go through it. interleaved_1f1b and zero_bubble give each worker
     `stages_per_worker` stages, and order micro-batches in rounds of at least `size`, as many in each."""
@@ -25,8 +26,6 @@ class PipelineSettings(Settings):
     split: Literal["counted", "measured"] = "counted"
     """What stages are balanced by: forward operations counted from parameters (2 for each that multiplies), or the time of
     each block's forward pass, measured once at the start on rows of the training data."""
-    data_axis: Literal["ddp", "fsdp"] = "ddp"
-    """How replicas of a stage share their gradients. ddp: one all-reduce at the end of a step."""
 
     @model_validator(mode="after")
     def _stages_suit_the_schedule(self) -> PipelineSettings:

@@ -93,25 +93,25 @@ class Pipeline:
         seed = torch.randint(2**48, (1,), device=parts.device)
         dist.broadcast(seed, group=parts.group, group_src=0)
         self._seed = int(seed)
-        started = time.perf_counter()
         self._busy.start()
-        done = 0
+        done, elapsed_s = 0, 0.0
         for signature, equal in _equal_pieces(pieces):
             for size in runs(self.schedule_name, num_workers=parts.num_workers, num_micro_batches=len(equal)):
                 self._pieces, self._first = equal[:size], done
                 schedule = self._schedule(signature, size)
                 numbers = torch.arange(size)
+                started = time.perf_counter()
                 with _own_errors():
                     schedule.step(
                         *((numbers,) if parts.has_first else ()), number=numbers,
                         target=numbers if parts.has_last else None, return_outputs=False,
                     )  # fmt: skip
+                self._busy.wait()
+                elapsed_s += time.perf_counter() - started
                 equal = equal[size:]
                 done += size
         self._pieces = []
-        times = torch.tensor(
-            [self._busy.stop(), time.perf_counter() - started], dtype=torch.float64, device=parts.device
-        )
+        times = torch.tensor([self._busy.total_s(), elapsed_s], dtype=torch.float64, device=parts.device)
         dist.all_reduce(times, group=parts.group)
         self.bubble_share = 1.0 - float(times[0] / times[1])
         parts.sum_gradients()
@@ -255,10 +255,14 @@ class _BusyTime:
         self._busy_s = 0.0
         self._events: list[tuple[Any, Any]] = []
 
-    def stop(self) -> float:
-        """Seconds since `start`, with the device's work done."""
+    def wait(self) -> None:
+        """Until the device has done its work."""
         if self._on_cuda:
             torch.cuda.synchronize()
+
+    def total_s(self) -> float:
+        """Since `start`, after `wait`."""
+        if self._on_cuda:
             return sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3
         return self._busy_s
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from scaleray.config import RunConfig
-from scaleray.errors import ConfigError, WorkloadError
+from scaleray.errors import WorkloadError
 from scaleray.scaling.pipeline_bubble import bubble_share
 from scaleray.strategies.parallel import cpu_state_dict
 from scaleray.strategies.pipeline_costs import measured_costs
@@ -47,7 +47,7 @@ class Parts:
         self.num_stages = self.num_workers * settings.stages_of_each_worker
         self.device = next(model.parameters()).device
         self.config, self.sent_bytes = config, 0.0
-        _refuse(model, config)
+        _refuse(model)
         blocks = find_blocks(model, workload)
         if len(blocks) < self.num_stages:
             raise WorkloadError(
@@ -289,11 +289,7 @@ def find_blocks(model: nn.Module, workload: Any) -> list[nn.Module]:
     )  # fmt: skip
 
 
-def _refuse(model: nn.Module, config: RunConfig) -> None:
-    if config.pipeline.data_axis == "fsdp" and config.scale.max_workers > config.pipeline.size:
-        raise ConfigError(
-            "pipeline.data_axis", "fsdp", "stages are not sharded over their replicas yet", "use ddp"
-        )  # fmt: skip
+def _refuse(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True:
             raise WorkloadError(

@@ -19,10 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.utils._pytree import tree_leaves
 
 from scaleray.config import RunConfig
-from scaleray.errors import WorkloadError
-from scaleray.strategies.parallel import Parallel, full
+from scaleray.errors import ConfigError, WorkloadError
+from scaleray.strategies.parallel import MicroBatch, Objective, Parallel, full
+from scaleray.strategies.traffic import Traffic
 from scaleray.workload import call_user_code
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
@@ -38,6 +40,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     if mesh is None:
         raise ValueError("tensor needs a device mesh with the axes 'dp' and 'tp'")
     groups, replicas = mesh["tp"], mesh["dp"]
+    _refuse_unused(config)
     plan = _plan(model, config, workload, size=groups.size())
     hooks = _Hooks(model)
     trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
@@ -68,6 +71,21 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         finally:
             model.set_requires_gradient_sync(True)
 
+    sent, known = 0.0, dict[Any, float]()
+
+    def run_micro_batches(pieces: list[MicroBatch], objective: Objective, autocast: Any) -> None:
+        # as the loop itself would; but what the styles and FSDP send can only be seen from below, once for each shape
+        nonlocal sent
+        for number, piece in enumerate(pieces):
+            is_last = number == len(pieces) - 1
+            shapes = tuple((tuple(t.shape), t.dtype) for t in tree_leaves(piece.batch) if isinstance(t, torch.Tensor))
+            traffic = None if (shapes, is_last) in known else Traffic()
+            with contextlib.nullcontext() if is_last else no_sync(), traffic or contextlib.nullcontext():
+                objective(model, piece).backward()
+            if traffic is not None:
+                known[shapes, is_last] = traffic.num_bytes
+            sent += known[shapes, is_last]
+
     def full_state_dict() -> dict[str, Any]:
         whole = {n: full(v.detach()) if isinstance(v, torch.Tensor) else v for n, v in model.state_dict().items()}
         if dist.get_rank() != 0:
@@ -90,13 +108,14 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         model=model,
         module=model,
         gradient_divisor=replicas.size(),
-        no_sync=no_sync,
         before_evaluation=share_buffers,
         full_state_dict=full_state_dict,
         close=close,
         total_norm=lambda gradients: total_norm(gradients, device=torch.device(mesh.device_type)),
         forward_is_collective=True,
+        run_micro_batches=run_micro_batches,
         counts_loss=mesh.get_local_rank("tp") == 0,
+        bytes_sent=lambda: sent,
         notes=[f"tensor: {len(plan)} entries of the plan, each layer on {groups.size()} workers"],
     )
 
@@ -145,6 +164,21 @@ class Replicated(ParallelStyle):
             return output
 
         return distribute_module(module, device_mesh, None, take, give)
+
+
+def _refuse_unused(config: RunConfig) -> None:
+    """Of the section fsdp, the data axis here follows one key only."""
+    followed, defaults = {"reshard_after_forward"}, type(config.fsdp)()
+    changed = [
+        k
+        for k in type(config.fsdp).model_fields
+        if k not in followed and getattr(config.fsdp, k) != getattr(defaults, k)
+    ]
+    if changed:
+        raise ConfigError(
+            f"fsdp.{changed[0]}", getattr(config.fsdp, changed[0]), "strategy tensor shards its replicas without it",
+            "leave it out, or use strategy fsdp",
+        )  # fmt: skip
 
 
 def _plan(model: nn.Module, config: RunConfig, workload: Any, *, size: int) -> Mapping[str, ParallelStyle]:

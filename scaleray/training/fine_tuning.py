@@ -72,15 +72,15 @@ def adapt(model: nn.Module, settings: FineTuningSettings) -> None:
         raise WorkloadError("fine_tuning.freeze", list(settings.freeze), "nothing is left to train")
 
 
-def load(module: nn.Module, workload: Any, where: str) -> None:
+def load(module: nn.Module, workload: Any, where: str, *, is_part: bool = False) -> None:
     """Fill a model, whose strategy may have sharded it, with the weights at `where`; adapters stay where those have none.
 
-    where: what `workload.weights` allows. Each rank reads its own part, without a word to others. Raises CheckpointError.
+    is_part: the module is a stage of the model, and takes its own tensors. where: what `workload.weights` allows. Each rank reads its own part, without a word to others. Raises CheckpointError.
     """
     tensors = {name: t for name, t in module.state_dict().items() if isinstance(t, torch.Tensor)}
     adapters = {name for name in tensors if name.rpartition(".")[2] in ADAPTERS}
     if not is_model_folder(where):
-        consolidated.load_weights(tensors, where, optional=adapters)
+        consolidated.load_weights(tensors, where, optional=adapters, is_part=is_part)
         return
     folder = ModelFolder.open(where)
     names: Mapping[str, str] | None = None
@@ -90,6 +90,8 @@ def load(module: nn.Module, workload: Any, where: str) -> None:
         )
     if names is None:
         names = {name: name for name in tensors if name in folder.files}
+    if is_part:
+        names = {name: source for name, source in names.items() if name in tensors}
     folder.load(tensors, names, optional=adapters)
 
 

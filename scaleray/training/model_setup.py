@@ -110,7 +110,7 @@ def _prepare(
         )  # fmt: skip
     if config.workload.weights is not None and not is_resumed:
         # after the strategy, so that each rank reads its own shards only; nobody writes there meanwhile
-        fine_tuning.load(parallel.module, workload, config.workload.weights)
+        fine_tuning.load(parallel.module, workload, config.workload.weights, is_part=bool(parallel.parameter_names))
     if place.group is not None and _differs_between_ranks(parallel):
         # after the strategy, which knows what each rank has
         arithmetic = precision.share_loss_scale(arithmetic, parallel.module, place.group)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from scaleray.data import RankBatch
 from scaleray.reproducibility.equivalence import (
@@ -110,10 +111,11 @@ class TraceProbe:
         self._final: dict[str, np.ndarray] = {}
 
     def on_setup(self, setup: Setup) -> None:
-        self._setup, self.has_begun = setup, True
+        self._setup = setup
         self._parameters = dict(setup.parallel.module.named_parameters())
         self._names = setup.parallel.parameter_names or tuple(self._parameters)
         self._has_parts = bool(setup.parallel.parameter_names)
+        self.has_begun = not self._has_parts  # a pipeline may still refuse the model with the first rows
         dtypes = self._whole({n: str(p.dtype).removeprefix("torch.") for n, p in self._parameters.items()})
         self._dtypes = tuple(dtypes[name] for name in self._names)
         self._initial = self._signatures()
@@ -123,6 +125,7 @@ class TraceProbe:
         )
 
     def on_batch(self, batch: RankBatch) -> None:
+        self.has_begun = True
         self._step, self._rows = batch.step + 1, _row_digests(batch)
         self._updates.clear()
         self._random_before, self._buffers_before = _random_state(self.place.device), self._buffer_digest()
@@ -233,7 +236,8 @@ class TraceProbe:
     def _buffer_digest(self) -> bytes:
         digest = hashlib.sha256()
         for buffer in self._setup.parallel.module.buffers():
-            digest.update(buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            local = buffer.to_local() if isinstance(buffer, DTensor) else buffer
+            digest.update(local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.digest()
 
     def _take_apart(self, batch: RankBatch) -> tuple[np.ndarray, list[float]]:

@@ -314,7 +314,7 @@ CHANGES = {
     "fsdp.prefetch": 2, "fsdp.max_unsharded_gib": 1, "fsdp.accumulate": "sharded",
     "fsdp.reduce_unused": True, "fsdp.cpu_offload": True, "fsdp.parameter_dtype": "bf16", "fsdp.reduce_dtype": "fp32",
     "fsdp.build_gib": 1, "tensor.size": 4, "tensor.sequence_parallel": False, "pipeline.size": 4, "pipeline.schedule": "gpipe",
-    "pipeline.split": "measured", "pipeline.data_axis": "fsdp", "local_sgd.sync_every": 2,
+    "pipeline.split": "measured", "local_sgd.sync_every": 2,
     "local_sgd.warmup_steps": 2, "local_sgd.node_sync_every": 2, "local_sgd.average_momentum": False,
     "local_sgd.outer_learning_rate": 1, "local_sgd.outer_momentum": 0.5, "gossip.graph": "ring", "gossip.is_asynchronous": True,
     "gossip.max_staleness": 1, "gossip.meet_every": 5, "compression.name": "int8",

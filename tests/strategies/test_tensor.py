@@ -1,0 +1,213 @@
+"""Tensor parallelism, alone and under FSDP: the training of one process, in every split that the reference transformer has."""
+
+import pytest
+import torch
+from small_runs import (
+    Classify,
+    WithDropout,
+    largest_difference,
+    make_job,
+    relative_differences,
+    train,
+    train_in_plain_torch,
+)
+from small_transformer import SmallTransformer
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from scaleray.errors import ConfigError, WorkloadError
+from scaleray.strategies.tensor import total_norm
+from scaleray.training.model_setup import prepare
+
+TENSOR = {"strategy.name": "tensor"}
+ADAMW = {"optimizer.name": "adamw", "optimizer.learning_rate": 0.01, "optimizer.clip_norm": 0.5, "batch.micro_size": 2}
+
+
+def assert_same_training(finished, plain, *, within=1e-9):
+    assert len(finished.losses) == len(plain.losses)
+    assert max(relative_differences(plain.losses, finished.losses)) <= within
+    assert max(relative_differences(plain.grad_norms, finished.grad_norms)) <= within
+    assert list(finished.weights) == list(plain.weights)
+    assert largest_difference(plain.weights, finished.weights) <= within
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("tie_head", [True, False])
+def test_a_transformer_equals_one_process(gloo, tie_head, sequence_parallel, world_size):
+    workload = SmallTransformer(num_val=6, tie_head=tie_head)
+    flags = {**ADAMW, **TENSOR, "tensor.sequence_parallel": sequence_parallel}
+    finished = gloo.run(world_size, train, workload, flags)[0]
+    assert_same_training(finished, train_in_plain_torch(workload, ADAMW))
+    alone = gloo.run(1, train, workload, ADAMW)[0]
+    assert finished.evaluations[-1].metrics == pytest.approx(alone.evaluations[-1].metrics, rel=1e-12)
+
+
+def test_heads_that_share_keys_on_four_workers(gloo):
+    workload = SmallTransformer(num_heads=4, num_kv_heads=4, width=32)
+    finished = gloo.run(4, train, workload, {**ADAMW, **TENSOR, "tensor.size": 4})[0]
+    assert_same_training(finished, train_in_plain_torch(workload, ADAMW))
+    workload = SmallTransformer(num_heads=4, num_kv_heads=2, width=32)
+    finished = gloo.run(2, train, workload, {**ADAMW, **TENSOR})[0]
+    assert_same_training(finished, train_in_plain_torch(workload, ADAMW))
+
+
+def test_a_replica_with_a_row_less_takes_part_in_every_pass(gloo):
+    # 27 rows in batches of 8: the last has 3, so 2 single rows for one replica and 1 for the other
+    workload, recipe = SmallTransformer(num_rows=27), {**ADAMW, "batch.micro_size": 1}
+    finished = gloo.run(4, train, workload, {**recipe, **TENSOR})[0]
+    assert_same_training(finished, train_in_plain_torch(workload, recipe))
+
+
+# what lies where
+
+
+def placements(place, flags):
+    job, _ = make_job(SmallTransformer(), {**TENSOR, **flags}, world_size=place.world_size)
+    setup = prepare(job.workload, job.config, job.recipe, place)
+    found = {n: (tuple(p.shape), tuple(p.to_local().shape)) for n, p in setup.parallel.module.named_parameters()}
+    setup.parallel.close()
+    plain = [type(p) for p in setup.parallel.module.parameters()]
+    return found, plain
+
+
+def test_each_worker_holds_its_part_of_every_layer_until_close(gloo):
+    for found, after in gloo.run(2, placements, {}):
+        assert found["embedding.weight"] == ((32, 16), (16, 16))
+        assert found["blocks.0.attention.query.weight"] == ((16, 16), (8, 16))
+        assert found["blocks.0.attention.output.weight"] == ((16, 16), (16, 8))
+        assert found["blocks.3.feed_forward.down.weight"] == ((16, 32), (16, 16))
+        assert found["norm.weight"] == ((16,), (16,))
+        assert set(after) == {nn.Parameter}
+    for found, _ in gloo.run(4, placements, {}):
+        assert found["blocks.0.attention.query.weight"] == ((16, 16), (4, 16))
+        assert found["norm.weight"] == ((16,), (8,))
+
+
+def norms(place):
+    """Of plain, replicated and sharded gradients together, and of the whole tensors."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    whole = [torch.randn(7, 5, dtype=torch.float64) for _ in range(5)]
+    parts = [
+        whole[0],
+        distribute_tensor(whole[1], mesh["tp"], [Replicate()]),
+        distribute_tensor(whole[2], mesh["tp"], [Shard(1)]),
+        distribute_tensor(whole[3], mesh, [Replicate(), Shard(0)]),
+        distribute_tensor(whole[4], mesh, [Shard(1), Shard(0)]),
+    ]
+    assert isinstance(parts[4], DTensor)
+    return total_norm(parts, device=torch.device("cpu")).item(), torch.nn.utils.get_total_norm(whole).item()
+
+
+def test_the_norm_counts_every_element_once_whatever_it_lies_on(gloo):
+    for ours, expected in gloo.run(4, norms):
+        assert ours == pytest.approx(expected, rel=1e-14)
+
+
+def test_bytes_are_what_the_plan_sends(gloo):
+    # float64; 8 rows of 8 tokens of width 16, 4 blocks: forward, the embedding and two sums a block, and half of the logits;
+    # backward, sums of the gradients at the inputs of query, key, value, gate, up in each block, and of the head
+    activation = 8 * 8 * 16 * 8
+    expected = (1 + 2 * 4) * activation + 8 * 8 * 16 * 8 + (5 * 4 + 1) * activation
+    flags = {**TENSOR, "tensor.sequence_parallel": False, "stop.after": "3 steps"}
+    finished = gloo.run(2, train, SmallTransformer(), flags)[0]
+    assert [step.sent_bytes for step in finished.steps] == [expected] * 3
+
+
+# interruptions
+
+RESUME = {**ADAMW, "deterministic": True, "checkpoint.every": "3 steps", "stop.after": "8 steps"}
+
+
+def run_part(place, workload, flags, folder, kill_at):
+    return train(place, workload, flags, folder=folder, kill_at=kill_at)
+
+
+@pytest.mark.parametrize(("workload", "world_size"), [(SmallTransformer(), 4), (WithDropout(), 2)])
+def test_a_resumed_run_is_bit_identical(gloo, tmp_path, workload, world_size):
+    flags = {**RESUME, **TENSOR}
+    whole = gloo.run(world_size, run_part, workload, flags, None, None)[0]
+    gloo.run(world_size, run_part, workload, flags, str(tmp_path), 5)
+    resumed = gloo.run(world_size, run_part, workload, flags, str(tmp_path), None)[0]
+    assert resumed.losses == whole.losses[3:]
+    assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("tensor x 4", "ddp x 1"), ("ddp x 2", "tensor x 2"), ("tensor x 2", "pipeline x 2")]
+)
+def test_a_run_goes_on_under_another_strategy_and_number_of_workers(gloo, tmp_path, before, after):
+    whole = gloo.run(1, run_part, SmallTransformer(), RESUME, None, None)[0]
+    for which, kill_at in ((before, 5), (after, None)):
+        strategy, _, workers = which.split()
+        flags = {**RESUME, "strategy.name": strategy}
+        resumed = gloo.run(int(workers), run_part, SmallTransformer(), flags, str(tmp_path), kill_at)[0]
+    assert [s.step for s in resumed.steps] == [4, 5, 6, 7, 8]
+    assert max(relative_differences(whole.losses[3:], resumed.losses)) < 1e-11
+    assert largest_difference(whole.weights, resumed.weights) < 1e-9
+
+
+# what is refused
+
+
+class NoPlan(Classify):
+    tensor_plan = None
+
+
+class Misspelt(Classify):
+    def tensor_plan(self, model, *, size, sequence_parallel):
+        return {"0": ColwiseParallel(), "3": RowwiseParallel()}
+
+
+class LeavesOut(Classify):
+    def tensor_plan(self, model, *, size, sequence_parallel):
+        return {"0": ColwiseParallel(output_layouts=Replicate())}
+
+
+class TiedApart(Classify):
+    def build_model(self):
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        model[2].weight = model[0].weight
+        return model
+
+
+@pytest.mark.parametrize(
+    ("workload", "says"),
+    [
+        (NoPlan(), "without tensor_plan"),
+        (Misspelt(), "no such module"),
+        (LeavesOut(), "without 2.weight"),
+        (TiedApart(), "must be split alike"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_with_the_reason(gloo, workload, says):
+    with pytest.raises(WorkloadError, match=says):
+        gloo.run(2, train, workload, TENSOR)
+
+
+def test_modules_that_a_plan_leaves_out_are_whole_on_every_worker_without_sequence_parallelism(gloo):
+    finished = gloo.run(2, train, LeavesOut(), {**TENSOR, "tensor.sequence_parallel": False})[0]
+    assert_same_training(finished, train_in_plain_torch(LeavesOut()))
+
+
+def test_a_setting_of_fsdp_that_has_no_effect_here_is_refused(gloo):
+    with pytest.raises(ConfigError, match=r"fsdp.cpu_offload.*without it"):
+        gloo.run(4, train, SmallTransformer(), {**TENSOR, "fsdp.cpu_offload": True})
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        ({"num_heads": 1}, "must divide num_heads"),
+        ({"num_heads": 2, "num_kv_heads": 1}, "must divide num_kv_heads"),
+        ({"ffn_width": 31}, "must divide ffn_width"),
+    ],
+)
+def test_a_transformer_that_cannot_be_split_so_is_refused(gloo, shape, says):
+    with pytest.raises(ConfigError, match=says):
+        gloo.run(2, train, SmallTransformer(**shape), TENSOR)
