@@ -59,12 +59,13 @@ class ModelFolder:
         return cls(path, config, files)
 
     def load(
-        self, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str], *, optional: Set[str] = frozenset()
-    ) -> None:
+        self, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str], *, optional: Set[str] = frozenset(),
+        is_part: bool = False,
+    ) -> None:  # fmt: skip
         """Fill a model's tensors in place, sharded or not; of a sharded one this rank's part alone is read. Not collective.
 
         names: where each of `tensors` comes from, by name in the files. Tensors in `optional` need no source. Every tensor in the
-        files must have a place. Values are cast to wider dtypes only. Raises CheckpointError, before anything is
+        files must have a place, unless `is_part`: these are then a stage's. Values are cast to wider dtypes only. Raises CheckpointError, before anything is
         changed, with the first tensor that does not fit.
         """
         wrong = sorted(set(names) - set(tensors))
@@ -76,7 +77,10 @@ class ModelFolder:
         # by the model's names, as a user knows them; what has no place keeps the name of the file
         own_names = {theirs: own for own, theirs in names.items()}
         saved = {own: shapes[theirs] for own, theirs in names.items() if theirs in shapes}
-        saved |= {t: shape for t, shape in shapes.items() if t not in own_names and not self._follows_from_others(t)}
+        if not is_part:
+            saved |= {
+                t: shape for t, shape in shapes.items() if t not in own_names and not self._follows_from_others(t)
+            }
         wanted = with_a_source({n: t for n, t in tensors.items() if n in names or n not in optional}, saved)
         check_fit(wanted, saved, str(self.path))
         by_file: dict[str, list[str]] = {}

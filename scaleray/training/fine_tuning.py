@@ -92,7 +92,7 @@ def load(module: nn.Module, workload: Any, where: str, *, is_part: bool = False)
         names = {name: name for name in tensors if name in folder.files}
     if is_part:
         names = {name: source for name, source in names.items() if name in tensors}
-    folder.load(tensors, names, optional=adapters)
+    folder.load(tensors, names, optional=adapters, is_part=is_part)
 
 
 def merged(weights: dict[str, Any], settings: FineTuningSettings) -> dict[str, Any]:
