@@ -158,12 +158,6 @@ class Recorder:
         d = self.description
         if d.continues is not None and d.continues.get("run_id"):
             self._continue(d.continues)  # run.json stays as it is until training has really gone on
-            if d.changes:
-                number = len(self._store.tags(CHANGE_TAG)) + 1  # type: ignore[union-attr]
-                self._queue.put({"op": "tags", "values": {f"{CHANGE_TAG}{number:03d}": "; ".join(d.changes)[:4000]}})
-                config = self.work_dir / f"config-{number}.yaml"
-                config.write_text(d.files.get("config.yaml", ""))
-                self._queue.put({"op": "artifact", "path": str(config)})
             self._thread.start()
             self._started.set()
             return self.identity()
@@ -327,6 +321,7 @@ class Recorder:
         self._store = RunStore.reopen(self.description.tracking_uri, before["run_id"], before["experiment_id"])
         self._known = self._store.last_steps()
         self._is_continued = True
+        self._num_changes = len(self._store.tags(CHANGE_TAG))
         tags = self._store.tags(EVENT_TAG)
         self._events[:0] = [text.partition(" | ")[2] for _, text in sorted(tags.items())]
         run_path = self.description.run_path
@@ -345,6 +340,18 @@ class Recorder:
                 if operation["op"] != "status":
                     self._unsent.append(json.dumps(operation))
         self._store_unsent()
+
+    def _note_changes(self) -> None:
+        """What a run that goes on was told to do otherwise, and its whole config, beside those before."""
+        if not self.description.changes:
+            return
+        number = 1 + self._num_changes
+        text = "; ".join(self.description.changes)[:4000]
+        self._queue.put({"op": "tags", "values": {f"{CHANGE_TAG}{number:03d}": text}})
+        config = self.work_dir / f"config-{number}.yaml"
+        with contextlib.suppress(OSError):  # on a full disk the tag is enough
+            config.write_text(self.description.files.get("config.yaml", ""))
+            self._queue.put({"op": "artifact", "path": str(config)})
 
     def _note_identity(self) -> None:
         """run.json: what is needed to continue this run from its folder alone."""
@@ -451,6 +458,7 @@ class Recorder:
         if self._is_continued and not self._has_new_steps:
             with contextlib.suppress(OSError):  # the next checkpoint tries again
                 self._note_identity()
+            self._note_changes()
         self._has_new_steps = True
         if is_new:
             self._last_step, self._final_loss = record.step, record.loss

@@ -66,7 +66,7 @@ def verify(capsys, *words):
 
 
 def test_a_correct_training_passes_and_prints_its_certificate(folder, capsys):
-    code, out, err = verify(capsys, "--world-sizes", "1,2", "--steps", "5", "--json")
+    code, out, err = verify(capsys, "--strategies", "ddp", "--world-sizes", "1,2", "--steps", "5", "--json")
     assert code == 0, err
     certificate = json.loads(out)
     assert certificate["passed"] and certificate["where"] == "gloo processes"
