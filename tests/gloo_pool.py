@@ -148,6 +148,7 @@ def _serve(rank: int, pipe: Connection) -> None:
     from scaleray.training.place import Place
 
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported stays: every change of groups collects garbage, and need not walk through torch
     group = 0
     while True:
         try:

@@ -61,7 +61,11 @@ def test_a_variant_is_the_start_of_the_whole_training_on_other_workers(tmp_path)
 
 
 def test_what_a_config_forbids_is_listed_with_the_reason(tmp_path):
-    made = plan(tmp_path, Question(strategies=["ddp"], world_sizes=[2], accumulation=[1, 2, 3]), **{"strategy.static_graph": True})
+    made = plan(
+        tmp_path,
+        Question(strategies=["ddp"], world_sizes=[2], accumulation=[1, 2, 3]),
+        **{"strategy.static_graph": True},
+    )
     assert [v.label for v in made.groups[2]] == ["ddp x 2"]
     reasons = {(o.strategy, o.accumulation): o.words for o in made.refused}
     assert "static graph cannot accumulate" in reasons["ddp", 2]
