@@ -15,6 +15,22 @@ settings.register_profile("scaleray", deadline=None)  # a loaded machine is not 
 settings.load_profile("scaleray")
 
 
+ON_FOUR_WORKERS = ("strategies", "training")
+KEPT = "test_many_workers_equal_one_process[accumulation"  # of every strategy
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Four workers on two cores take turns: what is also tested on two or three is left to `make slow`, but for one case."""
+    for item in items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        if (
+            params.get("world_size") == 4
+            and item.path.parent.name in ON_FOUR_WORKERS
+            and not item.name.startswith(KEPT)
+        ):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def gloo() -> Iterator[GlooPool]:
     """Gloo processes on the loopback interface: `gloo.run(world_size, function, *args)`."""

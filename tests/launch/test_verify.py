@@ -122,7 +122,10 @@ def test_a_verification_on_ray_leaves_its_certificate_in_mlflow(ray_session, tmp
     said: list[str] = []
     resolved = config(tmp_path)
     certificate = verify(
-        resolved, Question(world_sizes=[2], accumulation=[1], steps=4), say=said.append, render=lambda c: c.verdict
+        resolved,
+        Question(["ddp"], world_sizes=[2], accumulation=[1], steps=4),
+        say=said.append,
+        render=lambda c: c.verdict,
     )
     assert certificate.passed and certificate.where == "Ray"
     assert certificate.verdict.startswith("the same training: 1 variants equal one process")

@@ -184,6 +184,7 @@ def test_must_succeed_ends_the_run_where_compiling_fails(a_compiler_that_fails):
         train_alone(TinyTransformer(), {**ON_BLOCKS, "compilation.must_succeed": True})
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
 def test_inductor_compiles_keeps_its_code_and_keeps_to_a_memory_budget(tmp_path, monkeypatch):
     monkeypatch.delenv(compilation.CACHE_VARIABLE, raising=False)

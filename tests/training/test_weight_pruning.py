@@ -83,8 +83,25 @@ def masks_of(place, kind, dtype, nums, placement):
     return [full(mask).numpy() for mask in masks]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["distinct", "ties", "zeros"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("distinct", torch.float64),
+        ("ties", torch.bfloat16),
+        ("zeros", torch.float32),
+        *(
+            pytest.param(kind, dtype, marks=pytest.mark.slow)
+            for kind, dtype in [
+                ("distinct", torch.float32),
+                ("distinct", torch.bfloat16),
+                ("ties", torch.float64),
+                ("ties", torch.float32),
+                ("zeros", torch.float64),
+                ("zeros", torch.bfloat16),
+            ]
+        ),
+    ],
+)
 def test_exactly_the_smallest_weights_go_whatever_the_layout(gloo, kind, dtype):
     total = sum(v.numel() for v in tensors(kind, dtype))
     for num in (0, 1, 31, 58, total - 1, total):
