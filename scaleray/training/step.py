@@ -151,12 +151,8 @@ class TrainStep:
         setup, parallel = self.setup, self.setup.parallel
         # where passes communicate, a rank with a row less may need a placeholder more
         least = math.ceil(math.ceil(num_rows / self.place.data_size) / self.recipe.micro_batch_size)
-        pieces = [
-            MicroBatch(as_user_batch(to_device(arrays, self.place.device, setup.precision.input_dtype), self.gives_tuples), weight)
-            for arrays, weight in micro_batches(
-                batch, self.recipe.micro_batch_size, at_least=least if parallel.forward_is_collective else 1
-            )
-        ]  # fmt: skip
+        at_least = least if parallel.forward_is_collective else 1
+        pieces = list(micro_batches(batch, self.recipe.micro_batch_size, at_least=at_least))
         pending: Any = None
         own = self._totals
 
@@ -170,18 +166,18 @@ class TrainStep:
 
         if parallel.run_micro_batches is not None:
             self.enter("loss")
-            parallel.run_micro_batches(pieces, self._objective, setup.precision.autocast)
+            parallel.run_micro_batches([self._on_device(*p) for p in pieces], self._objective, setup.precision.autocast)
             sum_up()
         else:
             with self._out_of_memory() as shortage:
                 for piece in pieces[:-1]:
                     with parallel.no_sync():
                         self.enter("loss")
-                        scaled = self._objective(parallel.model, piece)
+                        scaled = self._objective(parallel.model, self._on_device(*piece))
                         self.enter("synchronise")
                         scaled.backward()
                 self.enter("loss")
-                scaled = self._objective(parallel.model, pieces[-1])
+                scaled = self._objective(parallel.model, self._on_device(*pieces[-1]))
             self.enter("synchronise")
             self._agree_on(shortage)
             with self._out_of_memory(here=self.place.world_size == 1) as shortage:
@@ -193,6 +189,11 @@ class TrainStep:
             self.enter("synchronise")
             pending.wait()
         return float(own[0]), float(own[1])
+
+    def _on_device(self, arrays: dict[str, np.ndarray], weight: int) -> MicroBatch:
+        """Only when its turn comes, so that one micro-batch's rows are there at a time."""
+        columns = to_device(arrays, self.place.device, self.setup.precision.input_dtype)
+        return MicroBatch(as_user_batch(columns, self.gives_tuples), weight)
 
     @contextlib.contextmanager
     def _out_of_memory(self, *, here: bool = True) -> Iterator[list[str]]:
