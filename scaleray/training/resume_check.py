@@ -35,6 +35,8 @@ WORDS = {
     "scaler": "loss scaler",
     "progress": "progress of the loop",
     "workload": "the workload's own state",
+    "strategy": "the strategy's own state",
+    "replica": "a replica's own values",
     "pruning": "masks of pruned weights",
     "random": "random number generators",
 }

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import sharding  # noqa: F401 - workers of the pool need it to know the strategy
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file

@@ -6,7 +6,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import sharding  # noqa: F401 - workers of the pool need it to know the strategy
 import torch
 import torch.distributed as dist
 from small_runs import (

@@ -11,9 +11,10 @@ from test_resume import FLAGS, Everything, WithState
 
 from scaleray.data import Part, StepStream
 from scaleray.data.stream import local_blocks
+from scaleray.training import resume_check
 from scaleray.training import state as state_module
 from scaleray.training.resume_check import DATA_POSITION, Interruption, interruption_job, verify_resume
-from scaleray.training.state import TrainState
+from scaleray.training.state import ITEMS, TrainState
 from scaleray.training.verification import short_job
 
 
@@ -160,3 +161,7 @@ def test_a_guilty_state_on_one_rank_alone_is_named(gloo, tmp_path):
 def broken_on_rank_1(place, folder):
     plant = without("random") if place.rank == 1 else None
     return check(place, Everything(num_rows=54), folder, {"batch.global_size": 12}, plant=plant)
+
+
+def test_every_item_of_the_state_has_a_name_in_a_sentence():
+    assert set(resume_check.WORDS) == set(ITEMS)

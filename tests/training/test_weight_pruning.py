@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import pytest
-import sharding  # noqa: F401 - workers of the pool need it to know the strategy
 import torch
 from small_runs import (
     Classify,
