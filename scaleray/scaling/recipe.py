@@ -11,12 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from scaleray.config import Duration, RunConfig
-from scaleray.config.optimizer import OptimizerSettings
 from scaleray.config.shares import UNEVEN_STRATEGIES
-from scaleray.config.strategy import APART
 from scaleray.errors import ConfigError, DataError
+from scaleray.scaling.combinations import (
+    check_compression,
+    check_fine_tuning,
+    check_fsdp,
+    check_optimizer,
+    check_pruning,
+    check_schedule,
+    check_training_apart,
+)
 from scaleray.scaling.lr_rules import RULES, Hyperparameters
-from scaleray.scaling.pipeline_bubble import suits
 from scaleray.scaling.shares import shares_by_speed
 
 WHY_EVEN = {
@@ -108,11 +114,11 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
         return steps
 
     total_steps = max(1, to_steps(config.stop.after, "total_steps"))
-    _check_pruning(config, total_steps)
-    _check_fine_tuning(config)
+    check_pruning(config, total_steps)
+    check_fine_tuning(config)
     kappa = config.batch.global_size / (config.optimizer.reference_batch_size or config.batch.global_size)
     rule = config.optimizer.rule
-    _check_optimizer(config.optimizer)
+    check_optimizer(config.optimizer)
     if rule != "none" and config.optimizer.reference_batch_size is None:
         raise ConfigError(
             "optimizer.reference_batch_size",
@@ -170,7 +176,7 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
     why.setdefault("checkpoint_every_steps", "by time alone" if config.checkpoint.every_minutes else "none")
     why.setdefault("keep_checkpoint_every_steps", "none stays for good")
     strategy = resolve_strategy(config, workers)
-    _check_compression(config, strategy)
+    check_compression(config, strategy)
     why["strategy"] = f"strategy.name {config.strategy.name}, {workers} worker{'s' if workers > 1 else ''}"
     check_training_apart(config)
     if config.precision.tf32 and (config.precision.dtype == "fp64" or not config.scale.gpus_per_worker):
@@ -180,7 +186,7 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
             "leave it out",
         )  # fmt: skip
     if strategy == "fsdp":
-        _check_fsdp(config, workers)
+        check_fsdp(config, workers)
     if strategy in ("ddp", "zero1") and config.strategy.static_graph and accumulation > 1:
         # torch 2.13 fails an assertion, and without it would stop reducing: github.com/pytorch/pytorch/pull/187732
         raise ConfigError(
@@ -191,7 +197,7 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
         )
     worker_shares, measure_every = _uneven_shares(config, strategy, batch_size, workers, why)
     if strategy == "pipeline":
-        _check_schedule(config, accumulation)
+        check_schedule(config, accumulation)
     return Recipe(
         global_batch_size=batch_size,
         per_worker_batch_size=per_worker,
@@ -216,89 +222,6 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
     )
 
 
-OTHER_RULES = {
-    "sgd": ({"adam"}, "use linear for sgd"),
-    "lars": ({"adam"}, "use linear, sqrt or legw for lars"),
-    # its step does not grow with the gradient, so nothing of the linear rule's argument is left
-    "lamb": ({"adam", "linear"}, "use sqrt or legw for lamb"),
-}
-"""Rules that were not made for an optimizer, and what to use. Each paper's own choice: see `lr_rules`."""
-ONLY_FOR = {"nesterov": ("sgd",), "trust_coefficient": ("lars",), "adapt_vectors": ("lars", "lamb")}
-"""Settings that the other optimizers do not have."""
-
-
-def _check_optimizer(settings: OptimizerSettings) -> None:
-    refused, hint = OTHER_RULES.get(settings.name, (set(), ""))
-    if settings.rule in refused:
-        raise ConfigError(
-            "optimizer.rule",
-            settings.rule,
-            f"it is a rule for {'adamw' if settings.rule == 'adam' else 'sgd'}, and optimizer.name is {settings.name}",
-            hint,
-        )
-    for key, names in ONLY_FOR.items():
-        value = getattr(settings, key)
-        if settings.name not in names and value != type(settings).model_fields[key].default:
-            raise ConfigError(
-                f"optimizer.{key}", value, f"it is for {' and '.join(names)}, and optimizer.name is {settings.name}", "leave it out"
-            )  # fmt: skip
-
-
-def _check_pruning(config: RunConfig, total_steps: int) -> None:
-    settings, defaults = config.pruning, type(config.pruning)()
-    idle = ["every_steps"] if settings.end_step is None else []
-    if settings.method == "none":
-        idle = [key for key in type(settings).model_fields if key != "method"]
-    for key in idle:
-        if getattr(settings, key) != getattr(defaults, key):
-            missing = "pruning.method is none" if settings.method == "none" else "pruning.end_step is not given"
-            raise ConfigError(
-                f"pruning.{key}", getattr(settings, key), f"{missing}, so it has no effect", "leave it out"
-            )
-    if settings.method == "none":
-        return
-    reasons = {
-        **dict.fromkeys(
-            ("local_sgd", "diloco"), "its replicas differ between averagings, and there is one mask for all"
-        ),
-        **dict.fromkeys(("gossip", "async_sgd"), "its replicas always differ, and there is one mask for all"),
-        "pipeline": "no worker sees the weights of all stages",
-    }
-    name = config.strategy.name
-    if name in reasons:
-        raise ConfigError(
-            "pruning.method", config.pruning.method, f"strategy.name is {name}: {reasons[name]}", "use ddp or fsdp"
-        )
-    for key in ("start_step", "end_step"):
-        step = getattr(config.pruning, key)
-        if step is not None and step > total_steps - 1:
-            raise ConfigError(
-                f"pruning.{key}", step, f"the whole training has {total_steps} steps, and the weights that are left must adapt",
-                "prune earlier, or lengthen stop.after",
-            )  # fmt: skip
-
-
-def _check_fine_tuning(config: RunConfig) -> None:
-    settings, defaults = config.fine_tuning, type(config.fine_tuning)()
-    if settings.lora_rank == 0:
-        for key in ("lora_alpha", "lora_layers", "merge"):
-            if getattr(settings, key) != getattr(defaults, key):
-                raise ConfigError(
-                    f"fine_tuning.{key}", getattr(settings, key), "without adapters it has no effect", "set --fine-tuning.lora-rank"
-                )  # fmt: skip
-        return
-    if settings.freeze:
-        raise ConfigError(
-            "fine_tuning.freeze", list(settings.freeze), "with adapters everything but them is frozen", "leave it out"
-        )
-    if not settings.lora_layers:
-        raise ConfigError("fine_tuning.lora_layers", [], "adapters need layers", "for example [query, value]")
-    if config.strategy.name == "tensor":
-        raise ConfigError(
-            "fine_tuning.lora_rank", settings.lora_rank, "tensor parallelism cuts layers without knowing of adapters", "use ddp or fsdp"
-        )  # fmt: skip
-
-
 def resolve_strategy(config: RunConfig, workers: int | None = None) -> str:
     """The strategy's name with `auto` decided, for the largest number of workers if none is given. One worker has nobody to average with, so that ddp is `single` there."""
     name, workers = config.strategy.name, workers or config.scale.max_workers
@@ -312,79 +235,6 @@ def resolve_strategy(config: RunConfig, workers: int | None = None) -> str:
     if name in ("auto", "ddp"):
         return "single" if workers == 1 else "ddp"
     return "single" if workers == 1 else name
-
-
-def check_training_apart(config: RunConfig) -> None:
-    """What replicas that train apart can be combined with. Raises ConfigError."""
-    name = config.strategy.name
-    if name not in APART or config.scale.max_workers == 1:  # one worker has nobody to part from
-        return
-    if config.precision.dtype == "fp16":
-        raise ConfigError(
-            "precision.dtype", "fp16", f"workers would need one loss scale in every step, and under {name} they do not talk in most",
-            "use bf16, whose range needs no scale",
-        )  # fmt: skip
-    if config.scale.is_elastic:
-        raise ConfigError(
-            "scale.workers", str(config.scale.workers), f"under {name} another number of workers is another training",
-            "give one number; a run can be resumed on another, where it goes on from the mean of its replicas",
-        )  # fmt: skip
-    if config.compression.name != "none":
-        raise ConfigError(
-            "compression.name", config.compression.name, f"it is for the gradients of ddp, and {name} sends parameters",
-            "leave it out, or use --strategy.name ddp",
-        )  # fmt: skip
-
-
-def _check_compression(config: RunConfig, strategy: str) -> None:
-    name = config.compression.name
-    if name == "none":
-        return
-    if config.scale.max_workers == 1:
-        raise ConfigError(
-            "compression.name", name, "one worker sends no gradients", "leave it out, or use more --scale.workers"
-        )
-    # an elastic run may come down to a single worker for a while
-    if strategy not in ("ddp", "zero1", "single"):
-        raise ConfigError(
-            "compression.name", name, f"it is a hook of DDP, and the strategy is {strategy}", "use --strategy.name ddp, or compression.name none",
-        )  # fmt: skip
-    if name == "adaptive" and config.deterministic:
-        raise ConfigError(
-            "compression.name", name, "it chooses by measured times, so that no two runs are the same, and deterministic is true",
-            "name one method, such as int8",
-        )  # fmt: skip
-
-
-def _check_fsdp(config: RunConfig, workers: int) -> None:
-    replicas, precision = config.fsdp.replicas, config.precision.dtype
-    if replicas > 1 and config.scale.is_elastic:
-        raise ConfigError(
-            "fsdp.replicas", replicas, "with an elastic number of workers it may not divide them", "use 1"
-        )
-    if workers % replicas or replicas == workers > 1:
-        near = [n for n in range(1, workers) if workers % n == 0]
-        raise ConfigError(
-            "fsdp.replicas", replicas,
-            f"it must divide the {workers} workers" if workers % replicas else f"{workers} workers would each hold everything",
-            f"there is {', '.join(map(str, near))}" + ("; strategy.name ddp holds everything" if replicas == workers else ""),
-        )  # fmt: skip
-    if config.fsdp.cpu_offload and not config.scale.gpus_per_worker:
-        raise ConfigError(
-            "fsdp.cpu_offload", True, "the workers have no GPU from which anything could be offloaded",
-            "leave it out, or set scale.gpus_per_worker",
-        )  # fmt: skip
-    for key in ("parameter_dtype", "reduce_dtype"):
-        dtype = getattr(config.fsdp, key)
-        if dtype == "fp16" and precision != "fp16":
-            raise ConfigError(
-                f"fsdp.{key}", dtype, f"gradients in it underflow without loss scaling, and precision.dtype is {precision}",
-                "use bf16, or --precision.dtype fp16",
-            )  # fmt: skip
-        if dtype is not None and precision == "fp64":
-            raise ConfigError(
-                f"fsdp.{key}", dtype, "precision.dtype fp64 computes in float64 throughout", "leave it out"
-            )
 
 
 def _model_parallel_size(config: RunConfig, workers: int, why: dict[str, str]) -> int:
@@ -401,20 +251,6 @@ def _model_parallel_size(config: RunConfig, workers: int, why: dict[str, str]) -
         )
     why["model_parallel_size"] = f"{config.strategy.name}.size" if size > 1 else "every worker has a whole model"
     return size
-
-
-def _check_schedule(config: RunConfig, accumulation: int) -> None:
-    """The schedule can order the micro-batches of a full step."""
-    settings = config.pipeline
-    if suits(settings.schedule, num_workers=settings.size, num_micro_batches=accumulation):
-        return
-    rounds = accumulation // settings.size
-    raise ConfigError(
-        "batch.micro_size", config.batch.micro_size,
-        f"a step has {accumulation} micro-batches, and {settings.schedule} on {settings.size} workers orders them in {rounds} "
-        "equal rounds",
-        f"choose one that gives a multiple of {settings.size} micro-batches, or the schedule 1f1b",
-    )  # fmt: skip
 
 
 def nearest_multiples(value: int, of: int) -> list[int]:
