@@ -39,6 +39,13 @@ SPARSITY = Metric("train/sparsity", "1", "share of the prunable weights that are
 BUBBLE_SHARE = Metric(
     "perf/bubble_share", "1", "share of a step's passes in which a pipeline's workers had nothing to do, their mean"
 )
+NOISE_SCALE = Metric(
+    "noise/scale", "samples", "gradient noise scale, trace over |G|^2: the batch at which noise equals signal"
+)
+NOISE_GRAD_SQ = Metric(
+    "noise/grad_sq", "1", "average of the unbiased estimate of |G|^2, the squared norm of the gradient"
+)
+NOISE_TRACE = Metric("noise/trace", "1", "average of the trace of the covariance of one sample's gradient")
 WORKERS = Metric("perf/workers", "workers", "number of workers, which changes in an elastic run")
 CHECKPOINT_STALL_S = Metric("checkpoint/stall_s", "s", "how long training waited for this checkpoint")
 CHECKPOINT_DURATION_S = Metric("checkpoint/duration_s", "s", "from its beginning to its manifest, beside the training")

@@ -365,6 +365,7 @@ class _Run:
             events=recording.events,
             resumed_after=recording.resumed_after,
             compilation=summary.compilation if summary else {},
+            noise=summary.noise if summary else {},
             memory=[s.memory for s in recording.summaries],
         )
         if status == "FINISHED" and self.config.checkpoint.save_final:
