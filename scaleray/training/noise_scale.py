@@ -93,12 +93,12 @@ class NoiseMeter:
     def after_backward(
         self, norm: float | None, *, correction: float, loss_scale: float, count: float, own_count: float, num_rows: int
     ) -> None:
-        """The step's gradients lie in the parameters, unscaled and not clipped. norm: of the mean gradient, where it was
-        wanted. Collective, unless the step is local."""
+        """The step's gradients lie in the parameters, unscaled and not clipped. norm: of the mean gradient, at least where
+        it was wanted. Collective, unless the step is local."""
         if not (self.is_measuring or self._is_kept):
             return
         parameters = [p for p in self.setup.parallel.module.parameters() if p.grad is not None]
-        if norm is None:
+        if norm is None or self.settings.preconditioned:
             whole = self.setup.parallel.total_norm([self._see(p, p.grad) for p in parameters if p.grad is not None])
             norm = float(whole) * correction
         step = StepGradients(
@@ -126,14 +126,8 @@ class NoiseMeter:
             return
         self._last_added = self.step
         self._sizes.add(seen.parts.effective_size, seen.whole_size)
-        scale = self.averages.noise_scale
-        self._metrics = {
-            metric_names.NOISE_GRAD_SQ.name: self.averages.square,
-            metric_names.NOISE_TRACE.name: self.averages.trace,
-        }
-        if math.isfinite(scale):
-            self._metrics[metric_names.NOISE_SCALE.name] = scale
-        self._curve.add(self._samples, scale)
+        self._curve.add(self._samples, self.averages.noise_scale)
+        self._metrics = _metrics(self.averages)
 
     def metrics(self) -> dict[str, float]:
         """The averages by metric name; the noise scale is left out while it is larger than can be resolved."""
@@ -167,6 +161,7 @@ class NoiseMeter:
             return
         averages.is_biased = averages.is_biased or self.averages.is_biased
         self.averages, self._last_added = averages, int(state["last_added"])
+        self._metrics = _metrics(averages) if averages.num_samples else {}
         self._sizes.load_state(state["sizes"])
         self._curve.load_state(state["curve"])
 
@@ -214,6 +209,13 @@ class _Curve:
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.points = [(int(samples), scale) for samples, scale in state["points"]]
         self._stride, self._number = int(state["stride"]), int(state["number"])
+
+
+def _metrics(averages: NoiseAverages) -> dict[str, float]:
+    found = {metric_names.NOISE_GRAD_SQ.name: averages.square, metric_names.NOISE_TRACE.name: averages.trace}
+    if math.isfinite(averages.noise_scale):
+        found[metric_names.NOISE_SCALE.name] = averages.noise_scale
+    return found
 
 
 def find_way(config: RunConfig, recipe: Recipe, place: Place) -> NoiseWay:

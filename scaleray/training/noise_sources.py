@@ -224,9 +224,9 @@ def preconditioned(optimizer: torch.optim.Optimizer) -> See:
         if "exp_avg_sq" not in state:
             return gradient
         group, moment = groups[parameter], state["exp_avg_sq"]
-        # shards alone, as the step's count is no DTensor
+        # shards alone, as the step's count is no DTensor; float64, as 1 - 0.999^t has few digits in float32
         local, second = (t.to_local() if isinstance(t, DTensor) else t for t in (gradient, moment))
-        root = (second / (1 - group["betas"][1] ** state["step"].to(second.device))).sqrt_().add_(group["eps"])
+        root = (second / (1 - group["betas"][1] ** state["step"].to(second.device).double())).sqrt_().add_(group["eps"])
         divided = local / root
         if not isinstance(gradient, DTensor):
             return divided

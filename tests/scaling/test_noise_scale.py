@@ -51,7 +51,8 @@ def test_a_planted_noise_scale_is_recovered_and_the_average_of_ratios_would_not_
     assert averages.square == pytest.approx(1.0, rel=0.05) and averages.trace == pytest.approx(1000.0, rel=0.01)
     assert averages.noise_scale == pytest.approx(1000.0, rel=0.05)
     ratios = [sample.trace / sample.square for sample in samples]
-    assert np.mean(ratios) > 1500 and np.median(ratios) < 900
+    # their mean has no limit, as |G|^2 comes near 0 in some steps; their median has another one
+    assert abs(np.mean(ratios) / 1000 - 1) > 0.2 and np.median(ratios) < 900
 
 
 @pytest.mark.parametrize(

@@ -33,12 +33,13 @@ def measured_and_expected(place, workload, flags, at_step, whose):
     named = dict(setup.parallel.module.named_parameters())
     weights = {name: full(p.detach()).clone() for name, p in named.items()}
     roots = _adam_roots(setup.optimizer, named) if job.config.noise_scale.preconditioned else {}
+    hooks = [dict(p._post_accumulate_grad_hooks or {}) for p in named.values()]
     stepper(at_step)
-    left = [p for p in named.values() if p._post_accumulate_grad_hooks]
+    left = [dict(p._post_accumulate_grad_hooks or {}) for p in named.values()]
     whole, parts = _rows(stepper, at_step - 1, whose)
     expected = _estimate_in_plain_torch(workload, weights, roots, stepper.sources[TRAIN], whole, parts)
     setup.close()
-    assert not left, "hooks stay on parameters"
+    assert left == hooks, "hooks stay on parameters"
     return (meter.averages.square, meter.averages.trace), (expected.square, expected.trace), meter.way.way
 
 
@@ -170,7 +171,7 @@ UNTOUCHED = {
     "ddp": (2, {"optimizer.clip_norm": 0.1}),
     "ddp, three workers, small buckets": (3, {"batch.micro_size": 2, "strategy.bucket_size_mib": 1e-4}),
     "fsdp": (2, {"strategy.name": "fsdp"}),
-    "fp16": (2, {"precision.dtype": "fp16", "batch.micro_size": 4, "precision.initial_loss_scale": 2.0**40}),
+    "fp16": (2, {"precision.dtype": "fp16", "batch.micro_size": 3, "precision.initial_loss_scale": 2.0**21}),
     "compression": (2, {"compression.name": "bf16"}),
     "compiled": (2, {"compilation.what": "model", "compilation.backend": "eager"}),
     "adam": (2, {**ADAM, "noise_scale.preconditioned": True}),
@@ -222,10 +223,10 @@ def on_the_way(place, workload, flags):
 
 
 def test_workers_and_micro_batches_agree_over_a_training(gloo):
-    flags = {**FLAGS, "batch.global_size": 32, "stop.after": "400 steps", "optimizer.learning_rate": 0.02}
+    flags = {**FLAGS, "batch.global_size": 128, "stop.after": "250 steps", "optimizer.learning_rate": 0.02}
     workload = Classify(num_rows=4000)
     by_workers = gloo.run(2, on_the_way, workload, flags)[0].summary.noise
-    by_micro = gloo.run(1, on_the_way, workload, {**flags, "batch.micro_size": 4})[0].summary.noise
+    by_micro = gloo.run(1, on_the_way, workload, {**flags, "batch.micro_size": 16})[0].summary.noise
     assert (by_workers["way"], by_micro["way"]) == ("workers", "first micro-batch")
     # the same training measured twice: intervals of 95 % that do not touch would be a rare event
     assert by_workers["low"] <= by_micro["high"] and by_micro["low"] <= by_workers["high"]
@@ -236,8 +237,10 @@ def test_workers_and_micro_batches_agree_over_a_training(gloo):
 def test_records_have_the_averages_from_the_first_measurement_on():
     flags = {**FLAGS, "batch.micro_size": 4, "noise_scale.every_steps": 3, "stop.after": "7 steps"}
     run = train_alone(Classify(num_rows=60), flags)
-    named = [sorted(key for key in step.more if key.startswith("noise/")) for step in run.steps]
-    assert named[:2] == [[], []] and all({"noise/grad_sq", "noise/trace"} <= set(names) for names in named[2:])
+    named = [sorted(key for key in step.more if "noise" in key) for step in run.steps]
+    assert named[:2] == [[], []] and all(
+        {"train/noise_grad_sq", "train/noise_trace"} <= set(names) for names in named[2:]
+    )
     assert run.steps[2].more == run.steps[4].more != run.steps[6].more
     assert any("from the first micro-batch" in text for text in run.events)
     noise = run.summary.noise
@@ -308,7 +311,8 @@ def test_averages_go_on_to_the_bit_after_an_interruption(gloo, tmp_path, world_s
     flags = {**FLAGS, "checkpoint.every": "3 steps", "stop.after": "14 steps", "noise_scale.every_steps": 2, **flags}
     whole, resumed = gloo.run(world_size, interrupted, flags, str(tmp_path))[0]
     assert resumed.summary.noise == whole.summary.noise
-    assert resumed.summary.noise["num_measurements"] == 7
+    # an epoch's last batch has one row, which has no parts
+    assert resumed.summary.noise["num_measurements"] == 5 and resumed.summary.noise["num_rejected"] == 2
     assert [s.more for s in resumed.steps] == [s.more for s in whole.steps[6:]]
 
 
