@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -122,15 +123,15 @@ class TrainStep:
             )
         if meets:  # in a local step too: a value that all ranks have, and a checkpoint
             self.count_per_row = count / num_rows
-        self._own_count, self._num_rows = own_count, batch.num_rows if is_local else num_rows
+        update = partial(self._update, want_norm=want_norm, own_count=own_count)
         if is_local:
             # a rank of which no row counts has no gradient
             correction = expected / own_count if own_count else 0.0
-            result = self._update(own_sum, own_count or 1.0, correction=correction, want_norm=want_norm)
+            result = update(own_sum, own_count or 1.0, correction=correction, num_rows=batch.num_rows)
             own = dataclasses.replace(result, count=own_count, is_own=True)
             result = self._met(result, loss_sum, count) if meets else own
         else:
-            result = self._update(loss_sum, count, correction=expected / count, want_norm=want_norm)
+            result = update(loss_sum, count, correction=expected / count, num_rows=num_rows)
             bad, self.nonfinite_steps = self.nonfinite_steps, 0
             result = dataclasses.replace(result, nonfinite_steps=bad, nonfinite_in_a_row=self.nonfinite_in_a_row)
         result = dataclasses.replace(result, signals=tuple(signals) if meets else ())
@@ -213,7 +214,9 @@ class TrainStep:
         self._totals[1] += count
         return self.setup.precision.scaler.scale(loss * self._scale)
 
-    def _update(self, loss_sum: float, count: float, *, correction: float, want_norm: bool) -> StepResult:
+    def _update(
+        self, loss_sum: float, count: float, *, correction: float, want_norm: bool, own_count: float, num_rows: int
+    ) -> StepResult:
         setup, clip_norm = self.setup, self.config.optimizer.clip_norm
         self.enter("update")
         scaler = setup.precision.scaler
@@ -233,7 +236,7 @@ class TrainStep:
             norm = (setup.parallel.total_norm(gradients) * correction).item()
         if self.noise is not None:
             self.noise.after_backward(
-                norm, correction=correction, loss_scale=loss_scale, count=count, own_count=self._own_count, num_rows=self._num_rows
+                norm, correction=correction, loss_scale=loss_scale, count=count, own_count=own_count, num_rows=num_rows
             )  # fmt: skip
         if want_norm and norm is not None:
             grad_norm = norm
