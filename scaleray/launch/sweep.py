@@ -39,7 +39,7 @@ from scaleray.launch.sweep_plan import (
     material_key,
 )
 from scaleray.launch.trial_capacity import check_trial_fits, num_concurrent
-from scaleray.launch.trial_collector import TrialCollector, make_trial
+from scaleray.launch.trial_records import make_trial, trial_line
 from scaleray.launch.verify import sigterm_like_ctrl_c
 from scaleray.reproducibility.fingerprint import environment, environment_hash
 from scaleray.scaling.search_space import Settings
@@ -57,6 +57,7 @@ MAX_SHOWN = 50  # lines about trials that never fit
 TUNE_ENVIRONMENT = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # a trial's record is ours
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
+    "RAY_AIR_NEW_OUTPUT": "0",  # the new one prints every result, whatever `verbose` says
     "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",  # the driver says each, once
     "TUNE_GLOBAL_CHECKPOINT_S": "86400",  # a sweep is continued from its own records
 }
@@ -142,7 +143,7 @@ class RunningSweep:
         self.earlier_s = max((t.total_time_s for t in self.trials), default=0.0)
         self.finished = files.read_record() if files.has_record() else None
         self._num_fits = 0
-        self._status = "FAILED"
+        self._is_recorded = False
         self.run: ParentRun | None = None
 
     def __enter__(self) -> RunningSweep:
@@ -170,9 +171,8 @@ class RunningSweep:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self.run is None:
             return
-        if error is not None:
-            self._status = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
-            self.run.finish(None, status=self._status)
+        if error is not None and not self._is_recorded:
+            self.run.finish(None, status="KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
             if isinstance(error, KeyboardInterrupt):
                 path = without_password(self.files.folder.path)
                 self.say(f"to continue: scaleray sweep --continue {path}")
@@ -224,6 +224,7 @@ class RunningSweep:
                 if not (work_dir / name).exists():
                     (work_dir / name).write_bytes(self.files.store.read(name))
         files = [work_dir / name for name in ("record.json", "trials.csv") if (work_dir / name).exists()]
+        self._is_recorded = True
         missing = self.run.finish(record, status="FAILED" if all_failed else "FINISHED", files=files)
         if missing:
             self.say(f"warning: {missing}; the record on disk is complete: {record.folder}")
@@ -268,6 +269,7 @@ class RunningSweep:
 
         from scaleray.launch.sweep_trial import VALUE, SharedPlan, SweepTrial
         from scaleray.launch.trainer import worker_resources
+        from scaleray.launch.trial_collector import TrialCollector
 
         plan, scale = self.plan, self.plan.base.scale
         for material in plan.materials.values():
@@ -298,6 +300,7 @@ class RunningSweep:
             run_config=tune.RunConfig(
                 name=f"tune-{self._num_fits}-{secrets.token_hex(2)}", storage_path=f"{self.files.folder.path}/ray_tune",
                 callbacks=[collector], verbose=0, failure_config=tune.FailureConfig(max_failures=RETRIES),
+                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
             ),
         )  # fmt: skip
         with _pending(None if pauses else FEW_PENDING):
@@ -385,17 +388,6 @@ class RunningSweep:
             with contextlib.suppress(Exception):
                 filesystem, inner = pyarrow.fs.FileSystem.from_uri(f"{self.files.folder.path}/{name}")
                 filesystem.delete_dir(inner)
-
-
-def trial_line(trial: Trial, number: int, total: int) -> str:
-    """A trial in fixed columns."""
-    value = "-" if trial.value is None else f"{trial.value:.4g}"
-    line = (
-        f"trial {number:>4}/{total} | batch {trial.batch_size:>6} | {trial.rule:<6} | lr {trial.learning_rate:<9.3g} | "
-        f"{trial.optimizer:<5} | seed {trial.seed} | {trial.metric} {value} | {trial.samples:,} samples | "
-        f"{trial.training_time_s:.3g} s | {trial.status}"
-    )
-    return f"{line}: {trial.error.splitlines()[0]}" if trial.error else line
 
 
 def _load_materials(

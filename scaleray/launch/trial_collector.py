@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ray import tune
 
-from scaleray.launch.sweep_plan import SweepPlan, full_settings
+from scaleray.launch.sweep_plan import SweepPlan
 from scaleray.launch.sweep_trial import DETAIL, EVALUATION, NUMBER, SAMPLES, SECONDS, SETTINGS, STATUS, VALUE
-from scaleray.scaling.search_space import BATCH_SIZE, LEARNING_RATE, OPTIMIZER, RULE, SEED, WARMUP, Settings
+from scaleray.launch.trial_records import make_trial
+from scaleray.scaling.search_space import LEARNING_RATE, Settings
 from scaleray.study_records import Trial
 
 EARLY = "stopped early"
@@ -39,6 +39,9 @@ class TrialCollector(tune.Callback):
         self.plan, self.on_trial = plan, on_trial
         self.done: set[int] = set()
         self._open: dict[int, _Progress] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # Tune keeps a copy to restore from, which a sweep does not need
 
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
@@ -98,34 +101,6 @@ class TrialCollector(tune.Callback):
 
     def _planned(self, number: int, config: Mapping[str, Any]) -> Settings:
         return json.loads(config[SETTINGS]) if SETTINGS in config else self.plan.candidates[number]
-
-
-def make_trial(
-    plan: SweepPlan, number: int, settings: Settings, *, status: str, error: str = "",
-    points: Sequence[tuple[int, float, float]] = (), value: float | None = None, samples: int = 0, seconds: float = 0.0,
-    total_s: float = 0.0, samples_per_s: float | None = None, noise_scale: float | None = None, mutations: Sequence[str] = (),
-) -> Trial:  # fmt: skip
-    """A trial's record. points: (samples, seconds, value) of its evaluations."""
-    everything = full_settings(plan, settings)
-    try:
-        recipe = plan.job(settings).recipe
-        batch_size, rate = recipe.global_batch_size, recipe.learning_rate
-    except Exception:  # one that never fits
-        batch_size, rate = int(everything[BATCH_SIZE]), float(everything[LEARNING_RATE])
-    target = plan.base.stop.at
-    hit = next(((n, s) for n, s, v in points if target and target.is_reached({target.metric: v})), None)
-    if target is None or target.metric != plan.metric:
-        hit = (samples, seconds) if status == "target reached" else None
-    if mutations:
-        everything["mutations"] = list(mutations)
-    return Trial(
-        number=number, status=status, batch_size=batch_size, rule=str(everything[RULE]), learning_rate=rate,
-        optimizer=str(everything[OPTIMIZER]), warmup=str(everything[WARMUP]), seed=int(everything[SEED]), workers=plan.workers,
-        settings=everything, metric=plan.metric, value=value if value is not None and math.isfinite(value) else None,
-        curve=list(points), samples_to_target=hit[0] if hit else None, time_to_target_s=hit[1] if hit else None,
-        samples=samples, training_time_s=seconds, total_time_s=total_s, samples_per_s=samples_per_s, noise_scale=noise_scale,
-        error=error,
-    )  # fmt: skip
 
 
 def _in_a_line(text: str) -> str:

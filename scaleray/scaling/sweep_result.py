@@ -74,9 +74,9 @@ def sentences(record: SweepRecord, *, has_own_target: bool, reference_batch_size
     tried = settings(record)
     reached = [setting for setting in tried if setting.samples_to_target is not None]
     if reached:
-        found += _choices(record, reached)
+        found += _choices(record, reached, reference_batch_size)
     elif tried:
-        found.append(_never_reached(record, tried))
+        found.append(_never_reached(record, tried, reference_batch_size))
     knee = find_knee(record)
     if knee is not None:
         found.append(_knee_in_words(knee))
@@ -128,32 +128,36 @@ def _rules(record: SweepRecord) -> list[str]:
     return list(dict.fromkeys(t.rule for t in record.trials))
 
 
-def _choices(record: SweepRecord, reached: list[Setting]) -> list[str]:
+def _choices(record: SweepRecord, reached: list[Setting], reference: int) -> list[str]:
     workers = reached[0].trials[0].workers
-    cheapest = min(reached, key=lambda s: s.samples_to_target or math.inf)
-    fastest = min(reached, key=lambda s: math.inf if s.time_to_target_s is None else s.time_to_target_s)
+
+    def time_s(setting: Setting) -> float:
+        return math.inf if setting.time_to_target_s is None else setting.time_to_target_s
+
+    cheapest = min(reached, key=lambda s: (s.samples_to_target or math.inf, time_s(s)))
+    fastest = min(reached, key=time_s)
     on = f"on {workers} worker{'s' if workers != 1 else ''}"
-    lines = [
-        f"Fastest: {_named(fastest)} reached {record.target} after {fastest.time_to_target_s:.3g} s of training {on}, "
+    first = (
+        f"{_named(fastest, reference)} reached {record.target} after {time_s(fastest):.3g} s of training {on}, "
         f"with {fastest.samples_to_target:,.0f} samples."
-    ]
-    if cheapest is fastest:
-        return [f"Fastest and cheapest: {lines[0].removeprefix('Fastest: ')}"]
-    more = (fastest.samples_to_target or 0) / (cheapest.samples_to_target or 1)
-    lines.append(
-        f"Cheapest: {_named(cheapest)} reached it with {cheapest.samples_to_target:,.0f} samples, after "
-        f"{cheapest.time_to_target_s:.3g} s; the fastest needs {more:.3g} x as many."
     )
-    return lines
+    factor = (fastest.samples_to_target or 0) / (cheapest.samples_to_target or 1)
+    if cheapest is fastest or factor <= 1:
+        return [f"Fastest and cheapest: {first}"]
+    return [
+        f"Fastest: {first}",
+        f"Cheapest: {_named(cheapest, reference)} reached it with {cheapest.samples_to_target:,.0f} samples, after "
+        f"{time_s(cheapest):.3g} s; the fastest needs {factor:.3g} x as many.",
+    ]
 
 
-def _never_reached(record: SweepRecord, tried: list[Setting]) -> str:
+def _never_reached(record: SweepRecord, tried: list[Setting], reference: int) -> str:
     closest = best([s for s in tried if s.value is not None], record.direction)
     text = f"No setting reached {record.target}" if record.target else "No trial gave a value to compare"
     if closest is None:
         return f"{text}."
     return (
-        f"{text} in more than half of its trials; the closest, {_named(closest)}, ended at {closest.value:.4g}. "
+        f"{text} in more than half of its trials; the closest, {_named(closest, reference)}, ended at {closest.value:.4g}. "
         "Train longer (stop.after), choose an easier target (stop.at), or try other learning rates."
     )
 
@@ -213,12 +217,10 @@ def _problems(record: SweepRecord) -> list[str]:
     return found
 
 
-def _named(setting: Setting) -> str:
+def _named(setting: Setting, reference: int) -> str:
+    rule = "the reference, where all rules agree" if setting.batch_size == reference else f"rule {setting.rule}"
     warmup = f", warm-up {setting.warmup}" if setting.warmup and not setting.warmup.startswith("0 ") else ""
-    return (
-        f"batch {setting.batch_size} with {setting.optimizer}, learning rate {setting.learning_rate:.3g} "
-        f"(rule {setting.rule}{warmup})"
-    )
+    return f"batch {setting.batch_size} with {setting.optimizer}, learning rate {setting.learning_rate:.3g} ({rule}{warmup})"
 
 
 def _reaching(trial: Trial, value: float, *, direction: str) -> Trial:
