@@ -156,7 +156,8 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One training of a sweep. status: `finished`, `stopped early`, `target reached`, `target missed`, `failed` or `never fits`."""
+    """One training of a sweep. status: `finished`, `stopped early`, `target reached`, `target missed`, `diverged` (its loss or
+    gradient became NaN or infinite), `failed` or `never fits`."""
 
     number: int
     status: str

@@ -1,0 +1,116 @@
+"""`scaleray sweep`: which batch size and learning rate, by measurement."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from scaleray.errors import ConfigError
+
+
+def sweep(
+    *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
+    config: Annotated[Path | None, Parameter(name=["--config", "-c"], help="YAML file of the run.")] = None,
+    batch_sizes: str | None = None,
+    rules: str | None = None,
+    learning_rates: str | None = None,
+    optimizers: str | None = None,
+    warmups: str | None = None,
+    vary: tuple[str, ...] = (),
+    seeds: int = 1,
+    trials: int | None = None,
+    workers_per_trial: int | None = None,
+    search: Literal["random", "grid", "optuna"] = "random",
+    scheduler: Literal["fifo", "asha", "hyperband", "median", "pbt"] = "fifo",
+    metric: str | None = None,
+    continue_: Annotated[Path | None, Parameter(name="--continue")] = None,
+    json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> int:
+    """Train a recipe at many batch sizes and learning rates under Ray Tune, and say which are fastest and cheapest.
+
+    Each trial is a training of one worker or of many, with any strategy. The learning rate of the config (or of
+    --learning-rates) is the one tuned at optimizer.reference_batch_size; rules carry it to other batch sizes. With a target
+    (--stop.at "test/accuracy >= 0.97") trials end when they reach it. Keys of the config can be given as options, as for
+    train. Exit code 0 when done, 1 when every trial failed, 2 for bad usage.
+
+    Parameters
+    ----------
+    batch_sizes
+        Global batch sizes: 32..2048 is 32 and every doubling up to 2048; or 32,64,256.
+    rules
+        How the learning rate follows the batch: linear, sqrt, adam, legw, none, with commas.
+    learning_rates
+        At the reference batch: 1e-4..1e-2 is any value between (log-uniform), or 1e-3,2e-3.
+    optimizers
+        sgd, adamw, lars, lamb, with commas.
+    warmups
+        Lengths of the warm-up with commas, such as "0 epochs,1 epoch".
+    vary
+        Any other key of the config with its values: --vary optimizer.weight_decay=0,0.01. May be repeated.
+    seeds
+        How often each combination runs, each time with another seed.
+    trials
+        How many combinations run. A random search draws them without repeats; a grid runs all.
+    workers_per_trial
+        Workers of each trial; by default as scale.workers says.
+    search
+        random, grid, or optuna (needs the extra `search`).
+    scheduler
+        fifo lets every trial run to its end. asha, hyperband and median stop the worse ones early; pbt (a population) hands the
+        weights of the better trials to the worse and mutates their learning rate.
+    metric
+        What trials are judged by, such as "val/loss min". By default that of stop.at, else the loss of the first split.
+    continue_
+        The folder of an interrupted sweep: run the trials that have no record yet.
+    json
+        Print the record as JSON on stdout; everything else goes to stderr.
+    """
+    from rich.console import Console
+
+    from scaleray.config import load_config
+    from scaleray.scaling.sweep_question import question_of
+
+    console = Console(stderr=json)
+    if not console.is_terminal:
+        console.width = 160
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    resolved, question = None, None
+    if continue_ is None:
+        resolved = load_config(config, flags=overrides)
+        question = question_of(
+            resolved, batch_sizes=batch_sizes, rules=rules, learning_rates=learning_rates, optimizers=optimizers,
+            warmups=warmups, vary=vary, seeds=seeds, trials=trials, workers_per_trial=workers_per_trial, search=search,
+            scheduler=scheduler, metric=metric,
+        )  # fmt: skip
+    elif config is not None or overrides:
+        raise ConfigError(
+            "--continue",
+            str(continue_),
+            "the sweep goes on as it was asked for, without other options",
+            "leave them out",
+        )
+    # Ray prints what its daemons say to stdout, which is the record's
+    quiet = contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext()
+    with quiet:
+        from scaleray.launch.sweep import sweep as run
+
+        record = run(
+            resolved, question, continue_folder=str(continue_) if continue_ else None, say=say,
+            command=f"scaleray {shlex.join(sys.argv[1:])}", base_dir=config.resolve().parent if config else None,
+        )  # fmt: skip
+    for line in record.words:
+        say(line)
+    say(f"record:  {record.folder}/record.json")
+    if record.mlflow_link:
+        say(f"MLflow:  {record.mlflow_link}")
+    if json:
+        print(record.to_json())
+    return 0
