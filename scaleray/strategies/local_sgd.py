@@ -90,24 +90,18 @@ class TrainingApart:
             if self.node_group is not None:
                 dist.destroy_process_group(self.node_group)
 
-        return Parallel(
+        return self.replicas.parallel(
             model=self.route,
-            module=self.model,
             gradient_divisor=self.replicas.size,  # of the warm-up
             no_sync=no_sync,
-            full_state_dict=self.replicas.full_state_dict,
             close=close,
             before_step=before_step,
             after_update=after_update,
-            use_optimizer=self.replicas.use_optimizer,
             is_local=lambda step: step > warmup_steps,
             meets=lambda step: step <= warmup_steps or (step - warmup_steps) % every == 0,
-            replicas_differ=True,
-            averaged=self.replicas.averaged,
             state=state,
             load_state=load_state,
             bytes_sent=lambda: warm_up_bytes + self.replicas.sent_bytes,
-            metrics=self.replicas.metrics,
             notes=notes,
         )
 
