@@ -52,8 +52,6 @@ class Updates:
             self._take, most=most, in_order_of_time=most > 0 and not config.deterministic
         )
         self.sent_bytes = 0.0
-        has_graph = config.gossip.graph != type(config.gossip)().graph
-        self.notes = ["gossip.graph has no effect with strategy async_sgd"] if has_graph else []
         replicas.settle = self._settle
         self._before: torch.Tensor | None = None
 

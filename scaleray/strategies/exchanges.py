@@ -99,7 +99,6 @@ class Exchange(Protocol):
     """What replicas that are always apart tell each other beside their training."""
 
     sent_bytes: float
-    notes: list[str]
 
     def before_step(self, step: int) -> None:
         """Step `step`, from 1, begins."""
@@ -145,7 +144,6 @@ def always_apart(replicas: Replicas, exchange: Exchange, group: dist.ProcessGrou
         state=exchange.state,
         load_state=exchange.load_state,
         bytes_sent=lambda: replicas.sent_bytes + exchange.sent_bytes,
-        notes=exchange.notes,
     )
 
 

@@ -53,11 +53,6 @@ class Mixing:
 
     def __init__(self, replicas: Replicas, config: RunConfig) -> None:
         self.replicas, self.settings, self.seed = replicas, config.gossip, config.seed
-        self.notes = (
-            ["gossip.max_staleness has no effect without gossip.is_asynchronous"]
-            if not config.gossip.is_asynchronous and config.gossip.max_staleness != type(config.gossip)().max_staleness
-            else []
-        )
         self.most = config.gossip.max_staleness if config.gossip.is_asynchronous else 0
         self.group = group_for_exchanges(replicas.group, config, most=self.most)
         self.ranks, self.rank = dist.get_process_group_ranks(self.group), dist.get_rank(self.group)
