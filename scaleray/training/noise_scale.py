@@ -14,7 +14,7 @@ import torch
 
 from scaleray import metric_names
 from scaleray.config import RunConfig
-from scaleray.scaling.noise_scale import NoiseAverages, estimate, forgetting
+from scaleray.scaling.noise_scale import NoiseAverages, NoiseWindows, estimate, forgetting
 from scaleray.scaling.noise_way import NoiseWay, noise_way
 from scaleray.scaling.recipe import Recipe
 from scaleray.training.model_setup import Setup
@@ -50,7 +50,7 @@ class NoiseMeter:
         self._last_added = 0
         self._sizes = _Sizes()
         self._metrics: dict[str, float] = {}
-        self._curve = _Curve()
+        self._curve, self._windows = _Curve(), NoiseWindows()
         self._samples = 0
         self.is_measuring = False
         """Whether the step that runs is measured."""
@@ -122,8 +122,9 @@ class NoiseMeter:
         factor = forgetting(
             self.settings.averaging, batch_size=self._kappa, reference_batch_size=1.0, num_steps=self.step - self._last_added
         )  # fmt: skip
-        if not self.averages.add(sample, factor=factor):
+        if not self.averages.add(sample, factor=factor) or sample is None:
             return
+        self._windows.add(sample, at_samples=self._samples + step.num_rows)
         self._last_added = self.step
         self._sizes.add(seen.parts.effective_size, seen.whole_size)
         self._curve.add(self._samples, self.averages.noise_scale)
@@ -136,10 +137,11 @@ class NoiseMeter:
     def values(self) -> dict[str, Any]:
         """For the run's record: the averages with an interval, how they were measured, and their course."""
         averages = self.averages
-        interval = averages.interval()
+        interval, effective = averages.interval(), self._windows.effective(self._sizes.large)
         return {
             "scale": averages.noise_scale, "low": interval.low if interval else None, "high": interval.high if interval else None,
-            "grad_sq": averages.square, "trace": averages.trace,
+            "effective": effective.value if effective else None, "effective_low": effective.low if effective else None,
+            "effective_high": effective.high if effective else None, "grad_sq": averages.square, "trace": averages.trace,
             "num_measurements": averages.num_samples, "num_rejected": averages.num_rejected, "is_biased": averages.is_biased,
             "way": self.way.way, "preconditioned": self.settings.preconditioned,
             "small_batch_size": self._sizes.small, "batch_size": self._sizes.large, "curve": self._curve.points,
@@ -150,7 +152,7 @@ class NoiseMeter:
         return {
             "averages": self.averages.state(), "last_added": self._last_added, "samples": self._samples,
             "sizes": self._sizes.state(), "preconditioned": self.settings.preconditioned,
-            "curve": self._curve.state(),
+            "curve": self._curve.state(), "windows": self._windows.state(),
         }  # fmt: skip
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -164,6 +166,7 @@ class NoiseMeter:
         self._metrics = _metrics(averages) if averages.num_samples else {}
         self._sizes.load_state(state["sizes"])
         self._curve.load_state(state["curve"])
+        self._windows.load_state(state["windows"])
 
     def close(self) -> None:
         """Take every hook off."""
