@@ -46,7 +46,7 @@ class SweepTrial(tune.Trainable):
         """Start the workers. shared: SharedPlan in a list of one reference, which Tune then leaves alone."""
         import ray
 
-        logging.getLogger("ray.train").setLevel(logging.ERROR)
+        logging.getLogger("ray.tune").setLevel(logging.ERROR)  # it would advise what is done already
         self.shared: SharedPlan = ray.get(shared[0])
         self.group: TrialGroup | None = None
         self.training: StepwiseTraining | None = None
