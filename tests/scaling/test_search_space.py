@@ -1,5 +1,6 @@
 """What a sweep varies: ranges, lists and grids, drawn without repeats, and what can never run kept apart."""
 
+import itertools
 import math
 import random
 
@@ -45,7 +46,7 @@ def test_a_range_of_sizes_doubles_up_to_its_end(low, doublings, rest):
     high = int(low * 2**doublings * (1 + rest))
     sizes = parse_sizes("--batch-sizes", f"{low}..{high}")
     assert sizes[0] == low
-    assert all(b == 2 * a for a, b in zip(sizes, sizes[1:], strict=False))
+    assert all(b == 2 * a for a, b in itertools.pairwise(sizes))
     assert sizes[-1] <= high < 2 * sizes[-1]
 
 
