@@ -46,7 +46,8 @@ class SweepTrial(tune.Trainable):
         """Start the workers. shared: SharedPlan in a list of one reference, which Tune then leaves alone."""
         import ray
 
-        logging.getLogger("ray.train").setLevel(logging.ERROR)
+        for name in ("ray.tune", "ray.train"):  # they would advise what is done already, and tell of every state
+            logging.getLogger(name).setLevel(logging.ERROR)
         self.shared: SharedPlan = ray.get(shared[0])
         self.group: TrialGroup | None = None
         self.training: StepwiseTraining | None = None

@@ -16,7 +16,7 @@ from scaleray.scaling.goodput import fit_trade_off
 from scaleray.study_records import SweepRecord, Trial
 from scaleray.sweep_settings import Setting, best, best_by_batch, settings
 
-NOT_STARTED, FAILED, DIVERGED = "never fits", "failed", "diverged"
+NOT_STARTED, FAILED, DIVERGED, STOPPED = "never fits", "failed", "diverged", "stopped early"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,14 +36,17 @@ class Knee:
 
 @dataclasses.dataclass(frozen=True)
 class RuleRange:
-    """Batch sizes from the reference on at which a rule reached the target. missed_at: the first that did not.
+    """Batch sizes from the reference on at which a rule reached the target.
 
-    refused_at: the first that the rule itself does not allow. reference: None where the learning rate says nothing of it.
+    held_up_to: the largest before the first that did not. missed_at: that one, where its trials ran to their end.
+    stopped_at: that one, where a scheduler stopped them before it could be told. refused_at: the first that the rule itself
+    does not allow.
     """
 
     rule: str
     held_up_to: int | None
     missed_at: int | None
+    stopped_at: int | None
     refused_at: int | None
     num_sizes: int
 
@@ -104,19 +107,20 @@ def find_knee(record: SweepRecord) -> Knee | None:
 def rule_range(record: SweepRecord, rule: str, *, reference_batch_size: int) -> RuleRange:
     """Where a rule held, from the smallest batch that is at least the reference on, without a gap."""
     batches = best_by_batch(record).get(rule, {})
-    tried = {size: setting.samples_to_target is not None for size, setting in batches.items()}
-    for trial in record.trials:
-        if trial.rule == rule and trial.status == FAILED:
-            tried.setdefault(trial.batch_size, False)
-    sizes = sorted(size for size in tried if size >= reference_batch_size)
-    missed_at = next((size for size in sizes if not tried[size]), None)
-    held = [size for size in sizes if missed_at is None or size < missed_at]
-    refused = [
-        t.batch_size
-        for t in record.trials
-        if t.rule == rule and t.status == NOT_STARTED and "optimizer.rule" in t.error
-    ]
-    return RuleRange(rule, max(held, default=None), missed_at, min(refused, default=None), len(sizes) + len(refused))
+    own = [t for t in record.trials if t.rule == rule and t.batch_size >= reference_batch_size]
+    held = {size for size, setting in batches.items() if setting.samples_to_target is not None}
+    sizes = sorted({t.batch_size for t in own if t.status != NOT_STARTED})
+    first = next((size for size in sizes if size not in held), None)
+    is_stopped = any(t.batch_size == first and t.status == STOPPED for t in own)
+    refused = [t.batch_size for t in own if t.status == NOT_STARTED and "optimizer.rule" in t.error]
+    return RuleRange(
+        rule,
+        held_up_to=max((size for size in sizes if first is None or size < first), default=None),
+        missed_at=None if is_stopped else first,
+        stopped_at=first if is_stopped else None,
+        refused_at=min(refused, default=None),
+        num_sizes=len(sizes) + len(refused),
+    )
 
 
 def common_causes(trials: Sequence[Trial]) -> list[tuple[str, int]]:
@@ -175,15 +179,15 @@ def _knee_in_words(knee: Knee) -> str:
 
 
 def _rule_in_words(record: SweepRecord, found: RuleRange, knee: Knee | None, reference: int) -> str:
-    tried = [
-        t.batch_size for t in record.trials if t.rule == found.rule and t.status != NOT_STARTED and t.batch_size >= reference
-    ]  # fmt: skip
-    if found.missed_at is None:
-        held = f"held at every batch size tried, up to {max(tried)}" if tried else "was not tried"
+    if found.missed_at is None and found.stopped_at is None:
+        held = f"held at every batch size tried, up to {found.held_up_to}" if found.held_up_to else "was not tried"
     elif found.held_up_to is None:
         held = f"missed the target at {found.missed_at} already, the smallest batch tried from the reference on"
     else:
         held = f"held up to {found.held_up_to} and missed the target at {found.missed_at}"
+    if found.stopped_at is not None:
+        start = f"held up to {found.held_up_to}; " if found.held_up_to else ""
+        held = f"{start}at {found.stopped_at} the scheduler stopped its trials before they could tell"
     if found.refused_at is not None:
         held += f"; from {found.refused_at} on it does not exist"
     return f"Rule {found.rule} {held}. In theory {_theory(record, found.rule, knee, reference)}."
