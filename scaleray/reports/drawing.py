@@ -21,7 +21,7 @@ AMBER = "#8a4b00"
 WIDTH_IN, HEIGHT_IN = 5.0, 3.25
 PNG_DPI = 200
 
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "scaleray", "font.family": "DejaVu Sans", "font.size": 9.0,
     "axes.edgecolor": PALE, "axes.labelcolor": MUTED, "axes.labelsize": 9.0, "axes.linewidth": 0.8, "axes.grid": True,
     "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False, "grid.color": GRID, "grid.linewidth": 0.7,
