@@ -60,7 +60,9 @@ def as_rich(table: Table) -> RichTable:
         caption_justify="left", caption_style="dim",
     )  # fmt: skip
     for number, column in enumerate(table.columns):
-        made.add_column(Text(column), justify="left" if number == 0 else "right", vertical="top")
+        made.add_column(
+            Text(column), justify="left" if number == 0 or table.is_text(number) else "right", vertical="top"
+        )
     for row in table.rows[:MOST_ROWS]:
-        made.add_row(*(Text(cell.replace(" (", "\n(")) for cell in row))
+        made.add_row(*(Text(cell if table.is_text(n) else cell.replace(" (", "\n(")) for n, cell in enumerate(row)))
     return made
