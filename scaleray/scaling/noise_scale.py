@@ -14,6 +14,8 @@ from typing import Any
 
 from scaleray.study_records import Estimate
 
+MOST_WINDOWS = 64
+
 
 @dataclass(frozen=True)
 class NoiseSample:
@@ -169,10 +171,86 @@ class NoiseAverages:
         return self._sums[name] / self._sums["weight"] if self.num_samples else math.nan
 
 
+class NoiseWindows:
+    """Plain sums of measurements over stretches of a training, at most `MOST_WINDOWS` of equally many measurements.
+
+    What a whole training is worth at another batch size depends on the noise of every part of it: averages of |G|^2 over
+    all of it are those of its beginning, where gradients are largest.
+    """
+
+    FIELDS = ("until", "count", "s", "t", "ss", "st", "tt")
+
+    def __init__(self) -> None:
+        self._rows: list[list[float]] = []
+        self._a_window = 1
+
+    def add(self, sample: NoiseSample, *, at_samples: int) -> None:
+        """A measurement after so many samples of training."""
+        s, t = sample.square, sample.trace
+        new = [float(at_samples), 1.0, s, t, s * s, s * t, t * t]
+        if self._rows and self._rows[-1][1] < self._a_window:
+            self._rows[-1] = _joined(self._rows[-1], new)
+        else:
+            self._rows.append(new)
+        if len(self._rows) > MOST_WINDOWS:
+            pairs = [self._rows[i : i + 2] for i in range(0, len(self._rows), 2)]
+            self._rows = [_joined(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
+            self._a_window *= 2
+
+    def effective(self, batch_size: float, *, num_parts: int = 8) -> Estimate | None:
+        """The one noise scale that stands for the whole training of batches of this size, with a 95 % interval.
+
+        With phi_w of each part of the training, a training to the same end with batches of B takes (phi + B) / (phi + B_0)
+        times as many samples as this one of B_0, where 1 / (phi + B_0) is the mean of 1 / (phi_w + B_0) over its samples.
+        None for fewer than 2 measurements a part.
+        """
+        rows = self._in_parts(num_parts)
+        if len(rows) < 2 or min(row[1] for row in rows) < 2:
+            return None
+        total, before, mean, variance = rows[-1][0], 0.0, 0.0, 0.0
+        for until, count, s, t, ss, st, tt in rows:
+            weight, before = (until - before) / total, until
+            d = t + batch_size * s  # batch_size x the squared norm of a batch's gradient, which is never small
+            if d <= 0:
+                continue
+            ratio = min(max(s / d, 0.0), 1 / batch_size)
+            # of s - ratio x d, measurement by measurement
+            dd, sd = tt + 2 * batch_size * st + batch_size**2 * ss, st + batch_size * ss
+            scatter = max(0.0, ss - 2 * ratio * sd + ratio**2 * dd) / count
+            mean += weight * ratio
+            variance += weight**2 * scatter / ((count - 1) * (d / count) ** 2)
+        half = 1.96 * math.sqrt(variance)
+        low, value, high = (
+            max(0.0, 1 / u - batch_size) if u > 0 else math.inf for u in (mean + half, mean, mean - half)
+        )
+        return Estimate(value, low, high)
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as JSON can hold it."""
+        return {"a_window": self._a_window, "rows": [list(row) for row in self._rows]}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` described."""
+        self._a_window, self._rows = int(state["a_window"]), [[float(v) for v in row] for row in state["rows"]]
+
+    def _in_parts(self, num_parts: int) -> list[list[float]]:
+        size = max(1, math.ceil(len(self._rows) / num_parts))
+        while size < len(self._rows) and size * self._a_window < 4:
+            size += 1
+        groups = [self._rows[i : i + size] for i in range(0, len(self._rows), size)]
+        if len(groups) > 1 and len(groups[-1]) * self._a_window < 4:
+            groups[-2:] = [groups[-2] + groups[-1]]
+        return [_joined(*group) for group in groups]
+
+
 def forgetting(factor: float, *, batch_size: float, reference_batch_size: float, num_steps: int = 1) -> float:
     """What earlier measurements are multiplied by after `num_steps` steps, so that averages reach equally far back in samples
     whatever the batch: factor^(steps x B / B_ref). Source: AdaptDL's `gradient_noise_scale.py`."""
     return factor ** (num_steps * batch_size / reference_batch_size)
+
+
+def _joined(*rows: list[float]) -> list[float]:
+    return [rows[-1][0], *(sum(row[i] for row in rows) for i in range(1, len(rows[0])))]
 
 
 def _fieller(
