@@ -25,6 +25,7 @@ from scaleray.config.base import absolute_path, without_password
 from scaleray.config.changes import training_values
 from scaleray.errors import ConfigError, DataError, RunFailedError
 from scaleray.launch import cluster
+from scaleray.launch.guided_sweep import GuidedTrials, check_guided
 from scaleray.launch.run import load_sources
 from scaleray.launch.run_folder import RunFolder
 from scaleray.launch.sweep_folder import AskedSweep, SweepFolder, named
@@ -67,16 +68,23 @@ FEW_PENDING = "2"  # placement groups that wait; finished trials hand theirs on
 
 def sweep(
     config: RunConfig | None, question: SweepQuestion | None, workload: Any = None, *, continue_folder: str | None = None,
-    command: str = "", say: Say = lambda text: None, base_dir: Path | None = None,
+    command: str = "", say: Say = lambda text: None, base_dir: Path | None = None, against: SweepRecord | None = None,
 ) -> SweepRecord:  # fmt: skip
     """Run the trials that `question` asks for, each a training of `config` with other settings.
 
     continue_folder: of an interrupted sweep, whose question and config are then taken; `config`, if given, only says where
-    MLflow is. command: how to repeat it. Raises UsageError for what the user can mend, RunFailedError when all trials failed
+    MLflow is. command: how to repeat it. against: the record of the whole grid, to judge a guided sweep's choice by. Raises UsageError for what the user can mend, RunFailedError when all trials failed
     (the record is written all the same), KeyboardInterrupt when stopped.
     """
     with opened(
-        config, question, workload, continue_folder=continue_folder, command=command, say=say, base_dir=base_dir
+        config,
+        question,
+        workload,
+        continue_folder=continue_folder,
+        command=command,
+        say=say,
+        base_dir=base_dir,
+        against=against,
     ) as running:
         if running.finished is not None:
             return running.finished
@@ -87,7 +95,7 @@ def sweep(
 @contextlib.contextmanager
 def opened(
     config: RunConfig | None, question: SweepQuestion | None, workload: Any = None, *, continue_folder: str | None = None,
-    command: str = "", say: Say = lambda text: None, base_dir: Path | None = None,
+    command: str = "", say: Say = lambda text: None, base_dir: Path | None = None, against: SweepRecord | None = None,
 ) -> Iterator[RunningSweep]:  # fmt: skip
     """A sweep with its cluster, folder and MLflow run, ready to run trials; ended in order with the context. See `sweep`."""
     started_at = time.time()
@@ -111,6 +119,8 @@ def opened(
         with _quiet_tune(), _connected(config, question) as nodes, sigterm_like_ctrl_c():
             materials = _load_materials(config, question, given, base_dir)
             plan, candidates = make_plan(config, question, materials)
+            if question.guided_share is not None:
+                check_guided(plan)
             check_trial_fits(plan.config(candidates.chosen[0]), nodes)
             if before is not None:
                 _check_same_data(before, _data_hashes(materials))
@@ -121,7 +131,9 @@ def opened(
                 command=command, base_dir=str(base_dir) if base_dir else None, data=_data_hashes(materials),
                 started_at=started_at, run_id="",
             )  # fmt: skip
-            running = RunningSweep(plan, asked, SweepFolder(folder), nodes, tracking_uri, say, started_at)
+            running = RunningSweep(
+                plan, asked, SweepFolder(folder), nodes, tracking_uri, say, started_at, against=against
+            )
             with running:
                 yield running
     finally:
@@ -135,8 +147,11 @@ class RunningSweep:
 
     def __init__(
         self, plan: SweepPlan, asked: AskedSweep, files: SweepFolder, nodes: list[cluster.Node], tracking_uri: str,
-        say: Say, started_at: float,
+        say: Say, started_at: float, *, against: SweepRecord | None = None,
     ) -> None:  # fmt: skip
+        share = plan.question.guided_share
+        self.guided = GuidedTrials(plan, share=share, against=against) if share is not None else None
+        plan = self.guided.measured_plan() if self.guided is not None else plan
         self.plan, self.asked, self.files, self.nodes, self.say = plan, asked, files, nodes, say
         self.tracking_uri, self.started_at = tracking_uri, started_at
         self.trials: list[Trial] = files.read_trials()
@@ -180,7 +195,10 @@ class RunningSweep:
         self.files.folder.complete()
 
     def run_all(self) -> None:
-        """Run every trial that has no record yet."""
+        """Run every trial that has no record yet, or those that a guided sweep chooses."""
+        if self.guided is not None:
+            self.guided.run(lambda: self.trials, self.run_numbers, self.say)
+            return
         done = {trial.number for trial in self.trials}
         if self.plan.question.search == "optuna":
             ran = [t for t in self.trials if t.status != NOT_STARTED]
@@ -378,7 +396,8 @@ class RunningSweep:
         words = sentences(
             compared, has_own_target=config.stop.at is not None, reference_batch_size=plan.reference_batch_size
         )
-        return dataclasses.replace(compared, words=words)
+        record = dataclasses.replace(compared, words=words)
+        return self.guided.conclude(record) if self.guided is not None else record
 
     def _remove_scraps(self) -> None:
         """Tune's own files and the states of trials, which nothing reads any more."""

@@ -204,15 +204,19 @@ def _result(cell: Cell, trials: list[Trial]) -> Result:
     middle = statistics.median(to_target)
     rates = [trial.samples_per_s for trial in ran if trial.samples_per_s]
     noises = [
-        Estimate(t.noise_scale, t.noise_interval[0], math.inf if t.noise_interval[1] is None else t.noise_interval[1])
+        Estimate(_or_infinite(t.noise_scale), t.noise_interval[0], _or_infinite(t.noise_interval[1]))
         for t in ran
-        if t.noise_scale is not None and t.noise_interval is not None
+        if t.noise_interval is not None
     ]
     return Result(
         cell, samples=middle if math.isfinite(middle) else None, samples_per_s=statistics.median(rates) if rates else None,
         noise=sorted(noises, key=lambda n: n.value)[(len(noises) - 1) // 2] if noises else None,
         spent=sum(trial.samples for trial in trials),
     )  # fmt: skip
+
+
+def _or_infinite(value: float | None) -> float:
+    return math.inf if value is None else value
 
 
 def _fitted(guide: Guide, results: dict[tuple[int, str], Result]) -> StepTime:
