@@ -1,7 +1,7 @@
 """`sweep --guided`: two trainings measure noise and throughput, and further trials run only where goodput is highest.
 
-Settings run one after another, so that their throughputs compare; what to run is decided from the records of the trials
-alone, so that an interrupted sweep goes on as it would have.
+What to run is decided from the records of the trials alone, so that an interrupted sweep goes on as it would have. Trials
+that do not depend on each other start together: on a shared machine their throughputs compare with each other.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class GuidedTrials:
     ) -> None:  # fmt: skip
         """Run trials until none is worth it any more. run_numbers: runs those that have no record yet."""
         said = ""
-        while (cell := self.guide.next_cell(get_trials())) is not None:
+        while cells := self.guide.next_cells(get_trials()):
             outlook = self.guide.outlook(get_trials())
             if outlook is not None and (text := _prediction(outlook)) != said:
                 say(f"  {text}")
                 said = text
             done = {trial.number for trial in get_trials()}
-            run_numbers([number for number in cell.numbers if number not in done])
+            run_numbers([number for cell in cells for number in cell.numbers if number not in done])
 
     def conclude(self, record: SweepRecord) -> SweepRecord:
         """The record with goodput by batch size, that of each trial, and the choice in words."""
@@ -175,16 +175,24 @@ def _words(guide: Guide, outlook: Outlook, record: SweepRecord) -> list[str]:
     spent, grid = guide.spent(record.trials), guide.grid_samples(outlook)
     chosen = outlook.fastest
     trial = next(t for t in record.trials if t.number == chosen.cell.numbers[0])
+    rate = next(p.samples_per_s.value for p in outlook.points if p.batch_size == chosen.cell.batch_size)
     ran = sum(t.samples > 0 for t in record.trials)
     total = sum(len(cell.numbers) for cell in guide.cells)
     found = [
         f"Guided: batch {chosen.cell.batch_size} with {trial.optimizer}, learning rate {trial.learning_rate:.3g} (rule {trial.rule}) "
-        f"is the fastest to {record.target}: {chosen.samples:,.0f} samples. {ran} of {total} trials ran, {spent / grid:.0%} of "
+        f"is the fastest to {record.target}, by {chosen.samples:,.0f} samples at {rate:,.0f} samples/s. {ran} of {total} trials ran, {spent / grid:.0%} of "
         f"the samples that the whole grid would take ({grid:,.0f}, mostly predicted).",
     ]
     noises = [r for r in guide.results(record.trials).values() if r.noise is not None]
     if noises:
         found.append(_noise_in_words(noises))
+    for left in guide.wanted_cells(record.trials)[:1]:
+        arm = json.loads(left.arm)
+        rule = f" with rule {arm[RULE]}" if RULE in arm else ""
+        found.append(
+            f"The budget of {guide.share:.0%} of the grid's samples ended the search; next would have been batch {left.batch_size}{rule}: "
+            "--guided-share allows more."
+        )
     far = [str(p.batch_size) for p in outlook.points if not p.is_trusted]
     if far:
         found.append(
