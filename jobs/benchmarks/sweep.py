@@ -59,7 +59,11 @@ def main() -> None:
         trials=arguments.trials, epochs=arguments.epochs, cpus=CPUS, repeats=arguments.repeats, seed=arguments.seed,
         sizes=", ".join(map(str, BATCH_SIZES)),
     )  # fmt: skip
-    record = {"conditions": known, "arguments": vars(arguments) | {"results": str(arguments.results)}, "measurements": found}
+    record = {
+        "conditions": known,
+        "arguments": vars(arguments) | {"results": str(arguments.results)},
+        "measurements": found,
+    }
     harness.write_report(
         "sweep", title="Trials an hour of a sweep", text=f"{rules}\n\n{describe(found)}", record=record, folder=arguments.results
     )  # fmt: skip

@@ -58,7 +58,9 @@ def main() -> None:
     rows = [[name, f"{value:,.4g}"] for name, value in measured.items()]
     text = f"{RULES.format(trials=arguments.trials, cpus=CPUS)}\n\n{harness.table(('figure', 'value'), rows)}"
     record = {"conditions": known, "arguments": {"trials": arguments.trials}, "measurements": measured}
-    harness.write_report("thousand-trials", title="A thousand trials", text=text, record=record, folder=arguments.results)
+    harness.write_report(
+        "thousand-trials", title="A thousand trials", text=text, record=record, folder=arguments.results
+    )
 
 
 def run(num_trials: int, folder: str) -> dict[str, float]:
@@ -120,7 +122,15 @@ def count_writes() -> Counter[str]:
 
     counted: Counter[str] = Counter()
     lock = threading.Lock()
-    for name in ("create_run", "log_batch", "set_terminated", "set_tag", "log_artifact", "set_experiment_tag", "log_inputs"):
+    for name in (
+        "create_run",
+        "log_batch",
+        "set_terminated",
+        "set_tag",
+        "log_artifact",
+        "set_experiment_tag",
+        "log_inputs",
+    ):
         original = getattr(MlflowClient, name)
 
         def counting(*args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:

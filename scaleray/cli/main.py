@@ -12,8 +12,8 @@ from cyclopts import App, CycloptsError, Parameter
 
 from scaleray import __version__
 from scaleray.cli.checkpoint import checkpoint_app
-from scaleray.cli.sweep import sweep
 from scaleray.cli.report import report
+from scaleray.cli.sweep import sweep
 from scaleray.cli.verify import verify
 from scaleray.errors import ScaleRayError
 

@@ -27,7 +27,7 @@ from scaleray.errors import ConfigError, DataError, RunFailedError
 from scaleray.launch import cluster
 from scaleray.launch.run import load_sources
 from scaleray.launch.run_folder import RunFolder
-from scaleray.launch.sweep_folder import AskedSweep, SweepFolder, named
+from scaleray.launch.sweep_folder import RECORD_FILE, AskedSweep, SweepFolder, named, read_asked
 from scaleray.launch.sweep_plan import (
     PAUSING,
     Material,
@@ -52,6 +52,7 @@ from scaleray.training.job import TRAIN
 from scaleray.workload import build_workload, load_workload, user_modules
 
 Say = Callable[[str], None]
+WriteReport = Callable[[SweepRecord, Path], list[Path]]
 RETRIES = 1  # of a trial whose process was lost
 MAX_SHOWN = 50  # lines about trials that never fit
 TUNE_ENVIRONMENT = {
@@ -67,47 +68,47 @@ FEW_PENDING = "2"  # placement groups that wait; finished trials hand theirs on
 
 def sweep(
     config: RunConfig | None, question: SweepQuestion | None, workload: Any = None, *, continue_folder: str | None = None,
-    command: str = "", say: Say = lambda text: None, base_dir: Path | None = None,
+    tracking_uri: str | None = None, command: str = "", say: Say = lambda text: None, base_dir: Path | None = None,
+    write_report: WriteReport | None = None,
 ) -> SweepRecord:  # fmt: skip
     """Run the trials that `question` asks for, each a training of `config` with other settings.
 
-    continue_folder: of an interrupted sweep, whose question and config are then taken; `config`, if given, only says where
-    MLflow is. command: how to repeat it. Raises UsageError for what the user can mend, RunFailedError when all trials failed
+    continue_folder: of an interrupted sweep, whose question and config are then taken. tracking_uri: where MLflow is, if not
+    where the config says. command: how to repeat it. write_report: called with the record and a folder, gives the files it wrote. Raises UsageError for what the user can mend, RunFailedError when all trials failed
     (the record is written all the same), KeyboardInterrupt when stopped.
     """
     with opened(
-        config, question, workload, continue_folder=continue_folder, command=command, say=say, base_dir=base_dir
-    ) as running:
+        config, question, workload, continue_folder=continue_folder, tracking_uri=tracking_uri, command=command, say=say,
+        base_dir=base_dir,
+    ) as running:  # fmt: skip
         if running.finished is not None:
             return running.finished
         running.run_all()
-        return running.finish()
+        return running.finish(write_report)
 
 
 @contextlib.contextmanager
 def opened(
     config: RunConfig | None, question: SweepQuestion | None, workload: Any = None, *, continue_folder: str | None = None,
-    command: str = "", say: Say = lambda text: None, base_dir: Path | None = None,
+    tracking_uri: str | None = None, command: str = "", say: Say = lambda text: None, base_dir: Path | None = None,
 ) -> Iterator[RunningSweep]:  # fmt: skip
     """A sweep with its cluster, folder and MLflow run, ready to run trials; ended in order with the context. See `sweep`."""
     started_at = time.time()
     before: AskedSweep | None = None
     folder: RunFolder | None = None
     if continue_folder is not None:
-        folder = RunFolder.reopen(absolute_path(continue_folder))
-        before = SweepFolder(folder).read_asked()
-        tracking = config.tracking if config is not None else None
+        before = read_asked(absolute_path(continue_folder))
         config, question, command = RunConfig.model_validate(before.config), before.question, before.command
-        if tracking is not None:
-            config = config.model_copy(update={"tracking": tracking})
         base_dir = Path(before.base_dir) if before.base_dir else base_dir
     assert config is not None and question is not None
     config = _with_absolute_paths(config)
     check_keys(config, question)
-    tracking_uri = store.resolve_uri(config.tracking.uri)
+    tracking_uri = store.resolve_uri(tracking_uri or config.tracking.uri)
     store.check_reachable(tracking_uri)
     given = workload
     try:
+        if continue_folder is not None:
+            folder = RunFolder.reopen(absolute_path(continue_folder))
         with _quiet_tune(), _connected(config, question) as nodes, sigterm_like_ctrl_c():
             materials = _load_materials(config, question, given, base_dir)
             plan, candidates = make_plan(config, question, materials)
@@ -117,7 +118,9 @@ def opened(
                 plan = dataclasses.replace(plan, candidates=before.candidates)
             folder = folder or RunFolder.reserve(named(config, time.strftime("%Y%m%d-%H%M%S"), secrets.token_hex(2)))
             asked = before or AskedSweep(
-                config=config.to_dict(), question=question, candidates=plan.candidates, refused=candidates.refused,
+                config=config.to_dict(), question=question, candidates=plan.candidates,
+                # Optuna meets them, or does not
+                refused=candidates.refused if question.search != "optuna" else [],
                 command=command, base_dir=str(base_dir) if base_dir else None, data=_data_hashes(materials),
                 started_at=started_at, run_id="",
             )  # fmt: skip
@@ -209,8 +212,8 @@ class RunningSweep:
         if not done >= set(numbers):
             raise KeyboardInterrupt
 
-    def finish(self) -> SweepRecord:
-        """Conclude, and write the record. Raises RunFailedError when no trial came to a result."""
+    def finish(self, write_report: WriteReport | None = None) -> SweepRecord:
+        """Conclude, and write the record and what `write_report` makes of it. Raises RunFailedError when no trial came to a result."""
         assert self.run is not None
         record = self._record()
         started = [t for t in self.trials if t.status != NOT_STARTED]
@@ -219,11 +222,7 @@ class RunningSweep:
         record = dataclasses.replace(record, folder=without_password(self.files.folder.path))
         self.files.write_record(record)
         work_dir = Path(self.files.folder.work_dir)
-        for name in ("record.json", "trials.csv"):
-            with contextlib.suppress(OSError):
-                if not (work_dir / name).exists():
-                    (work_dir / name).write_bytes(self.files.store.read(name))
-        files = [work_dir / name for name in ("record.json", "trials.csv") if (work_dir / name).exists()]
+        files = [work_dir / RECORD_FILE, *(write_report(record, work_dir) if write_report is not None else [])]
         self._is_recorded = True
         missing = self.run.finish(record, status="FAILED" if all_failed else "FINISHED", files=files)
         if missing:
@@ -253,7 +252,7 @@ class RunningSweep:
         scheduler = make_scheduler(self.plan, self.plan.candidates)
         done = self._fit({}, scheduler, searcher=searcher, num_samples=left * seeds)
         for settings, reason in searcher.refused.values():
-            number = max(t.number for t in self.trials) + 1
+            number = max((t.number + 1 for t in self.trials), default=0)
             self._keep(make_trial(self.plan, number, settings, status=NOT_STARTED, error=reason), is_said=False)
         if len(done) < left * seeds:
             if searcher.left > 0 and not searcher.has_running:
