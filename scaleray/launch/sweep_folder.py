@@ -75,23 +75,22 @@ class SweepFolder:
                 ) from exc  # fmt: skip
         return sorted(found, key=lambda trial: trial.number)
 
-    def has_record(self) -> bool:
-        """Whether the sweep is finished."""
-        try:
-            self.store.read(RECORD_FILE)
-        except OSError:
-            return False
-        return True
-
     def write_record(self, record: SweepRecord) -> None:
         """The end. The record is also where MLflow can take it from, if the folder is a bucket."""
         self.store.write_text(RECORD_FILE, record.to_json())
         if not self.folder.is_local:
             Path(self.folder.work_dir, RECORD_FILE).write_text(record.to_json())
 
-    def read_record(self) -> SweepRecord:
-        """The record of a finished sweep."""
-        return TypeAdapter(SweepRecord).validate_json(self.store.read(RECORD_FILE))
+
+def finished_record(path: str) -> SweepRecord | None:
+    """The record of a sweep that is finished; None for one that is not."""
+    try:
+        return TypeAdapter(SweepRecord).validate_json(Store(path).read(RECORD_FILE))
+    except OSError:
+        return None
+    except ValidationError as exc:
+        file = Store(path).path(RECORD_FILE)
+        raise ConfigError("--continue", file, f"it is not a sweep's record: {str(exc).splitlines()[0]}") from exc
 
 
 def read_asked(path: str) -> AskedSweep:

@@ -11,7 +11,7 @@ from scaleray.data import as_source
 from scaleray.errors import ClusterError, ConfigError, DataError
 from scaleray.launch.cluster import Node
 from scaleray.launch.run_folder import RunFolder
-from scaleray.launch.sweep_folder import AskedSweep, SweepFolder, read_asked
+from scaleray.launch.sweep_folder import AskedSweep, SweepFolder, finished_record, read_asked
 from scaleray.launch.sweep_plan import all_args, check_keys, make_material, make_plan, material_key
 from scaleray.launch.trial_capacity import check_trial_fits, num_concurrent
 from scaleray.launch.trial_records import make_trial, trial_line
@@ -211,7 +211,7 @@ def test_files_of_a_sweep_come_back_as_they_were(tmp_path):
     assert again == asked
     assert isinstance(again.question.space.learning_rates, LogUniform)
     assert files.read_trials() == [trial]
-    assert not files.has_record()
+    assert finished_record(folder.path) is None
     folder.unlock()
 
 
