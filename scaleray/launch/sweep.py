@@ -89,7 +89,7 @@ def opened(
             plan, candidates = make_plan(config, question, materials)
             check_trial_fits(plan.config(candidates.chosen[0]), nodes)
             if before is not None:
-                _check_same_data(before, _data_hashes(materials))
+                check_same_data(before, _data_hashes(materials))
                 plan = dataclasses.replace(plan, candidates=before.candidates)
             folder = folder or RunFolder.reserve(named(config, time.strftime("%Y%m%d-%H%M%S"), secrets.token_hex(2)))
             asked = before or AskedSweep(
@@ -131,7 +131,8 @@ def _data_hashes(materials: Mapping[str, Material]) -> dict[str, str | None]:
     return {key: m.sources[TRAIN].describe().get("sha256") for key, m in materials.items()}
 
 
-def _check_same_data(before: AskedSweep, now: Mapping[str, str | None]) -> None:
+def check_same_data(before: AskedSweep, now: Mapping[str, str | None]) -> None:
+    """The training data is what the interrupted sweep read, where both have a hash. Raises DataError."""
     for key, digest in before.data.items():
         other = now.get(key)
         if digest and other and digest != other:
