@@ -83,6 +83,8 @@ def sweep(
     from rich.console import Console
 
     from scaleray.config import load_config
+    from scaleray.config.base import without_password
+    from scaleray.config.loading import read_flags
     from scaleray.scaling.sweep_question import question_of
 
     console = Console(stderr=json)
@@ -92,7 +94,7 @@ def sweep(
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    resolved, question = None, None
+    resolved, question, tracking_uri = None, None, None
     if continue_ is None:
         resolved = load_config(config, flags=overrides)
         question = question_of(
@@ -100,28 +102,29 @@ def sweep(
             warmups=warmups, vary=vary, seeds=seeds, trials=trials, workers_per_trial=workers_per_trial, search=search,
             scheduler=scheduler, metric=metric, guided_share=guided_share if guided else None,
         )  # fmt: skip
-    elif config is not None or overrides:
-        raise ConfigError(
-            "--continue",
-            str(continue_),
-            "the sweep goes on as it was asked for, without other options",
-            "leave them out",
-        )
+    else:
+        given = {key: entry.value for key, entry in read_flags(overrides).items()}
+        tracking_uri = given.pop("tracking.uri", None)
+        if config is not None or given:
+            raise ConfigError(
+                "--continue", str(continue_), "the sweep goes on as it was asked for, without other options",
+                "leave them out; only --tracking.uri may be given again",
+            )  # fmt: skip
     # Ray prints what its daemons say to stdout, which is the record's
     quiet = contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext()
     with quiet:
         from scaleray.launch.sweep import sweep as run
+        from scaleray.reports.record_terminal import show_record
+        from scaleray.reports.sweep_report import write_sweep_report
 
         record = run(
-            resolved, question, continue_folder=str(continue_) if continue_ else None, say=say,
-            command=f"scaleray {shlex.join(sys.argv[1:])}", base_dir=config.resolve().parent if config else None,
+            resolved, question, continue_folder=str(continue_) if continue_ else None, tracking_uri=tracking_uri,
+            say=say,
+            command=f"scaleray {shlex.join(map(without_password, sys.argv[1:]))}",
+            base_dir=config.resolve().parent if config else None, write_report=write_sweep_report,
             against=_grid(against_grid) if against_grid is not None else None,
         )  # fmt: skip
-    for line in record.words:
-        say(line)
-    say(f"record:  {record.folder}/record.json")
-    if record.mlflow_link:
-        say(f"MLflow:  {record.mlflow_link}")
+    show_record(console, record)
     if json:
         print(record.to_json())
     return 0

@@ -5,11 +5,9 @@ A trial's file appears whole or not at all, so that an interrupted sweep goes on
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import json
-from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -23,13 +21,8 @@ from scaleray.scaling.search_space import LogUniform, Settings, Space
 from scaleray.scaling.sweep_question import SweepQuestion
 from scaleray.study_records import SweepRecord, Trial
 
-ASKED_FILE, RECORD_FILE, TABLE_FILE, TRIALS = "sweep.json", "record.json", "trials.csv", "trials"
+ASKED_FILE, RECORD_FILE, TRIALS = "sweep.json", "record.json", "trials"
 FORMAT = 1
-COLUMNS = (
-    "number", "status", "batch_size", "rule", "learning_rate", "optimizer", "warmup", "seed", "workers", "value",
-    "samples_to_target", "time_to_target_s", "samples", "training_time_s", "total_time_s", "samples_per_s", "noise_scale",
-    "goodput", "error",
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,32 +54,6 @@ class SweepFolder:
             ASKED_FILE, json.dumps({"format": FORMAT, **jsonable(dataclasses.asdict(asked))}, indent=1)
         )
 
-    def read_asked(self) -> AskedSweep:
-        """What an interrupted sweep was asked. Raises ConfigError for a folder that holds none."""
-        path = self.store.path(ASKED_FILE)
-        try:
-            values = json.loads(self.store.read(ASKED_FILE))
-        except FileNotFoundError:
-            raise ConfigError(
-                "--continue", self.folder.path, f"there is no {ASKED_FILE}, so that it is no sweep's folder"
-            ) from None
-        except (OSError, ValueError) as exc:
-            raise ConfigError("--continue", path, f"it cannot be read: {exc}") from exc
-        if values.pop("format", None) != FORMAT:
-            raise ConfigError("--continue", path, "another version of scaleray wrote it", "continue it with that one")
-        try:
-            rates = values["question"]["space"]["learning_rates"]
-            space = {
-                **values["question"]["space"],
-                "choices": {k: tuple(v) for k, v in values["question"]["space"]["choices"].items()},
-            }
-            space["learning_rates"] = LogUniform(**rates) if isinstance(rates, dict) else tuple(rates)
-            question = SweepQuestion(**{**values["question"], "space": Space(**space)})
-            refused = [(settings, reason) for settings, reason in values["refused"]]
-            return AskedSweep(**{**values, "question": question, "refused": refused})
-        except (KeyError, TypeError, ValueError, AttributeError) as exc:
-            raise ConfigError("--continue", path, f"it is not what a sweep wrote: {exc}") from exc
-
     def write_trial(self, trial: Trial) -> None:
         """A trial has ended."""
         self.store.write_text(f"{TRIALS}/{trial.number:05d}.json", json.dumps(jsonable(dataclasses.asdict(trial))))
@@ -108,36 +75,48 @@ class SweepFolder:
                 ) from exc  # fmt: skip
         return sorted(found, key=lambda trial: trial.number)
 
-    def has_record(self) -> bool:
-        """Whether the sweep is finished."""
-        try:
-            self.store.read(RECORD_FILE)
-        except OSError:
-            return False
-        return True
-
     def write_record(self, record: SweepRecord) -> None:
-        """The end: the record, and its trials as a table."""
-        self.store.write_text(TABLE_FILE, as_csv(record.trials))
+        """The end. The record is also where MLflow can take it from, if the folder is a bucket."""
         self.store.write_text(RECORD_FILE, record.to_json())
-
-    def read_record(self) -> SweepRecord:
-        """The record of a finished sweep."""
-        return TypeAdapter(SweepRecord).validate_json(self.store.read(RECORD_FILE))
+        if not self.folder.is_local:
+            Path(self.folder.work_dir, RECORD_FILE).write_text(record.to_json())
 
 
-def as_csv(trials: Iterable[Trial]) -> str:
-    """A row for each trial. Settings beside the columns' own come last."""
-    trials = list(trials)
-    more = list(dict.fromkeys(key for t in trials for key in t.settings))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [*COLUMNS, *more], lineterminator="\n")
-    writer.writeheader()
-    for trial in trials:
-        values: Mapping[str, Any] = dataclasses.asdict(trial)
-        own = {key: " ".join(str(values[key]).splitlines()) if key == "error" else values[key] for key in COLUMNS}
-        writer.writerow({**trial.settings, **own})
-    return text.getvalue()
+def finished_record(path: str) -> SweepRecord | None:
+    """The record of a sweep that is finished; None for one that is not."""
+    try:
+        return TypeAdapter(SweepRecord).validate_json(Store(path).read(RECORD_FILE))
+    except OSError:
+        return None
+    except ValidationError as exc:
+        file = Store(path).path(RECORD_FILE)
+        raise ConfigError("--continue", file, f"it is not a sweep's record: {str(exc).splitlines()[0]}") from exc
+
+
+def read_asked(path: str) -> AskedSweep:
+    """What an interrupted sweep was asked. Raises ConfigError for a folder that holds none."""
+    store = Store(path)
+    file = store.path(ASKED_FILE)
+    try:
+        values = json.loads(store.read(ASKED_FILE))
+    except FileNotFoundError:
+        raise ConfigError("--continue", path, f"there is no {ASKED_FILE}, so that it is no sweep's folder") from None
+    except (OSError, ValueError) as exc:
+        raise ConfigError("--continue", file, f"it cannot be read: {exc}") from exc
+    if values.pop("format", None) != FORMAT:
+        raise ConfigError("--continue", file, "another version of scaleray wrote it", "continue it with that one")
+    try:
+        rates = values["question"]["space"]["learning_rates"]
+        space = {
+            **values["question"]["space"],
+            "choices": {k: tuple(v) for k, v in values["question"]["space"]["choices"].items()},
+        }
+        space["learning_rates"] = LogUniform(**rates) if isinstance(rates, dict) else tuple(rates)
+        question = SweepQuestion(**{**values["question"], "space": Space(**space)})
+        refused = [(settings, reason) for settings, reason in values["refused"]]
+        return AskedSweep(**{**values, "question": question, "refused": refused})
+    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+        raise ConfigError("--continue", file, f"it is not what a sweep wrote: {exc}") from exc
 
 
 def named(config: RunConfig, started: str, suffix: str) -> RunConfig:

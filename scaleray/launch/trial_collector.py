@@ -39,6 +39,7 @@ class TrialCollector(tune.Callback):
         self.plan, self.on_trial = plan, on_trial
         self.done: set[int] = set()
         self._open: dict[int, _Progress] = {}
+        self._numbers: dict[str, int] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # Tune keeps a copy to restore from, which a sweep does not need
@@ -47,7 +48,7 @@ class TrialCollector(tune.Callback):
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
         """An evaluation, or the end."""
-        progress = self._open.setdefault(trial.config[NUMBER], _Progress())
+        progress = self._open.setdefault(self._number(trial), _Progress())
         detail = result[DETAIL]
         rate = detail["settings"][LEARNING_RATE]
         if progress.rate is not None and rate != progress.rate:
@@ -62,16 +63,20 @@ class TrialCollector(tune.Callback):
             progress.began_at = detail["began_at"]
         progress.last = {**result, "part_s": detail["now"] - detail["began_at"]}
 
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """The first time, and when it is taken up again."""
+        self._number(trial)
+
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """The trial ended by itself, or its scheduler stopped it."""
-        number = trial.config[NUMBER]
+        number = self._number(trial)
         progress = self._open.pop(number, _Progress())
         status = progress.last.get(STATUS) or EARLY
         self._end(number, status, progress, progress.last.get(DETAIL, {}).get("error", ""))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """The trial's process was lost."""
-        number = trial.config[NUMBER]
+        number = self._number(trial)
         progress = self._open.pop(number, _Progress())
         if number in self.done:
             return
@@ -82,7 +87,11 @@ class TrialCollector(tune.Callback):
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """It begins again, or from its last state."""
         if trial.checkpoint is None:
-            self._open.pop(trial.config[NUMBER], None)
+            self._open.pop(self._number(trial), None)
+
+    def _number(self, trial: Any) -> int:
+        # as it was first: a population copies the whole config of the better trial
+        return self._numbers.setdefault(trial.trial_id, trial.config[NUMBER])
 
     def _end(
         self, number: int, status: str, progress: _Progress, error: str, config: Mapping[str, Any] | None = None

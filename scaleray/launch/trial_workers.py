@@ -139,8 +139,8 @@ class TrialWorker:
 class TrialGroup:
     """Rank 0 and the actors of the others, for one trial after another. Made inside the trial's placement group."""
 
-    def __init__(self, plan: SweepPlan, shared: Any, workers: list[Any], nodes: list[str]) -> None:
-        self.plan, self.shared = plan, shared
+    def __init__(self, plan: SweepPlan, workers: list[Any], nodes: list[str]) -> None:
+        self.plan = plan
         order = sorted(range(1, len(nodes)), key=lambda n: (nodes[n] != nodes[0], nodes[n]))
         self._workers = [workers[n - 1] for n in order]
         self._nodes = [nodes[0], *(nodes[n] for n in order)]
@@ -170,7 +170,7 @@ class TrialGroup:
             for rank in range(1, plan.workers)
         ]
         nodes = ray.get([worker.node.remote() for worker in workers], timeout=plan.base.scale.launch_timeout_s)
-        return cls(local_materials(plan), shared, workers, [ray.util.get_node_ip_address(), *nodes])
+        return cls(local_materials(plan), workers, [ray.util.get_node_ip_address(), *nodes])
 
     def begin(self, settings: Settings, *, pauses: bool, start_from: str | None) -> StepwiseTraining:
         """A new trial, which trains from the first `advance` on."""

@@ -11,7 +11,7 @@ from scaleray.data import as_source
 from scaleray.errors import ClusterError, ConfigError, DataError
 from scaleray.launch.cluster import Node
 from scaleray.launch.run_folder import RunFolder
-from scaleray.launch.sweep_folder import AskedSweep, SweepFolder, as_csv
+from scaleray.launch.sweep_folder import AskedSweep, SweepFolder, finished_record, read_asked
 from scaleray.launch.sweep_plan import all_args, check_keys, make_material, make_plan, material_key
 from scaleray.launch.trial_capacity import check_trial_fits, num_concurrent
 from scaleray.launch.trial_records import make_trial, trial_line
@@ -207,13 +207,11 @@ def test_files_of_a_sweep_come_back_as_they_were(tmp_path):
     files.write_asked(asked)
     trial = finished(plan, 1)
     files.write_trial(trial)
-    again = files.read_asked()
+    again = read_asked(folder.path)
     assert again == asked
     assert isinstance(again.question.space.learning_rates, LogUniform)
     assert files.read_trials() == [trial]
-    assert not files.has_record()
-    rows = as_csv([trial, finished(plan, 0)]).splitlines()
-    assert len(rows) == 3 and rows[0].startswith("number,status,batch_size") and "optimizer.betas" in rows[0]
+    assert finished_record(folder.path) is None
     folder.unlock()
 
 
@@ -222,16 +220,16 @@ def test_a_folder_that_is_no_sweeps_or_is_damaged_is_one_error(tmp_path):
     folder = RunFolder.reserve(config)
     files = SweepFolder(folder)
     with pytest.raises(ConfigError, match=r"there is no sweep\.json"):
-        files.read_asked()
+        read_asked(folder.path)
     files.store.write_text("sweep.json", "{")
     with pytest.raises(ConfigError, match="cannot be read"):
-        files.read_asked()
+        read_asked(folder.path)
     files.store.write_text("sweep.json", json.dumps({"format": 9}))
     with pytest.raises(ConfigError, match="another version"):
-        files.read_asked()
+        read_asked(folder.path)
     files.store.write_text("sweep.json", json.dumps({"format": 1, "question": {}}))
     with pytest.raises(ConfigError, match="not what a sweep wrote"):
-        files.read_asked()
+        read_asked(folder.path)
     files.store.write_text("trials/00003.json", '{"number": 3')
     with pytest.raises(ConfigError, match="remove the file to run this trial again"):
         files.read_trials()
