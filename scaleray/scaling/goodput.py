@@ -8,7 +8,7 @@ Qiao et al. 2021, Pollux, OSDI 2021 (goodput, throughput). Batch sizes are sampl
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from scaleray.errors import ConfigError
@@ -41,16 +41,6 @@ def statistical_efficiency(batch_size: float, *, reference: float, noise_scale: 
     return (noise_scale + reference) / (noise_scale + batch_size)
 
 
-def steps_to_target(batch_size: float, *, least_steps: float, critical_batch_size: float) -> float:
-    """S(B) = S_min (1 + B_crit / B): twice the least number of steps at the critical batch size."""
-    return least_steps * (1 + critical_batch_size / batch_size)
-
-
-def samples_to_target(batch_size: float, *, least_samples: float, critical_batch_size: float) -> float:
-    """E(B) = E_min (1 + B / B_crit): twice the least number of samples at the critical batch size."""
-    return least_samples * (1 + batch_size / critical_batch_size)
-
-
 @dataclass(frozen=True)
 class TradeOff:
     """Steps against samples of trainings to one target. `critical_batch_size` = least_samples / least_steps."""
@@ -60,7 +50,16 @@ class TradeOff:
 
     @property
     def critical_batch_size(self) -> float:
+        """Where both are twice their least."""
         return self.least_samples / self.least_steps
+
+    def steps(self, batch_size: float) -> float:
+        """S(B) = S_min (1 + B_crit / B)."""
+        return self.least_steps * (1 + self.critical_batch_size / batch_size)
+
+    def samples(self, batch_size: float) -> float:
+        """E(B) = E_min (1 + B / B_crit)."""
+        return self.least_samples * (1 + batch_size / self.critical_batch_size)
 
 
 def fit_trade_off(batch_sizes: Sequence[float], steps: Sequence[float]) -> TradeOff | None:
@@ -81,7 +80,7 @@ def fit_trade_off(batch_sizes: Sequence[float], steps: Sequence[float]) -> Trade
 
 
 @dataclass(frozen=True)
-class StepTime:
+class ThroughputModel:
     """Seconds of an optimizer step: passes over micro-batches of b rows on each of n workers, and their communication.
 
         step = accumulation x T_grad + (T_grad^gamma + T_net^gamma)^(1 / gamma),   T_grad = pass_s + row_s x b
@@ -95,7 +94,8 @@ class StepTime:
     net_s: float = 0.0
     gamma: float = 1.0
 
-    def __call__(self, batch_size: float, *, workers: int = 1, micro_size: float | None = None) -> float:
+    def step_time_s(self, batch_size: float, *, workers: int = 1, micro_size: float | None = None) -> float:
+        """Seconds of a step of this global batch size. micro_size: rows of a pass; None: a worker's whole share."""
         share = batch_size / workers
         micro = share if micro_size is None else min(micro_size, share)
         passes = share / micro
@@ -109,7 +109,7 @@ class StepTime:
 
     def samples_per_s(self, batch_size: float, *, workers: int = 1, micro_size: float | None = None) -> float:
         """Samples of all workers per second."""
-        return batch_size / self(batch_size, workers=workers, micro_size=micro_size)
+        return batch_size / self.step_time_s(batch_size, workers=workers, micro_size=micro_size)
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class MeasuredStep:
     micro_size: int | None = None
 
 
-def fit_step_time(measured: Sequence[MeasuredStep], *, workers: int = 1) -> StepTime:
+def fit_throughput(measured: Sequence[MeasuredStep], *, workers: int = 1) -> ThroughputModel:
     """The step time as a pass's fixed cost and a cost a row, by least squares of log time. At one number of workers their
     communication is a constant too, and lies in the fixed cost.
 
@@ -136,7 +136,7 @@ def fit_step_time(measured: Sequence[MeasuredStep], *, workers: int = 1) -> Step
     rows = np.array([m.batch_size / workers for m in measured])
     passes = np.array([share / min(m.micro_size or share, share) for m, share in zip(measured, rows, strict=True)])
     if len({(m.batch_size, m.micro_size) for m in measured}) == 1:
-        return StepTime(0.0, float(np.mean(times / rows)))
+        return ThroughputModel(0.0, float(np.mean(times / rows)))
     # relative least squares as a start, which is the log's to first order
     columns = np.stack([passes / times, rows / times], axis=1)
     (pass_s, row_s), _ = nnls(columns, np.ones(len(times)))
@@ -148,7 +148,7 @@ def fit_step_time(measured: Sequence[MeasuredStep], *, workers: int = 1) -> Step
         return np.asarray(np.log(passes * fixed + rows * a_row) - np.log(times))
 
     found = np.exp(least_squares(errors, start).x)
-    return StepTime(float(found[0]), float(found[1]))
+    return ThroughputModel(float(found[0]), float(found[1]))
 
 
 @dataclass(frozen=True)
@@ -159,64 +159,52 @@ class Noise:
     scale: Estimate
 
 
-def noise_at(batch_size: float, noises: Sequence[Noise]) -> Estimate:
-    """The noise scale at a batch size: between two measured ones by interpolation of logarithms, as it grows with the batch;
-    beyond them that of the nearest."""
-    ordered = sorted(noises, key=lambda noise: noise.batch_size)
-    above = next((noise for noise in ordered if noise.batch_size >= batch_size), ordered[-1])
-    below = next((noise for noise in reversed(ordered) if noise.batch_size <= batch_size), ordered[0])
-    if above.batch_size <= below.batch_size:
-        return above.scale
-    share = math.log(batch_size / below.batch_size) / math.log(above.batch_size / below.batch_size)
-
-    def between(low: float, high: float) -> float:
-        if not (0 < low < math.inf and 0 < high < math.inf):
-            return low if share < 0.5 else high
-        return math.exp((1 - share) * math.log(low) + share * math.log(high))
-
-    value = between(below.scale.value, above.scale.value)
-    low, high = between(below.scale.low, above.scale.low), between(below.scale.high, above.scale.high)
-    return Estimate(value, min(low, value), max(high, value))
-
-
 def is_trusted(batch_size: float, noises: Sequence[Noise]) -> bool:
     """Whether the noise was measured within 4 times of this batch size."""
     ratios = (noise.batch_size / batch_size for noise in noises)
     return any(max(ratio, 1 / ratio) <= TRUSTED_FACTOR * (1 + 1e-9) for ratio in ratios)
 
 
-def goodput_points(
-    batch_sizes: Sequence[int], *, reference: int, noises: Sequence[Noise], throughputs: Sequence[Estimate],
-    measured: Sequence[int] = (), steps_at_reference: float | None = None,
-) -> list[GoodputPoint]:  # fmt: skip
-    """What each batch size is worth: its samples per second x the worth of a sample beside one at the reference batch.
+def predict_samples(batch_size: int, *, known: Mapping[int, float], noises: Sequence[Noise]) -> Estimate:
+    """Samples to a target at a batch size, from those at the sizes of `known`, of which there is one at least.
 
-    throughputs: samples/s of each batch size. steps_at_reference: what a training to the target takes at the reference
-    batch; steps and samples at the others follow, None without it. Sizes beyond 4 times a measured one are marked.
+    At a known size that value, between two of them by interpolation of logarithms, within the two; beyond them from the nearest
+    by the noise scale that was measured nearest to it.
     """
-    points = []
-    for size, throughput in zip(batch_sizes, throughputs, strict=True):
-        scale = noise_at(size, noises)
-        worth = sorted(
-            statistical_efficiency(size, reference=reference, noise_scale=phi) for phi in (scale.low, scale.high)
-        )
-        value = statistical_efficiency(size, reference=reference, noise_scale=scale.value)
-        efficiency = Estimate(value, min(worth[0], value), max(worth[1], value))
-        goodput = Estimate(
-            throughput.value * efficiency.value, throughput.low * efficiency.low, throughput.high * efficiency.high
-        )
-        samples = None if steps_at_reference is None else steps_at_reference * reference / efficiency.value
-        points.append(
-            GoodputPoint(
-                batch_size=size, samples_per_s=throughput, statistical_efficiency=efficiency, goodput=goodput,
-                predicted_steps=None if samples is None else samples / size, predicted_samples=samples,
-                is_trusted=is_trusted(size, noises), is_measured=size in measured,
-            )
-        )  # fmt: skip
-    return points
+    if batch_size in known:
+        return Estimate(known[batch_size], known[batch_size], known[batch_size])
+    below = max((size for size in known if size < batch_size), default=None)
+    above = min((size for size in known if size > batch_size), default=None)
+    if below is not None and above is not None:
+        share = math.log(batch_size / below) / math.log(above / below)
+        ends = known[below], known[above]
+        value = math.exp((1 - share) * math.log(ends[0]) + share * math.log(ends[1]))
+        return Estimate(value, min(ends), max(ends))
+    near = below if below is not None else above
+    assert near is not None
+    noise = min(noises, key=lambda noise: abs(math.log(noise.batch_size / near)), default=None)
+    # without any, samples may be worth anything between the same in every batch and nothing beyond the first
+    scale = noise.scale if noise is not None else Estimate(math.inf, 0.0, math.inf)
+    found = [
+        known[near] / statistical_efficiency(batch_size, reference=near, noise_scale=phi)
+        for phi in (scale.value, scale.low, scale.high)
+    ]
+    return Estimate(found[0], min(found), max(found))
 
 
-def best_point(points: Sequence[GoodputPoint], *, trusted_only: bool = False) -> GoodputPoint | None:
-    """The point of the highest goodput; None where there is none."""
-    candidates = [point for point in points if point.is_trusted or not trusted_only]
-    return max(candidates, key=lambda point: point.goodput.value, default=None)
+def goodput_point(
+    batch_size: int, *, samples_per_s: Estimate, to_target: Estimate, reference_to_target: float, is_trusted: bool, is_measured: bool
+) -> GoodputPoint:  # fmt: skip
+    """Goodput in samples of the reference batch a second. to_target: samples that the target takes at this batch size;
+    reference_to_target: at the reference."""
+    worth = Estimate(
+        reference_to_target / to_target.value, reference_to_target / to_target.high, reference_to_target / to_target.low
+    )
+    goodput = Estimate(
+        samples_per_s.value * worth.value, samples_per_s.low * worth.low, samples_per_s.high * worth.high
+    )
+    return GoodputPoint(
+        batch_size=batch_size, samples_per_s=samples_per_s, statistical_efficiency=worth, goodput=goodput,
+        predicted_steps=to_target.value / batch_size, predicted_samples=to_target.value,
+        is_trusted=is_trusted, is_measured=is_measured,
+    )  # fmt: skip

@@ -11,7 +11,15 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from scaleray.scaling.goodput import MeasuredStep, Noise, StepTime, fit_step_time, is_trusted, statistical_efficiency
+from scaleray.scaling.goodput import (
+    MeasuredStep,
+    Noise,
+    ThroughputModel,
+    fit_throughput,
+    goodput_point,
+    is_trusted,
+    predict_samples,
+)
 from scaleray.study_records import Estimate, GoodputPoint, Trial
 
 SPREAD = 4
@@ -179,7 +187,7 @@ class Outlook:
 
     points: list[GoodputPoint]
     fastest: Result
-    step_time: StepTime
+    throughput: ThroughputModel
     measured_samples: dict[tuple[int, str], int]
 
     @classmethod
@@ -188,16 +196,24 @@ class Outlook:
         reached = [r for r in results.values() if r.samples is not None and r.samples_per_s]
         if not reached:
             return None
-        step_time = _fitted(guide, results)
+        throughput = _fitted(guide, results)
         best: dict[int, Result] = {}  # the best arm at each size
         for result in sorted(reached, key=lambda r: -(r.samples or 0)):
             best[result.cell.batch_size] = result
+        known = {size: float(result.samples or 0) for size, result in best.items()}
         noises = [Noise(r.cell.batch_size, r.noise) for r in results.values() if r.noise is not None]
-        to_target = {size: _samples_at(size, best, noises) for size in (*guide.sizes, guide.reference)}
-        points = [_point(guide, size, results, to_target, step_time, noises, best) for size in guide.sizes]
+        reference = predict_samples(guide.reference, known=known, noises=noises).value
+        points = [
+            goodput_point(
+                size, samples_per_s=_rate(guide, size, results, throughput),
+                to_target=predict_samples(size, known=known, noises=noises), reference_to_target=reference,
+                is_trusted=size in best or is_trusted(size, noises), is_measured=size in best,
+            )
+            for size in guide.sizes
+        ]  # fmt: skip
         rates = {point.batch_size: point.samples_per_s.value for point in points}
         fastest = min(reached, key=lambda r: (r.samples or 0) / rates[r.cell.batch_size])
-        return cls(points, fastest, step_time, {place: result.spent for place, result in results.items()})
+        return cls(points, fastest, throughput, {place: result.spent for place, result in results.items()})
 
     def samples_of(self, cell: Cell) -> float:
         """What the trials of a cell took, or would take."""
@@ -230,58 +246,23 @@ def _or_infinite(value: float | None) -> float:
     return math.inf if value is None else value
 
 
-def _fitted(guide: Guide, results: dict[tuple[int, str], Result]) -> StepTime:
+def _fitted(guide: Guide, results: dict[tuple[int, str], Result]) -> ThroughputModel:
     measured = [
         MeasuredStep(r.cell.batch_size, r.cell.batch_size / r.samples_per_s, r.cell.micro_size)
         for r in results.values()
         if r.samples_per_s
     ]
-    return fit_step_time(measured, workers=guide.workers)
+    return fit_throughput(measured, workers=guide.workers)
 
 
-def _samples_at(size: int, best: dict[int, Result], noises: Sequence[Noise]) -> Estimate:
-    """Samples to the target: measured, between two measured ones by interpolation of logarithms, beyond by the noise scale."""
-    if size in best:
-        value = float(best[size].samples or 0)
-        return Estimate(value, value, value)
-    below = max((b for b in best if b < size), default=None)
-    above = min((b for b in best if b > size), default=None)
-    if below is not None and above is not None:
-        share = math.log(size / below) / math.log(above / below)
-        ends = [float(best[b].samples or 0) for b in (below, above)]
-        value = math.exp((1 - share) * math.log(ends[0]) + share * math.log(ends[1]))
-        return Estimate(value, min(ends), max(ends))
-    near = below if below is not None else above
-    assert near is not None
-    taken = float(best[near].samples or 0)
-    noise = best[near].noise or _nearest(near, noises)
-    scales = (noise.value, noise.low, noise.high) if noise is not None else (math.inf, 0.0, math.inf)
-    found = [taken / statistical_efficiency(size, reference=near, noise_scale=phi) for phi in scales]
-    return Estimate(found[0], min(found), max(found))
-
-
-def _nearest(size: int, noises: Sequence[Noise]) -> Estimate | None:
-    nearest = min(noises, key=lambda noise: abs(math.log(noise.batch_size / size)), default=None)
-    return None if nearest is None else nearest.scale
-
-
-def _point(
-    guide: Guide, size: int, results: dict[tuple[int, str], Result], to_target: dict[int, Estimate], step_time: StepTime,
-    noises: Sequence[Noise], best: dict[int, Result],
-) -> GoodputPoint:  # fmt: skip
-    """Goodput relative to samples at the reference batch."""
-    rates = [
+def _rate(
+    guide: Guide, size: int, results: dict[tuple[int, str], Result], throughput: ThroughputModel
+) -> Estimate:  # fmt: skip
+    """Samples a second at a batch size: measured by trials that were not cut for their noise, or by the model."""
+    found = [
         r.samples_per_s for (b, _), r in results.items() if b == size and r.samples_per_s and r.cell.micro_size is None
     ]
-    modelled = step_time.samples_per_s(size, workers=guide.workers)
-    rate = (
-        Estimate(statistics.median(rates), min(rates), max(rates)) if rates else Estimate(modelled, modelled, modelled)
-    )
-    base, here = to_target[guide.reference], to_target[size]
-    worth = Estimate(base.value / here.value, base.value / here.high, base.value / here.low)
-    return GoodputPoint(
-        batch_size=size, samples_per_s=rate, statistical_efficiency=worth,
-        goodput=Estimate(rate.value * worth.value, rate.low * worth.low, rate.high * worth.high),
-        predicted_steps=here.value / size, predicted_samples=here.value,
-        is_trusted=size in best or is_trusted(size, noises), is_measured=size in best,
-    )  # fmt: skip
+    if found:
+        return Estimate(statistics.median(found), min(found), max(found))
+    modelled = throughput.samples_per_s(size, workers=guide.workers)
+    return Estimate(modelled, modelled, modelled)

@@ -10,7 +10,7 @@ from test_sweep_plan import base, plan_of
 from scaleray.errors import ConfigError
 from scaleray.launch.guided_sweep import GuidedTrials, check_guided, make_guide
 from scaleray.launch.trial_records import make_trial
-from scaleray.scaling.goodput import StepTime
+from scaleray.scaling.goodput import ThroughputModel
 from scaleray.scaling.grid_comparison import compare_with_grid
 from scaleray.scaling.search_space import BATCH_SIZE, RULE
 from scaleray.study_records import Conditions, SweepRecord
@@ -30,7 +30,7 @@ def trained(plan, number, *, missed=False):
     settings = plan.candidates[number]
     size, rule = settings[BATCH_SIZE], settings[RULE]
     samples = round(100 * (1 + size / 16) * {"linear": 1.0, "sqrt": 1.2, "none": 1.5}[rule if size != 8 else "linear"])
-    speed = StepTime(0.01, 1e-4).samples_per_s(size, micro_size=settings.get("batch.micro_size"))
+    speed = ThroughputModel(0.01, 1e-4).samples_per_s(size, micro_size=settings.get("batch.micro_size"))
     points = [(samples, samples / speed, 0.5 if missed else 0.05)]
     return make_trial(
         plan, number, settings, status="target missed" if missed else "target reached", points=points, value=points[0][2],
@@ -95,7 +95,7 @@ def test_a_guided_sweep_runs_a_part_of_the_grid_and_says_what_it_chose():
     assert any("noise scale" in text for text in record.words)
     assert [point.batch_size for point in record.goodput] == [4, 8, 16, 32]
     # the first two were cut in halves, which is slower, and are judged as if they had not been
-    whole = {t.number: t.samples_to_target / StepTime(0.01, 1e-4).samples_per_s(t.batch_size) for t in trials}
+    whole = {t.number: t.samples_to_target / ThroughputModel(0.01, 1e-4).samples_per_s(t.batch_size) for t in trials}
     assert max(record.trials, key=lambda t: t.goodput).number == min(whole, key=whole.__getitem__)
 
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from scaleray.scaling.goodput import StepTime
+from scaleray.scaling.goodput import ThroughputModel
 from scaleray.scaling.guidance import Cell, Guide
 from scaleray.study_records import Trial
 
@@ -18,7 +18,7 @@ class World:
     beyond its batch size."""
 
     def __init__(self, *, noise_scale=300.0, pass_s=0.01, row_s=1e-4, costs=None, holds_to=None, most_samples=60_000):
-        self.noise_scale, self.time = noise_scale, StepTime(pass_s, row_s)
+        self.noise_scale, self.time = noise_scale, ThroughputModel(pass_s, row_s)
         self.costs = costs or {"sqrt": 1.0, "linear": 1.1, "adam": 1.05, "none": 1.3}
         self.holds_to = holds_to or {"linear": 512, "none": 256}
         self.most_samples = most_samples
