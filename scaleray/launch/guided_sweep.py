@@ -14,6 +14,7 @@ from typing import Any
 
 from scaleray.errors import ConfigError
 from scaleray.launch.sweep_plan import SweepPlan
+from scaleray.scaling.goodput import adascale_gain
 from scaleray.scaling.grid_comparison import compare_with_grid
 from scaleray.scaling.guidance import Cell, Guide, Outlook, Result
 from scaleray.scaling.search_space import BATCH_SIZE, LEARNING_RATE, OPTIMIZER, RULE, SEED, Settings
@@ -186,6 +187,7 @@ def _words(guide: Guide, outlook: Outlook, record: SweepRecord) -> list[str]:
     noises = [r for r in guide.results(record.trials).values() if r.noise is not None]
     if noises:
         found.append(_noise_in_words(noises))
+        found += _gain_in_words(guide, chosen, noises, optimizer=trial.optimizer)
     for left in guide.wanted_cells(record.trials)[:1]:
         arm = json.loads(left.arm)
         rule = f" with rule {arm[RULE]}" if RULE in arm else ""
@@ -208,6 +210,21 @@ def _noise_in_words(noises: list[Result]) -> str:
         if result.noise is not None
     ]
     return f"Gradient noise scale over a training, in samples: {'; '.join(dict.fromkeys(shown))}."
+
+
+def _gain_in_words(guide: Guide, chosen: Result, noises: list[Result], *, optimizer: str) -> list[str]:
+    """What theory says of the learning rate at the chosen batch, where it is larger than the reference."""
+    size = chosen.cell.batch_size
+    nearest = min(noises, key=lambda r: abs(math.log(r.cell.batch_size / size)))
+    kappa = size / guide.reference
+    if kappa <= 1 or nearest.noise is None or math.isinf(nearest.noise.value):
+        return []
+    gain = adascale_gain(kappa, square=1.0, trace=nearest.noise.value / guide.reference)
+    is_adam = optimizer in ("adamw", "lamb")
+    factor = f"{math.sqrt(gain):.2f} x, the root of it, for Adam" if is_adam else f"{gain:.2f} x"
+    return [
+        f"By AdaScale a step of batch {size} is worth {gain:.2f} of the reference's {guide.reference}, and the learning rate should grow {factor}."
+    ]
 
 
 def _scale(value: float) -> str:

@@ -151,6 +151,17 @@ def test_what_cannot_be_guided_is_refused(flags, options, words):
         check_guided(guided_plan(base(**flags), **options))
 
 
+def test_the_words_say_what_adascale_would_do_at_a_larger_batch():
+    plan = guided_plan(rules="linear")
+    guided = GuidedTrials(plan, share=1.0)
+    trials, _ = run_in_world(guided, guided.measured_plan())
+    words = guided.conclude(record_of(plan, trials)).words
+    chosen = next(int(text.split()[2]) for text in words if text.startswith("Guided"))
+    assert chosen > 8
+    # phi = 16 at a reference of 8: (16 / 8 + 1) / (16 / B + 1)
+    assert any(f"is worth {3 / (16 / chosen + 1):.2f} of the reference's 8" in text for text in words)
+
+
 # against the whole grid
 
 
@@ -166,6 +177,13 @@ def test_a_choice_is_judged_by_the_grids_own_figures():
     slow = record_of(plan, [t for t in trials if t.batch_size != found.best[0]])
     other = compare_with_grid(slow, whole)
     assert other.loss > 0 and other.chosen != other.best
+
+
+def test_a_folder_without_a_record_is_no_grid(tmp_path):
+    from scaleray.cli.sweep import _grid
+
+    with pytest.raises(ConfigError, match="no sweep's record"):
+        _grid(tmp_path)
 
 
 def test_sweeps_of_another_training_are_not_compared():
