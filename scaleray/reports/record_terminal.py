@@ -26,12 +26,15 @@ def show_record(console: Console, record: StudyRecord | SweepRecord) -> None:
 
 def record_view(record: StudyRecord | SweepRecord) -> RenderableType:
     """Marks, tables and sentences, for a console."""
-    tables = study_tables(record) if isinstance(record, StudyRecord) else [sweep_table(record)]
+    tables = study_tables(record, is_brief=True) if isinstance(record, StudyRecord) else [sweep_table(record)]
     parts: list[RenderableType] = []
     if record.marks:
         parts.append(Text(", ".join(record.marks), style="bold yellow"))
     parts += [as_rich(table) for table in tables if table.rows]
-    parts += [Text(sentence, style="bold" if number == 0 else "") for number, sentence in enumerate(record.words)]
+    parts += [
+        Text(sentence, style="bold" if number == 0 else "")
+        for number, sentence in enumerate(dict.fromkeys(record.words))
+    ]
     return Group(*parts)
 
 
@@ -59,10 +62,15 @@ def as_rich(table: Table) -> RichTable:
         title=Text(table.title, style="bold"), caption=Text(" ".join(notes)), box=box.SIMPLE, padding=(0, 1), title_justify="left",
         caption_justify="left", caption_style="dim",
     )  # fmt: skip
+    cells = [
+        [cell if table.is_text(n) else cell.replace(" (", "\n(") for n, cell in enumerate(row)]
+        for row in table.rows[:MOST_ROWS]
+    ]
     for number, column in enumerate(table.columns):
-        made.add_column(
-            Text(column), justify="left" if number == 0 or table.is_text(number) else "right", vertical="top"
-        )
-    for row in table.rows[:MOST_ROWS]:
-        made.add_row(*(Text(cell if table.is_text(n) else cell.replace(" (", "\n(")) for n, cell in enumerate(row)))
+        is_text = table.is_text(number)
+        # figures stay whole; what gives way are headings and words
+        width = None if is_text else max((len(line) for row in cells for line in row[number].splitlines()), default=0)
+        made.add_column(Text(column), justify="left" if number == 0 or is_text else "right", min_width=width)
+    for row in cells:
+        made.add_row(*map(Text, row))
     return made

@@ -140,7 +140,15 @@ def time_parts(curve: Curve) -> Drawing:
                             color="white" if colour in (BLUE, VERMILION) else INK)  # fmt: skip
             bottom = [a + b for a, b in zip(bottom, shares, strict=True)]
         for i, (p, top) in enumerate(zip(points, bottom, strict=True)):
-            ax.text(i, top + 2, seconds(p.step_time_s.value), ha="center", va="bottom", fontsize=8.5, color=INK)
+            ax.text(
+                i,
+                top + 2,
+                seconds(p.step_time_s.value),
+                ha="center",
+                va="bottom",
+                fontsize=8.5 if len(points) < 8 else 6.5,
+                color=INK,
+            )
         ax.set_xticks(range(len(points)), [str(p.workers) for p in points])
         ax.set_ylim(0, max([100.0, *bottom]) * 1.1)
         ax.set_yticks([0, 25, 50, 75, 100], ["0", "25%", "50%", "75%", "100%"])

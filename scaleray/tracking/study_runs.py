@@ -331,8 +331,8 @@ def send_record(path: str | Path, *, uri: str | None = None) -> str | None:
 
 def description(record: StudyRecord | SweepRecord) -> str:
     """The result in Markdown, for the run's page: the sentences, then the tables."""
-    tables = study_tables(record) if isinstance(record, StudyRecord) else [sweep_table(record)]
-    parts = [f"- {escaped(sentence)}" for sentence in record.words]
+    tables = study_tables(record, is_brief=True) if isinstance(record, StudyRecord) else [sweep_table(record)]
+    parts = [f"- {escaped(sentence)}" for sentence in dict.fromkeys(record.words)]
     marks = record.marks if isinstance(record, StudyRecord) else []
     if marks:
         parts.insert(0, f"**{escaped(', '.join(marks))}**\n")
