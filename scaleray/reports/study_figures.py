@@ -135,22 +135,22 @@ def time_parts(curve: Curve) -> Drawing:
                 linewidth=0.8,
             )
             for bar, share, low in zip(bars, shares, bottom, strict=True):
-                if share >= 9:
+                if share >= 9 and len(points) < 9:
                     ax.text(bar.get_x() + bar.get_width() / 2, low + share / 2, f"{share:.0f}%", ha="center", va="center", fontsize=8,
                             color="white" if colour in (BLUE, VERMILION) else INK)  # fmt: skip
             bottom = [a + b for a, b in zip(bottom, shares, strict=True)]
         for i, (p, top) in enumerate(zip(points, bottom, strict=True)):
+            raised = 6 if len(points) > 7 and i % 2 else 0  # neighbours' words would touch
             ax.text(
                 i,
-                top + 2,
+                top + 2 + raised,
                 seconds(p.step_time_s.value),
                 ha="center",
                 va="bottom",
-                fontsize=8.5 if len(points) < 8 else 6.5,
-                color=INK,
+                fontsize=8.5 if len(points) < 8 else 7.5,
             )
         ax.set_xticks(range(len(points)), [str(p.workers) for p in points])
-        ax.set_ylim(0, max([100.0, *bottom]) * 1.1)
+        ax.set_ylim(0, max([100.0, *bottom]) * (1.1 if len(points) < 8 else 1.16))
         ax.set_yticks([0, 25, 50, 75, 100], ["0", "25%", "50%", "75%", "100%"])
         ax.grid(axis="x", visible=False)
         ax.set(xlabel="workers", ylabel="share of a step")

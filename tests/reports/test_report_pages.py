@@ -16,12 +16,13 @@ from rich.console import Console
 
 from scaleray.records import RunRecord
 from scaleray.reports.page import LARGEST_PAGE_BYTES, Page, as_csv, render
-from scaleray.reports.record_terminal import show_record
+from scaleray.reports.record_terminal import as_rich, show_record
 from scaleray.reports.run_report import run_page, step_rows, write_run_report
 from scaleray.reports.study_figures import speedup
 from scaleray.reports.study_report import study_page, write_study_report
 from scaleray.reports.sweep_figures import MOST_LINES
 from scaleray.reports.sweep_report import sweep_page, write_sweep_report
+from scaleray.study_tables import study_tables
 
 NASTY = '<script>alert("1")</script> & $x_1$ \\frac |pipe| =1+1'
 
@@ -299,6 +300,22 @@ def test_the_terminal_shows_the_same_table_and_verdict_and_where_everything_is()
     buffer = io.StringIO()
     show_record(Console(file=buffer, color_system=None), study_examples.sweep())
     assert "Fastest: batch 1024" in buffer.getvalue() and "2 of 2" in buffer.getvalue()
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 132])
+def test_a_narrow_terminal_names_the_columns_that_it_leaves_out_and_cuts_no_figure(width):
+    (table,) = study_tables(study_examples.study(modes=("strong",)), is_brief=True)
+    buffer = io.StringIO()
+    Console(file=buffer, color_system=None, width=width).print(as_rich(table, width=width))
+    text = buffer.getvalue()
+    left_out = re.sub(r"\s+", " ", text).partition("for want of room here: ")[2]
+    for number, column in enumerate(table.columns):
+        if column in left_out:
+            continue
+        for row in table.rows:
+            assert all(part in text for part in row[number].replace(" (", "\n(").split("\n")), (column, row[number])
+    assert ("EUR" in left_out) == (width < 132)
+    assert "…" not in text
 
 
 def test_a_record_read_from_its_file_gives_the_same_page(tmp_path):
