@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table as RichTable
@@ -78,8 +80,9 @@ def as_rich(table: Table, *, width: int = WIDTH) -> RichTable:
         caption_justify="left", caption_style="dim",
     )  # fmt: skip
     for n in fitting:
-        is_left = n == 0 or table.is_text(n)
-        made.add_column(Text(table.columns[n]), justify="left" if is_left else "right", min_width=widths[n])
+        is_text = table.is_text(n)
+        heading = Text(textwrap.fill(table.columns[n], widths[n], break_long_words=False))
+        made.add_column(heading, justify="left" if n == 0 or is_text else "right", no_wrap=not is_text)
     for row in cells:
         made.add_row(*(Text(row[n]) for n in fitting))
     return made
