@@ -4,7 +4,6 @@ import pytest
 import torch
 from small_runs import (
     Classify,
-    WithDropout,
     largest_difference,
     make_job,
     relative_differences,
@@ -117,39 +116,6 @@ def test_bytes_are_what_the_plan_sends(gloo):
     flags = {**TENSOR, "tensor.sequence_parallel": False, "stop.after": "3 steps"}
     finished = gloo.run(2, train, SmallTransformer(), flags)[0]
     assert [step.sent_bytes for step in finished.steps] == [expected] * 3
-
-
-# interruptions
-
-RESUME = {**ADAMW, "deterministic": True, "checkpoint.every": "3 steps", "stop.after": "8 steps"}
-
-
-def run_part(place, workload, flags, folder, kill_at):
-    return train(place, workload, flags, folder=folder, kill_at=kill_at)
-
-
-@pytest.mark.parametrize(("workload", "world_size"), [(SmallTransformer(), 4), (WithDropout(), 2)])
-def test_a_resumed_run_is_bit_identical(gloo, tmp_path, workload, world_size):
-    flags = {**RESUME, **TENSOR}
-    whole = gloo.run(world_size, run_part, workload, flags, None, None)[0]
-    gloo.run(world_size, run_part, workload, flags, str(tmp_path), 5)
-    resumed = gloo.run(world_size, run_part, workload, flags, str(tmp_path), None)[0]
-    assert resumed.losses == whole.losses[3:]
-    assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
-
-
-@pytest.mark.parametrize(
-    ("before", "after"), [("tensor x 4", "ddp x 1"), ("ddp x 2", "tensor x 2"), ("tensor x 2", "pipeline x 2")]
-)
-def test_a_run_goes_on_under_another_strategy_and_number_of_workers(gloo, tmp_path, before, after):
-    whole = gloo.run(1, run_part, SmallTransformer(), RESUME, None, None)[0]
-    for which, kill_at in ((before, 5), (after, None)):
-        strategy, _, workers = which.split()
-        flags = {**RESUME, "strategy.name": strategy}
-        resumed = gloo.run(int(workers), run_part, SmallTransformer(), flags, str(tmp_path), kill_at)[0]
-    assert [s.step for s in resumed.steps] == [4, 5, 6, 7, 8]
-    assert max(relative_differences(whole.losses[3:], resumed.losses)) < 1e-11
-    assert largest_difference(whole.weights, resumed.weights) < 1e-9
 
 
 # what is refused
