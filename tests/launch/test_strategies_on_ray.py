@@ -12,7 +12,7 @@ from small_runs import job_of, largest_difference, relative_differences, train_j
 import scaleray
 from scaleray.workload import load_workload
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.usefixtures("mlflow_database")]
 
 ROOT = Path(__file__).parents[2]
 ONE_TRAINING = {

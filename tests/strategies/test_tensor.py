@@ -36,25 +36,25 @@ def assert_same_training(finished, plain, *, within=1e-9):
 @pytest.mark.parametrize("tie_head", [True, False])
 def test_a_transformer_equals_one_process(gloo, tie_head, sequence_parallel, world_size):
     workload = SmallTransformer(num_val=6, tie_head=tie_head)
-    flags = {**ADAMW, **TENSOR, "tensor.sequence_parallel": sequence_parallel}
+    recipe = {**ADAMW, "stop.after": "1 epoch"}
+    flags = {**recipe, **TENSOR, "tensor.sequence_parallel": sequence_parallel}
     finished = gloo.run(world_size, train, workload, flags)[0]
-    assert_same_training(finished, train_in_plain_torch(workload, ADAMW))
-    alone = gloo.run(1, train, workload, ADAMW)[0]
+    assert_same_training(finished, train_in_plain_torch(workload, recipe))
+    alone = gloo.run(1, train, workload, recipe)[0]
     assert finished.evaluations[-1].metrics == pytest.approx(alone.evaluations[-1].metrics, rel=1e-12)
 
 
 def test_heads_that_share_keys_on_four_workers(gloo):
-    workload = SmallTransformer(num_heads=4, num_kv_heads=4, width=32)
-    finished = gloo.run(4, train, workload, {**ADAMW, **TENSOR, "tensor.size": 4})[0]
-    assert_same_training(finished, train_in_plain_torch(workload, ADAMW))
-    workload = SmallTransformer(num_heads=4, num_kv_heads=2, width=32)
-    finished = gloo.run(2, train, workload, {**ADAMW, **TENSOR})[0]
-    assert_same_training(finished, train_in_plain_torch(workload, ADAMW))
+    recipe = {**ADAMW, "stop.after": "3 steps"}
+    for size, num_kv_heads in ((4, 4), (2, 2)):
+        workload = SmallTransformer(num_heads=4, num_kv_heads=num_kv_heads, width=32)
+        finished = gloo.run(size, train, workload, {**recipe, **TENSOR, "tensor.size": size})[0]
+        assert_same_training(finished, train_in_plain_torch(workload, recipe))
 
 
 def test_a_replica_with_a_row_less_takes_part_in_every_pass(gloo):
     # 27 rows in batches of 8: the last has 3, so 2 single rows for one replica and 1 for the other
-    workload, recipe = SmallTransformer(num_rows=27), {**ADAMW, "batch.micro_size": 1}
+    workload, recipe = SmallTransformer(num_rows=27), {**ADAMW, "batch.micro_size": 1, "stop.after": "1 epoch"}
     finished = gloo.run(4, train, workload, {**recipe, **TENSOR})[0]
     assert_same_training(finished, train_in_plain_torch(workload, recipe))
 
