@@ -16,18 +16,9 @@ from scaleray.tracking.recorder import Recorder
 from scaleray.tracking.run_description import RunDescription
 
 
-@pytest.fixture(scope="session")
-def empty_database(tmp_path_factory):
-    """A migrated database file, made once: the migration takes seconds."""
-    folder = tmp_path_factory.mktemp("mlflow")
-    store.RunStore.create(f"sqlite:///{folder / 'mlflow.db'}", experiment="made-once", run_name="r", tags={})
-    return folder / "mlflow.db"
-
-
 @pytest.fixture
-def uri(empty_database, tmp_path):
-    shutil.copy(empty_database, tmp_path / "mlflow.db")
-    return f"sqlite:///{tmp_path / 'mlflow.db'}"
+def uri(mlflow_database):
+    return f"sqlite:///{mlflow_database}"
 
 
 def describe(uri, tmp_path, **more):
