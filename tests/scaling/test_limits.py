@@ -52,6 +52,24 @@ def test_workers_that_share_cores_are_contention_in_a_strong_curve_too():
     assert "cores" in advice("contention", largest)
 
 
+def test_waiting_for_the_slowest_worker_is_contention():
+    base, largest = parts(1, "strong", 1.0, 0.0, 0.0), parts(4, "strong", 0.25, 0.02, 0.0)
+    slow = dataclasses.replace(largest, compute_s=0.15, other_s=0.1)
+    assert limit("strong", base, slow) == "nothing yet"  # less computing makes up for it
+    turns = [[0.4] * 12] * 3
+    assert (
+        limit("strong", base, point(4, turns, batch=64, compute_s=0.25, other_s=0.13, exposed_comm_s=0.02))
+        == "contention"
+    )
+
+
+def test_where_communication_is_not_measured_apart_the_limit_says_so():
+    base = parts(1, "strong", 1.0, 0.0, 0.0)
+    largest = dataclasses.replace(parts(4, "strong", 0.5, 0.0, 0.0), exposed_comm_s=None, strategy="pipeline")
+    assert limit("strong", base, largest) == "computing or communication"
+    assert "micro-batches" in advice("computing or communication", largest)
+
+
 def test_input_that_takes_a_third_everywhere_limits_an_ideal_curve():
     assert limit("weak", parts(1, "weak", 0.7, 0.0, 0.3), parts(8, "weak", 0.7, 0.0, 0.3)) == "input"
 
