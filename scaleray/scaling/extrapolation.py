@@ -50,9 +50,12 @@ def refusal(points: list[CurvePoint], workers_per_node: int | None) -> str:
     if drop := _drop(points):
         return drop
     if last.workers < 2 * first.workers:
-        return f"points from {first.workers} to {last.workers} workers span less than one doubling, too little to foretell another"
+        span = f"points from {first.workers} to {last.workers} workers span less than one doubling"
+        return f"{span}, too little to foretell another"
     if workers_per_node is not None and last.workers <= workers_per_node < 2 * last.workers:
-        return f"{2 * last.workers} workers would be the first to leave a node, and points within one say nothing of the network between nodes: measure {2 * last.workers}"
+        more = 2 * last.workers
+        why = "points within one say nothing of the network between nodes"
+        return f"{more} workers would be the first to leave a node, and {why}: measure {more}"
     return ""
 
 
