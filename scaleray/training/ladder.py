@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from scaleray.errors import ConfigError
 from scaleray.records import EvaluationRecord, StepRecord, WorkerMessage
@@ -116,7 +117,7 @@ class _Ladder:
                 if place is not None:
                     turn = take_turn(
                         rung.job, place, num_steps=num_steps[rung.name], open_stream=self.open_stream,
-                        say=lambda text, rung=rung: self._say(rung, text), is_alone_first=number % 2 == 1,
+                        say=partial(self._say, rung), is_alone_first=number % 2 == 1,
                     )  # fmt: skip
                     self.tell(Measured(rung.name, turn=turn, placement=self.groups.placement(rung.workers)))
         for rung in rungs:

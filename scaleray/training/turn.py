@@ -143,7 +143,9 @@ def _train(
 
     summary = loop.run(job, place, open_stream=open_stream, emit=emit, probe=watcher)
     if place.rank == 0 and len(steps) < job.recipe.total_steps:
-        raise RunFailedError(f"the training ended after {len(steps)} of {job.recipe.total_steps} steps: {summary.verdict}")
+        raise RunFailedError(
+            f"the training ended after {len(steps)} of {job.recipe.total_steps} steps: {summary.verdict}"
+        )
     return steps, summary, watcher
 
 
