@@ -253,6 +253,8 @@ class SweepRecord:
     search: str
     trials: list[Trial]
     goodput: list[GoodputPoint] = field(default_factory=list)
+    marks: list[str] = field(default_factory=list)
+    """As of a point, where they are true of the whole sweep."""
     words: list[str] = field(default_factory=list)
     """The result in sentences: fastest, cheapest, the knee, where each rule stopped holding."""
     started_at: float

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from scaleray.config.idle import idle_settings
 from scaleray.data import Part, PartStream, RankBatch, StepPlan
 from scaleray.errors import (
     LeftEarly,
@@ -101,7 +102,7 @@ class _Run:
             with self._located():
                 setup = prepare(self.job.workload, self.config, self.recipe, self.place, is_resumed=self.first_step > 0)
                 self._say_notes(setup)
-                for note in setup.compilation.notes if setup.compilation and self.place.rank == 0 else ():
+                for note in self._first_notes(setup) if self.place.rank == 0 else ():
                     self.emit(EventRecord(note))
                 self.shares.watch(setup.parallel.module)
                 if self.checkpointing is not None:
@@ -258,6 +259,10 @@ class _Run:
             if saves and result.signals and saves.after_step(self.step, result.signals, self.evaluations.metrics):
                 return None
         return "done"
+
+    def _first_notes(self, setup: Setup) -> list[str]:
+        compilation = setup.compilation.notes if setup.compilation is not None else []
+        return [*idle_settings(self.config, self.recipe.strategy), *compilation]
 
     def _say_notes(self, setup: Setup) -> None:
         """Emit what the strategy has noted since the last time."""
