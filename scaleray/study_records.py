@@ -184,7 +184,8 @@ class Curve:
     best_law: str | None = None
     next_doubling: NextDoubling | None = None
     limit: str = ""
-    """What limits the largest point: `communication`, `input`, `contention`, `compute` or `nothing yet`."""
+    """What limits the largest point: `communication`, `input`, `contention`, `compute`, `computing or communication` (which
+    some strategies cannot tell apart) or `nothing yet`."""
     verdict: str = ""
     """One or two sentences: the next doubling, or why nothing is said about it, and what to change."""
 

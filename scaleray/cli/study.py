@@ -84,8 +84,8 @@ def study(
         relaunch=relaunch, oversubscribe=oversubscribe, force=force, seed=seed,
     )  # fmt: skip
     from scaleray.launch.study import study as run
-    from scaleray.reports.study_files import write_study_report
-    from scaleray.reports.study_terminal import print_study
+    from scaleray.reports.study_report import write_study_report
+    from scaleray.reports.terminal_tables import print_study
 
     console = Console(stderr=json)
 

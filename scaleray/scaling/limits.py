@@ -17,6 +17,7 @@ WORDS = {
     "input": "the input is the limit",
     "contention": "workers getting in each other's way is the limit",
     "compute": "too little work for each worker is the limit",
+    "computing or communication": "computing and communication together are the limit, which are not measured apart here",
     "nothing yet": "nothing limits it yet",
 }
 """The limits of `Curve.limit`, each as the beginning of a sentence."""
@@ -33,9 +34,11 @@ def limit_of(mode: Mode, base: Point, largest: CurvePoint) -> str:
         worst = max(shares, key=lambda name: shares[name])
         if worst != "compute":
             return worst
+        if point.exposed_comm_s is None:
+            return "computing or communication"
         # each worker computes what one of the base computes, so that it can only be slower by sharing something
         return "contention" if mode == "weak" or "oversubscribed" in point.marks else "compute"
-    parts = {"communication": point.exposed_comm_s, "input": point.input_wait_s}
+    parts = {"communication": point.exposed_comm_s or 0.0, "input": point.input_wait_s}
     largest_part = max(parts, key=lambda name: parts[name])
     return largest_part if parts[largest_part] >= LARGE_SHARE * point.step_time_s.value else "nothing yet"
 
@@ -45,7 +48,7 @@ def lost_shares(mode: Mode, base: Point, point: Point) -> dict[str, float]:
     ideal = base.workers / point.workers if mode == "strong" else 1.0
     whole = point.step_time_s.value
     return {
-        "communication": (point.exposed_comm_s - ideal * base.exposed_comm_s) / whole,
+        "communication": ((point.exposed_comm_s or 0.0) - ideal * (base.exposed_comm_s or 0.0)) / whole,
         "input": (point.input_wait_s - ideal * base.input_wait_s) / whole,
         "compute": (point.compute_s + point.other_s - ideal * (base.compute_s + base.other_s)) / whole,
     }
