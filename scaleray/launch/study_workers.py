@@ -137,4 +137,4 @@ def study_worker(task: dict[str, Any]) -> None:
     opener = ray_stream_opener(
         ascent.rungs[0].job, task["sources"], input_cpus=task["input_cpus"], emit=lambda message: None
     )
-    climb(place, ascent, open_stream=opener, tell=task["queue"].put)
+    climb(place, ascent, open_stream=opener, tell=task["queue"].put, host=place.node)

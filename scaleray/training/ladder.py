@@ -23,7 +23,7 @@ from scaleray.training import loop
 from scaleray.training.flops import flops_per_sample
 from scaleray.training.job import OpenStream, TrainJob
 from scaleray.training.place import Place
-from scaleray.training.subgroups import SubGroups
+from scaleray.training.subgroups import LOOPBACK, SubGroups
 from scaleray.training.turn import shortened, take_turn
 
 REHEARSAL_STEPS = 8
@@ -92,10 +92,10 @@ def order_of_turns(rungs: Sequence[Rung], seed: int) -> list[tuple[int, Rung]]:
     return list(itertools.chain.from_iterable(rounds))
 
 
-def climb(place: Place, ascent: Ascent, *, open_stream: OpenStream, tell: Tell) -> None:
+def climb(place: Place, ascent: Ascent, *, open_stream: OpenStream, tell: Tell, host: str = LOOPBACK) -> None:
     """Take all turns. Collective: every worker of the group calls it with the same ascent, and its default process group is
-    gone afterwards. tell: called on the first worker, as soon as there is something."""
-    groups = SubGroups(place, timeout_s=ascent.rungs[0].job.config.scale.collective_timeout_s)
+    gone afterwards. tell: called on the first worker, as soon as there is something. host: this worker's address."""
+    groups = SubGroups(place, timeout_s=ascent.rungs[0].job.config.scale.collective_timeout_s, host=host)
     _Ladder(groups, ascent, open_stream, tell).climb()
     groups.close()
 

@@ -27,10 +27,11 @@ LONGEST_TURN = timedelta(days=7)  # of the others; a lost one closes the store's
 class SubGroups:
     """Takes over the process group that `place` is in, and ends it. Collective: every worker makes one.
 
-    timeout_s: of a collective in any of the groups. Close it at the end; there is no default group then.
+    timeout_s: of a collective in any of the groups. host: where the others reach this worker's machine. Close it at the
+    end; there is no default group then.
     """
 
-    def __init__(self, place: Place, *, timeout_s: float) -> None:
+    def __init__(self, place: Place, *, timeout_s: float, host: str = LOOPBACK) -> None:
         self.place, self.timeout_s = place, timeout_s
         self._number = 0
         self._order = [0]
@@ -38,7 +39,7 @@ class SubGroups:
         self._store: Any = None
         if place.world_size > 1:
             self._order, self._nodes = self._by_node()
-            self._store = self._make_store()
+            self._store = self._make_store(host)
             leave_group()
 
     def _by_node(self) -> tuple[list[int], list[str]]:
@@ -47,16 +48,12 @@ class SubGroups:
         dist.all_gather_object(found, self.place.node)
         return sorted(range(len(found)), key=lambda rank: (found.index(found[rank]), rank)), found
 
-    def _make_store(self) -> Any:
-        host = LOOPBACK if self.place.node == "local" else self.place.node
-        address: list[Any] = [None]
+    def _make_store(self, host: str) -> Any:
+        server = None
         if self.place.rank == 0:
             server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-            address = [server.port]
-        else:
-            server = None
         everyone: list[Any] = [None] * self.place.world_size
-        dist.all_gather_object(everyone, (host, address[0]))
+        dist.all_gather_object(everyone, (host, server.port if server else None))
         host, port = everyone[0]
         return server or dist.TCPStore(host, port, is_master=False)
 
