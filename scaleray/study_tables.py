@@ -20,9 +20,18 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
 
+    def is_text(self, column: int) -> bool:
+        """Whether a column holds words, which begin at the left, rather than figures."""
+        return not any(row[column][:1].isdigit() for row in self.rows)
+
     def markdown(self) -> str:
         """The table as Markdown, cut after MOST_MARKDOWN_ROWS rows with a word about it."""
-        lines = [f"**{escaped(self.title)}**", "", _row(self.columns), "|" + " ---: |" * len(self.columns)]
+        lines = [
+            f"**{escaped(self.title)}**",
+            "",
+            _row(self.columns),
+            "|" + "".join(" --- |" if self.is_text(i) else " ---: |" for i in range(len(self.columns))),
+        ]
         lines += [_row(row) for row in self.rows[:MOST_MARKDOWN_ROWS]]
         if len(self.rows) > MOST_MARKDOWN_ROWS:
             lines += ["", f"{len(self.rows) - MOST_MARKDOWN_ROWS} more rows are in the report."]
@@ -84,7 +93,7 @@ def _curve_table(record: StudyRecord, curve: Curve) -> Table:
             "workers": str(p.workers), "batch size": str(p.global_batch_size), "step time": with_interval(p.step_time_s, seconds),
             "samples/s": count(p.samples_per_s.value), "tokens/s": count(p.tokens_per_s.value if p.tokens_per_s else None),
             "speed-up": with_interval(at.speedup, lambda v: f"{v:.2f}"),
-            "efficiency": with_interval(at.efficiency, lambda v: f"{100 * v:.0f}") + " %",
+            "efficiency": with_interval(at.efficiency, lambda v: f"{v:.0%}"),
             "waits for comm": "" if p.exposed_comm_s is None else f"{p.exposed_comm_s / step:.1%}", "waits for input": f"{p.input_wait_s / step:.1%}",
             "MFU": "" if p.mfu is None else f"{p.mfu:.1%}", "memory": memory(p.peak_memory_bytes),
             price: figure(p.cost_per_million_samples), "marks": ", ".join(marks_of(at)),
@@ -95,7 +104,7 @@ def _curve_table(record: StudyRecord, curve: Curve) -> Table:
     columns = tuple(rows[0]) if rows else ()
     strategies = ", ".join(dict.fromkeys(p.strategy for p in points))
     title = f"{curve.mode.capitalize()} scaling, {strategies}" if strategies else f"{curve.mode.capitalize()} scaling"
-    base = f"Speed-up is relative to {curve.base_workers} worker{'s' if curve.base_workers != 1 else ''}; in brackets the 95 % interval."
+    base = f"Speed-up is relative to {curve.base_workers} worker{'s' if curve.base_workers != 1 else ''}; in brackets the 95% interval."
     return Table(title, columns, tuple(tuple(row.values()) for row in rows), (base,))
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the processes of a test share few cores
 
@@ -45,3 +47,20 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in list(os.environ):
         if variable.startswith("SCALERAY_"):
             monkeypatch.delenv(variable)
+
+
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A migrated MLflow database, made once: the migration takes seconds."""
+    from scaleray.tracking import store
+
+    folder = tmp_path_factory.mktemp("mlflow")
+    store.RunStore.create(f"sqlite:///{folder / 'mlflow.db'}", experiment="made-once", run_name="r", tags={})
+    return folder / "mlflow.db"
+
+
+@pytest.fixture
+def uri(empty_database: Path, tmp_path: Path) -> str:
+    """A tracking URI of the test's own."""
+    shutil.copy(empty_database, tmp_path / "mlflow.db")
+    return f"sqlite:///{tmp_path / 'mlflow.db'}"

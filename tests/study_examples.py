@@ -74,7 +74,7 @@ def curve(mode, sizes, **more):
     measured = []
     for p in points:
         speedup = p.samples_per_s.value / base.samples_per_s.value * base.workers
-        measured.append(CurvePoint(p, speedup=about(speedup), efficiency=about(speedup / p.workers)))
+        measured.append(CurvePoint(point=p, speedup=about(speedup), efficiency=about(speedup / p.workers)))
     last = sizes[-1]
     band = [
         (n, about(usl(n), 0.02 + 0.06 * max(0, n / last - 1)))
@@ -85,8 +85,8 @@ def curve(mode, sizes, **more):
     return Curve(
         mode=mode, base_workers=sizes[0], points=measured, best_law="usl",
         fits=[
-            Fit("usl", {"contention": about(0.03, 0.2), "crosstalk": about(0.002, 0.4)}, 0.012, band),
-            Fit("amdahl", {"serial_share": about(0.041, 0.3)}, 0.034),
+            Fit(law="usl", parameters={"contention": about(0.03, 0.2), "crosstalk": about(0.002, 0.4)}, held_out_error=0.012, band=band),
+            Fit(law="amdahl", parameters={"serial_share": about(0.041, 0.3)}, held_out_error=0.034),
         ],
         next_doubling=NextDoubling(workers=2 * last, gain=about(gain, 0.06), efficiency=about(usl(2 * last) / 2 / last, 0.06), cost_factor=2.0),
         limit="communication",

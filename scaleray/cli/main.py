@@ -12,6 +12,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from scaleray import __version__
 from scaleray.cli.checkpoint import checkpoint_app
+from scaleray.cli.report import report
 from scaleray.cli.study import study
 from scaleray.cli.verify import verify
 from scaleray.errors import ScaleRayError
@@ -29,6 +30,7 @@ app.command(config_app)
 app.command(tracking_app)
 app.command(checkpoint_app)
 app.command(verify)
+app.command(report)
 app.command(study)
 
 ConfigFile = Annotated[Path | None, Parameter(name=["--config", "-c"], help="YAML file of the run.")]

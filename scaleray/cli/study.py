@@ -84,8 +84,8 @@ def study(
         relaunch=relaunch, oversubscribe=oversubscribe, force=force, seed=seed,
     )  # fmt: skip
     from scaleray.launch.study import study as run
+    from scaleray.reports.record_terminal import show_record
     from scaleray.reports.study_report import write_study_report
-    from scaleray.reports.terminal_tables import print_study
 
     console = Console(stderr=json)
 
@@ -102,7 +102,7 @@ def study(
             ),
             points_of=points_of, write_report=write_study_report,
         )  # fmt: skip
-    print_study(record, console)
+    show_record(console, record)
     if json:
         print(record.to_json())
     return 0

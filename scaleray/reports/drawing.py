@@ -7,6 +7,7 @@ mathematics is read into it.
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ AMBER = "#8a4b00"
 WIDTH_IN, HEIGHT_IN = 5.0, 3.25
 PNG_DPI = 200
 
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "scaleray", "font.family": "DejaVu Sans", "font.size": 9.0,
     "axes.edgecolor": PALE, "axes.labelcolor": MUTED, "axes.labelsize": 9.0, "axes.linewidth": 0.8, "axes.grid": True,
     "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False, "grid.color": GRID, "grid.linewidth": 0.7,
@@ -107,13 +108,13 @@ def log2_axis(axis: Any, values: Sequence[float], *, most: int = 9) -> None:
 
 
 def log_axis(axis: Any, *, show: Callable[[float], str] | None = None) -> None:
-    """A decimal logarithmic axis with plain numbers at 1, 2 and 5."""
+    """A decimal logarithmic axis with plain numbers, the more of them the shorter it is."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     _set_scale(axis, "log", base=10)
     low, high = axis.get_view_interval()
     decades = abs(_log10(high) - _log10(low))
-    axis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0) if decades < 2.2 else (1.0,), numticks=12))
+    axis.set_major_locator(LogLocator(base=10, subs=_subs(decades), numticks=14))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda v, _: (show or number)(v)))
 
@@ -145,24 +146,19 @@ def label_ends(ax: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
         return
     figure = ax.figure
     figure.draw_without_rendering()  # the layout decides where the axes are
-    height_px = ax.get_window_extent().height
-    step = 11.5 / 72 * figure.dpi
-    placed = sorted(
-        ((ax.transData.transform((x, y))[1], x, y, text, colour) for x, y, text, colour in ends), key=lambda p: p[0]
-    )
-    at: list[float] = []
-    for y_px, *_ in placed:
-        at.append(max(y_px, at[-1] + step) if at else y_px)
-    top = ax.get_window_extent().y0 + height_px
-    if at and at[-1] > top:  # from the top down again, so that none leaves the figure
-        at[-1] = top
-        for i in range(len(at) - 2, -1, -1):
-            at[i] = min(at[i], at[i + 1] - step)
-    for y_px, (own_px, x, y, text, colour) in zip(at, placed, strict=True):
-        shift = (y_px - own_px) * 72 / figure.dpi
+    frame, line_px = ax.get_window_extent(), 11.5 / 72 * figure.dpi
+    placed: list[tuple[float, float]] = []
+    for x, y, text, colour in sorted(ends, key=lambda end: end[1], reverse=True):
+        x_px, y_px = ax.transData.transform((x, y))
+        width_px = 0.62 * 8.5 / 72 * figure.dpi * max(3, len(text)) + 10
+        at = min(y_px, frame.y1)
+        for other_x, other_y in sorted(placed, key=lambda place: place[1], reverse=True):
+            if abs(x_px - other_x) < width_px and abs(at - other_y) < line_px:
+                at = other_y - line_px
+        placed.append((x_px, at))
         ax.annotate(
-            text, (x, y), xytext=(7, shift), textcoords="offset points", va="center", ha="left", fontsize=8.5, color=colour,
-            annotation_clip=False, fontweight="medium",
+            text, (x, y), xytext=(7, (at - y_px) * 72 / figure.dpi), textcoords="offset points", va="center", ha="left", fontsize=8.5,
+            color=colour, annotation_clip=False,
         )  # fmt: skip
 
 
@@ -177,14 +173,18 @@ def shades(count: int) -> list[str]:
     from matplotlib.colors import to_hex
 
     scale = matplotlib.colormaps["viridis"]
-    return [to_hex(scale(0.88 - 0.83 * i / max(1, count - 1))) for i in range(count)]
+    return [to_hex(scale(0.78 - 0.76 * i / max(1, count - 1))) for i in range(count)]
 
 
 def _set_scale(axis: Any, scale: str, *, base: int) -> None:
     (axis.axes.set_xscale if axis.axis_name == "x" else axis.axes.set_yscale)(scale, base=base)
 
 
-def _log10(value: float) -> float:
-    import math
+def _subs(decades: float) -> tuple[float, ...]:
+    if decades < 0.8:
+        return (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
+    return (1.0, 2.0, 3.0, 5.0) if decades < 1.3 else (1.0, 2.0, 5.0) if decades < 2.2 else (1.0,)
 
+
+def _log10(value: float) -> float:
     return math.log10(value) if value > 0 else 0.0

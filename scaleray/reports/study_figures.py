@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,14 +74,15 @@ def speedup(curve: Curve) -> Drawing:
                 markersize=6.5,
                 zorder=4,
             )
-        _labels(ax, curve.points, [at.speedup for at in curve.points], lambda v: f"{v:.3g}×")
+        _labels(ax, curve.points, [at.speedup for at in curve.points], lambda v: f"{v:.3g}×", is_beside=True)
+        ax.set_ylim(bottom=curve.base_workers / 1.45)
         ax.set(xlabel="workers", ylabel="speed-up")
         _room(ax, workers, last)
         drawing.label_ends(ax, ends)
 
-    law = f" Line and band: the {fit.law} law with its 95 % interval, dashed beyond what was measured." if fit else ""
+    law = f" Line and band: the {fit.law} law with its 95% interval, dashed beyond what was measured." if fit else ""
     hollow = " Diamond: the next doubling." if next_one else ""
-    caption = f"{_what(curve)} relative to {_workers(curve.base_workers)}; bars are 95 % intervals.{law}{hollow}"
+    caption = f"{_what(curve)} relative to {_workers(curve.base_workers)}; bars are 95% intervals.{law}{hollow}"
     return draw(f"speedup-{curve.mode}", "Speed-up", caption, paint, marks=_marks(curve))
 
 
@@ -91,24 +93,24 @@ def efficiency(curve: Curve) -> Drawing:
 
     def paint(ax: Any) -> None:
         drawing.log2_axis(ax.xaxis, workers)
-        ax.axhline(100, color=MUTED, linestyle=(0, (4, 3)), linewidth=1.2)
+        ax.plot([min(workers), max(workers)], [100, 100], color=MUTED, linestyle=(0, (4, 3)), linewidth=1.2)
         ax.plot(workers, [v.value for v in values], color=BLUE, alpha=0.75)
         _points(ax, curve.points, values, BLUE)
         low, high = min(v.low for v in values), max(100.0, *(v.high for v in values))
         ax.set_ylim(0 if low < 45 else min(75.0, low - 12), high + 7)
-        drawing.plain_axis(ax.yaxis, show=lambda v: f"{v:.0f} %")
-        _labels(ax, curve.points, values, lambda v: f"{v:.0f} %")
+        drawing.plain_axis(ax.yaxis, show=lambda v: f"{v:.0f}%")
+        _labels(ax, curve.points, values, lambda v: f"{v:.0f}%")
         ax.set(xlabel="workers", ylabel=f"{curve.mode} efficiency")
         _room(ax, workers, max(workers))
         drawing.label_ends(ax, [(max(workers), 100.0, "ideal", MUTED)])
 
     meaning = (
-        "The same work by n workers in 1/n of the time is 100 %."
+        "The same work by n workers in 1/n of the time is 100%."
         if curve.mode == "strong"
-        else "n times the work by n workers in the same time is 100 %."
+        else "n times the work by n workers in the same time is 100%."
     )
     return draw(
-        f"efficiency-{curve.mode}", "Efficiency", f"{meaning} Bars are 95 % intervals.", paint, marks=_marks(curve)
+        f"efficiency-{curve.mode}", "Efficiency", f"{meaning} Bars are 95% intervals.", paint, marks=_marks(curve)
     )
 
 
@@ -134,14 +136,14 @@ def time_parts(curve: Curve) -> Drawing:
             )
             for bar, share, low in zip(bars, shares, bottom, strict=True):
                 if share >= 9:
-                    ax.text(bar.get_x() + bar.get_width() / 2, low + share / 2, f"{share:.0f} %", ha="center", va="center", fontsize=8,
+                    ax.text(bar.get_x() + bar.get_width() / 2, low + share / 2, f"{share:.0f}%", ha="center", va="center", fontsize=8,
                             color="white" if colour in (BLUE, VERMILION) else INK)  # fmt: skip
             bottom = [a + b for a, b in zip(bottom, shares, strict=True)]
         for i, (p, top) in enumerate(zip(points, bottom, strict=True)):
             ax.text(i, top + 2, seconds(p.step_time_s.value), ha="center", va="bottom", fontsize=8.5, color=INK)
         ax.set_xticks(range(len(points)), [str(p.workers) for p in points])
         ax.set_ylim(0, max([100.0, *bottom]) * 1.1)
-        ax.set_yticks([0, 25, 50, 75, 100], ["0", "25 %", "50 %", "75 %", "100 %"])
+        ax.set_yticks([0, 25, 50, 75, 100], ["0", "25%", "50%", "75%", "100%"])
         ax.grid(axis="x", visible=False)
         ax.set(xlabel="workers", ylabel="share of a step")
         ax.legend(
@@ -159,51 +161,45 @@ def time_parts(curve: Curve) -> Drawing:
 
 
 def step_times(curve: Curve) -> Drawing:
-    """Every measured step, so that a reader sees how steady the figures are."""
+    """Every measured step relative to the point's median, so that a reader sees how steady the figures are."""
     points = [at.point for at in curve.points]
-    measured = [[t for turn in p.turns for t in turn] for p in points]
-    most = max(1, MOST_DOTS // max(1, len(points)))
+    most = max(2, MOST_DOTS // max(1, sum(len(p.turns) for p in points)))
+    relative = [[[100 * t / (p.step_time_s.value or 1.0) for t in turn] for turn in p.turns] for p in points]
+    every = sorted(t for turns in relative for turn in turns for t in turn)
+    # a few hiccups must not flatten all others
+    top = max(112.0, 1.15 * every[max(0, math.ceil(0.98 * len(every)) - 1)]) if every else 112.0
+    low = min(90.0, every[0] - 3) if every else 90.0
 
     def paint(ax: Any) -> None:
-        for i, (p, times) in enumerate(zip(points, measured, strict=True)):
-            place = i
-            for k, turn in enumerate(p.turns):
-                few = thinned(turn, max(2, most // max(1, len(p.turns))))
-                offset = 0.0 if len(p.turns) == 1 else (k / (len(p.turns) - 1) - 0.5) * 0.5
-                spread = [place + offset + 0.035 * ((j * 7) % 5 - 2) / 2 for j in range(len(few))]
-                ax.plot(
-                    spread,
-                    [1e3 * t for t in few],
-                    linestyle="",
-                    marker="o",
-                    markersize=2.2,
-                    color=BLUE,
-                    alpha=0.35,
-                    markeredgewidth=0,
-                )
-            median = 1e3 * p.step_time_s.value
-            ax.plot([place - 0.34, place + 0.34], [median, median], color=VERMILION, linewidth=1.6, zorder=4)
-            top = 1e3 * max(times, default=p.step_time_s.value)
-            ax.annotate(
+        for place, (p, turns) in enumerate(zip(points, relative, strict=True)):
+            for k, turn in enumerate(turns):
+                middle = place + (0.0 if len(turns) == 1 else (k / (len(turns) - 1) - 0.5) * 0.62)
+                few = [t for t in thinned(turn, most) if t <= top]
+                across = [middle + 0.05 * ((7 * j) % 5 - 2) / 2 for j in range(len(few))]
+                ax.plot(across, few, linestyle="", marker="o", markersize=2.6, color=BLUE, alpha=0.4, markeredgewidth=0)
+            ax.plot([place - 0.4, place + 0.4], [100, 100], color=VERMILION, linewidth=1.4, zorder=4)
+            ax.text(
+                place,
+                1.0,
                 seconds(p.step_time_s.value),
-                (place, top),
-                xytext=(0, 4),
-                textcoords="offset points",
                 ha="center",
                 va="bottom",
                 fontsize=8.5,
+                transform=ax.get_xaxis_transform(),
             )
         ax.set_xticks(range(len(points)), [str(p.workers) for p in points])
+        ax.set_xlim(-0.6, len(points) - 0.4)
+        ax.set_ylim(low, top)
         ax.grid(axis="x", visible=False)
-        high = max([t for times in measured for t in times] + [p.step_time_s.value for p in points], default=1.0)
-        ax.set_ylim(0, 1e3 * high * 1.14)
-        drawing.plain_axis(ax.yaxis)
-        ax.set(xlabel="workers", ylabel="step time in ms")
+        drawing.plain_axis(ax.yaxis, show=lambda v: f"{v:.0f}%")
+        ax.set(xlabel="workers", ylabel="step time, of the median")
 
-    total = sum(map(len, measured))
-    cut = f" {MOST_DOTS} of {total} steps are drawn." if total > MOST_DOTS else ""
-    caption = f"Every step in steady state, turn by turn from left to right; the line is the median.{cut}"
-    return draw(f"steps-{curve.mode}", "Step times", caption, paint, marks=_marks(curve))
+    drawn = sum(min(len(turn), most) for p in points for turn in p.turns)
+    over = sum(t > top for t in every)
+    cut = f" {drawn} of {len(every)} steps are drawn." if drawn < len(every) else ""
+    cut += f" {over} are slower than the frame shows." if over else ""
+    caption = f"Each step in steady state, turn by turn from left to right; the line is the median.{cut}"
+    return draw(f"steps-{curve.mode}", "How steady the steps are", caption, paint, marks=_marks(curve))
 
 
 def cost(record: StudyRecord, curve: Curve) -> Drawing:
@@ -294,10 +290,19 @@ def _points(ax: Any, points: Sequence[CurvePoint], values: Sequence[Estimate], c
         )  # fmt: skip
 
 
-def _labels(ax: Any, points: Sequence[CurvePoint], values: Sequence[Estimate], show: Callable[[float], str]) -> None:
+def _labels(
+    ax: Any,
+    points: Sequence[CurvePoint],
+    values: Sequence[Estimate],
+    show: Callable[[float], str],
+    *,
+    is_beside: bool = False,
+) -> None:
+    """A value below each point, or below it to the right, where a rising line leaves room."""
     for at, value in zip(points, values, strict=True):
         ax.annotate(
-            show(value.value), (at.point.workers, value.low), xytext=(0, -5), textcoords="offset points", ha="center", va="top",
+            show(value.value), (at.point.workers, value.value if is_beside else value.low),
+            xytext=(6, -3) if is_beside else (0, -5), textcoords="offset points", ha="left" if is_beside else "center", va="top",
             fontsize=8.5, color=INK, bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.6},
         )  # fmt: skip
 

@@ -23,13 +23,14 @@ def study_page(record: StudyRecord) -> Page:
     verdicts = [curve.verdict for curve in record.curves if curve.verdict]
     verdict = verdicts[0] if verdicts else (record.words[0] if record.words else "No curve was measured.")
     sections = [
-        _section(record, curve, table) for curve, table in zip(record.curves, study_tables(record), strict=True)
+        _section(record, curve, table, verdict)
+        for curve, table in zip(record.curves, study_tables(record), strict=True)
     ]
     if record.noise:
         sections.append(Section("Noise of the gradient", drawings=[noise_scale(record)]))
     return Page(
         kind="Scaling study", name=record.name, when=when(record.started_at, record.duration_s), verdict=verdict,
-        words=[sentence for sentence in dict.fromkeys(record.words) if sentence != verdict],
+        words=[sentence for sentence in dict.fromkeys(record.words) if sentence not in verdicts and sentence != verdict],
         marks=record.marks or sorted({m for c in record.curves for at in c.points for m in at.point.marks}),
         figures=_facts(record), sections=sections, command=record.command,
         facts=facts(record.conditions, record.config), notes=where(record.mlflow_link, record.folder),
@@ -78,10 +79,12 @@ def where(mlflow_link: str, folder: str) -> list[str]:
     return ([f"MLflow: {mlflow_link}"] if mlflow_link else []) + ([f"Record: {folder}/record.json"] if folder else [])
 
 
-def _section(record: StudyRecord, curve: Curve, table: Table) -> Section:
+def _section(record: StudyRecord, curve: Curve, table: Table, said: str) -> Section:
     drawings = study_drawings(record, curve) if curve.points else []
     tables = [table, *([_fits(curve)] if curve.fits else [])]
-    return Section(f"{curve.mode.capitalize()} scaling", [curve.verdict] if curve.verdict else [], drawings, tables)
+    return Section(
+        f"{curve.mode.capitalize()} scaling", [curve.verdict] if curve.verdict != said else [], drawings, tables
+    )
 
 
 def _fits(curve: Curve) -> Table:
@@ -90,7 +93,7 @@ def _fits(curve: Curve) -> Table:
         parameters = "; ".join(f"{name.replace('_', ' ')} {estimate}" for name, estimate in fit.parameters.items())
         error = "not enough points" if fit.held_out_error is None else f"{fit.held_out_error:.1%}"
         rows.append((fit.law + (" (chosen)" if fit.law == curve.best_law else ""), error, parameters))
-    note = "The law with the smallest error on points left out of its fit is drawn. In brackets the 95 % interval."
+    note = "The law with the smallest error on points left out of its fit is drawn. In brackets the 95% interval."
     return Table("Laws fitted to the curve", ("law", "held-out error", "parameters"), tuple(rows), (note,))
 
 
@@ -111,7 +114,7 @@ def _facts(record: StudyRecord) -> list[Fact]:
                     f"Speed-up {at}", f"{last.speedup.value:.3g}×", f"{last.speedup.low:.3g} to {last.speedup.high:.3g}"
                 )
             )
-            found.append(Fact("Throughput", f"{count(last.point.samples_per_s.value)}/s", f"samples, {at}"))
+            found.append(Fact("Throughput", count(last.point.samples_per_s.value), f"samples/s {at}"))
             if last.point.cost_per_million_samples is not None:
                 found.append(
                     Fact(

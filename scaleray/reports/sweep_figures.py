@@ -117,7 +117,7 @@ def _map(
             bar = panels[-1].figure.colorbar(
                 drawn, ax=panels, pad=0.015, aspect=28, format=FuncFormatter(lambda v, _: drawing.number(v))
             )
-            bar.ax.yaxis.set_minor_formatter(FuncFormatter(lambda v, _: ""))
+            drawing.log_axis(bar.ax.yaxis) if isinstance(norm, LogNorm) else drawing.plain_axis(bar.ax.yaxis)
             bar.outline.set_visible(False)
             bar.set_label(what, color=MUTED, fontsize=8.5)
 
@@ -257,7 +257,7 @@ def goodput(record: SweepRecord) -> Drawing:
             ends.append((batches[-1], values[-1], label, colour))
         drawing.log2_axis(ax.xaxis, batches)
         ax.set_ylim(0, 112)
-        drawing.plain_axis(ax.yaxis, show=lambda v: f"{v:.0f} %")
+        drawing.plain_axis(ax.yaxis, show=lambda v: f"{v:.0f}%")
         ax.annotate(f"best: {best.batch_size}", (best.batch_size, 100), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=8.5,
                     color=BLUE, fontweight="bold")  # fmt: skip
         ax.set(xlabel="batch size", ylabel="share of the largest")
@@ -268,7 +268,7 @@ def goodput(record: SweepRecord) -> Drawing:
         if not all(p.is_trusted for p in points)
         else ""
     )
-    caption = f"Goodput is throughput times statistical efficiency. Dot: measured; diamond: predicted.{unsure} Bands are 95 % intervals."
+    caption = f"Goodput is throughput times statistical efficiency. Dot: measured; diamond: predicted.{unsure} Bands are 95% intervals."
     return draw("goodput", "Goodput", caption, paint, marks=record.marks)
 
 

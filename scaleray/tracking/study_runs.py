@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import threading
 import time
 from collections import deque
@@ -17,9 +16,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from scaleray.errors import TrackingError
+from scaleray.records import RunRecord
 from scaleray.study_records import Point, StudyRecord, SweepRecord, Trial
 from scaleray.study_tables import escaped, study_tables, sweep_table
 from scaleray.tracking import saved_views
+from scaleray.tracking.found_run import record_of
 from scaleray.tracking.store import LONGEST_PARAM, RunStore, check_reachable, resolve_uri, run_link, without_password
 from scaleray.tracking.study_values import (
     Value,
@@ -307,7 +308,12 @@ def send_record(path: str | Path, *, uri: str | None = None) -> str | None:
     uri: where to send it; None is where the study wrote, whose password, if any, the file does not hold.
     Returns what MLflow still lacks in words. Raises TrackingError when the run cannot be opened.
     """
-    record = read_record(path)
+    try:
+        record = record_of(Path(path).read_bytes(), where=str(path))
+    except OSError as exc:
+        raise TrackingError("the record", str(path), f"it cannot be read: {exc.strerror}") from exc
+    if isinstance(record, RunRecord):
+        raise TrackingError("the record", str(path), "it is one of a training, whose unsent.jsonl is what can be sent")
     is_study = isinstance(record, StudyRecord)
     run = ParentRun.open(
         uri or record.tracking_uri, "", kind="scaling-study" if is_study else "sweep", name=record.name, config=record.config,
@@ -321,19 +327,6 @@ def send_record(path: str | Path, *, uri: str | None = None) -> str | None:
         for trial in record.trials:
             run.log_trial(trial)
     return run.finish(record, files=[path])
-
-
-def read_record(path: str | Path) -> StudyRecord | SweepRecord:
-    """The study or sweep in a record.json. Raises TrackingError for anything else."""
-    try:
-        data = json.loads(Path(path).read_text())
-        return SweepRecord.read(path) if "trials" in data else StudyRecord.read(path)
-    except OSError as exc:
-        raise TrackingError("the record", str(path), f"it cannot be read: {exc.strerror}") from exc
-    except (ValueError, TypeError) as exc:  # pydantic's errors are ValueErrors
-        raise TrackingError(
-            "the record", str(path), "it is not one of a study or a sweep that this version of scaleray reads"
-        ) from exc
 
 
 def description(record: StudyRecord | SweepRecord) -> str:
