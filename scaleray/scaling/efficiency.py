@@ -102,7 +102,7 @@ def resampled(turns: Turns, *, number: int = 0) -> Resampled:
     if not steps or not all(math.isfinite(step) and step > 0 for step in steps):
         found = next((step for step in steps if not (math.isfinite(step) and step > 0)), "none")
         raise UsageError("the step times of a point", found, "they must be seconds above 0, at least one")
-    return _resampled(tuple(tuple(turn) for turn in turns if turn), number)
+    return _resampled(tuple(tuple(turn) for turn in turns if turn), number, NUM_DRAWS)
 
 
 def estimate(log_value: float, log_deviations: Draws) -> Estimate:
@@ -135,7 +135,7 @@ def _rate(step_time: Resampled, samples_per_step: float) -> Resampled:
 
 
 @functools.lru_cache(maxsize=64)
-def _resampled(turns: tuple[tuple[float, ...], ...], number: int) -> Resampled:
+def _resampled(turns: tuple[tuple[float, ...], ...], number: int, num_draws: int) -> Resampled:
     is_alone = len(turns) == 1
     groups = _batches(turns[0]) if is_alone else [_shortened(np.array(turn)) for turn in turns]
     num_groups, lengths = len(groups), np.array([len(group) for group in groups])
@@ -145,10 +145,10 @@ def _resampled(turns: tuple[tuple[float, ...], ...], number: int) -> Resampled:
     value = math.log(np.median([step for turn in turns for step in turn]))
     # content decides the seed too: two measurements must not be resampled in step because they are equally long
     random = np.random.default_rng([number, zlib.crc32(table.tobytes())])
-    medians = np.empty(NUM_DRAWS)
+    medians = np.empty(num_draws)
     block = max(1, 2_000_000 // table.size)  # draws at once, which bounds the memory
-    for start in range(0, NUM_DRAWS, block):
-        size = min(block, NUM_DRAWS - start)
+    for start in range(0, num_draws, block):
+        size = min(block, num_draws - start)
         chosen = random.integers(num_groups, size=(size, num_groups))
         drawn = table[chosen]
         if not is_alone or num_groups == 1:

@@ -78,7 +78,7 @@ def fit_laws(points: Sequence[Point], given: Sequence[GivenLaw] = ()) -> list[Fi
 
 def _fitted(law: Law, seen: Measured) -> FittedLaw:
     coefficients = law.fit(seen.r, seen.log_throughput, seen.weights)
-    drawn = np.array([law.fit(seen.r, column, seen.weights) for column in seen.draws.T])
+    drawn = np.array([law.fit(seen.r, column, seen.weights, start=coefficients) for column in seen.draws.T])
     return FittedLaw(law, seen, coefficients, drawn, _held_out_error(law, seen))
 
 

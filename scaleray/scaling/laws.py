@@ -55,21 +55,23 @@ class Law:
         value = np.log(np.maximum(self.basis(r) @ coefficients, np.finfo(float).tiny))
         return np.log(r).reshape(-1, *[1] * (value.ndim - 1)) - value if self.is_inverse else value
 
-    def fit(self, r: Array, log_throughput: Array, weights: Array) -> Array:
-        """The coefficients that minimise sum(weights * (log_throughput - law)^2). All arguments (num_points,)."""
+    def fit(self, r: Array, log_throughput: Array, weights: Array, *, start: Array | None = None) -> Array:
+        """The coefficients that minimise sum(weights * (log_throughput - law)^2). r to weights: (num_points,).
+
+        start: coefficients near them, which saves time.
+        """
         basis, root = self.basis(r), np.sqrt(weights)
-        log_target = np.log(r) - log_throughput if self.is_inverse else log_throughput
-        target = np.exp(log_target - log_target.max())  # throughputs of any unit are alike to the solver
-        coefficients = nnls(basis / target[:, None] * root[:, None], root)[0]
+        target = np.exp(np.log(r) - log_throughput if self.is_inverse else log_throughput)
+        coefficients = nnls(basis / target[:, None] * root[:, None], root)[0] if start is None else start
         for _ in range(MOST_STEPS):
             now = basis @ coefficients
-            if not (now > 0).all():
+            if now.min() <= 0:
                 break
-            goal = (np.log(target / now) + 1.0) * root
-            before, coefficients = coefficients, nnls(basis / now[:, None] * root[:, None], goal)[0]
-            if np.allclose(coefficients, before, rtol=1e-9, atol=0.0):
+            before = coefficients
+            coefficients = nnls(basis / now[:, None] * root[:, None], (np.log(target / now) + 1.0) * root)[0]
+            if np.abs(coefficients - before).max() <= 1e-8 * coefficients.max():
                 break
-        return np.asarray(coefficients * math.exp(log_target.max()))
+        return coefficients
 
 
 def amdahl(r: float, f: float) -> float:

@@ -32,6 +32,8 @@ def limit_of(mode: Mode, base: Point, largest: CurvePoint) -> str:
     is_lost = largest.efficiency.value <= 1 - LEAST_LOSS and largest.efficiency.high < 1
     if is_lost and max(shares.values()) > 0:
         worst = max(shares, key=lambda name: shares[name])
+        if worst == "waiting":
+            return "contention"
         if worst != "compute":
             return worst
         if point.exposed_comm_s is None:
@@ -44,26 +46,30 @@ def limit_of(mode: Mode, base: Point, largest: CurvePoint) -> str:
 
 
 def lost_shares(mode: Mode, base: Point, point: Point) -> dict[str, float]:
-    """Shares of the point's step time by which communication, input and compute are beyond the ideal. Below 0: better."""
+    """Shares of the point's step time by which each part is beyond the ideal; below 0: better. They add up to 1 - efficiency.
+
+    waiting: for the slowest worker of a step.
+    """
     ideal = base.workers / point.workers if mode == "strong" else 1.0
     whole = point.step_time_s.value
     return {
         "communication": ((point.exposed_comm_s or 0.0) - ideal * (base.exposed_comm_s or 0.0)) / whole,
         "input": (point.input_wait_s - ideal * base.input_wait_s) / whole,
-        "compute": (point.compute_s + point.other_s - ideal * (base.compute_s + base.other_s)) / whole,
+        "compute": (point.compute_s - ideal * base.compute_s) / whole,
+        "waiting": (point.other_s - ideal * base.other_s) / whole,
     }
 
 
 def advice(limit: str, point: Point) -> str:
     """What to change about a limit, with the keys of the config; "" where there is nothing to change."""
-    if limit == "communication":
+    if limit in ("communication", "computing or communication"):
         return _about_communication(point)
     if limit == "input":
         return "more cores for reading (data.reserved_cpus), larger chunks (data.chunk_mib), or a source that is decoded already"
     if limit == "contention":
         if "oversubscribed" in point.marks:
             return "no more workers than cores say how a real cluster scales"
-        return "fewer workers on a node, or more cores for each (scale.cpus_per_worker)"
+        return "fewer workers on a node, more cores for each (scale.cpus_per_worker), or shares.by speed where one is always slow"
     if limit == "compute":
         share = max(1, point.global_batch_size // point.workers)
         samples = "sample" if share == 1 else "samples"

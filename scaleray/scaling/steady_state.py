@@ -1,7 +1,7 @@
 """Which steps of a run count: where its warm-up ends, and whether what follows is steady.
 
 The rule. Steps are looked at in batches of 5, each by its median, so that single slow steps do not matter. The warm-up ends
-where the standard error of the remaining batches' mean is smallest, or first within 10 % of that (MSER-5: White 1997,
+where the standard error of the remaining batches' mean is smallest, or first within 5 % of that (MSER-5: White 1997,
 Simulation 69(6):323-334), after at least 3 steps and at most half of all (and 20
 stay where there are as many). The rest is steady unless
 
@@ -28,7 +28,7 @@ LEAST_STEPS = 20
 """Steps after the warm-up from which on a drift could be seen."""
 CHANCE = 0.01
 MOST_DRIFT = 0.03
-NEARLY_BEST = 1.1
+NEARLY_BEST = 1.05
 """Among ends of the warm-up that are as good but for chance, the earliest."""
 NUM_DRIFT_BATCHES = 40
 """In how many batches a drift is looked for: long ones, as neighbouring steps resemble each other."""
