@@ -63,3 +63,9 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in list(os.environ):
         if variable.startswith("SCALERAY_"):
             monkeypatch.delenv(variable)
+
+
+@pytest.fixture
+def uri(mlflow_database: Path) -> str:
+    """A tracking URI of the test's own."""
+    return f"sqlite:///{mlflow_database}"

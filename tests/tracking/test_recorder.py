@@ -16,11 +16,6 @@ from scaleray.tracking.recorder import Recorder
 from scaleray.tracking.run_description import RunDescription
 
 
-@pytest.fixture
-def uri(mlflow_database):
-    return f"sqlite:///{mlflow_database}"
-
-
 def describe(uri, tmp_path, **more):
     values = {
         "tracking_uri": uri, "experiment": "tests", "run_name": "run", "work_dir": str(tmp_path / "run"), "every_steps": 1,
