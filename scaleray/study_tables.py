@@ -98,7 +98,7 @@ def _curve_table(record: StudyRecord, curve: Curve, *, is_brief: bool) -> Table:
             "samples/s": count(p.samples_per_s.value), "tokens/s": count(p.tokens_per_s.value if p.tokens_per_s else None),
             "speed-up": with_interval(at.speedup, lambda v: f"{v:.2f}"),
             "efficiency": with_interval(at.efficiency, lambda v: f"{v:.0%}"),
-            "waits for comm": f"{p.exposed_comm_s / step:.1%}", "waits for input": f"{p.input_wait_s / step:.1%}",
+            "waits for comm": "" if p.exposed_comm_s is None else f"{p.exposed_comm_s / step:.1%}", "waits for input": f"{p.input_wait_s / step:.1%}",
             "MFU": "" if p.mfu is None else f"{p.mfu:.1%}", "memory": memory(p.peak_memory_bytes),
             price: figure(p.cost_per_million_samples),
             "time to target": "" if not to else seconds(to.time_s) if to.is_reached else "missed",

@@ -121,7 +121,7 @@ def time_parts(curve: Curve) -> Drawing:
     def paint(ax: Any) -> None:
         bottom = [0.0] * len(points)
         for name, label, colour in PARTS:
-            shares = [100 * getattr(p, name) / (p.step_time_s.value or 1.0) for p in points]
+            shares = [100 * (getattr(p, name) or 0.0) / (p.step_time_s.value or 1.0) for p in points]
             if not any(share > 0.05 for share in shares):
                 continue
             bars = ax.bar(
