@@ -120,7 +120,7 @@ def trial(number, rule, batch, learning_rate, seed, *, base=64, evaluations=12):
         "settings": {"batch.global_size": batch, "optimizer.learning_rate": learning_rate, "seed": seed},
     }  # fmt: skip
     if off > 3.5:
-        return Trial(**common, status="failed", error="NonFiniteLossError: the loss became nan at step 3")
+        return Trial(**common, status="diverged", error="NonFiniteLossError: the loss became nan at step 3")
     steps = LEAST_STEPS * (1 + NOISE_SCALE / batch) * (1 + off**2) * rng.uniform(0.95, 1.05)
     step_time_s = 0.01 + batch * 2e-5
     is_reached = off < 1.6
