@@ -140,7 +140,7 @@ def _line(
         else ""
     )
     missing = len(rows) - len(points)
-    gaps = f" {missing} steps without a finite value are left out." if 0 < missing < len(rows) else ""
+    gaps = f" {missing} steps without a value are left out." if 0 < missing < len(rows) else ""
     return draw(name, title, f"Over the optimizer steps.{mean}{gaps}", paint)
 
 
@@ -206,7 +206,7 @@ def _step_times(rows: Sequence[Mapping[str, float]]) -> Drawing:
         )
 
     over = sum(t > top for _, t, _ in times)
-    above = f" {over} slower steps are above the frame." if over else ""
+    above = f" {over} {'step is' if over == 1 else 'steps are'} slower than the frame shows." if over else ""
     drawn = f" {len(few)} of {len(times)} steps are drawn." if len(few) < len(times) else ""
     return draw(
         "step-times",

@@ -18,10 +18,11 @@ from scaleray.records import RunRecord
 from scaleray.reports.page import LARGEST_PAGE_BYTES, Page, as_csv, render
 from scaleray.reports.record_terminal import as_rich, show_record
 from scaleray.reports.run_report import run_page, step_rows, write_run_report
-from scaleray.reports.study_figures import speedup
+from scaleray.reports.study_figures import efficiency, speedup
 from scaleray.reports.study_report import study_page, write_study_report
 from scaleray.reports.sweep_figures import MOST_LINES
 from scaleray.reports.sweep_report import sweep_page, write_sweep_report
+from scaleray.study_records import Estimate
 from scaleray.study_tables import study_tables
 
 NASTY = '<script>alert("1")</script> & $x_1$ \\frac |pipe| =1+1'
@@ -219,6 +220,20 @@ def test_csv_and_png_lie_beside_the_page_and_an_old_report_is_replaced(tmp_path)
 @pytest.mark.parametrize("sizes", [(1,), (3 * 2**k for k in range(11))])
 def test_a_study_of_any_number_of_points_has_a_page(sizes):
     Tags(render(study_page(study_examples.study(sizes=tuple(sizes), modes=("strong",)))))
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_intervals_that_say_nothing_do_not_press_a_curve_flat():
+    record = study_examples.study(modes=("strong",), sizes=(1, 2))
+    curve = record.curves[0]
+    wild = Estimate(1.2, 1e-310, 3e302)
+    points = [curve.points[0], dataclasses.replace(curve.points[1], speedup=wild, efficiency=Estimate(0.6, 0.0, 1e300))]
+    fit = dataclasses.replace(curve.fits[0], band=[(n, Estimate(e.value, 0.0, 1e302)) for n, e in curve.fits[0].band])
+    wild_curve = dataclasses.replace(curve, points=points, fits=[fit])
+    for made, scale in ((speedup(wild_curve), 1.0), (efficiency(wild_curve), 100.0)):
+        assert "Bars that touch the frame go on." in made.caption
+        ticks = [float(text.rstrip("%")) for text in re.findall(r">(\d+(?:\.\d+)?%?)</text>", made.svg)]
+        assert max(ticks) <= 4 * scale
 
 
 def test_a_study_without_fit_price_noise_or_target_has_a_page_without_these():
