@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -16,16 +16,43 @@ from scaleray.errors import ScaleRayError
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockProfile:
-    """One of the model's repeated blocks. Per sample, of one micro-batch in the precision of the run."""
+class Product:
+    """A matrix product of `rows` x `inner` with `inner` x `columns`. rows: of one sample, such as its tokens."""
+
+    rows: float
+    inner: int
+    columns: int
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions."""
+        return 2.0 * self.rows * self.inner * self.columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartProfile:
+    """One of the model's repeated blocks, or what lies before or after them. Per sample, forward, in the run's precision."""
 
     name: str
     num_parameters: int
-    forward_flops: float
-    activation_bytes: float
+    """Of those that several parts use, the first one's."""
+    products: list[Product] = field(default_factory=list)
+    attention_flops: float = 0.0
+    """Of fused attention: in full, also where a causal mask would leave out half."""
+    convolution_flops: float = 0.0
+    activation_bytes: float = 0.0
     """Kept from the forward pass for the backward pass."""
-    output_bytes: float
-    """What it hands to the next block: what a checkpointed block keeps, and what a pipeline sends."""
+    output_bytes: float = 0.0
+    """What it hands on: what a checkpointed block keeps of its predecessor, and what a pipeline sends."""
+    traffic_bytes: float = 0.0
+    """Read and written by every other operation, uncompiled."""
+    num_operations: int = 0
+    """Kernels that an uncompiled forward pass launches, of a micro-batch of any size."""
+
+    @property
+    def forward_flops(self) -> float:
+        """Of products, attention and convolutions."""
+        return sum(product.flops for product in self.products) + self.attention_flops + self.convolution_flops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +63,6 @@ class WorkloadProfile:
     num_trained_parameters: int
     parameter_bytes: int
     precision: str
-    forward_flops: float
-    """Multiplications and additions of matrix products, convolutions and attention. Attention counts in full, also where a
-    causal mask would leave out half: the convention of published MFU figures (Chowdhery et al. 2022, arXiv:2204.02311,
-    appendix B)."""
     backward_flops: float
     """Without what is computed a second time, such as attention's scores."""
     activation_bytes: float
@@ -48,10 +71,22 @@ class WorkloadProfile:
     """The same, whatever the micro-batch: copies of weights in a narrower type, for example."""
     count_per_sample: float | None
     """Tokens of a sample, or whatever else the loss counts; None where it could not be told without computing."""
-    blocks: list[BlockProfile] = dataclasses.field(default_factory=list)
-    """In the workload's order; empty without `blocks()`."""
+    parts: list[PartProfile] = field(default_factory=list)
+    """What comes before the blocks, each block of the workload's `blocks()`, and what comes after them, the loss included.
+    Without blocks it is all in the last."""
     is_computed: bool = False
     """The loss was really computed, on the CPU: it looks at values, which counting alone does not have."""
+
+    @property
+    def blocks(self) -> list[PartProfile]:
+        """The repeated ones, in the workload's order."""
+        return self.parts[1:-1]
+
+    @property
+    def forward_flops(self) -> float:
+        """Multiplications and additions of matrix products, convolutions and attention. Attention counts in full: the
+        convention of published MFU figures (Chowdhery et al. 2022, arXiv:2204.02311, appendix B)."""
+        return sum(part.forward_flops for part in self.parts)
 
     @property
     def flops(self) -> float:

@@ -87,6 +87,10 @@ class PrecisionSettings(Settings):
                     raise ValueError(
                         f"{key}: without precision.float8 it has no effect; leave it out, or use float8 tensorwise"
                     )
+        elif self.emulate_float8 and self.float8 == "rowwise_with_gw_hp":
+            raise ValueError(
+                "emulate_float8: torchao 0.18 cannot emulate rowwise_with_gw_hp; use rowwise or tensorwise"
+            )
         elif self.dtype != "bf16":
             raise ValueError(f"float8: its products give bf16, and precision.dtype is {self.dtype}; use dtype bf16")
         return self

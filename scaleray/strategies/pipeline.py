@@ -238,6 +238,10 @@ class _TimedStage(PipelineStage):
         with self._busy.working():
             return super().backward_weight_one_chunk(*args, **kwargs)
 
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Nothing to clean up, as shapes are given. torch 2.13 would free the parameters that FSDP has gathered for this
+        step, and drop the gradients of the micro-batches before."""
+
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
         return self._counted(super().get_fwd_send_ops(fwd_chunk_id))
 

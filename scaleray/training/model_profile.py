@@ -1,4 +1,4 @@
-"""Counts what one sample costs the user's own model: FLOPs, parameters, and activations kept for the backward pass.
+"""Counts what one sample costs the user's own model: products, parameters, memory traffic, activations kept for later.
 
 One micro-batch goes through the loss and back. Where the workload allows, tensors have shapes and no values, so that a
 model of any size is counted in seconds and without its memory; a loss that looks at values is computed on the CPU.
@@ -7,7 +7,7 @@ model of any size is counted in seconds and without its memory; a loss that look
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,14 +15,16 @@ import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop, sdpa_flop_count
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop, sdpa_flop_count
 
 from scaleray.config.scale import PrecisionSettings
 from scaleray.reproducibility.seeding import same_random_numbers
 from scaleray.training import precision
 from scaleray.training.step import as_user_batch, check_sum_and_count, to_device
 from scaleray.workload import call_user_code
-from scaleray.workload_profile import BlockProfile, WorkloadProfile
+from scaleray.workload_profile import PartProfile, Product, WorkloadProfile
 
 CPU = torch.device("cpu")
 SIZES = (2, 4)  # samples of the two passes; batch normalisation cannot train on a single one
@@ -33,8 +35,8 @@ def profile_workload(
 ) -> WorkloadProfile:
     """The profile of a workload's model and loss in a precision. rows: a few of the training data, as a source reads them.
 
-    Not counted: what is neither a matrix product, a convolution nor attention. Activations are those of torch's
-    memory-saving attention, without activation checkpointing. Changes no random numbers. Raises WorkloadError.
+    Activations are those of torch's memory-saving attention, without activation checkpointing. Changes no random numbers.
+    Raises WorkloadError.
     """
     with same_random_numbers(CPU):
         try:
@@ -46,114 +48,148 @@ def profile_workload(
 def _profile(
     workload: Any, rows: Mapping[str, np.ndarray], settings: PrecisionSettings, *, gives_tuples: bool, is_computed: bool
 ) -> WorkloadProfile:
-    mode = contextlib.nullcontext() if is_computed else FakeTensorMode(allow_non_fake_inputs=True)
     with torch.device(CPU if is_computed else "meta"):
         model = call_user_code(workload.build_model, what="build_model()", doing="building the model")
-    with mode:
+    arithmetic = precision.prepare(model, CPU, settings)
+    with contextlib.nullcontext() if is_computed else FakeTensorMode(allow_non_fake_inputs=True):
         if not is_computed:
             _without_values(model)
-        arithmetic = precision.prepare(model, CPU, settings)
-        blocks = _blocks(workload, model)
-        counts = []
+        passes = []
         for size in SIZES:
             columns = {name: np.resize(values, (size, *values.shape[1:])) for name, values in rows.items()}
             batch = as_user_batch(to_device(columns, CPU, arithmetic.input_dtype), gives_tuples)
-            counts.append(_count(workload, model, blocks, batch, arithmetic))
+            passes.append(_count(workload, model, batch, arithmetic))
             model.zero_grad(set_to_none=True)
-    few, many = counts
-    step = SIZES[1] - SIZES[0]
-    per_sample = [(b - a) / step for a, b in zip(few.kept_bytes, many.kept_bytes, strict=True)]
-    names = {id(module): name for name, module in model.named_modules()}
+    few, many = passes
+    # what grows with the micro-batch; the rest is there once, such as copies of weights in a narrower type
+    kept = [(b.kept_bytes - a.kept_bytes) / (SIZES[1] - SIZES[0]) for a, b in zip(few.parts, many.parts, strict=True)]
     return WorkloadProfile(
         num_parameters=sum(p.numel() for p in model.parameters()),
         num_trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         parameter_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
         precision=settings.dtype,
-        forward_flops=many.forward_flops / SIZES[1],
         backward_flops=many.backward_flops / SIZES[1],
-        activation_bytes=sum(per_sample),
-        fixed_activation_bytes=sum(few.kept_bytes) - SIZES[0] * sum(per_sample),
+        activation_bytes=sum(kept),
+        fixed_activation_bytes=sum(part.kept_bytes for part in few.parts) - SIZES[0] * sum(kept),
         count_per_sample=None if many.count is None else many.count / SIZES[1],
-        blocks=[
-            BlockProfile(
-                name=names[id(block)],
-                num_parameters=sum(p.numel() for p in block.parameters()),
-                forward_flops=many.block_flops[number] / SIZES[1],
-                activation_bytes=per_sample[number],
-                output_bytes=many.output_bytes[number] / SIZES[1],
+        parts=[
+            PartProfile(
+                name=part.name,
+                num_parameters=part.num_parameters,
+                products=[Product(rows=m / SIZES[1], inner=k, columns=n) for m, k, n in part.products],
+                attention_flops=part.attention_flops / SIZES[1],
+                convolution_flops=part.convolution_flops / SIZES[1],
+                activation_bytes=kept_bytes,
+                output_bytes=part.output_bytes / SIZES[1],
+                traffic_bytes=part.traffic_bytes / SIZES[1],
+                num_operations=part.num_operations,
             )
-            for number, block in enumerate(blocks)
+            for part, kept_bytes in zip(many.parts, kept, strict=True)
         ],
         is_computed=is_computed,
     )
 
 
 @dataclass
-class _Counts:
-    """Of one micro-batch. kept_bytes: of each block, and last of everything beside them."""
+class _Part:
+    """Of one micro-batch."""
 
-    block_flops: list[float]
-    output_bytes: list[float]
-    kept_bytes: list[float]
-    forward_flops: float = 0.0
-    backward_flops: float = 0.0
-    count: float | None = None
-    storages: list[Any] = field(default_factory=list)
+    name: str
+    num_parameters: int = 0
+    products: list[tuple[int, int, int]] = field(default_factory=list)
+    attention_flops: float = 0.0
+    convolution_flops: float = 0.0
+    kept_bytes: float = 0.0
+    output_bytes: float = 0.0
+    traffic_bytes: float = 0.0
+    num_operations: int = 0
 
 
-def _count(
-    workload: Any, model: nn.Module, blocks: list[nn.Module], batch: Any, arithmetic: precision.Precision
-) -> _Counts:
-    found = _Counts([0.0] * len(blocks), [0.0] * len(blocks), [0.0] * (len(blocks) + 1))
-    tensors = [*model.parameters(), *model.buffers(), *(batch.values() if isinstance(batch, dict) else batch)]
-    seen = {tensor.untyped_storage()._cdata for tensor in tensors}
-    current = len(blocks)
+@dataclass
+class _Pass:
+    parts: list[_Part]
+    backward_flops: float
+    count: float | None
+
+
+def _count(workload: Any, model: nn.Module, batch: Any, arithmetic: precision.Precision) -> _Pass:
+    blocks = _blocks(workload, model)
+    names = {id(module): name for name, module in model.named_modules()}
+    before, after = _Part("before the blocks"), _Part("after the blocks" if blocks else "the model")
+    inner = [_Part(names[id(block)]) for block in blocks]
+    operations = _Operations(model, before if blocks else after)
+    inputs = [*model.parameters(), *model.buffers(), *tree_leaves(batch)]
+    seen = {tensor.untyped_storage()._cdata for tensor in inputs if isinstance(tensor, torch.Tensor)}
+    kept: list[Any] = []  # alive until the end, or another could come to lie at its address
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in seen:
             seen.add(storage._cdata)
-            found.storages.append(storage)  # alive until the end, or another could come to lie at its address
-            found.kept_bytes[current] += storage.nbytes()
+            kept.append(storage)
+            operations.part.kept_bytes += storage.nbytes()
         return tensor
 
-    forward, backward = (FlopCounterMode(display=False, custom_mapping=_ATTENTION) for _ in range(2))
-
-    def begin(number: int) -> Any:
-        def hook(module: nn.Module, inputs: Any) -> None:
-            nonlocal current
-            current = number
-            found.block_flops[number] -= forward.get_total_flops()
-
-        return hook
-
-    def end(number: int) -> Any:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            nonlocal current
-            current = len(blocks)
-            found.block_flops[number] += forward.get_total_flops()
-            first = output if isinstance(output, torch.Tensor) else next(iter(output), None)
-            if isinstance(first, torch.Tensor):
-                found.output_bytes[number] = first.numel() * first.element_size()
-
-        return hook
-
     with contextlib.ExitStack() as hooks:
-        for number, block in enumerate(blocks):
-            hooks.callback(block.register_forward_pre_hook(begin(number)).remove)
-            hooks.callback(block.register_forward_hook(end(number)).remove)
-        with forward, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            with arithmetic.autocast():
-                result = call_user_code(
-                    lambda: workload.loss(model, batch), what="loss()", doing="counting its operations"
-                )
-            loss, count = check_sum_and_count(result, what="loss()")
-    with backward:
+        for block, part in zip(blocks, inner, strict=True):
+
+            def begin(module: nn.Module, given: Any, part: _Part = part) -> None:
+                if part is inner[0]:
+                    before.output_bytes = _bytes(next(_tensors(given), None))
+                operations.part = part
+
+            def end(module: nn.Module, given: Any, output: Any, part: _Part = part) -> None:
+                operations.part = after
+                part.output_bytes = _bytes(next(_tensors(output), None))
+
+            hooks.callback(block.register_forward_pre_hook(begin).remove)
+            hooks.callback(block.register_forward_hook(end).remove)
+        with operations, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), arithmetic.autocast():
+            result = call_user_code(lambda: workload.loss(model, batch), what="loss()", doing="counting its operations")
+        loss, count = check_sum_and_count(result, what="loss()")
+    with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as backward:
         loss.backward()
-    found.forward_flops, found.backward_flops = float(forward.get_total_flops()), float(backward.get_total_flops())
+    parts = [before, *inner, after]
+    own = {id(p) for block in blocks for p in block.parameters()}
+    for part, block in zip(inner, blocks, strict=True):
+        part.num_parameters = sum(p.numel() for p in block.parameters())
+    outside = {id(p): p.numel() for p in model.parameters() if id(p) not in own}
+    before.num_parameters = sum(n for p, n in outside.items() if operations.first_use.get(p) is before)
+    after.num_parameters = sum(outside.values()) - before.num_parameters
+    value = None
     with contextlib.suppress(Exception):  # a count that is a tensor has no value while nothing is computed
-        found.count = float(count)
-    return found
+        value = float(count)
+    return _Pass(parts, float(backward.get_total_flops()), value)
+
+
+class _Operations(TorchDispatchMode):
+    """Books every operation of a forward pass on `part`."""
+
+    def __init__(self, model: nn.Module, part: _Part) -> None:
+        super().__init__()
+        self.part = part
+        self.first_use: dict[int, _Part] = {}
+        self._parameters = {p.untyped_storage()._cdata: id(p) for p in model.parameters()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        packet, part = func._overloadpacket, self.part
+        given = list(_tensors((args, kwargs)))
+        for tensor in given:
+            if (parameter := self._parameters.get(tensor.untyped_storage()._cdata)) is not None:
+                self.first_use.setdefault(parameter, part)
+        if packet in _PRODUCTS:
+            left, right = args[_PRODUCTS[packet] : _PRODUCTS[packet] + 2]
+            part.products.append((left.numel() // left.shape[-1], left.shape[-1], right.shape[-1]))
+        elif packet in _ATTENTION:
+            part.attention_flops += _ATTENTION[packet](*(tuple(tensor.shape) for tensor in args[:3]))
+        elif packet in flop_registry:
+            part.convolution_flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+        elif not (func.is_view or packet in _FREE):
+            part.traffic_bytes += sum(map(_bytes, given)) + sum(map(_bytes, _tensors(out)))
+        if not (func.is_view or packet in _FREE):
+            part.num_operations += 1
+        return out
 
 
 def _without_values(model: nn.Module) -> None:
@@ -183,6 +219,14 @@ def _blocks(workload: Any, model: nn.Module) -> list[nn.Module]:
     return list((method(model) if callable(method) else None) or ())
 
 
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _bytes(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel() * tensor.element_size()
+
+
 def _attention_backward(
     grad_out: tuple[int, ...], query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], *args: Any, **kwargs: Any
 ) -> int:  # fmt: skip
@@ -191,10 +235,20 @@ def _attention_backward(
 
 
 _aten = torch.ops.aten
-_ATTENTION = {
+_PRODUCTS = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}
+"""Matrix products, with the position of the first factor."""
+_ATTENTION: dict[Any, Any] = {
+    _aten._scaled_dot_product_flash_attention: sdpa_flop,
+    _aten._scaled_dot_product_efficient_attention: sdpa_flop,
+    _aten._scaled_dot_product_cudnn_attention: sdpa_flop,
     _aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,  # which torch's own table lacks
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     _aten._scaled_dot_product_flash_attention_backward: _attention_backward,
     _aten._scaled_dot_product_efficient_attention_backward: _attention_backward,
     _aten._scaled_dot_product_cudnn_attention_backward: _attention_backward,
 }
+_FREE = {
+    _aten._unsafe_view, _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.lift_fresh, _aten.detach,
+    _aten._local_scalar_dense, torch.ops.prim.device,  # questions to a tensor
+}  # fmt: skip
+"""Operations that move no bytes, beside views."""

@@ -11,7 +11,7 @@ from torch import nn
 from scaleray.config.scale import PrecisionSettings
 from scaleray.errors import WorkloadError
 from scaleray.training.model_profile import profile_workload
-from scaleray.workload_profile import ImpossibleUtilisation, WorkloadProfile, mfu
+from scaleray.workload_profile import ImpossibleUtilisation, Product, WorkloadProfile, mfu
 
 FP32 = PrecisionSettings()
 
@@ -29,6 +29,7 @@ def test_a_network_of_two_layers_costs_what_its_products_cost():
     assert found.parameter_bytes == 4 * found.num_parameters
     assert found.activation_bytes == 4 * (8 + 3)  # tanh and the logarithms of the probabilities
     assert found.count_per_sample == 1 and found.blocks == []
+    assert [(p.rows, p.inner, p.columns) for p in found.parts[-1].products] == [(1, 6, 8), (1, 8, 3)]
 
 
 @pytest.mark.parametrize("tie_head", [True, False])
@@ -42,11 +43,17 @@ def test_a_transformer_costs_six_flops_a_parameter_and_token_and_its_attention(t
     assert found.num_parameters == sum(p.numel() for p in model.parameters())
     assert found.count_per_sample == LENGTH
     assert [b.name for b in found.blocks] == [f"blocks.{n}" for n in range(blocks)]
-    head = 2 * LENGTH * VOCABULARY * width
-    assert sum(b.forward_flops for b in found.blocks) + head == found.forward_flops
-    assert {b.output_bytes for b in found.blocks} == {4 * LENGTH * width}
+    before, after = found.parts[0], found.parts[-1]
+    assert before.forward_flops == 0 and after.products == [Product(rows=LENGTH, inner=width, columns=VOCABULARY)]
+    assert {part.output_bytes for part in (before, *found.blocks)} == {4 * LENGTH * width}
+    assert before.num_parameters == VOCABULARY * width  # a head that is the table itself has no parameters of its own
+    assert after.num_parameters == width + (0 if tie_head else VOCABULARY * width)
+    shapes = {(p.rows, p.inner, p.columns) for p in found.blocks[0].products}
+    assert shapes == {(LENGTH, width, width), (LENGTH, width, 32), (LENGTH, 32, width)}
+    assert {b.attention_flops for b in found.blocks} == {4 * width * LENGTH**2}
     assert {b.num_parameters for b in found.blocks} == {sum(p.numel() for p in model.blocks[0].parameters())}
     assert 0 < sum(b.activation_bytes for b in found.blocks) < found.activation_bytes
+    assert len({(b.traffic_bytes, b.num_operations) for b in found.blocks}) == 1
     assert not found.is_computed
 
 
