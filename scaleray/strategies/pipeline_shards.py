@@ -54,6 +54,7 @@ class Shards:
             self._units.append(module)
         for unit in self._wrapped:
             unit.set_gradient_divide_factor(1.0)  # the sum, as an all-reduce gives it
+            unit.set_force_sum_reduction_for_comms(True)  # not a product with 1 on the way, which gloo does not have
             unit.set_custom_all_gather(CountedAllGather(self._sent))
             unit.set_custom_reduce_scatter(CountedReduceScatter(self._sent))
             state = unit._get_fsdp_state()

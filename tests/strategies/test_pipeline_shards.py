@@ -36,12 +36,20 @@ def test_parameters_of_several_stages_stay_whole_and_train_alike(gloo, workload)
 
 
 @pytest.mark.parametrize(
-    "recipe", [{"optimizer.momentum": 0.9}, {"batch.global_size": 6, "batch.micro_size": 2}], ids=["sgd", "rests"]
+    ("num_rows", "recipe"), [(17, {"optimizer.momentum": 0.9}), (22, {"batch.micro_size": 2})], ids=["sgd", "rests"]
 )
-def test_sizes_that_do_not_divide_are_cut_all_the_same(gloo, recipe):
-    # three classes over two replicas; 3 rows a replica in micro-batches of 2 and 1; a last batch of 1, so that one has none
-    finished = gloo.run(4, train, Deep(num_rows=19), {**recipe, **SHARDED})[0]
-    assert_same_training(finished, train_in_plain_torch(Deep(num_rows=19), recipe))
+def test_sizes_that_do_not_divide_are_cut_all_the_same(gloo, num_rows, recipe):
+    # three classes over two replicas; a last batch of 1 row, so that one has none, or of 6, in micro-batches of 2 and 1
+    finished = gloo.run(4, train, Deep(num_rows=num_rows), {**recipe, **SHARDED})[0]
+    assert_same_training(finished, train_in_plain_torch(Deep(num_rows=num_rows), recipe))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_lower_precisions_stay_near_one_worker(gloo, dtype):
+    flags, workload = {"precision.dtype": dtype, "batch.micro_size": 2}, SmallTransformer(tie_head=False)
+    alone = gloo.run(1, train, workload, flags)[0]
+    finished = gloo.run(4, train, workload, {**flags, **SHARDED})[0]
+    assert max(relative_differences(alone.losses, finished.losses)) < (1e-2 if dtype == "bf16" else 1e-5)
 
 
 class Sometimes(nn.Module):
