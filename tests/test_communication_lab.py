@@ -89,6 +89,14 @@ def test_the_advice_keeps_all_reduce_where_the_difference_is_within_that_of_the_
     assert lab.advice(found).startswith("Keep all-reduce")
 
 
+def test_the_advice_is_sure_where_even_the_worst_turn_is_better_than_the_best_of_all_reduce(lab):
+    found = results(
+        lab, all_reduce=[turn(lab, 1.0, [4.0, 3.0]), turn(lab, 1.0, [4.0, 1.8])],
+        int8=[turn(lab, 1.0, [4.0, 1.7]), turn(lab, 1.0, [4.0, 1.2])],
+    )  # fmt: skip
+    assert lab.advice(found).startswith("Use int8 here")
+
+
 @pytest.mark.parametrize(
     ("word", "method", "concerns"),
     [

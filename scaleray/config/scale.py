@@ -77,22 +77,13 @@ class PrecisionSettings(Settings):
     """Round as float8 does and multiply in float32, on any device: shows what float8 does to a training, slowly."""
 
     @model_validator(mode="after")
-    def _float8_is_asked_for_and_possible(self) -> PrecisionSettings:
-        if self.float8 == "none":
-            for key, is_given in (
-                ("float8_leave_out", bool(self.float8_leave_out)),
-                ("emulate_float8", self.emulate_float8),
-            ):
-                if is_given:
-                    raise ValueError(
-                        f"{key}: without precision.float8 it has no effect; leave it out, or use float8 tensorwise"
-                    )
-        elif self.emulate_float8 and self.float8 == "rowwise_with_gw_hp":
+    def _float8_is_possible(self) -> PrecisionSettings:
+        if self.float8 != "none" and self.dtype != "bf16":
+            raise ValueError(f"float8: its products give bf16, and precision.dtype is {self.dtype}; use dtype bf16")
+        if self.emulate_float8 and self.float8 == "rowwise_with_gw_hp":
             raise ValueError(
                 "emulate_float8: torchao 0.18 cannot emulate rowwise_with_gw_hp; use rowwise or tensorwise"
             )
-        elif self.dtype != "bf16":
-            raise ValueError(f"float8: its products give bf16, and precision.dtype is {self.dtype}; use dtype bf16")
         return self
 
 

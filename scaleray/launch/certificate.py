@@ -1,4 +1,4 @@
-"""The certificate of a verification: what was asked, what came out, on what; in a folder and in MLflow."""
+"""Certificates of verifications: what was asked, what came out, on what; in a folder and in MLflow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from scaleray.config import RunConfig
 from scaleray.data.sources import Source
 from scaleray.launch.run_folder import RunFolder
 from scaleray.launch.verification_plan import Plan, Question
+from scaleray.records import jsonable
 from scaleray.reproducibility.fingerprint import environment, environment_hash
 from scaleray.tracking import store
 from scaleray.tracking.store import RunStore
@@ -26,9 +27,9 @@ from scaleray.training.verification import Outcome
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """The answer, readable without the code that gave it."""
+    """What every answer says, readable without the code that gave it."""
 
     passed: bool
     verdict: str
@@ -37,19 +38,13 @@ class Certificate:
     environment_hash: str
     bound: float
     precision: str
-    own_precision: str
     steps: int
-    strategies: list[str]
-    world_sizes: list[int]
-    accumulation: list[int]
-    global_batch_size: int
     where: str
     """Ray, or gloo processes."""
     date: str
     duration_s: float
-    outcomes: list[Outcome]
+    outcomes: list[Any]
     config: dict[str, Any]
-    data: dict[str, Any]
     environment: dict[str, Any]
     run_dir: str
     tracking_uri: str
@@ -58,11 +53,26 @@ class Certificate:
 
     def to_json(self) -> str:
         """As indented JSON; NaN and infinity become null."""
-        return json.dumps(_plain(dataclasses.asdict(self)), indent=2)
+        return json.dumps(jsonable(dataclasses.asdict(self)), indent=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EqualityCertificate(Certificate):
+    """Whether distributed runs are the training of one process."""
+
+    outcomes: list[Outcome]
+    own_precision: str
+    strategies: list[str]
+    world_sizes: list[int]
+    accumulation: list[int]
+    global_batch_size: int
+    data: dict[str, Any]
 
 
 @contextlib.contextmanager
-def recorded(config: RunConfig, tracking_uri: str, started_at: float) -> Iterator[tuple[RunFolder, RunStore]]:
+def recorded(
+    config: RunConfig, tracking_uri: str, started_at: float, *, kind: str = "verify"
+) -> Iterator[tuple[RunFolder, RunStore]]:
     """A folder and an MLflow run, which ends as FINISHED, FAILED or KILLED with the context."""
     stem = config.workload.name.rpartition(":")[2].lower() or "run"
     name = (
@@ -76,7 +86,7 @@ def recorded(config: RunConfig, tracking_uri: str, started_at: float) -> Iterato
         run = RunStore.create(
             tracking_uri, experiment=config.tracking.experiment, run_name=folder.name, started_at=started_at,
             tags={
-                "scaleray.kind": "verify",
+                "scaleray.kind": kind,
                 "scaleray.config_hash": config.hash(),
                 "scaleray.workload": config.workload.name,
                 "mlflow.source.name": config.workload.name,
@@ -97,21 +107,31 @@ def recorded(config: RunConfig, tracking_uri: str, started_at: float) -> Iterato
         folder.remove_if_empty()
 
 
+def common_facts(
+    config: RunConfig, folder: RunFolder, run: RunStore, *, local: bool, started_at: float
+) -> dict[str, Any]:
+    """The fields of a certificate that do not depend on what was asked."""
+    facts = environment()
+    return {
+        "workload": config.workload.name, "config_hash": config.hash(), "config": config.to_dict(),
+        "environment": facts, "environment_hash": environment_hash({"environment": facts}),
+        "where": "gloo processes" if local else "Ray", "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "duration_s": time.time() - started_at,
+        "run_dir": folder.path, "tracking_uri": store.without_password(run.uri), "run_id": run.run_id,
+        "mlflow_link": store.run_link(run.uri, run.experiment_id, run.run_id),
+    }  # fmt: skip
+
+
 def make_certificate(
     config: RunConfig, question: Question, plan: Plan, sources: Mapping[str, Source], outcomes: list[Outcome],
     folder: RunFolder, run: RunStore, *, local: bool, started_at: float,
-) -> Certificate:  # fmt: skip
+) -> EqualityCertificate:  # fmt: skip
     """Put the answer together. outcomes: of every variant, the refused ones included."""
-    facts = environment()
     judged = [o for o in outcomes if o.verdict != "refused"]
     bad = [o for o in judged if o.verdict == "differs"]
     reference = plan.reference.job
-    return Certificate(
+    return EqualityCertificate(
         passed=not bad,
         verdict=_verdict(judged, bad, question),
-        workload=config.workload.name,
-        config_hash=config.hash(),
-        environment_hash=environment_hash({"environment": facts}),
         bound=question.bound,
         precision=question.precision,
         own_precision=config.precision.dtype,
@@ -120,17 +140,9 @@ def make_certificate(
         world_sizes=sorted(set(question.world_sizes)),
         accumulation=sorted(set(question.accumulation)),
         global_batch_size=reference.recipe.global_batch_size,
-        where="gloo processes" if local else "Ray",
-        date=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        duration_s=time.time() - started_at,
         outcomes=outcomes,
-        config=config.to_dict(),
         data={TRAIN: sources[TRAIN].describe()},
-        environment=facts,
-        run_dir=folder.path,
-        tracking_uri=store.without_password(run.uri),
-        run_id=run.run_id,
-        mlflow_link=store.run_link(run.uri, run.experiment_id, run.run_id),
+        **common_facts(config, folder, run, local=local, started_at=started_at),
     )
 
 
@@ -144,23 +156,29 @@ def _verdict(judged: list[Outcome], bad: list[Outcome], question: Question) -> s
     return f"the same training: {len(judged) - promised} variants equal one process within {question.bound:g}, largest difference {largest:.1e}{more}"
 
 
-def keep(certificate: Certificate, folder: RunFolder, run: RunStore, render: Any, say: Say) -> None:
-    """Write the certificate, and the table that `render` makes of it, to the folder and to MLflow."""
-    files = {"certificate.json": certificate.to_json()} | ({"verification.txt": render(certificate)} if render else {})
+def largest_differences(outcomes: list[Outcome]) -> dict[str, float]:
+    """Of all variants that must equal one process: values of MLflow's metrics."""
+    judged = [o.comparison for o in outcomes if o.verdict == "equal"]
+    return {
+        names.VERIFY_LOSS_DIFFERENCE.name: max((c.loss for c in judged), default=math.nan),
+        names.VERIFY_GRAD_NORM_DIFFERENCE.name: max((c.grad_norm for c in judged), default=math.nan),
+        names.VERIFY_PARAMETER_DIFFERENCE.name: max((c.parameters for c in judged), default=math.nan),
+        names.VERIFY_MISMATCHES.name: float(sum(o.verdict == "differs" for o in outcomes)),
+    }
+
+
+def keep(
+    certificate: Certificate, folder: RunFolder, run: RunStore, *, params: Sequence[str], say: Say,
+    metrics: Mapping[str, float] | None = None, more_files: Mapping[str, str] | None = None,
+) -> None:  # fmt: skip
+    """Write the certificate to the folder and to MLflow. params: names of its fields that become params of the run."""
+    files = {"certificate.json": certificate.to_json(), **(more_files or {})}
     for name, text in files.items():
         Path(folder.work_dir, name).write_text(text)
-    judged = [o for o in certificate.outcomes if o.verdict == "equal"]
-    values = {
-        names.VERIFY_LOSS_DIFFERENCE.name: max((o.comparison.loss for o in judged), default=math.nan),
-        names.VERIFY_GRAD_NORM_DIFFERENCE.name: max((o.comparison.grad_norm for o in judged), default=math.nan),
-        names.VERIFY_PARAMETER_DIFFERENCE.name: max((o.comparison.parameters for o in judged), default=math.nan),
-        names.VERIFY_MISMATCHES.name: float(sum(o.verdict == "differs" for o in certificate.outcomes)),
-    }
     now = int(time.time() * 1000)
-    params = ("config_hash", "environment_hash", "bound", "precision", "own_precision", "steps", "strategies", "world_sizes", "accumulation", "global_batch_size", "where")  # fmt: skip
     operations: list[dict[str, Any]] = [
         {"op": "params", "values": {key: getattr(certificate, key) for key in params}},
-        {"op": "metrics", "points": [(k, v, now, 0) for k, v in values.items() if math.isfinite(v)]},
+        {"op": "metrics", "points": [(k, v, now, 0) for k, v in (metrics or {}).items() if math.isfinite(v)]},
         {"op": "tags", "values": {"scaleray.verdict": certificate.verdict, "scaleray.environment_hash": certificate.environment_hash, "scaleray.passed": str(certificate.passed).lower()}},
         *({"op": "artifact", "path": str(Path(folder.work_dir, name))} for name in files),
     ]  # fmt: skip
@@ -169,11 +187,3 @@ def keep(certificate: Certificate, folder: RunFolder, run: RunStore, render: Any
             run.send(operation)
     except Exception as exc:  # mlflow and its drivers share no base class; the result stands in the folder
         say(f"warning: MLflow did not take the certificate ({type(exc).__name__}); it is in {folder.path}")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -20,7 +20,7 @@ from scaleray.records import EventRecord, WorkerMessage
 from scaleray.tracking.recorder import Recorder
 from scaleray.training import loop
 from scaleray.training.checkpointing import Checkpointing, Control
-from scaleray.training.job import Split, TrainJob
+from scaleray.training.job import OpenStream, Split, TrainJob
 from scaleray.training.place import Place
 from scaleray.training.weights import save_weights
 
@@ -79,7 +79,7 @@ def _leaving_on_sigterm(control: Control) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def stream_opener(job: TrainJob, sources: Mapping[str, Source], emit: loop.Emit) -> loop.OpenStream:
+def stream_opener(job: TrainJob, sources: Mapping[str, Source], emit: loop.Emit) -> OpenStream:
     """Opens a split's batches by reading them in a thread of this process."""
     data = job.config.data
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from scaleray import metric_names as names
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.config import RunConfig, load_config
 from scaleray.config.base import absolute_path, without_password
@@ -24,13 +20,15 @@ from scaleray.errors import ClusterError, ConfigError, DataError, LeftEarly, Tra
 from scaleray.launch import cluster
 from scaleray.launch import resume as interrupted
 from scaleray.launch.local import run_here
+from scaleray.launch.record import as_yaml, describe, end_tags, make_record, point_metrics
+from scaleray.launch.remote_recorder import RemoteRecorder, spawn_recorder
 from scaleray.launch.run_folder import RunFolder
-from scaleray.launch.trainer import Interrupted, RemoteRecorder, Show, fit, spawn_recorder
+from scaleray.launch.trainer import Interrupted, Show, fit
 from scaleray.records import EventRecord, RunRecord
 from scaleray.reproducibility.fingerprint import environment, environment_hash
 from scaleray.scaling.recipe import DataSize, derive, resolve_strategy
 from scaleray.tracking import store
-from scaleray.tracking.recorder import Recorder, RunDescription
+from scaleray.tracking.recorder import Recorder
 from scaleray.training.job import TRAIN, Split, TrainJob, rescaled
 from scaleray.workload import build_workload, call_user_code, load_workload, user_modules
 
@@ -188,7 +186,10 @@ class _Run:
             derive(resized, data_size(sources), workers=workers)
 
     def train(self, *, local: bool) -> RunRecord:
-        description = self._describe()
+        description = describe(
+            self.job, data=self.data, facts=self.facts, folder=self.folder, tracking_uri=self.tracking_uri, base_dir=self.base_dir,
+            continues=self.before.about if self.before else None, changes=self._changes(),
+        )  # fmt: skip
         recorder: Any
         if local:
             recorder = Recorder(description)
@@ -249,50 +250,6 @@ class _Run:
             "  starting the workers ..." if self.topology[0]["node"] != "local" else "  in this process, without Ray",
         ]
 
-    def _describe(self) -> RunDescription:
-        config = self.config
-        params: dict[str, Any] = dict(_flatten(config.to_dict()))
-        params.update({f"derived.{k}": v for k, v in self.recipe.values().items()})
-        params.update({"topology.nodes": len(self.topology), "topology.workers": str(config.scale.workers)})
-        tags = {
-            "scaleray.kind": "train",
-            "scaleray.config_hash": config.hash(),
-            "scaleray.workload": config.workload.name,
-            "scaleray.strategy": self.recipe.strategy,
-            "mlflow.source.name": config.workload.name,
-            "mlflow.source.type": "JOB",
-        }
-        git = self.facts["environment"]["git"]
-        if git:
-            tags["mlflow.source.git.commit"] = git["commit"]
-            if git["is_dirty"] is not None:
-                tags["scaleray.git_is_dirty"] = str(git["is_dirty"]).lower()
-        if job_id := os.environ.get("RAY_JOB_SUBMISSION_ID"):
-            tags["scaleray.ray_job_id"] = job_id
-        return RunDescription(
-            tracking_uri=self.tracking_uri,
-            experiment=config.tracking.experiment,
-            run_name=self.folder.name,
-            work_dir=self.folder.work_dir,
-            every_steps=config.tracking.every_steps,
-            params={k: v for k, v in params.items() if v is not None},
-            tags=tags,
-            files={
-                "config.yaml": yaml.safe_dump(config.to_dict(), sort_keys=False),
-                "derived.yaml": yaml.safe_dump({"values": _plain(self.recipe.values()), "how": self.recipe.explanations}, sort_keys=False),
-            },
-            datasets=[
-                {
-                    "name": name, "digest": str(facts.get("sha256") or "unhashed")[:32], "context": "training" if name == TRAIN else "evaluation",
-                    "source": {"workload": config.workload.name, "split": name}, "profile": facts,
-                }
-                for name, facts in self.data.items()
-            ],
-            tokens_per_sample=self.sources[TRAIN].tokens_per_row,
-            started_at=self.job.started_at, run_path=self.folder.path, config=config.to_dict(),
-            base_dir=str(self.base_dir) if self.base_dir else None, continues=self.before.about if self.before else None, changes=self._changes(),
-        )  # fmt: skip
-
     def _changes(self) -> list[str]:
         step = self.before.newest.step if self.before and self.before.newest else 0
         return [f"after step {step}: {change}" for change in self.changed]
@@ -326,58 +283,17 @@ class _Run:
     def _finish(self, recorder: Any, status: str, reason: str) -> RunRecord:
         recording = recorder.drain()
         identity = recorder.identity()
-        summary = next((s for s in recording.summaries if s.rank == 0), None)
-        hardware = [summary.hardware for summary in recording.summaries]
-        workers = [{"rank": s.rank, "node": s.node, "device": s.device, **s.hardware} for s in recording.summaries]
-        facts = {**self.facts, "workers": workers}
-        record = RunRecord(
-            name=self.folder.name,
-            status=status,
-            verdict=reason or (summary.verdict if summary else "done"),
-            workers=self.config.scale.max_workers,
-            strategy=self.recipe.strategy,
-            steps=max(0, recording.last_step),
-            final_loss=recording.final_loss,
-            metrics=recording.metrics,
-            samples_per_s=summary.samples_per_s if summary else None,
-            tokens_per_s=summary.tokens_per_s if summary else None,
-            step_time_s=summary.step_time_s if summary else None,
-            input_wait_share=summary.input_wait_share if summary else None,
-            time_to_first_step_s=summary.time_to_first_step_s
-            if summary and summary.time_to_first_step_s == summary.time_to_first_step_s
-            else None,
-            training_time_s=summary.training_time_s if summary else None,
-            total_time_s=time.time() - self.job.started_at,
-            peak_memory_bytes=[s.peak_memory_bytes for s in recording.summaries],
-            nonfinite_steps=summary.nonfinite_steps if summary else 0,
-            sample_order=self.job.train_plan().promise,
-            config=self.config.to_dict(),
-            config_hash=self.config.hash(),
-            derived=_plain(self.recipe.values()),
-            data=self.data,
-            environment=facts,
-            environment_hash=environment_hash({"environment": facts["environment"], "hardware": _distinct(hardware)}),
-            tracking_uri=store.without_password(self.tracking_uri),
-            experiment_id=identity.experiment_id,
-            run_id=identity.run_id,
-            mlflow_link=identity.link,
-            run_dir=without_password(self.folder.path),
-            events=recording.events,
-            resumed_after=recording.resumed_after,
-            compilation=summary.compilation if summary else {},
-            memory=[s.memory for s in recording.summaries],
-        )
+        record = make_record(
+            self.job, recording, identity, status=status, verdict=reason, data=self.data, facts=self.facts,
+            folder=self.folder, tracking_uri=self.tracking_uri,
+        )  # fmt: skip
         if status == "FINISHED" and self.config.checkpoint.save_final:
             recorder.log_files([self.folder.local_weights()], "model")
         unsent = recorder.finish(
             status,
-            metrics=_point_metrics(record),
-            tags={
-                "scaleray.environment_hash": record.environment_hash,
-                "scaleray.verdict": record.verdict[:500],
-                "mlflow.note.content": _note(record),
-            },
-            files={"record.json": record.to_json(), "environment.yaml": yaml.safe_dump(_plain(facts), sort_keys=False)},
+            metrics=point_metrics(record),
+            tags=end_tags(record),
+            files={"record.json": record.to_json(), "environment.yaml": as_yaml(record.environment)},
         )
         record = dataclasses.replace(record, unsent_file=unsent)
         self.folder.complete()
@@ -423,48 +339,3 @@ def _ship_user_code(workload: Any) -> None:
 
     for module in user_modules(workload):
         cloudpickle.register_pickle_by_value(module)
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _distinct(hardware: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each kind of node once: the number of workers belongs to the topology, not to the environment."""
-    return [kind for number, kind in enumerate(hardware) if kind not in hardware[:number]]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
-def _point_metrics(record: RunRecord) -> dict[str, float]:
-    values: dict[Any, float | None] = {
-        names.WORLD_SIZE: float(record.workers),
-        names.POINT_SAMPLES_PER_S: record.samples_per_s,
-        names.POINT_TOKENS_PER_S: record.tokens_per_s,
-        names.TIME_TO_FIRST_STEP_S: record.time_to_first_step_s,
-        names.PEAK_MEMORY_BYTES: float(max(record.peak_memory_bytes)) if record.peak_memory_bytes else None,
-    }
-    return {metric.name: value for metric, value in values.items() if value is not None and math.isfinite(value)}
-
-
-def _note(record: RunRecord) -> str:
-    """The run's description in MLflow, as Markdown."""
-    rows = {
-        "verdict": record.verdict.splitlines()[0] if record.verdict else "",
-        "workers": f"{record.workers} ({record.strategy})",
-        "steps": record.steps,
-        "samples/s": f"{record.samples_per_s:.4g}" if record.samples_per_s else "",
-        "input wait": f"{record.input_wait_share:.2%}" if record.input_wait_share is not None else "",
-        **{name: f"{value:.4g}" for name, value in record.metrics.items()},
-        "sample order": record.sample_order,
-        "files": f"`{record.run_dir}`",
-    }
-    return "| | |\n|---|---|\n" + "\n".join(f"| {key} | {value} |" for key, value in rows.items())

@@ -1,4 +1,4 @@
-"""One run under Ray Train: the recorder beside the driver, the workers, and what their failures mean."""
+"""One run under Ray Train: its workers, started again where that helps, while the driver shows what they say."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import itertools
 import logging
 import math
 import os
-import re
 import secrets
 import signal
 import threading
@@ -18,95 +17,39 @@ from typing import TYPE_CHECKING, Any
 from scaleray.config import RunConfig
 from scaleray.data.sources import Source
 from scaleray.errors import (
-    InitialisationError,
-    InputStarvedError,
     LeftEarly,
-    NonFiniteLossError,
-    PeerLostError,
     RunFailedError,
     ScaleRayError,
-    StepFailedError,
-    UsageError,
 )
 from scaleray.launch.cluster import input_cpus
+from scaleray.launch.remote_recorder import RemoteRecorder
+from scaleray.launch.worker_failures import (
+    SILENT_S,
+    cause_of,
+    explain,
+    failed_step,
+    fatal_error,
+    is_echo,
+    last_line,
+    silent_worker,
+    tail,
+    was_preempted,
+    what_failed,
+)
 from scaleray.records import EventRecord, Heartbeat, WorkerMessage
-from scaleray.tracking.recorder import RunDescription
 from scaleray.training.job import Split, TrainJob
-from scaleray.training.progress import HANG
 
 if TYPE_CHECKING:
     from scaleray.training.worker import Assignment
 
 Show = Callable[[Sequence[WorkerMessage]], None]
 POLL_S = 0.5
-WAIT_FOR_WORKERS_S = 30.0  # of the recorder, before it makes the MLflow run all the same
-SILENT_S = 2.0  # without a sign of life, four times as long as between two of them
 SAME_FAILURE_S = 3.0  # a new group of workers takes longer to start
 CONTROLLER_FAILURE_LIMIT = 2  # Ray's default retries an impossible launch for ever
 
 
 class Interrupted(Exception):
     """The user stopped the run: Ctrl-C, or `ray job stop`."""
-
-
-def spawn_recorder(description: RunDescription) -> Any:
-    """The recorder as an actor on the driver's node, where an SQLite file and the run's local folder are."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    from scaleray.tracking.recorder import Recorder
-
-    class PoliteRecorder(Recorder):
-        """Gives way to workers on the same cores, while they start as much as while they train."""
-
-        def __init__(self, description: RunDescription) -> None:
-            os.nice(10)
-            super().__init__(description)
-
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    # several calls at once: workers' messages must not wait while the run is being made
-    actor = ray.remote(PoliteRecorder).options(num_cpus=0, scheduling_strategy=here, max_concurrency=8)
-    return actor.remote(description)
-
-
-class RemoteRecorder:
-    """The recorder actor, called like the plain object."""
-
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
-        self.started = actor.start.remote(after_first_message_s=WAIT_FOR_WORKERS_S)
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        import ray
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return ray.get(getattr(self.actor, name).remote(*args, **kwargs), timeout=180)
-            except ray.exceptions.RayTaskError as exc:
-                raise _cause(exc) from exc
-
-        return call
-
-    def close(self) -> None:
-        """End the actor, whoever still holds a handle to it; what it had to write is written."""
-        import ray
-
-        with contextlib.suppress(Exception):  # it may be gone already
-            ray.kill(self.actor)
-
-    def wait_started(self, timeout_s: float | None = None) -> bool:
-        """True once the MLflow run exists; raises what went wrong. False when it is not decided in time."""
-        import ray
-
-        if timeout_s != 0:
-            self.actor.log.remote([])  # somebody waits: it must not wait for workers any longer
-        try:
-            ray.get(self.started, timeout=timeout_s)
-        except ray.exceptions.GetTimeoutError:
-            return False
-        except ray.exceptions.RayTaskError as exc:
-            raise _cause(exc) from exc
-        return True
 
 
 def fit(
@@ -210,18 +153,18 @@ def restart_callback(recorder: Any, max_failures: int) -> Any:
                 logging.getLogger("ray.train.v2").setLevel(logging.CRITICAL)  # the driver says it, once
                 if isinstance(fatal, RunFailedError) and not isinstance(fatal, LeftEarly):
                     beats = ray.get(recorder.heartbeats.remote(), timeout=30)
-                    failed = [r for r, e in worker_exceptions.items() if _cause(e) is fatal]
-                    tail = _tail(next((b for b in beats if b.rank in failed), None))
-                    fatal = type(fatal)(f"{fatal}{tail}")
+                    failed = [r for r, e in worker_exceptions.items() if cause_of(e) is fatal]
+                    last_lines = tail(next((b for b in beats if b.rank in failed), None))
+                    fatal = type(fatal)(f"{fatal}{last_lines}")
                 raise fatal  # Ray starts nothing again after an error of its callbacks
-            self.failed_at = max([self.failed_at, *map(_failed_step, worker_exceptions.values())])
-            was_preempted = any(map(_was_preempted, worker_exceptions.values()))
-            self.restarts += not was_preempted
+            self.failed_at = max([self.failed_at, *map(failed_step, worker_exceptions.values())])
+            is_preempted = any(map(was_preempted, worker_exceptions.values()))
+            self.restarts += not is_preempted
             text = what_failed(worker_exceptions, heartbeats(worker_exceptions))
-            if self.restarts > max_failures and not was_preempted:
+            if self.restarts > max_failures and not is_preempted:
                 logging.getLogger("ray.train.v2").setLevel(logging.CRITICAL)
                 raise RunFailedError(text)  # Ray would end the run too, but knows less
-            count = "its node was taken away" if was_preempted else f"{self.restarts} of {max_failures}"
+            count = "its node was taken away" if is_preempted else f"{self.restarts} of {max_failures}"
             text = f"{text}\n  starting again from the newest checkpoint, {count}"
             recorder.log.remote([EventRecord(text, kind="warning")])
 
@@ -230,32 +173,15 @@ def restart_callback(recorder: Any, max_failures: int) -> Any:
         while True:
             beats: list[Heartbeat] = ray.get(recorder.heartbeats.remote(), timeout=30)
             # where all that failed only miss somebody, that one falls silent in a moment, if it is not so already
-            if not all(map(_is_echo, failures.values())) or _silent(failures, beats) or time.monotonic() > deadline:
+            if (
+                not all(map(is_echo, failures.values()))
+                or silent_worker(failures, beats)
+                or time.monotonic() > deadline
+            ):
                 return beats
             time.sleep(0.5)
 
     return Restart()
-
-
-def fatal_error(
-    failures: Mapping[int, BaseException], failed_before: int = -1, *, is_restart: bool = False
-) -> ScaleRayError | None:
-    """The error that would come again: the user's slip, a loss that is not finite, the workload's own error where it
-    came before, or before anything was done. failed_before: the furthest step in which it did; -1 is none."""
-    for _, failure in sorted(failures.items()):
-        error = _cause(failure)
-        if isinstance(error, (UsageError, NonFiniteLossError, InitialisationError, InputStarvedError, LeftEarly)):
-            return error
-        if isinstance(error, StepFailedError) and (
-            (error.steps_done == 0 and not is_restart) or 0 <= error.step <= failed_before
-        ):
-            return error
-    return None
-
-
-def _failed_step(failure: BaseException) -> int:
-    error = _cause(failure)
-    return error.step if isinstance(error, StepFailedError) else -1
 
 
 def _wait_for_silence(recorder: RemoteRecorder, *, silent_s: float = 3.0, timeout_s: float = 60.0) -> None:
@@ -309,7 +235,7 @@ class _Watcher:
                 if self.stop.is_set():
                     return
                 # nothing would be recorded any more, and no checkpoint come to exist
-                self.error = RunFailedError(f"the recorder's process was lost: {_last_line(exc)}")
+                self.error = RunFailedError(f"the recorder's process was lost: {last_line(exc)}")
                 if self.can_interrupt:
                     signal.raise_signal(signal.SIGINT)
                 return
@@ -367,90 +293,3 @@ def _stop_on_sigterm(recorder: RemoteRecorder, grace_s: float) -> Iterator[None]
             timer.cancel()
         signal.signal(signal.SIGTERM, before_term)
         signal.signal(signal.SIGINT, before_int)  # Ray leaves its own behind, which waits for a finished controller
-
-
-def explain(exc: BaseException, heartbeats: Sequence[Heartbeat] = ()) -> ScaleRayError:
-    """The one error a user should read, out of what several workers and Ray's layers reported."""
-    failures: dict[int, BaseException] = dict(getattr(exc, "worker_failures", {}) or {})
-    failure = getattr(exc, "controller_failure", None)
-    known = [_cause(error) for _, error in sorted(failures.items())] + ([_cause(failure)] if failure else [])
-    own = [error for error in known if isinstance(error, ScaleRayError) and not isinstance(error, PeerLostError)]
-    for kind in (UsageError, RunFailedError):
-        for error in own:
-            if isinstance(error, kind):
-                return error
-    if failures:
-        return RunFailedError(what_failed(failures, heartbeats))
-    return RunFailedError(f"Ray could not run the training: {_last_line(failure or exc)}")
-
-
-def what_failed(failures: Mapping[int, BaseException], heartbeats: Sequence[Heartbeat]) -> str:
-    """The failure that explains the others, with rank, node, step, cause and the worker's own last lines."""
-    # workers that lost their peer only echo that it is gone
-    rank = min(failures, key=lambda r: (_is_echo(failures[r]), r))
-    error = _cause(failures[rank])
-    if _is_echo(error) and (missed := _silent(failures, heartbeats)) is not None:
-        step = max(b.step for b in heartbeats) + 1  # the others wait for it there
-        state = f"hangs or was lost in step {step}: no sign of life for {missed.silent_s:.0f} s"
-        if missed.silent_s < SILENT_S:
-            state = f"hangs: it has been in `{missed.phase}` of step {missed.step + 1} for {missed.since_s:.0f} s"
-        return f"rank {missed.rank} on {missed.node} (process {missed.process}) {state}{_tail(missed)}"
-    beat = next((b for b in heartbeats if b.rank == rank), None)
-    if isinstance(error, ScaleRayError):
-        return f"{error}{_tail(beat)}"
-    if beat is None:
-        return f"rank {rank} was lost: {_death(error)}"
-    who = f"rank {rank} on {beat.node} (process {beat.process})"
-    if beat.phase.startswith(HANG):
-        return f"{who} hangs: {beat.phase.removeprefix(HANG)}{_tail(beat)}"
-    return f"{who} was lost in step {beat.step + 1}, in `{beat.phase}`: {_death(error)}{_tail(beat)}"
-
-
-def _death(error: BaseException) -> str:
-    """Ray's words on a worker's end, without its guesses."""
-    found = re.search(
-        r"Worker exit type: (\w+) Worker exit detail: (.*?)\.?( Some common causes|$)", str(error), re.DOTALL
-    )
-    return f"its process ended ({found[1]}: {found[2]})" if found else _last_line(error)
-
-
-def _silent(failures: Mapping[int, BaseException], heartbeats: Sequence[Heartbeat]) -> Heartbeat | None:
-    """The worker that the failed ones miss: it says nothing any more, or has long been in a phase of its own."""
-    others = [beat for beat in heartbeats if beat.rank not in failures]
-    silent = [beat for beat in others if beat.silent_s >= SILENT_S]
-    if silent:
-        return max(silent, key=lambda beat: beat.silent_s)
-    stuck = [beat for beat in others if beat.phase != "synchronise" and beat.since_s >= 2 * SILENT_S]
-    return max(stuck, key=lambda beat: beat.since_s, default=None)
-
-
-def _tail(beat: Heartbeat | None) -> str:
-    return "".join(f"\n  | {line}" for line in (beat.tail[-5:] if beat else ()))
-
-
-def _is_echo(error: BaseException) -> bool:
-    return isinstance(_cause(error), PeerLostError) or "onnection closed" in str(error) or "Gloo" in str(error)
-
-
-def _was_preempted(failure: BaseException) -> bool:
-    """Whether a worker died with a node that had been announced to go."""
-    return bool(getattr(getattr(failure, "health_check_failure", failure), "preempted", False))
-
-
-def _cause(exc: BaseException) -> BaseException:
-    """The scaleray error inside Ray's wrappers, or the exception itself."""
-    current: BaseException | None = exc
-    seen: set[int] = set()
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        inner = getattr(current, "cause", None)
-        if isinstance(current, ScaleRayError):
-            # Ray makes errors that are both its own and the cause's class: take the plain one
-            return inner if isinstance(inner, ScaleRayError) else current
-        current = inner if isinstance(inner, BaseException) else current.__cause__
-    return exc
-
-
-def _last_line(exc: BaseException) -> str:
-    lines = [line for line in str(exc).strip().splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(exc).__name__

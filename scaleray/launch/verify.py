@@ -20,13 +20,14 @@ from scaleray.config.base import absolute_path
 from scaleray.data.sources import Source
 from scaleray.errors import ClusterError, ConfigError
 from scaleray.launch import cluster
-from scaleray.launch.certificate import Certificate, Say, keep, make_certificate, recorded
+from scaleray.launch.certificate import EqualityCertificate, Say, keep, largest_differences, make_certificate, recorded
 from scaleray.launch.gloo import UserCode, gloo_processes
 from scaleray.launch.local import stream_opener
 from scaleray.launch.run import load_sources
 from scaleray.launch.run_folder import RunFolder
-from scaleray.launch.trainer import CONTROLLER_FAILURE_LIMIT, collective_backend, explain, worker_resources
+from scaleray.launch.trainer import CONTROLLER_FAILURE_LIMIT, collective_backend, worker_resources
 from scaleray.launch.verification_plan import Plan, Question, make_plan
+from scaleray.launch.worker_failures import explain
 from scaleray.tracking import store
 from scaleray.training.job import TRAIN
 from scaleray.training.place import Place
@@ -35,16 +36,21 @@ from scaleray.workload import user_modules
 
 RunGroup = Callable[[int, Assignment, References], tuple[list[Outcome], References]]
 """Runs the variants of one number of workers."""
+PARAMS = (
+    "config_hash", "environment_hash", "bound", "precision", "own_precision", "steps", "strategies", "world_sizes",
+    "accumulation", "global_batch_size", "where",
+)  # fmt: skip
+"""Fields of the certificate that MLflow lists among a run's params."""
 
 
 def verify(
     config: RunConfig, question: Question, workload: Any = None, *, local: bool = False, say: Say = lambda text: None,
-    render: Callable[[Certificate], str] | None = None, base_dir: Path | None = None,
-) -> Certificate:  # fmt: skip
+    render: Callable[[EqualityCertificate], str] | None = None, base_dir: Path | None = None,
+) -> EqualityCertificate:  # fmt: skip
     """Run the first steps of a training in every way asked for, and compare each with a single process.
 
     render: makes the table that is stored beside the certificate. Raises UsageError for what the user can mend and
-    RunFailedError for a group that died; a mismatch is no error, `Certificate.passed` says it.
+    RunFailedError for a group that died; a mismatch is no error, `passed` says it.
     """
     started_at = time.time()
     storage = {"storage_path": absolute_path(config.checkpoint.storage_path)}
@@ -78,7 +84,16 @@ def verify(
             certificate = make_certificate(
                 config, question, plan, sources, outcomes, folder, run, local=local, started_at=started_at
             )
-            keep(certificate, folder, run, render, say)
+            table = {"verification.txt": render(certificate)} if render else {}
+            keep(
+                certificate,
+                folder,
+                run,
+                params=PARAMS,
+                metrics=largest_differences(outcomes),
+                more_files=table,
+                say=say,
+            )
     return certificate
 
 

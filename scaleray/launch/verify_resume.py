@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import random
 import time
 from collections.abc import Iterator
@@ -15,14 +13,12 @@ from scaleray.config import RunConfig
 from scaleray.config.base import absolute_path
 from scaleray.data.sources import Source
 from scaleray.errors import ConfigError
-from scaleray.launch.certificate import Say, recorded
+from scaleray.launch.certificate import Certificate, Say, common_facts, keep, recorded
 from scaleray.launch.gloo import UserCode, gloo_processes
 from scaleray.launch.local import stream_opener
 from scaleray.launch.run import load_sources
 from scaleray.launch.verification_plan import Question, make_plan
 from scaleray.launch.verify import check_capacity, environment_of, fit_group, sigterm_like_ctrl_c
-from scaleray.records import jsonable
-from scaleray.reproducibility.fingerprint import environment, environment_hash
 from scaleray.tracking import store
 from scaleray.training.job import TRAIN
 from scaleray.training.place import Place
@@ -30,33 +26,12 @@ from scaleray.training.resume_check import Interruption, ResumeOutcome, interrup
 from scaleray.workload import user_modules
 
 
-@dataclass(frozen=True)
-class ResumeCertificate:
-    """The answer, readable without the code that gave it."""
+@dataclass(frozen=True, kw_only=True)
+class ResumeCertificate(Certificate):
+    """Whether interrupted and resumed runs are the run that was not interrupted. seed: of the steps to interrupt at."""
 
-    passed: bool
-    verdict: str
-    workload: str
-    config_hash: str
-    environment_hash: str
-    bound: float
-    precision: str
-    steps: int
-    seed: int
-    where: str
-    date: str
-    duration_s: float
     outcomes: list[ResumeOutcome]
-    config: dict[str, Any]
-    environment: dict[str, Any]
-    run_dir: str
-    tracking_uri: str
-    run_id: str
-    mlflow_link: str
-
-    def to_json(self) -> str:
-        """As indented JSON; NaN and infinity become null."""
-        return json.dumps(jsonable(dataclasses.asdict(self)), indent=2)
+    seed: int
 
 
 def verify_resumes(
@@ -88,7 +63,7 @@ def verify_resumes(
             f"verify --resume {config.workload.name}: {steps} steps in {config.precision.dtype}, interrupted at random (seed {seed})"
         )
         outcomes = []
-        with recorded(config, tracking_uri, started_at) as (folder, run):
+        with recorded(config, tracking_uri, started_at, kind="verify-resume") as (folder, run):
             draw = random.Random(seed)
             todo = [
                 Interruption(
@@ -100,20 +75,13 @@ def verify_resumes(
             for outcome in _outcomes(todo, sources, code, workload, config, folder.path, local=local):
                 say(f"  {line(outcome)}")
                 outcomes.append(outcome)
-            facts = environment()
-            passed = all(outcome.is_equal for outcome in outcomes)
             certificate = ResumeCertificate(
-                passed=passed, verdict=_verdict(outcomes), workload=config.workload.name, config_hash=config.hash(),
-                environment_hash=environment_hash({"environment": facts}), bound=0.0, precision=config.precision.dtype, steps=steps,
-                seed=seed, where="gloo processes" if local else "Ray", date=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                duration_s=time.time() - started_at, outcomes=outcomes, config=config.to_dict(), environment=facts,
-                run_dir=folder.path, tracking_uri=store.without_password(run.uri), run_id=run.run_id,
-                mlflow_link=store.run_link(run.uri, run.experiment_id, run.run_id),
+                passed=all(outcome.is_equal for outcome in outcomes), verdict=_verdict(outcomes), bound=0.0,
+                precision=config.precision.dtype, steps=steps, seed=seed, outcomes=outcomes,
+                **common_facts(config, folder, run, local=local, started_at=started_at),
             )  # fmt: skip
-            Path(folder.work_dir, "certificate.json").write_text(certificate.to_json())
-            run.send({"op": "params", "values": {"config_hash": certificate.config_hash, "environment_hash": certificate.environment_hash, "bound": 0.0, "steps": steps, "seed": seed}})  # fmt: skip
-            run.send({"op": "tags", "values": {"scaleray.kind": "verify-resume", "scaleray.verdict": certificate.verdict, "scaleray.passed": str(passed).lower()}})  # fmt: skip
-            run.send({"op": "artifact", "path": str(Path(folder.work_dir, "certificate.json"))})
+            params = ("config_hash", "environment_hash", "bound", "steps", "seed")
+            keep(certificate, folder, run, params=params, say=say)
     return certificate
 
 

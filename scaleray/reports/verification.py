@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from scaleray.launch.certificate import Certificate
+from scaleray.launch.certificate import EqualityCertificate
 from scaleray.training.verification import Mismatch, Outcome
 
 WIDTH = 110
@@ -29,7 +29,7 @@ QUANTITIES = {
 PLURAL = {"rows"}
 
 
-def table(certificate: Certificate) -> Table:
+def table(certificate: EqualityCertificate) -> Table:
     """Differences of every variant to one process, in the precision of the check and in the run's own."""
     own = certificate.own_precision
     made = Table(
@@ -64,7 +64,7 @@ def table(certificate: Certificate) -> Table:
     return made
 
 
-def lines(certificate: Certificate) -> list[str]:
+def lines(certificate: EqualityCertificate) -> list[str]:
     """What stands below the table: mismatches, what was judged with something taken out, what was not run, the verdict."""
     found = []
     for outcome in certificate.outcomes:
@@ -97,7 +97,7 @@ def mismatch_lines(outcome: Outcome, mismatch: Mismatch) -> list[str]:
     return [first, *textwrap.wrap(mismatch.why, WIDTH, initial_indent="  ", subsequent_indent="  ")]
 
 
-def as_text(certificate: Certificate) -> str:
+def as_text(certificate: EqualityCertificate) -> str:
     """Table and lines as plain text, for a file."""
     buffer = io.StringIO()
     console = Console(file=buffer, width=WIDTH, color_system=None)

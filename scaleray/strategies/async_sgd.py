@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from scaleray.config import RunConfig
-from scaleray.strategies.exchanges import Arrival, Outstanding, group_for_exchanges
+from scaleray.strategies.exchanges import Arrival, Outstanding, always_apart, group_for_exchanges
 from scaleray.strategies.parallel import Parallel, Tensors
 from scaleray.strategies.replicas import Replicas
 
@@ -29,36 +29,9 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     """
     if mesh is None:
         raise ValueError("async_sgd needs a device mesh with the axis 'dp'")
-    settings = config.gossip
     replicas = Replicas(model, mesh.get_group("dp"), bucket_mib=config.strategy.bucket_size_mib)
     updates = Updates(replicas, config)
-
-    def after_update(step: int) -> None:
-        updates.share()
-        if step % settings.meet_every == 0:
-            replicas.consensus_distance()
-            updates.outstanding.take_all()
-            replicas.average(measures=False)  # sums were added in another order on each, which rounds differently
-
-    notes = [] if settings.graph == type(settings)().graph else ["gossip.graph has no effect with strategy async_sgd"]
-    return Parallel(
-        model=model,
-        module=model,
-        full_state_dict=replicas.full_state_dict,
-        close=updates.close,
-        before_step=lambda step: updates.remember(),
-        after_update=after_update,
-        use_optimizer=replicas.use_optimizer,
-        is_local=lambda step: True,
-        meets=lambda step: step % settings.meet_every == 0,
-        replicas_differ=True,
-        averaged=replicas.averaged,
-        state=updates.state,
-        load_state=updates.load_state,
-        bytes_sent=lambda: replicas.sent_bytes + updates.sent_bytes,
-        metrics=replicas.metrics,
-        notes=notes,
-    )
+    return always_apart(replicas, updates, updates.group, config)
 
 
 @dataclass(frozen=True)
@@ -82,11 +55,11 @@ class Updates:
         replicas.settle = self._settle
         self._before: torch.Tensor | None = None
 
-    def remember(self) -> None:
+    def before_step(self, step: int) -> None:
         """Keep the parameters as they are before the optimizer's step."""
         self._before = Replicas.flat(self.replicas.trained)
 
-    def share(self) -> None:
+    def step(self, step: int) -> None:
         """Scale what the optimizer has done to this worker's part, send it, and take the sums that are due or there already."""
         assert self._before is not None
         own = Replicas.flat(self.replicas.trained).sub_(self._before).div_(self.replicas.size)
@@ -97,6 +70,11 @@ class Updates:
         self.sent_bytes += total.numel() * total.element_size()
         self.outstanding.add(_Update(own, total), Arrival([work]))
         self.outstanding.take_arrived()
+
+    def meet(self) -> None:
+        """Take every update, and make replicas equal: sums were added in another order on each, which rounds differently."""
+        self.outstanding.take_all()
+        self.replicas.average(measures=False)
 
     def state(self) -> Tensors:
         """What is under way, once it is there. Collective."""
@@ -112,12 +90,9 @@ class Updates:
             own, total = (saved[n].to(device, copy=True) for n in (name, f"{name.removesuffix('.own')}.total"))
             self.outstanding.add(_Update(own, total), Arrival([]))
 
-    def close(self) -> None:
-        """Wait for what is under way, and give the group back. Collective."""
-        for parameter in self.replicas.model.parameters():
-            parameter.grad = None
+    def wait(self) -> None:
+        """For the sums that are under way."""
         self.outstanding.wait_all()
-        dist.destroy_process_group(self.group)
 
     def _take(self, update: _Update) -> None:
         Replicas.fill(self.replicas.trained, Replicas.flat(self.replicas.trained).add_(update.total).sub_(update.own))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from scaleray.config import RunConfig
-from scaleray.strategies.local_sgd import TrainingApart, unused
+from scaleray.strategies.local_sgd import TrainingApart
 from scaleray.strategies.parallel import Parallel, Tensors
 
 ANCHOR, MOMENTUM = "anchor", "momentum"
@@ -60,8 +60,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
                 saved[f"{MOMENTUM}.{n}"].to(p.device, copy=True) for n, p in zip(names, trained, strict=True)
             ]
 
-    notes = unused(config, "average_momentum")
     return apart.parallel(
         synchronise=synchronise, synchronise_node=lambda node: apart.replicas.average(group=node),
-        begin=begin, state=state, load_state=load_state, notes=notes,
+        begin=begin, state=state, load_state=load_state,
     )  # fmt: skip

@@ -10,11 +10,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from scaleray.config import RunConfig
+from scaleray.strategies.parallel import Parallel, Tensors
+from scaleray.strategies.replicas import Replicas
 
 Payload = TypeVar("Payload")
 
@@ -91,6 +93,58 @@ class Outstanding(Generic[Payload]):
         arrival.wait()
         self._queue.popleft()
         self._take(payload)
+
+
+class Exchange(Protocol):
+    """What replicas that are always apart tell each other beside their training."""
+
+    sent_bytes: float
+
+    def before_step(self, step: int) -> None:
+        """Step `step`, from 1, begins."""
+
+    def step(self, step: int) -> None:
+        """The optimizer has taken the step: send, and take in what is due."""
+
+    def meet(self) -> None:
+        """The consensus distance has just been measured. Collective."""
+
+    def state(self) -> Tensors:
+        """This worker's, with what is under way to it. Collective."""
+
+    def load_state(self, saved: Tensors) -> None:
+        """Go on where `state` was taken."""
+
+    def wait(self) -> None:
+        """Return when nothing is under way any more, taken or not. Collective."""
+
+
+def always_apart(replicas: Replicas, exchange: Exchange, group: dist.ProcessGroup, config: RunConfig) -> Parallel:
+    """Every step is each replica's own, and all meet every `gossip.meet_every` of them. group: the exchange's."""
+    meet_every = config.gossip.meet_every
+
+    def after_update(step: int) -> None:
+        exchange.step(step)
+        if step % meet_every == 0:
+            replicas.consensus_distance()
+            exchange.meet()
+
+    def close() -> None:
+        for parameter in replicas.model.parameters():
+            parameter.grad = None
+        exchange.wait()
+        dist.destroy_process_group(group)
+
+    return replicas.parallel(
+        close=close,
+        before_step=exchange.before_step,
+        after_update=after_update,
+        is_local=lambda step: True,
+        meets=lambda step: step % meet_every == 0,
+        state=exchange.state,
+        load_state=exchange.load_state,
+        bytes_sent=lambda: replicas.sent_bytes + exchange.sent_bytes,
+    )
 
 
 def group_for_exchanges(group: dist.ProcessGroup, config: RunConfig, *, most: int) -> dist.ProcessGroup:

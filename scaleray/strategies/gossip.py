@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from scaleray.config import RunConfig
-from scaleray.strategies.exchanges import Arrival, Outstanding, group_for_exchanges, must_be_watched
+from scaleray.strategies.exchanges import Arrival, Outstanding, always_apart, group_for_exchanges, must_be_watched
 from scaleray.strategies.graphs import mixing_matrix
 from scaleray.strategies.parallel import Parallel, Tensors
 from scaleray.strategies.replicas import Replicas
@@ -31,34 +31,9 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     """
     if mesh is None:
         raise ValueError("gossip needs a device mesh with the axis 'dp'")
-    settings = config.gossip
-    group = mesh.get_group("dp")
-    replicas = Replicas(model, group, bucket_mib=config.strategy.bucket_size_mib)
+    replicas = Replicas(model, mesh.get_group("dp"), bucket_mib=config.strategy.bucket_size_mib)
     mixing = Mixing(replicas, config)
-
-    def after_update(step: int) -> None:
-        mixing.step(step)
-        if step % settings.meet_every == 0:
-            replicas.consensus_distance()
-
-    return Parallel(
-        model=model,
-        module=model,
-        full_state_dict=replicas.full_state_dict,
-        close=mixing.close,
-        after_update=after_update,
-        use_optimizer=replicas.use_optimizer,
-        is_local=lambda step: True,
-        meets=lambda step: step % settings.meet_every == 0,
-        replicas_differ=True,
-        averaged=replicas.averaged,
-        state=mixing.state,
-        load_state=mixing.load_state,
-        bytes_sent=lambda: replicas.sent_bytes + mixing.sent_bytes,
-        metrics=replicas.metrics,
-        notes=[] if settings.is_asynchronous or settings.max_staleness == type(settings)().max_staleness
-        else ["gossip.max_staleness has no effect without gossip.is_asynchronous"],
-    )  # fmt: skip
+    return always_apart(replicas, mixing, mixing.group, config)
 
 
 @dataclass(frozen=True)
@@ -89,9 +64,12 @@ class Mixing:
         self.outbox: deque[tuple[Arrival, list[torch.Tensor]]] = deque()
         replicas.settle = self._settle
 
-    def step(self, number: int) -> None:
+    def before_step(self, step: int) -> None:
+        """Nothing: only parameters are sent."""
+
+    def step(self, step: int) -> None:
         """Send to this step's neighbours, and mix in what is due or there already."""
-        matrix = mixing_matrix(self.settings.graph, len(self.ranks), number, seed=self.seed)
+        matrix = mixing_matrix(self.settings.graph, len(self.ranks), step, seed=self.seed)
         self._exchange(matrix)
         self.inbox.take_arrived()
         while len(self.outbox) > self.most:
@@ -140,6 +118,9 @@ class Mixing:
         weight, self.weight = self.weight, before
         return weight
 
+    def meet(self) -> None:
+        """Nothing: replicas go on with what they have."""
+
     def state(self) -> Tensors:
         """This worker's weight, and what is under way to it. Collective."""
         found = {"weight": torch.tensor(self.weight, dtype=torch.float64)}
@@ -159,11 +140,8 @@ class Mixing:
         for received in by_letter.values():
             self.inbox.add(_Letter(received), Arrival([]))
 
-    def close(self) -> None:
-        """Wait for what is under way, and give the group back. Collective."""
-        for parameter in self.replicas.model.parameters():
-            parameter.grad = None
+    def wait(self) -> None:
+        """For what this worker has sent, and what is under way to it."""
         self.inbox.wait_all()
         for arrival, _ in self.outbox:
             arrival.wait()
-        dist.destroy_process_group(self.group)

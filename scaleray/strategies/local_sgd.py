@@ -34,8 +34,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     def average(group: dist.ProcessGroup | None) -> None:
         apart.replicas.average(group=group, with_momentum=settings.average_momentum)
 
-    notes = unused(config, "outer_learning_rate", "outer_momentum")
-    return apart.parallel(synchronise=lambda: average(None), synchronise_node=average, notes=notes)
+    return apart.parallel(synchronise=lambda: average(None), synchronise_node=average)
 
 
 class TrainingApart:
@@ -55,7 +54,7 @@ class TrainingApart:
     def parallel(
         self, *, synchronise: Callable[[], None], synchronise_node: Callable[[dist.ProcessGroup], None],
         begin: Callable[[], None] = lambda: None, state: Callable[[], Tensors] = dict,
-        load_state: Callable[[Tensors], None] = lambda state: None, notes: list[str],
+        load_state: Callable[[Tensors], None] = lambda state: None,
     ) -> Parallel:  # fmt: skip
         """What the loop gets. begin: replicas are equal and the first local step is next, or a resumed run's."""
         warmup_steps, every, node_every = (
@@ -90,25 +89,18 @@ class TrainingApart:
             if self.node_group is not None:
                 dist.destroy_process_group(self.node_group)
 
-        return Parallel(
+        return self.replicas.parallel(
             model=self.route,
-            module=self.model,
             gradient_divisor=self.replicas.size,  # of the warm-up
             no_sync=no_sync,
-            full_state_dict=self.replicas.full_state_dict,
             close=close,
             before_step=before_step,
             after_update=after_update,
-            use_optimizer=self.replicas.use_optimizer,
             is_local=lambda step: step > warmup_steps,
             meets=lambda step: step <= warmup_steps or (step - warmup_steps) % every == 0,
-            replicas_differ=True,
-            averaged=self.replicas.averaged,
             state=state,
             load_state=load_state,
             bytes_sent=lambda: warm_up_bytes + self.replicas.sent_bytes,
-            metrics=self.replicas.metrics,
-            notes=notes,
         )
 
     def _leave_warm_up(self) -> None:
@@ -154,13 +146,3 @@ def _machine() -> tuple[str, str]:
     """What processes on one machine have in common; containers on it may have host names of their own."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return ("boot", boot.read_text().strip()) if boot.exists() else ("host", socket.gethostname())
-
-
-def unused(config: RunConfig, *names: str) -> list[str]:
-    """A note for each setting of `local_sgd` that was changed and does nothing under this strategy."""
-    defaults = type(config.local_sgd)()
-    return [
-        f"local_sgd.{name} has no effect with strategy {config.strategy.name}"
-        for name in names
-        if getattr(config.local_sgd, name) != getattr(defaults, name)
-    ]

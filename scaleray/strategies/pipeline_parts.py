@@ -18,7 +18,7 @@ from scaleray.errors import WorkloadError
 from scaleray.scaling.pipeline_bubble import bubble_share
 from scaleray.strategies.fsdp import total_norm, whole_state_dict
 from scaleray.strategies.pipeline_costs import measured_costs
-from scaleray.strategies.pipeline_shards import Shards, refuse_unused
+from scaleray.strategies.pipeline_shards import Shards
 from scaleray.strategies.pipeline_stages import (
     Stage,
     Unit,
@@ -80,10 +80,8 @@ class Parts:
         first = {name: next(w for w, names in enumerate(held) if name in names) for name in self.names}
         self._counted_elsewhere = [p for name, p in mine.items() if first[name] != self.worker]
         self.shards: Shards | None = None
-        if settings.data_axis == "fsdp":
-            refuse_unused(config)
-            if self.replicas is not None:  # last, as it replaces parameters
-                self.shards = self._shard(held, mesh["dp"])
+        if settings.data_axis == "fsdp" and self.replicas is not None:  # last, as it replaces parameters
+            self.shards = self._shard(held, mesh["dp"])
         self._whole_ids = {id(p) for p in self.module.parameters()} - (self.shards.sharded if self.shards else set())
 
     @property
@@ -243,8 +241,6 @@ class Parts:
         shares = {m: bubble_share(settings.schedule, num_micro_batches=m, **sizes) for m in (1, 4, 16)}
         formula = ", ".join(f"{100 * share:.0f} % with {m}" for m, share in shares.items())
         data_axis = ""
-        if settings.data_axis == "fsdp":
-            data_axis = "; pipeline.data_axis fsdp has no effect with one replica"
         if self.shards is not None:
             whole = sum(p.numel() for p in self._whole_parameters)
             sharded = sum(p.numel() for p in self.module.parameters()) - whole

@@ -18,8 +18,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, share_comm_ctx
 
-from scaleray.config import RunConfig
-from scaleray.errors import ConfigError
 from scaleray.strategies.counting import CountedAllGather, CountedReduceScatter, Counter
 from scaleray.strategies.fsdp import check_one_dtype
 from scaleray.strategies.unsharding import unshard_for_good
@@ -111,14 +109,3 @@ class Shards:
     @property
     def _wrapped(self) -> list[FSDPModule]:
         return [unit for unit in self._units if isinstance(unit, FSDPModule)]
-
-
-def refuse_unused(config: RunConfig) -> None:
-    """The section fsdp is for the strategy fsdp: none of its keys has an effect here. Raises ConfigError."""
-    defaults = type(config.fsdp)()
-    for key in type(config.fsdp).model_fields:
-        if getattr(config.fsdp, key) != getattr(defaults, key):
-            raise ConfigError(
-                f"fsdp.{key}", getattr(config.fsdp, key),
-                "a pipeline's data axis has its own way: parameters whole in a step, shards between steps", "leave it out, or use strategy fsdp",
-            )  # fmt: skip

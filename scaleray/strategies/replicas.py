@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from scaleray.metric_names import CONSENSUS_DISTANCE
-from scaleray.strategies.parallel import cpu_state_dict
+from scaleray.strategies.parallel import Parallel, cpu_state_dict
 
 
 class Replicas:
@@ -81,6 +81,20 @@ class Replicas:
             with torch.no_grad():
                 for tensor, value in zip(tensors, kept, strict=True):
                     tensor.copy_(value)
+
+    def parallel(self, *, model: nn.Module | None = None, **course: Any) -> Parallel:
+        """What the loop gets of replicas that differ. model: what the forward pass calls, where it is not the replica
+        itself. course: when they meet, and what is the strategy's own. Not collective."""
+        return Parallel(
+            model=model if model is not None else self.model,
+            module=self.model,
+            full_state_dict=self.full_state_dict,
+            use_optimizer=self.use_optimizer,
+            replicas_differ=True,
+            averaged=self.averaged,
+            metrics=self.metrics,
+            **course,
+        )
 
     def full_state_dict(self) -> dict[str, Any]:
         """The mean of the replicas on the CPU, on rank 0; empty elsewhere."""

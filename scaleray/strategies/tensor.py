@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils._pytree import tree_leaves
 
 from scaleray.config import RunConfig
-from scaleray.errors import ConfigError, WorkloadError
+from scaleray.errors import WorkloadError
 from scaleray.strategies.parallel import MicroBatch, Objective, Parallel, full
 from scaleray.strategies.traffic import Traffic
 from scaleray.workload import call_user_code
@@ -40,7 +40,6 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     if mesh is None:
         raise ValueError("tensor needs a device mesh with the axes 'dp' and 'tp'")
     groups, replicas = mesh["tp"], mesh["dp"]
-    _refuse_unused(config)
     plan = _plan(model, config, workload, size=groups.size())
     hooks = _Hooks(model)
     trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
@@ -164,21 +163,6 @@ class Replicated(ParallelStyle):
             return output
 
         return distribute_module(module, device_mesh, None, take, give)
-
-
-def _refuse_unused(config: RunConfig) -> None:
-    """Of the section fsdp, the data axis here follows one key only."""
-    followed, defaults = {"reshard_after_forward"}, type(config.fsdp)()
-    changed = [
-        k
-        for k in type(config.fsdp).model_fields
-        if k not in followed and getattr(config.fsdp, k) != getattr(defaults, k)
-    ]
-    if changed:
-        raise ConfigError(
-            f"fsdp.{changed[0]}", getattr(config.fsdp, changed[0]), "strategy tensor shards its replicas without it",
-            "leave it out, or use strategy fsdp",
-        )  # fmt: skip
 
 
 def _plan(model: nn.Module, config: RunConfig, workload: Any, *, size: int) -> Mapping[str, ParallelStyle]:

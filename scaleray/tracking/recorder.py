@@ -6,19 +6,15 @@ Under Ray it is an actor beside the driver; without Ray a plain object. A thread
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
 import json
-import math
 import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from scaleray import metric_names as names
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import TrackingError
 from scaleray.records import (
@@ -31,54 +27,15 @@ from scaleray.records import (
     WorkerMessage,
     WorkerSummary,
 )
+from scaleray.tracking.points import Points, now_ms
+from scaleray.tracking.run_description import RunDescription
+from scaleray.tracking.spool import Spool
+from scaleray.tracking.steps_file import StepsFile
 from scaleray.tracking.store import Operation, RunStore, run_link, without_password
 
-RETRY_FIRST_S, RETRY_MOST_S = 2.0, 30.0
 FLUSH_S = 1.0
 EVENT_TAG = "scaleray.event."
 CHANGE_TAG = "scaleray.changed."
-STEP_COLUMNS = (
-    "step",
-    "loss",
-    "count",
-    "num_samples",
-    "learning_rate",
-    "grad_norm",
-    "step_time_s",
-    "input_wait_s",
-    "epoch",
-    "is_finite",
-    "world_size",
-)
-
-
-@dataclass(frozen=True)
-class RunDescription:
-    """What is known about a run before it starts. work_dir: a local folder for its files."""
-
-    tracking_uri: str
-    experiment: str
-    run_name: str
-    work_dir: str
-    every_steps: int
-    params: Mapping[str, Any]
-    tags: Mapping[str, str]
-    files: Mapping[str, str]
-    """Small text artifacts by name, such as config.yaml."""
-    datasets: Sequence[Mapping[str, Any]] = ()
-    tokens_per_sample: int | None = None
-    started_at: float | None = None
-    """Wall clock of the run's start; None is when `start` is called."""
-    run_path: str | None = None
-    """Where the run's files end up; None is `work_dir`."""
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """The resolved config, for whoever resumes the run."""
-    base_dir: str | None = None
-    """Folder from which a relative workload file was found."""
-    continues: Mapping[str, Any] | None = None
-    """What `run.json` says of the interrupted run that this one continues."""
-    changes: Sequence[str] = ()
-    """What differs from the config of that run, a line each. Params of an MLflow run are written once and stay."""
 
 
 @dataclass(frozen=True)
@@ -103,16 +60,6 @@ class Recording:
     unsent_file: str | None = None
 
 
-@dataclass
-class _Window:
-    """Steps since the last point in MLflow."""
-
-    steps: int = 0
-    samples: int = 0
-    time_s: float = 0.0
-    wait_s: float = 0.0
-
-
 class Recorder:
     """Owns one MLflow run. `log` only queues; `poll` gives the messages to whoever shows them."""
 
@@ -120,32 +67,27 @@ class Recorder:
         self.description = description
         self.work_dir = Path(description.work_dir)
         self.work_dir.mkdir(parents=True, exist_ok=True)
-        self.unsent = self.work_dir / "unsent.jsonl"
-        self._store: RunStore | None = None
+        path = self.work_dir / "steps.csv"
+        self.steps = StepsFile(path, is_continued=description.continues is not None, run_path=description.run_path)
+        self.points = Points(every_steps=description.every_steps, tokens_per_sample=description.tokens_per_sample)
+        self.spool = Spool(
+            self.work_dir / "unsent.jsonl", say=self._event, where=lambda: f"step {max(self.steps.last_step, 0)}"
+        )
         self._has_message = threading.Event()
         self._queue: queue.Queue[WorkerMessage | Operation | None] = queue.Queue()
         self._shown: list[WorkerMessage] = []
         self._shown_from = 0
-        self._window = _Window()
-        self._last_step = self._last_evaluation = -1
-        self._final_loss: float | None = None
-        self._nonfinite = 0
+        self._last_evaluation = -1
         self._metrics: dict[str, float] = {}
         self._summaries: dict[int, WorkerSummary] = {}
         self._events: list[str] = []
         self._resumed_after: list[int] = []
-        self._points: list[tuple[str, float, int, int]] = []
-        self._retry_at, self._retry_s = 0.0, RETRY_FIRST_S
         self._is_noted = False
-        self._unsent: list[str] = []
-        self._is_unsent_on_disk = True
-        self._known: dict[str, int] = {}
         self._is_continued = self._has_new_steps = False
         self._started = threading.Event()
         self._stop_requested = False
         self._heartbeats: dict[int, tuple[float, Heartbeat]] = {}
         self._beaten_at = time.monotonic()
-        self._open_steps()
         self._thread = threading.Thread(target=self._write_all, name="scaleray-recorder", daemon=True)
 
     def start(self, *, after_first_message_s: float = 0.0) -> RunIdentity:
@@ -161,7 +103,7 @@ class Recorder:
             self._thread.start()
             self._started.set()
             return self.identity()
-        self._store = RunStore.create(
+        self.spool.store = RunStore.create(
             d.tracking_uri, experiment=d.experiment, run_name=d.run_name, tags=d.tags, started_at=d.started_at
         )
         with contextlib.suppress(OSError):  # a bucket that is away for the moment; without it there is no checkpoint
@@ -215,7 +157,7 @@ class Recorder:
 
     def wait_started(self, timeout_s: float | None = None) -> bool:
         """True once the MLflow run exists; `start` has returned by then, as there is no other process to wait for."""
-        return self._store is not None
+        return self.spool.store is not None
 
     def identity(self) -> RunIdentity:
         """The run in MLflow. Only after `start`."""
@@ -235,7 +177,7 @@ class Recorder:
 
     def mark_killed(self) -> None:
         """End the run as KILLED now, before the driver does so in good order, which it may not live long enough for."""
-        self._queue.put({"op": "status", "status": "KILLED", "end_time": _now_ms()})
+        self._queue.put({"op": "status", "status": "KILLED", "end_time": now_ms()})
         self._has_message.set()
 
     def close(self) -> None:
@@ -250,13 +192,13 @@ class Recorder:
         """Write everything that has arrived so far and say what the run came to."""
         self._wait_until_written()
         return Recording(
-            final_loss=self._final_loss,
+            final_loss=self.steps.last_loss,
             metrics=dict(self._metrics),
             summaries=[self._summaries[rank] for rank in sorted(self._summaries)],
             events=list(self._events),
             resumed_after=list(self._resumed_after),
-            last_step=self._last_step,
-            unsent_file=str(self.unsent) if self.unsent.exists() else None,
+            last_step=self.steps.last_step,
+            unsent_file=self.spool.unsent_file(),
         )
 
     def finish(
@@ -268,10 +210,10 @@ class Recorder:
         """
         if self._is_continued and not self._has_new_steps and status != "FINISHED":
             status, metrics, tags, files = self._require_store().status_before or status, {}, {}, {}
-        now = _now_ms()
+        now = now_ms()
         if metrics:
-            step = max(self._last_step, 0)
-            points = [(k, v, now, step) for k, v in metrics.items() if step > self._known.get(k, -1)]
+            step = max(self.steps.last_step, 0)
+            points = [(k, v, now, step) for k, v in metrics.items() if step > self.points.known.get(k, -1)]
             self._queue.put({"op": "metrics", "points": points})
         if tags:
             self._queue.put({"op": "tags", "values": dict(tags)})
@@ -280,11 +222,11 @@ class Recorder:
             (self.work_dir / name).write_text(text)
         self.log_files([str(self.work_dir / name) for name in ("steps.csv", *files)])
         self._queue.put({"op": "status", "status": status, "end_time": now})
-        self._retry_at = 0.0  # a last time, whenever the next would have been
+        self.spool.retry_now()  # a last time
         self._wait_until_written()
         self._queue.put(None)
         self._thread.join(timeout=60)
-        return str(self.unsent) if self.unsent.exists() else None
+        return self.spool.unsent_file()
 
     def _wait_until_written(self, timeout_s: float = 60.0, marker: _Marker | None = None) -> bool:
         if not self._thread.is_alive():
@@ -293,53 +235,18 @@ class Recorder:
         self._queue.put({"op": "marker", "marker": marker})
         return marker.done.wait(timeout=timeout_s)
 
-    def _open_steps(self) -> None:
-        """A new steps.csv, or that of the interrupted run, without a last line that was cut."""
-        path = self.work_dir / "steps.csv"
-        run_path = self.description.run_path
-        is_continued = self.description.continues is not None
-        if is_continued and not path.exists() and run_path:
-            with contextlib.suppress(FileNotFoundError):
-                path.write_bytes(Store(run_path).read("steps.csv"))
-        lines = path.read_text().splitlines(keepends=True) if is_continued and path.exists() else []
-        whole = [line for line in lines if line.endswith("\n") and line.count(",") == len(STEP_COLUMNS) - 1]
-        if len(whole) > 1:
-            values = whole[-1].split(",")
-            self._last_step, self._final_loss = int(values[0]), float(values[1])
-            self._nonfinite = sum(line.split(",")[STEP_COLUMNS.index("is_finite")].strip() == "False" for line in whole)
-        temporary = path.with_suffix(".part")  # a kill in between must not cost the steps so far
-        temporary.write_text("".join(whole))
-        temporary.replace(path)
-        self._rows = io.StringIO(newline="")
-        self._rows_written = path.stat().st_size
-        self._steps = csv.writer(self._rows, lineterminator="\n")
-        if not whole:
-            self._steps.writerow(STEP_COLUMNS)
-
     def _continue(self, before: Mapping[str, Any]) -> None:
         """Open the interrupted run again, send what it could not, and learn which points it has."""
-        self._store = RunStore.reopen(self.description.tracking_uri, before["run_id"], before["experiment_id"])
-        self._known = self._store.last_steps()
+        self.spool.store = store = RunStore.reopen(
+            self.description.tracking_uri, before["run_id"], before["experiment_id"]
+        )
+        self.points.known = store.last_steps()
         self._is_continued = True
-        self._num_changes = len(self._store.tags(CHANGE_TAG))
-        tags = self._store.tags(EVENT_TAG)
+        self._num_changes = len(store.tags(CHANGE_TAG))
+        tags = store.tags(EVENT_TAG)
         self._events[:0] = [text.partition(" | ")[2] for _, text in sorted(tags.items())]
-        run_path = self.description.run_path
-        if not self.unsent.exists() and run_path and run_path != self.description.work_dir:
-            with contextlib.suppress(OSError):
-                self.unsent.write_bytes(Store(run_path).read(self.unsent.name))
-        if not self.unsent.exists():
-            return
-        _, *lines = self.unsent.read_text().splitlines() or [""]
-        for line in lines:
-            with contextlib.suppress(ValueError):  # the last line of a process that was killed may be cut
-                operation = json.loads(line)
-                if operation["op"] == "metrics":  # sent already, but not forgotten yet
-                    operation["points"] = [p for p in operation["points"] if p[3] > self._known.get(p[0], -1)]
-                    self._known.update({p[0]: p[3] for p in operation["points"]})
-                if operation["op"] != "status":
-                    self._unsent.append(json.dumps(operation))
-        self._store_unsent()
+        d = self.description
+        self.spool.take_over(d.run_path if d.run_path != d.work_dir else None, self.points.known)
 
     def _note_changes(self) -> None:
         """What a run that goes on was told to do otherwise, and its whole config, beside those before."""
@@ -368,20 +275,20 @@ class Recorder:
     def _publish(self) -> str | None:
         """Bring what a resumed run needs to the run's folder, with each checkpoint; gives what went wrong."""
         d = self.description
-        if self._rows.tell():
-            return f"{self.work_dir / 'steps.csv'} cannot be written"
-        if not self._is_unsent_on_disk:
-            return f"{self.unsent} cannot be written"
+        if self.steps.is_behind:
+            return f"{self.steps.path} cannot be written"
+        if self.spool.problem:
+            return self.spool.problem
         if d.run_path and d.run_path != d.work_dir:
             store = Store(d.run_path)
             try:
                 if not self._is_noted and (self._has_new_steps or not self._is_continued):
                     self._note_identity()
-                store.write("steps.csv", [(self.work_dir / "steps.csv").read_bytes()])
-                if self.unsent.exists():
-                    store.write(self.unsent.name, [self.unsent.read_bytes()])
+                store.write(self.steps.path.name, [self.steps.path.read_bytes()])
+                if self.spool.path.exists():
+                    store.write(self.spool.path.name, [self.spool.path.read_bytes()])
                 else:
-                    store.delete(self.unsent.name)
+                    store.delete(self.spool.path.name)
             except OSError as exc:
                 return str(exc)
         return None
@@ -406,7 +313,7 @@ class Recorder:
                     marker.done.set()
                 elif item["op"] != "tick":
                     self._flush()  # order: points before the status that ends the run
-                    self._send(item)
+                    self.spool.send(item)
                 continue
             try:
                 self._take(item)
@@ -418,25 +325,20 @@ class Recorder:
 
     def _take(self, message: WorkerMessage) -> None:
         if isinstance(message, StepRecord):
-            is_new = message.step > self._last_step
+            is_new = message.step > self.steps.last_step
             self._take_step(message, is_new=is_new)
             if not is_new:
                 return  # a restarted worker group repeats steps that were shown already
         elif isinstance(message, EvaluationRecord):
-            self._add_points(message.metrics, message.step)
+            self.points.add(message.metrics, message.step)
             self._metrics.update(message.metrics)
             if message.step <= self._last_evaluation:
                 return  # shown already
             self._last_evaluation = message.step
         elif isinstance(message, SystemRecord):
-            self._add_points({f"system/{message.node}/{k}": v for k, v in message.metrics.items()}, message.step)
+            self.points.add({f"system/{message.node}/{k}": v for k, v in message.metrics.items()}, message.step)
         elif isinstance(message, CheckpointRecord):
-            points = {
-                names.CHECKPOINT_STALL_S.name: message.stall_s,
-                names.CHECKPOINT_DURATION_S.name: message.duration_s,
-                names.CHECKPOINT_WRITTEN_BYTES.name: float(message.bytes_written),
-            }
-            self._add_points(points, message.step)
+            self.points.add_checkpoint(message)
         elif isinstance(message, WorkerSummary):
             self._summaries[message.rank] = message
         elif isinstance(message, EventRecord):
@@ -461,147 +363,26 @@ class Recorder:
             self._note_changes()
         self._has_new_steps = True
         if is_new:
-            self._last_step, self._final_loss = record.step, record.loss
-            self._nonfinite += not record.is_finite
-            values = asdict(record)
-            self._steps.writerow([repr(values[c]) if isinstance(values[c], float) else values[c] for c in STEP_COLUMNS])
-        window = self._window
-        window.steps += 1
-        window.samples += record.num_samples
-        window.time_s += record.step_time_s
-        window.wait_s += record.input_wait_s
-        if record.step % self.description.every_steps and record.step != 1:
-            return
-        rate = window.samples / window.time_s
-        points = {
-            names.LOSS.name: record.loss,
-            names.LEARNING_RATE.name: record.learning_rate,
-            names.EPOCH.name: record.epoch,
-            names.SAMPLES_PER_S.name: rate,
-            names.STEP_TIME_S.name: window.time_s / window.steps,
-            names.INPUT_WAIT_SHARE.name: window.wait_s / window.time_s,
-            names.GRAD_NORM.name: record.grad_norm,
-            names.LOSS_SCALE.name: record.loss_scale,
-            names.TOKENS_PER_S.name: rate * self.description.tokens_per_sample
-            if self.description.tokens_per_sample
-            else None,
-            names.WORKERS.name: float(record.world_size),
-            names.SENT_BYTES.name: record.sent_bytes or None,
-            **record.more,
-            names.NONFINITE_STEPS.name: float(self._nonfinite) if self._nonfinite else None,
-        }
-        self._add_points({k: v for k, v in points.items() if v is not None}, record.step)
-        self._window = _Window()
-
-    def _add_points(self, values: Mapping[str, float], step: int) -> None:
-        now = _now_ms()
-        for name, value in values.items():
-            if step > self._known.get(name, -1):  # a continued run repeats the steps after its checkpoint
-                # MLflow stores infinity as the largest float, which ruins charts; NaN it keeps
-                self._points.append((name, math.nan if math.isinf(value) else float(value), now, step))
-                self._known[name] = step
+            self.steps.add(record)
+        self.points.add_step(record, num_nonfinite=self.steps.num_nonfinite)
 
     def _flush(self) -> None:
-        self._write_rows()
-        if self._points:
-            points, self._points = self._points, []
-            self._send({"op": "metrics", "points": points})
-        elif self._unsent:
-            self._send_unsent()
-
-    def _write_rows(self) -> None:
-        """Append new rows to steps.csv; on a full disk they wait until there is room again."""
-        if not self._rows.tell():
-            return
         try:
-            with open(self.work_dir / "steps.csv", "r+b") as file:
-                file.seek(self._rows_written)
-                file.write(self._rows.getvalue().encode())
-                file.truncate()
-                self._rows_written = file.tell()
+            self.steps.write()
         except OSError as exc:
-            self._event(f"steps.csv cannot be written ({exc.strerror}); its rows wait in memory")
-            return
-        self._rows.seek(0)
-        self._rows.truncate()
-
-    def _send(self, operation: Operation) -> None:
-        """Send, or keep in the unsent file; while that holds anything, later operations queue behind it."""
-        if self._unsent and not self._send_unsent():
-            self._keep(operation)
-            return
-        try:
-            self._require_store().send(operation)
-        except Exception as exc:  # whatever MLflow raises, training goes on
-            self._keep(operation)
-            self._event(
-                f"MLflow took no more data at step {max(self._last_step, 0)} ({type(exc).__name__}); "
-                f"keeping it in {self.unsent} and trying again"
-            )
-            self._wait_longer()
-
-    def _send_unsent(self) -> bool:
-        if time.monotonic() < self._retry_at:
-            return False
-        for number, line in enumerate(self._unsent):
-            try:
-                self._require_store().send(json.loads(line))
-            except Exception:  # still away: what was sent is forgotten, the rest stays
-                if number:
-                    del self._unsent[:number]
-                    self._store_unsent()
-                self._wait_longer()
-                return False
-        self._unsent.clear()
-        self._store_unsent()
-        self._retry_s = RETRY_FIRST_S
-        self._event(f"MLflow is back at step {max(self._last_step, 0)}; everything kept has been sent")
-        return True
-
-    def _wait_longer(self) -> None:
-        self._retry_at = time.monotonic() + self._retry_s
-        self._retry_s = min(RETRY_MOST_S, self._retry_s * 2)
-
-    def _keep(self, operation: Operation) -> None:
-        self._unsent.append(json.dumps(operation))
-        if len(self._unsent) == 1 or not self._is_unsent_on_disk:
-            self._store_unsent()
-            return
-        try:
-            with open(self.unsent, "a") as file:
-                file.write(self._unsent[-1] + "\n")
-        except OSError:
-            self._is_unsent_on_disk = False
-
-    def _store_unsent(self) -> None:
-        """Make the file hold what MLflow lacks; a disk that is full takes it later."""
-        try:
-            if self._unsent:
-                self._rewrite()
-            else:
-                self.unsent.unlink(missing_ok=True)
-            self._is_unsent_on_disk = True
-        except OSError:
-            self._is_unsent_on_disk = False
-
-    def _rewrite(self) -> None:
-        store = self._require_store()
-        head = {
-            "tracking_uri": without_password(store.uri),
-            "run_id": store.run_id,
-            "experiment_id": store.experiment_id,
-        }
-        temporary = self.unsent.with_suffix(".part")
-        temporary.write_text("".join(line + "\n" for line in [json.dumps(head), *self._unsent]))
-        temporary.replace(self.unsent)
+            self._event(f"{self.steps.path.name} cannot be written ({exc.strerror}); its rows wait in memory")
+        if points := self.points.take():
+            self.spool.send({"op": "metrics", "points": points})
+        else:
+            self.spool.send_kept()
 
     def _event(self, text: str) -> None:
         self._take(EventRecord(text, kind="warning"))
 
     def _require_store(self) -> RunStore:
-        if self._store is None:
+        if self.spool.store is None:
             raise TrackingError("the recorder", "not started", "start() comes first")
-        return self._store
+        return self.spool.store
 
 
 @dataclass
@@ -615,7 +396,3 @@ class _Marker:
 
 def _clock() -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S")
-
-
-def _now_ms() -> int:
-    return int(time.time() * 1000)

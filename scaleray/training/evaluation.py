@@ -1,19 +1,84 @@
-"""Metrics of a split over all workers, from sums and counts."""
+"""Metrics over all workers, from sums and counts: of one split, and of a run's splits whenever they are due."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
-from scaleray.data import RankBatch
-from scaleray.errors import WorkloadError
+from scaleray.data import Part, RankBatch
+from scaleray.errors import ConfigError, WorkloadError
+from scaleray.records import EvaluationRecord
+from scaleray.training.job import OpenStream, Split, TrainJob
+from scaleray.training.micro_batches import as_user_batch, to_device
 from scaleray.training.model_setup import Setup
 from scaleray.training.place import Place
-from scaleray.training.step import as_user_batch, check_sum_and_count, evaluation_mode, to_device
+from scaleray.training.sum_and_count import check_sum_and_count
 
 KEPT_BYTES = 2**26  # a split up to this size per worker is read once and kept, as an execution costs 0.3 s
+
+
+class Evaluations:
+    """A run's evaluations. metrics: what the last one measured; step: after which step that was, -1 before the first."""
+
+    def __init__(self, place: Place, open_stream: OpenStream, enter: Callable[[str], None]) -> None:
+        self.place, self.open_stream, self.enter = place, open_stream, enter
+        self.metrics: dict[str, float] = {}
+        self.step = -1
+
+    def prepare(self, job: TrainJob, setup: Setup) -> None:
+        """Evaluate this job from now on, with micro-batches of its size. Raises ConfigError for the target of no split."""
+        self.setup, self.target, self.every = setup, job.config.stop.at, job.recipe.evaluate_every_steps
+        self.evaluators = [self._evaluator(job, split) for split in job.evaluation_splits()]
+        names = [evaluator.name for evaluator in self.evaluators]
+        if self.target is not None and self.target.metric.partition("/")[0] not in names:
+            raise self._unknown_target([f"{name}/loss" for name in names])
+
+    def are_due(self, step: int, *, at_end: bool) -> bool:
+        """Whether to evaluate after `step`, which may have been done already."""
+        is_due = at_end or (self.every is not None and step % self.every == 0)
+        return is_due and self.step != step and bool(self.evaluators)
+
+    def run(self, step: int) -> EvaluationRecord:
+        """Evaluate every split, with the mean of replicas that differ. Collective."""
+        started = time.perf_counter()
+        parallel = self.setup.parallel
+        with parallel.averaged(False):
+            parallel.before_evaluation()
+            for evaluator in self.evaluators:
+                self.enter("input")
+                self.metrics.update(evaluator.run())
+        self.step = step
+        return EvaluationRecord(step, dict(self.metrics), time.perf_counter() - started)
+
+    def check_target(self) -> None:
+        """Raise ConfigError if the target's metric is not among those that were measured."""
+        if self.target is not None and self.target.metric not in self.metrics:
+            raise self._unknown_target(sorted(self.metrics))
+
+    def target_reached(self, step: int) -> str | None:
+        """The verdict of a run whose evaluation after `step` has reached its target."""
+        if self.target is None or self.step != step or not self.target.is_reached(self.metrics):
+            return None
+        return f"target reached: {self.target}"
+
+    def _evaluator(self, job: TrainJob, split: Split) -> Evaluator:
+        plan = job.evaluation_plan(split)
+        part = Part(plan, self.place.data_rank, self.place.data_size, 0, plan.steps_per_epoch)
+        return Evaluator(
+            split.name, job.workload, self.setup, self.place, lambda: self.open_stream(split, part),
+            gives_tuples=split.gives_tuples, rank_bytes=split.num_rows * split.row_bytes // self.place.data_size,
+            enter=self.enter,
+        )  # fmt: skip
+
+    def _unknown_target(self, known: list[str]) -> ConfigError:
+        return ConfigError(
+            "stop.at", str(self.target), "no evaluation measures that", f"there are: {', '.join(known) or 'no splits'}"
+        )
 
 
 class Evaluator:
@@ -74,3 +139,17 @@ class Evaluator:
             return self._open_stream()
         self._kept = list(self._open_stream())
         return self._kept
+
+
+@contextlib.contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients. Each part gets its own mode back: a workload may keep frozen parts in eval."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        # no_grad, not inference_mode: DDP's hooks may meet the same buffers again in training
+        with torch.no_grad():
+            yield
+    finally:
+        for part, was_training in modes:
+            part.training = was_training

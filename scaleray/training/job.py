@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from scaleray.config import Duration, RunConfig
-from scaleray.data import DatasetSource, StepPlan, StreamSource
+from scaleray.data import DatasetSource, Part, StepPlan, StepStream, StreamSource
 from scaleray.data.sources import Source
 from scaleray.data.step_plan import Origin
 from scaleray.errors import ConfigError
@@ -41,6 +41,12 @@ class Split:
             gives_tuples=isinstance(source, DatasetSource) and source.gives_tuples,
             is_streamed=isinstance(source, StreamSource),
         )
+
+
+class OpenStream(Protocol):
+    """Opens this worker's batches of a split."""
+
+    def __call__(self, split: Split, part: Part) -> StepStream: ...
 
 
 @dataclass(frozen=True)

@@ -8,26 +8,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import resource
-import statistics
 import time
-import traceback
 import warnings
-from array import array
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-
-from scaleray.data import Part, PartStream, RankBatch, StepPlan, StepStream
+from scaleray.config.idle import idle_settings
+from scaleray.data import Part, PartStream, RankBatch, StepPlan
 from scaleray.errors import (
-    ConfigError,
     LeftEarly,
-    NonFiniteLossError,
-    PeerLostError,
-    RunFailedError,
-    ScaleRayError,
-    StepFailedError,
 )
 from scaleray.records import EvaluationRecord, EventRecord, StepRecord, SystemRecord, WorkerMessage, WorkerSummary
 from scaleray.reproducibility.fingerprint import accelerators, cpu_model
@@ -35,28 +24,23 @@ from scaleray.scaling.recipe import Recipe, with_micro_size
 from scaleray.scaling.shares import described
 from scaleray.training import memory_report, micro_batch_finder
 from scaleray.training.checkpointing import Checkpointing
-from scaleray.training.compilation import compile_error, eagerly
-from scaleray.training.evaluation import Evaluator
+from scaleray.training.clock import Clock
+from scaleray.training.compilation import eagerly
+from scaleray.training.evaluation import Evaluations
+from scaleray.training.failures import located
 from scaleray.training.fine_tuning import merged
-from scaleray.training.job import TRAIN, Split, TrainJob
-from scaleray.training.live_memory import is_out_of_memory
+from scaleray.training.first_batch import check_first_batch
+from scaleray.training.job import TRAIN, OpenStream, TrainJob
 from scaleray.training.model_setup import Setup, prepare
+from scaleray.training.nonfinite import stops_at, what_was_nonfinite
 from scaleray.training.place import Place
-from scaleray.training.progress import COLLECTIVES, Progress
+from scaleray.training.progress import Progress
 from scaleray.training.shares import WorkerShares
 from scaleray.training.state import PROGRESS, TrainState
-from scaleray.training.step import Probe, StepResult, TrainStep, check_first_batch, explained
+from scaleray.training.step import Probe, TrainStep
 from scaleray.training.system_metrics import SystemMetrics
-from scaleray.workload import user_traceback
 
 Emit = Callable[[WorkerMessage], None]
-MAX_SKIPPED_IN_A_ROW = 10  # with `skip`: a run that only skips is not training any more
-
-
-class OpenStream(Protocol):
-    """Opens this worker's batches of a split."""
-
-    def __call__(self, split: Split, part: Part) -> StepStream: ...
 
 
 def run(
@@ -85,10 +69,9 @@ class _Run:
         self.step = self.first_step = 0
         self.count_per_row = 1.0
         self.progress = progress
-        self.clock = _Clock()
+        self.clock = Clock()
         self.nonfinite_steps = self.nonfinite_in_a_row = 0
-        self.metrics: dict[str, float] = {}
-        self.evaluated_at = -1
+        self.evaluations = Evaluations(self.place, open_stream, self.progress.enter)
         self.verdict: str | None = None
         self.train_step: TrainStep | None = None
         self.first_step_s = math.nan
@@ -119,21 +102,22 @@ class _Run:
             with self._located():
                 setup = prepare(self.job.workload, self.config, self.recipe, self.place, is_resumed=self.first_step > 0)
                 self._say_notes(setup)
-                for note in setup.compilation.notes if setup.compilation and self.place.rank == 0 else ():
+                for note in self._first_notes(setup) if self.place.rank == 0 else ():
                     self.emit(EventRecord(note))
                 self.shares.watch(setup.parallel.module)
                 if self.checkpointing is not None:
                     self.checkpointing.begin(self.state(setup))
                     self._say_notes(setup)
                 verdict = self._steps(setup, stream, plan)
+                metrics = self.evaluations.metrics
                 if verdict is None:
                     setup.close()
                     raise LeftEarly(f"left in good order after step {self.step}, whose checkpoint is complete")
-                has_evaluated = self._evaluate_if_due(at_end=True)
-                if not has_evaluated and self.metrics and self.step == self.first_step and self.place.rank == 0:
-                    self.emit(EvaluationRecord(self.step, dict(self.metrics), 0.0))  # resumed after its end
+                has_evaluated = self._evaluate_if_due(setup, at_end=True)
+                if not has_evaluated and metrics and self.step == self.first_step and self.place.rank == 0:
+                    self.emit(EvaluationRecord(self.step, dict(metrics), 0.0))  # resumed after its end
                 if self.checkpointing is not None:
-                    self.checkpointing.finish(self.step, self.metrics)
+                    self.checkpointing.finish(self.step, metrics)
                 self.compiled = setup.compilation.report() if setup.compilation else {}
                 weights = setup.parallel.full_state_dict() if self.config.checkpoint.save_final else {}
                 if self.save_weights is not None and self.place.rank == 0 and weights:
@@ -164,7 +148,7 @@ class _Run:
             "count_per_row": self.train_step.count_per_row if self.train_step else self.count_per_row,
             "nonfinite_steps": self.nonfinite_steps,
             "nonfinite_in_a_row": self.train_step.nonfinite_in_a_row if self.train_step else self.nonfinite_in_a_row,
-            "metrics": self.metrics, "evaluated_at": self.evaluated_at, "verdict": self.verdict,
+            "metrics": self.evaluations.metrics, "evaluated_at": self.evaluations.step, "verdict": self.verdict,
             "training_time_s": self.clock.total_s, "shares": self.shares.state(), "micro_batch_size": self.micro_batch_size,
         }  # fmt: skip
 
@@ -187,8 +171,8 @@ class _Run:
             progress["nonfinite_steps"],
             progress.get("nonfinite_in_a_row", 0),
         )
-        self.evaluated_at = progress["evaluated_at"]
-        self.metrics = dict(progress["metrics"])
+        self.evaluations.step = progress["evaluated_at"]
+        self.evaluations.metrics = dict(progress["metrics"])
         self.verdict = progress.get("verdict")
         self.clock.total_s = progress.get("training_time_s", 0.0)
         self.micro_batch_size = progress.get("micro_batch_size")
@@ -207,14 +191,11 @@ class _Run:
         self.train_step = step
         if self.probe is not None:
             self.probe.on_setup(setup)
-        self.evaluators = [self._evaluator(s, setup) for s in self.job.evaluation_splits()]
-        target = self.config.stop.at
-        if target is not None and target.metric.partition("/")[0] not in {e.name for e in self.evaluators}:
-            raise _unknown_target(str(target), [f"{e.name}/loss" for e in self.evaluators])
+        self.evaluations.prepare(self.job, setup)
         if self.verdict is not None:
             return self.verdict  # it had stopped for good before it was interrupted
-        if target is not None and self.evaluated_at == self.step and target.is_reached(self.metrics):
-            return f"target reached: {target}"
+        if verdict := self.evaluations.target_reached(self.step):
+            return verdict
         first = next(stream, None)
         if first is None:
             return "done"  # resumed after its last step
@@ -265,20 +246,23 @@ class _Run:
             self.sent_bytes = sent_bytes
             self._say_notes(setup)
             self._sample_system()
-            if result.nonfinite_steps and self._stops_at(result):
-                self.verdict = f"stopped: {self._nonfinite(result)}"
+            self.nonfinite_steps += result.nonfinite_steps
+            if result.nonfinite_steps and stops_at(self.step, result, self.config.on_nonfinite):
+                self.verdict = f"stopped: {what_was_nonfinite(self.step, result)}"
                 return self.verdict
-            if self._evaluate_if_due():
+            if self._evaluate_if_due(setup):
                 self.clock.start(stream.waited_s)
-            if target is not None and self.evaluated_at == self.step:
-                if target.metric not in self.metrics:
-                    raise _unknown_target(str(target), sorted(self.metrics))
-                if target.is_reached(self.metrics):
-                    return f"target reached: {target}"
+                self.evaluations.check_target()
+                if verdict := self.evaluations.target_reached(self.step):
+                    return verdict
             self.progress.enter("checkpoint")
-            if saves and result.signals and saves.after_step(self.step, result.signals, self.metrics):
+            if saves and result.signals and saves.after_step(self.step, result.signals, self.evaluations.metrics):
                 return None
         return "done"
+
+    def _first_notes(self, setup: Setup) -> list[str]:
+        compilation = setup.compilation.notes if setup.compilation is not None else []
+        return [*idle_settings(self.config, self.recipe.strategy), *compilation]
 
     def _say_notes(self, setup: Setup) -> None:
         """Emit what the strategy has noted since the last time."""
@@ -328,7 +312,7 @@ class _Run:
         """Go on with smaller micro-batches, in evaluations too."""
         self.micro_batch_size = recipe.micro_batch_size
         self.recipe, self.job = recipe, dataclasses.replace(self.job, recipe=recipe)
-        self.evaluators = [self._evaluator(s, self._setup) for s in self.job.evaluation_splits()]
+        self.evaluations.prepare(self.job, self._setup)
 
     def _eagerly_on_cpu(self, setup: Setup) -> contextlib.AbstractContextManager[Any]:
         # tensors inside compiled code cannot be counted
@@ -357,60 +341,16 @@ class _Run:
             self.progress.enter("input")
             batch = next(rest, None)
 
-    def _stops_at(self, result: StepResult) -> bool:
-        self.nonfinite_steps += result.nonfinite_steps
-        policy = self.config.on_nonfinite
-        if policy == "raise":
-            raise NonFiniteLossError(
-                f"{self._nonfinite(result)}. "
-                "Lower the learning rate, clip gradients (optimizer.clip_norm), or set on_nonfinite to skip or stop."
-            )
-        if policy == "stop":
-            return True
-        if result.nonfinite_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            raise NonFiniteLossError(
-                f"{result.nonfinite_in_a_row} steps in a row up to step {self.step} were not finite and skipped: the model is lost"
-            )
-        return False
-
-    def _nonfinite(self, result: StepResult) -> str:
-        """What was not finite, and where."""
-        if not math.isfinite(result.loss):
-            return f"the loss became {result.loss} at step {self.step}"
-        if result.grad_norm is not None and not math.isfinite(result.grad_norm):
-            return f"the gradient norm became {result.grad_norm} at step {self.step}"
-        # replicas that train apart learn of each other's losses only where they meet
-        return f"the loss or gradient of a worker was not finite in {result.nonfinite_steps} step(s) up to step {self.step}"
-
-    def _evaluate_if_due(self, *, at_end: bool = False) -> bool:
-        every = self.recipe.evaluate_every_steps
-        due = at_end or (every is not None and self.step % every == 0)
-        if not due or self.evaluated_at == self.step or not self.evaluators:
+    def _evaluate_if_due(self, setup: Setup, *, at_end: bool = False) -> bool:
+        if not self.evaluations.are_due(self.step, at_end=at_end):
             return False
-        started = time.perf_counter()
         self.progress.enter("synchronise")
-        parallel = self._setup.parallel
-        if self.checkpointing is not None and parallel.replicas_differ:
+        if self.checkpointing is not None and setup.parallel.replicas_differ:
             self.checkpointing.before_update()  # the mean takes the replica's place while it is evaluated
-        with parallel.averaged(False):
-            parallel.before_evaluation()
-            for evaluator in self.evaluators:
-                self.progress.enter("input")
-                self.metrics.update(evaluator.run())
-        self.evaluated_at = self.step
+        record = self.evaluations.run(self.step)
         if self.place.rank == 0:
-            self.emit(EvaluationRecord(self.step, dict(self.metrics), time.perf_counter() - started))
+            self.emit(record)
         return True
-
-    def _evaluator(self, split: Split, setup: Setup) -> Evaluator:
-        self._setup = setup
-        plan = self.job.evaluation_plan(split)
-        part = Part(plan, self.place.data_rank, self.place.data_size, 0, plan.steps_per_epoch)
-        return Evaluator(
-            split.name, self.job.workload, setup, self.place, lambda: self.open_stream(split, part),
-            gives_tuples=split.gives_tuples, rank_bytes=split.num_rows * split.row_bytes // self.place.data_size,
-            enter=self.progress.enter,
-        )  # fmt: skip
 
     def _sample_system(self) -> None:
         if self.system is None or time.monotonic() - self.sampled_at < max(5.0, self.config.tracking.interval_s):
@@ -420,40 +360,14 @@ class _Run:
 
     @contextlib.contextmanager
     def _located(self) -> Iterator[None]:
-        where = f"rank {self.place.rank} on {self.place.node}"
         try:
             yield
-        except (LeftEarly, PeerLostError):
-            raise
-        except RunFailedError as exc:
-            raise type(exc)(f"{where}: {exc}") from exc
-        except ScaleRayError:
-            raise
         except Exception as exc:
-            if self.place.world_size > 1 and is_lost_peer(exc):
-                first = str(exc).strip().splitlines()[0]
-                raise PeerLostError(
-                    f"{where}, step {self.step + 1}: another worker is gone or did not answer: {first}"
-                ) from exc
-            text = f"{where}, step {self.step + 1}:\n  {user_traceback(exc)}"
-            if is_out_of_memory(exc):
-                text += f"\n  {self._memory_advice()}"
-            failed = StepFailedError(text, self.progress.steps_done, self.step)
-            raise (explained(exc) or compile_error(exc) or failed) from exc
-
-    def _memory_advice(self) -> str:
-        size = self.recipe.micro_batch_size
-        if size == 1:
-            return (
-                "Out of memory with single rows: activations.checkpointing full, or a strategy that shards the model."
-            )
-        backs_off = self.config.memory.on_out_of_memory == "halve"
-        why = "Ranks cannot give up a pass in which they communicate. " if backs_off else ""
-        more = "" if backs_off else ", --memory.on-out-of-memory halve"
-        return (
-            f"Out of memory with micro-batches of {size} rows. {why}Use --batch.micro-size {size // 2}, "
-            f"--memory.find-micro-size{more}, or activations.checkpointing."
-        )
+            steps_done = self.progress.steps_done
+            error = located(exc, self.place, self.config, self.recipe, step=self.step, steps_done=steps_done)
+            if error is exc:
+                raise
+            raise error from exc
 
     def _summary(self, setup: Setup, plan: StepPlan, stream: PartStream, verdict: str) -> WorkerSummary:
         steady = self.clock.steady_state()
@@ -473,7 +387,7 @@ class _Run:
             input_wait_share=steady.wait_share if steady else None,
             time_to_first_step_s=self.first_step_s,
             training_time_s=self.clock.total_s,
-            peak_memory_bytes=peak_memory_bytes(self.place.device),
+            peak_memory_bytes=memory_report.peak_memory_bytes(self.place.device),
             nonfinite_steps=self.nonfinite_steps,
             sample_order=plan.promise,
             strategy=self.recipe.strategy,
@@ -483,67 +397,3 @@ class _Run:
             compilation=self.compiled,
             memory={**self.memory, **({"micro_batch": self.search} if self.search else {})},
         )
-
-
-class _SteadyState:
-    def __init__(self, first: int, times: array[float], waits: array[float]) -> None:
-        self.first, self.total_s, self.median_s = first, sum(times), statistics.median(times)
-        self.wait_share = sum(waits) / self.total_s
-
-
-class _Clock:
-    """Times from step to step, records and all, without evaluation. Steps are counted from 0."""
-
-    def __init__(self) -> None:
-        self.times, self.waits = array("d"), array("d")
-        self.total_s = 0.0
-
-    def start(self, waited_s: float) -> None:
-        self._started, self._waited = time.perf_counter(), waited_s
-
-    def tick(self, waited_s: float) -> tuple[float, float]:
-        """(time since the last tick or start, of which waiting for input), in seconds."""
-        now = time.perf_counter()
-        step_s, wait_s = now - self._started, waited_s - self._waited
-        self._started, self._waited = now, waited_s
-        self.times.append(step_s)
-        self.waits.append(wait_s)
-        self.total_s += step_s
-        return step_s, wait_s
-
-    def steady_state(self) -> _SteadyState | None:
-        """Without the first 20 % of the steps, at least 10 and at most half; None for fewer than 2 steps."""
-        count = len(self.times)
-        first = min(max(10, count // 5), count // 2)
-        return _SteadyState(first, self.times[first:], self.waits[first:]) if count >= 2 else None
-
-
-def is_lost_peer(exc: BaseException) -> bool:
-    """Whether torch says that a collective could not be completed."""
-    if isinstance(exc, (torch.distributed.DistBackendError, torch.distributed.DistNetworkError)):
-        return True
-    words = (
-        "gloo/transport", "onnection closed", "onnection reset", "Timed out waiting", "NCCL", "Socket closed",
-        "caused pair closure",
-    )  # fmt: skip
-    if not isinstance(exc, RuntimeError) or not any(word in str(exc) for word in words):
-        return False
-    # the same words may come from the user's own network: what torch says of collectives names its sources, or comes
-    # out of a collective (DDP's own in a forward pass included) or a backward pass
-    files = [frame.filename for frame in traceback.extract_tb(exc.__traceback__)][-3:]
-    return "gloo/transport" in str(exc) or any(
-        part in file for part in (*COLLECTIVES, "torch/autograd/") for file in files
-    )
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Peak of allocated device memory, or of this process's resident memory on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-
-
-def _unknown_target(target: str, known: list[str]) -> ConfigError:
-    return ConfigError(
-        "stop.at", target, "no evaluation measures that", f"there are: {', '.join(known) or 'no splits'}"
-    )

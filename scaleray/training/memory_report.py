@@ -56,6 +56,13 @@ def gradients(setup: Setup) -> list[torch.Tensor]:
     return [p.grad for p in setup.parallel.module.parameters() if p.grad is not None]
 
 
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak of allocated device memory, or of this process's resident memory on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
 def _on_cpu(setup: Setup, live: LiveTensors | None) -> dict[str, Any]:
     kept = lasting(setup)
     total = sum(kept.values())

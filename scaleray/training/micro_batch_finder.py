@@ -25,9 +25,11 @@ from scaleray.reproducibility.seeding import same_random_numbers
 from scaleray.scaling.recipe import Recipe, with_micro_size
 from scaleray.training.live_memory import LiveTensors, free_unused, is_out_of_memory, local_part, storage_bytes
 from scaleray.training.memory_report import gradients, lasting
+from scaleray.training.micro_batches import as_user_batch, micro_batches, to_device
 from scaleray.training.model_setup import Setup
 from scaleray.training.place import Place
-from scaleray.training.step import TrainStep, as_user_batch, check_sum_and_count, micro_batches, to_device
+from scaleray.training.step import TrainStep
+from scaleray.training.sum_and_count import check_sum_and_count
 
 GIB = 2**30
 NUM_STEPS = 2  # the second begins with the optimizer's state

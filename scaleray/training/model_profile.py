@@ -22,7 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop, 
 from scaleray.config.scale import PrecisionSettings
 from scaleray.reproducibility.seeding import same_random_numbers
 from scaleray.training import precision
-from scaleray.training.step import as_user_batch, check_sum_and_count, to_device
+from scaleray.training.micro_batches import as_user_batch, to_device
+from scaleray.training.sum_and_count import check_sum_and_count
 from scaleray.workload import call_user_code
 from scaleray.workload_profile import PartProfile, Product, WorkloadProfile
 

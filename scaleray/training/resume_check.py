@@ -21,7 +21,7 @@ from scaleray.reproducibility.equivalence import Comparison, Trace, compare
 from scaleray.reproducibility.seeding import seed_everything
 from scaleray.training import loop
 from scaleray.training.checkpointing import Checkpointing
-from scaleray.training.job import TrainJob
+from scaleray.training.job import OpenStream, TrainJob
 from scaleray.training.place import Place
 from scaleray.training.state import ITEMS, TrainState
 from scaleray.training.trace import TraceProbe
@@ -69,7 +69,7 @@ class ResumeOutcome:
     duration_s: float = 0.0
 
 
-def verify_resume(place: Place, interruption: Interruption, *, open_stream: loop.OpenStream) -> ResumeOutcome:
+def verify_resume(place: Place, interruption: Interruption, *, open_stream: OpenStream) -> ResumeOutcome:
     """Run the whole, interrupt it, resume it, compare. Collective over the place's group."""
     started = time.perf_counter()
     at = interruption.interrupt_at

@@ -26,9 +26,10 @@ from scaleray.reproducibility.equivalence import (
 from scaleray.strategies.parallel import full
 from scaleray.training.fine_tuning import adapt
 from scaleray.training.job import TRAIN, TrainJob
+from scaleray.training.micro_batches import as_user_batch, micro_batches, to_device
 from scaleray.training.model_setup import Setup
 from scaleray.training.place import Place
-from scaleray.training.step import StepResult, as_user_batch, micro_batches, to_device
+from scaleray.training.step import StepResult
 
 NOTHING = "nothing"
 LARGEST_KEPT_BYTES = 2**30  # larger models are compared by signature at the end, too

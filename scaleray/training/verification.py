@@ -35,7 +35,7 @@ from scaleray.reproducibility.causes import (
 )
 from scaleray.reproducibility.equivalence import Comparison, Divergence, Trace, compare, divergences
 from scaleray.training import loop
-from scaleray.training.job import TRAIN, TrainJob
+from scaleray.training.job import TRAIN, OpenStream, TrainJob
 from scaleray.training.place import Place
 from scaleray.training.trace import NOTHING, Quieted, TraceProbe
 
@@ -158,7 +158,7 @@ References = dict[str, Trace]
 
 
 def verify_group(
-    place: Place, assignment: Assignment, references: References, *, open_stream: loop.OpenStream
+    place: Place, assignment: Assignment, references: References, *, open_stream: OpenStream
 ) -> tuple[list[Outcome], References]:
     """Judge every variant. Collective over the place's group. The references found are added to those given (rank 0).
 
@@ -168,9 +168,7 @@ def verify_group(
 
 
 class _Group:
-    def __init__(
-        self, place: Place, assignment: Assignment, references: References, open_stream: loop.OpenStream
-    ) -> None:
+    def __init__(self, place: Place, assignment: Assignment, references: References, open_stream: OpenStream) -> None:
         self.place, self.assignment, self.open_stream = place, assignment, open_stream
         self.references = dict(references)
 

@@ -8,9 +8,9 @@ import pytest
 
 import scaleray
 from scaleray.errors import PeerLostError, RunFailedError, StepFailedError
-from scaleray.launch.trainer import fatal_error, what_failed
+from scaleray.launch.worker_failures import fatal_error, what_failed
 from scaleray.records import Heartbeat
-from scaleray.training.loop import is_lost_peer
+from scaleray.training.failures import is_lost_peer
 
 WORKLOADS = Path(__file__).parent / "workloads.py"
 

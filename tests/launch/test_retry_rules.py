@@ -15,7 +15,7 @@ from scaleray.errors import (
     RunFailedError,
     StepFailedError,
 )
-from scaleray.launch.trainer import fatal_error
+from scaleray.launch.worker_failures import fatal_error
 
 
 def failed(step, steps_done):

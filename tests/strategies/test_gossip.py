@@ -88,7 +88,7 @@ def mixed(place, flags, num_steps, values, pauses_s=None):
         mean = model.weight.detach().flatten().tolist()
     under_way = sum(float(r[-1]) for letter in mixing.inbox.wait_all() for r in letter.received)
     weight = mixing.weight + under_way
-    mixing.close()
+    mixing.wait()
     return found, weight, mean
 
 

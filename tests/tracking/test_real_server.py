@@ -12,7 +12,8 @@ import pytest
 
 from scaleray.launch.cluster import free_port
 from scaleray.records import StepRecord
-from scaleray.tracking.recorder import Recorder, RunDescription
+from scaleray.tracking.recorder import Recorder
+from scaleray.tracking.run_description import RunDescription
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -12,7 +12,8 @@ import pytest
 from scaleray.errors import TrackingError
 from scaleray.records import EvaluationRecord, EventRecord, Heartbeat, StepRecord
 from scaleray.tracking import store
-from scaleray.tracking.recorder import Recorder, RunDescription
+from scaleray.tracking.recorder import Recorder
+from scaleray.tracking.run_description import RunDescription
 
 
 @pytest.fixture(scope="session")
@@ -94,14 +95,14 @@ class Broken:
             real(self_store, operation)
 
         monkeypatch.setattr(store.RunStore, "send", send)
-        monkeypatch.setattr("scaleray.tracking.recorder.RETRY_FIRST_S", 0.0)
-        monkeypatch.setattr("scaleray.tracking.recorder.RETRY_MOST_S", 0.0)
+        monkeypatch.setattr("scaleray.tracking.spool.RETRY_FIRST_S", 0.0)
+        monkeypatch.setattr("scaleray.tracking.spool.RETRY_MOST_S", 0.0)
 
 
 def test_what_the_server_missed_is_written_when_it_returns(uri, tmp_path, monkeypatch):
     broken = Broken(monkeypatch)
     recorder = Recorder(describe(uri, tmp_path))
-    recorder._retry_s = 0.0
+    recorder.spool._retry_s = 0.0
     run_id = recorder.start().run_id
     recorder.log([step(1)])
     recorder.drain()
@@ -231,7 +232,7 @@ def test_the_head_of_an_unsent_file_holds_no_password(uri, tmp_path, monkeypatch
     recorder = Recorder(describe(uri, tmp_path))
     recorder.start()
     recorder.drain()
-    recorder._store.uri = "postgresql://me:secret@db/mlflow"
+    recorder.spool.store.uri = "postgresql://me:secret@db/mlflow"
     broken.is_away.set()
     recorder.log([step(1)])
     recorder.drain()
@@ -331,7 +332,7 @@ def test_the_end_tries_once_more_whenever_the_next_time_would_have_been(uri, tmp
         away.setattr(store.RunStore, "send", lambda self, operation: 1 / 0)
         recorder.log([step(1)])
         recorder.drain()
-        recorder._retry_at = math.inf
+        recorder.spool._retry_at = math.inf
     assert recorder.finish("FINISHED", metrics={"point/world_size": 2.0}, tags={}, files={}) is None
     assert [s for s, _ in history(uri, run_id, "train/loss")] == [1]
 

@@ -174,7 +174,6 @@ def test_a_check_in_float64_leaves_float8_out():
     [
         ({"precision.dtype": "fp32"}, "its products give bf16"),
         ({"precision.emulate_float8": False}, "the workers have no GPU"),
-        ({"precision.float8": "none"}, "without precision.float8 it has no effect"),
         ({"precision.float8": "rowwise_with_gw_hp"}, "cannot emulate rowwise_with_gw_hp"),
         ({"strategy.name": "tensor", "scale.workers": 2}, "know nothing of float8"),
     ],

@@ -20,9 +20,12 @@ from torch import nn
 
 from scaleray.data import RankBatch
 from scaleray.errors import DataError, RunFailedError, WorkloadError
+from scaleray.training.first_batch import check_first_batch
+from scaleray.training.micro_batches import micro_batches
 from scaleray.training.model_setup import prepare
 from scaleray.training.place import Place
-from scaleray.training.step import TrainStep, check_first_batch, check_sum_and_count, micro_batches
+from scaleray.training.step import TrainStep
+from scaleray.training.sum_and_count import check_sum_and_count
 
 
 class Returns(Classify):

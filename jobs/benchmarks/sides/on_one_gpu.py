@@ -28,8 +28,8 @@ from scaleray.records import EventRecord, StepRecord, WorkerMessage
 from scaleray.scaling.recipe import DataSize, derive
 from scaleray.training import loop
 from scaleray.training.job import TRAIN, Split, TrainJob
+from scaleray.training.micro_batches import to_device
 from scaleray.training.place import Place
-from scaleray.training.step import to_device
 from scaleray.workload import load_workload
 
 FOLDER = Path(__file__).resolve().parents[1]

@@ -1,0 +1,66 @@
+"""Settings that were changed and have no effect in this run, such as those of another strategy than the chosen one.
+
+One rule for all: they are said, in the run's events, and never refused. One file often serves several strategies
+(`--strategy.name`, `verify --strategies all`, a sweep), and what is of no use to one of them is what the next one needs.
+What asks for something that cannot be had, such as compression.name under fsdp, is refused: see scaling.combinations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from scaleray.config.run import RunConfig
+
+DDP = ("ddp", "zero1")
+WITH_WARM_UP = ("local_sgd", "diloco")  # in DDP, if there is one
+USERS: dict[str, tuple[str, ...]] = {
+    "strategy.bucket_size_mib": (*DDP, *WITH_WARM_UP, "gossip", "async_sgd"),
+    "strategy.gradient_as_bucket_view": (*DDP, *WITH_WARM_UP),
+    "strategy.static_graph": (*DDP, *WITH_WARM_UP),
+    "strategy.find_unused_parameters": (*DDP, *WITH_WARM_UP),
+    "fsdp": ("fsdp",),
+    "fsdp.reshard_after_forward": ("fsdp", "tensor"),
+    "tensor": ("tensor",),
+    "pipeline": ("pipeline",),
+    "local_sgd": WITH_WARM_UP,
+    "local_sgd.average_momentum": ("local_sgd",),
+    "local_sgd.outer_learning_rate": ("diloco",),
+    "local_sgd.outer_momentum": ("diloco",),
+    "gossip": ("gossip",),
+    "gossip.max_staleness": ("gossip", "async_sgd"),
+    "gossip.meet_every": ("gossip", "async_sgd"),
+}
+"""Strategies that look at a section, or at one setting of it where that differs."""
+NEEDS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
+    "gossip.max_staleness": (
+        lambda config: config.strategy.name == "async_sgd" or config.gossip.is_asynchronous,
+        "without gossip.is_asynchronous",
+    ),
+    "fsdp.wrap_min_parameters": (lambda config: config.fsdp.wrap == "size", "without fsdp.wrap size"),
+    "shares.measure_every": (lambda config: config.shares.by == "speed", "without shares.by speed"),
+    "shares.smallest": (lambda config: config.shares.by != "equal", "with equal shares"),
+    "pipeline.data_axis": (lambda config: config.scale.max_workers > config.pipeline.size, "with one replica"),
+    "precision.float8_leave_out": (lambda config: config.precision.float8 != "none", "without precision.float8"),
+    "precision.emulate_float8": (lambda config: config.precision.float8 != "none", "without precision.float8"),
+    "precision.initial_loss_scale": (lambda config: config.precision.dtype == "fp16", "without precision.dtype fp16"),
+}
+"""Settings that another one switches on."""
+
+
+def idle_settings(config: RunConfig, strategy: str) -> list[str]:
+    """A sentence for each setting that differs from its default and does nothing. strategy: with `auto` decided."""
+    where = "with one worker" if strategy == "single" else f"with strategy {strategy}"
+    found = []
+    for section in dict.fromkeys(key.partition(".")[0] for key in (*USERS, *NEEDS)):
+        settings = getattr(config, section)
+        for name, field in type(settings).model_fields.items():
+            key = f"{section}.{name}"
+            if getattr(settings, name) == field.default:
+                continue
+            users = USERS.get(key, USERS.get(section))
+            is_on, unless = NEEDS.get(key, (lambda config: True, ""))
+            if users is not None and strategy not in users:
+                found.append(f"{key} has no effect {where}")
+            elif not is_on(config):
+                found.append(f"{key} has no effect {unless}")
+    return found

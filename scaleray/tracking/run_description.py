@@ -1,0 +1,36 @@
+"""What the driver tells the recorder of a run before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RunDescription:
+    """What is known about a run before it starts. work_dir: a local folder for its files."""
+
+    tracking_uri: str
+    experiment: str
+    run_name: str
+    work_dir: str
+    every_steps: int
+    params: Mapping[str, Any]
+    tags: Mapping[str, str]
+    files: Mapping[str, str]
+    """Small text artifacts by name, such as config.yaml."""
+    datasets: Sequence[Mapping[str, Any]] = ()
+    tokens_per_sample: int | None = None
+    started_at: float | None = None
+    """Wall clock of the run's start; None is when `start` is called."""
+    run_path: str | None = None
+    """Where the run's files end up; None is `work_dir`."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The resolved config, for whoever resumes the run."""
+    base_dir: str | None = None
+    """Folder from which a relative workload file was found."""
+    continues: Mapping[str, Any] | None = None
+    """What `run.json` says of the interrupted run that this one continues."""
+    changes: Sequence[str] = ()
+    """What differs from the config of that run, a line each. Params of an MLflow run are written once and stay."""

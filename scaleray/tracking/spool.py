@@ -1,0 +1,138 @@
+"""Operations on their way to MLflow: sent in order, and kept in memory and in a file for as long as it takes none."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from scaleray.checkpoints.storage import Store
+from scaleray.tracking.store import Operation, RunStore, without_password
+
+RETRY_FIRST_S, RETRY_MOST_S = 2.0, 30.0
+
+
+class Spool:
+    """Sends a run's operations. say: takes sentences about MLflow's absence. where: says how far the run is.
+
+    store: the run in MLflow, once it exists. problem: why what is kept is not in the file, which then is behind.
+    """
+
+    def __init__(self, path: Path, *, say: Callable[[str], None], where: Callable[[], str]) -> None:
+        self.path, self._say, self._where = path, say, where
+        self.store: RunStore | None = None
+        self._kept: list[str] = []
+        self._is_on_disk = True
+        self._retry_at, self._retry_s = 0.0, RETRY_FIRST_S
+
+    @property
+    def problem(self) -> str | None:
+        return None if self._is_on_disk else f"{self.path} cannot be written"
+
+    def unsent_file(self) -> str | None:
+        """The file of what could not be sent so far, if there is any."""
+        return str(self.path) if self.path.exists() else None
+
+    def take_over(self, folder: str | None, known: dict[str, int]) -> None:
+        """Keep what the interrupted process could not send. folder: where else its file may be.
+
+        known: the newest step of each metric in MLflow; afterwards, with what is kept.
+        """
+        if not self.path.exists() and folder:
+            with contextlib.suppress(OSError):
+                self.path.write_bytes(Store(folder).read(self.path.name))
+        if not self.path.exists():
+            return
+        _, *lines = self.path.read_text().splitlines() or [""]
+        for line in lines:
+            with contextlib.suppress(ValueError):  # the last line of a process that was killed may be cut
+                operation = json.loads(line)
+                if operation["op"] == "metrics":  # sent already, but not forgotten yet
+                    operation["points"] = [p for p in operation["points"] if p[3] > known.get(p[0], -1)]
+                    known.update({p[0]: p[3] for p in operation["points"]})
+                if operation["op"] != "status":
+                    self._kept.append(json.dumps(operation))
+        self._write_file()
+
+    def send(self, operation: Operation) -> None:
+        """Send, or keep; while anything is kept, later operations queue behind it."""
+        if self._kept and not self.send_kept():
+            self._keep(operation)
+            return
+        try:
+            self._require_store().send(operation)
+        except Exception as exc:  # whatever MLflow raises, training goes on
+            self._keep(operation)
+            self._say(
+                f"MLflow took no more data at {self._where()} ({type(exc).__name__}); "
+                f"keeping it in {self.path} and trying again"
+            )
+            self._wait_longer()
+
+    def send_kept(self) -> bool:
+        """Try again, if it is time to; true when nothing is kept any more."""
+        if not self._kept:
+            return True
+        if time.monotonic() < self._retry_at:
+            return False
+        for number, line in enumerate(self._kept):
+            try:
+                self._require_store().send(json.loads(line))
+            except Exception:  # still away: what was sent is forgotten, the rest stays
+                if number:
+                    del self._kept[:number]
+                    self._write_file()
+                self._wait_longer()
+                return False
+        self._kept.clear()
+        self._write_file()
+        self._retry_s = RETRY_FIRST_S
+        self._say(f"MLflow is back at {self._where()}; everything kept has been sent")
+        return True
+
+    def retry_now(self) -> None:
+        """Try with the next operation, whenever the next time would have been."""
+        self._retry_at = 0.0
+
+    def _wait_longer(self) -> None:
+        self._retry_at = time.monotonic() + self._retry_s
+        self._retry_s = min(RETRY_MOST_S, self._retry_s * 2)
+
+    def _keep(self, operation: Operation) -> None:
+        self._kept.append(json.dumps(operation))
+        if len(self._kept) == 1 or not self._is_on_disk:
+            self._write_file()
+            return
+        try:
+            with open(self.path, "a") as file:
+                file.write(self._kept[-1] + "\n")
+        except OSError:
+            self._is_on_disk = False
+
+    def _write_file(self) -> None:
+        """Make the file hold what MLflow lacks; a disk that is full takes it later."""
+        try:
+            if self._kept:
+                self._rewrite()
+            else:
+                self.path.unlink(missing_ok=True)
+            self._is_on_disk = True
+        except OSError:
+            self._is_on_disk = False
+
+    def _rewrite(self) -> None:
+        store = self._require_store()
+        head = {
+            "tracking_uri": without_password(store.uri),
+            "run_id": store.run_id,
+            "experiment_id": store.experiment_id,
+        }
+        temporary = self.path.with_suffix(".part")
+        temporary.write_text("".join(line + "\n" for line in [json.dumps(head), *self._kept]))
+        temporary.replace(self.path)
+
+    def _require_store(self) -> RunStore:
+        assert self.store is not None, "the run exists before anything is sent"
+        return self.store
