@@ -38,7 +38,8 @@ class Parts:
     """This worker's stages of a model. `module`: the model with only them, under the names of the whole. Collective to build.
 
     Stage s lies on worker s modulo the workers of a replica. A parameter that several stages use (a tied head) lies on each
-    of their workers, and its gradient is the sum of theirs.
+    of their workers, and its gradient is the sum of theirs. The other stages are kept until the first batch has shown that
+    the stages are the whole model: no less memory than `build_model` took to make it, and before there is optimizer state.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) -> None:
