@@ -51,6 +51,17 @@ def test_lower_precisions_stay_near_one_worker(gloo, dtype):
     assert max(relative_differences(alone.losses, finished.losses)) < (1e-2 if dtype == "bf16" else 1e-5)
 
 
+def test_frozen_checkpointed_and_compiled_blocks_are_cut_too(gloo):
+    flags = {
+        **ADAMW, "batch.micro_size": 2, "fine_tuning.freeze": ["blocks.0"], "activations.checkpointing": "full",
+        "compilation.what": "blocks", "compilation.backend": "eager",
+    }  # fmt: skip
+    alone = gloo.run(1, train, SmallTransformer(), flags)[0]
+    finished = gloo.run(4, train, SmallTransformer(), {**flags, **SHARDED})[0]
+    assert max(relative_differences(alone.losses, finished.losses)) < 1e-9
+    assert largest_difference(alone.weights, finished.weights) < 1e-9
+
+
 class Sometimes(nn.Module):
     """A part of it is used only for rows that need it, another one never."""
 
