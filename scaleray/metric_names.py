@@ -50,6 +50,43 @@ TIME_TO_FIRST_STEP_S = Metric(
     "point/time_to_first_step_s", "s", "from the command's start to the end of the first step"
 )
 PEAK_MEMORY_BYTES = Metric("point/peak_memory_bytes", "bytes", "largest peak memory of any worker process or device")
+POINT_STEP_TIME_S = Metric("point/step_time_s", "s", "median time of a step in steady state")
+POINT_COMPUTE_S = Metric("point/compute_s", "s", "part of the step in which the worker computes")
+POINT_EXPOSED_COMM_S = Metric("point/exposed_comm_s", "s", "part of the step that waits for communication")
+POINT_INPUT_WAIT_S = Metric("point/input_wait_s", "s", "part of the step that waits for the input")
+POINT_OTHER_S = Metric("point/other_s", "s", "part of the step that is none of the others")
+POINT_MFU = Metric("point/mfu", "1", "model FLOPs a second over the peak of the devices")
+POINT_COST = Metric(
+    "point/cost_per_million_samples", "currency", "price of a million samples at the config's price of a worker"
+)
+POINT_NOISE_SCALE = Metric("point/noise_scale", "samples", "gradient noise scale of the point's training")
+POINT_SAMPLES_TO_TARGET = Metric("point/samples_to_target", "samples", "samples until the target was reached")
+POINT_TIME_TO_TARGET_S = Metric("point/time_to_target_s", "s", "time of training until the target was reached")
+POINT_SPEEDUP = Metric("point/speedup", "1", "throughput over that of the curve's base, times the base's workers")
+POINT_EFFICIENCY = Metric("point/efficiency", "1", "scaling efficiency, strong or weak as the point's mode")
+TRIAL_BATCH_SIZE = Metric("trial/batch_size", "samples", "global batch size of the trial")
+TRIAL_LEARNING_RATE = Metric("trial/learning_rate", "1", "learning rate of the trial, after its rule")
+TRIAL_VALUE = Metric("trial/value", "unit of the metric", "last value of the sweep's metric")
+TRIAL_SAMPLES = Metric("trial/samples", "samples", "samples that the trial trained on")
+TRIAL_SAMPLES_TO_TARGET = Metric("trial/samples_to_target", "samples", "samples until the target was reached")
+TRIAL_TIME_TO_TARGET_S = Metric("trial/time_to_target_s", "s", "time of training until the target was reached")
+TRIAL_TRAINING_TIME_S = Metric("trial/training_time_s", "s", "time of training")
+TRIAL_TOTAL_TIME_S = Metric("trial/total_time_s", "s", "from when the trial had its workers to its end")
+TRIAL_SAMPLES_PER_S = Metric("trial/samples_per_s", "samples/s", "steady-state throughput of the trial")
+TRIAL_NOISE_SCALE = Metric("trial/noise_scale", "samples", "gradient noise scale of the trial's training")
+TRIAL_GOODPUT = Metric("trial/goodput", "samples/s", "throughput times statistical efficiency")
+SCALING_IDEAL = Metric("scaling/ideal_speedup", "1", "number of workers over that of the curve's base; step: workers")
+NOISE_SCALE = Metric(
+    "train/noise_scale", "samples", "gradient noise scale; step: samples, where a study or sweep wrote it"
+)
+BATCH_SAMPLES_PER_S = Metric("batch/samples_per_s", "samples/s", "throughput at a batch size; step: batch size")
+BATCH_EFFICIENCY = Metric(
+    "batch/statistical_efficiency", "1", "progress of a sample at this batch size; step: batch size"
+)
+BATCH_GOODPUT = Metric("batch/goodput", "samples/s", "throughput times statistical efficiency; step: batch size")
+BATCH_PREDICTED_SAMPLES = Metric(
+    "batch/predicted_samples", "samples", "predicted samples to the target; step: batch size"
+)
 VERIFY_LOSS_DIFFERENCE = Metric(
     "verify/loss_difference", "1", "largest relative difference of a step's loss to one process"
 )
@@ -66,7 +103,26 @@ COMPRESSION_SHARES = tuple(
     for name in ("none", "fp16", "bf16", "int8", "powersgd", "topk")
 )
 
-ALL = tuple(value for value in list(globals().values()) if isinstance(value, Metric)) + COMPRESSION_SHARES
+CURVES = tuple(
+    Metric(f"scaling/{mode}_{name}", unit, f"{mode} scaling: {help}; step: workers")
+    for mode in ("strong", "weak")
+    for name, unit, help in (
+        ("speedup", "1", "throughput over that of the base, times the base's workers"),
+        ("speedup_low", "1", "lower end of its 95 % interval"),
+        ("speedup_high", "1", "upper end of its 95 % interval"),
+        ("efficiency", "1", "efficiency"),
+        ("efficiency_low", "1", "lower end of its 95 % interval"),
+        ("efficiency_high", "1", "upper end of its 95 % interval"),
+        ("fit", "1", "speed-up of the fitted law, one doubling further than the points"),
+        ("samples_per_s", "samples/s", "throughput"),
+        ("step_time_s", "s", "median time of a step"),
+        ("exposed_comm_share", "1", "share of the step that waits for communication"),
+        ("cost_per_million_samples", "currency", "price of a million samples"),
+        ("time_to_target_s", "s", "time of training to the target"),
+    )
+)
+
+ALL = tuple(value for value in list(globals().values()) if isinstance(value, Metric)) + COMPRESSION_SHARES + CURVES
 
 
 def compression_share(method: str) -> Metric:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the processes of a test share few cores
 
@@ -39,9 +41,31 @@ def gloo() -> Iterator[GlooPool]:
     pool.stop()
 
 
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database as its first use leaves it: making one costs more than a second of a core, a copy nothing."""
+    from scaleray.tracking.store import RunStore
+
+    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    RunStore.create(f"sqlite:///{path}", experiment="made-once", run_name="r", tags={})
+    return path
+
+
+@pytest.fixture
+def mlflow_database(empty_database: Path, tmp_path: Path) -> Path:
+    """It as `mlflow.db` in the test's folder, for runs that would make one there."""
+    return Path(shutil.copy(empty_database, tmp_path / "mlflow.db"))
+
+
 @pytest.fixture(autouse=True)
 def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test's config comes from the test alone."""
     for variable in list(os.environ):
         if variable.startswith("SCALERAY_"):
             monkeypatch.delenv(variable)
+
+
+@pytest.fixture
+def uri(mlflow_database: Path) -> str:
+    """A tracking URI of the test's own."""
+    return f"sqlite:///{mlflow_database}"

@@ -12,6 +12,9 @@ from cyclopts import App, CycloptsError, Parameter
 
 from scaleray import __version__
 from scaleray.cli.checkpoint import checkpoint_app
+from scaleray.cli.compare import compare
+from scaleray.cli.report import report
+from scaleray.cli.study import study
 from scaleray.cli.verify import verify
 from scaleray.errors import ScaleRayError
 
@@ -28,6 +31,9 @@ app.command(config_app)
 app.command(tracking_app)
 app.command(checkpoint_app)
 app.command(verify)
+app.command(report)
+app.command(study)
+app.command(compare)
 
 ConfigFile = Annotated[Path | None, Parameter(name=["--config", "-c"], help="YAML file of the run.")]
 Overrides = Annotated[

@@ -2,7 +2,8 @@
 
 One rule for all: they are said, in the run's events, and never refused. One file often serves several strategies
 (`--strategy.name`, `verify --strategies all`, a sweep), and what is of no use to one of them is what the next one needs.
-What asks for something that cannot be had, such as compression.name under fsdp, is refused: see scaling.combinations.
+What asks for something that cannot be had (compression.name under fsdp), or forgets the method that it is for
+(pruning.sparsity without pruning.method), is refused: see scaling.combinations.
 """
 
 from __future__ import annotations

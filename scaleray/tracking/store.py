@@ -18,6 +18,7 @@ from scaleray.errors import TrackingError
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 UI_ADDRESS = "http://127.0.0.1:5000"
 LONGEST_PARAM = 6000  # MLflow cuts longer values without a word; the whole config is an artifact
@@ -98,7 +99,7 @@ class RunStore:
         self.uri, self.run_id, self.experiment_id = uri, run_id, experiment_id
         self.status_before: str | None = None
         """Of a run that was reopened."""
-        self.client = _client(uri)
+        self.client = open_client(uri)
 
     @classmethod
     def create(
@@ -107,7 +108,7 @@ class RunStore:
         """A new run, RUNNING, since `started_at` (wall clock in s; None is now). Makes the database and the experiment when they do not exist. Raises TrackingError."""
         try:
             with _first_use_lock(uri):
-                client = _client(uri)
+                client = open_client(uri)
                 found = client.get_experiment_by_name(experiment)
                 if found is not None and found.lifecycle_stage == "deleted":
                     raise TrackingError(
@@ -239,7 +240,8 @@ def replay(path: str | Path, *, uri: str | None = None) -> int:
     return len(lines) - 1
 
 
-def _client(uri: str) -> Any:
+def open_client(uri: str) -> Any:
+    """MLflow's client, for a database that exists or a server."""
     # a server that is away must cost seconds, not the minutes of MLflow's default retries
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")

@@ -27,7 +27,7 @@ from scaleray.launch.run_folder import RunFolder
 from scaleray.records import RunRecord
 from scaleray.tracking import store
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("mlflow_database")]
 
 ROOT = Path(__file__).parent.parent.parent
 STEPS, EVERY, BATCH, ROWS = 90, 10, 24, 310
@@ -285,10 +285,10 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
 
 
 def test_a_password_lands_in_no_file(tmp_path, monkeypatch):
-    real, database = store._client, f"sqlite:///{tmp_path / 'mlflow.db'}"
+    real, database = store.open_client, f"sqlite:///{tmp_path / 'mlflow.db'}"
     uri = "http://somebody:hunter2@127.0.0.1:9"
     monkeypatch.setattr(store, "check_reachable", lambda uri: None)
-    monkeypatch.setattr(store, "_client", lambda uri: real(database))
+    monkeypatch.setattr(store, "open_client", lambda uri: real(database))
     folder = interrupted(tmp_path, **{"tracking.uri": uri})
     files = contents(folder)
     assert {"run.json", "config.yaml", "manifest.json", "record.json"} <= {path.name for path in files}

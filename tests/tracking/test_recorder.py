@@ -16,20 +16,6 @@ from scaleray.tracking.recorder import Recorder
 from scaleray.tracking.run_description import RunDescription
 
 
-@pytest.fixture(scope="session")
-def empty_database(tmp_path_factory):
-    """A migrated database file, made once: the migration takes seconds."""
-    folder = tmp_path_factory.mktemp("mlflow")
-    store.RunStore.create(f"sqlite:///{folder / 'mlflow.db'}", experiment="made-once", run_name="r", tags={})
-    return folder / "mlflow.db"
-
-
-@pytest.fixture
-def uri(empty_database, tmp_path):
-    shutil.copy(empty_database, tmp_path / "mlflow.db")
-    return f"sqlite:///{tmp_path / 'mlflow.db'}"
-
-
 def describe(uri, tmp_path, **more):
     values = {
         "tracking_uri": uri, "experiment": "tests", "run_name": "run", "work_dir": str(tmp_path / "run"), "every_steps": 1,

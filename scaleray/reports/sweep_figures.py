@@ -1,0 +1,313 @@
+"""The figures of a sweep. What a thousand trials would make unreadable is thinned, and the caption says so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from scaleray.reports import drawing
+from scaleray.reports.drawing import BLUE, GREEN, INK, MUTED, VERMILION, Drawing, draw
+from scaleray.study_records import SweepRecord, Trial
+from scaleray.study_tables import seconds
+from scaleray.sweep_settings import Setting, best_by_batch, settings
+from scaleray.tracking.study_values import thinned
+
+MOST_LINES = 60
+"""Curves of one figure."""
+MOST_CURVE_POINTS = 60
+"""Evaluations of one line."""
+MOST_MARKS = 1500
+"""Settings of all maps together, and trials of one scatter."""
+PANELS = 3
+"""Rules side by side in one map."""
+
+
+def sweep_drawings(record: SweepRecord) -> list[Drawing]:
+    """All figures for which there are figures."""
+    trained = [t for t in record.trials if t.curve]
+    by_batch = best_by_batch(record)
+    made = maps(record)
+    if any(s.samples_to_target is not None for batches in by_batch.values() for s in batches.values()):
+        made += [to_target(record, "samples"), to_target(record, "time")]
+    if trained:
+        made += [curves(record, "samples"), curves(record, "time")]
+    if record.goodput:
+        made.append(goodput(record))
+    if any(t.noise_scale for t in record.trials):
+        made.append(noise(record))
+    return made
+
+
+def maps(record: SweepRecord) -> list[Drawing]:
+    """Batch size by learning rate, a panel for each rule: colour is the samples to the target, or the metric without one."""
+    found = settings(record)
+    by_target = any(s.samples_to_target is not None for s in found)
+    value_of: Callable[[Setting], float | None] = (lambda s: s.samples_to_target) if by_target else (lambda s: s.value)
+    rules = list(dict.fromkeys(s.rule for s in found))
+    if not rules:
+        return []
+    left = f" {MOST_MARKS} of {len(found)} settings are drawn." if len(found) > MOST_MARKS else ""
+    found = thinned(found, MOST_MARKS)
+    known = [v for s in found if (v := value_of(s)) is not None]
+    what = "samples to the target" if by_target else record.metric
+    failed = [t for t in record.trials if t.status == "failed"]
+    panels = [rules[i : i + PANELS] for i in range(0, len(rules), PANELS)]
+    return [
+        _map(record, group, number, found, failed, value_of, known, what, left) for number, group in enumerate(panels)
+    ]
+
+
+def _map(
+    record: SweepRecord, rules: Sequence[str], page: int, found: Sequence[Setting], failed: Sequence[Trial],
+    value_of: Callable[[Setting], float | None], known: Sequence[float], what: str, left: str,
+) -> Drawing:  # fmt: skip
+    from matplotlib.colors import LogNorm, Normalize
+    from matplotlib.ticker import FuncFormatter
+
+    by_target = what == "samples to the target"
+    low, high = (min(known), max(known)) if known else (0.0, 1.0)
+    norm: Any = LogNorm(low, high) if low > 0 and high > low else Normalize(low, high if high > low else low + 1)
+    scale = "viridis" if by_target or record.direction == "min" else "viridis_r"
+    batches = sorted({s.batch_size for s in found} | {t.batch_size for t in failed})
+    best = {(s.rule, s.batch_size): s for rule in best_by_batch(record).values() for s in rule.values()}
+
+    def paint(axes: Any) -> None:
+        panels = axes if isinstance(axes, list) else [axes]
+        drawn = None
+        for ax, rule in zip(panels, rules, strict=True):
+            own = [s for s in found if s.rule == rule]
+            reached = [s for s in own if value_of(s) is not None]
+            missed = [s for s in own if value_of(s) is None]
+            broken = {(t.batch_size, t.learning_rate) for t in failed if t.rule == rule}
+            size = 62 if len(own) < 120 else 26
+            drawn = ax.scatter(
+                [s.batch_size for s in reached], [s.learning_rate for s in reached], c=[value_of(s) for s in reached], cmap=scale,
+                norm=norm, s=size, linewidths=0, zorder=3,
+            )  # fmt: skip
+            ax.scatter([s.batch_size for s in missed], [s.learning_rate for s in missed], s=size * 0.7, facecolors="none", edgecolors=MUTED,
+                       linewidths=0.9, zorder=2)  # fmt: skip
+            ax.scatter(
+                [b for b, _ in broken],
+                [lr for _, lr in broken],
+                marker="x",
+                s=size * 0.6,
+                color=VERMILION,
+                linewidths=1.2,
+                zorder=2,
+            )
+            chosen = [best[rule, b] for b in batches if (rule, b) in best]
+            ax.plot(
+                [s.batch_size for s in chosen],
+                [s.learning_rate for s in chosen],
+                color=INK,
+                linewidth=1.0,
+                alpha=0.7,
+                zorder=4,
+            )
+            ax.scatter([s.batch_size for s in chosen], [s.learning_rate for s in chosen], s=size * 1.5, facecolors="none", edgecolors=INK,
+                       linewidths=1.3, zorder=4)  # fmt: skip
+            drawing.log2_axis(ax.xaxis, batches, most=7)
+            drawing.log_axis(ax.yaxis)
+            ax.set_title(rule, loc="left", fontsize=10, color=INK, fontweight="bold")
+            ax.set(xlabel="batch size")
+            ax.margins(0.09)
+        panels[0].set_ylabel("learning rate")
+        if drawn is not None and known:
+            bar = panels[-1].figure.colorbar(
+                drawn, ax=panels, pad=0.015, aspect=28, format=FuncFormatter(lambda v, _: drawing.number(v))
+            )
+            drawing.log_axis(bar.ax.yaxis) if isinstance(norm, LogNorm) else drawing.plain_axis(bar.ax.yaxis)
+            bar.outline.set_visible(False)
+            bar.set_label(what, color=MUTED, fontsize=8.5)
+
+    signs = ["ringed: the best at its batch size"]
+    signs += (
+        ["hollow: " + ("missed the target" if by_target else "no value")]
+        if any(value_of(s) is None for s in found)
+        else []
+    )
+    signs += ["cross: failed"] if failed else []
+    caption = f"Colour: {what}, the median over seeds; {'; '.join(signs)}.{left}"
+    title = "Batch size and learning rate, by rule" if len(rules) > 1 else f"Batch size and learning rate, {rules[0]}"
+    return draw(
+        f"map-{page}", title, caption, paint, columns=len(rules), is_wide=len(rules) > 1, share_y=True,
+        height_in=3.5, marks=record.marks,
+    )  # fmt: skip
+
+
+def to_target(record: SweepRecord, what: str) -> Drawing:
+    """Samples or seconds to the target over the batch size, a line for each rule."""
+    by_batch = best_by_batch(record)
+    colours = drawing.colours_of(list(by_batch))
+    batches = sorted({b for found in by_batch.values() for b in found})
+
+    def value(setting: Setting) -> float | None:
+        return setting.samples_to_target if what == "samples" else setting.time_to_target_s
+
+    def paint(ax: Any) -> None:
+        ends = []
+        for rule, found in by_batch.items():
+            rows = [(b, v) for b, s in found.items() if (v := value(s)) is not None]
+            if not rows:
+                continue
+            for b, s in found.items():
+                each = [t.samples_to_target if what == "samples" else t.time_to_target_s for t in s.trials]
+                seen = [v for v in each if v is not None]
+                ax.plot(
+                    [b] * len(seen),
+                    seen,
+                    linestyle="",
+                    marker="o",
+                    markersize=3,
+                    color=colours[rule],
+                    alpha=0.35,
+                    markeredgewidth=0,
+                )
+            ax.plot([b for b, _ in rows], [v for _, v in rows], color=colours[rule], marker="o")
+            ends.append((*rows[-1], rule, colours[rule]))
+        drawing.log2_axis(ax.xaxis, batches)
+        drawing.log_axis(ax.yaxis, show=seconds if what == "time" else None)
+        ax.set(xlabel="batch size", ylabel="samples to target" if what == "samples" else "training time to target")
+        drawing.label_ends(ax, ends)
+
+    reading = (
+        "Where a line rises, larger batches need more samples for the same result."
+        if what == "samples"
+        else "The lowest point is the fastest batch size."
+    )
+    caption = f"The best learning rate of each rule at each batch size; small dots are single seeds. {reading} A line ends where the target is missed."
+    return draw(f"target-{what}", f"{what.capitalize()} to target", caption, paint, marks=record.marks)
+
+
+def curves(record: SweepRecord, against: str) -> Drawing:
+    """The metric over samples or seconds, coloured by batch size: the best trial of each rule and batch size first."""
+    trained = [t for t in record.trials if t.curve]
+    chosen = _chosen(record, trained)
+    batches = sorted({t.batch_size for t in chosen})
+    shade = dict(zip(batches, drawing.shades(len(batches)), strict=True))
+    column = 0 if against == "samples" else 1
+
+    def paint(ax: Any) -> None:
+        for t in chosen:
+            few = [row for row in thinned(t.curve, MOST_CURVE_POINTS) if math.isfinite(row[2])]
+            ax.plot(
+                [row[column] for row in few],
+                [row[2] for row in few],
+                color=shade[t.batch_size],
+                linewidth=1.2,
+                alpha=0.8,
+            )
+        values = [row[2] for t in chosen for row in t.curve if math.isfinite(row[2])]
+        if values and min(values) > 0 and max(values) / min(values) > 20:
+            drawing.log_axis(ax.yaxis)
+        else:
+            drawing.plain_axis(ax.yaxis)
+        if all(row[column] > 0 for t in chosen for row in t.curve[:1]):
+            drawing.log_axis(ax.xaxis, show=seconds if against == "time" else None)
+        else:
+            drawing.plain_axis(ax.xaxis)
+        ax.set(xlabel="samples" if against == "samples" else "training time", ylabel=record.metric)
+        for batch in batches:
+            ax.plot([], [], color=shade[batch], label=str(batch), linewidth=2.4)
+        ax.legend(
+            title="batch size", title_fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=1.2
+        )
+
+    left = (
+        f" {len(chosen)} of {len(trained)} trials are drawn: the best of each rule and batch size, then evenly over the rest."
+        if len(chosen) < len(trained)
+        else ""
+    )
+    return draw(
+        f"curves-{against}", f"{record.metric} against {against}",
+        f"A line for each trial, coloured by its batch size.{left}", paint, marks=record.marks,
+    )  # fmt: skip
+
+
+def goodput(record: SweepRecord) -> Drawing:
+    """Throughput, statistical efficiency and their product over the batch size, each relative to its largest value."""
+    points = sorted(record.goodput, key=lambda p: p.batch_size)
+    batches = [p.batch_size for p in points]
+    lines = (
+        ("throughput", MUTED, "samples_per_s"),
+        ("efficiency", GREEN, "statistical_efficiency"),
+        ("goodput", BLUE, "goodput"),
+    )
+    best = max(points, key=lambda p: p.goodput.value)
+
+    def paint(ax: Any) -> None:
+        ends = []
+        for label, colour, name in lines:
+            estimates = [getattr(p, name) for p in points]
+            most = max((e.value for e in estimates), default=1.0) or 1.0
+            ax.fill_between(
+                batches,
+                [100 * e.low / most for e in estimates],
+                [100 * e.high / most for e in estimates],
+                color=colour,
+                alpha=0.13,
+                linewidth=0,
+            )
+            values = [100 * e.value / most for e in estimates]
+            ax.plot(batches, values, color=colour, linewidth=2.4 if name == "goodput" else 1.4)
+            for p, v in zip(points, values, strict=True):
+                ax.plot([p.batch_size], [v], marker="o" if p.is_measured else "D" if p.is_trusted else "x", color=colour,
+                        markerfacecolor=colour if p.is_measured else "white", markersize=5 if p.is_measured else 4)  # fmt: skip
+            ends.append((batches[-1], values[-1], label, colour))
+        drawing.log2_axis(ax.xaxis, batches)
+        ax.set_ylim(0, 112)
+        drawing.plain_axis(ax.yaxis, show=lambda v: f"{v:.0f}%")
+        ax.annotate(f"best: {best.batch_size}", (best.batch_size, 100), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=8.5,
+                    color=BLUE, fontweight="bold")  # fmt: skip
+        ax.set(xlabel="batch size", ylabel="share of the largest")
+        drawing.label_ends(ax, ends)
+
+    unsure = (
+        " Cross: further than 4 times from a measured batch size, not to be trusted."
+        if not all(p.is_trusted for p in points)
+        else ""
+    )
+    caption = f"Goodput is throughput times statistical efficiency. Dot: measured; diamond: predicted.{unsure} Bands are 95% intervals."
+    return draw("goodput", "Goodput", caption, paint, marks=record.marks)
+
+
+def noise(record: SweepRecord) -> Drawing:
+    """The noise scale at the end of each trial over the samples that it had trained on."""
+    measured = [t for t in record.trials if t.noise_scale and t.samples]
+    shown = thinned(measured, MOST_MARKS // 3)
+    batches = sorted({t.batch_size for t in shown})
+    shade = dict(zip(batches, drawing.shades(len(batches)), strict=True))
+
+    def paint(ax: Any) -> None:
+        for batch in batches:
+            own = [t for t in shown if t.batch_size == batch]
+            ax.scatter(
+                [t.samples for t in own],
+                [t.noise_scale for t in own],
+                color=shade[batch],
+                s=16,
+                linewidths=0,
+                alpha=0.85,
+                label=str(batch),
+            )
+        if all((t.noise_scale or 0) > 0 for t in shown):
+            drawing.log_axis(ax.yaxis)
+        drawing.log_axis(ax.xaxis)
+        ax.set(xlabel="samples trained on", ylabel="noise scale in samples")
+        ax.legend(
+            title="batch size", title_fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=0.6
+        )
+
+    left = f" {len(shown)} of {len(measured)} trials are drawn." if len(shown) < len(measured) else ""
+    caption = f"A dot for each trial at its end. Batches far below the noise scale waste no samples.{left}"
+    return draw("noise-scale", "Gradient noise scale", caption, paint, marks=record.marks)
+
+
+def _chosen(record: SweepRecord, trained: Sequence[Trial]) -> list[Trial]:
+    first = [t for batches in best_by_batch(record).values() for s in batches.values() for t in s.trials[:1] if t.curve]
+    numbers = {t.number for t in first}
+    rest = [t for t in trained if t.number not in numbers]
+    room = max(0, MOST_LINES - len(first))
+    few = thinned(rest, room) if room >= 2 else rest[:room]
+    return sorted([*thinned(first, MOST_LINES), *few], key=lambda t: t.batch_size)

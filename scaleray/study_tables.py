@@ -1,0 +1,163 @@
+"""The tables of a study and of a sweep as words and figures: the same in MLflow, on the terminal and in the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scaleray.study_records import Curve, CurvePoint, Estimate, StudyRecord, SweepRecord
+from scaleray.sweep_settings import best_by_batch
+
+MOST_MARKDOWN_ROWS = 60
+
+
+@dataclass(frozen=True)
+class Table:
+    """A title, columns with their units, and rows of text. notes: what a reader must know of the figures."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+
+    def is_text(self, column: int) -> bool:
+        """Whether a column holds words, which begin at the left, rather than figures."""
+        return not any(row[column][:1].isdigit() for row in self.rows)
+
+    def markdown(self) -> str:
+        """The table as Markdown, cut after MOST_MARKDOWN_ROWS rows with a word about it."""
+        lines = [
+            f"**{escaped(self.title)}**",
+            "",
+            _row(self.columns),
+            "|" + "".join(" --- |" if self.is_text(i) else " ---: |" for i in range(len(self.columns))),
+        ]
+        lines += [_row(row) for row in self.rows[:MOST_MARKDOWN_ROWS]]
+        if len(self.rows) > MOST_MARKDOWN_ROWS:
+            lines += ["", f"{len(self.rows) - MOST_MARKDOWN_ROWS} more rows are in the report."]
+        for note in self.notes:
+            lines += ["", escaped(note)]
+        return "\n".join(lines)
+
+
+def study_tables(record: StudyRecord) -> list[Table]:
+    """A table for each mode."""
+    return [_curve_table(record, curve) for curve in record.curves]
+
+
+def sweep_table(record: SweepRecord) -> Table:
+    """The best setting of each rule at each batch size."""
+    rows = []
+    for rule, batches in best_by_batch(record).items():
+        for batch, setting in batches.items():
+            reached = f"{setting.num_reached} of {len(setting.trials)}"
+            rows.append((
+                rule, str(batch), f"{setting.learning_rate:.3g}", figure(setting.value), count(setting.samples_to_target),
+                seconds(setting.time_to_target_s), reached if record.target else str(len(setting.trials)),
+            ))  # fmt: skip
+    metric = record.metric or "metric"
+    ran = sum(len(s.trials) for batches in best_by_batch(record).values() for s in batches.values())
+    notes = [
+        f"{len(record.trials)} trials; shown is the best learning rate of each rule and batch size ({ran} trials)."
+    ]
+    return Table(
+        title=f"Best settings, target {record.target}" if record.target else "Best settings",
+        columns=("rule", "batch size", "learning rate", metric, "samples to target", "time to target",
+                 "seeds that reached it" if record.target else "seeds"),
+        rows=tuple(rows), notes=tuple(notes),
+    )  # fmt: skip
+
+
+def marks_of(point: CurvePoint) -> list[str]:
+    """The conditions of a point that every figure must show."""
+    marks = list(point.point.marks)
+    return marks + (["reused"] if point.point.reused_from else [])
+
+
+def _curve_table(record: StudyRecord, curve: Curve) -> Table:
+    points = [at.point for at in curve.points]
+    price = f"{record.currency or 'cost'} per million samples"
+    optional = {
+        "tokens/s": any(p.tokens_per_s for p in points),
+        "MFU": any(p.mfu is not None for p in points),
+        price: any(p.cost_per_million_samples is not None for p in points),
+        "time to target": any(p.to_target for p in points),
+        "samples to target": any(p.to_target for p in points),
+        "marks": any(marks_of(at) for at in curve.points),
+    }
+    rows = []
+    for at in curve.points:
+        p = at.point
+        step = p.step_time_s.value or 1.0
+        row = {
+            "workers": str(p.workers), "batch size": str(p.global_batch_size), "step time": with_interval(p.step_time_s, seconds),
+            "samples/s": count(p.samples_per_s.value), "tokens/s": count(p.tokens_per_s.value if p.tokens_per_s else None),
+            "speed-up": with_interval(at.speedup, lambda v: f"{v:.2f}"),
+            "efficiency": with_interval(at.efficiency, lambda v: f"{v:.0%}"),
+            "waits for comm": "" if p.exposed_comm_s is None else f"{p.exposed_comm_s / step:.1%}", "waits for input": f"{p.input_wait_s / step:.1%}",
+            "MFU": "" if p.mfu is None else f"{p.mfu:.1%}", "memory": memory(p.peak_memory_bytes),
+            price: figure(p.cost_per_million_samples), "marks": ", ".join(marks_of(at)),
+            "time to target": "" if not p.to_target else seconds(p.to_target.time_s) if p.to_target.is_reached else "missed",
+            "samples to target": "" if not p.to_target else count(p.to_target.samples) if p.to_target.is_reached else "missed",
+        }  # fmt: skip
+        rows.append({name: text for name, text in row.items() if optional.get(name, True)})
+    columns = tuple(rows[0]) if rows else ()
+    strategies = ", ".join(dict.fromkeys(p.strategy for p in points))
+    title = f"{curve.mode.capitalize()} scaling, {strategies}" if strategies else f"{curve.mode.capitalize()} scaling"
+    base = f"Speed-up is relative to {curve.base_workers} worker{'s' if curve.base_workers != 1 else ''}; in brackets the 95% interval."
+    return Table(title, columns, tuple(tuple(row.values()) for row in rows), (base,))
+
+
+def with_interval(estimate: Estimate, show: object) -> str:
+    """The value and its interval in brackets; alone where the interval is the value."""
+    assert callable(show)
+    if estimate.low == estimate.high:
+        return str(show(estimate.value))
+    return f"{show(estimate.value)} ({show(estimate.low)} to {show(estimate.high)})"
+
+
+def seconds(value: float | None) -> str:
+    """A duration with a unit in which it is easy to read."""
+    if value is None:
+        return ""
+    if value >= 7200:
+        return f"{value / 3600:.3g} h"
+    if value >= 120:
+        return f"{value / 60:.3g} min"
+    for limit, factor, unit in ((1.0, 1, "s"), (1e-3, 1e3, "ms")):
+        if value >= limit:
+            return f"{value * factor:.3g} {unit}"
+    return f"{value * 1e6:.3g} µs"
+
+
+def memory(value: float | None) -> str:
+    """Bytes as MiB or GiB."""
+    if not value:
+        return ""
+    return f"{value / 2**30:.3g} GiB" if value >= 2**30 else f"{value / 2**20:.3g} MiB"
+
+
+def count(value: float | None) -> str:
+    """A number of things, with k, M or G from ten thousand on."""
+    if value is None:
+        return ""
+    for limit, suffix in ((1e9, " G"), (1e6, " M"), (1e4, " k")):
+        if abs(value) >= limit:
+            return f"{value / limit * (10 if suffix == ' k' else 1):.3g}{suffix}"
+    return f"{value:.4g}"
+
+
+def figure(value: float | None) -> str:
+    """Any other number; nothing for what is not known."""
+    return "" if value is None else f"{value:.4g}"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(escaped(cell) for cell in cells) + " |"
+
+
+def escaped(text: str) -> str:
+    """Text of a config as Markdown shows it, neither table nor tag."""
+    for character in "\\`*_<>|[]#!":
+        text = text.replace(character, f"\\{character}")
+    return " ".join(text.split())

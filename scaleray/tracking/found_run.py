@@ -1,0 +1,158 @@
+"""A recorded run by what a user knows of it: its folder or bucket, its name, or its id or name in MLflow."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scaleray.checkpoints.storage import Store
+from scaleray.config.base import absolute_path
+from scaleray.config.scale import CheckpointSettings
+from scaleray.errors import TrackingError
+from scaleray.records import RunRecord
+from scaleray.study_records import StudyRecord, SweepRecord
+from scaleray.tracking.store import check_reachable, open_client, resolve_uri, sqlite_path, without_password
+
+FILE = "record.json"
+STEPS = "steps.csv"
+
+AnyRecord = RunRecord | StudyRecord | SweepRecord
+
+
+@dataclass(frozen=True)
+class FoundRun:
+    """A record and where it was found. steps: the text of steps.csv of a training, None without one.
+
+    folder: local; None for what lies in a bucket or in MLflow alone. evaluations: (step, value) by metric, from MLflow.
+    """
+
+    record: AnyRecord
+    where: str
+    folder: Path | None = None
+    steps: str | None = None
+    evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+
+
+def find_run(run: str, *, uri: str | None = None) -> FoundRun:
+    """The run that `run` names: a folder or bucket with a record.json, that file, the name of a folder in the default
+    storage path, or an id or name in MLflow.
+
+    uri: where MLflow is; None is scaleray's own. Raises TrackingError when there is none, or it has no record.
+    """
+    for place in _places(run):
+        with contextlib.suppress(OSError, ValueError):
+            text = place.read(FILE)
+            return _with_evaluations(_read(place, text))
+    return _with_evaluations(_in_mlflow(run, resolve_uri(uri)))
+
+
+def record_of(text: str | bytes, *, where: str) -> AnyRecord:
+    """The record in the text of a record.json. Raises TrackingError for anything else."""
+    from pydantic import TypeAdapter
+
+    try:
+        data = json.loads(text)
+        if "trials" in data:
+            return TypeAdapter(SweepRecord).validate_json(text)
+        if "curves" in data:
+            return TypeAdapter(StudyRecord).validate_json(text)
+        return RunRecord.from_json(text)
+    except (ValueError, TypeError) as exc:  # pydantic's errors are ValueErrors
+        raise TrackingError(
+            "the record", where, f"it is not one of a run, study or sweep of this version: {_first_line(exc)}"
+        ) from exc
+
+
+def _places(run: str) -> list[Store]:
+    if "://" in run:
+        return [Store(run.removesuffix(f"/{FILE}"))]
+    path = Path(run).expanduser().absolute()
+    found = [Store(str(path.parent if path.name == FILE else path))]
+    if "/" not in run and run not in (".", ".."):
+        found.append(Store(absolute_path(f"{CheckpointSettings().storage_path}/{run}")))
+    return found
+
+
+def _read(place: Store, text: bytes) -> FoundRun:
+    where = without_password(place.root)
+    record = record_of(text, where=f"{where}/{FILE}")
+    steps = None
+    if isinstance(record, RunRecord):
+        with contextlib.suppress(OSError):
+            steps = place.read(STEPS).decode()
+    return FoundRun(record, where, Path(place.root) if place.is_local else None, steps)
+
+
+def _in_mlflow(run: str, uri: str) -> FoundRun:
+    shown = without_password(uri)
+    unknown = TrackingError(
+        "RUN", run, f"there is no folder with a {FILE} and no run of this id or name in MLflow at {shown}",
+        "give a run's folder, or the database that it is in with --uri",
+    )  # fmt: skip
+    if uri.startswith("sqlite:///") and not sqlite_path(uri).exists():
+        raise unknown  # looking must not make a database
+    check_reachable(uri)
+    try:
+        client = open_client(uri)
+        found = _candidates(client, run)
+        if not found:
+            raise unknown
+        chosen = found[0].info.run_id
+        with tempfile.TemporaryDirectory() as folder:
+            names = {file.path for file in client.list_artifacts(chosen)}
+            if FILE not in names:
+                status = found[0].info.status
+                raise TrackingError(
+                    "the run in MLflow",
+                    chosen,
+                    f"it has no {FILE}; its status is {status}",
+                    "only what has ended has one",
+                )
+            text = Path(client.download_artifacts(chosen, FILE, folder)).read_bytes()
+            steps = Path(client.download_artifacts(chosen, STEPS, folder)).read_text() if STEPS in names else None
+    except TrackingError:
+        raise
+    except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
+        raise TrackingError("MLflow at", shown, f"the run {run} cannot be read: {_first_line(exc)}") from exc
+    where = f"MLflow run {chosen}" + (f", the newest of {len(found)} with this name" if len(found) > 1 else "")
+    return FoundRun(record_of(text, where=where), where, None, steps)
+
+
+def _candidates(client: Any, run: str) -> Sequence[Any]:
+    """Runs of this id or name, the newest first; children of studies and sweeps have no record and are left out."""
+    if re.fullmatch(r"[0-9a-f]{32}", run):
+        with contextlib.suppress(Exception):
+            return [client.get_run(run)]
+    if "'" in run or len(run) > 250:  # no name that scaleray gives
+        return []
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    query = f"attributes.run_name = '{run}'"
+    found = client.search_runs(experiments, query, order_by=["attributes.start_time DESC"], max_results=100)
+    return [one for one in found if "mlflow.parentRunId" not in one.data.tags]
+
+
+def _with_evaluations(found: FoundRun) -> FoundRun:
+    """The same with the evaluations' history, which MLflow alone has; without MLflow there is none."""
+    record = found.record
+    if not isinstance(record, RunRecord) or not record.metrics or not record.run_id:
+        return found
+    with contextlib.suppress(Exception):
+        uri = resolve_uri(record.tracking_uri)
+        if uri.startswith("sqlite:///") and not sqlite_path(uri).exists():
+            return found
+        check_reachable(uri, timeout_s=2.0)
+        client = open_client(uri)
+        for name in sorted(record.metrics):
+            history = client.get_metric_history(record.run_id, name)
+            found.evaluations[name] = sorted((metric.step, metric.value) for metric in history)
+    return found
+
+
+def _first_line(exc: Exception) -> str:
+    return (str(exc).strip().splitlines() or [type(exc).__name__])[0][:300]

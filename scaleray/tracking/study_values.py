@@ -1,0 +1,169 @@
+"""What points, trials and the curves over them are in MLflow: names, steps, params and tags.
+
+Curves stand on the parent, with the number of workers or the batch size as step, so that MLflow's own charts draw them;
+single values stand on the children under names of their own, as they would else be stray dots at step 0 of the curves.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from scaleray import metric_names as names
+from scaleray.study_records import Curve, CurvePoint, Point, StudyRecord, SweepRecord, Trial
+from scaleray.sweep_settings import best_by_batch
+
+Value = tuple[str, float, int, float]
+"""(metric, value, step, seconds after the run's start)."""
+
+MOST_CURVE_POINTS = 200
+"""Of one curve in MLflow; the record has all."""
+
+
+def point_name(point: Point) -> str:
+    """Name of a point's run, which sorts by mode and number of workers."""
+    return f"{point.mode}-w{point.workers:03d}-{point.strategy}-b{point.global_batch_size}"
+
+
+def trial_name(trial: Trial) -> str:
+    """Name of a trial's run."""
+    return f"t{trial.number:04d}-b{trial.batch_size}-{trial.rule}-lr{trial.learning_rate:.3g}-s{trial.seed}"
+
+
+def point_params(point: Point) -> dict[str, Any]:
+    """What was set for a point."""
+    return {
+        "point.mode": point.mode, "point.workers": point.workers, "point.strategy": point.strategy,
+        "point.global_batch_size": point.global_batch_size, "point.micro_batch_size": point.micro_batch_size,
+        "point.accumulation_steps": point.accumulation_steps, "point.marks": ", ".join(point.marks) or "none",
+        "point.reused_from": point.reused_from or "none",
+    }  # fmt: skip
+
+
+def trial_params(trial: Trial) -> dict[str, Any]:
+    """What was set for a trial."""
+    own = {
+        "trial.batch_size": trial.batch_size, "trial.rule": trial.rule, "trial.learning_rate": trial.learning_rate,
+        "trial.optimizer": trial.optimizer, "trial.warmup": trial.warmup, "trial.seed": trial.seed,
+        "trial.workers": trial.workers,
+    }  # fmt: skip
+    return {**{safe_name(key): value for key, value in trial.settings.items()}, **own}
+
+
+def point_values(point: Point) -> list[Value]:
+    """A point's single values at step 0, and its training to the target with the number of samples as step."""
+    singles = {
+        names.WORLD_SIZE: point.workers, names.POINT_SAMPLES_PER_S: point.samples_per_s.value,
+        names.POINT_TOKENS_PER_S: point.tokens_per_s.value if point.tokens_per_s else None,
+        names.POINT_STEP_TIME_S: point.step_time_s.value, names.POINT_COMPUTE_S: point.compute_s,
+        names.POINT_EXPOSED_COMM_S: point.exposed_comm_s, names.POINT_INPUT_WAIT_S: point.input_wait_s,
+        names.POINT_OTHER_S: point.other_s, names.POINT_MFU: point.mfu,
+        names.PEAK_MEMORY_BYTES: point.peak_memory_bytes or None, names.POINT_COST: point.cost_per_million_samples,
+        names.POINT_NOISE_SCALE: point.noise_scale,
+    }  # fmt: skip
+    reached = point.to_target if point.to_target and point.to_target.is_reached else None
+    if reached:
+        singles[names.POINT_SAMPLES_TO_TARGET] = reached.samples
+        singles[names.POINT_TIME_TO_TARGET_S] = reached.time_s
+    curve = curve_values(point.to_target.metric, point.to_target.curve) if point.to_target else []
+    return list(_finite((metric.name, value, 0) for metric, value in singles.items())) + curve
+
+
+def trial_values(trial: Trial) -> list[Value]:
+    """A trial's single values at step 0, and its metric with the number of samples as step."""
+    singles = {
+        names.TRIAL_BATCH_SIZE: trial.batch_size, names.TRIAL_LEARNING_RATE: trial.learning_rate,
+        names.WORLD_SIZE: trial.workers, names.TRIAL_VALUE: trial.value, names.TRIAL_SAMPLES: trial.samples,
+        names.TRIAL_SAMPLES_TO_TARGET: trial.samples_to_target, names.TRIAL_TIME_TO_TARGET_S: trial.time_to_target_s,
+        names.TRIAL_TRAINING_TIME_S: trial.training_time_s, names.TRIAL_TOTAL_TIME_S: trial.total_time_s,
+        names.TRIAL_SAMPLES_PER_S: trial.samples_per_s, names.TRIAL_NOISE_SCALE: trial.noise_scale,
+        names.TRIAL_GOODPUT: trial.goodput,
+    }  # fmt: skip
+    curve = curve_values(trial.metric, trial.curve)
+    return list(_finite((metric.name, value, 0) for metric, value in singles.items())) + curve
+
+
+def relative_values(at: CurvePoint) -> list[Value]:
+    """What a point is beside the base of its curve."""
+    singles = ((names.POINT_SPEEDUP, at.speedup.value), (names.POINT_EFFICIENCY, at.efficiency.value))
+    return list(_finite((metric.name, value, 0) for metric, value in singles))
+
+
+def curve_values(metric: str, curve: Sequence[tuple[int, float, float]]) -> list[Value]:
+    """Evaluations as (metric, value, samples), at most MOST_CURVE_POINTS of them, the first and the last among these."""
+    name, few = safe_name(metric), thinned(curve, MOST_CURVE_POINTS)
+    return [(name, float(value), samples, seconds) for samples, seconds, value in few if math.isfinite(value)]
+
+
+def record_values(record: StudyRecord | SweepRecord) -> list[Value]:
+    """The curves of the parent."""
+    values = _study_values(record) if isinstance(record, StudyRecord) else _sweep_values(record)
+    return list(_finite(values))
+
+
+def safe_name(text: str) -> str:
+    """The text with what MLflow takes in a name of a metric or param."""
+    return re.sub(r"[^\w\-./: ]", "_", text).lstrip("/.")[:250] or "_"
+
+
+def thinned(curve: Sequence[Any], most: int) -> list[Any]:
+    """At most `most` items, evenly spread, with the first and the last. most: at least 2."""
+    if len(curve) <= most:
+        return list(curve)
+    return [curve[round(n * (len(curve) - 1) / (most - 1))] for n in range(most)]
+
+
+def _study_values(record: StudyRecord) -> Iterator[tuple[str, float | None, int]]:
+    ideal = {p.point.workers: p.point.workers for curve in record.curves for p in curve.points}
+    yield from ((names.SCALING_IDEAL.name, float(n), n) for n in sorted(ideal))
+    for curve in record.curves:
+        yield from _curve_values(curve)
+    yield from ((names.NOISE_SCALE.name, value, samples) for samples, value in thinned(record.noise, MOST_CURVE_POINTS))
+
+
+def _curve_values(curve: Curve) -> Iterator[tuple[str, float | None, int]]:
+    name = f"scaling/{curve.mode}_"
+    for at in curve.points:
+        point, n = at.point, at.point.workers
+        for what, estimate in (("speedup", at.speedup), ("efficiency", at.efficiency)):
+            yield f"{name}{what}", estimate.value, n
+            yield f"{name}{what}_low", estimate.low, n
+            yield f"{name}{what}_high", estimate.high, n
+        yield f"{name}samples_per_s", point.samples_per_s.value, n
+        yield f"{name}step_time_s", point.step_time_s.value, n
+        if point.step_time_s.value and point.exposed_comm_s is not None:
+            yield f"{name}exposed_comm_share", point.exposed_comm_s / point.step_time_s.value, n
+        yield f"{name}cost_per_million_samples", point.cost_per_million_samples, n
+        if point.to_target and point.to_target.is_reached:
+            yield f"{name}time_to_target_s", point.to_target.time_s, n
+    fit = next((fit for fit in curve.fits if fit.law == curve.best_law), None)
+    for workers, estimate in fit.band if fit else ():
+        if workers == int(workers):  # MLflow's steps are whole numbers
+            yield f"{name}fit", estimate.value, int(workers)
+
+
+def _sweep_values(record: SweepRecord) -> Iterator[tuple[str, float | None, int]]:
+    for rule, batches in best_by_batch(record).items():
+        name = safe_name(rule)
+        for batch, setting in batches.items():
+            yield f"batch/best_value_{name}", setting.value, batch
+            yield f"batch/best_learning_rate_{name}", setting.learning_rate, batch
+            yield f"batch/samples_to_target_{name}", setting.samples_to_target, batch
+            yield f"batch/time_to_target_s_{name}", setting.time_to_target_s, batch
+            if setting.samples_to_target is not None:
+                yield f"batch/steps_to_target_{name}", setting.samples_to_target / batch, batch
+    for at in record.goodput:
+        yield names.BATCH_SAMPLES_PER_S.name, at.samples_per_s.value, at.batch_size
+        yield names.BATCH_EFFICIENCY.name, at.statistical_efficiency.value, at.batch_size
+        yield names.BATCH_GOODPUT.name, at.goodput.value, at.batch_size
+        yield names.BATCH_PREDICTED_SAMPLES.name, at.predicted_samples, at.batch_size
+
+
+def _finite(values: Iterable[tuple[str, float | None, int]]) -> Iterator[Value]:
+    for name, value, step in values:
+        if value is not None and math.isfinite(
+            value
+        ):  # MLflow stores infinity as the largest float, which ruins charts
+            yield name, float(value), int(step), 0.0
