@@ -47,9 +47,7 @@ def element_bytes(layout: Layout) -> float:
     return 4.0 if layout.precision in ("fp32", "tf32") else 2.0
 
 
-def product_rate(
-    rows: float, columns: int, inner: int, gpu: Gpu, precision: str, constants: Constants = DEFAULT
-) -> float:
+def product_rate(rows: float, columns: int, inner: int, gpu: Gpu, precision: str, constants: Constants = DEFAULT) -> float:
     """FLOP/s of a matrix product on `gpu`."""
     edges = 1 + constants.matmul_half * (1 / rows + 1 / columns + 1 / inner)
     worst = min(alignment(columns), alignment(inner)) if gpu.peak_tflops.keys() & {"bf16", "fp16"} else 1.0
@@ -74,14 +72,10 @@ def block_times(block: Block, layout: Layout, gpu: Gpu, *, fused_attention: bool
     traffic_bytes = samples * width * (whole + block.split_traffic_bytes / tensor)
     traffic = traffic_bytes / (gpu.memory_gb_per_s * 1e9 * constants.traffic_share)
     traffic *= constants.compiled_traffic if layout.compiled else 1.0
-    launches = (
-        3 * block.num_kernels * constants.kernel_us * 1e-6 * (constants.compiled_kernels if layout.compiled else 1.0)
-    )
+    launches = 3 * block.num_kernels * constants.kernel_us * 1e-6 * (constants.compiled_kernels if layout.compiled else 1.0)
     forward = products + attention + conv + traffic
     # the gradients of inputs and of weights are a product each; fused attention computes its scores again: 2.5 times in all
-    backward = (
-        2 * (products + conv) + (2.5 if fused_attention else 2.0) * attention + constants.backward_traffic * traffic
-    )
+    backward = 2 * (products + conv) + (2.5 if fused_attention else 2.0) * attention + constants.backward_traffic * traffic
     return PassTimes(forward, backward, attention, launches)
 
 
@@ -100,10 +94,5 @@ def _attention_s(block: Block, samples: float, gpu: Gpu, layout: Layout, is_fuse
     if not block.attention_flops:
         return 0.0
     share = constants.attention_share if is_fused else constants.unfused_attention_share
-    rate = (
-        gpu.peak_flops(layout.precision)
-        * gpu.matmul_share
-        * share
-        * (alignment(block.head_dim) if block.head_dim else 1.0)
-    )
+    rate = gpu.peak_flops(layout.precision) * gpu.matmul_share * share * (alignment(block.head_dim) if block.head_dim else 1.0)
     return block.attention_flops * samples / rate

@@ -158,12 +158,8 @@ def transformer(shape: TransformerShape, name: str = "transformer") -> ModelProf
     token_bytes = 2.0 * sequence
     # elements per token that stay for the backward pass, from arXiv:2205.05198: norms' inputs, residual branches
     unsplit_kept = 4 * hidden + (hidden if shape.has_dropout else 0)
-    split_kept = (
-        attention_width + 2 * kv_width + attention_width + (mlp_inputs + 1) * ffn + (ffn if shape.is_gated else 0)
-    )
-    scores = (
-        0.0 if shape.fused_attention else (2.5 if shape.has_dropout else 2.0) * shape.heads * sequence * token_bytes
-    )
+    split_kept = attention_width + 2 * kv_width + attention_width + (mlp_inputs + 1) * ffn + (ffn if shape.is_gated else 0)
+    scores = 0.0 if shape.fused_attention else (2.5 if shape.has_dropout else 2.0) * shape.heads * sequence * token_bytes
     # two norms, two residual sums and dropouts read and write about 10 hidden vectors a token; activation 2 to 3 MLP widths
     score_traffic = 0.0 if shape.fused_attention else 8.0 * shape.heads * sequence * token_bytes
     block = Block(

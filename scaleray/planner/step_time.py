@@ -61,9 +61,7 @@ class StepTime:
     @property
     def total_s(self) -> float:
         """The step."""
-        return (
-            self.compute_s + self.bubble_s + self.exposed_comm_s + self.optimizer_s + self.straggler_s + self.overhead_s
-        )
+        return self.compute_s + self.bubble_s + self.exposed_comm_s + self.optimizer_s + self.straggler_s + self.overhead_s
 
     def parts(self) -> dict[str, float]:
         """By name, in the order of a step."""
@@ -158,28 +156,16 @@ def _pass_of(block: Block, model: ModelProfile, layout: Layout, cluster: Cluster
         group = group_of(cluster, layout.tensor, 1, num_gpus=layout.num_gpus)
         nbytes = block.boundary_bytes * layout.micro_batch / layout.context * element_bytes(layout) / 2
         once = all_reduce_s(nbytes, group, cluster, constants) * block.num_all_reduces
-        comm = (
-            once
-            * (2 + (1 if layout.checkpointing == "full" and is_layer else 0))
-            * (0.3 if layout.overlaps_tensor else 1.0)
-        )
-    return _Pass(
-        times.forward_s * scale, times.backward_s * scale, recompute * scale, comm, times.launch_s * scale, params
-    )
+        comm = once * (2 + (1 if layout.checkpointing == "full" and is_layer else 0)) * (0.3 if layout.overlaps_tensor else 1.0)
+    return _Pass(times.forward_s * scale, times.backward_s * scale, recompute * scale, comm, times.launch_s * scale, params)
 
 
 def _slowest_stage(model: ModelProfile, layout: Layout, cluster: Cluster, measured: Measured, fused: bool, constants: Constants) -> _Pass:  # fmt: skip
-    passes = [
-        (block.count, _pass_of(block, model, layout, cluster, measured, fused, constants)) for block in model.blocks
-    ]
+    passes = [(block.count, _pass_of(block, model, layout, cluster, measured, fused, constants)) for block in model.blocks]
     if layout.pipeline == 1:
         return sum((one.times(count) for count, one in passes), _Pass())
     singles = [one for count, one in passes for _ in range(count)]
-    cuts = (
-        even_cuts(model, layout.pipeline)
-        if layout.even_stages
-        else balanced_cuts([one.total_s for one in singles], layout.pipeline)
-    )
+    cuts = even_cuts(model, layout.pipeline) if layout.even_stages else balanced_cuts([one.total_s for one in singles], layout.pipeline)
     stages = [sum(singles[start:end], _Pass()) for start, end in zip(cuts, cuts[1:], strict=False)]
     return max(stages, key=lambda stage: stage.total_s)
 
@@ -294,12 +280,8 @@ def _sharded_comm(
     replicas = layout.data // shards
     if replicas > 1:
         part = stage.num_params * layout.gradient_bytes / shards
-        between = Group(
-            replicas, max(1, cluster.gpus_per_node // (stride * shards)), min(cluster.gpus_per_node, shards * stride)
-        )
-        again, hidden_again = _hide(
-            all_reduce_s(part, between, cluster, constants), 0.5 * share * backward_s, 0.0, constants
-        )
+        between = Group(replicas, max(1, cluster.gpus_per_node // (stride * shards)), min(cluster.gpus_per_node, shards * stride))
+        again, hidden_again = _hide(all_reduce_s(part, between, cluster, constants), 0.5 * share * backward_s, 0.0, constants)
         exposed, hidden = exposed + again, hidden + hidden_again
         sent += 2 * part * (replicas - 1) / replicas
     return _DataComm(exposed, hidden, sent)
