@@ -47,7 +47,7 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from scaleray.tracking import store
 
     path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    store._client(f"sqlite:///{path}").search_experiments()
+    store.open_client(f"sqlite:///{path}").search_experiments()
     return path
 
 
