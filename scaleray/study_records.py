@@ -184,9 +184,9 @@ class Trial:
     """From when the trial had its workers to its end."""
     samples_per_s: float | None = None
     noise_scale: float | None = None
-    """The one that stands for the whole training, see `NoiseWindows.effective`."""
+    """The one that stands for the whole training, see `NoiseWindows.effective`; None with an interval: larger than could be resolved."""
     noise_interval: tuple[float, float | None] | None = None
-    """95 %; without an upper end where noise is larger than could be resolved."""
+    """95 %; None as its upper end is infinite."""
     goodput: float | None = None
     """Samples of the reference batch that a second of this training was worth, by samples to the target."""
     error: str = ""

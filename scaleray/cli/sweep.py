@@ -6,7 +6,7 @@ import contextlib
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -28,6 +28,9 @@ def sweep(
     search: Literal["random", "grid", "optuna"] = "random",
     scheduler: Literal["fifo", "asha", "hyperband", "median", "pbt"] = "fifo",
     metric: str | None = None,
+    guided: Annotated[bool, Parameter(negative="")] = False,
+    guided_share: float = 0.2,
+    against_grid: Path | None = None,
     continue_: Annotated[Path | None, Parameter(name="--continue")] = None,
     json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
@@ -65,6 +68,13 @@ def sweep(
         weights of the better trials to the worse and mutates their learning rate.
     metric
         What trials are judged by, such as "val/loss min". By default that of stop.at, else the loss of the first split.
+    guided
+        Of the grid, run only what is worth it: two trainings measure gradient noise and throughput, and further ones run where the
+        goodput that follows is highest. Needs a target (--stop.at).
+    guided_share
+        Samples that a guided sweep may take, as a share of the whole grid's.
+    against_grid
+        The folder of a sweep of the whole grid, to say how far the guided choice lies from its best.
     continue_
         The folder of an interrupted sweep: run the trials that have no record yet.
     json
@@ -90,7 +100,7 @@ def sweep(
         question = question_of(
             resolved, batch_sizes=batch_sizes, rules=rules, learning_rates=learning_rates, optimizers=optimizers,
             warmups=warmups, vary=vary, seeds=seeds, trials=trials, workers_per_trial=workers_per_trial, search=search,
-            scheduler=scheduler, metric=metric,
+            scheduler=scheduler, metric=metric, guided_share=guided_share if guided else None,
         )  # fmt: skip
     else:
         given = {key: entry.value for key, entry in read_flags(overrides).items()}
@@ -112,8 +122,21 @@ def sweep(
             say=say,
             command=f"scaleray {shlex.join(map(without_password, sys.argv[1:]))}",
             base_dir=config.resolve().parent if config else None, write_report=write_sweep_report,
+            against=_grid(against_grid) if against_grid is not None else None,
         )  # fmt: skip
     show_record(console, record)
     if json:
         print(record.to_json())
     return 0
+
+
+def _grid(folder: Path) -> Any:
+    """The record of a finished sweep. Raises ConfigError for a folder that holds none."""
+    from scaleray.study_records import SweepRecord
+
+    try:
+        return SweepRecord.read(folder / "record.json")
+    except (OSError, ValueError) as exc:
+        raise ConfigError(
+            "--against-grid", str(folder), f"there is no sweep's record: {str(exc).splitlines()[0]}", "give the folder of a finished sweep"
+        ) from exc  # fmt: skip

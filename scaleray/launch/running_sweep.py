@@ -16,6 +16,7 @@ from scaleray.config.base import without_password
 from scaleray.config.changes import training_values
 from scaleray.errors import RunFailedError
 from scaleray.launch import cluster
+from scaleray.launch.guided_sweep import GuidedTrials
 from scaleray.launch.sweep_folder import RECORD_FILE, AskedSweep, SweepFolder
 from scaleray.launch.sweep_plan import SweepPlan
 from scaleray.launch.trial_capacity import num_concurrent
@@ -37,8 +38,11 @@ class RunningSweep:
 
     def __init__(
         self, plan: SweepPlan, asked: AskedSweep, files: SweepFolder, nodes: list[cluster.Node], tracking_uri: str,
-        say: Say, started_at: float,
+        say: Say, started_at: float, *, against: SweepRecord | None = None,
     ) -> None:  # fmt: skip
+        share = plan.question.guided_share
+        self.guided = GuidedTrials(plan, share=share, against=against) if share is not None else None
+        plan = self.guided.measured_plan() if self.guided is not None else plan
         self.plan, self.asked, self.files, self.nodes, self.say = plan, asked, files, nodes, say
         self.tracking_uri, self.started_at = tracking_uri, started_at
         self.trials: list[Trial] = files.read_trials()
@@ -76,7 +80,10 @@ class RunningSweep:
         self.files.folder.complete()
 
     def run_all(self) -> None:
-        """Run every trial that has no record yet."""
+        """Run every trial that has no record yet, or those that a guided sweep chooses."""
+        if self.guided is not None:
+            self.guided.run(lambda: self.trials, self.run_numbers, self.say)
+            return
         done = {trial.number for trial in self.trials}
         if self.plan.question.search == "optuna":
             ran = [t for t in self.trials if t.status != NOT_STARTED]
@@ -227,7 +234,8 @@ class RunningSweep:
         words = sentences(
             compared, has_own_target=config.stop.at is not None, reference_batch_size=plan.reference_batch_size
         )
-        return dataclasses.replace(compared, words=words)
+        record = dataclasses.replace(compared, words=words)
+        return self.guided.conclude(record) if self.guided is not None else record
 
 
 def _hash(value: Any) -> str:

@@ -18,6 +18,7 @@ from scaleray.config import RunConfig
 from scaleray.config.base import absolute_path
 from scaleray.errors import ConfigError, DataError
 from scaleray.launch import cluster
+from scaleray.launch.guided_sweep import check_guided
 from scaleray.launch.run import load_sources
 from scaleray.launch.run_folder import RunFolder
 from scaleray.launch.running_sweep import RunningSweep, Say, WriteReport
@@ -43,20 +44,23 @@ from scaleray.workload import build_workload, load_workload
 def sweep(
     config: RunConfig | None, question: SweepQuestion | None, workload: Any = None, *, continue_folder: str | None = None,
     tracking_uri: str | None = None, command: str = "", say: Say = lambda text: None, base_dir: Path | None = None,
-    write_report: WriteReport | None = None,
+    write_report: WriteReport | None = None, against: SweepRecord | None = None,
 ) -> SweepRecord:  # fmt: skip
     """Run the trials that `question` asks for, each a training of `config` with other settings.
 
     continue_folder: of an interrupted sweep, whose question and config are then taken. tracking_uri: where MLflow is, if not
-    where the config says. command: how to repeat it. write_report: called with the record and a folder, gives the files it wrote. Raises UsageError for what the user can mend, RunFailedError when all trials failed
-    (the record is written all the same), KeyboardInterrupt when stopped.
+    where the config says. command: how to repeat it. write_report: called with the record and a folder, gives the files it
+    wrote. against: the record of the whole grid, to judge a guided sweep's choice by.
+
+    Raises UsageError for what the user can mend, RunFailedError when all trials failed (the record is written all the same),
+    KeyboardInterrupt when stopped.
     """
     if continue_folder is not None and (finished := finished_record(absolute_path(continue_folder))) is not None:
         say(f"sweep {finished.name} is finished already; nothing is left to do")
         return finished
     with opened(
         config, question, workload, continue_folder=continue_folder, tracking_uri=tracking_uri, command=command, say=say,
-        base_dir=base_dir,
+        base_dir=base_dir, against=against,
     ) as running:  # fmt: skip
         running.run_all()
         return running.finish(write_report)
@@ -66,6 +70,7 @@ def sweep(
 def opened(
     config: RunConfig | None, question: SweepQuestion | None, workload: Any = None, *, continue_folder: str | None = None,
     tracking_uri: str | None = None, command: str = "", say: Say = lambda text: None, base_dir: Path | None = None,
+    against: SweepRecord | None = None,
 ) -> Iterator[RunningSweep]:  # fmt: skip
     """A sweep with its cluster, folder and MLflow run, ready to run trials; ended in order with the context. See `sweep`."""
     started_at = time.time()
@@ -87,6 +92,8 @@ def opened(
         with quiet_tune(), _connected(config, question) as nodes, sigterm_like_ctrl_c():
             materials = _load_materials(config, question, given, base_dir)
             plan, candidates = make_plan(config, question, materials)
+            if question.guided_share is not None:
+                check_guided(plan)
             check_trial_fits(plan.config(candidates.chosen[0]), nodes)
             if before is not None:
                 check_same_data(before, _data_hashes(materials))
@@ -99,7 +106,9 @@ def opened(
                 command=command, base_dir=str(base_dir) if base_dir else None, data=_data_hashes(materials),
                 started_at=started_at, run_id="",
             )  # fmt: skip
-            running = RunningSweep(plan, asked, SweepFolder(folder), nodes, tracking_uri, say, started_at)
+            running = RunningSweep(
+                plan, asked, SweepFolder(folder), nodes, tracking_uri, say, started_at, against=against
+            )
             with running:
                 yield running
     finally:

@@ -121,6 +121,8 @@ class SweepTrial(tune.Trainable):
             "points": points, "samples_per_s": course.samples_per_s, "settings": self.settings, "error": error,
             "noise_scale": course.more.get(names.NOISE_SCALE.name), "began_at": self.began_at, "now": time.time(),
         }  # fmt: skip
+        if isinstance(happened, Ended) and happened.summary is not None:
+            detail |= _noise_of(happened.summary.noise)
         value = course.metrics.get(plan.metric, math.nan) if not error else math.nan
         return {
             VALUE: value, SAMPLES: course.samples, SECONDS: course.seconds, EVALUATION: self.evaluation,
@@ -141,6 +143,15 @@ def _status(ended: Ended, plan: SweepPlan, metrics: dict[str, float]) -> tuple[s
     if verdict.startswith("target reached"):
         return "target reached", ""
     return ("finished" if plan.base.stop.at is None else "target missed"), ""
+
+
+def _noise_of(noise: dict[str, Any]) -> dict[str, Any]:
+    """The noise scale that stands for the whole training, where it was long enough; None is infinite."""
+    if noise.get("effective") is None:
+        return {}
+    value, low, high = (noise[key] for key in ("effective", "effective_low", "effective_high"))
+    bounds = (low, high if math.isfinite(high) else None) if math.isfinite(low) else None
+    return {"noise_scale": value if math.isfinite(value) else None, "noise_interval": bounds}
 
 
 def _unknown_metric(plan: SweepPlan, metrics: dict[str, float]) -> str:

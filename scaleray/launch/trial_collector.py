@@ -104,7 +104,7 @@ class TrialCollector(tune.Callback):
                 self.plan, number, settings, status=status, points=progress.points, error=error[:LONGEST_ERROR],
                 value=progress.last.get(VALUE), samples=progress.last.get(SAMPLES, 0), seconds=progress.last.get(SECONDS, 0.0),
                 total_s=progress.earlier_s + progress.last.get("part_s", 0.0), samples_per_s=detail.get("samples_per_s"),
-                noise_scale=detail.get("noise_scale"), mutations=progress.mutations,
+                noise_scale=detail.get("noise_scale"), noise_interval=detail.get("noise_interval"), mutations=progress.mutations,
             )
         )  # fmt: skip
 

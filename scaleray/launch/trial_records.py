@@ -14,7 +14,8 @@ from scaleray.study_records import Trial
 def make_trial(
     plan: SweepPlan, number: int, settings: Settings, *, status: str, error: str = "",
     points: Sequence[tuple[int, float, float]] = (), value: float | None = None, samples: int = 0, seconds: float = 0.0,
-    total_s: float = 0.0, samples_per_s: float | None = None, noise_scale: float | None = None, mutations: Sequence[str] = (),
+    total_s: float = 0.0, samples_per_s: float | None = None, noise_scale: float | None = None,
+    noise_interval: tuple[float, float | None] | None = None, mutations: Sequence[str] = (),
 ) -> Trial:  # fmt: skip
     """A trial's record. points: (samples, seconds, value) of its evaluations."""
     everything = full_settings(plan, settings)
@@ -34,7 +35,7 @@ def make_trial(
         optimizer=str(everything[OPTIMIZER]), warmup=str(everything[WARMUP]), seed=int(everything[SEED]), workers=plan.workers,
         settings=everything, metric=plan.metric, value=value if value is not None and math.isfinite(value) else None,
         curve=list(points), samples_to_target=hit[0] if hit else None, time_to_target_s=hit[1] if hit else None,
-        samples=samples, training_time_s=seconds, total_time_s=total_s, samples_per_s=samples_per_s, noise_scale=noise_scale,
+        samples=samples, training_time_s=seconds, total_time_s=total_s, samples_per_s=samples_per_s, noise_scale=noise_scale, noise_interval=noise_interval,
         error=error,
     )  # fmt: skip
 

@@ -88,19 +88,27 @@ class Guide:
             cells.append(self._preferred(min(others, key=lambda b: (abs(math.log(b / wanted)), b))))
         return cells
 
-    def next_cell(self, trials: Sequence[Trial]) -> Cell | None:
-        """The cell to run now; None when the search is over."""
+    def next_cells(self, trials: Sequence[Trial]) -> list[Cell]:
+        """The cells to run now, none of which depends on another; none when the search is over."""
         results = self.results(trials)
-        for cell in self.first_cells():
-            if (cell.batch_size, cell.arm) not in results:
-                return cell
+        if first := [cell for cell in self.first_cells() if (cell.batch_size, cell.arm) not in results]:
+            return first
         outlook = self.outlook(trials)
         if outlook is None:
-            return None
-        chosen = self._wanted(results, outlook)
-        if chosen is None or self.spent(trials) + outlook.samples_of(chosen) > self.budget(outlook):
-            return None
+            return []
+        chosen: list[Cell] = []
+        left = self.budget(outlook) - self.spent(trials)
+        for cell in self.wanted_cells(trials):
+            left -= outlook.samples_of(cell)
+            if left < 0:
+                break
+            chosen.append(cell)
         return chosen
+
+    def wanted_cells(self, trials: Sequence[Trial]) -> list[Cell]:
+        """What would be worth running after the first two, without regard to the budget, the most promising first."""
+        outlook = self.outlook(trials)
+        return [] if outlook is None else self._wanted(self.results(trials), outlook)
 
     def outlook(self, trials: Sequence[Trial]) -> Outlook | None:
         """What the trials say of every batch size; None while none has reached the target."""
@@ -127,32 +135,35 @@ class Guide:
     def _preferred(self, size: int) -> Cell:
         return next(self.by_place[size, arm] for arm in self.arms if (size, arm) in self.by_place)
 
-    def _wanted(self, results: dict[tuple[int, str], Result], outlook: Outlook) -> Cell | None:
-        """Without regard to the budget: the predicted best, the best one's other arms, its neighbours, their other arms."""
+    def _wanted(self, results: dict[tuple[int, str], Result], outlook: Outlook) -> list[Cell]:
+        """In this order: the predicted best, the best one's other arms, its neighbours, their other arms."""
         best = outlook.fastest
         promising = max((p for p in outlook.points if p.is_trusted), key=lambda p: p.goodput.value, default=None)
         if promising is not None and not any(size == promising.batch_size for size, _ in results):
-            return self._preferred(promising.batch_size)
+            return [self._preferred(promising.batch_size)]
         size = best.cell.batch_size
-        for arm in self.arms:
-            cell = self.by_place.get((size, arm))
-            if cell is not None and not self._is_known(cell, results):
-                return cell
+        if arms := self._unknown_arms(size, results):
+            return arms
         position = self.sizes.index(size)
         beside = [self.sizes[i] for i in (position - 1, position + 1) if 0 <= i < len(self.sizes)]
         goodput = {point.batch_size: point.goodput for point in outlook.points}
-        for other in sorted(beside, key=lambda b: -goodput[b].value):
-            cell = self.by_place.get((other, best.cell.arm)) or self._preferred(other)
-            # a bound that reaches this high is reason enough: predictions are not sharper than their intervals
-            is_worth_it = goodput[other].high >= WORTHWHILE * goodput[size].value
-            if is_worth_it and not self._is_known(cell, results):
-                return cell
-        for other in sorted(beside, key=lambda b: -goodput[b].value):
-            for arm in self.arms if goodput[other].value >= WORTHWHILE * goodput[size].value else ():
-                cell = self.by_place.get((other, arm))
-                if cell is not None and not self._is_known(cell, results):
-                    return cell
-        return None
+        beside.sort(key=lambda b: -goodput[b].value)
+        least = WORTHWHILE * goodput[size].value
+        # a bound that reaches this high is reason enough: predictions are not sharper than their intervals
+        likely = [
+            self.by_place.get((other, best.cell.arm)) or self._preferred(other)
+            for other in beside
+            if goodput[other].high >= least
+        ]
+        if cells := [cell for cell in likely if not self._is_known(cell, results)]:
+            return cells
+        return [cell for b in beside if goodput[b].value >= least for cell in self._unknown_arms(b, results)]
+
+    def _unknown_arms(self, size: int, results: dict[tuple[int, str], Result]) -> list[Cell]:
+        """Cells of a batch size whose training has not run, each training once."""
+        cells = [self.by_place[size, arm] for arm in self.arms if (size, arm) in self.by_place]
+        unknown = [cell for cell in cells if not self._is_known(cell, results)]
+        return list({cell.same_as: cell for cell in reversed(unknown)}.values())[::-1]
 
     def _is_known(self, cell: Cell, results: dict[tuple[int, str], Result]) -> bool:
         """Whether it ran, or another arm that is the same training."""
@@ -204,15 +215,19 @@ def _result(cell: Cell, trials: list[Trial]) -> Result:
     middle = statistics.median(to_target)
     rates = [trial.samples_per_s for trial in ran if trial.samples_per_s]
     noises = [
-        Estimate(t.noise_scale, t.noise_interval[0], math.inf if t.noise_interval[1] is None else t.noise_interval[1])
+        Estimate(_or_infinite(t.noise_scale), t.noise_interval[0], _or_infinite(t.noise_interval[1]))
         for t in ran
-        if t.noise_scale is not None and t.noise_interval is not None
+        if t.noise_interval is not None
     ]
     return Result(
         cell, samples=middle if math.isfinite(middle) else None, samples_per_s=statistics.median(rates) if rates else None,
         noise=sorted(noises, key=lambda n: n.value)[(len(noises) - 1) // 2] if noises else None,
         spent=sum(trial.samples for trial in trials),
     )  # fmt: skip
+
+
+def _or_infinite(value: float | None) -> float:
+    return math.inf if value is None else value
 
 
 def _fitted(guide: Guide, results: dict[tuple[int, str], Result]) -> StepTime:

@@ -52,12 +52,15 @@ class SweepQuestion:
     workers_per_trial: int = 1
     metric: str | None = None
     batch_sizes_are_listed: bool = False
+    guided_share: float | None = None
+    """Run only the trials of the grid that are worth it, for at most this share of its samples; None: not guided."""
 
 
 def question_of(
     config: RunConfig, *, batch_sizes: str | None = None, rules: str | None = None, learning_rates: str | None = None,
     optimizers: str | None = None, warmups: str | None = None, vary: Sequence[str] = (), seeds: int = 1, trials: int | None = None,
     workers_per_trial: int | None = None, search: Search = "random", scheduler: Scheduler = "fifo", metric: str | None = None,
+    guided_share: float | None = None,
 ) -> SweepQuestion:  # fmt: skip
     """The question that the command's options ask. What is not varied stays as the config says. Raises ConfigError."""
     for option, number in (("--trials", trials), ("--seeds", seeds), ("--workers-per-trial", workers_per_trial)):
@@ -72,6 +75,14 @@ def question_of(
         **dict(map(_varied, vary)),
     }
     rates = parse_rates("--learning-rates", learning_rates) if learning_rates else (config.optimizer.learning_rate,)
+    if guided_share is not None:
+        if not 0 < guided_share <= 1:
+            raise ConfigError(
+                "--guided-share", guided_share, "it is a share of the grid's samples, above 0 and at most 1"
+            )
+        if search == "optuna":
+            raise ConfigError("--search", search, "a guided sweep chooses among the trials of a grid", "leave it out")
+        search = "grid"
     space = Space(choices, rates, num_seeds=seeds, first_seed=config.seed)
     if search == "grid" and not space.is_finite:
         raise ConfigError(
@@ -93,7 +104,7 @@ def question_of(
     return SweepQuestion(
         space=space, search=search, scheduler=scheduler, num_trials=trials, metric=metric,
         workers_per_trial=workers_per_trial or config.scale.max_workers,
-        batch_sizes_are_listed=batch_sizes is not None and ".." not in batch_sizes,
+        batch_sizes_are_listed=batch_sizes is not None and ".." not in batch_sizes, guided_share=guided_share,
     )  # fmt: skip
 
 
