@@ -169,3 +169,10 @@ def test_causes_are_counted_once_each():
     assert common_causes(bad) == [("A", 2), ("B", 1)]
     text = said(record([*bad, trial(16, samples=5)]))
     assert "Failed: 2 of 5: A" in text and "Not started: 1 of 5, as C" in text
+
+
+@pytest.mark.parametrize(("apart", "is_coarse"), [(100, False), (900, True)])
+def test_evaluations_far_apart_are_said(apart, is_coarse):
+    curve = [(n * apart, float(n), 0.5 / n) for n in (1, 2, 3)]
+    text = said(record([trial(32, samples=2000, curve=curve), trial(64, samples=2400, curve=curve)]))
+    assert (f"Evaluations are {apart} samples apart, 41%" in text) == is_coarse
