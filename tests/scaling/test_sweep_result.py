@@ -75,6 +75,12 @@ def test_the_fastest_and_the_cheapest_are_named_with_their_settings():
     assert "7,424 samples" in text  # 6400 (1 + 32 / 200)
 
 
+def test_other_keys_that_vary_are_named_with_a_setting():
+    first = dataclasses.replace(trial(64, samples=10), settings={"seed": 0, "strategy.name": "fsdp"})
+    second = dataclasses.replace(trial(64, samples=20), settings={"seed": 0, "strategy.name": "ddp"})
+    assert "batch 64 with sgd, learning rate 0.1 (rule linear, strategy.name fsdp)" in said(record([first, second]))
+
+
 def test_one_setting_can_be_both():
     text = said(record([trial(32, samples=1000), trial(64, samples=9000)]))
     assert "Fastest and cheapest: batch 32" in text
