@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from scaleray.scaling.goodput import fit_trade_off
+from scaleray.scaling.search_space import in_words
 from scaleray.study_records import SweepRecord, Trial
 from scaleray.sweep_settings import Setting, best, best_by_batch, settings
 
@@ -240,7 +241,9 @@ def _problems(record: SweepRecord) -> list[str]:
 def _named(setting: Setting, reference: int) -> str:
     rule = "the reference, where all rules agree" if setting.batch_size == reference else f"rule {setting.rule}"
     warmup = f", warm-up {setting.warmup}" if setting.warmup and not setting.warmup.startswith("0 ") else ""
-    return f"batch {setting.batch_size} with {setting.optimizer}, learning rate {setting.learning_rate:.3g} ({rule}{warmup})"
+    others = in_words(setting.trials[0].settings)
+    more = f"{rule}{warmup}{f', {others}' if others else ''}"
+    return f"batch {setting.batch_size} with {setting.optimizer}, learning rate {setting.learning_rate:.3g} ({more})"
 
 
 def _reaching(trial: Trial, value: float, *, direction: str) -> Trial:
