@@ -57,7 +57,7 @@ def main() -> None:
             harness.log(f"  {measured}")
     rules = RULES.format(
         trials=arguments.trials, epochs=arguments.epochs, cpus=CPUS, repeats=arguments.repeats, seed=arguments.seed,
-        sizes=", ".join(map(str, BATCH_SIZES)),
+        sizes=", ".join(map(str, BATCH_SIZES[: arguments.trials])),
     )  # fmt: skip
     record = {
         "conditions": known,

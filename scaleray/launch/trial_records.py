@@ -7,7 +7,17 @@ from collections.abc import Sequence
 
 from scaleray.errors import ScaleRayError
 from scaleray.launch.sweep_plan import SweepPlan, full_settings
-from scaleray.scaling.search_space import BATCH_SIZE, LEARNING_RATE, OPTIMIZER, RULE, SEED, WARMUP, Settings
+from scaleray.scaling.search_space import (
+    BATCH_SIZE,
+    LEARNING_RATE,
+    MUTATIONS,
+    OPTIMIZER,
+    RULE,
+    SEED,
+    WARMUP,
+    Settings,
+    in_words,
+)
 from scaleray.study_records import Trial
 
 
@@ -29,7 +39,7 @@ def make_trial(
     if target is None or target.metric != plan.metric:
         hit = (samples, seconds) if status == "target reached" else None
     if mutations:
-        everything["mutations"] = list(mutations)
+        everything[MUTATIONS] = list(mutations)
     return Trial(
         number=number, status=status, batch_size=batch_size, rule=str(everything[RULE]), learning_rate=rate,
         optimizer=str(everything[OPTIMIZER]), warmup=str(everything[WARMUP]), seed=int(everything[SEED]), workers=plan.workers,
@@ -42,10 +52,11 @@ def make_trial(
 
 def trial_line(trial: Trial, number: int, total: int) -> str:
     """A trial in fixed columns."""
+    others = in_words(trial.settings)
     value = "-" if trial.value is None else f"{trial.value:.4g}"
     line = (
         f"trial {number:>4}/{total} | batch {trial.batch_size:>6} | {trial.rule:<6} | lr {trial.learning_rate:<9.3g} | "
-        f"{trial.optimizer:<5} | seed {trial.seed} | {trial.metric} {value} | {trial.samples:,} samples | "
+        f"{trial.optimizer:<5} | {f'{others} | ' if others else ''}seed {trial.seed} | {trial.metric} {value} | {trial.samples:,} samples | "
         f"{trial.training_time_s:.3g} s | {trial.status}"
     )
     return f"{line}: {trial.error.splitlines()[0]}" if trial.error else line

@@ -19,6 +19,11 @@ MOST_COMBINATIONS = 100_000
 BATCH_SIZE, RULE, LEARNING_RATE = "batch.global_size", "optimizer.rule", "optimizer.learning_rate"
 WARMUP, OPTIMIZER, SEED = "schedule.warmup", "optimizer.name", "seed"
 
+NAMED = (BATCH_SIZE, RULE, LEARNING_RATE, WARMUP, OPTIMIZER, SEED)
+"""Keys that every trial's record has a field for."""
+MUTATIONS = "mutations"
+"""Beside the keys of a population's trial: how its learning rate changed."""
+
 Settings = dict[str, Any]
 """Dotted keys of the config and their values."""
 Refuse = Callable[[Settings], str | None]
@@ -133,6 +138,11 @@ def _with_seeds(chosen: Iterable[Settings], space: Space) -> list[Settings]:
         for settings in chosen
         for repeat in range(space.num_seeds)
     ]
+
+
+def in_words(settings: Mapping[str, Any]) -> str:
+    """What a trial sets beside the keys that every trial has, such as `strategy.name fsdp`."""
+    return ", ".join(f"{key} {value}" for key, value in settings.items() if key not in (*NAMED, MUTATIONS))
 
 
 def parse_sizes(option: str, text: str) -> tuple[int, ...]:

@@ -7,16 +7,19 @@ batch size, where both are twice their least (McCandlish et al. 2018, arXiv:1812
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
 
 from scaleray.scaling.goodput import fit_trade_off
+from scaleray.scaling.search_space import in_words
 from scaleray.study_records import SweepRecord, Trial
 from scaleray.sweep_settings import Setting, best, best_by_batch, settings
 
 NOT_STARTED, FAILED, DIVERGED, STOPPED = "never fits", "failed", "diverged", "stopped early"
+COARSE = 0.2  # of the way to the target, between two evaluations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +89,7 @@ def sentences(record: SweepRecord, *, has_own_target: bool, reference_batch_size
     if reached:
         ranges = [rule_range(record, rule, reference_batch_size=reference_batch_size) for rule in _rules(record)]
         found += [_rule_in_words(record, each, knee, reference_batch_size) for each in ranges if each.num_sizes]
+        found += _resolution(record, reached)
     return [*found, *_problems(record)]
 
 
@@ -152,6 +156,19 @@ def _choices(record: SweepRecord, reached: list[Setting], reference: int) -> lis
         f"Fastest: {first}",
         f"Cheapest: {_named(cheapest, reference)} reached it with {cheapest.samples_to_target:,.0f} samples, after "
         f"{time_s(cheapest):.3g} s; the fastest needs {factor:.3g} x as many.",
+    ]
+
+
+def _resolution(record: SweepRecord, reached: list[Setting]) -> list[str]:
+    """How much of the way to the target lies between two evaluations, where that is too much to compare by."""
+    apart = [after - before for t in record.trials for (before, *_), (after, *_) in itertools.pairwise(t.curve)]
+    way = statistics.median(s.samples_to_target or 0 for s in reached)
+    if not apart or not way or statistics.median(apart) <= COARSE * way:
+        return []
+    share = statistics.median(apart) / way
+    return [
+        f"Evaluations are {statistics.median(apart):,.0f} samples apart, {share:.0%} of the median way to the target: samples and "
+        "times to it are no finer than that, and closer ones (evaluation.every) tell settings apart."
     ]
 
 
@@ -224,7 +241,9 @@ def _problems(record: SweepRecord) -> list[str]:
 def _named(setting: Setting, reference: int) -> str:
     rule = "the reference, where all rules agree" if setting.batch_size == reference else f"rule {setting.rule}"
     warmup = f", warm-up {setting.warmup}" if setting.warmup and not setting.warmup.startswith("0 ") else ""
-    return f"batch {setting.batch_size} with {setting.optimizer}, learning rate {setting.learning_rate:.3g} ({rule}{warmup})"
+    others = in_words(setting.trials[0].settings)
+    more = f"{rule}{warmup}{f', {others}' if others else ''}"
+    return f"batch {setting.batch_size} with {setting.optimizer}, learning rate {setting.learning_rate:.3g} ({more})"
 
 
 def _reaching(trial: Trial, value: float, *, direction: str) -> Trial:

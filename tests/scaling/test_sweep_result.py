@@ -75,6 +75,12 @@ def test_the_fastest_and_the_cheapest_are_named_with_their_settings():
     assert "7,424 samples" in text  # 6400 (1 + 32 / 200)
 
 
+def test_other_keys_that_vary_are_named_with_a_setting():
+    first = dataclasses.replace(trial(64, samples=10), settings={"seed": 0, "strategy.name": "fsdp"})
+    second = dataclasses.replace(trial(64, samples=20), settings={"seed": 0, "strategy.name": "ddp"})
+    assert "batch 64 with sgd, learning rate 0.1 (rule linear, strategy.name fsdp)" in said(record([first, second]))
+
+
 def test_one_setting_can_be_both():
     text = said(record([trial(32, samples=1000), trial(64, samples=9000)]))
     assert "Fastest and cheapest: batch 32" in text
@@ -169,3 +175,10 @@ def test_causes_are_counted_once_each():
     assert common_causes(bad) == [("A", 2), ("B", 1)]
     text = said(record([*bad, trial(16, samples=5)]))
     assert "Failed: 2 of 5: A" in text and "Not started: 1 of 5, as C" in text
+
+
+@pytest.mark.parametrize(("apart", "is_coarse"), [(100, False), (900, True)])
+def test_evaluations_far_apart_are_said(apart, is_coarse):
+    curve = [(n * apart, float(n), 0.5 / n) for n in (1, 2, 3)]
+    text = said(record([trial(32, samples=2000, curve=curve), trial(64, samples=2400, curve=curve)]))
+    assert (f"Evaluations are {apart} samples apart, 41%" in text) == is_coarse
