@@ -46,16 +46,19 @@ class CountedAllGather(DefaultAllGather):
 
 
 class CountedReduceScatter(DefaultReduceScatter):
-    """torch's own. A rank gives the whole gradient of a unit. replicas: the group that it is all-reduced over afterwards."""
+    """torch's own. A rank gives the whole gradient of a unit, and shows it in `window`. replicas: the group that it is
+    all-reduced over afterwards."""
 
-    def __init__(self, counter: Counter, window: Window, replicas: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, counter: Counter, window: Window | None = None, *, replicas: dist.ProcessGroup | None = None
+    ) -> None:
         self.counter, self.window, self.replicas = counter, window, replicas
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, *args: Any, **kwargs: Any
     ) -> Any:  # fmt: skip
         self.counter.count(input_tensor)
-        if self.window.see is not None:
+        if self.window is not None and self.window.see is not None:
             # torch has divided by a part of the number of workers already, where sums could overflow
             before, *_ = _get_gradient_divide_factors(
                 group, self.replicas, input_tensor.dtype, input_tensor.device.type

@@ -118,7 +118,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) 
     wrapped = [_wrapped(module) for module in units.modules]
     for unit in (*wrapped, _wrapped(model)):
         unit.set_custom_all_gather(CountedAllGather(sent))
-        unit.set_custom_reduce_scatter(CountedReduceScatter(sent, window, replicas))
+        unit.set_custom_reduce_scatter(CountedReduceScatter(sent, window, replicas=replicas))
         unit.set_reduce_scatter_unused_params(settings.reduce_unused, recurse=False)
         if mesh.ndim == 2:  # torch calls it after its own all-reduce over the replicas, with what that was given
             unit.set_all_reduce_hook(sent.count)
