@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from scaleray.scaling.goodput import samples_to_target
+from scaleray.scaling.goodput import TradeOff
 from scaleray.scaling.sweep_result import common_causes, find_knee, rule_range, sentences, with_common_target
 from scaleray.study_records import Conditions, SweepRecord, Trial
 
@@ -39,7 +39,7 @@ def record(trials, *, target=TARGET, direction="min", **config):
 def lawful(critical, sizes, *, least=6400.0):
     """Trials whose samples to the target follow E = E_min (1 + B / B_crit)."""
     return [
-        trial(size, samples=round(samples_to_target(size, least_samples=least, critical_batch_size=critical)))
+        trial(size, samples=round(TradeOff(least / critical, least).samples(size)))
         for size in sizes
     ]
 
