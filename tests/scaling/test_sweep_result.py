@@ -38,10 +38,7 @@ def record(trials, *, target=TARGET, direction="min", **config):
 
 def lawful(critical, sizes, *, least=6400.0):
     """Trials whose samples to the target follow E = E_min (1 + B / B_crit)."""
-    return [
-        trial(size, samples=round(TradeOff(least / critical, least).samples(size)))
-        for size in sizes
-    ]
+    return [trial(size, samples=round(TradeOff(least / critical, least).samples(size))) for size in sizes]
 
 
 def said(found, **options):

@@ -205,9 +205,11 @@ def test_an_overflow_of_fp16_is_left_out_of_the_averages(gloo):
     assert math.isfinite(noise["grad_sq"]) and math.isfinite(noise["trace"])
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-def test_the_loss_scale_is_taken_out(gloo, precision):
-    flags = {"precision.dtype": precision, "precision.initial_loss_scale": 1024.0}
+@pytest.mark.parametrize(
+    ("precision", "strategy"), [("fp32", "ddp"), ("fp16", "ddp"), ("bf16", "ddp"), ("fp32", "fsdp"), ("fp16", "fsdp")]
+)
+def test_the_loss_scale_is_taken_out(gloo, precision, strategy):
+    flags = {"precision.dtype": precision, "strategy.name": strategy, "precision.initial_loss_scale": 1024.0}
     workload = Classify(num_rows=96)
     noise = gloo.run(2, with_and_without, workload, flags)[0][0].summary.noise
     exact = gloo.run(2, with_and_without, workload, {"precision.dtype": "fp64"})[0][0].summary.noise
