@@ -77,15 +77,15 @@ class Workers:
 
     def __init__(self, parallel: Parallel, place: Place, see: See) -> None:
         self.parallel, self.place, self._see = parallel, place, see
-        self._squares: list[torch.Tensor] = []
+        self._norms: list[torch.Tensor] = []
         self._parts: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # (squared norm, count before the next part)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def begin(self, *, is_local: bool) -> None:
         self.end()
-        self._squares, self._parts = [], []
+        self._norms, self._parts = [], []
         if self.parallel.show_own_gradients is not None:
-            self.parallel.show_own_gradients(lambda piece, factor: self._squares.append(squared(piece) * factor**2))
+            self.parallel.show_own_gradients(lambda piece, factor: self._norms.append(norm(piece) * factor))
 
     def before_pass(self, weight: int, count: torch.Tensor) -> None:
         self._close_part(count)  # of a strategy that reduces every micro-batch
@@ -119,12 +119,13 @@ class Workers:
 
     def _look_at(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
-        self._squares.append(squared(self._see(parameter, parameter.grad)))
+        self._norms.append(norm(self._see(parameter, parameter.grad)))
 
     def _close_part(self, count: torch.Tensor | None) -> None:
-        if self._squares:
-            self._parts.append((torch.stack(self._squares).sum(), None if count is None else count.clone()))
-            self._squares = []
+        if self._norms:
+            square = torch.stack(self._norms).double().square().sum()
+            self._parts.append((square, None if count is None else count.clone()))
+            self._norms = []
 
 
 class FirstMicroBatch:
@@ -154,9 +155,9 @@ class FirstMicroBatch:
 
     def seen(self, step: StepGradients) -> Seen:
         count = 0.0 if self._count is None else float(self._count)
-        norm = 0.0 if self._norm is None else float(self._norm)
         divisor = 1 if step.is_local or self._is_reduced else self.parallel.gradient_divisor
-        square = (norm * step.correction * step.count / (divisor * step.loss_scale)) ** 2
+        own = 0.0 if self._norm is None else float(self._norm)
+        square = (own * step.correction * step.count / (divisor * step.loss_scale)) ** 2
         if not self._is_reduced:
             return _all_parts(_part(square, count), self.place, step)
         if self.place.data_size > 1:
@@ -207,12 +208,12 @@ class ConsecutiveSteps:
         pass
 
 
-def squared(gradient: torch.Tensor) -> torch.Tensor:
-    """Squared norm, float64, on the gradient's device; float16 is summed in float32."""
+def norm(gradient: torch.Tensor) -> torch.Tensor:
+    """Euclidean norm on the gradient's device; 16 bits are summed in float32."""
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
     dtype = torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else None
-    return torch.linalg.vector_norm(gradient.detach(), dtype=dtype).double().square()
+    return torch.linalg.vector_norm(gradient.detach(), dtype=dtype)
 
 
 def preconditioned(optimizer: torch.optim.Optimizer) -> See:
