@@ -168,6 +168,14 @@ def emulate(
     return undo
 
 
+def is_emulated(model: nn.Module) -> bool:
+    """Whether any part of the model sleeps instead of computing, or on top of it."""
+    return any(
+        isinstance(module, EmulatedLayer) or any(getattr(h, "sleeps", False) for h in module._forward_hooks.values())
+        for module in model.modules()
+    )
+
+
 class EmulatedLink:
     """A link of this bandwidth under DDP's gradients: real all-reduces, which end when the link would have carried them.
 
@@ -265,6 +273,7 @@ def _after_forward(sleeper: _Sleeper) -> Callable[[nn.Module, Any, Any], Any]:
             "emulate()", type(output).__name__, f"{type(module).__name__} must return a tensor, or one first in a tuple"
         )
 
+    hook.sleeps = True  # type: ignore[attr-defined] # for `is_emulated`
     return hook
 
 

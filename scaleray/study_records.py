@@ -62,6 +62,39 @@ class ToTarget:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One turn of a number of workers, as it was measured: raw, the warm-up included."""
+
+    step_times_s: list[float]
+    """Of every optimizer step on the first worker, from step to step."""
+    input_waits_s: list[float]
+    """Part of each of these in which the first worker waited for its input."""
+    input_share: float
+    """Share of the steady time spent waiting for input, on the worker where it is largest."""
+    alone_s: float | None = None
+    """Median step of the same micro-batches and update without any communication, on the same workers at the same time,
+    input left out: mean over the workers. None where one worker alone cannot do its part of a step."""
+    slowest_alone_s: float | None = None
+    """The same of the slowest worker of each step."""
+    comm_s: float | None = None
+    """What a step gives to collectives, sent with nothing beside it. None where that is not known."""
+    sent_bytes: float = 0.0
+    """A step, by the first worker."""
+    peak_memory_bytes: int = 0
+    """Of the worker that needed most."""
+    noise_scale: float | None = None
+    flops_per_sample: float | None = None
+    """Forward and backward; None where nobody asked, or torch cannot count them."""
+    hardware: list[dict[str, Any]] = field(default_factory=list)
+    """Each kind of worker once."""
+    is_emulated: bool = False
+    measured_at: float
+    """Seconds since 1970."""
+    study: str = ""
+    """Name of the study that measured it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Point:
     """A number of workers, measured. Times are seconds of one optimizer step."""
 
@@ -81,10 +114,12 @@ class Point:
     tokens_per_s: Estimate | None = None
     compute_s: float
     """With `exposed_comm_s`, `input_wait_s` and `other_s` it adds up to the step time."""
-    exposed_comm_s: float
-    """Communication that the step waits for."""
+    exposed_comm_s: float | None
+    """Communication that the step waits for, with what goes with it (copies, reductions). None where it cannot be told
+    from computing: under tensor and pipeline parallelism, whose `compute_s` holds both."""
     input_wait_s: float
     other_s: float = 0.0
+    """Waiting for the slowest worker of a step."""
     comm_s: float | None = None
     """All communication, hidden or not; None where it cannot be told."""
     sent_bytes: float = 0.0
@@ -149,7 +184,8 @@ class Curve:
     best_law: str | None = None
     next_doubling: NextDoubling | None = None
     limit: str = ""
-    """What limits the largest point: `communication`, `input`, `contention`, `compute` or `nothing yet`."""
+    """What limits the largest point: `communication`, `input`, `contention`, `compute`, `computing or communication` (which
+    some strategies cannot tell apart) or `nothing yet`."""
     verdict: str = ""
     """One or two sentences: the next doubling, or why nothing is said about it, and what to change."""
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from scaleray.errors import ConfigError
+from scaleray.cli.numbers import whole_numbers
 
 
 def verify(
@@ -60,7 +60,7 @@ def verify(
     from scaleray.config import load_config
 
     resolved = load_config(config, flags=overrides)
-    sizes, pieces = _numbers("--world-sizes", world_sizes), _numbers("--accumulation", accumulation)
+    sizes, pieces = whole_numbers("--world-sizes", world_sizes), whole_numbers("--accumulation", accumulation)
     from scaleray.launch.verification_plan import Question
     from scaleray.launch.verify import verify as run
     from scaleray.reports.verification import WIDTH, as_text, lines, table
@@ -94,10 +94,3 @@ def verify(
     if json:
         print(certificate.to_json())
     return 0 if certificate.passed else 1
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    try:
-        return [int(word) for word in text.split(",") if word.strip()]
-    except ValueError:
-        raise ConfigError(option, text, "it must be whole numbers with commas, such as 1,2,4") from None

@@ -32,6 +32,7 @@ from scaleray.config.scale import (
 from scaleray.config.schedule import EvaluationSettings, ScheduleSettings, StopSettings
 from scaleray.config.shares import SharesSettings
 from scaleray.config.strategy import StrategySettings
+from scaleray.config.study import StudySettings
 from scaleray.config.tensor import TensorSettings
 from scaleray.config.workload import WorkloadSettings
 
@@ -67,6 +68,7 @@ class RunConfig(Settings):
     data: DataSettings = DataSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     tracking: TrackingSettings = TrackingSettings()
+    study: StudySettings = StudySettings()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """One seed; named streams for model, data and dropout are derived from it."""
     deterministic: bool = False
@@ -136,6 +138,6 @@ class RunConfig(Settings):
     def hash(self) -> str:
         """SHA-256 (16 hex digits) of what decides the training; where it is stored and what is recorded does not count."""
         values = self.to_dict()
-        for section in ("tracking", "checkpoint", "noise_scale"):
+        for section in ("tracking", "checkpoint", "noise_scale", "study"):
             values.pop(section)
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

@@ -45,10 +45,14 @@ class GlooProcesses:
         self._processes, self._pipes, self._timeout_s = processes, pipes, timeout_s
         self._num_groups = 0
 
-    def run(self, world_size: int, function: Callable[..., Any], *args: Any, workload: Any) -> Any:
+    def run(
+        self, world_size: int, function: Callable[..., Any], *args: Any, workload: Any,
+        on_message: Callable[[Any], None] = lambda message: None,
+    ) -> Any:  # fmt: skip
         """What rank 0 returned of `function(place, *args)`. Raises what a rank raised.
 
-        workload: the object that each process replaces by its own.
+        workload: the object that each process replaces by its own. on_message: gets at once what a process says by calling
+        the function that it finds in the place of TELL among its arguments.
         """
         self._num_groups += 1
         buffer = io.BytesIO()
@@ -56,12 +60,14 @@ class GlooProcesses:
         for pipe in self._pipes[:world_size]:
             pipe.send((self._num_groups, world_size, self._timeout_s))
             pipe.send_bytes(buffer.getvalue())
-        answers, failures = self._receive(world_size)
+        answers, failures = self._receive(world_size, on_message)
         if failures:
             raise _first_cause(failures)
         return answers[0]
 
-    def _receive(self, world_size: int) -> tuple[dict[int, Any], dict[int, tuple[BaseException | None, str]]]:
+    def _receive(
+        self, world_size: int, on_message: Callable[[Any], None]
+    ) -> tuple[dict[int, Any], dict[int, tuple[BaseException | None, str]]]:
         waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes[:world_size])}
         answers: dict[int, Any] = {}
         failures: dict[int, tuple[BaseException | None, str]] = {}
@@ -74,6 +80,10 @@ class GlooProcesses:
                 value: Any
                 try:
                     is_good, value = pipe.recv()
+                    if is_good is None:
+                        waiting[pipe] = rank
+                        on_message(value)
+                        continue
                 except (EOFError, ConnectionError):
                     self._processes[rank].join(timeout=5)
                     is_good, value = False, (None, f"the process ended with code {self._processes[rank].exitcode}")
@@ -128,7 +138,8 @@ def _serve(rank: int, port: int, user_code: UserCode, pipe: Connection) -> None:
         except (EOFError, KeyboardInterrupt):
             return
         try:
-            function, args = _Unpickler(io.BytesIO(content), user_code.load()).load()
+            known = {"workload": user_code.load(), "tell": lambda value: pipe.send((None, value))}
+            function, args = _Unpickler(io.BytesIO(content), known).load()
             if world_size > 1:
                 store = dist.PrefixStore(f"group {number}", dist.TCPStore(HOST, port, is_master=False))
                 dist.init_process_group(
@@ -144,6 +155,13 @@ def _serve(rank: int, port: int, user_code: UserCode, pipe: Connection) -> None:
         pipe.send(message)
 
 
+class _Tell:
+    """Stands for the function by which a process says something to the one that started it."""
+
+
+TELL = _Tell()
+
+
 class _Pickler(pickle.Pickler):
     """Leaves the workload out: a class from a user's file exists in this process only."""
 
@@ -152,16 +170,16 @@ class _Pickler(pickle.Pickler):
         self.workload = workload
 
     def persistent_id(self, value: Any) -> str | None:
-        return "workload" if value is self.workload else None
+        return "workload" if value is self.workload else "tell" if value is TELL else None
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: Any, workload: Any) -> None:
+    def __init__(self, file: Any, known: Mapping[str, Any]) -> None:
         super().__init__(file)
-        self.workload = workload
+        self.known = known
 
     def persistent_load(self, name: Any) -> Any:
-        return self.workload
+        return self.known[name]
 
 
 def _first_cause(failures: dict[int, tuple[BaseException | None, str]]) -> BaseException:

@@ -159,18 +159,21 @@ def _ray_groups(plan: Plan, sources: Mapping[str, Source], config: RunConfig, fo
         yield run_group
 
 
-def fit_group(config: RunConfig, world_size: int, task: dict[str, Any], *, storage_path: str) -> Any:
+def fit_group(
+    config: RunConfig, world_size: int, task: dict[str, Any], *, storage_path: str, worker: Callable[[Any], Any] | None = None,
+    name: str = "ray_verify",
+) -> Any:  # fmt: skip
     """Run a check on Ray Train workers; gives what rank 0 returned.
 
     task: `function(place, *arguments, sources)` with arguments that may be object references, and the `source` of the
-    training rows.
+    training rows; or whatever `worker` takes. name: of Ray Train's own folder, with the world size added.
     """
     import ray
     import ray.train
     from ray.train.torch import TorchConfig, TorchTrainer
 
     trainer = TorchTrainer(
-        verify_worker,
+        worker or verify_worker,
         train_loop_config={**task, "uses_gpu": config.scale.gpus_per_worker > 0},
         torch_config=TorchConfig(backend=collective_backend(config), timeout_s=int(config.scale.collective_timeout_s)),
         scaling_config=ray.train.ScalingConfig(
@@ -181,7 +184,7 @@ def fit_group(config: RunConfig, world_size: int, task: dict[str, Any], *, stora
             label_selector=dict(config.scale.label_selector) or None,
         ),
         run_config=ray.train.RunConfig(
-            name=f"ray_verify_{world_size}",
+            name=f"{name}_{world_size}",
             storage_path=storage_path,
             failure_config=ray.train.FailureConfig(max_failures=0, controller_failure_limit=CONTROLLER_FAILURE_LIMIT),
             logging_config=ray.train.LoggingConfig(log_level="ERROR"),

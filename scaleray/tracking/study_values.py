@@ -133,7 +133,7 @@ def _curve_values(curve: Curve) -> Iterator[tuple[str, float | None, int]]:
             yield f"{name}{what}_high", estimate.high, n
         yield f"{name}samples_per_s", point.samples_per_s.value, n
         yield f"{name}step_time_s", point.step_time_s.value, n
-        if point.step_time_s.value:
+        if point.step_time_s.value and point.exposed_comm_s is not None:
             yield f"{name}exposed_comm_share", point.exposed_comm_s / point.step_time_s.value, n
         yield f"{name}cost_per_million_samples", point.cost_per_million_samples, n
         if point.to_target and point.to_target.is_reached:

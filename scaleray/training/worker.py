@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from scaleray.data.stream import (
 from scaleray.records import EventRecord, Heartbeat, WorkerMessage, WorkerSummary
 from scaleray.training import loop
 from scaleray.training.checkpointing import Checkpointing, Control
-from scaleray.training.job import TRAIN, Split, TrainJob
+from scaleray.training.job import TRAIN, OpenStream, Split, TrainJob
 from scaleray.training.place import Place
 from scaleray.training.progress import HANG, Progress, Tail, TailHandler, Watchdog
 from scaleray.training.weights import save_weights
@@ -83,38 +83,7 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
         torch.set_num_threads(max(1, int(job.config.scale.cpus_per_worker)))
     sender = Sender(assignment.recorder, interval_s=job.config.tracking.interval_s)
 
-    data = job.config.data
-
-    def planned_blocks(split: Split, part: Part, demand: Demand) -> Iterator[Columns]:
-        reference = assignment.sources[split.name]
-        chunk_bytes = data.chunk_mib * MIB
-        source = ray.get(reference)
-        if split.name != TRAIN and split.num_rows * split.row_bytes <= chunk_bytes:
-            return local_blocks(source, part, chunk_bytes=chunk_bytes)  # less than one task would read
-        step_bytes = split.row_bytes * part.rows_per_step
-        here = local_blocks(source, part, chunk_bytes=min(chunk_bytes, step_bytes * LOCAL_CHUNK_STEPS))
-        tasks = ray_blocks(
-            reference, part, row_bytes=split.row_bytes, chunk_bytes=chunk_bytes,
-            memory_bytes=data.prefetch_mib * MIB, cpus=assignment.input_cpus,
-        )  # fmt: skip
-        return start_locally(here, tasks, demand, patience_s=min(LOCAL_START_S, data.timeout_s))
-
-    def open_stream(split: Split, part: Part) -> StepStream:
-        demand = Demand()
-        if split.is_streamed:
-            blocks = stream_blocks(
-                ray.train.get_dataset_shard(split.name),
-                part,
-                shuffle=data.shuffle and split.name == TRAIN,
-                window_rows=data.window_rows,
-            )
-        else:
-            blocks = planned_blocks(split, part, demand)
-        return StepStream(
-            blocks, part, row_bytes=split.row_bytes, demand=demand, prefetch_bytes=data.prefetch_mib * MIB / 2, timeout_s=data.timeout_s,
-            explain_wait=ray_starvation_reason(), warn=lambda text: sender(EventRecord(text, kind="warning")),
-        )  # fmt: skip
-
+    open_stream = stream_opener(job, assignment.sources, input_cpus=assignment.input_cpus, emit=sender)
     tail: deque[str] = deque(maxlen=TAIL_LINES)
     sys.stdout, sys.stderr = Tail(sys.stdout, tail), Tail(sys.stderr, tail)
     logging.getLogger().addHandler(TailHandler(tail))  # others hold the streams as they were before
@@ -165,6 +134,48 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
             )  # fmt: skip
     finally:
         sender.flush()
+
+
+def stream_opener(
+    job: TrainJob, sources: Mapping[str, Any], *, input_cpus: float, emit: Callable[[WorkerMessage], None]
+) -> OpenStream:
+    """Opens a split's batches by reading them in Ray Data tasks. sources: object references by split."""
+    import ray
+    import ray.train
+
+    data = job.config.data
+
+    def planned_blocks(split: Split, part: Part, demand: Demand) -> Iterator[Columns]:
+        reference = sources[split.name]
+        chunk_bytes = data.chunk_mib * MIB
+        source = ray.get(reference)
+        if split.name != TRAIN and split.num_rows * split.row_bytes <= chunk_bytes:
+            return local_blocks(source, part, chunk_bytes=chunk_bytes)  # less than one task would read
+        step_bytes = split.row_bytes * part.rows_per_step
+        here = local_blocks(source, part, chunk_bytes=min(chunk_bytes, step_bytes * LOCAL_CHUNK_STEPS))
+        tasks = ray_blocks(
+            reference, part, row_bytes=split.row_bytes, chunk_bytes=chunk_bytes,
+            memory_bytes=data.prefetch_mib * MIB, cpus=input_cpus,
+        )  # fmt: skip
+        return start_locally(here, tasks, demand, patience_s=min(LOCAL_START_S, data.timeout_s))
+
+    def open_stream(split: Split, part: Part) -> StepStream:
+        demand = Demand()
+        if split.is_streamed:
+            blocks = stream_blocks(
+                ray.train.get_dataset_shard(split.name),
+                part,
+                shuffle=data.shuffle and split.name == TRAIN,
+                window_rows=data.window_rows,
+            )
+        else:
+            blocks = planned_blocks(split, part, demand)
+        return StepStream(
+            blocks, part, row_bytes=split.row_bytes, demand=demand, prefetch_bytes=data.prefetch_mib * MIB / 2, timeout_s=data.timeout_s,
+            explain_wait=ray_starvation_reason(), warn=lambda text: emit(EventRecord(text, kind="warning")),
+        )  # fmt: skip
+
+    return open_stream
 
 
 class Sender:

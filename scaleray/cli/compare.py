@@ -1,0 +1,51 @@
+"""`scaleray compare`: what differs between recorded runs, studies or sweeps, and whether one became slower."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from scaleray.errors import ConfigError
+
+
+def compare(
+    *runs: str, uri: str | None = None, fail_if_slower: float | None = None,
+    json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> int:  # fmt: skip
+    """Show what differs between two or more trainings, studies or sweeps, each beside the first.
+
+    Differences in config, code, environment, topology and data; figures side by side; and whether step times differ beyond
+    noise, with the 95 % interval. Trainings of the same config, code and machines count as repeats of each other: with
+    several of each, what differs between two launches of the same is in the interval too.
+
+    Parameters
+    ----------
+    runs
+        Folder or bucket of a run, study or sweep, its name in the default storage path, or its id or name in MLflow.
+    uri
+        MLflow's tracking URI, for runs that are found there.
+    fail_if_slower
+        Exit with 1 when one is slower than the first by more than so many per cent, the whole interval beyond it.
+    json
+        Print the comparison as JSON on stdout; everything else goes to stderr.
+    """
+    if fail_if_slower is not None and not 0 <= fail_if_slower < float("inf"):
+        raise ConfigError("--fail-if-slower", fail_if_slower, "it must be per cent, 0 or more", "for example 3")
+    from rich.console import Console
+
+    from scaleray.reports.comparison import compare as compare_records
+    from scaleray.reports.comparison_terminal import show_comparison
+    from scaleray.tracking.found_run import find_run
+
+    comparison = compare_records([find_run(run, uri=uri) for run in runs])
+    show_comparison(Console(stderr=json), comparison)
+    if json:
+        print(comparison.to_json())
+    slower = comparison.slower_by_more_than(fail_if_slower) if fail_if_slower is not None else []
+    for verdict in slower:
+        print(
+            f"failed: {verdict.runs} is slower than {verdict.base} by more than {fail_if_slower:g} %", file=sys.stderr
+        )
+    return 1 if slower else 0

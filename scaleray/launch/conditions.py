@@ -1,0 +1,110 @@
+"""What must be the same for two measurements to stand on one curve: config, code, environment, topology."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import scaleray
+from scaleray.config import RunConfig
+from scaleray.errors import ConfigError
+from scaleray.records import jsonable
+from scaleray.reproducibility.fingerprint import environment
+from scaleray.study_records import Conditions
+from scaleray.workload import user_modules
+
+ELSEWHERE = ("tracking", "checkpoint", "study")
+"""Sections that decide nothing about a training."""
+OF_THE_GROUP = ("workers", "on_resize", "resize_interval_s", "max_failures", "launch_timeout_s", "collective_timeout_s")
+"""Keys of `scale` that say how many workers there are, and what happens when one fails."""
+MOST_DIFFERENCES = 8
+
+
+def conditions_of(
+    config: RunConfig, workload: Any, topology: Mapping[str, Any], folder: str | Path = "."
+) -> Conditions:
+    """The conditions of what is measured here and now. topology: nodes and how workers are started. folder: where git is
+    asked for the commit."""
+    facts = environment(folder)
+    git = facts.pop("git", {})
+    return Conditions(
+        config_hash=digest(training_of(config)),
+        code_hash=digest(
+            {"scaleray": scaleray.__version__, "commit": git.get("commit"), "sources": _sources(workload)}
+        ),
+        environment_hash=digest(facts),
+        topology_hash=digest(topology),
+        environment={**facts, "git": git},
+        topology=dict(topology),
+    )
+
+
+def training_of(config: RunConfig) -> dict[str, Any]:
+    """The config without what has no part in the training, and without the number of workers."""
+    values = {section: value for section, value in config.to_dict().items() if section not in ELSEWHERE}
+    values["scale"] = {key: value for key, value in values["scale"].items() if key not in OF_THE_GROUP}
+    return values
+
+
+def digest(value: Any) -> str:
+    """SHA-256 (16 hex digits) of a value as JSON."""
+    return hashlib.sha256(json.dumps(jsonable(value), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def key_of(conditions: Conditions) -> str:
+    """One hash of all four."""
+    return digest([getattr(conditions, f"{name}_hash") for name in ("config", "code", "environment", "topology")])
+
+
+def differences(here: Conditions, there: Conditions) -> list[str]:
+    """In what two conditions differ, a line each; empty where points may stand on one curve."""
+    found = []
+    for name in ("config", "code"):
+        mine, theirs = getattr(here, f"{name}_hash"), getattr(there, f"{name}_hash")
+        if mine != theirs:
+            found.append(f"{name}: {mine} here, {theirs} there")
+    for name in ("environment", "topology"):
+        if getattr(here, f"{name}_hash") == getattr(there, f"{name}_hash"):
+            continue
+        mine, theirs = dict(_leaves(getattr(here, name))), dict(_leaves(getattr(there, name)))
+        keys = [k for k in sorted({*mine, *theirs}) if mine.get(k) != theirs.get(k) and not k.startswith("git.")]
+        found += [f"{name}: {k} is {mine.get(k, 'missing')} here, {theirs.get(k, 'missing')} there" for k in keys]
+        if not keys:
+            found.append(f"{name}: other hashes, and no fact that shows why")
+    return found
+
+
+def check_same(here: Conditions, there: Conditions, *, whose: str) -> None:
+    """Refuse to put points on one curve that were measured under other conditions. Raises ConfigError with the difference."""
+    found = differences(here, there)
+    if found:
+        more = [f"... and {len(found) - MOST_DIFFERENCES} more"] if len(found) > MOST_DIFFERENCES else []
+        raise ConfigError(
+            f"the points of {whose}", "measured under other conditions",
+            "points of one curve need the same config, code, environment and topology",
+            "\n  ".join([*found[:MOST_DIFFERENCES], *more, "measure all points here, or compare the two: scaleray compare"]),
+        )  # fmt: skip
+
+
+def _sources(workload: Any) -> dict[str, str]:
+    """Hashes of the files that the workload is made of, and of scaleray's own."""
+    package = Path(scaleray.__file__).parent
+    files = {f"scaleray/{path.relative_to(package)}": path for path in sorted(package.rglob("*.py"))}
+    for module in user_modules(workload):
+        if path := getattr(module, "__file__", None):
+            files[module.__name__] = Path(path)
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in files.items()}
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{prefix}{key}.")
+    elif isinstance(value, (list, tuple)) and any(isinstance(item, Mapping) for item in value):
+        for number, inner in enumerate(value):
+            yield from _leaves(inner, f"{prefix}{number}.")
+    else:
+        yield prefix.rstrip("."), value

@@ -1,0 +1,364 @@
+"""`study`: how a training scales. Plans the rungs, measures what is not known yet, and draws the conclusions.
+
+Turns are kept as soon as they are measured, so that the same command goes on where an interrupted study stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from scaleray.config import RunConfig
+from scaleray.config.base import absolute_path, without_password
+from scaleray.errors import ClusterError, ConfigError, ScaleRayError, UsageError
+from scaleray.launch import cluster
+from scaleray.launch.certificate import Say
+from scaleray.launch.conditions import check_same, conditions_of
+from scaleray.launch.gloo import UserCode
+from scaleray.launch.known_turns import KnownTurns, studies_of
+from scaleray.launch.run import load_sources
+from scaleray.launch.run_folder import RunFolder
+from scaleray.launch.study_places import (
+    EMULATED,
+    OVERSUBSCRIBED,
+    RELAUNCHED,
+    check_cores,
+    launch_config,
+    num_cores,
+    topology_of,
+)
+from scaleray.launch.study_plan import MODES, OnCurve, Plan, Question, make_plan
+from scaleray.launch.study_workers import Climb, local_workers, ray_workers
+from scaleray.launch.verify import environment_of
+from scaleray.planner.hardware import find_gpu
+from scaleray.scaling.curves import as_curve
+from scaleray.scaling.points import Prices, as_point
+from scaleray.study_records import Conditions, Point, StudyRecord, ToTarget, Turn
+from scaleray.tracking import store
+from scaleray.tracking.study_runs import ParentRun
+from scaleray.training.job import TRAIN
+from scaleray.training.ladder import Ascent, Measured, Rung
+
+WriteReport = Callable[[StudyRecord, Path], Sequence[Path]]
+"""Writes what people look at beside the record, and gives its files."""
+
+
+def study(
+    config: RunConfig, question: Question, workload: Any = None, *, local: bool = False, say: Say = lambda text: None,
+    base_dir: Path | None = None, command: str = "", points_of: Sequence[str] = (), write_report: WriteReport | None = None,
+) -> StudyRecord:  # fmt: skip
+    """Measure a training on several numbers of workers. workload: an object; None loads `config.workload`.
+
+    local: in gloo processes on this machine, without Ray. points_of: folders of studies whose points stand on the same
+    curves; refused where they were measured under other conditions. command: how to repeat the study.
+    Raises UsageError for what the user can mend, RunFailedError where a worker failed, KeyboardInterrupt when stopped.
+    """
+    started_at = time.time()
+    storage = {"storage_path": absolute_path(config.checkpoint.storage_path)}
+    config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=storage)})
+    tracking_uri = store.resolve_uri(config.tracking.uri)
+    store.check_reachable(tracking_uri)
+    _check_place(config, local=local)
+    more = [_read(folder) for folder in points_of]
+    code = UserCode(config.workload.name if workload is None else None, config.workload.args, base_dir, workload)
+    workload = code.load()
+    with environment_of(config, local=local):
+        nodes = None if local else cluster.alive_nodes()
+        sources = load_sources(workload)
+        plan = make_plan(config, question, workload, sources)
+        shares_cores = check_cores(config, plan.workers, workload, nodes, oversubscribe=question.oversubscribe)
+        spread = config if nodes is None else launch_config(config, plan.workers, nodes, shares_cores=shares_cores)
+        conditions = conditions_of(config, workload, topology_of(config, nodes), base_dir or ".")
+        for other in more:
+            check_same(conditions, other.conditions, whose=other.name)
+        with _recorded(config, conditions, tracking_uri, started_at) as (folder, run):
+            found = _Study(
+                config, question, plan, conditions, folder, run, say, command=command, started_at=started_at,
+                cores=None if config.scale.gpus_per_worker else num_cores(nodes), more=more, write_report=write_report,
+            )  # fmt: skip
+            if local:
+                workers = local_workers(spread, plan.workers, sources, code)
+            else:
+                workers = ray_workers(spread, plan.workers, sources, storage_path=folder.path)
+            with workers as climb:
+                return found.run(climb)
+
+
+def _check_place(config: RunConfig, *, local: bool) -> None:
+    if local and config.scale.gpus_per_worker:
+        raise ConfigError(
+            "scale.gpus_per_worker", config.scale.gpus_per_worker, "--local uses gloo processes on the CPU",
+            "add --scale.gpus-per-worker 0, or leave --local out",
+        )  # fmt: skip
+
+
+def _read(folder: str) -> StudyRecord:
+    path = Path(folder, "record.json") if Path(folder).is_dir() else Path(folder)
+    try:
+        return StudyRecord.read(path)
+    except (OSError, ValueError) as exc:  # pydantic's errors are ValueErrors
+        raise ConfigError(
+            "--points-of", folder, "there is no record.json of a study", "give the folder of a finished study"
+        ) from exc
+
+
+@contextlib.contextmanager
+def _recorded(
+    config: RunConfig, conditions: Conditions, tracking_uri: str, started_at: float
+) -> Iterator[tuple[RunFolder, ParentRun]]:
+    """A folder, and an MLflow run that ends as FAILED or KILLED where the context does not end it."""
+    stem = config.workload.name.rpartition(":")[2].lower() or "run"
+    unique = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(started_at))}-{int(started_at * 1000) % 1000:03d}"
+    name = config.tracking.run_name or f"study-{stem}-{unique}"
+    named = config.model_copy(update={"tracking": config.tracking.model_copy(update={"run_name": name})})
+    folder = RunFolder.reserve(named)
+    try:
+        run = ParentRun.open(
+            tracking_uri, config.tracking.experiment, kind="scaling-study", name=folder.name, config=config.to_dict(),
+            tags={"scaleray.workload": config.workload.name, "scaleray.config_hash": conditions.config_hash},
+            started_at=started_at,
+        )  # fmt: skip
+        yield folder, run
+    finally:
+        folder.complete()
+        folder.remove_if_empty()
+        folder.unlock()
+
+
+class _Study:
+    def __init__(
+        self, config: RunConfig, question: Question, plan: Plan, conditions: Conditions, folder: RunFolder, run: ParentRun,
+        say: Say, *, command: str, started_at: float, cores: int | None, more: Sequence[StudyRecord], write_report: WriteReport | None,
+    ) -> None:  # fmt: skip
+        self.config, self.question, self.plan, self.conditions = config, question, plan, conditions
+        self.folder, self.mlflow, self.say = folder, run, say
+        self.command, self.started_at, self.cores = command, started_at, cores
+        self.more, self.write_report = more, write_report
+        self.known = KnownTurns(config.checkpoint.storage_path, conditions)
+        self.turns: dict[str, list[Turn]] = {name: [] for name in plan.rungs}
+        self.targets: dict[str, ToTarget] = {}
+        self.placements: dict[str, dict[str, int]] = {}
+        self.said: set[str] = set()
+        self.flops_per_sample: float | None = None
+        self.logged: set[OnCurve] = set()
+
+    def run(self, climb: Climb) -> StudyRecord:
+        """Measure what is missing, and conclude."""
+        self._announce()
+        if not self.question.force:
+            self._take_over()
+        status = "FAILED"
+        try:
+            for ascent in self._ascents():
+                climb(ascent, self._on_measured)
+                self._check_one_kind()
+            status = "FINISHED"
+        except KeyboardInterrupt:
+            status = "KILLED"
+            raise
+        finally:
+            if status != "FINISHED":
+                self._leave(status)
+        return self._keep(self.record(), "FINISHED")
+
+    def _announce(self) -> None:
+        q, first = self.question, next(iter(self.plan.rungs.values()))
+        sizes = ", ".join(map(str, q.sizes))
+        modes = " and ".join(mode for mode in MODES if mode in q.modes)
+        self.say(f"study {self.folder.name}: {self.config.workload.name} on {sizes} workers, {modes} scaling")
+        self.say(
+            f"  {q.repeats} turn{'s' if q.repeats > 1 else ''} of each of {len(self.plan.rungs)} rungs in random order, each at least "
+            f"{q.effort.steps} steps and {q.effort.seconds:g} s; {first.job.recipe.global_batch_size} samples a step at the base"
+        )
+
+    def _take_over(self) -> None:
+        for name in self.plan.rungs:
+            turns = self.known.turns(name)[-self.question.repeats :]
+            self.turns[name] = turns
+            if turns:
+                names = ", ".join(dict.fromkeys(turn.study for turn in turns))
+                self.say(f"  {name}: {len(turns)} turns reused from {names} (--force measures anew)")
+            if self.question.to_target and (result := self.known.to_target(name)) is not None:
+                self.targets[name] = result
+                self.say(f"  {name}: training to the target reused")
+
+    def _ascents(self) -> list[Ascent]:
+        """What is still to be measured: in one group of workers, or each rung in its own."""
+        rungs: list[Rung] = []
+        for name, rung in self.plan.rungs.items():
+            missing = self.question.repeats - len(self.turns[name])
+            needs_target = rung.trains_to_target and name not in self.targets
+            if missing or needs_target:
+                rungs.append(dataclasses.replace(rung, num_turns=missing, trains_to_target=needs_target))
+        if not rungs:
+            self.say("  everything was measured before; no worker is started")
+            return []
+        self.total = sum(rung.num_turns for rung in rungs)
+        self.done = 0
+        wants_flops = self.config.study.peak_tflops is not None or self.config.scale.gpus_per_worker > 0
+        groups = [rungs]
+        if self.question.relaunch:
+            random.Random(self.question.seed).shuffle(rungs)
+            groups = [[rung] for rung in rungs]
+        return [
+            Ascent(rungs=tuple(group), effort=self.question.effort, seed=self.question.seed, counts_flops=wants_flops)
+            for group in groups
+        ]
+
+    def _on_measured(self, measured: Measured) -> None:
+        """Keep what a worker has told, at once."""
+        rung = self.plan.rungs[measured.rung]
+        if measured.said and measured.said not in self.said:
+            self.said.add(measured.said)
+            self.say(f"  note ({_workers(rung.workers)}): {measured.said}")
+        if measured.flops_per_sample:
+            self.flops_per_sample = measured.flops_per_sample
+        if measured.to_target is not None:
+            self.targets[rung.name] = measured.to_target
+            self.known.keep_target(rung.name, measured.to_target, at=time.time())
+            result = measured.to_target
+            how = "reached" if result.is_reached else "missed"
+            self.say(
+                f"  {_workers(rung.workers)}: target {how} after {result.samples} samples and {result.time_s:.3g} s"
+            )
+        if measured.turn is not None:
+            turn = dataclasses.replace(
+                measured.turn, study=self.folder.name, flops_per_sample=self.flops_per_sample or measured.turn.flops_per_sample
+            )  # fmt: skip
+            self.turns[rung.name].append(turn)
+            self.known.keep(rung.name, turn)
+            self.placements[rung.name] = measured.placement
+            self.done += 1
+            ms = 1e3 * statistics.median(turn.step_times_s)
+            self.say(
+                f"  [{self.done}/{self.total}] {_workers(rung.workers)}, batch {rung.job.recipe.global_batch_size}: "
+                f"{ms:.4g} ms a step, {len(turn.step_times_s)} steps"
+            )
+        self._log_complete()
+
+    def _log_complete(self) -> None:
+        """Write to MLflow the points that have all their turns."""
+        for place in self.plan.places:
+            rung = self.plan.rungs[place.rung]
+            is_complete = len(self.turns[place.rung]) >= self.question.repeats
+            if rung.trains_to_target:
+                is_complete = is_complete and place.rung in self.targets
+            if is_complete and place not in self.logged:
+                self.logged.add(place)
+                self.mlflow.log_point(self._point(place))
+
+    def _check_one_kind(self) -> None:
+        """Rungs that were launched apart may have come to other machines. Raises ClusterError."""
+        kinds = {name: turns[-1].hardware for name, turns in self.turns.items() if turns}
+        distinct = {json.dumps(kind, sort_keys=True): name for name, kind in kinds.items()}
+        if len(distinct) > 1:
+            (first, one), (second, other), *_ = distinct.items()
+            raise ClusterError(
+                "the workers' hardware", f"{first} for {one} and {second} for {other}", "points of one curve need one kind",
+                "choose the nodes with scale.label_selector",
+            )  # fmt: skip
+
+    def _point(self, place: OnCurve) -> Point:
+        rung, turns = self.plan.rungs[place.rung], self.turns[place.rung]
+        marks = [EMULATED] if any(turn.is_emulated for turn in turns) else []
+        if self.cores is not None and rung.workers > self.cores:
+            marks.append(OVERSUBSCRIBED)
+        if self.question.relaunch:
+            marks.append(RELAUNCHED)
+        flops = next((turn.flops_per_sample for turn in turns if turn.flops_per_sample), None)
+        prices = Prices(
+            per_worker_hour=self.config.study.price_per_worker_hour, flops_per_sample=flops,
+            peak_flops=peak_flops(self.config, turns),
+        )  # fmt: skip
+        return as_point(
+            place.mode, place.workers, rung.job.recipe, turns, period=rung.period, prices=prices, marks=marks,
+            tokens_per_sample=rung.job.splits[TRAIN].tokens_per_row, to_target=self.targets.get(rung.name),
+            reused_from=studies_of(turns, own=self.folder.name),
+        )  # fmt: skip
+
+    def record(self) -> StudyRecord:
+        """The study as far as it is measured."""
+        points = [self._point(place) for place in self.plan.places if self.turns[place.rung]]
+        for other in self.more:
+            have = {(p.mode, p.workers) for p in points}
+            points += [
+                dataclasses.replace(at.point, reused_from=at.point.reused_from or other.name)
+                for curve in other.curves for at in curve.points
+                if curve.mode in self.question.modes and (curve.mode, at.point.workers) not in have
+            ]  # fmt: skip
+        price = self.config.study.price_per_worker_hour
+        curves = [
+            as_curve(mode, found, price_per_worker_hour=price)
+            for mode in MODES
+            if (found := [point for point in points if point.mode == mode])
+        ]
+        marks = list(dict.fromkeys(mark for point in points for mark in point.marks))
+        hardware = {
+            json.dumps(kind, sort_keys=True): kind
+            for turns in self.turns.values()
+            for t in turns
+            for kind in t.hardware
+        }
+        topology = {
+            **self.conditions.topology,
+            "placement of workers": self.placements,
+            "workers": list(hardware.values()),
+        }
+        return StudyRecord(
+            name=self.folder.name, command=self.command, config=self.config.to_dict(),
+            conditions=dataclasses.replace(self.conditions, topology=topology), curves=curves, price_per_worker_hour=price,
+            currency=self.config.study.currency, marks=marks, words=[curve.verdict for curve in curves if curve.verdict],
+            started_at=self.started_at, duration_s=time.time() - self.started_at,
+            tracking_uri=self.mlflow.tracking_uri, folder=without_password(self.folder.path),
+        )  # fmt: skip
+
+    def _leave(self, status: str) -> None:
+        """Keep what was measured until the end came, and say how to go on; what ended the study matters more."""
+        count = sum(map(len, self.turns.values()))
+        with contextlib.suppress(ScaleRayError, OSError):
+            if count:
+                self._keep(self.record(), status)
+            else:
+                self.mlflow.finish(None, status=status)
+        if count:
+            self.say(f"  {count} turns are kept: the same command goes on from there")
+
+    def _keep(self, record: StudyRecord, status: str) -> StudyRecord:
+        """Write the record and the report, here and in MLflow."""
+        record = self.mlflow.identify(record)
+        folder = Path(self.folder.work_dir)
+        (folder / "record.json").write_text(record.to_json())
+        files = [folder / "record.json"]
+        if self.write_report is not None:
+            files += self.write_report(record, folder)
+        lacking = self.mlflow.finish(record, status=status, files=files)
+        if lacking:
+            self.say(f"  warning: {lacking}; everything is in {record.folder}")
+        return record
+
+
+def peak_flops(config: RunConfig, turns: Sequence[Turn]) -> float | None:
+    """Dense peak of one worker's device in FLOP/s: the config's, or the catalogue's for its GPU; None where neither knows."""
+    if config.study.peak_tflops is not None:
+        return config.study.peak_tflops * 1e12
+    names = [
+        name for turn in turns for kind in turn.hardware for name in (kind.get("accelerators") or {}).get("names", ())
+    ]
+    precision = "tf32" if config.precision.tf32 and config.precision.dtype == "fp32" else config.precision.dtype
+    if not names or not config.scale.gpus_per_worker or precision == "fp64":
+        return None
+    try:
+        return find_gpu(names[0]).peak_flops(precision)
+    except UsageError:
+        return None
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker{'s' if count != 1 else ''}"

@@ -1,0 +1,97 @@
+"""Where a study's workers find room: cores, Ray's CPUs, and what is measured although there are too few."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import psutil
+
+from scaleray.config import RunConfig
+from scaleray.errors import ClusterError
+from scaleray.launch import cluster
+from scaleray.launch.cluster import Node
+
+OVERSUBSCRIBED, EMULATED, RELAUNCHED = "oversubscribed", "emulated", "relaunched"
+"""Marks of points."""
+
+
+def topology_of(config: RunConfig, nodes: Sequence[Node] | None) -> dict[str, Any]:
+    """What nodes there are and how workers start, for the conditions. nodes: of the cluster; None without Ray.
+
+    Addresses are left out: a cluster that is started again has others, and measures the same.
+    """
+    if nodes is None:
+        return {
+            "launch": "gloo processes",
+            "nodes": [{"cpus": psutil.cpu_count() or 1, "gpus": 0, "accelerator": None}],
+        }
+    found = [{k: v for k, v in node.items() if k != "node"} for node in cluster.topology(nodes)]
+    return {
+        "launch": "Ray Train", "nodes": sorted(found, key=str), "placement": config.scale.placement,
+        "label_selector": dict(config.scale.label_selector),
+    }  # fmt: skip
+
+
+def num_cores(nodes: Sequence[Node] | None) -> int:
+    """Cores of this machine, or of all nodes: Ray's CPUs, which on this machine may be more than it has."""
+    here = psutil.cpu_count() or 1
+    if nodes is None:
+        return here
+    addresses = {address.address for found in psutil.net_if_addrs().values() for address in found}
+    return sum(
+        min(int(n.resources.get("CPU", 0)), here) if n.address in addresses else int(n.resources.get("CPU", 0))
+        for n in nodes
+    )
+
+
+def check_cores(
+    config: RunConfig, workers: int, workload: Any, nodes: Sequence[Node] | None, *, oversubscribe: bool
+) -> bool:
+    """Whether so many workers share cores, which is allowed where it was asked for or the workload only sleeps.
+
+    Raises ClusterError: workers that wait for each other's cores measure the machine's scheduler.
+    """
+    cores = num_cores(nodes)
+    if config.scale.gpus_per_worker or workers <= cores:
+        return False
+    if not oversubscribe and not sleeps(workload):
+        where = "this machine has" if nodes is None else "the cluster has"
+        raise ClusterError(
+            "--world-sizes", workers, f"{where} {cores} core{'s' if cores != 1 else ''}, and workers that share one measure nothing",
+            f"use up to {cores} workers; an emulated accelerator (scaleray.emulation) rehearses more; --oversubscribe measures "
+            "them all the same, and marks every figure",
+        )  # fmt: skip
+    return True
+
+
+def sleeps(workload: Any) -> bool:
+    """Whether the workload's model is an emulated accelerator."""
+    import torch
+
+    from scaleray.emulation import is_emulated
+    from scaleray.workload import call_user_code
+
+    try:
+        with torch.device("meta"):  # needs no memory; not every workload's code knows it
+            return is_emulated(workload.build_model())
+    except Exception:
+        return is_emulated(call_user_code(workload.build_model, what="build_model()", doing="building the model"))
+
+
+def launch_config(config: RunConfig, workers: int, nodes: Sequence[Node], *, shares_cores: bool) -> RunConfig:
+    """The config by which the largest group of workers is launched. Raises ClusterError for what the cluster can never hold."""
+    scale: dict[str, Any] = {"workers": workers, "max_failures": 0}
+    if shares_cores:
+        cpus = sum(n.resources.get("CPU", 0.0) for n in nodes) - config.data.reserved_cpus
+        if 0 < cpus < workers * config.scale.cpus_per_worker:
+            scale["cpus_per_worker"] = max(0.01, int(100 * cpus / workers) / 100)
+    spread = config.model_copy(update={"scale": config.scale.model_copy(update=scale)})
+    try:
+        cluster.check_capacity(spread, nodes)
+    except ClusterError as exc:
+        raise ClusterError(
+            "--world-sizes", f"{workers}, which needs {exc.found}", exc.allowed,
+            "leave the size out, or measure on this machine alone with --local",
+        ) from exc  # fmt: skip
+    return spread

@@ -1,0 +1,140 @@
+"""The workers of a study: one group for the whole ladder, or one for each rung; Ray Train's, or plain gloo processes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from scaleray.config import RunConfig
+from scaleray.data.sources import Source
+from scaleray.launch.cluster import input_cpus
+from scaleray.launch.gloo import TELL, UserCode, gloo_processes
+from scaleray.launch.local import stream_opener
+from scaleray.launch.verify import fit_group, sigterm_like_ctrl_c
+from scaleray.training.ladder import Ascent, Tell, climb
+from scaleray.training.place import Place
+from scaleray.workload import user_modules
+
+Climb = Callable[[Ascent, Tell], None]
+"""Measures an ascent, and hands over what is measured as soon as it is. Raises what a worker raised."""
+POLL_S = 0.5
+
+
+# without Ray
+
+
+@contextlib.contextmanager
+def local_workers(config: RunConfig, workers: int, sources: Mapping[str, Source], code: UserCode) -> Iterator[Climb]:
+    """Gloo processes on this machine."""
+
+    def measure(ascent: Ascent, tell: Tell) -> None:
+        size = max(rung.workers for rung in ascent.rungs)
+        with gloo_processes(size, code, timeout_s=config.scale.collective_timeout_s) as processes:
+            workload = ascent.rungs[0].job.workload
+            processes.run(size, climb_here, ascent, TELL, sources, workload=workload, on_message=tell)
+
+    yield measure
+
+
+def climb_here(place: Place, ascent: Ascent, tell: Tell, sources: Mapping[str, Source]) -> None:
+    """One process's part. It reads its rows in a thread of its own."""
+    import torch
+
+    job = ascent.rungs[0].job
+    torch.set_num_threads(max(1, int(job.config.scale.cpus_per_worker)))
+    climb(place, ascent, open_stream=stream_opener(job, sources, lambda message: None), tell=tell)
+
+
+# under Ray
+
+
+@contextlib.contextmanager
+def ray_workers(
+    config: RunConfig, workers: int, sources: Mapping[str, Source], *, storage_path: str
+) -> Iterator[Climb]:
+    """Ray Train workers. storage_path: for Ray Train's own files."""
+    import ray
+    from ray import cloudpickle
+    from ray.util.queue import Queue
+
+    references = {name: ray.put(source) for name, source in sources.items()}
+    launches = 0
+
+    def measure(ascent: Ascent, tell: Tell) -> None:
+        nonlocal launches
+        launches += 1
+        size = max(rung.workers for rung in ascent.rungs)
+        for module in user_modules(ascent.rungs[0].job.workload):
+            cloudpickle.register_pickle_by_value(module)
+        queue = Queue(actor_options={"num_cpus": 0})
+        task = {"ascent": ascent, "queue": queue, "sources": references, "input_cpus": input_cpus(config)}
+        try:
+            with _handing_over(queue, tell):
+                fit_group(
+                    config, size, task, storage_path=storage_path, worker=study_worker, name=f"ray_study_{launches}"
+                )
+        finally:
+            queue.shutdown(force=True)
+
+    with sigterm_like_ctrl_c():
+        yield measure
+
+
+@contextlib.contextmanager
+def _handing_over(queue: Any, tell: Tell) -> Iterator[None]:
+    """Gives what workers put into the queue to `tell`, in a thread, and the rest at the end."""
+    from ray.exceptions import RayError
+    from ray.util.queue import Empty
+
+    is_over = threading.Event()
+
+    def hand_over() -> None:
+        while True:
+            try:
+                tell(queue.get(timeout=POLL_S))
+            except Empty:
+                if is_over.is_set():
+                    return
+            except RayError:  # the queue's process is gone, with the cluster most likely
+                return
+
+    thread = threading.Thread(target=hand_over, name="scaleray-study", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join(timeout=30)
+
+
+def study_worker(task: dict[str, Any]) -> None:
+    """Entry point of one Ray Train worker."""
+    import logging
+
+    import ray
+    import ray.train
+    import ray.train.torch
+    import torch
+
+    from scaleray.training.worker import stream_opener as ray_stream_opener
+
+    for name in ("ray.data", "ray.data._internal.progress"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("ray.train.v2._internal.util").setLevel(logging.CRITICAL)  # the driver says each error, once
+    context, ascent = ray.train.get_context(), task["ascent"]
+    device = torch.device("cpu")
+    if task["uses_gpu"]:
+        device = ray.train.torch.get_device()
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, int(ascent.rungs[0].job.config.scale.cpus_per_worker)))
+    place = Place(
+        rank=context.get_world_rank(), world_size=context.get_world_size(), local_rank=context.get_local_rank(),
+        local_world_size=context.get_local_world_size(), node=ray.util.get_node_ip_address(), device=device,
+    )  # fmt: skip
+    opener = ray_stream_opener(
+        ascent.rungs[0].job, task["sources"], input_cpus=task["input_cpus"], emit=lambda message: None
+    )
+    climb(place, ascent, open_stream=opener, tell=task["queue"].put, host=place.node)

@@ -1,0 +1,279 @@
+"""What a GPU, a link between GPUs and a network between nodes can do, and how to find one by a name that people type.
+
+Used by every part of the planner, and by whoever needs the peak of a device (MFU). The figures stand in
+`planner.catalogue`, each entry with its source; a user adds or replaces entries by a YAML file (`read_hardware_file`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from scaleray.errors import ConfigError, UsageError
+
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What joins the GPUs of one node. Bandwidths are of one GPU, in one direction, in 10^9 bytes a second."""
+
+    name: str
+    nominal_gb_per_s: float
+    """All links of one GPU together, from the data sheet."""
+    bus_gb_per_s: float
+    """All-reduce bus bandwidth measured on large messages inside a node (nccl-tests' definition)."""
+    latency_us: float
+    """Of one hop of a collective, with the kernel's part in it."""
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One accelerator. `peak_tflops` is dense, by precision; sparsity's doubled figures are left out."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    peak_tflops: Mapping[str, float]
+    matmul_share: float
+    """Largest measured matrix product over the peak: what a perfect layer could reach."""
+    memory_gib: float
+    """What a program can see, a little under the number on the box."""
+    memory_gb_per_s: float
+    link: str
+    gpus_per_node: int = 8
+    network: str = ""
+    """Of the usual machine with this GPU; empty where there is no usual one."""
+    source: str = ""
+
+    def peak_flops(self, precision: str) -> float:
+        """Dense peak in FLOP/s. A precision without an entry runs at the next wider one's rate.
+
+        Raises ConfigError for a precision that no GPU has.
+        """
+        return self.peak_tflops[self.executed_precision(precision)] * 1e12
+
+    def executed_precision(self, precision: str) -> str:
+        """The precision whose units do the work: bf16 products run as fp32 on a GPU without bf16 units."""
+        wider = {
+            "fp8": ("fp8", "bf16", "fp16", "fp32"),
+            "bf16": ("bf16", "fp32"),
+            "fp16": ("fp16", "fp32"),
+            "tf32": ("tf32", "fp32"),
+            "fp32": ("fp32",),
+        }
+        if precision not in wider:
+            raise ConfigError("precision", precision, f"it must be one of {', '.join(PRECISIONS)}")
+        return next((name for name in wider[precision] if name in self.peak_tflops), next(iter(self.peak_tflops)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """What joins the nodes. Bandwidths are of one node, in one direction, in 10^9 bytes a second."""
+
+    name: str
+    gb_per_s: float
+    """Nominal, all adapters of the node together."""
+    transport: str = "rdma"
+    """`rdma` (InfiniBand, RoCE), `efa`, `tcp` or `tuned-tcp`: they reach different shares of the nominal figure and differ in latency."""
+    num_adapters: int = 1
+    source: str = ""
+    aliases: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.gb_per_s <= 0:
+            raise ConfigError("net", self.gb_per_s, "a bandwidth must be positive")
+        if self.transport not in TRANSPORTS:
+            raise ConfigError("net", self.transport, f"a transport is one of {', '.join(TRANSPORTS)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transport:
+    """What NCCL gets out of an adapter of one kind."""
+
+    bandwidth_share: float
+    """Bus bandwidth of large all-reduces over the nominal bandwidth."""
+    most_gb_per_s: float
+    """Beyond this the CPU is the limit (sockets), whatever the adapter; infinite where it is not involved."""
+    latency_us: float
+    """Of one hop of a collective between nodes."""
+    source: str
+
+
+TRANSPORTS: dict[str, Transport] = {
+    "rdma": Transport(
+        bandwidth_share=0.92, most_gb_per_s=float("inf"), latency_us=15.0,
+        source="NVIDIA, GTC 2024: 24 GB/s of 200 Gb/s, 48 of 400 (0.96), DGX A100 192 of 200, DGX H100 380 of 400 (0.95)"
+        "; NCCL's tuning.cc puts a hop at 5 to 8 us before kernels",
+    ),
+    "efa": Transport(
+        bandwidth_share=0.80, most_gb_per_s=float("inf"), latency_us=20.0,
+        source="9.75 us per rank and direction in ml-engineering's EFA all-reduce of 8 bytes (V100, 16 to 64 ranks)",
+    ),
+    "tcp": Transport(
+        bandwidth_share=0.80, most_gb_per_s=0.65, latency_us=60.0,
+        source="NCCL's defaults open one socket per channel, and a flow in a cloud gets 5 to 10 Gb/s: 0.65 GB/s on 50 GbE (Pollux's"
+        " traces), 0.5 on 40 GbE (1-bit Adam post)",
+    ),
+    "tuned-tcp": Transport(
+        bandwidth_share=0.80, most_gb_per_s=10.0, latency_us=60.0,
+        source="NVIDIA, GTC 2024: 10 GB/s of bus bandwidth on 100 GbE with TCP, with many sockets (NCCL_NSOCKS_PERTHREAD)",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """`num_nodes` equal machines."""
+
+    gpu: Gpu
+    gpus_per_node: int
+    num_nodes: int
+    link: Link
+    network: Network | None
+    """None for one node."""
+    price_per_gpu_hour: float | None = None
+    notes: tuple[str, ...] = ()
+    """What was assumed because it was not given."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("GPUs per node", self.gpus_per_node), ("nodes", self.num_nodes)):
+            if value < 1:
+                raise ConfigError(f"cluster: {name}", value, "there must be at least one")
+        if self.num_nodes > 1 and self.network is None:
+            raise ConfigError("cluster: network", None, "several nodes need one", "for example net=100G, or net=8x400G")
+
+    @property
+    def num_gpus(self) -> int:
+        """All GPUs."""
+        return self.gpus_per_node * self.num_nodes
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """GPUs, links and networks by name. `find_*` raise UsageError with the nearest names."""
+
+    gpus: tuple[Gpu, ...]
+    links: tuple[Link, ...]
+    networks: tuple[Network, ...]
+    sources: tuple[str, ...] = field(default=())
+
+    def find_gpu(self, name: str) -> Gpu:
+        """The GPU that is meant by `h100`, `A100-SXM4-80GB`, `NVIDIA H100 80GB HBM3` or `Tesla T4`."""
+        return _find("GPU", name, self.gpus)
+
+    def find_link(self, name: str) -> Link:
+        """The link inside a node by name."""
+        return _find("link", name, self.links)
+
+    def find_network(self, name: str) -> Network:
+        """A network by name, or by speed: `200G` a node, `8x400G` eight adapters a node, `100G-tcp`, `25G-efa`."""
+        match = re.fullmatch(r"(?:(\d+)x)?(\d+(?:\.\d+)?)\s*g(?:b(?:it)?(?:/s)?)?(?:-([\w-]+))?", name.strip().lower())
+        if match is None:
+            return _find("network", name, self.networks)
+        adapters, gbit, transport = int(match[1] or 1), float(match[2]), match[3]
+        if transport is None:
+            # assumption: up to 40 Gb/s is cloud Ethernet without RDMA
+            transport = "rdma" if gbit > 40 else "tcp"
+        return Network(
+            name=name, gb_per_s=adapters * gbit / 8, transport=transport, num_adapters=adapters, source="given"
+        )
+
+    def with_entries(self, other: Catalogue) -> Catalogue:
+        """This catalogue with `other`'s entries before its own, so that they win where names are the same."""
+        return Catalogue(other.gpus + self.gpus, other.links + self.links, other.networks + self.networks,
+                         self.sources + other.sources)  # fmt: skip
+
+
+def find_gpu(name: str) -> Gpu:
+    """A GPU of the package's catalogue by any of its names. Raises UsageError with the nearest names."""
+    from scaleray.planner.catalogue import CATALOGUE
+
+    return CATALOGUE.find_gpu(name)
+
+
+def read_hardware_file(path: Path) -> Catalogue:
+    """A user's own GPUs, links and networks: lists of mappings with the fields of `Gpu`, `Link` and `Network`.
+
+    Raises ConfigError for a file that cannot be read, an unknown or missing field, or a value of another type.
+    """
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
+        raise ConfigError("hardware file", str(path), f"it cannot be read: {exc}") from exc
+    kinds: dict[str, Any] = {"gpus": Gpu, "links": Link, "networks": Network}
+    if (
+        not isinstance(content, dict)
+        or not set(content) <= set(kinds)
+        or not all(isinstance(value, list | None) for value in content.values())
+    ):
+        raise ConfigError(f"hardware file {path}", content, f"it must hold lists under {', '.join(kinds)}")
+    entries: dict[str, tuple[Any, ...]] = {}
+    for key, kind in kinds.items():
+        _refuse_unknown_fields(path, key, content.get(key) or (), {one.name for one in dataclasses.fields(kind)})
+        read: list[Any] = []
+        for index, entry in enumerate(content.get(key) or ()):
+            try:
+                read.append(TypeAdapter(kind).validate_python(entry))
+            except ValidationError as exc:
+                first = exc.errors()[0]
+                where = ".".join(str(part) for part in (key, index, *first["loc"]))
+                raise ConfigError(f"hardware file {path}: {where}", first.get("input"), str(first["msg"])) from exc
+        entries[key] = tuple(read)
+    return Catalogue(entries["gpus"], entries["links"], entries["networks"], sources=(str(path),))
+
+
+def _refuse_unknown_fields(path: Path, key: str, entries: Any, known: set[str]) -> None:
+    for index, entry in enumerate(entries if isinstance(entries, list) else ()):
+        for name in sorted(set(entry) - known) if isinstance(entry, dict) else ():
+            near = difflib.get_close_matches(str(name), known, n=1)
+            raise ConfigError(f"hardware file {path}: {key}.{index}.{name}", entry[name], f"the fields are {', '.join(sorted(known))}",
+                              f"did you mean {near[0]}?" if near else "")  # fmt: skip
+
+
+def _find(kind: str, name: str, entries: Iterable[Any]) -> Any:
+    entries = tuple(entries)
+    wanted = _words(name)
+    for entry in entries:
+        if wanted in (_words(known) for known in (entry.name, *entry_aliases(entry))):
+            return entry
+    # a driver's name holds more than ours: NVIDIA H100 80GB HBM3. The entry with most of its words in it is meant.
+    fitting = [
+        (len(_words(known)), entry)
+        for entry in entries
+        for known in (entry.name, *entry_aliases(entry))
+        if len(known) > 1 and _words(known) <= wanted
+    ]
+    if fitting:
+        return max(fitting, key=lambda pair: pair[0])[1]
+    names = [entry.name for entry in entries]
+    every = {known.lower(): entry.name for entry in entries for known in (entry.name, *entry_aliases(entry))}
+    near = list(dict.fromkeys(every[key] for key in difflib.get_close_matches(name.lower(), every, n=3, cutoff=0.55)))
+    hint = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(names)}"
+    raise UsageError(
+        kind, name, f"the catalogue has no such {kind}", f"{hint}. Your own go into a file: --hardware FILE"
+    )
+
+
+def entry_aliases(entry: Any) -> tuple[str, ...]:
+    """Other names of a catalogue entry; a link has none."""
+    return tuple(getattr(entry, "aliases", ()))
+
+
+_EMPTY_WORDS = {"nvidia", "amd", "tesla", "geforce", "quadro", "instinct", "gpu", "gpus", "dgx", "hbm2", "hbm2e", "hbm3", "hbm3e", "gb"}  # fmt: skip
+
+
+def _words(name: str) -> frozenset[str]:
+    """`A100-SXM4-80GB` as {a100, sxm, 80}: what names have in common, whatever the order and punctuation."""
+    text = re.sub(r"(sxm|pcie)\d?", r" \1 ", name.lower())
+    text = re.sub(r"(\d+)\s*gi?b\b", r"\1", text)
+    return frozenset(word for word in re.split(r"[^a-z0-9.]+", text) if word and word not in _EMPTY_WORDS)

@@ -1,0 +1,138 @@
+"""What differs between recorded runs, studies or sweeps: conditions, figures, curves, and whether one became slower.
+
+The first is the base. Trainings of the same config (but for the seed), code, environment, topology and data are repeats of one
+another when others are among the compared: their runs are turns then, and what differs between two launches is in the
+interval. Of single runs it is not, and the verdict says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from scaleray.errors import UsageError
+from scaleray.records import RunRecord, jsonable
+from scaleray.reports.compared_conditions import Difference, conditions, differences
+from scaleray.reports.compared_figures import Row, figures
+from scaleray.reports.compared_losses import loss_difference
+from scaleray.reports.compared_speed import SpeedVerdict, study_verdicts, sweep_verdict, training_verdict
+from scaleray.study_records import StudyRecord, SweepRecord
+from scaleray.tracking.found_run import FoundRun
+
+KINDS = {RunRecord: "training", StudyRecord: "scaling study", SweepRecord: "sweep"}
+SINGLE = "of single runs, what differs between two launches of the same is not in the interval: give repeats of both"
+MOST_BY_CHANCE = 4
+"""Verdicts, each at 95 %, from which on one beyond noise by chance is worth a word."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One of what is compared. label: A, B, ...; the name in the tables. group: the label of the first of its repeats."""
+
+    label: str
+    name: str
+    where: str
+    group: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result. Values of differences and figures are in the order of `runs`."""
+
+    kind: str
+    runs: list[Compared]
+    differences: list[Difference]
+    figures: list[Row]
+    verdicts: list[SpeedVerdict]
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """Everything as indented JSON."""
+        return json.dumps(jsonable(dataclasses.asdict(self)), indent=2)
+
+    def slower_by_more_than(self, per_cent: float) -> list[SpeedVerdict]:
+        """The verdicts whose whole interval lies beyond so many per cent."""
+        limit = 1 + per_cent / 100
+        return [v for v in self.verdicts if v.time_ratio is not None and v.time_ratio.low > limit]
+
+
+def compare(found: Sequence[FoundRun]) -> Comparison:
+    """Compare two or more of one kind, each with the first. Raises UsageError for fewer, or for different kinds."""
+    _check(found)
+    records: list[Any] = [one.record for one in found]
+    kind = KINDS[type(records[0])]
+    labels = [_label(number) for number in range(len(found))]
+    groups = _groups(records)
+    runs = [
+        Compared(label, one.record.name, one.where, labels[groups[number]])
+        for number, (label, one) in enumerate(zip(labels, found, strict=True))
+    ]
+    notes: list[str] = []
+    verdicts: list[SpeedVerdict] = []
+    if kind == "training":
+        firsts = sorted(set(groups))
+        members = {first: [n for n, group in enumerate(groups) if group == first] for first in firsts}
+        for first in firsts[1:]:
+            sides = [([labels[n] for n in members[at]], [found[n] for n in members[at]]) for at in (first, 0)]
+            verdicts.append(training_verdict(*sides))
+        alike = [n for n in range(1, len(found)) if _workload(records[n]) == _workload(records[0])]
+        notes += [loss_difference(labels[n], found[n], found[0]) for n in alike]
+    for number in range(1, len(found)):
+        if kind == "scaling study":
+            verdicts += study_verdicts(labels[number], records[number], records[0])
+        elif kind == "sweep":
+            verdicts.append(sweep_verdict(labels[number], records[number], records[0]))
+    if any(v.time_ratio is not None and "," not in v.runs + v.base for v in verdicts) and kind == "training":
+        notes.append(SINGLE)
+    if sum(v.time_ratio is not None for v in verdicts) >= MOST_BY_CHANCE:
+        notes.append("each interval holds with 95 %: of 20 equal things, one is beyond noise by chance")
+    return Comparison(
+        kind, runs, differences([conditions(record) for record in records]), figures(records), verdicts, notes
+    )
+
+
+def _check(found: Sequence[FoundRun]) -> None:
+    if len(found) < 2:
+        shown = found[0].record.name if found else "none"
+        raise UsageError("what is to be compared", shown, "it takes at least two", "scaleray compare RUN RUN")
+    first = type(found[0].record)
+    for one in found[1:]:
+        if type(one.record) is not first:
+            raise UsageError(
+                one.record.name, f"a {KINDS[type(one.record)]}", f"{found[0].record.name} is a {KINDS[first]}",
+                "compare trainings, studies or sweeps among themselves",
+            )  # fmt: skip
+    places = [one.where for one in found]
+    if twice := [place for number, place in enumerate(places) if place in places[:number]]:
+        raise UsageError("one of what is to be compared", twice[0], "it may be given once")
+
+
+def _groups(records: Sequence[Any]) -> list[int]:
+    """For each, the number of the first that it repeats; each its own where all are alike, or none is like another."""
+    alone = list(range(len(records)))
+    if not isinstance(records[0], RunRecord):
+        return alone
+    keys = [json.dumps(_identity(record), sort_keys=True) for record in records]
+    groups = [keys.index(key) for key in keys]
+    return groups if len(set(groups)) > 1 else alone
+
+
+def _identity(record: RunRecord) -> dict[str, Any]:
+    """What repeats have in common."""
+    own = ("tracking", "checkpoint", "seed")
+    config = {section: values for section, values in record.config.items() if section not in own}
+    known = conditions(record)
+    return jsonable({"config": config, **{s: known[s] for s in ("code", "environment", "topology", "data")}})
+
+
+def _workload(record: RunRecord) -> str:
+    return str(record.config.get("workload", {}).get("name"))
+
+
+def _label(number: int) -> str:
+    """A, B ... Z, A1, B1 ..."""
+    round_, letter = divmod(number, 26)
+    return chr(ord("A") + letter) + (str(round_) if round_ else "")

@@ -1,0 +1,175 @@
+"""Step time, throughput, speed-up and efficiency of measured points, with intervals that respect turns.
+
+Steps of one turn share the state of the machine, so they are no independent measurements: the bootstrap resamples turns, and
+then steps within each. A few turns say little of how much turns differ, so what k turns give is widened by
+sqrt(k / (k - 1)) t(0.975, v) / 1.96, v = k - 1 for one measurement (Hesterberg 2015, arXiv:1411.5279, section 5.4, does the same
+with percentiles) and Welch's degrees of freedom for several. The steps' own noise is counted in both stages, so that
+intervals are rather too wide than too narrow (Davison and Hinkley 1997, section 3.8).
+
+Everything is done on logarithms of times and with fixed seeds: equal inputs give equal intervals. Points are resampled
+independently of each other: what all rungs of a round share makes intervals of ratios wider than they need be.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtri, stdtrit
+
+from scaleray.errors import UsageError
+from scaleray.study_records import CurvePoint, Estimate, Point
+
+NUM_DRAWS = 2000
+CONFIDENCE = 0.95
+MOST_STEPS = 400
+"""A turn with more steps is resampled as so many of its quantiles, which bounds the work and cannot narrow an interval."""
+NUM_BATCHES = 10
+"""A turn that is alone is cut into so many consecutive batches, resampled whole: neighbouring steps resemble each other."""
+LEAST_BATCH = 4
+"""Steps in a batch, at least."""
+
+Turns = Sequence[Sequence[float]]
+Draws = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Resampled:
+    """Logarithm of a measured quantity, and how far bootstrap draws lie from it, before the widening for few turns."""
+
+    value: float
+    deviations: Draws
+    """(NUM_DRAWS,)"""
+    degrees_of_freedom: float
+
+    def estimate(self) -> Estimate:
+        """The quantity itself, with its interval."""
+        return estimate(self.value, self.deviations * widening([self]))
+
+    def over(self, other: Resampled) -> Estimate:
+        """The quantity as a multiple of another."""
+        return estimate(self.value - other.value, (self.deviations - other.deviations) * widening([self, other]))
+
+
+def median_step_time(turns: Turns) -> Estimate:
+    """Median over the steps of all turns in s, with its 95 % interval. Raises UsageError for times that are none."""
+    return resampled(turns).estimate()
+
+
+def throughput(turns: Turns, *, samples_per_step: float) -> Estimate:
+    """Samples (or tokens) per s at the median step time."""
+    return _rate(resampled(turns), samples_per_step).estimate()
+
+
+def ratio(turns: Turns, base: Turns) -> Estimate:
+    """Median step time of `turns` over that of `base`: 1.04 is slower by 4 %."""
+    return resampled(turns, number=1).over(resampled(base))
+
+
+def curve_points(points: Sequence[Point]) -> list[CurvePoint]:
+    """Points in order of workers beside the smallest one: throughput over the base's, as speed-up and as efficiency.
+
+    The base has a speed-up of its own number of workers and an efficiency of 1, exactly.
+    """
+    base, *rest = sorted(points, key=lambda point: point.workers)
+    known, one = float(base.workers), Estimate(1.0, 1.0, 1.0)
+    found = [CurvePoint(point=base, speedup=Estimate(known, known, known), efficiency=one)]
+    for point in rest:
+        gain = log_throughput(point).over(log_throughput(base))
+        found.append(
+            CurvePoint(point=point, speedup=scaled(gain, known), efficiency=scaled(gain, known / point.workers))
+        )
+    return found
+
+
+def log_throughput(point: Point) -> Resampled:
+    """Samples per s at the median step time, drawn independently of other numbers of workers."""
+    return _rate(resampled(point.turns, number=point.workers), point.global_batch_size)
+
+
+def resampled(turns: Turns, *, number: int = 0) -> Resampled:
+    """The median step time. number: another one for each of several measurements, so that they are not drawn alike.
+
+    Raises UsageError for times that are none.
+    """
+    steps = [step for turn in turns for step in turn]
+    if not steps or not all(math.isfinite(step) and step > 0 for step in steps):
+        found = next((step for step in steps if not (math.isfinite(step) and step > 0)), "none")
+        raise UsageError("the step times of a point", found, "they must be seconds above 0, at least one")
+    return _resampled(tuple(tuple(turn) for turn in turns if turn), number, NUM_DRAWS)
+
+
+def estimate(log_value: float, log_deviations: Draws) -> Estimate:
+    """A value with the interval that its draws give, both as logarithms."""
+    low, high = np.quantile(log_deviations, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Estimate(math.exp(log_value), math.exp(log_value + min(low, 0.0)), math.exp(log_value + max(high, 0.0)))
+
+
+def scaled(given: Estimate, factor: float) -> Estimate:
+    """An estimate times a number above 0 that is known exactly."""
+    return Estimate(given.value * factor, given.low * factor, given.high * factor)
+
+
+def widening(parts: Sequence[Resampled]) -> float:
+    """How much wider than the normal distribution's an interval is that rests on these measurements.
+
+    Student's t over the normal quantile, with the degrees of freedom of Welch and Satterthwaite.
+    """
+    variances = [float(np.var(part.deviations)) for part in parts]
+    doubt = sum(v**2 / part.degrees_of_freedom for v, part in zip(variances, parts, strict=True))
+    if doubt == 0:
+        return 1.0
+    freedom = sum(variances) ** 2 / doubt
+    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2) / ndtri((1 + CONFIDENCE) / 2))
+
+
+def _rate(step_time: Resampled, samples_per_step: float) -> Resampled:
+    log_rate = math.log(samples_per_step) - step_time.value
+    return Resampled(log_rate, -step_time.deviations, step_time.degrees_of_freedom)
+
+
+@functools.lru_cache(maxsize=64)
+def _resampled(turns: tuple[tuple[float, ...], ...], number: int, num_draws: int) -> Resampled:
+    is_alone = len(turns) == 1
+    groups = _batches(turns[0]) if is_alone else [_shortened(np.array(turn)) for turn in turns]
+    num_groups, lengths = len(groups), np.array([len(group) for group in groups])
+    table = np.full((num_groups, lengths.max()), np.nan)
+    for row, group in zip(table, groups, strict=True):
+        row[: len(group)] = np.log(group)
+    value = math.log(np.median([step for turn in turns for step in turn]))
+    # content decides the seed too: two measurements must not be resampled in step because they are equally long
+    random = np.random.default_rng([number, zlib.crc32(table.tobytes())])
+    medians = np.empty(num_draws)
+    block = max(1, 2_000_000 // table.size)  # draws at once, which bounds the memory
+    for start in range(0, num_draws, block):
+        size = min(block, num_draws - start)
+        chosen = random.integers(num_groups, size=(size, num_groups))
+        drawn = table[chosen]
+        if not is_alone or num_groups == 1:
+            steps = (random.random(drawn.shape) * lengths[chosen][..., None]).astype(np.int64)
+            drawn = np.where(np.isnan(drawn), np.nan, table[chosen[..., None], steps])
+        flat = drawn.reshape(size, -1)
+        medians[start : start + size] = np.nanmedian(flat, axis=1) if np.isnan(flat).any() else np.median(flat, axis=1)
+    deviations: Draws = (medians - value) * (math.sqrt(num_groups / (num_groups - 1)) if num_groups > 1 else 1.0)
+    deviations.setflags(write=False)
+    return Resampled(value, deviations, num_groups - 1 if num_groups > 1 else max(1, len(turns[0]) - 1))
+
+
+def _batches(steps: Sequence[float]) -> list[NDArray[np.float64]]:
+    """Consecutive batches, as equal in length as can be."""
+    count = max(1, min(NUM_BATCHES, len(steps) // LEAST_BATCH))
+    edges = [len(steps) * number // count for number in range(count + 1)]
+    return [np.array(steps[first:last]) for first, last in itertools.pairwise(edges)]
+
+
+def _shortened(steps: NDArray[np.float64]) -> NDArray[np.float64]:
+    if len(steps) <= MOST_STEPS:
+        return steps
+    shares = (np.arange(MOST_STEPS) + 0.5) / MOST_STEPS
+    return np.asarray(np.quantile(steps, shares))

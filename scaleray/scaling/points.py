@@ -1,0 +1,128 @@
+"""From the turns of a rung to a point of the curve: what is steady, where the time goes, and what it costs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scaleray.errors import RunFailedError
+from scaleray.scaling.efficiency import median_step_time, throughput
+from scaleray.scaling.recipe import Recipe
+from scaleray.scaling.steady_state import steady_state
+from scaleray.study_records import Mode, Point, ToTarget, Turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prices:
+    """What turns measurements into cost and MFU; None where it is not known. peak_flops: of one worker, per s."""
+
+    per_worker_hour: float | None = None
+    peak_flops: float | None = None
+    flops_per_sample: float | None = None
+
+
+@dataclass(frozen=True)
+class Split:
+    """Where the time of a turn's steps goes, as shares that add up to 1. comm: None where it is part of compute."""
+
+    compute: float
+    comm: float | None
+    input: float
+    other: float
+
+
+def as_point(
+    mode: Mode, workers: int, recipe: Recipe, turns: Sequence[Turn], *, period: int = 1, tokens_per_sample: int | None = None,
+    prices: Prices | None = None, marks: Sequence[str] = (), to_target: ToTarget | None = None, reused_from: str | None = None,
+) -> Point:  # fmt: skip
+    """The point that these turns measured. period: steps after which they repeat; each counts by the mean over a period.
+
+    Turns that are not steady are marked as such. Raises RunFailedError for an MFU over 100 %, which no device has.
+    """
+    prices = prices or Prices()
+    kept, firsts, unsteady = [], [], 0
+    for turn in turns:
+        times = periods(turn.step_times_s, period)
+        found = steady_state(times)
+        kept.append(times[found.first :])
+        firsts.append(found.first * period)
+        unsteady += not found.is_steady
+    step_time = median_step_time(kept)
+    samples_per_s = throughput(kept, samples_per_step=recipe.global_batch_size)
+    shares = [split(statistics.median(times), turn, workers) for times, turn in zip(kept, turns, strict=True)]
+    compute, other = (statistics.fmean(getattr(s, name) for s in shares) for name in ("compute", "other"))
+    wait = statistics.fmean(s.input for s in shares)
+    talking = [s.comm for s in shares if s.comm is not None]
+    comm_times = [turn.comm_s for turn in turns if turn.comm_s is not None]
+    t = step_time.value
+    return Point(
+        mode=mode,
+        workers=workers,
+        strategy=recipe.strategy,
+        global_batch_size=recipe.global_batch_size,
+        micro_batch_size=recipe.micro_batch_size,
+        accumulation_steps=recipe.accumulation_steps,
+        turns=kept,
+        num_warmup_steps=max(firsts),
+        step_time_s=step_time,
+        samples_per_s=samples_per_s,
+        tokens_per_s=throughput(kept, samples_per_step=recipe.global_batch_size * tokens_per_sample)
+        if tokens_per_sample
+        else None,
+        compute_s=compute * t,
+        exposed_comm_s=statistics.fmean(talking) * t if len(talking) == len(shares) else None,
+        input_wait_s=wait * t,
+        other_s=other * t,
+        comm_s=statistics.median(comm_times) if comm_times else (0.0 if workers == 1 else None),
+        sent_bytes=statistics.fmean(turn.sent_bytes for turn in turns),
+        mfu=_mfu(samples_per_s.value, workers, prices),
+        peak_memory_bytes=max(turn.peak_memory_bytes for turn in turns),
+        cost_per_million_samples=cost_per_million_samples(samples_per_s.value, workers, prices.per_worker_hour),
+        noise_scale=_noise_scale(turns),
+        to_target=to_target,
+        marks=[*marks, *([f"{unsteady} of {len(turns)} turns not steady"] if unsteady else [])],
+        reused_from=reused_from,
+        measured_at=max(turn.measured_at for turn in turns),
+    )
+
+
+def periods(times: Sequence[float], period: int) -> list[float]:
+    """Means of `period` steps after one another; those at the start that do not fill one are left out."""
+    first = len(times) % period
+    return [statistics.fmean(times[start : start + period]) for start in range(first, len(times), period)]
+
+
+def split(step_time_s: float, turn: Turn, workers: int) -> Split:
+    """Where the time of a step goes. What the same work takes alone is computing; what it takes longer on the slowest worker
+    of a step is `other`; what is left is what the workers' talking costs."""
+    wait = min(1.0, max(0.0, turn.input_share))
+    rest = 1.0 - wait
+    if turn.alone_s is None:
+        return Split(rest, 0.0 if workers == 1 else None, wait, 0.0)
+    compute = min(rest, turn.alone_s / step_time_s)
+    slowest = max(turn.alone_s, turn.slowest_alone_s or 0.0) / step_time_s
+    other = min(rest - compute, slowest - turn.alone_s / step_time_s)
+    return Split(compute, rest - compute - other, wait, other)
+
+
+def cost_per_million_samples(samples_per_s: float, workers: int, price_per_worker_hour: float | None) -> float | None:
+    """In the price's unit; None without a price."""
+    return None if price_per_worker_hour is None else price_per_worker_hour * workers / 3600 * 1e6 / samples_per_s
+
+
+def _mfu(samples_per_s: float, workers: int, prices: Prices) -> float | None:
+    if not prices.peak_flops or not prices.flops_per_sample:
+        return None
+    mfu = samples_per_s * prices.flops_per_sample / (workers * prices.peak_flops)
+    if mfu > 1:
+        raise RunFailedError(
+            f"{mfu:.0%} of the peak of {prices.peak_flops / 1e12:.4g} TFLOP/s on {workers} workers: no device does that. "
+            "Correct study.peak_tflops, which is the dense peak of one worker in the run's precision"
+        )
+    return mfu
+
+
+def _noise_scale(turns: Sequence[Turn]) -> float | None:
+    found = [turn.noise_scale for turn in turns if turn.noise_scale is not None]
+    return statistics.median(found) if found else None
