@@ -138,6 +138,6 @@ class RunConfig(Settings):
     def hash(self) -> str:
         """SHA-256 (16 hex digits) of what decides the training; where it is stored and what is recorded does not count."""
         values = self.to_dict()
-        for section in ("tracking", "checkpoint", "study", "noise_scale"):
+        for section in ("tracking", "checkpoint", "noise_scale", "study"):
             values.pop(section)
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

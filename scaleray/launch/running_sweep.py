@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scaleray import __version__
 from scaleray.config.base import without_password
-from scaleray.config.changes import training_values
 from scaleray.errors import RunFailedError
 from scaleray.launch import cluster
+from scaleray.launch.conditions import conditions_of
 from scaleray.launch.guided_sweep import GuidedTrials
 from scaleray.launch.sweep_folder import RECORD_FILE, AskedSweep, SweepFolder
 from scaleray.launch.sweep_plan import SweepPlan
 from scaleray.launch.trial_capacity import num_concurrent
 from scaleray.launch.trial_records import make_trial, trial_line
 from scaleray.launch.tune_experiment import remove_scraps, run_experiment
-from scaleray.reproducibility.fingerprint import environment, environment_hash
 from scaleray.scaling.sweep_result import DIVERGED, FAILED, NOT_STARTED, common_causes, sentences, with_common_target
-from scaleray.study_records import Conditions, SweepRecord, Trial
+from scaleray.study_records import SweepRecord, Trial
 from scaleray.tracking.study_runs import ParentRun
 
 Say = Callable[[str], None]
@@ -210,16 +206,11 @@ class RunningSweep:
 
     def _record(self) -> SweepRecord:
         plan, config = self.plan, self.plan.base
-        facts = environment()
-        nodes = cluster.topology(self.nodes)
+        workload = next(iter(plan.materials.values())).workload
+        topology = {"nodes": cluster.topology(self.nodes), "workers_per_trial": plan.workers}
         record = SweepRecord(
             name=self.files.folder.name, command=self.asked.command, config=config.to_dict(),
-            conditions=Conditions(
-                config_hash=_hash(training_values(config.to_dict())),
-                code_hash=_hash([__version__, facts.get("git"), config.workload.name]),
-                environment_hash=environment_hash({"environment": facts}), topology_hash=_hash(nodes),
-                environment=facts, topology={"nodes": nodes, "workers_per_trial": plan.workers},
-            ),
+            conditions=conditions_of(config, workload, topology),
             metric=plan.metric, direction=plan.direction,
             target=str(config.stop.at) if config.stop.at is not None else None,
             scheduler=plan.question.scheduler, search=plan.question.search, trials=self.trials,
@@ -232,7 +223,3 @@ class RunningSweep:
         )
         record = dataclasses.replace(compared, words=words)
         return self.guided.conclude(record) if self.guided is not None else record
-
-
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
