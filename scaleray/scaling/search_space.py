@@ -141,8 +141,9 @@ def _with_seeds(chosen: Iterable[Settings], space: Space) -> list[Settings]:
 
 
 def in_words(settings: Mapping[str, Any]) -> str:
-    """What a trial sets beside the keys that every trial has, such as `strategy.name fsdp`."""
-    return ", ".join(f"{key} {value}" for key, value in settings.items() if key not in (*NAMED, MUTATIONS))
+    """What a trial sets beside the keys that every trial has, such as `strategy.name fsdp`; what it only measures is left out."""
+    shown = {k: v for k, v in settings.items() if k not in (*NAMED, MUTATIONS) and not k.startswith("noise_scale.")}
+    return ", ".join(f"{key} {value}" for key, value in shown.items())
 
 
 def parse_sizes(option: str, text: str) -> tuple[int, ...]:
