@@ -7,7 +7,7 @@ The arithmetic is in `scaling.noise_scale`, where gradients are seen in `noise_s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from scaleray.training.model_setup import Setup
 from scaleray.training.noise_sources import (
     ConsecutiveSteps,
     FirstMicroBatch,
+    Seen,
     Source,
     StepGradients,
     Workers,
@@ -55,6 +56,7 @@ class NoiseMeter:
         self.is_measuring = False
         """Whether the step that runs is measured."""
         self._is_kept = False
+        self._pending: tuple[Callable[[], Seen], StepGradients] | None = None
 
     def _make_source(self, place: Place) -> Source:
         parallel = self.setup.parallel
@@ -106,7 +108,8 @@ class NoiseMeter:
             is_local=self.is_local, square=norm**2,
         )  # fmt: skip
         if self.is_measuring:
-            self._add(step)
+            self._pending = self._source.seen(step), step
+            self._source.end()
         if self._is_kept and isinstance(self._source, ConsecutiveSteps):
             self._source.keep(parameters, step)
         self.is_measuring = False
@@ -115,9 +118,12 @@ class NoiseMeter:
         """A step of so many samples is complete."""
         self._samples += num_samples
 
-    def _add(self, step: StepGradients) -> None:
-        seen = self._source.seen(step)
-        self._source.end()
+    def settle(self) -> None:
+        """The step is complete: take in what the ranks have summed beside the optimizer's update."""
+        if self._pending is None:
+            return
+        (get_seen, step), self._pending = self._pending, None
+        seen = get_seen()
         sample = estimate(seen.parts, whole_square=seen.whole_square, whole_size=seen.whole_size)
         factor = forgetting(
             self.settings.averaging, batch_size=self._kappa, reference_batch_size=1.0, num_steps=self.step - self._last_added

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -65,8 +66,8 @@ class Source(Protocol):
     def before_last_backward(self) -> None:
         """The next backward pass is the step's last."""
 
-    def seen(self, step: StepGradients) -> Seen:
-        """What was seen. Collective, unless the step is local."""
+    def seen(self, step: StepGradients) -> Callable[[], Seen]:
+        """What was seen, once it is asked for: meanwhile ranks sum it. Collective, unless the step is local."""
 
     def end(self) -> None:
         """Take off what was put on. A second time does nothing."""
@@ -98,7 +99,7 @@ class Workers:
                 # runs before DDP's own hook, which fills the bucket; accumulated gradients are in there too
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._look_at))
 
-    def seen(self, step: StepGradients) -> Seen:
+    def seen(self, step: StepGradients) -> Callable[[], Seen]:
         self.end()
         self._close_part(None)
         squares = torch.stack([square for square, _ in self._parts]).tolist() if self._parts else []
@@ -153,16 +154,15 @@ class FirstMicroBatch:
     def before_last_backward(self) -> None:
         pass
 
-    def seen(self, step: StepGradients) -> Seen:
+    def seen(self, step: StepGradients) -> Callable[[], Seen]:
         count = 0.0 if self._count is None else float(self._count)
         divisor = 1 if step.is_local or self._is_reduced else self.parallel.gradient_divisor
         own = 0.0 if self._norm is None else float(self._norm)
         square = (own * step.correction * step.count / (divisor * step.loss_scale)) ** 2
         if not self._is_reduced:
             return _all_parts(_part(square, count), self.place, step)
-        if self.place.data_size > 1:
-            (count,) = self.place.all_reduce([count])
-        return _in_samples(_part(square, count), step)
+        counts = _sum([count], self.place) if self.place.data_size > 1 else lambda: [count]
+        return lambda: _in_samples(_part(square, counts()[0]), step)
 
     def end(self) -> None:
         pass
@@ -190,7 +190,11 @@ class ConsecutiveSteps:
     def before_last_backward(self) -> None:
         pass
 
-    def seen(self, step: StepGradients) -> Seen:
+    def seen(self, step: StepGradients) -> Callable[[], Seen]:
+        seen = self._seen(step)
+        return lambda: seen
+
+    def _seen(self, step: StepGradients) -> Seen:
         parameters = [p for p in self.parallel.module.parameters() if p.grad is not None]
         if self._before.keys() != set(parameters):  # none yet, or a model that used others
             self._before = {}
@@ -243,11 +247,24 @@ def _part(square_times_count: float, count: float) -> Parts:
     return Parts(square_times_count / count, count, 1.0) if count > 0 else NOTHING
 
 
-def _all_parts(own: Parts, place: Place, step: StepGradients) -> Seen:
+def _all_parts(own: Parts, place: Place, step: StepGradients) -> Callable[[], Seen]:
     """With the parts of all ranks. Collective, unless the step is local."""
-    if not step.is_local and place.world_size > 1:
-        own = Parts(*place.all_reduce([own.weighted_squares, own.size, own.num_parts]))
-    return _in_samples(own, step)
+    if step.is_local or place.world_size == 1:
+        return lambda: _in_samples(own, step)
+    total = _sum([own.weighted_squares, own.size, own.num_parts], place)
+    return lambda: _in_samples(Parts(*total()), step)
+
+
+def _sum(values: list[float], place: Place) -> Callable[[], list[float]]:
+    """Begin to sum a few numbers over all ranks; what is returned waits for it."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=place.device)
+    work = dist.all_reduce(tensor, async_op=True)
+
+    def wait() -> list[float]:
+        work.wait()
+        return [float(value) for value in tensor.tolist()]
+
+    return wait
 
 
 def _in_samples(parts: Parts, step: StepGradients) -> Seen:

@@ -136,6 +136,8 @@ class TrainStep:
             bad, self.nonfinite_steps = self.nonfinite_steps, 0
             result = dataclasses.replace(result, nonfinite_steps=bad, nonfinite_in_a_row=self.nonfinite_in_a_row)
         result = dataclasses.replace(result, signals=tuple(signals) if meets else ())
+        if self.noise is not None:
+            self.noise.settle()
         if self.probe is not None:
             self.probe.on_step(result, float(setup.schedule.get_last_lr()[0]))
         return result
