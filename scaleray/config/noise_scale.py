@@ -16,8 +16,8 @@ class NoiseScaleSettings(Settings):
     """true measures, or refuses with the reason. auto measures where that is exact and costs no memory: from the gradients
     of several workers before they meet, or from a step's first micro-batch; true takes consecutive steps as a last resort,
     which is biased and keeps a second gradient in memory."""
-    every_steps: Count = 10
-    """Steps between two measurements."""
+    every_steps: Count = 20
+    """Steps between two measurements, each of which costs up to a tenth of a step where steps last a few milliseconds."""
     averaging: Annotated[float, Field(gt=0, lt=1)] = 0.999
     """What the weight of earlier measurements is multiplied by with each step of `optimizer.reference_batch_size` samples:
     0.999 looks back over about a thousand such steps."""
