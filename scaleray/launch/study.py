@@ -299,6 +299,10 @@ class _Study:
             for mode in MODES
             if (found := [point for point in points if point.mode == mode])
         ]
+        if len(curves) > 1:
+            curves = [
+                dataclasses.replace(c, verdict=f"{c.mode} scaling: {c.verdict}" if c.verdict else "") for c in curves
+            ]
         marks = list(dict.fromkeys(mark for point in points for mark in point.marks))
         hardware = {
             json.dumps(kind, sort_keys=True): kind
