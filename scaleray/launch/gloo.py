@@ -6,6 +6,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -125,6 +126,7 @@ def gloo_processes(world_size: int, user_code: UserCode, *, timeout_s: float) ->
 
 
 def _serve(rank: int, port: int, user_code: UserCode, pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the driver ends its processes
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo may pick an address that the machine cannot reach
     import torch

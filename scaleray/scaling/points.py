@@ -12,6 +12,9 @@ from scaleray.scaling.recipe import Recipe
 from scaleray.scaling.steady_state import steady_state
 from scaleray.study_records import Mode, Point, ToTarget, Turn
 
+NOT_STEADY = "not steady"
+"""The mark of a point whose turns drift, or have too few steps to tell."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
@@ -38,7 +41,7 @@ def as_point(
 ) -> Point:  # fmt: skip
     """The point that these turns measured. period: steps after which they repeat; each counts by the mean over a period.
 
-    Turns that are not steady are marked as such. Raises RunFailedError for an MFU over 100 %, which no device has.
+    A point half of whose turns are not steady is marked. Raises RunFailedError for an MFU over 100 %, which no device has.
     """
     prices = prices or Prices()
     kept, firsts, unsteady = [], [], 0
@@ -81,7 +84,7 @@ def as_point(
         cost_per_million_samples=cost_per_million_samples(samples_per_s.value, workers, prices.per_worker_hour),
         noise_scale=_noise_scale(turns),
         to_target=to_target,
-        marks=[*marks, *([f"{unsteady} of {len(turns)} turns not steady"] if unsteady else [])],
+        marks=[*marks, *([NOT_STEADY] if 2 * unsteady >= len(turns) else [])],
         reused_from=reused_from,
         measured_at=max(turn.measured_at for turn in turns),
     )
