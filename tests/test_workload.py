@@ -194,4 +194,5 @@ def test_the_users_modules_travel_and_installed_ones_do_not(project):
     names = {module.__name__ for module in user_modules(workload)}
     assert {"recipe_f", "parts.helper_f"} <= names
     assert not names & {"numpy", "pytest", "scaleray", "json"}
+    assert all(Path(module.__file__).is_file() for module in user_modules(workload))
     assert user_modules(Workload()) == []

@@ -151,14 +151,15 @@ class _Study:
 
     def run(self, climb: Climb) -> StudyRecord:
         """Measure what is missing, and conclude."""
-        self._announce()
-        if not self.question.force:
-            self._take_over()
         status = "FAILED"
         try:
+            self._announce()
+            if not self.question.force:
+                self._take_over()
             for ascent in self._ascents():
                 climb(ascent, self._on_measured)
                 self._check_one_kind()
+            record = self.record()
             status = "FINISHED"
         except KeyboardInterrupt:
             status = "KILLED"
@@ -166,16 +167,17 @@ class _Study:
         finally:
             if status != "FINISHED":
                 self._leave(status)
-        return self._keep(self.record(), "FINISHED")
+        return self._keep(record, status)
 
     def _announce(self) -> None:
         q, first = self.question, next(iter(self.plan.rungs.values()))
-        sizes = ", ".join(map(str, q.sizes))
+        *smaller, last = q.sizes
+        sizes = f"{', '.join(map(str, smaller))} and {last} workers" if smaller else _workers(last)
         modes = " and ".join(mode for mode in MODES if mode in q.modes)
-        self.say(f"study {self.folder.name}: {self.config.workload.name} on {sizes} workers, {modes} scaling")
+        self.say(f"study {self.folder.name}: {self.config.workload.name} on {sizes}, {modes} scaling")
         self.say(
-            f"  {q.repeats} turn{'s' if q.repeats > 1 else ''} of each of {len(self.plan.rungs)} rungs in random order, each at least "
-            f"{q.effort.steps} steps and {q.effort.seconds:g} s; {first.job.recipe.global_batch_size} samples a step at the base"
+            f"  {q.repeats} turn{'s' if q.repeats > 1 else ''} of each of {len(self.plan.rungs)} rung{'s' if len(self.plan.rungs) > 1 else ''} "
+            f"in random order, each at least {q.effort.steps} steps and {q.effort.seconds:g} s; {first.job.recipe.global_batch_size} samples a step at the base"
         )
 
     def _take_over(self) -> None:
@@ -326,11 +328,13 @@ class _Study:
     def _leave(self, status: str) -> None:
         """Keep what was measured until the end came, and say how to go on; what ended the study matters more."""
         count = sum(map(len, self.turns.values()))
-        with contextlib.suppress(ScaleRayError, OSError):
-            if count:
-                self._keep(self.record(), status)
-            else:
-                self.mlflow.finish(None, status=status)
+        record = None
+        with contextlib.suppress(ScaleRayError):
+            record = self.record() if count else None
+        if record is not None:
+            self._keep(record, status)
+        else:
+            self.mlflow.finish(None, status=status)
         if count:
             self.say(f"  {count} turns are kept: the same command goes on from there")
 
