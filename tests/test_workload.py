@@ -1,6 +1,7 @@
 """Finding and building the user's workload, and showing the user's own lines when it fails."""
 
 import sys
+from pathlib import Path
 
 import pytest
 

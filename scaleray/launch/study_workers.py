@@ -35,7 +35,8 @@ def local_workers(config: RunConfig, workers: int, sources: Mapping[str, Source]
             workload = ascent.rungs[0].job.workload
             processes.run(size, climb_here, ascent, TELL, sources, workload=workload, on_message=tell)
 
-    yield measure
+    with sigterm_like_ctrl_c():
+        yield measure
 
 
 def climb_here(place: Place, ascent: Ascent, tell: Tell, sources: Mapping[str, Source]) -> None:
