@@ -269,8 +269,9 @@ class _Study:
 
     def _point(self, place: OnCurve) -> Point:
         rung, turns = self.plan.rungs[place.rung], self.turns[place.rung]
-        marks = [EMULATED] if any(turn.is_emulated for turn in turns) else []
-        if self.cores is not None and rung.workers > self.cores:
+        is_emulated = any(turn.is_emulated for turn in turns)
+        marks = [EMULATED] if is_emulated else []
+        if self.cores is not None and rung.workers > self.cores and not is_emulated:  # sleeping workers need no core
             marks.append(OVERSUBSCRIBED)
         if self.question.relaunch:
             marks.append(RELAUNCHED)
