@@ -41,6 +41,22 @@ def gloo() -> Iterator[GlooPool]:
     pool.stop()
 
 
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database as its first use leaves it: making one costs more than a second of a core, a copy nothing."""
+    from scaleray.tracking.store import RunStore
+
+    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    RunStore.create(f"sqlite:///{path}", experiment="made-once", run_name="r", tags={})
+    return path
+
+
+@pytest.fixture
+def mlflow_database(empty_database: Path, tmp_path: Path) -> Path:
+    """It as `mlflow.db` in the test's folder, for runs that would make one there."""
+    return Path(shutil.copy(empty_database, tmp_path / "mlflow.db"))
+
+
 @pytest.fixture(autouse=True)
 def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test's config comes from the test alone."""
@@ -49,18 +65,7 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(variable)
 
 
-@pytest.fixture(scope="session")
-def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A migrated MLflow database, made once: the migration takes seconds."""
-    from scaleray.tracking import store
-
-    folder = tmp_path_factory.mktemp("mlflow")
-    store.RunStore.create(f"sqlite:///{folder / 'mlflow.db'}", experiment="made-once", run_name="r", tags={})
-    return folder / "mlflow.db"
-
-
 @pytest.fixture
-def uri(empty_database: Path, tmp_path: Path) -> str:
+def uri(mlflow_database: Path) -> str:
     """A tracking URI of the test's own."""
-    shutil.copy(empty_database, tmp_path / "mlflow.db")
-    return f"sqlite:///{tmp_path / 'mlflow.db'}"
+    return f"sqlite:///{mlflow_database}"

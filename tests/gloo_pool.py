@@ -171,6 +171,7 @@ def _serve(rank: int, pipe: Connection) -> None:
             pickle.dumps(outcome)
         except BaseException as exc:
             outcome = Failure(rank, _picklable(exc), traceback.format_exc())
+        torch.use_deterministic_algorithms(False)  # a task that builds a deterministic set-up leaves the switch on
         if isinstance(outcome, Failure):
             group = 0
             # closes the sockets, so that ranks inside a collective fail at once instead of waiting; only now, as the

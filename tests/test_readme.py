@@ -24,7 +24,7 @@ def test_bringing_a_workload_takes_under_40_lines(blocks):
     assert len(lines) < 40
 
 
-def test_the_readmes_workload_trains_as_written(blocks, tmp_path, monkeypatch, capsys):
+def test_the_readmes_workload_trains_as_written(blocks, tmp_path, mlflow_database, monkeypatch, capsys):
     for name in ("iris.py", "iris.yaml"):
         (tmp_path / name).write_text(blocks[name])
     monkeypatch.chdir(tmp_path)

@@ -1,31 +1,106 @@
-"""One variant of a small training, judged by `scaleray verify`'s own code on the ranks of the pool."""
+"""One variant of a small training, judged by `scaleray verify`'s own code on the ranks of the pool, with a bug planted or without."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
-from small_runs import make_job
+from small_runs import make_job, with_strategy
 
 from scaleray.launch.local import stream_opener
+from scaleray.strategies import STRATEGIES
+from scaleray.training import loop, verification
 from scaleray.training.place import Place
 from scaleray.training.verification import Assignment, Outcome, Variant, short_job, verify_group
 
+STEPS = 6  # of 8 rows; the fourth has the 2 that are left of 26
+TRAINING_ON = [1]
+"""How many ranks train right now, while `knows_who_trains`; rank 0 runs the single process, too, inside the same group."""
 
-def judged(place: Place, workload: Any, flags: dict[str, Any], accumulation: int = 1, steps: int = 6) -> Outcome:
+
+def judge(place: Place, workload: Any, flags: dict[str, Any], accumulation: int = 1, steps: int = STEPS) -> Outcome:
     """The outcome beside one process in float64; `own` is the distance in the precision of the flags (default fp32)."""
-    flags = {"precision.dtype": "fp32", **flags}
-    alone = {k: v for k, v in flags.items() if not k.startswith(("strategy.", "fsdp."))}
-    reference, sources = _variant(workload, alone, 1, 1, steps)
-    variant, _ = _variant(workload, flags, place.world_size, accumulation, steps)
+    return judge_all(place, workload, flags, (accumulation,), steps)[0]
+
+
+def judge_all(
+    place: Place, workload: Any, flags: dict[str, Any], accumulations: tuple[int, ...], steps: int = STEPS
+) -> list[Outcome]:
+    """The outcomes of several numbers of micro-batches."""
+    reference, sources = _variant(workload, flags, 1, 1, steps)
+    others = tuple(_variant(workload, flags, place.world_size, n, steps)[0] for n in accumulations)
     opener = stream_opener(reference.job, sources, lambda message: None)
-    outcomes, _ = verify_group(place, Assignment(reference, (variant,), 1e-9), {}, open_stream=opener)
-    return outcomes[0]
+    return verify_group(place, Assignment(reference, others, 1e-9), {}, open_stream=opener)[0]
+
+
+def judge_with(place: Place, plant: Callable[[], Any], workload: Any, flags: Any = None, accumulation: int = 1) -> Outcome:  # fmt: skip
+    """The same with a bug planted in every process; it must only strike where several ranks train."""
+    with plant():
+        return judge(place, workload, flags or {}, accumulation)
+
+
+def found(outcome: Outcome) -> tuple[str, int, str | None]:
+    """(cause, step, parameter) of a mismatch."""
+    assert outcome.verdict == "differs", outcome
+    return outcome.mismatch.cause, outcome.mismatch.step, outcome.mismatch.parameter
+
+
+def many() -> bool:
+    """Whether several ranks train right now."""
+    return TRAINING_ON[0] > 1
+
+
+@contextlib.contextmanager
+def knows_who_trains() -> Iterator[None]:
+    """Keeps TRAINING_ON."""
+    run = loop.run
+
+    def told(job: Any, place: Place, **kwargs: Any) -> Any:
+        TRAINING_ON[0] = place.world_size
+        try:
+            return run(job, place, **kwargs)
+        finally:
+            TRAINING_ON[0] = 1
+
+    with mock.patch.object(verification.loop, "run", told):
+        yield
+
+
+@contextlib.contextmanager
+def broken_strategy(apply: Any) -> Iterator[None]:
+    """The strategy that variants on several workers are trained with meanwhile."""
+    with mock.patch.dict(STRATEGIES, {BROKEN: apply}), knows_who_trains():
+        yield
+
+
+BROKEN = "broken"
+
+
+@contextlib.contextmanager
+def every_rank_reads_the_same() -> Iterator[None]:
+    """The forgotten DistributedSampler: all ranks read the part of rank 0."""
+    init = verification._Group.__init__
+
+    def broken(self: Any, place: Place, assignment: Any, references: Any, open_stream: Any) -> None:
+        def same_part(split: Any, part: Any) -> Any:
+            return open_stream(split, dataclasses.replace(part, rank=0))
+
+        init(self, place, assignment, references, same_part)
+
+    with mock.patch.object(verification._Group, "__init__", broken):
+        yield
 
 
 def _variant(
     workload: Any, flags: dict[str, Any], world_size: int, accumulation: int, steps: int
 ) -> tuple[Variant, Any]:
     size = flags.get("batch.global_size", 8) // world_size // accumulation
-    job, sources = make_job(workload, {**flags, "scale.workers": world_size, "batch.micro_size": size})
+    more = {"scale.workers": world_size, "batch.micro_size": size}
+    job, sources = make_job(workload, {"precision.dtype": "fp32", **flags, **more})
+    if world_size > 1 and BROKEN in STRATEGIES:
+        job = with_strategy(job, BROKEN)
     in_check, own = short_job(job, steps=steps, precision="fp64"), short_job(job, steps=steps)
     return Variant(job.recipe.strategy, world_size, accumulation, in_check, own), sources

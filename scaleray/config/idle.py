@@ -2,7 +2,8 @@
 
 One rule for all: they are said, in the run's events, and never refused. One file often serves several strategies
 (`--strategy.name`, `verify --strategies all`, a sweep), and what is of no use to one of them is what the next one needs.
-What asks for something that cannot be had, such as compression.name under fsdp, is refused: see scaling.combinations.
+What asks for something that cannot be had (compression.name under fsdp), or forgets the method that it is for
+(pruning.sparsity without pruning.method), is refused: see scaling.combinations.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ NEEDS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     "fsdp.wrap_min_parameters": (lambda config: config.fsdp.wrap == "size", "without fsdp.wrap size"),
     "shares.measure_every": (lambda config: config.shares.by == "speed", "without shares.by speed"),
     "shares.smallest": (lambda config: config.shares.by != "equal", "with equal shares"),
+    "pipeline.data_axis": (lambda config: config.scale.max_workers > config.pipeline.size, "with one replica"),
+    "precision.float8_leave_out": (lambda config: config.precision.float8 != "none", "without precision.float8"),
+    "precision.emulate_float8": (lambda config: config.precision.float8 != "none", "without precision.float8"),
     "precision.initial_loss_scale": (lambda config: config.precision.dtype == "fp16", "without precision.dtype fp16"),
 }
 """Settings that another one switches on."""

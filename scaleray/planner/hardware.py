@@ -82,7 +82,7 @@ class Network:
     gb_per_s: float
     """Nominal, all adapters of the node together."""
     transport: str = "rdma"
-    """`rdma` (InfiniBand, RoCE), `efa` or `tcp`: they reach different shares of the nominal figure and differ in latency."""
+    """`rdma` (InfiniBand, RoCE), `efa`, `tcp` or `tuned-tcp`: they reach different shares of the nominal figure and differ in latency."""
     num_adapters: int = 1
     source: str = ""
     aliases: tuple[str, ...] = ()
@@ -118,8 +118,13 @@ TRANSPORTS: dict[str, Transport] = {
         source="9.75 us per rank and direction in ml-engineering's EFA all-reduce of 8 bytes (V100, 16 to 64 ranks)",
     ),
     "tcp": Transport(
+        bandwidth_share=0.80, most_gb_per_s=0.65, latency_us=60.0,
+        source="NCCL's defaults open one socket per channel, and a flow in a cloud gets 5 to 10 Gb/s: 0.65 GB/s on 50 GbE (Pollux's"
+        " traces), 0.5 on 40 GbE (1-bit Adam post)",
+    ),
+    "tuned-tcp": Transport(
         bandwidth_share=0.80, most_gb_per_s=10.0, latency_us=60.0,
-        source="NVIDIA, GTC 2024: 10 GB/s of bus bandwidth on 100 GbE with TCP",
+        source="NVIDIA, GTC 2024: 10 GB/s of bus bandwidth on 100 GbE with TCP, with many sockets (NCCL_NSOCKS_PERTHREAD)",
     ),
 }  # fmt: skip
 
@@ -170,7 +175,7 @@ class Catalogue:
 
     def find_network(self, name: str) -> Network:
         """A network by name, or by speed: `200G` a node, `8x400G` eight adapters a node, `100G-tcp`, `25G-efa`."""
-        match = re.fullmatch(r"(?:(\d+)x)?(\d+(?:\.\d+)?)\s*g(?:b(?:it)?(?:/s)?)?(?:-(\w+))?", name.strip().lower())
+        match = re.fullmatch(r"(?:(\d+)x)?(\d+(?:\.\d+)?)\s*g(?:b(?:it)?(?:/s)?)?(?:-([\w-]+))?", name.strip().lower())
         if match is None:
             return _find("network", name, self.networks)
         adapters, gbit, transport = int(match[1] or 1), float(match[2]), match[3]
@@ -206,17 +211,24 @@ def read_hardware_file(path: Path) -> Catalogue:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
         raise ConfigError("hardware file", str(path), f"it cannot be read: {exc}") from exc
     kinds: dict[str, Any] = {"gpus": Gpu, "links": Link, "networks": Network}
-    if not isinstance(content, dict) or not set(content) <= set(kinds):
+    if (
+        not isinstance(content, dict)
+        or not set(content) <= set(kinds)
+        or not all(isinstance(value, list | None) for value in content.values())
+    ):
         raise ConfigError(f"hardware file {path}", content, f"it must hold lists under {', '.join(kinds)}")
     entries: dict[str, tuple[Any, ...]] = {}
     for key, kind in kinds.items():
         _refuse_unknown_fields(path, key, content.get(key) or (), {one.name for one in dataclasses.fields(kind)})
-        try:
-            entries[key] = TypeAdapter(tuple[kind, ...]).validate_python(tuple(content.get(key) or ()))
-        except (ValidationError, TypeError) as exc:
-            first = exc.errors()[0] if isinstance(exc, ValidationError) else {"loc": (key,), "msg": str(exc)}
-            where = ".".join(str(part) for part in (key, *first["loc"]))
-            raise ConfigError(f"hardware file {path}: {where}", first.get("input"), str(first["msg"])) from exc
+        read: list[Any] = []
+        for index, entry in enumerate(content.get(key) or ()):
+            try:
+                read.append(TypeAdapter(kind).validate_python(entry))
+            except ValidationError as exc:
+                first = exc.errors()[0]
+                where = ".".join(str(part) for part in (key, index, *first["loc"]))
+                raise ConfigError(f"hardware file {path}: {where}", first.get("input"), str(first["msg"])) from exc
+        entries[key] = tuple(read)
     return Catalogue(entries["gpus"], entries["links"], entries["networks"], sources=(str(path),))
 
 

@@ -79,7 +79,7 @@ def _kinds(things: Sequence[Mapping[str, Any]], *, leave_out: Sequence[str]) -> 
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and (value or not prefix):
+    if isinstance(value, Mapping):  # an empty one is as good as none
         for key, inner in value.items():
             yield from _leaves(inner, f"{prefix}{key}.")
     elif isinstance(value, (list, tuple)) and any(isinstance(item, Mapping) for item in value):

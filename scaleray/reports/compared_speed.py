@@ -44,6 +44,8 @@ def training_verdict(side: tuple[list[str], list[FoundRun]], base: tuple[list[st
     scaled = [[found.times(per_sample=len(sizes) > 1) for _, found in one] for one in steps]
     change = change_of_turns(*scaled)
     caveats = [f"{label} was not steady: {found.why}" for label, found in every if found.why]
+    if len({str(run.record.config.get("workload")) for _, runs in (side, base) for run in runs}) > 1:
+        caveats.append("they train other workloads")
     caveats += [f"{label} changed its number of workers" for label, found in every if found.num_world_sizes > 1]
     return _verdict(mine, theirs, what, change, caveats)
 

@@ -78,7 +78,8 @@ def compare(found: Sequence[FoundRun]) -> Comparison:
         for first in firsts[1:]:
             sides = [([labels[n] for n in members[at]], [found[n] for n in members[at]]) for at in (first, 0)]
             verdicts.append(training_verdict(*sides))
-        notes += [loss_difference(labels[n], found[n], found[0]) for n in range(1, len(found))]
+        alike = [n for n in range(1, len(found)) if _workload(records[n]) == _workload(records[0])]
+        notes += [loss_difference(labels[n], found[n], found[0]) for n in alike]
     for number in range(1, len(found)):
         if kind == "scaling study":
             verdicts += study_verdicts(labels[number], records[number], records[0])
@@ -125,6 +126,10 @@ def _identity(record: RunRecord) -> dict[str, Any]:
     config = {section: values for section, values in record.config.items() if section not in own}
     known = conditions(record)
     return jsonable({"config": config, **{s: known[s] for s in ("code", "environment", "topology", "data")}})
+
+
+def _workload(record: RunRecord) -> str:
+    return str(record.config.get("workload", {}).get("name"))
 
 
 def _label(number: int) -> str:

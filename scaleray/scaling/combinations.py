@@ -1,6 +1,7 @@
-"""What cannot be combined, or would have no effect, found from the config alone: each refusal with its reason.
+"""What cannot be combined, found from the config alone: each refusal with its reason.
 
-Called by `recipe.derive`, before any worker starts. Every function here raises ConfigError.
+Settings of a strategy that was not chosen are said instead: see config.idle. Called by `recipe.derive`, before any worker
+starts. Every function here raises ConfigError.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ ONLY_FOR = {"nesterov": ("sgd",), "trust_coefficient": ("lars",), "adapt_vectors
 
 
 def check_optimizer(settings: OptimizerSettings) -> None:
+    """The rule was made for the optimizer, and its settings are its own."""
     refused, hint = OTHER_RULES.get(settings.name, (set(), ""))
     if settings.rule in refused:
         raise ConfigError(
@@ -40,6 +42,7 @@ def check_optimizer(settings: OptimizerSettings) -> None:
 
 
 def check_pruning(config: RunConfig, total_steps: int) -> None:
+    """Pruning happens within the training, under a strategy that has one mask for all workers. total_steps: of the run."""
     settings, defaults = config.pruning, type(config.pruning)()
     idle = ["every_steps"] if settings.end_step is None else []
     if settings.method == "none":
@@ -74,6 +77,7 @@ def check_pruning(config: RunConfig, total_steps: int) -> None:
 
 
 def check_fine_tuning(config: RunConfig) -> None:
+    """Adapters have layers and a strategy that knows of them; nothing is said of adapters that there are none of."""
     settings, defaults = config.fine_tuning, type(config.fine_tuning)()
     if settings.lora_rank == 0:
         for key in ("lora_alpha", "lora_layers", "merge"):
@@ -95,7 +99,7 @@ def check_fine_tuning(config: RunConfig) -> None:
 
 
 def check_training_apart(config: RunConfig) -> None:
-    """What replicas that train apart can be combined with. Raises ConfigError."""
+    """Replicas that train apart need no common loss scale, keep their number, and send no gradients to compress."""
     name = config.strategy.name
     if name not in APART or config.scale.max_workers == 1:  # one worker has nobody to part from
         return
@@ -117,6 +121,7 @@ def check_training_apart(config: RunConfig) -> None:
 
 
 def check_compression(config: RunConfig, strategy: str) -> None:
+    """There are gradients to compress, sent by DDP. strategy: with `auto` decided."""
     name = config.compression.name
     if name == "none":
         return
@@ -137,6 +142,7 @@ def check_compression(config: RunConfig, strategy: str) -> None:
 
 
 def check_fsdp(config: RunConfig, workers: int) -> None:
+    """Replicas divide the workers, offloading has a GPU to offload from, and types go with the precision."""
     replicas, precision = config.fsdp.replicas, config.precision.dtype
     if replicas > 1 and config.scale.is_elastic:
         raise ConfigError(
@@ -167,8 +173,23 @@ def check_fsdp(config: RunConfig, workers: int) -> None:
             )
 
 
+def check_float8(config: RunConfig, strategy: str) -> None:
+    settings = config.precision
+    if settings.float8 == "none":
+        return
+    if strategy == "tensor":
+        raise ConfigError(
+            "precision.float8", settings.float8, "tensor parallelism splits layers by styles that know nothing of float8", "use fsdp, or float8 none"
+        )  # fmt: skip
+    if not config.scale.gpus_per_worker and not settings.emulate_float8:
+        raise ConfigError(
+            "precision.float8", settings.float8, "the workers have no GPU, and CPUs have no float8 arithmetic",
+            "set scale.gpus_per_worker, or precision.emulate_float8 to see what it does to a training",
+        )  # fmt: skip
+
+
 def check_schedule(config: RunConfig, accumulation: int) -> None:
-    """The schedule can order the micro-batches of a full step."""
+    """The schedule can order the micro-batches of a full step, of which there are `accumulation`."""
     settings = config.pipeline
     if suits(settings.schedule, num_workers=settings.size, num_micro_batches=accumulation):
         return

@@ -51,7 +51,7 @@ def as_curve(
         best_law=best.law.name if best else None,
         next_doubling=doubling,
         limit=limit,
-        verdict=_verdict(found[-1], doubling, reason, limit, price_per_worker_hour),
+        verdict=f"{mode.capitalize()} scaling: " + _verdict(found[-1], doubling, reason, limit, price_per_worker_hour),
     )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def _best(mode: Mode, fitted: Sequence[FittedLaw]) -> FittedLaw | None:
 def _verdict(
     largest: CurvePoint, doubling: NextDoubling | None, reason: str, limit: str, price_per_worker_hour: float | None
 ) -> str:
-    """One or two sentences, in plain words."""
+    """The sentence, in plain words."""
     if doubling is not None:
         first = f"the next doubling to {doubling.workers} workers would give {in_words(doubling.gain)} for {doubling.cost_factor:g}x the cost"
         if price_per_worker_hour is not None:
@@ -77,7 +77,7 @@ def _verdict(
         advised = advice(limit, largest.point)
         second = f"; {WORDS[limit]}" + (f": {advised}" if advised else _efficiency(largest))
     marks = [mark for mark in largest.point.marks if mark in ("oversubscribed", "emulated")]
-    return first + second + (f" ({', '.join(marks)})" if marks else "")
+    return first + second + (f" ({', '.join(marks)})" if marks else "") + "."
 
 
 def _efficiency(largest: CurvePoint) -> str:

@@ -14,6 +14,7 @@ non-negative least squares problem. lambda is fitted too: the base is measured w
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -97,11 +98,8 @@ def usl_peak(sigma: float, kappa: float) -> float:
 def laws_for(num_points: int, given: Sequence[GivenLaw] = (), *, base_workers: int = 1) -> list[Law]:
     """The laws that so many points can be fitted with, simplest first."""
     last = _USL if num_points >= LEAST_POINTS_FOR_KAPPA else _USL_WITHOUT_KAPPA
-    return [
-        law
-        for law in (*(_as_law(g, base_workers) for g in given), _AMDAHL, _GUSTAFSON, last)
-        if num_points >= law.least_points
-    ]
+    every = [*(_as_law(law, base_workers) for law in given), _AMDAHL, _GUSTAFSON, last]
+    return [law for law in every if num_points >= law.least_points]
 
 
 def _ones_and(*columns: Callable[[Array], Array]) -> Callable[[Array], Array]:
@@ -124,7 +122,15 @@ _USL_WITHOUT_KAPPA = Law("usl", _AMDAHL.basis, True, lambda c: {"sigma": _share(
 
 
 def _as_law(given: GivenLaw, base_workers: int) -> Law:
+    ask = functools.cache(given.throughput)  # a model may be slow, and every draw of the points asks for the same
+
     def basis(r: Array) -> Array:
-        return np.array([[given.throughput(float(x) * base_workers)] for x in r])
+        workers = [float(x) * base_workers for x in r]
+        values = [ask(n) for n in workers]
+        if not all(math.isfinite(value) and value > 0 for value in values):
+            raise ValueError(
+                f"the law {given.name} gives throughputs of {values} on {workers} workers, which must be above 0"
+            )
+        return np.array(values)[:, None]
 
     return Law(given.name, basis, False, lambda c: {"scale": float(c[0])}, least_points=1)

@@ -68,7 +68,7 @@ def advice(limit: str, point: Point) -> str:
         return "more cores for reading (data.reserved_cpus), larger chunks (data.chunk_mib), or a source that is decoded already"
     if limit == "contention":
         if "oversubscribed" in point.marks:
-            return "no more workers than cores say how a real cluster scales"
+            return "measure with no more workers than cores to see how a cluster would scale"
         return "fewer workers on a node, more cores for each (scale.cpus_per_worker), or shares.by speed where one is always slow"
     if limit == "compute":
         share = max(1, point.global_batch_size // point.workers)

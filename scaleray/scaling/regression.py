@@ -32,6 +32,9 @@ class Change:
 
     def __str__(self) -> str:
         """`slower by 4.1 % (2.9 to 5.2), beyond noise`; per cent of the base's time."""
+        if self.verdict != "no difference" and not 0.5 <= self.time_ratio.value <= 2:
+            r = self.time_ratio
+            return f"takes {r.value:.3g} times as long ({r.low:.3g} to {r.high:.3g}), beyond noise"
         value, low, high = (100 * (r - 1) for r in (self.time_ratio.value, self.time_ratio.low, self.time_ratio.high))
         if self.verdict == "slower":
             return f"slower by {value:.1f} % ({low:.1f} to {high:.1f}), beyond noise"

@@ -18,6 +18,7 @@ from scaleray.errors import TrackingError
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 UI_ADDRESS = "http://127.0.0.1:5000"
 LONGEST_PARAM = 6000  # MLflow cuts longer values without a word; the whole config is an artifact

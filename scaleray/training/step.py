@@ -24,6 +24,7 @@ from scaleray.training.back_off import BackOff, MemoryRanOut
 from scaleray.training.micro_batches import as_user_batch, micro_batches, to_device
 from scaleray.training.model_setup import Setup
 from scaleray.training.place import Place
+from scaleray.training.shards import local
 from scaleray.training.sum_and_count import check_sum_and_count
 
 
@@ -231,7 +232,8 @@ class TrainStep:
             self.before_update()
         if is_finite:
             if factor != 1.0:
-                torch._foreach_mul_(gradients, factor)
+                # their own parts: one call takes neither DTensors beside plain tensors nor those of several meshes
+                torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
             scaler.step(setup.optimizer)
         scaler.update()
         self.num_updates += 1

@@ -80,7 +80,7 @@ tracking:
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, mlflow_database, monkeypatch):
     """A user's folder with a workload and a config that runs."""
     (tmp_path / "work.py").write_text(WORKLOAD)
     (tmp_path / "run.yaml").write_text(CONFIG)
@@ -217,10 +217,10 @@ def test_an_unknown_command_is_bad_usage(capsys):
     assert run(capsys, "trian")[0] == 2
 
 
-def test_a_slip_leaves_no_run_folder_and_no_run(folder, capsys):
+def test_a_slip_leaves_no_run_folder_and_no_run(folder, empty_database, capsys):
     train(capsys, "--workload.args.rows", "10")
     assert list((folder / "runs").iterdir()) == []
-    assert not (folder / "mlflow.db").exists() or (folder / "mlflow.db").stat().st_size == 0
+    assert (folder / "mlflow.db").read_bytes() == empty_database.read_bytes()
 
 
 def test_json_prints_the_record_and_nothing_else_on_stdout(folder, capsys):

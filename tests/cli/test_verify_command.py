@@ -48,7 +48,7 @@ stop: {after: 4 epochs}
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, mlflow_database, monkeypatch):
     (tmp_path / "work.py").write_text(WORKLOAD)
     (tmp_path / "run.yaml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)

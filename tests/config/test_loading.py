@@ -315,12 +315,12 @@ CHANGES = {
     "fsdp.prefetch": 2, "fsdp.max_unsharded_gib": 1, "fsdp.accumulate": "sharded",
     "fsdp.reduce_unused": True, "fsdp.cpu_offload": True, "fsdp.parameter_dtype": "bf16", "fsdp.reduce_dtype": "fp32",
     "fsdp.build_gib": 1, "tensor.size": 4, "tensor.sequence_parallel": False, "pipeline.size": 4, "pipeline.schedule": "gpipe",
-    "pipeline.split": "measured", "local_sgd.sync_every": 2,
+    "pipeline.split": "measured", "pipeline.data_axis": "fsdp", "local_sgd.sync_every": 2,
     "local_sgd.warmup_steps": 2, "local_sgd.node_sync_every": 2, "local_sgd.average_momentum": False,
     "local_sgd.outer_learning_rate": 1, "local_sgd.outer_momentum": 0.5, "gossip.graph": "ring", "gossip.is_asynchronous": True,
     "gossip.max_staleness": 1, "gossip.meet_every": 5, "compression.name": "int8",
     "shares.by": "speed", "shares.measure_every": 5, "shares.smallest": 0.5,
-    "precision.tf32": True, "activations.checkpointing": "full", "activations.every": 3, "activations.memory_budget": 0.7,
+    "precision.tf32": True, "precision.float8_leave_out": ["head"], "precision.emulate_float8": True, "activations.checkpointing": "full", "activations.every": 3, "activations.memory_budget": 0.7,
     "compilation.what": "model", "compilation.backend": "eager", "compilation.dynamic": True, "compilation.mode": "max-autotune",
     "compilation.cache_dir": "x", "compilation.must_succeed": True, "memory.limit_gib": 1,
     "memory.reserve": 0.1, "memory.on_out_of_memory": "halve",
@@ -331,7 +331,7 @@ ONLY_WITH = {
     "compression.max_error": ({"compression.name": "adaptive"}, 0.3), "compression.allowed": ({"compression.name": "adaptive"}, ["int8"]),
     "compression.review_every": ({"compression.name": "adaptive"}, 7), "fsdp.wrap_classes": ({}, ["Block"]),
     "local_sgd.node_size": ({"local_sgd.node_sync_every": 2}, 2), "shares.speeds": ({}, [1, 2]),
-    "memory.find_micro_size": ({"memory.limit_gib": 1}, True),
+    "precision.float8": ({"precision.dtype": "bf16"}, "tensorwise"), "memory.find_micro_size": ({"memory.limit_gib": 1}, True),
     "pipeline.stages_per_worker": ({"pipeline.schedule": "interleaved_1f1b"}, 3),
 }  # fmt: skip
 """Keys that only some values of others allow, with those."""

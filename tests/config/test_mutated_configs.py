@@ -155,7 +155,7 @@ def test_the_config_that_is_mutated_loads(write):
     assert isinstance(outcome(write(TEXT)), RunConfig)
 
 
-@examples(600)
+@examples(300)
 @given(seed=st.integers(0, 2**32), num=st.integers(1, 4))
 def test_a_mutated_file_loads_or_names_the_key(write, seed, num):
     rng = random.Random(seed)
@@ -165,7 +165,7 @@ def test_a_mutated_file_loads_or_names_the_key(write, seed, num):
     check(outcome(write(yaml.safe_dump(config, sort_keys=False, allow_unicode=True))), file_name="job.yaml")
 
 
-@examples(1000)
+@examples(400)
 @given(seed=st.integers(0, 2**32), num=st.integers(1, 4))
 def test_mutated_overrides_load_or_name_the_key(seed, num):
     """From Python, where values come as objects and not through YAML."""
@@ -177,7 +177,7 @@ def test_mutated_overrides_load_or_name_the_key(seed, num):
     check(outcome(flags=flags), file_name="override")
 
 
-@examples(700)
+@examples(400)
 @example(cuts=[(0, 10_000, LAUGHS)])
 @example(cuts=[(0, 10_000, MERGED_LAUGHS)])
 @given(
@@ -197,7 +197,7 @@ def test_damaged_text_loads_or_names_the_file(write, cuts):
     check(outcome(write(text)), file_name="job.yaml")
 
 
-@examples(300)
+@examples(200)
 @given(
     words=st.lists(
         st.one_of(

@@ -12,6 +12,8 @@ from scaleray.launch.worker_failures import fatal_error, what_failed
 from scaleray.records import Heartbeat
 from scaleray.training.failures import is_lost_peer
 
+pytestmark = pytest.mark.usefixtures("mlflow_database")
+
 WORKLOADS = Path(__file__).parent / "workloads.py"
 
 

@@ -122,6 +122,7 @@ def test_copies_of_another_run_of_that_name_are_not_taken_for_ones_own(tmp_path)
         )
 
 
+@pytest.mark.usefixtures("mlflow_database")
 class TestFinished:
     def run(self, tmp_path, **more):
         from workloads import Line

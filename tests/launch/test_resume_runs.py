@@ -27,7 +27,7 @@ from scaleray.launch.run_folder import RunFolder
 from scaleray.records import RunRecord
 from scaleray.tracking import store
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("mlflow_database")]
 
 ROOT = Path(__file__).parent.parent.parent
 STEPS, EVERY, BATCH, ROWS = 90, 10, 24, 310

@@ -18,6 +18,8 @@ from scaleray.workload import load_workload
 
 HERE = Path(__file__).parent
 
+pytestmark = pytest.mark.usefixtures("mlflow_database")
+
 
 def config(tmp_path, workload="Line", **more):
     flags = {

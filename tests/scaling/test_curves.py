@@ -33,7 +33,8 @@ def test_a_planted_curve_comes_back_whole():
     assert doubling.gain.low < truth < doubling.gain.high
     assert doubling.efficiency.low < amdahl(16, 0.05) / 16 < doubling.efficiency.high
     assert doubling.cost_factor == 2
-    assert curve.verdict.startswith(f"the next doubling to 16 workers would give {doubling.gain.value:.2f}x (")
+    said = f"Strong scaling: the next doubling to 16 workers would give {doubling.gain.value:.2f}x ("
+    assert curve.verdict.startswith(said)
     assert "for 2x the cost; too little work for each worker is the limit" in curve.verdict
 
 
@@ -69,7 +70,7 @@ def test_the_peak_of_the_usl_is_found_and_told_from_amdahl():
 
 
 @given(f=st.floats(0, 0.4), count=st.integers(2, 4), seed=st.integers(0, 99))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_bands_surround_their_law_and_reach_one_doubling_further(f: float, count: int, seed: int):
     curve = as_curve("strong", planted(lambda n: amdahl(n, f), [2**k for k in range(count)], seed=seed))
     for fit in curve.fits:
@@ -103,6 +104,12 @@ def test_a_given_law_is_chosen_when_it_foretells_best():
     assert curve.best_law == "planner"
     gain = curve.next_doubling.gain
     assert gain.value == pytest.approx(2.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, np.nan, np.inf])
+def test_a_given_law_that_gives_no_throughput_is_a_slip_of_its_maker(value: float):
+    with pytest.raises(ValueError, match="planner"):
+        as_curve("strong", planted(lambda n: n, [1, 2]), laws=[GivenLaw("planner", lambda n: value)])
 
 
 def test_two_points_are_fitted_by_the_law_of_the_mode():
@@ -161,7 +168,7 @@ def test_price_and_marks_stand_in_the_verdict():
     verdict = as_curve("strong", points, price_per_worker_hour=3.6).verdict
     # 4 workers at 3.6 an hour are 0.004 a second, for about 9600 amdahl(4) samples
     assert f"instead of {0.004 * 1e6 / points[-1].samples_per_s.value:.3g}" in verdict
-    assert verdict.endswith("(emulated)")
+    assert verdict.endswith("(emulated).")
 
 
 @pytest.mark.parametrize(

@@ -115,5 +115,5 @@ def test_a_given_law_keeps_its_shape_and_is_asked_for_whole_numbers_of_workers()
     law = laws_for(2, [GivenLaw("planner", model)], base_workers=4)[0]
     r = np.array([1.0, 2.0])
     coefficients = law.fit(r, np.log(100 * r**0.8), np.ones(2))
-    assert set(asked) == {4.0, 8.0}
+    assert asked == [4.0, 8.0]  # once each: a model may be slow
     assert law.log_throughput(coefficients, r) == pytest.approx(np.log(100 * r**0.8))

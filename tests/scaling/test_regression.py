@@ -34,6 +34,7 @@ def test_two_measurements_of_the_same_are_rarely_called_different():
 def test_the_words():
     assert str(Change(Estimate(1.041, 1.029, 1.052))) == "slower by 4.1 % (2.9 to 5.2), beyond noise"
     assert str(Change(Estimate(0.959, 0.948, 0.971))) == "faster by 4.1 % (2.9 to 5.2), beyond noise"
+    assert str(Change(Estimate(8.0, 7.0, 9.5))) == "takes 8 times as long (7 to 9.5), beyond noise"
     words = "no difference that can be told from noise (-1.2 to +2.3 %)"
     assert str(Change(Estimate(1.005, 0.988, 1.023))) == words
 

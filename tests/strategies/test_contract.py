@@ -46,6 +46,7 @@ RECIPES = {
     "dropped last batch": {"batch.drop_last": True, "batch.micro_size": 2},
     "file order": {"data.shuffle": False},
 }
+ABOUT_ROWS = [RECIPES["dropped last batch"], RECIPES["file order"]]
 OFTEN = {"local_sgd.sync_every": 4, "gossip.max_staleness": 2, "gossip.meet_every": 8}  # for short trainings
 WORKLOADS = {"rows": Classify, "padded tokens": Tokens, "tied and frozen": TiedAndFrozen}
 
@@ -84,7 +85,8 @@ def test_one_worker_equals_plain_torch_to_the_bit_when_every_row_counts_one(work
 @pytest.mark.parametrize("strategy", EXACT)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_many_workers_equal_one_process(gloo, recipe, strategy, world_size):
-    for workload in WORKLOADS.values():
+    # which rows a step has is decided before any strategy: there one workload is enough
+    for workload in [Tokens] if recipe in ABOUT_ROWS else WORKLOADS.values():
         flags = {**recipe, "strategy.name": strategy}
         finished = gloo.run(world_size, train, workload(), flags)[0]
         assert_same_training(finished, train_in_plain_torch(workload(), recipe), within=1e-9)
@@ -96,7 +98,7 @@ def test_replicas_that_train_apart_learn_from_the_same_rows_nearly_as_well(gloo,
     flags = {"optimizer.momentum": 0.0, **OFTEN, **recipe, "stop.after": "12 epochs", "strategy.name": strategy}
     workload = Classify(num_rows=66, num_val=200)  # the last batch of an epoch has 2 rows
     plain = train_alone(workload, {**flags, "strategy.name": "single"})
-    for world_size in (2, 4):
+    for world_size in (2, 4) if recipe == RECIPES["one pass"] else (2,):
         finished = gloo.run(world_size, train, workload, flags)[0]
         assert [s.num_samples for s in finished.steps] == [s.num_samples for s in plain.steps]
         assert [s.learning_rate for s in finished.steps] == [s.learning_rate for s in plain.steps]

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small_runs import Classify, Stepper, WithDropout, largest_difference, make_job, train
+from small_runs import Classify, Stepper, largest_difference, make_job, train
 from torch import nn
 
 from scaleray.config import load_config
@@ -261,49 +261,6 @@ def test_one_workers_bad_loss_is_raised_on_all_or_skipped_by_it_alone(gloo, stra
     first, _ = gloo.run(2, train_or_error, BadOnRank1(num_rows=32), {**flags, "on_nonfinite": "skip"})
     assert len(first.steps) == 10 and first.summary.nonfinite_steps == 1
     assert all(value.isfinite().all() for value in first.weights.values())
-
-
-# checkpoints
-
-SAVED = {
-    "deterministic": True, "checkpoint.every": "3 steps", "stop.after": "14 steps", "schedule.name": "cosine",
-    "optimizer.name": "adamw", "optimizer.learning_rate": 0.01, "precision.dtype": "fp32",
-}  # fmt: skip
-
-
-def resume_in_pool(place, workload, flags, folder, kill_at):
-    whole = train(place, workload, flags)
-    train(place, workload, flags, folder=folder, kill_at=kill_at)
-    resumed = train(place, workload, flags, folder=folder)
-    return whole, resumed
-
-
-@pytest.mark.parametrize("strategy", ["gossip", "async_sgd"])
-@pytest.mark.parametrize("flags", [GOSSIP, ASYNCHRONOUS], ids=["synchronous", "asynchronous"])
-def test_a_run_resumed_with_messages_under_way_is_bit_identical(gloo, tmp_path, flags, strategy):
-    flags = {**flags, **SAVED, "strategy.name": strategy, "gossip.graph": "exponential"}
-    outcomes = gloo.run(
-        3, resume_in_pool, WithDropout(num_rows=72), {**flags, "batch.global_size": 12}, str(tmp_path), 8
-    )
-    whole, resumed = outcomes[0]
-    assert [s.step for s in resumed.steps] == list(range(7, 15))
-    assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
-    # losses of step 7, 8, 10, ...: where the whole run did not meet either
-    own = [(a.loss, b.loss) for a, b in zip(resumed.steps, whole.steps[6:], strict=True) if a.step % 3 and a.step != 14]
-    assert len(own) == 5 and all(a == b for a, b in own)
-
-
-def killed_run(place, workload, flags, folder, kill_at):
-    return train(place, workload, flags, folder=folder, kill_at=kill_at)
-
-
-@pytest.mark.parametrize("strategy", ["gossip", "async_sgd"])
-def test_another_number_of_workers_starts_from_the_mean(gloo, tmp_path, strategy):
-    flags = {**ASYNCHRONOUS, **SAVED, "strategy.name": strategy, "batch.global_size": 12}
-    gloo.run(4, killed_run, Classify(num_rows=48), flags, str(tmp_path), 7)
-    first = gloo.run(2, killed_run, Classify(num_rows=48), flags, str(tmp_path), None)[0]
-    assert [s.step for s in first.steps] == list(range(7, 15))
-    assert any("instead of 4" in event and "mean" in event for event in first.events)
 
 
 def test_one_worker_trains_alone_under_any_of_these_names():

@@ -7,14 +7,12 @@ from small_runs import (
     Stepper,
     Tokens,
     WithBatchNorm,
-    WithDropout,
     largest_difference,
     make_job,
     relative_differences,
     train,
     train_in_plain_torch,
 )
-from torch import nn
 
 from scaleray.errors import ConfigError, NonFiniteLossError
 from scaleray.metric_names import CONSENSUS_DISTANCE
@@ -305,67 +303,6 @@ def test_a_worker_without_optimizer_state_yet_takes_part(gloo):
     }
     first, _ = gloo.run(2, train_or_error, BadOnRank1((1, 2), num_rows=32), flags)
     assert len(first.steps) == 6 and all(value.isfinite().all() for value in first.weights.values())
-
-
-# checkpoints
-
-SAVED = {
-    **LOCAL, "deterministic": True, "checkpoint.every": "3 steps", "stop.after": "14 steps", "schedule.name": "cosine",
-    "optimizer.name": "adamw", "optimizer.learning_rate": 0.01, "optimizer.clip_norm": 0.5, "precision.dtype": "fp32",
-}  # fmt: skip
-
-
-def resume_in_pool(place, workload, flags, folder, kill_at):
-    whole = train(place, workload, flags)
-    killed = train(place, workload, flags, folder=folder, kill_at=kill_at)
-    resumed = train(place, workload, flags, folder=folder)
-    return whole, killed, resumed
-
-
-class TokensWithNorm(Tokens):
-    """Counts differ from rank to rank, and there are statistics that the next forward pass changes."""
-
-    def build_model(self):
-        return nn.Sequential(
-            nn.Embedding(self.vocabulary, 5), nn.BatchNorm1d(self.length), nn.Linear(5, self.vocabulary)
-        )
-
-
-@pytest.mark.parametrize("kill_at", [4, 8])  # resumed after step 3 or 6: both between two averagings
-@pytest.mark.parametrize("strategy", ["local_sgd", "diloco"])
-@pytest.mark.parametrize("workload", [WithDropout, TokensWithNorm])
-def test_a_run_resumed_between_two_averagings_is_bit_identical(gloo, tmp_path, workload, strategy, kill_at):
-    flags = {**SAVED, "strategy.name": strategy, "local_sgd.warmup_steps": 1}
-    whole, killed, resumed = gloo.run(2, resume_in_pool, workload(num_rows=33), flags, str(tmp_path), kill_at)[0]
-    first = kill_at // 3 * 3
-    assert killed.losses != whole.losses[:kill_at] or first  # checkpoints are meetings: records of all workers there
-    assert [s.step for s in resumed.steps] == list(range(first + 1, 15))
-    assert resumed.losses == [s.loss for s in train_with_meetings(gloo, tmp_path, workload, flags)][first:]
-    assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
-
-
-def train_with_meetings(gloo, tmp_path, workload, flags):
-    """A whole run that saves, so that it meets where the resumed one does: recorded losses are then of the same workers."""
-    return gloo.run(2, save_in_pool, workload(num_rows=33), flags, str(tmp_path / "again"))[0].steps
-
-
-def save_in_pool(place, workload, flags, folder):
-    return train(place, workload, flags, folder=folder)
-
-
-@pytest.mark.parametrize("strategy", ["local_sgd", "diloco"])
-def test_another_number_of_workers_starts_from_the_mean(gloo, tmp_path, strategy):
-    flags = {**SAVED, "strategy.name": strategy, "batch.global_size": 12}
-    gloo.run(4, killed_run, Classify(num_rows=48), flags, str(tmp_path), 7)
-    resumed = gloo.run(2, killed_run, Classify(num_rows=48), flags, str(tmp_path), None)
-    first = resumed[0]
-    assert [s.step for s in first.steps] == list(range(7, 15))
-    assert any("instead of 4" in event and "mean" in event for event in first.events)
-    assert first.losses[-1] < 1.0
-
-
-def killed_run(place, workload, flags, folder, kill_at):
-    return train(place, workload, flags, folder=folder, kill_at=kill_at)
 
 
 # what is refused

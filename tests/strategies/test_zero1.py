@@ -19,7 +19,7 @@ from small_runs import (
     train_in_plain_torch,
 )
 from torch import nn
-from verified import judged
+from verified import judge
 
 from scaleray.data import RankBatch
 from scaleray.errors import WorkloadError
@@ -52,7 +52,7 @@ class Embedded(Tokens):
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("options", [{}, {"strategy.bucket_size_mib": 1e-4}], ids=["one bucket", "many buckets"])
 def test_it_is_verified_with_accumulation_and_clipping(gloo, world_size, options):
-    outcome = gloo.run(world_size, judged, Embedded(), {**ZERO1, **ADAMW, **options}, 2, 4)[0]
+    outcome = gloo.run(world_size, judge, Embedded(), {**ZERO1, **ADAMW, **options}, 2, 4)[0]
     assert outcome.verdict == "equal" and outcome.comparison.largest < 1e-12, outcome
 
 
@@ -139,15 +139,6 @@ def test_a_run_goes_on_with_other_workers_and_another_owner_of_each_parameter(gl
     assert resumed.steps[0].step == 4
     assert max(relative_differences(plain.losses[3:], resumed.losses)) < 1e-12
     assert largest_difference(plain.weights, resumed.weights) < 1e-12
-
-
-def test_a_run_resumed_on_as_many_workers_is_bit_identical(gloo, tmp_path):
-    flags = {**ZERO1, **ADAMW, "checkpoint.every": "3 steps", "precision.dtype": "fp16", "deterministic": True}
-    whole = gloo.run(2, run_in, Embedded(), flags, None, None)[0]
-    gloo.run(2, run_in, Embedded(), flags, str(tmp_path), 4)
-    resumed = gloo.run(2, run_in, Embedded(), flags, str(tmp_path), None)[0]
-    assert resumed.losses == whole.losses[3:]
-    assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
 
 
 class MoreInTheOptimizer(Classify):

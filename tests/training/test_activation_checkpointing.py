@@ -5,10 +5,10 @@ import pytest
 import torch
 from block_runs import Blocks, BlocksWithBatchNorm, BlocksWithDropout, BlocksWithSpectralNorm, TinyTransformer
 from small_runs import Classify, largest_difference, make_job, train, train_alone, train_in_plain_torch
-from test_verification import judge
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
+from verified import judge
 
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.training import activation_checkpointing

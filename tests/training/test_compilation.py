@@ -8,10 +8,10 @@ import pytest
 import torch
 from block_runs import Blocks, BlocksThatPrint, BlocksWithBatchNorm, Prints, TinyTransformer
 from small_runs import Classify, largest_difference, make_job, relative_differences, train, train_alone
-from test_verification import judge
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from verified import judge
 
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.training import compilation

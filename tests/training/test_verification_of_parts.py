@@ -5,8 +5,8 @@ from unittest import mock
 import pytest
 from small_runs import Classify, TiedAndFrozen, WithBatchNorm, WithDropout
 from small_transformer import SmallTransformer
-from test_verification import judge, knows_who_trains, many
 from torch import nn
+from verified import judge, knows_who_trains, many
 
 from scaleray.strategies import tensor
 from scaleray.strategies.pipeline_parts import Parts

@@ -1,0 +1,98 @@
+"""How long one GPU computes on one micro-batch of one block: products at a rate that depends on shape, the rest at memory speed.
+
+A product of m x k with k x n reaches `peak * matmul_share * alignment / (1 + half (1/m + 1/n + 1/k))`: the share is the card's largest
+measured one, alignment says how well the sides divide into tiles (Anthony et al. 2024, arXiv:2401.14489), and the last factor how much of a
+small product is edges and start-up. Elementwise work moves bytes at a share of the memory's bandwidth. What the host needs to launch
+the kernels is a floor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scaleray.planner.constants import DEFAULT, Constants
+from scaleray.planner.hardware import Gpu
+from scaleray.planner.layout import Layout
+from scaleray.planner.profile import Block
+
+# rate by the largest power of two that divides a side, in elements of 16 bit. 64 elements fill a tensor core's tile and a cache
+# line; the fall below is read off figures 5 to 8 of arXiv:2401.14489 and agrees with BLOOM's tables (hidden 14400 over 8 GPUs
+# leaves 1800 columns, a multiple of 8 only: 94 TFLOP/s against 120 at 13824, whose 1728 are a multiple of 64)
+ALIGNMENT = {64: 1.0, 32: 0.97, 16: 0.90, 8: 0.76, 4: 0.55, 2: 0.40, 1: 0.33}
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Seconds of one block and one micro-batch. `launch_s` is the host's time for forward and backward together."""
+
+    forward_s: float
+    backward_s: float
+    attention_s: float
+    """The part of `forward_s` that selective recomputation repeats."""
+    launch_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Forward and backward."""
+        return max(self.forward_s + self.backward_s, self.launch_s)
+
+
+def alignment(side: int) -> float:
+    """Rate of a product with this side over one whose sides are multiples of 64."""
+    return ALIGNMENT[min(64, side & -side)]
+
+
+def element_bytes(layout: Layout) -> float:
+    """Of an activation: 2 in 16-bit compute (8-bit products keep 16-bit activations), else 4."""
+    return 4.0 if layout.precision in ("fp32", "tf32") else 2.0
+
+
+def product_rate(rows: float, columns: int, inner: int, gpu: Gpu, precision: str, constants: Constants = DEFAULT) -> float:
+    """FLOP/s of a matrix product on `gpu`."""
+    edges = 1 + constants.matmul_half * (1 / rows + 1 / columns + 1 / inner)
+    worst = min(alignment(columns), alignment(inner)) if gpu.peak_tflops.keys() & {"bf16", "fp16"} else 1.0
+    return gpu.peak_flops(precision) * gpu.matmul_share * worst / edges
+
+
+def block_times(block: Block, layout: Layout, gpu: Gpu, *, fused_attention: bool = True, constants: Constants = DEFAULT) -> PassTimes:  # fmt: skip
+    """Of one micro-batch through one such block on one GPU of a tensor parallel group."""
+    samples = layout.micro_batch / layout.context
+    tensor = layout.tensor
+    width = element_bytes(layout) / 2.0
+    products = 0.0
+    for product in block.matmuls:
+        columns = max(1, product.columns // tensor) if product.split == "columns" else product.columns
+        inner = max(1, product.inner // tensor) if product.split == "rows" else product.inner
+        rows = product.rows * samples
+        products += 2 * rows * columns * inner / product_rate(rows, columns, inner, gpu, layout.precision, constants)
+    attention = _attention_s(block, samples / tensor, gpu, layout, fused_attention, constants)
+    ceiling = gpu.peak_flops(layout.precision) * gpu.matmul_share
+    conv = block.conv_flops * samples / tensor / (ceiling * constants.conv_share)
+    whole = block.traffic_bytes / (tensor if layout.sequence_parallel else 1)
+    traffic_bytes = samples * width * (whole + block.split_traffic_bytes / tensor)
+    traffic = traffic_bytes / (gpu.memory_gb_per_s * 1e9 * constants.traffic_share)
+    traffic *= constants.compiled_traffic if layout.compiled else 1.0
+    launches = 3 * block.num_kernels * constants.kernel_us * 1e-6 * (constants.compiled_kernels if layout.compiled else 1.0)
+    forward = products + attention + conv + traffic
+    # the gradients of inputs and of weights are a product each; fused attention computes its scores again: 2.5 times in all
+    backward = 2 * (products + conv) + (2.5 if fused_attention else 2.0) * attention + constants.backward_traffic * traffic
+    return PassTimes(forward, backward, attention, launches)
+
+
+def optimizer_s(num_params: float, layout: Layout, gpu: Gpu, constants: Constants = DEFAULT) -> float:
+    """One update of `num_params` parameters: gradient, master copy and state are read, all but the gradient written.
+
+    With offloading the state crosses PCIe's neighbourhood: gradients go to the host at 12 GB/s, the host updates at 20 GB/s a GPU.
+    """
+    moved = num_params * (4 + 2 * 4 + 2 * layout.optimizer_bytes + (2 if layout.is_mixed else 0))
+    if layout.offloads:
+        return num_params * 4 / 12e9 + moved / 20e9
+    return moved / (gpu.memory_gb_per_s * 1e9 * constants.traffic_share)
+
+
+def _attention_s(block: Block, samples: float, gpu: Gpu, layout: Layout, is_fused: bool, constants: Constants) -> float:
+    if not block.attention_flops:
+        return 0.0
+    share = constants.attention_share if is_fused else constants.unfused_attention_share
+    rate = gpu.peak_flops(layout.precision) * gpu.matmul_share * share * (alignment(block.head_dim) if block.head_dim else 1.0)
+    return block.attention_flops * samples / rate

@@ -1,0 +1,54 @@
+"""The few numbers of the planner that no data sheet gives, each shared by all models and machines, with how it was found.
+
+`scaleray plan fit DATA` fits those marked `fitted` again: the median absolute log error of step times over a folder of published
+measurements, every source with the same weight. The rest are argued for beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """See the module; every field says what it means and where its value comes from."""
+
+    matmul_half: float = 90.0
+    """fitted. Elements along each dimension of a product that cost as much as they bring: efficiency 1 / (1 + half * (1/m + 1/n + 1/k))."""
+    attention_share: float = 0.55
+    """Rate of fused attention over the largest matrix product's: FlashAttention-2 reports 50 to 73 % of peak (arXiv:2307.08691)."""
+    unfused_attention_share: float = 0.35
+    """Batched small products of attention without a fused kernel."""
+    conv_share: float = 0.75
+    """fitted. Rate of convolutions over the largest matrix product's."""
+    traffic_share: float = 0.80
+    """Share of the memory bandwidth that elementwise kernels reach; STREAM-like kernels report 0.85 to 0.92."""
+    compiled_traffic: float = 0.60
+    """fitted. Memory traffic of a compiled model over an eager one's: neighbouring elementwise kernels become one."""
+    backward_traffic: float = 2.0
+    """Elementwise traffic of the backward over the forward pass: two reads, one or two writes for each."""
+    kernel_us: float = 6.0
+    """Host time to launch one kernel in eager PyTorch: 5 to 10 us; a step is never shorter than its launches."""
+    compiled_kernels: float = 0.4
+    """Kernels of a compiled model over an eager one's."""
+    leak: float = 0.15
+    """fitted. Share of hidden communication that is paid after all: it takes SMs and memory bandwidth from the compute it hides behind."""
+    hiding_share: float = 0.75
+    """fitted. Share of the backward pass in which gradient buckets can travel; the first is only full after a while."""
+    prefetch_share: float = 0.9
+    """fitted. Share of a pass in which FSDP's gathers can travel."""
+    bucket_bytes: float = 25 * 2**20
+    """DDP's default bucket; the last one always shows."""
+    straggler_share: float = 0.008
+    """fitted. Standard deviation of a rank's step over its mean; the slowest of n ranks is sqrt(2 ln n) of them behind."""
+    straggler_share_input: float = 0.03
+    """fitted. The same for models that read images, whose input comes from the host's processors."""
+    step_overhead_s: float = 0.004
+    """Of an optimizer step, outside its passes: clipping, logging, the loss scale's check, the loader's hand-over."""
+    two_node_tcp_share: float = 0.62
+    """NCCL over sockets between exactly two nodes, over what it gets between more. Pollux's traces have 0.40 against 0.65 GB/s."""
+    congestion: float = 0.04
+    """fitted. Loss of network bandwidth with every doubling of the nodes beyond two: adaptive routing is not perfect."""
+
+
+DEFAULT = Constants()

@@ -1,0 +1,121 @@
+"""How a model is laid over the GPUs of a cluster: the degrees of each kind of parallelism, and what goes with them.
+
+Ranks are numbered so that tensor parallel groups hold neighbours, then context, then data parallel, then the pipeline's stages:
+the parallelism that talks most stays inside the node (Narayanan et al. 2021, arXiv:2104.04473, section 3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from scaleray.errors import ConfigError
+from scaleray.planner.hardware import Cluster
+
+Sharding = Literal["none", "zero1", "zero2", "zero3"]
+Checkpointing = Literal["none", "selective", "alternate", "full"]
+Schedule = Literal["1f1b", "gpipe", "interleaved", "zero_bubble"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One way to place a training. `num_gpus` is the product of the degrees."""
+
+    data: int = 1
+    """Replicas of the model, sharded or not."""
+    shard: int = 1
+    """GPUs over which a replica's state is cut: `data` for FSDP, fewer for HSDP; 1 keeps it whole."""
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    micro_batch: int = 1
+    """Samples in one pass of one replica."""
+    accumulation: int = 1
+    """Micro-batches of a replica in an optimizer step."""
+    sharding: Sharding = "none"
+    checkpointing: Checkpointing = "none"
+    """`selective` runs the attention scores again, `alternate` every other operation or layer, `full` every layer."""
+    sequence_parallel: bool = False
+    """Norms and residuals are divided by the tensor parallel degree too."""
+    schedule: Schedule = "1f1b"
+    even_stages: bool = False
+    """Every stage has the same number of layers (Megatron); otherwise stages are cut so that the slowest is as fast as can be."""
+    chunks: int = 1
+    """Parts of the model each pipeline stage holds; more than 1 with the interleaved schedule only."""
+    precision: str = "bf16"
+    is_mixed: bool = True
+    """16-bit compute on a 32-bit master copy; False trains in `precision` alone."""
+    gradient_bytes: int = 2
+    """Of one element when it is reduced."""
+    optimizer_bytes: int = 8
+    """Of state per parameter besides the parameter itself: 8 for Adam, 4 for momentum, 0 for plain SGD."""
+    compiled: bool = False
+    overlaps_tensor: bool = False
+    """Tensor parallel communication runs beside the products (async TP)."""
+    overlaps_data: bool = True
+    """Gradients are reduced while the backward pass still runs."""
+    reduces_every_micro_batch: bool = False
+    """Gradients are reduced after each micro-batch, not only after the last: FSDP without no_sync."""
+    gather_bits: int = 16
+    """Of a parameter in an all-gather; 8 with float8 or ZeRO++."""
+    offloads: bool = False
+    """Optimizer state lives in the host's memory."""
+    stray_params: float = 0.0
+    """Parameters of frozen parts, which have neither gradient nor state."""
+
+    def __post_init__(self) -> None:
+        for name in ("data", "shard", "tensor", "pipeline", "context", "micro_batch", "accumulation", "chunks"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"layout.{name}", getattr(self, name), "it must be at least 1")
+        if self.data % self.shard:
+            raise ConfigError("layout.shard", self.shard, f"it must divide the data parallel degree, {self.data}")
+        if self.chunks > 1 and self.pipeline == 1:
+            raise ConfigError("layout.chunks", self.chunks, "only a pipeline has chunks", "raise layout.pipeline")
+
+    @property
+    def num_gpus(self) -> int:
+        """The product of the degrees."""
+        return self.data * self.tensor * self.pipeline * self.context
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one optimizer step."""
+        return self.data * self.micro_batch * self.accumulation
+
+    @property
+    def strategy(self) -> str:
+        """In the words of scaleray's strategies: `ddp`, `zero1`, `fsdp`, `hsdp`, with `tp` and `pp` where they are used."""
+        state = {"none": "ddp", "zero1": "zero1", "zero2": "zero2", "zero3": "fsdp" if self.shard == self.data else "hsdp"}
+        words = [state[self.sharding]] if self.data > 1 else []
+        words += [f"tp{self.tensor}"] if self.tensor > 1 else []
+        words += [f"pp{self.pipeline}"] if self.pipeline > 1 else []
+        words += [f"cp{self.context}"] if self.context > 1 else []
+        return " x ".join(words) or "single"
+
+    def describe(self) -> str:
+        """The strategy with what else decides memory and time."""
+        shard = f" shard {self.shard}" if self.sharding != "none" and self.shard != self.data else ""
+        recompute = {"none": "", "selective": ", selective recompute", "alternate": ", alternate recompute", "full": ", full recompute"}[self.checkpointing]
+        return f"{self.strategy}{shard}, data {self.data}, micro-batch {self.micro_batch} x {self.accumulation}{recompute}"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that take part in one collective. `num_rivals`: equal groups that share a node's network with this one."""
+
+    num_ranks: int
+    per_node: int
+    num_rivals: int = 1
+
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes it reaches."""
+        return -(-self.num_ranks // self.per_node)
+
+
+def group_of(cluster: Cluster, num_ranks: int, stride: int, *, num_gpus: int | None = None) -> Group:
+    """The group of `num_ranks` ranks that lie `stride` apart on `cluster`, of which the first `num_gpus` GPUs are used."""
+    used = min(cluster.gpus_per_node, num_gpus or cluster.num_gpus)
+    per_node = max(1, min(num_ranks, used // stride))
+    rivals = max(1, used // per_node) if num_ranks > per_node else 1
+    return Group(num_ranks, per_node, rivals)

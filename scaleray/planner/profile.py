@@ -1,0 +1,260 @@
+"""What a model costs to train, before any GPU is named: parameters, FLOPs, memory traffic and activations of each block.
+
+Everything is per sample (a sequence, an image) and in forward direction; the backward pass costs twice the matrix products.
+`transformer` and `resnet` count from the shape; `training.model_profile` counts a user's own model by running it once.
+
+Sources: activation bytes of a layer, Korthikanti et al. 2022, arXiv:2205.05198, section 4; FLOPs per token as in the appendix
+of Narayanan et al. 2021, arXiv:2104.04473, but with attention counted once for causal masks where the kernel skips the other half.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from scaleray.errors import ConfigError
+
+Split = Literal["columns", "rows", "none"]
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """`rows` x `inner` times `inner` x `columns`, for each sample. What tensor parallel divides stands in `split`."""
+
+    rows: float
+    columns: int
+    inner: int
+    split: Split = "none"
+
+    @property
+    def flops(self) -> float:
+        """Of one sample: a multiplication and an addition for each element of the product's inner dimension."""
+        return 2.0 * self.rows * self.columns * self.inner
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A part of the model that repeats `count` times. Bytes are of 16-bit activations; wider ones double."""
+
+    name: str
+    count: int = 1
+    num_params: float
+    matmuls: tuple[Matmul, ...] = ()
+    attention_flops: float = 0.0
+    """Scores and their product with the values, which no weight takes part in."""
+    head_dim: int = 0
+    conv_flops: float = 0.0
+    """Convolutions, which are not written as matrix products here."""
+    traffic_bytes: float = 0.0
+    """Read and written by what is no matrix product: norms, activations, dropout, residual sums."""
+    split_traffic_bytes: float = 0.0
+    """The part of it that tensor parallel divides; the rest only sequence parallel does."""
+    kept_bytes: float = 0.0
+    """Kept for the backward pass when nothing is recomputed."""
+    split_kept_bytes: float = 0.0
+    score_kept_bytes: float = 0.0
+    """Attention scores kept by kernels that write them out; divided by tensor parallel, dropped by selective recomputation."""
+    boundary_bytes: float = 0.0
+    """What enters the block: kept with full recomputation, sent between pipeline stages."""
+    num_kernels: int = 0
+    num_all_reduces: int = 0
+    """Of `boundary_bytes` each, in forward direction, when the block is split by tensor parallel."""
+
+    @property
+    def forward_flops(self) -> float:
+        """Of one sample through one such block."""
+        return sum(product.flops for product in self.matmuls) + self.attention_flops + self.conv_flops
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelProfile:
+    """A model as the planner sees it, in the order in which a sample passes through it."""
+
+    name: str
+    blocks: tuple[Block, ...]
+    tokens_per_sample: int = 1
+    kind: Literal["transformer", "cnn", "other"] = "transformer"
+    vocab: int = 0
+    has_flops: bool = True
+    """False where only the number of parameters is known: such a model needs a measured step time."""
+    num_heads: int = 0
+    largest_tensor_params: float = 0.0
+    """Of the parameter whose gradient comes last and cannot be cut, a word embedding as a rule."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_params(self) -> float:
+        """All of them; tied ones once."""
+        return sum(block.num_params * block.count for block in self.blocks)
+
+    @property
+    def forward_flops(self) -> float:
+        """Of one sample."""
+        return sum(block.forward_flops * block.count for block in self.blocks)
+
+    @property
+    def train_flops(self) -> float:
+        """Of one sample, forward and backward, without recomputation: what MFU counts."""
+        return 3.0 * self.forward_flops
+
+    @property
+    def num_layers(self) -> int:
+        """Of the repeated blocks: what a pipeline cuts between."""
+        return sum(block.count for block in self.blocks if block.count > 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerShape:
+    """The numbers a transformer's cost follows from."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    sequence: int
+    kv_heads: int | None = None
+    ffn: int | None = None
+    """Width inside the MLP; 4 x hidden where it is not given."""
+    head_dim: int | None = None
+    is_gated: bool = False
+    """SwiGLU: three matrices instead of two."""
+    is_causal: bool = True
+    fused_attention: bool = True
+    """Flash attention: no scores in memory, and the masked half is skipped."""
+    has_dropout: bool = False
+    tied_embeddings: bool = False
+    learned_positions: bool = False
+    has_lm_head: bool = True
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+                raise ConfigError(f"model.{field.name}", value, "it must be at least 1")
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise ConfigError("model.kv_heads", self.kv_heads, f"it must divide the number of heads, {self.heads}")
+
+
+def transformer(shape: TransformerShape, name: str = "transformer") -> ModelProfile:
+    """Embedding, `layers` equal blocks and the head."""
+    hidden, sequence = shape.hidden, shape.sequence
+    ffn = shape.ffn or 4 * hidden
+    head_dim = shape.head_dim or hidden // shape.heads
+    attention_width = shape.heads * head_dim
+    kv_width = (shape.kv_heads or shape.heads) * head_dim
+    mlp_inputs = 2 if shape.is_gated else 1
+    matmuls = (
+        Matmul(sequence, attention_width + 2 * kv_width, hidden, "columns"),
+        Matmul(sequence, hidden, attention_width, "rows"),
+        Matmul(sequence, mlp_inputs * ffn, hidden, "columns"),
+        Matmul(sequence, hidden, ffn, "rows"),
+    )
+    # only fused kernels skip what a causal mask hides
+    visible = 0.5 if shape.is_causal and shape.fused_attention else 1.0
+    params = hidden * (attention_width + 2 * kv_width) + attention_width * hidden + (mlp_inputs + 1) * hidden * ffn
+    # gated models have scales only; the others have biases and two vectors a norm
+    params += 2 * hidden if shape.is_gated else 2 * (2 * hidden) + (attention_width + 2 * kv_width) + 2 * hidden + ffn
+    token_bytes = 2.0 * sequence
+    # elements per token that stay for the backward pass, from arXiv:2205.05198: norms' inputs, residual branches
+    unsplit_kept = 4 * hidden + (hidden if shape.has_dropout else 0)
+    split_kept = attention_width + 2 * kv_width + attention_width + (mlp_inputs + 1) * ffn + (ffn if shape.is_gated else 0)
+    scores = 0.0 if shape.fused_attention else (2.5 if shape.has_dropout else 2.0) * shape.heads * sequence * token_bytes
+    # two norms, two residual sums and dropouts read and write about 10 hidden vectors a token; activation 2 to 3 MLP widths
+    score_traffic = 0.0 if shape.fused_attention else 8.0 * shape.heads * sequence * token_bytes
+    block = Block(
+        name="layer", count=shape.layers, num_params=params, matmuls=matmuls, head_dim=head_dim,
+        attention_flops=4.0 * visible * sequence * sequence * attention_width,
+        traffic_bytes=token_bytes * (10 + (4 if shape.has_dropout else 0)) * hidden,
+        split_traffic_bytes=token_bytes * ((mlp_inputs + 1) * ffn + 2 * attention_width) + score_traffic,
+        kept_bytes=token_bytes * unsplit_kept, split_kept_bytes=token_bytes * split_kept, score_kept_bytes=scores,
+        boundary_bytes=token_bytes * hidden, num_kernels=22 if shape.fused_attention else 30, num_all_reduces=2,
+    )  # fmt: skip
+    table = shape.vocab * hidden
+    positions = sequence * hidden if shape.learned_positions else 0
+    embedding = Block(
+        name="embedding", num_params=table + positions, traffic_bytes=token_bytes * 3 * hidden,
+        kept_bytes=8.0 * sequence, boundary_bytes=8.0 * sequence, num_kernels=4, num_all_reduces=1,
+    )  # fmt: skip
+    head = Block(
+        name="head", num_params=hidden + (0 if shape.tied_embeddings or not shape.has_lm_head else table),
+        matmuls=(Matmul(sequence, shape.vocab, hidden, "columns"),) if shape.has_lm_head else (),
+        # logits in 16 and 32 bit, their softmax and gradient
+        split_traffic_bytes=(token_bytes * 8 * shape.vocab) if shape.has_lm_head else 0.0,
+        split_kept_bytes=(token_bytes * 3 * shape.vocab) if shape.has_lm_head else 0.0,
+        kept_bytes=token_bytes * 2 * hidden, boundary_bytes=token_bytes * hidden, num_kernels=10, num_all_reduces=0,
+    )  # fmt: skip
+    return ModelProfile(
+        name=name, blocks=(embedding, block, head), tokens_per_sample=sequence, vocab=shape.vocab,
+        num_heads=shape.heads, largest_tensor_params=float(table),
+    )  # fmt: skip
+
+
+RESNETS = {18: ((2, 2, 2, 2), False), 34: ((3, 4, 6, 3), False), 50: ((3, 4, 6, 3), True), 101: ((3, 4, 23, 3), True), 152: ((3, 8, 36, 3), True)}  # fmt: skip
+
+
+def resnet(depth: int, *, image: int = 224, num_classes: int = 1000, is_small_stem: bool = False) -> ModelProfile:
+    """A residual network of `depth` layers, version 1.5. `is_small_stem`: one 3x3 convolution, as for CIFAR.
+
+    Raises ConfigError for a depth that He et al. 2015, arXiv:1512.03385, do not list.
+    """
+    if depth not in RESNETS:
+        raise ConfigError("ResNet depth", depth, f"it must be one of {', '.join(map(str, RESNETS))}")
+    counts, has_bottleneck = RESNETS[depth]
+    expansion = 4 if has_bottleneck else 1
+    size = image if is_small_stem else image // 2
+    parts = [_conv("stem", 3, 64, 3 if is_small_stem else 7, size)]
+    size, width_in = (size if is_small_stem else size // 2), 64
+    for stage, count in enumerate(counts):
+        width = 64 * 2**stage
+        for index in range(count):
+            stride = 2 if stage and not index else 1
+            inside, size = size, size // stride
+            name = f"stage{stage + 1}.{index}"
+            if has_bottleneck:
+                convs = [_conv(name, width_in, width, 1, inside), _conv(name, width, width, 3, size),
+                         _conv(name, width, 4 * width, 1, size)]  # fmt: skip
+            else:
+                convs = [_conv(name, width_in, width, 3, size), _conv(name, width, width, 3, size)]
+            if stride > 1 or width_in != expansion * width:
+                convs.append(_conv(name, width_in, expansion * width, 1, size))
+            parts.append(_sum_of(name, convs))
+            width_in = expansion * width
+    classes = Block(name="classifier", num_params=width_in * num_classes + num_classes, conv_flops=2.0 * width_in * num_classes,
+                    traffic_bytes=2.0 * width_in, kept_bytes=2.0 * width_in, num_kernels=3)  # fmt: skip
+    return ModelProfile(name=f"ResNet-{depth}", blocks=(*parts, classes), kind="cnn")
+
+
+def _conv(name: str, channels_in: int, channels: int, kernel: int, size: int) -> Block:
+    outputs = channels * size * size
+    return Block(
+        name=name, num_params=channels_in * channels * kernel * kernel + 2 * channels,
+        conv_flops=2.0 * outputs * channels_in * kernel * kernel,
+        # the convolution writes it, batch norm reads it twice and writes it, the activation reads and writes it, the next reads it
+        traffic_bytes=2.0 * 7 * outputs, kept_bytes=2.0 * 3 * outputs, boundary_bytes=2.0 * outputs, num_kernels=3,
+    )  # fmt: skip
+
+
+def _sum_of(name: str, parts: list[Block]) -> Block:
+    return Block(
+        name=name, num_params=sum(part.num_params for part in parts), conv_flops=sum(part.conv_flops for part in parts),
+        traffic_bytes=sum(part.traffic_bytes for part in parts), kept_bytes=sum(part.kept_bytes for part in parts),
+        boundary_bytes=parts[-1].boundary_bytes, num_kernels=1 + sum(part.num_kernels for part in parts),
+    )  # fmt: skip
+
+
+def convolutional(name: str, *, num_params: float, forward_macs: float, outputs: float, num_layers: int, largest_params: float = 0.0) -> ModelProfile:  # fmt: skip
+    """A convolutional network by the figures of its paper: `outputs` are the elements that its convolutions write."""
+    block = Block(
+        name="layer", count=num_layers, num_params=num_params / num_layers, conv_flops=2.0 * forward_macs / num_layers,
+        traffic_bytes=2.0 * 7 * outputs / num_layers, kept_bytes=2.0 * 3 * outputs / num_layers,
+        boundary_bytes=2.0 * outputs / num_layers, num_kernels=3,
+    )  # fmt: skip
+    return ModelProfile(name=name, blocks=(block,), kind="cnn", largest_tensor_params=largest_params)
+
+
+def of_size(name: str, num_params: float, *, tokens_per_sample: int = 1, num_layers: int = 1, largest_params: float = 0.0) -> ModelProfile:  # fmt: skip
+    """A model of which only the number of parameters is known: its gradients have a size, its compute must be measured."""
+    block = Block(name="layer", count=num_layers, num_params=num_params / num_layers)
+    return ModelProfile(name=name, blocks=(block,), kind="other", tokens_per_sample=tokens_per_sample, has_flops=False,
+                        largest_tensor_params=largest_params)  # fmt: skip

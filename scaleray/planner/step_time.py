@@ -1,0 +1,294 @@
+"""How long one optimizer step takes, and what it is made of.
+
+Compute of the slowest stage for every micro-batch, plus what communication the compute cannot hide, plus the pipeline's bubble, the
+optimizer, the wait for the slowest rank. Overlap is a window: a collective that runs beside compute costs what does not fit into the
+window, and `leak` of what does, for it takes SMs and bandwidth from the compute it hides behind.
+Sources: pipeline, Narayanan et al. 2021, arXiv:2104.04473; FSDP, Zhao et al. 2023, arXiv:2304.11277; ZeRO, arXiv:1910.02054.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from scaleray.planner.communication import all_gather_s, all_reduce_s, send_s
+from scaleray.planner.compute import block_times, element_bytes, optimizer_s
+from scaleray.planner.constants import DEFAULT, Constants
+from scaleray.planner.hardware import Cluster
+from scaleray.planner.layout import Group, Layout, group_of
+from scaleray.planner.profile import Block, ModelProfile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a measurement at a small size taught: how much longer than predicted the GPU computes."""
+
+    compute_scale: float = 1.0
+    compute_s: float | None = None
+    """Forward and backward of one micro-batch, where the profile cannot say; scaled as well."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one optimizer step; the parts add up to `total_s`."""
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    bubble_s: float
+    tensor_comm_s: float
+    pipeline_comm_s: float
+    data_comm_s: float
+    """Exposed, as the two above: what the step waits for."""
+    optimizer_s: float
+    straggler_s: float
+    overhead_s: float
+    hidden_comm_s: float = 0.0
+    """Communication that runs beside compute; not a part of the total."""
+    sent_bytes: float = 0.0
+    """By one GPU."""
+
+    @property
+    def compute_s(self) -> float:
+        """Of the GPU, useful or repeated."""
+        return self.forward_s + self.backward_s + self.recompute_s
+
+    @property
+    def exposed_comm_s(self) -> float:
+        """All communication that the step waits for."""
+        return self.tensor_comm_s + self.pipeline_comm_s + self.data_comm_s
+
+    @property
+    def total_s(self) -> float:
+        """The step."""
+        return self.compute_s + self.bubble_s + self.exposed_comm_s + self.optimizer_s + self.straggler_s + self.overhead_s
+
+    def parts(self) -> dict[str, float]:
+        """By name, in the order of a step."""
+        return {
+            "forward": self.forward_s, "backward": self.backward_s, "recompute": self.recompute_s, "tensor comm": self.tensor_comm_s,
+            "pipeline bubble": self.bubble_s, "pipeline comm": self.pipeline_comm_s, "data comm": self.data_comm_s,
+            "optimizer": self.optimizer_s, "stragglers": self.straggler_s, "overhead": self.overhead_s,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One micro-batch through one stage (or a block)."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    recompute_s: float = 0.0
+    tensor_comm_s: float = 0.0
+    launch_s: float = 0.0
+    num_params: float = 0.0
+
+    def __add__(self, other: _Pass) -> _Pass:
+        return _Pass(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+
+    def times(self, count: float) -> _Pass:
+        return _Pass(*(getattr(self, name) * count for name in self.__dataclass_fields__))
+
+    @property
+    def total_s(self) -> float:
+        return max(self.forward_s + self.backward_s + self.recompute_s, self.launch_s) + self.tensor_comm_s
+
+
+def step_time(
+    model: ModelProfile, layout: Layout, cluster: Cluster, *, measured: Measured | None = None,
+    fused_attention: bool = True, constants: Constants = DEFAULT,
+) -> StepTime:  # fmt: skip
+    """One optimizer step of `layout`. `measured` scales the compute to what was seen on a GPU."""
+    measured = measured or Measured()
+    stage = _slowest_stage(model, layout, cluster, measured, fused_attention, constants)
+    passes = layout.accumulation
+    # the host launches kernels while the GPU runs them: a stage cannot be faster than its launches
+    stretch = max(1.0, stage.launch_s / max(stage.forward_s + stage.backward_s + stage.recompute_s, 1e-12))
+    forward, backward = stage.forward_s * stretch, stage.backward_s * stretch
+    recompute = stage.recompute_s * stretch
+    data = _data_comm(model, stage, layout, cluster, forward, backward + recompute, constants)
+    bubbles = _bubbles(layout)
+    send = _sends_s(model, layout, cluster, constants)
+    states = stage.num_params / (_shards(layout) if layout.sharding != "none" else 1)
+    update = optimizer_s(states, layout, cluster.gpu, constants) if layout.num_gpus else 0.0
+    share = constants.straggler_share_input if model.kind == "cnn" else constants.straggler_share
+    behind = share * math.sqrt(2 * math.log(layout.num_gpus)) if layout.num_gpus > 1 else 0.0
+    compute = (forward + backward + recompute) * passes
+    return StepTime(
+        forward_s=forward * passes, backward_s=backward * passes, recompute_s=recompute * passes,
+        tensor_comm_s=stage.tensor_comm_s * passes, bubble_s=bubbles * (forward + backward + recompute + stage.tensor_comm_s),
+        pipeline_comm_s=send * (passes + layout.pipeline - 1), data_comm_s=data.exposed_s, hidden_comm_s=data.hidden_s,
+        sent_bytes=data.sent_bytes, optimizer_s=update, straggler_s=compute * behind, overhead_s=constants.step_overhead_s,
+    )  # fmt: skip
+
+
+def calibrate(
+    model: ModelProfile, layout: Layout, cluster: Cluster, measured_step_s: float, *,
+    fused_attention: bool = True, constants: Constants = DEFAULT,
+) -> Measured:  # fmt: skip
+    """What has to be multiplied to the compute for the prediction to meet a step time that was measured.
+
+    The scale is kept within 0.05 and 20: beyond, something else than compute is wrong.
+    """
+    start = Measured() if model.has_flops else Measured(compute_s=measured_step_s / layout.accumulation)
+    low, high = math.log(0.05), math.log(20.0)
+    for _ in range(40):
+        middle = (low + high) / 2
+        guess = step_time(model, layout, cluster, measured=replace(start, compute_scale=math.exp(middle)),
+                          fused_attention=fused_attention, constants=constants)  # fmt: skip
+        low, high = (middle, high) if guess.total_s < measured_step_s else (low, middle)
+    return replace(start, compute_scale=math.exp((low + high) / 2))
+
+
+def _pass_of(block: Block, model: ModelProfile, layout: Layout, cluster: Cluster, measured: Measured, fused: bool, constants: Constants) -> _Pass:  # fmt: skip
+    params = block.num_params / layout.tensor
+    if measured.compute_s is not None:
+        # all that is known is a step: a third is forward
+        share = block.num_params / model.num_params * measured.compute_s * measured.compute_scale
+        return _Pass(share / 3, share * 2 / 3, num_params=params)
+    times = block_times(block, layout, cluster.gpu, fused_attention=fused, constants=constants)
+    is_layer = block.count > 1 or model.kind == "cnn"
+    again = {"none": 0.0, "selective": times.attention_s, "alternate": 0.5 * times.forward_s, "full": times.forward_s}
+    recompute = again[layout.checkpointing] if is_layer else 0.0
+    scale = measured.compute_scale
+    comm = 0.0
+    if layout.tensor > 1 and block.num_all_reduces:
+        group = group_of(cluster, layout.tensor, 1, num_gpus=layout.num_gpus)
+        nbytes = block.boundary_bytes * layout.micro_batch / layout.context * element_bytes(layout) / 2
+        once = all_reduce_s(nbytes, group, cluster, constants) * block.num_all_reduces
+        comm = once * (2 + (1 if layout.checkpointing == "full" and is_layer else 0)) * (0.3 if layout.overlaps_tensor else 1.0)
+    return _Pass(times.forward_s * scale, times.backward_s * scale, recompute * scale, comm, times.launch_s * scale, params)
+
+
+def _slowest_stage(model: ModelProfile, layout: Layout, cluster: Cluster, measured: Measured, fused: bool, constants: Constants) -> _Pass:  # fmt: skip
+    passes = [(block.count, _pass_of(block, model, layout, cluster, measured, fused, constants)) for block in model.blocks]
+    if layout.pipeline == 1:
+        return sum((one.times(count) for count, one in passes), _Pass())
+    singles = [one for count, one in passes for _ in range(count)]
+    cuts = even_cuts(model, layout.pipeline) if layout.even_stages else balanced_cuts([one.total_s for one in singles], layout.pipeline)
+    stages = [sum(singles[start:end], _Pass()) for start, end in zip(cuts, cuts[1:], strict=False)]
+    return max(stages, key=lambda stage: stage.total_s)
+
+
+def even_cuts(model: ModelProfile, num_stages: int) -> list[int]:
+    """Where to cut the list of blocks so that each stage has as many of the repeated ones as any other."""
+    singles = [block.count > 1 for block in model.blocks for _ in range(block.count)]
+    if not any(singles):
+        singles = [True] * len(singles)
+    layers = [index for index, is_layer in enumerate(singles) if is_layer]
+    per_stage = len(layers) / num_stages
+    return [0] + [layers[round(per_stage * stage)] for stage in range(1, num_stages)] + [len(singles)]
+
+
+def balanced_cuts(costs: list[float], num_stages: int) -> list[int]:
+    """Where to cut `costs` into stages of neighbours so that the dearest stage is as cheap as it can be."""
+    low, high = max(costs), sum(costs)
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if len(_cut(costs, middle)) <= num_stages else (middle, high)
+    starts = _cut(costs, high)
+    return starts + [len(costs)] * (num_stages + 1 - len(starts))
+
+
+def _cut(costs: list[float], limit: float) -> list[int]:
+    starts, filled = [0], 0.0
+    for index, cost in enumerate(costs):
+        if filled + cost > limit * (1 + 1e-9) and index > starts[-1]:
+            starts.append(index)
+            filled = 0.0
+        filled += cost
+    return starts
+
+
+def _bubbles(layout: Layout) -> float:
+    """Idle time of a stage, in micro-batches."""
+    share = {"1f1b": 1.0, "gpipe": 1.0, "interleaved": 1.0 / layout.chunks, "zero_bubble": 1.0 / 3}[layout.schedule]
+    return (layout.pipeline - 1) * share
+
+
+def _sends_s(model: ModelProfile, layout: Layout, cluster: Cluster, constants: Constants) -> float:
+    if layout.pipeline == 1:
+        return 0.0
+    group = group_of(cluster, layout.pipeline, layout.tensor * layout.context * layout.data, num_gpus=layout.num_gpus)
+    boundary = max(block.boundary_bytes for block in model.blocks) * layout.micro_batch / layout.context
+    nbytes = boundary * element_bytes(layout) / 2 / (layout.tensor if layout.sequence_parallel else 1)
+    # interleaving sends for every chunk, but beside the compute of another
+    return 2 * send_s(nbytes, group, cluster, constants) * (1 if layout.chunks == 1 else 0.3 * layout.chunks)
+
+
+@dataclass(frozen=True)
+class _DataComm:
+    exposed_s: float = 0.0
+    hidden_s: float = 0.0
+    sent_bytes: float = 0.0
+
+
+def _shards(layout: Layout) -> int:
+    return layout.shard if layout.shard > 1 else layout.data
+
+
+def _data_comm(
+    model: ModelProfile, stage: _Pass, layout: Layout, cluster: Cluster, forward_s: float, backward_s: float, constants: Constants
+) -> _DataComm:  # fmt: skip
+    if layout.data == 1:
+        return _DataComm()
+    stride = layout.tensor * layout.context
+    group = group_of(cluster, layout.data * layout.context, layout.tensor, num_gpus=layout.num_gpus)
+    if layout.sharding == "zero3":
+        return _sharded_comm(model, stage, layout, cluster, forward_s, backward_s, stride, constants)
+    gradients = stage.num_params * layout.gradient_bytes
+    hidden_last = max(constants.bucket_bytes, model.largest_tensor_params / layout.tensor * layout.gradient_bytes)
+    last = min(gradients, hidden_last)
+    buckets = max(1, math.ceil(gradients / constants.bucket_bytes))
+    reduce = all_reduce_s if layout.sharding == "none" else all_gather_s
+    total = reduce(gradients, group, cluster, constants)
+    latency = reduce(0.0, group, cluster, constants)
+    total += latency * (buckets - 1)
+    window = constants.hiding_share * backward_s if layout.overlaps_data else 0.0
+    tail = total * last / gradients
+    exposed, hidden = _hide(total, window, tail, constants)
+    n = group.num_ranks
+    sent = (2 if layout.sharding == "none" else 1) * gradients * (n - 1) / n
+    times = layout.accumulation if layout.reduces_every_micro_batch else 1
+    exposed, hidden, sent = exposed * times, hidden * times, sent * times
+    if layout.sharding in ("zero1", "zero2"):
+        params = stage.num_params * layout.gather_bits / 8
+        gather = all_gather_s(params, group, cluster, constants)
+        exposed += gather
+        sent += params * (n - 1) / n
+    return _DataComm(exposed, hidden, sent)
+
+
+def _sharded_comm(
+    model: ModelProfile, stage: _Pass, layout: Layout, cluster: Cluster, forward_s: float, backward_s: float, stride: int,
+    constants: Constants,
+) -> _DataComm:  # fmt: skip
+    shards = _shards(layout)
+    group = group_of(cluster, shards, stride, num_gpus=layout.num_gpus)
+    num_units = max(1, round(model.num_layers / layout.pipeline))
+    unit = stage.num_params / num_units
+    gather_unit = all_gather_s(unit * layout.gather_bits / 8, group, cluster, constants)
+    reduce_unit = all_gather_s(unit * layout.gradient_bytes, group, cluster, constants)
+    gathers, reduces = gather_unit * num_units, reduce_unit * num_units
+    share = constants.prefetch_share
+    ahead, hidden_ahead = _hide(gathers, share * forward_s, gather_unit, constants)
+    back, hidden_back = _hide(gathers + reduces, share * backward_s, reduce_unit, constants)
+    times = layout.accumulation
+    exposed, hidden = (ahead + back) * times, (hidden_ahead + hidden_back) * times
+    n = group.num_ranks
+    sent = stage.num_params * (2 * layout.gather_bits / 8 + layout.gradient_bytes) * (n - 1) / n * times
+    replicas = layout.data // shards
+    if replicas > 1:
+        part = stage.num_params * layout.gradient_bytes / shards
+        between = Group(replicas, max(1, cluster.gpus_per_node // (stride * shards)), min(cluster.gpus_per_node, shards * stride))
+        again, hidden_again = _hide(all_reduce_s(part, between, cluster, constants), 0.5 * share * backward_s, 0.0, constants)
+        exposed, hidden = exposed + again, hidden + hidden_again
+        sent += 2 * part * (replicas - 1) / replicas
+    return _DataComm(exposed, hidden, sent)
+
+
+def _hide(comm_s: float, window_s: float, tail_s: float, constants: Constants) -> tuple[float, float]:
+    """(exposed, hidden): what does not fit beside the compute, at least the tail, and the leak of what does."""
+    exposed = min(comm_s, max(tail_s, comm_s - window_s))
+    hidden = comm_s - exposed
+    return exposed + constants.leak * hidden, hidden * (1 - constants.leak)
