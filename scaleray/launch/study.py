@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from scaleray.config import RunConfig
 from scaleray.config.base import absolute_path, without_password
 from scaleray.errors import ClusterError, ConfigError, ScaleRayError, UsageError
@@ -45,6 +47,7 @@ from scaleray.tracking import store
 from scaleray.tracking.study_runs import ParentRun
 from scaleray.training.job import TRAIN
 from scaleray.training.ladder import Ascent, Measured, Rung
+from scaleray.training.model_profile import profile_workload
 
 WriteReport = Callable[[StudyRecord, Path], Sequence[Path]]
 """Writes what people look at beside the record, and gives its files."""
@@ -146,7 +149,9 @@ class _Study:
         self.targets: dict[str, ToTarget] = {}
         self.placements: dict[str, dict[str, int]] = {}
         self.said: set[str] = set()
-        self.flops_per_sample: float | None = None
+        self.flops_per_sample = (
+            self._count_flops() if config.study.peak_tflops or config.scale.gpus_per_worker else None
+        )
         self.logged: set[OnCurve] = set()
 
     def run(self, climb: Climb) -> StudyRecord:
@@ -168,6 +173,19 @@ class _Study:
             if status != "FINISHED":
                 self._leave(status)
         return self._keep(record, status)
+
+    def _count_flops(self) -> float | None:
+        """Model FLOPs of a sample, for MFU; None where they cannot be counted."""
+        job, rows = next(iter(self.plan.rungs.values())).job, self.plan.sources[TRAIN]
+        try:
+            few = rows.read(np.arange(2))
+            found = profile_workload(
+                job.workload, few, self.config.precision, gives_tuples=job.splits[TRAIN].gives_tuples
+            )
+        except UsageError as exc:
+            self.say(f"  without MFU, as the model's operations could not be counted: {str(exc).splitlines()[0]}")
+            return None
+        return found.flops or None
 
     def _announce(self) -> None:
         q, first = self.question, next(iter(self.plan.rungs.values()))
@@ -204,15 +222,11 @@ class _Study:
             return []
         self.total = sum(rung.num_turns for rung in rungs)
         self.done = 0
-        wants_flops = self.config.study.peak_tflops is not None or self.config.scale.gpus_per_worker > 0
         groups = [rungs]
         if self.question.relaunch:
             random.Random(self.question.seed).shuffle(rungs)
             groups = [[rung] for rung in rungs]
-        return [
-            Ascent(rungs=tuple(group), effort=self.question.effort, seed=self.question.seed, counts_flops=wants_flops)
-            for group in groups
-        ]
+        return [Ascent(rungs=tuple(group), effort=self.question.effort, seed=self.question.seed) for group in groups]
 
     def _on_measured(self, measured: Measured) -> None:
         """Keep what a worker has told, at once."""
@@ -220,8 +234,6 @@ class _Study:
         if measured.said and measured.said not in self.said:
             self.said.add(measured.said)
             self.say(f"  note ({_workers(rung.workers)}): {measured.said}")
-        if measured.flops_per_sample:
-            self.flops_per_sample = measured.flops_per_sample
         if measured.to_target is not None:
             self.targets[rung.name] = measured.to_target
             self.known.keep_target(rung.name, measured.to_target, at=time.time())
@@ -231,9 +243,7 @@ class _Study:
                 f"  {_workers(rung.workers)}: target {how} after {result.samples} samples and {result.time_s:.3g} s"
             )
         if measured.turn is not None:
-            turn = dataclasses.replace(
-                measured.turn, study=self.folder.name, flops_per_sample=self.flops_per_sample or measured.turn.flops_per_sample
-            )  # fmt: skip
+            turn = dataclasses.replace(measured.turn, study=self.folder.name)
             self.turns[rung.name].append(turn)
             self.known.keep(rung.name, turn)
             self.placements[rung.name] = measured.placement
@@ -275,9 +285,8 @@ class _Study:
             marks.append(OVERSUBSCRIBED)
         if self.question.relaunch:
             marks.append(RELAUNCHED)
-        flops = next((turn.flops_per_sample for turn in turns if turn.flops_per_sample), None)
         prices = Prices(
-            per_worker_hour=self.config.study.price_per_worker_hour, flops_per_sample=flops,
+            per_worker_hour=self.config.study.price_per_worker_hour, flops_per_sample=self.flops_per_sample,
             peak_flops=peak_flops(self.config, turns),
         )  # fmt: skip
         return as_point(

@@ -11,6 +11,7 @@ from scaleray.scaling.efficiency import median_step_time, throughput
 from scaleray.scaling.recipe import Recipe
 from scaleray.scaling.steady_state import steady_state
 from scaleray.study_records import Mode, Point, ToTarget, Turn
+from scaleray.workload_profile import ImpossibleUtilisation, mfu
 
 NOT_STEADY = "not steady"
 """The mark of a point whose turns drift, or have too few steps to tell."""
@@ -117,13 +118,14 @@ def cost_per_million_samples(samples_per_s: float, workers: int, price_per_worke
 def _mfu(samples_per_s: float, workers: int, prices: Prices) -> float | None:
     if not prices.peak_flops or not prices.flops_per_sample:
         return None
-    mfu = samples_per_s * prices.flops_per_sample / (workers * prices.peak_flops)
-    if mfu > 1:
-        raise RunFailedError(
-            f"{mfu:.0%} of the peak of {prices.peak_flops / 1e12:.4g} TFLOP/s on {workers} workers: no device does that. "
-            "Correct study.peak_tflops, which is the dense peak of one worker in the run's precision"
+    try:
+        return mfu(
+            prices.flops_per_sample * samples_per_s, time_s=1.0, peak_flops_per_s=prices.peak_flops, num_devices=workers
         )
-    return mfu
+    except ImpossibleUtilisation as exc:
+        raise RunFailedError(
+            f"{exc}. Correct study.peak_tflops, which is the peak of one worker; the turns are kept"
+        ) from exc
 
 
 def _noise_scale(turns: Sequence[Turn]) -> float | None:

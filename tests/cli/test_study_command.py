@@ -36,11 +36,11 @@ class Line:
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch, uri):
     (tmp_path / "work.py").write_text(WORKLOAD)
     (tmp_path / "run.yaml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SCALERAY_TRACKING__URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    monkeypatch.setenv("SCALERAY_TRACKING__URI", uri)
     monkeypatch.setenv("SCALERAY_CHECKPOINT__STORAGE_PATH", str(tmp_path / "runs"))
     for module in ("work", "scaleray_workload_work"):
         monkeypatch.delitem(__import__("sys").modules, module, raising=False)

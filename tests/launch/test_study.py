@@ -77,21 +77,15 @@ class Workers:
         )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def database(tmp_path_factory):
-    """One for all tests: making one takes longer than a study of stand-ins."""
-    return f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'mlflow.db'}"
-
-
 @pytest.fixture
-def study(tmp_path, monkeypatch, database):
+def study(tmp_path, monkeypatch, uri):
     monkeypatch.setattr(study_places.psutil, "cpu_count", lambda *a, **k: 4)
 
     def run(question=None, workers=None, said=None, *, flags=None, **options):
         monkeypatch.setattr(studies, "local_workers", workers or Workers())
         question = question or Question(world_sizes=[1, 2, 4], repeats=3)
         say = (lambda text: None) if said is None else said.append
-        flags = {"tracking.uri": database, **(flags or {})}
+        flags = {"tracking.uri": uri, **(flags or {})}
         return studies.study(config(tmp_path, **flags), question, local=True, say=say, **options)
 
     return run
@@ -236,16 +230,15 @@ def test_points_of_another_study_stand_on_the_curve_if_it_is_the_same_measuremen
         study(points_of=[str(tmp_path / "nothing")])
 
 
-def test_mfu_is_that_of_the_peak_in_the_config(study):
-    class Counting(Workers):
-        def climb(self, ascent, tell):
-            assert ascent.counts_flops
-            tell(Measured(ascent.rungs[0].name, flops_per_sample=2e6))
-            super().climb(ascent, tell)
-
-    record = study(workers=Counting(), flags={"study.peak_tflops": 0.01})
+def test_mfu_is_that_of_the_peak_in_the_config_and_never_more_than_all_of_it(study):
+    record = study(flags={"study.peak_tflops": 1e-7})
     point = points_of(record)["strong", 2]
-    assert point.mfu == pytest.approx(point.samples_per_s.value * 2e6 / (2 * 0.01e12))
+    flops = 2 * 2 * 4  # four multiply-adds forward, as many for the weights' gradient
+    assert point.mfu == pytest.approx(point.samples_per_s.value * flops / (2 * 1e5))
+    workers = Workers()
+    with pytest.raises(RunFailedError, match=r"study\.peak_tflops"):
+        study(workers=workers, flags={"study.peak_tflops": 1e-9})
+    assert workers.ascents == []  # the peak is no condition of the measurement, whose turns are reused
 
 
 def test_one_size_makes_no_curve_and_says_so(study):
@@ -257,12 +250,12 @@ def test_one_size_makes_no_curve_and_says_so(study):
 # real workers
 
 
-def test_a_study_in_gloo_processes_measures_and_reports(tmp_path, database):
+def test_a_study_in_gloo_processes_measures_and_reports(tmp_path, uri):
     from scaleray.reports.study_report import write_study_report
 
     said: list[str] = []
     question = Question(world_sizes=[1, 2], repeats=2, effort=SHORT, oversubscribe=True)
-    flags = {"tracking.uri": database}
+    flags = {"tracking.uri": uri}
     record = studies.study(
         config(tmp_path, **flags), question, local=True, say=said.append, write_report=write_study_report
     )
@@ -276,20 +269,20 @@ def test_a_study_in_gloo_processes_measures_and_reports(tmp_path, database):
 
 
 @pytest.mark.timeout(120)
-def test_an_error_of_the_workload_ends_the_study_and_is_what_the_user_reads(tmp_path, database):
-    flags = {"tracking.uri": database, "workload.args.at_call": 2, "workload.args.rank": 0}
-    question = Question(world_sizes=[2], repeats=1, effort=SHORT, oversubscribe=True)
+def test_an_error_of_the_workload_ends_the_study_and_is_what_the_user_reads(tmp_path, uri):
+    flags = {"tracking.uri": uri, "workload.args.at_call": 2, "workload.args.rank": 0}
+    question = Question(world_sizes=[1], repeats=1, effort=SHORT)
     with pytest.raises(RunFailedError, match="the user's own mistake"):
         studies.study(config(tmp_path, "Failing", **flags), question, local=True)
 
 
 @pytest.mark.ray
 @pytest.mark.timeout(300)
-def test_a_ladder_inside_ray_train_leaves_its_curve_in_mlflow(ray_session, tmp_path, database):
+def test_a_ladder_inside_ray_train_leaves_its_curve_in_mlflow(ray_session, tmp_path, uri):
     from mlflow import MlflowClient
 
     question = Question(world_sizes=[1, 2], modes=["strong", "weak"], repeats=1, effort=SHORT, oversubscribe=True)
-    record = studies.study(config(tmp_path, **{"tracking.uri": database}), question)
+    record = studies.study(config(tmp_path, **{"tracking.uri": uri}), question)
     found = points_of(record)
     assert sorted(found) == [("strong", 1), ("strong", 2), ("weak", 1), ("weak", 2)]
     assert found["weak", 2].global_batch_size == 32
