@@ -346,7 +346,8 @@ class _Study:
         else:
             self.mlflow.finish(None, status=status)
         if count:
-            self.say(f"  {count} turns are kept: the same command goes on from there")
+            same = "the same command without --force" if self.question.force else "the same command"
+            self.say(f"  {count} turns are kept: {same} goes on from there")
 
     def _keep(self, record: StudyRecord, status: str) -> StudyRecord:
         """Write the record and the report, here and in MLflow."""
