@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import html
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from scaleray.study_records import Curve, CurvePoint, Estimate, StudyRecord, SweepRecord
@@ -40,9 +41,9 @@ class Table:
         return "\n".join(lines)
 
 
-def study_tables(record: StudyRecord) -> list[Table]:
-    """A table for each mode."""
-    return [_curve_table(record, curve) for curve in record.curves]
+def study_tables(record: StudyRecord, *, is_brief: bool = False) -> list[Table]:
+    """A table for each mode. is_brief: without what follows from other columns, for where there is little room."""
+    return [_curve_table(record, curve, is_brief=is_brief) for curve in record.curves]
 
 
 def sweep_table(record: SweepRecord) -> Table:
@@ -74,46 +75,65 @@ def marks_of(point: CurvePoint) -> list[str]:
     return marks + (["reused"] if point.point.reused_from else [])
 
 
-def _curve_table(record: StudyRecord, curve: Curve) -> Table:
+def _curve_table(record: StudyRecord, curve: Curve, *, is_brief: bool) -> Table:
     points = [at.point for at in curve.points]
     price = f"{record.currency or 'cost'} per million samples"
-    optional = {
-        "tokens/s": any(p.tokens_per_s for p in points),
-        "MFU": any(p.mfu is not None for p in points),
+    is_shown = {
+        "batch size": not is_brief,
+        "tokens/s": not is_brief and any(p.tokens_per_s for p in points),
+        "MFU": not is_brief and any(p.mfu is not None for p in points),
         price: any(p.cost_per_million_samples is not None for p in points),
         "time to target": any(p.to_target for p in points),
-        "samples to target": any(p.to_target for p in points),
-        "marks": any(marks_of(at) for at in curve.points),
+        "samples to target": not is_brief and any(p.to_target for p in points),
+        # above a brief table stands what is true of the whole study
+        "marks": any(set(marks_of(at)) - (set(record.marks) if is_brief else set()) for at in curve.points),
     }
     rows = []
     for at in curve.points:
-        p = at.point
+        p, to = at.point, at.point.to_target
         step = p.step_time_s.value or 1.0
         row = {
-            "workers": str(p.workers), "batch size": str(p.global_batch_size), "step time": with_interval(p.step_time_s, seconds),
+            "workers": str(p.workers), "batch size": str(p.global_batch_size),
+            "step time": seconds(p.step_time_s.value) if is_brief else with_interval(p.step_time_s, seconds),
             "samples/s": count(p.samples_per_s.value), "tokens/s": count(p.tokens_per_s.value if p.tokens_per_s else None),
             "speed-up": with_interval(at.speedup, lambda v: f"{v:.2f}"),
             "efficiency": with_interval(at.efficiency, lambda v: f"{v:.0%}"),
             "waits for comm": "" if p.exposed_comm_s is None else f"{p.exposed_comm_s / step:.1%}", "waits for input": f"{p.input_wait_s / step:.1%}",
             "MFU": "" if p.mfu is None else f"{p.mfu:.1%}", "memory": memory(p.peak_memory_bytes),
-            price: figure(p.cost_per_million_samples), "marks": ", ".join(marks_of(at)),
-            "time to target": "" if not p.to_target else seconds(p.to_target.time_s) if p.to_target.is_reached else "missed",
-            "samples to target": "" if not p.to_target else count(p.to_target.samples) if p.to_target.is_reached else "missed",
+            price: figure(p.cost_per_million_samples),
+            "time to target": "" if not to else seconds(to.time_s) if to.is_reached else "missed",
+            "samples to target": "" if not to else count(to.samples) if to.is_reached else "missed",
+            "marks": ", ".join(marks_of(at)),
         }  # fmt: skip
-        rows.append({name: text for name, text in row.items() if optional.get(name, True)})
+        rows.append({name: text for name, text in row.items() if is_shown.get(name, True)})
     columns = tuple(rows[0]) if rows else ()
-    strategies = ", ".join(dict.fromkeys(p.strategy for p in points))
-    title = f"{curve.mode.capitalize()} scaling, {strategies}" if strategies else f"{curve.mode.capitalize()} scaling"
     base = f"Speed-up is relative to {curve.base_workers} worker{'s' if curve.base_workers != 1 else ''}; in brackets the 95% interval."
-    return Table(title, columns, tuple(tuple(row.values()) for row in rows), (base,))
+    return Table(_curve_title(curve), columns, tuple(tuple(row.values()) for row in rows), (base,))
 
 
-def with_interval(estimate: Estimate, show: object) -> str:
-    """The value and its interval in brackets; alone where the interval is the value."""
-    assert callable(show)
+def _curve_title(curve: Curve) -> str:
+    points = [at.point for at in curve.points]
+    strategies = ", ".join(dict.fromkeys(p.strategy for p in points))
+    batches = (
+        {p.global_batch_size for p in points}
+        if curve.mode == "strong"
+        else {p.global_batch_size / p.workers for p in points}
+    )
+    batch = (
+        f"{batches.pop():g} samples " + ("a step" if curve.mode == "strong" else "a step and worker")
+        if len(batches) == 1
+        else ""
+    )
+    return ", ".join(part for part in (f"{curve.mode.capitalize()} scaling", strategies, batch) if part)
+
+
+def with_interval(estimate: Estimate, show: Callable[[float], str]) -> str:
+    """The value and its interval in brackets, such as `124 ms (122–127 ms)`; alone where the interval is the value."""
     if estimate.low == estimate.high:
-        return str(show(estimate.value))
-    return f"{show(estimate.value)} ({show(estimate.low)} to {show(estimate.high)})"
+        return show(estimate.value)
+    low, high = show(estimate.low), show(estimate.high)
+    _, space, unit = high.partition(" ")
+    return f"{show(estimate.value)} ({low.removesuffix(space + unit) if unit else low}–{high})"
 
 
 def seconds(value: float | None) -> str:
@@ -141,9 +161,9 @@ def count(value: float | None) -> str:
     """A number of things, with k, M or G from ten thousand on."""
     if value is None:
         return ""
-    for limit, suffix in ((1e9, " G"), (1e6, " M"), (1e4, " k")):
+    for limit, unit, suffix in ((1e9, 1e9, " G"), (1e6, 1e6, " M"), (1e4, 1e3, " k")):
         if abs(value) >= limit:
-            return f"{value / limit * (10 if suffix == ' k' else 1):.3g}{suffix}"
+            return f"{value / unit:.3g}{suffix}"
     return f"{value:.4g}"
 
 
@@ -158,6 +178,6 @@ def _row(cells: Sequence[str]) -> str:
 
 def escaped(text: str) -> str:
     """Text of a config as Markdown shows it, neither table nor tag."""
-    for character in "\\`*_<>|[]#!":
+    for character in "\\`*_|[]#!":
         text = text.replace(character, f"\\{character}")
-    return " ".join(text.split())
+    return " ".join(html.escape(text, quote=False).split())  # MLflow's pages take an escaped \< for the start of a tag

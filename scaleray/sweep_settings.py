@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from scaleray.study_records import SweepRecord, Trial
 
 NEVER_RAN = ("failed", "never fits")
+BROKEN = (*NEVER_RAN, "diverged")
+"""Statuses of trials without a result; that of a diverged one says that its setting does not work."""
 
 
 @dataclass(frozen=True)

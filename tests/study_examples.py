@@ -53,7 +53,7 @@ def point(mode, n, *, step_1=0.24, marks=(), reused_from=None, to_target=False, 
     batch = 512 if mode == "strong" else 128 * n
     step = step_1 / usl(n) if mode == "strong" else step_1 * n / usl(n) / 4
     rng = random.Random(n)
-    comm, wait, other = step * (0.02 * (n - 1)) ** 0.7, step * 0.03, step * 0.015
+    comm, wait, other = step * min(0.85, (0.02 * (n - 1)) ** 0.7), step * 0.03, step * 0.015
     to = ToTarget(
         is_reached=n < 8, steps=200, samples=200 * batch, time_s=200 * step, metric="validation/accuracy", value=0.95,
         curve=target_curve(batch, 200, step),
@@ -120,7 +120,7 @@ def trial(number, rule, batch, learning_rate, seed, *, base=64, evaluations=12):
         "settings": {"batch.global_size": batch, "optimizer.learning_rate": learning_rate, "seed": seed},
     }  # fmt: skip
     if off > 3.5:
-        return Trial(**common, status="failed", error="NonFiniteLossError: the loss became nan at step 3")
+        return Trial(**common, status="diverged", error="NonFiniteLossError: the loss became nan at step 3")
     steps = LEAST_STEPS * (1 + NOISE_SCALE / batch) * (1 + off**2) * rng.uniform(0.95, 1.05)
     step_time_s = 0.01 + batch * 2e-5
     is_reached = off < 1.6

@@ -177,15 +177,23 @@ def keys(*, json: Json = False) -> int:
 
 @tracking_app.command
 def replay(file: Path, *, uri: str | None = None, json: Json = False) -> int:
-    """Send to MLflow what a run could not write while the server was away.
+    """Send to MLflow what a run, study or sweep could not write while the server was away.
 
     Parameters
     ----------
     file
-        The run folder's unsent.jsonl.
+        A run folder's unsent.jsonl, or the record.json of a study or sweep.
     uri
         Tracking URI, if the server has moved or its address holds a password.
     """
+    if file.name == "record.json":
+        from scaleray.errors import TrackingError
+        from scaleray.tracking.study_runs import send_record
+
+        if lacks := send_record(file, uri=uri):
+            raise TrackingError("MLflow", "not complete", f"{lacks}", "run this again when it is back")
+        print('{"complete": true}' if json else f"MLflow has everything of {file} now")
+        return 0
     from scaleray.tracking.store import replay as send
 
     count = send(file, uri=uri)

@@ -36,13 +36,13 @@ STYLE: Any = {
 
 @dataclass(frozen=True)
 class Drawing:
-    """A finished figure. name: of its file. caption: what it shows, in words. svg: for a page. png: for a file."""
+    """A finished figure. name: of its file. caption: what it shows, in words. svg: for a page. png: makes the file's bytes."""
 
     name: str
     title: str
     caption: str
     svg: str
-    png: bytes
+    png: Callable[[], bytes]
     is_wide: bool = False
 
 
@@ -71,11 +71,13 @@ def draw(
         paint(axes[0] if columns == 1 else list(axes))
         if marks:
             figure.suptitle(" · ".join(marks), x=0.995, ha="right", fontsize=8, color=AMBER, fontweight="bold")
-        vector, pixels = io.StringIO(), io.BytesIO()
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # it is laid out: neither file needs that again
+        vector = io.StringIO()
         figure.savefig(vector, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-        figure.savefig(pixels, format="png", dpi=PNG_DPI)
     label = f"{title}. {caption}" + (f" Marks: {', '.join(marks)}." if marks else "")
-    return Drawing(name, title, caption, inline(vector.getvalue(), name=name, label=label), pixels.getvalue(), is_wide)
+    svg = inline(vector.getvalue(), name=name, label=label)
+    return Drawing(name, title, caption, svg, lambda: _pixels(figure), is_wide)
 
 
 def inline(svg: str, *, name: str, label: str) -> str:
@@ -174,6 +176,13 @@ def shades(count: int) -> list[str]:
 
     scale = matplotlib.colormaps["viridis"]
     return [to_hex(scale(0.78 - 0.76 * i / max(1, count - 1))) for i in range(count)]
+
+
+def _pixels(figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    with style():
+        figure.savefig(buffer, format="png", dpi=PNG_DPI)
+    return buffer.getvalue()
 
 
 def _set_scale(axis: Any, scale: str, *, base: int) -> None:

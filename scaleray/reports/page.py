@@ -91,7 +91,7 @@ def write(page: Page, folder: str | Path, *, rows: Mapping[str, Sequence[Mapping
         _write(folder / f"{name}.csv", as_csv(table).encode())
         written.append(folder / f"{name}.csv")
     for drawing in page.drawings:
-        _write(figures / f"{drawing.name}.png", drawing.png)
+        _write(figures / f"{drawing.name}.png", drawing.png())
     return [*written, figures]
 
 

@@ -96,7 +96,7 @@ def _facts(record: RunRecord) -> list[Fact]:
     if record.final_loss is not None:
         found.append(Fact("Final loss", figure(record.final_loss)))
     if record.samples_per_s:
-        found.append(Fact("Throughput", f"{count(record.samples_per_s)}/s", "samples, steady state"))
+        found.append(Fact("Throughput", count(record.samples_per_s), "samples/s, steady state"))
     if record.step_time_s:
         found.append(Fact("Step time", seconds(record.step_time_s), "median, steady state"))
     if record.input_wait_share is not None:
@@ -126,7 +126,7 @@ def _line(
                 ax.plot([s for s, _ in finite], [v for _, v in finite], color=colours[metric], marker="o", markersize=3)
                 ends.append((finite[-1][0], finite[-1][1], metric.rpartition("/")[0] or metric, colours[metric]))
         values = [v for _, v in few if v > 0]
-        if len(values) == len(few) and values and max(values) / min(values) > 20:
+        if smooth and len(values) == len(few) and values and max(values) / min(values) > 20:
             drawing.log_axis(ax.yaxis)
         else:
             drawing.plain_axis(ax.yaxis)
@@ -140,7 +140,7 @@ def _line(
         else ""
     )
     missing = len(rows) - len(points)
-    gaps = f" {missing} steps without a finite value are left out." if 0 < missing < len(rows) else ""
+    gaps = f" {missing} steps without a value are left out." if 0 < missing < len(rows) else ""
     return draw(name, title, f"Over the optimizer steps.{mean}{gaps}", paint)
 
 
@@ -166,7 +166,9 @@ def _step_times(rows: Sequence[Mapping[str, float]]) -> Drawing:
     times = [(row["step"], 1e3 * row["step_time_s"], 1e3 * row["input_wait_s"]) for row in rows]
     few = thinned(times, MOST_POINTS)
     middle = statistics.median(t for _, t, _ in times)
+    waited = statistics.median(w for *_, w in times)
     highest = sorted(t for _, t, _ in times)[max(0, math.ceil(0.99 * len(times)) - 1)]
+    top = max(1.15 * highest, 1.3 * middle)  # a hiccup must not flatten all others
 
     def paint(ax: Any) -> None:
         ax.plot(
@@ -189,18 +191,22 @@ def _step_times(rows: Sequence[Mapping[str, float]]) -> Drawing:
             alpha=0.45,
             markeredgewidth=0,
         )
-        ax.axhline(middle, color=VERMILION, linewidth=1.3)
-        ax.set_ylim(0, max(1.15 * highest, 1.3 * middle))
+        ax.plot([times[0][0], times[-1][0]], [middle, middle], color=VERMILION, linewidth=1.3)
+        ax.set_ylim(0, top)
         drawing.plain_axis(ax.xaxis)
         drawing.plain_axis(ax.yaxis)
         ax.set(xlabel="step", ylabel="ms")
         last = times[-1][0]
         drawing.label_ends(
-            ax, [(last, middle, f"median {seconds(middle / 1e3)}", VERMILION), (last, 0.0, "input wait", ORANGE)]
+            ax,
+            [
+                (last, middle, f"median {seconds(middle / 1e3)}", VERMILION),
+                (last, max(waited, 0.04 * middle), "input wait", ORANGE),
+            ],
         )
 
-    over = sum(t > ax_top for _, t, _ in times) if (ax_top := max(1.15 * highest, 1.3 * middle)) else 0
-    above = f" {over} slower steps are above the frame." if over else ""
+    over = sum(t > top for _, t, _ in times)
+    above = f" {over} {'step is' if over == 1 else 'steps are'} slower than the frame shows." if over else ""
     drawn = f" {len(few)} of {len(times)} steps are drawn." if len(few) < len(times) else ""
     return draw(
         "step-times",

@@ -39,6 +39,11 @@ def speedup(curve: Curve) -> Drawing:
     workers = [at.point.workers for at in curve.points]
     next_one = curve.next_doubling
     last = max([*workers, *([next_one.workers] if next_one else [])])
+    measured = [at.speedup for at in curve.points]
+    values = [curve.base_workers, last, *(e.value for e in measured)]
+    # an interval that says nothing must not press the curve flat
+    bottom = max(min(values) / 2.5, min([min(values) / 1.45, *(e.low / 1.1 for e in measured)]))
+    top = min(max(values) * 2, max([max(values) * 1.2, *(e.high * 1.1 for e in measured)]))
 
     def paint(ax: Any) -> None:
         drawing.log2_axis(ax.xaxis, [*workers, *([next_one.workers] if next_one else [])])
@@ -50,7 +55,8 @@ def speedup(curve: Curve) -> Drawing:
         if fit:
             x = [n for n, _ in fit.band if n <= last]
             band = [e for n, e in fit.band if n <= last]
-            ax.fill_between(x, [e.low for e in band], [e.high for e in band], color=BLUE, alpha=0.16, linewidth=0)
+            within = [_clipped(e, bottom / 2, top * 2) for e in band]
+            ax.fill_between(x, [e.low for e in within], [e.high for e in within], color=BLUE, alpha=0.16, linewidth=0)
             inside = [n for n in x if n <= max(workers)]
             ax.plot(inside, [e.value for e in band[: len(inside)]], color=BLUE, alpha=0.75)
             ax.plot(
@@ -62,7 +68,7 @@ def speedup(curve: Curve) -> Drawing:
             )
             if band:
                 ends.append((x[-1], band[-1].value, f"{fit.law} fit", BLUE))
-        _points(ax, curve.points, [at.speedup for at in curve.points], BLUE)
+        _points(ax, curve.points, [_clipped(e, bottom / 2, top * 2) for e in measured], BLUE)
         if next_one and curve.points:
             here = curve.points[-1].speedup.value * next_one.gain.value
             ax.plot(
@@ -74,15 +80,16 @@ def speedup(curve: Curve) -> Drawing:
                 markersize=6.5,
                 zorder=4,
             )
-        _labels(ax, curve.points, [at.speedup for at in curve.points], lambda v: f"{v:.3g}×", is_beside=True)
-        ax.set_ylim(bottom=curve.base_workers / 1.45)
+        _labels(ax, curve.points, measured, lambda v: f"{v:.3g}×", is_below=True)
+        ax.set_ylim(bottom, top)
         ax.set(xlabel="workers", ylabel="speed-up")
         _room(ax, workers, last)
         drawing.label_ends(ax, ends)
 
     law = f" Line and band: the {fit.law} law with its 95% interval, dashed beyond what was measured." if fit else ""
     hollow = " Diamond: the next doubling." if next_one else ""
-    caption = f"{_what(curve)} relative to {_workers(curve.base_workers)}; bars are 95% intervals.{law}{hollow}"
+    wide = _leaving(measured, bottom, top)
+    caption = f"{_what(curve)} relative to {_workers(curve.base_workers)}; bars are 95% intervals.{wide}{law}{hollow}"
     return draw(f"speedup-{curve.mode}", "Speed-up", caption, paint, marks=_marks(curve))
 
 
@@ -90,16 +97,19 @@ def efficiency(curve: Curve) -> Drawing:
     """Efficiency over the number of workers."""
     workers = [at.point.workers for at in curve.points]
     values = [_times(at.efficiency, 100) for at in curve.points]
+    least, most = min(v.value for v in values), max([100.0, *(v.value for v in values)])
+    low = max(least - 45, min(v.low for v in values), 0.0)
+    bottom = 0.0 if low < 45 else min(75.0, low - 12)
+    top = 7 + min(most + 45, max([100.0, *(v.high for v in values)]))
 
     def paint(ax: Any) -> None:
         drawing.log2_axis(ax.xaxis, workers)
         ax.plot([min(workers), max(workers)], [100, 100], color=MUTED, linestyle=(0, (4, 3)), linewidth=1.2)
         ax.plot(workers, [v.value for v in values], color=BLUE, alpha=0.75)
         _points(ax, curve.points, values, BLUE)
-        low, high = min(v.low for v in values), max(100.0, *(v.high for v in values))
-        ax.set_ylim(0 if low < 45 else min(75.0, low - 12), high + 7)
+        ax.set_ylim(bottom, top)
         drawing.plain_axis(ax.yaxis, show=lambda v: f"{v:.0f}%")
-        _labels(ax, curve.points, values, lambda v: f"{v:.0f}%")
+        _labels(ax, curve.points, values, lambda v: f"{v:.0f}%", is_below=False)
         ax.set(xlabel="workers", ylabel=f"{curve.mode} efficiency")
         _room(ax, workers, max(workers))
         drawing.label_ends(ax, [(max(workers), 100.0, "ideal", MUTED)])
@@ -110,7 +120,11 @@ def efficiency(curve: Curve) -> Drawing:
         else "n times the work by n workers in the same time is 100%."
     )
     return draw(
-        f"efficiency-{curve.mode}", "Efficiency", f"{meaning} Bars are 95% intervals.", paint, marks=_marks(curve)
+        f"efficiency-{curve.mode}",
+        "Efficiency",
+        f"{meaning} Bars are 95% intervals.{_leaving(values, bottom, top)}",
+        paint,
+        marks=_marks(curve),
     )
 
 
@@ -135,14 +149,22 @@ def time_parts(curve: Curve) -> Drawing:
                 linewidth=0.8,
             )
             for bar, share, low in zip(bars, shares, bottom, strict=True):
-                if share >= 9:
+                if share >= 9 and len(points) < 9:
                     ax.text(bar.get_x() + bar.get_width() / 2, low + share / 2, f"{share:.0f}%", ha="center", va="center", fontsize=8,
                             color="white" if colour in (BLUE, VERMILION) else INK)  # fmt: skip
             bottom = [a + b for a, b in zip(bottom, shares, strict=True)]
         for i, (p, top) in enumerate(zip(points, bottom, strict=True)):
-            ax.text(i, top + 2, seconds(p.step_time_s.value), ha="center", va="bottom", fontsize=8.5, color=INK)
+            raised = 6 if len(points) > 7 and i % 2 else 0  # neighbours' words would touch
+            ax.text(
+                i,
+                top + 2 + raised,
+                seconds(p.step_time_s.value),
+                ha="center",
+                va="bottom",
+                fontsize=8.5 if len(points) < 8 else 7.5,
+            )
         ax.set_xticks(range(len(points)), [str(p.workers) for p in points])
-        ax.set_ylim(0, max([100.0, *bottom]) * 1.1)
+        ax.set_ylim(0, max([100.0, *bottom]) * (1.1 if len(points) < 8 else 1.16))
         ax.set_yticks([0, 25, 50, 75, 100], ["0", "25%", "50%", "75%", "100%"])
         ax.grid(axis="x", visible=False)
         ax.set(xlabel="workers", ylabel="share of a step")
@@ -197,7 +219,7 @@ def step_times(curve: Curve) -> Drawing:
     drawn = sum(min(len(turn), most) for p in points for turn in p.turns)
     over = sum(t > top for t in every)
     cut = f" {drawn} of {len(every)} steps are drawn." if drawn < len(every) else ""
-    cut += f" {over} are slower than the frame shows." if over else ""
+    cut += f" {over} {'step is' if over == 1 else 'steps are'} slower than the frame shows." if over else ""
     caption = f"Each step in steady state, turn by turn from left to right; the line is the median.{cut}"
     return draw(f"steps-{curve.mode}", "How steady the steps are", caption, paint, marks=_marks(curve))
 
@@ -291,20 +313,25 @@ def _points(ax: Any, points: Sequence[CurvePoint], values: Sequence[Estimate], c
 
 
 def _labels(
-    ax: Any,
-    points: Sequence[CurvePoint],
-    values: Sequence[Estimate],
-    show: Callable[[float], str],
-    *,
-    is_beside: bool = False,
+    ax: Any, points: Sequence[CurvePoint], values: Sequence[Estimate], show: Callable[[float], str], *, is_below: bool
 ) -> None:
-    """A value below each point, or below it to the right, where a rising line leaves room."""
+    """Each value at the right of its point: below a rising line, above a falling one, where there is room."""
     for at, value in zip(points, values, strict=True):
         ax.annotate(
-            show(value.value), (at.point.workers, value.value if is_beside else value.low),
-            xytext=(6, -3) if is_beside else (0, -5), textcoords="offset points", ha="left" if is_beside else "center", va="top",
-            fontsize=8.5, color=INK, bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.6},
+            show(value.value), (at.point.workers, value.value), xytext=(6, -4 if is_below else 4), textcoords="offset points", ha="left",
+            va="top" if is_below else "bottom", fontsize=8.5, color=INK,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.6},
         )  # fmt: skip
+
+
+def _clipped(estimate: Estimate, low: float, high: float) -> Estimate:
+    """The interval's part that a logarithmic axis can hold."""
+    return Estimate(estimate.value, min(max(estimate.low, low), high), max(low, min(estimate.high, high)))
+
+
+def _leaving(values: Sequence[Estimate], bottom: float, top: float) -> str:
+    """A word about intervals that are not drawn to their ends."""
+    return " Bars that touch the frame go on." if any(v.low < bottom or v.high > top for v in values) else ""
 
 
 def _room(ax: Any, workers: Sequence[int], last: int) -> None:

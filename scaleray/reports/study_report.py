@@ -29,7 +29,7 @@ def study_page(record: StudyRecord) -> Page:
     if record.noise:
         sections.append(Section("Noise of the gradient", drawings=[noise_scale(record)]))
     return Page(
-        kind="Scaling study", name=record.name, when=when(record.started_at, record.duration_s), verdict=verdict,
+        kind="Scaling study", name=record.name, when=when(record.started_at, record.duration_s), verdict=verdict[:1].upper() + verdict[1:],
         words=[sentence for sentence in dict.fromkeys(record.words) if sentence not in verdicts and sentence != verdict],
         marks=record.marks or sorted({m for c in record.curves for at in c.points for m in at.point.marks}),
         figures=_facts(record), sections=sections, command=record.command,
@@ -83,7 +83,10 @@ def _section(record: StudyRecord, curve: Curve, table: Table, said: str) -> Sect
     drawings = study_drawings(record, curve) if curve.points else []
     tables = [table, *([_fits(curve)] if curve.fits else [])]
     return Section(
-        f"{curve.mode.capitalize()} scaling", [curve.verdict] if curve.verdict != said else [], drawings, tables
+        f"{curve.mode.capitalize()} scaling",
+        [curve.verdict] if curve.verdict not in ("", said) else [],
+        drawings,
+        tables,
     )
 
 

@@ -10,7 +10,7 @@ from scaleray.reports import drawing
 from scaleray.reports.drawing import BLUE, GREEN, INK, MUTED, VERMILION, Drawing, draw
 from scaleray.study_records import SweepRecord, Trial
 from scaleray.study_tables import seconds
-from scaleray.sweep_settings import Setting, best_by_batch, settings
+from scaleray.sweep_settings import BROKEN, Setting, best_by_batch, settings
 from scaleray.tracking.study_values import thinned
 
 MOST_LINES = 60
@@ -51,7 +51,7 @@ def maps(record: SweepRecord) -> list[Drawing]:
     found = thinned(found, MOST_MARKS)
     known = [v for s in found if (v := value_of(s)) is not None]
     what = "samples to the target" if by_target else record.metric
-    failed = [t for t in record.trials if t.status == "failed"]
+    failed = [t for t in record.trials if t.status in ("failed", "diverged")]
     panels = [rules[i : i + PANELS] for i in range(0, len(rules), PANELS)]
     return [
         _map(record, group, number, found, failed, value_of, known, what, left) for number, group in enumerate(panels)
@@ -78,7 +78,7 @@ def _map(
         for ax, rule in zip(panels, rules, strict=True):
             own = [s for s in found if s.rule == rule]
             reached = [s for s in own if value_of(s) is not None]
-            missed = [s for s in own if value_of(s) is None]
+            missed = [s for s in own if value_of(s) is None and any(t.status not in BROKEN for t in s.trials)]
             broken = {(t.batch_size, t.learning_rate) for t in failed if t.rule == rule}
             size = 62 if len(own) < 120 else 26
             drawn = ax.scatter(
@@ -127,7 +127,7 @@ def _map(
         if any(value_of(s) is None for s in found)
         else []
     )
-    signs += ["cross: failed"] if failed else []
+    signs += ["cross: failed or diverged"] if failed else []
     caption = f"Colour: {what}, the median over seeds; {'; '.join(signs)}.{left}"
     title = "Batch size and learning rate, by rule" if len(rules) > 1 else f"Batch size and learning rate, {rules[0]}"
     return draw(

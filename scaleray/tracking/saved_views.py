@@ -49,6 +49,8 @@ class View:
     charts: Sequence[Chart]
     columns: Sequence[str] = ()
     is_ascending: bool = True
+    folded: Sequence[str] = ()
+    """First parts of metrics' names, whose charts MLflow adds by itself: their sections are closed."""
 
 
 def tag(key: str, view: View, *, created_at: float | None = None) -> tuple[str, str]:
@@ -87,11 +89,18 @@ def _state(view: View) -> dict[str, Any]:
         "hideEmptyCharts": True,
         "compareRunCharts": [_chart(chart, number) for number, chart in enumerate(view.charts)],
         "compareRunSections": [
-            {"uuid": _section_id(name), "name": name, "display": True, "isReordered": True, "deleted": False, "isGenerated": False}
-            for name in sections
+            *(_section(_section_id(name), name, is_open=True) for name in sections),
+            *(_section(f"scaleray-folded-{name}", name, is_open=False) for name in view.folded),
         ],
         "isAccordionReordered": True,
         "globalLineChartConfig": {"xAxisKey": "step", "lineSmoothness": 0, "selectedXAxisMetricKey": ""},
+    }  # fmt: skip
+
+
+def _section(uuid: str, name: str, *, is_open: bool) -> dict[str, Any]:
+    return {
+        "uuid": uuid, "name": name, "display": is_open, "isReordered": True, "deleted": False, "isGenerated": False, "columns": 2,
+        "cardHeight": 360,
     }  # fmt: skip
 
 

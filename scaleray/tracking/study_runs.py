@@ -19,6 +19,7 @@ from scaleray.errors import TrackingError
 from scaleray.records import RunRecord
 from scaleray.study_records import Point, StudyRecord, SweepRecord, Trial
 from scaleray.study_tables import escaped, study_tables, sweep_table
+from scaleray.sweep_settings import BROKEN
 from scaleray.tracking import saved_views
 from scaleray.tracking.found_run import record_of
 from scaleray.tracking.store import LONGEST_PARAM, RunStore, check_reachable, resolve_uri, run_link, without_password
@@ -51,7 +52,6 @@ REFUSALS = (
     "RESOURCE_ALREADY_EXISTS",
     "PERMISSION_DENIED",
 )
-FAILED = ("failed", "never fits")
 Record = TypeVar("Record", StudyRecord, SweepRecord)
 
 
@@ -138,7 +138,7 @@ class ParentRun:
         """Write a trial that has ended as a child. Returns at once. A trial that is there already is left as it is."""
         now = time.time()
         tags = {"scaleray.status": trial.status, "scaleray.error": trial.error}
-        status = "FAILED" if trial.status in FAILED else "FINISHED"
+        status = "FAILED" if trial.status in BROKEN else "FINISHED"
         self._later(
             lambda: self._write_child(
                 str(trial.number), trial_name(trial), trial_params(trial), trial_values(trial), ended_at=now,
@@ -331,8 +331,8 @@ def send_record(path: str | Path, *, uri: str | None = None) -> str | None:
 
 def description(record: StudyRecord | SweepRecord) -> str:
     """The result in Markdown, for the run's page: the sentences, then the tables."""
-    tables = study_tables(record) if isinstance(record, StudyRecord) else [sweep_table(record)]
-    parts = [f"- {escaped(sentence)}" for sentence in record.words]
+    tables = study_tables(record, is_brief=True) if isinstance(record, StudyRecord) else [sweep_table(record)]
+    parts = [f"- {escaped(sentence)}" for sentence in dict.fromkeys(record.words)]
     marks = record.marks if isinstance(record, StudyRecord) else []
     if marks:
         parts.insert(0, f"**{escaped(', '.join(marks))}**\n")

@@ -13,7 +13,7 @@ from typing import Any
 
 from scaleray import metric_names as names
 from scaleray.study_records import Curve, CurvePoint, Point, StudyRecord, SweepRecord, Trial
-from scaleray.sweep_settings import best_by_batch
+from scaleray.sweep_settings import best_by_batch, settings
 
 Value = tuple[str, float, int, float]
 """(metric, value, step, seconds after the run's start)."""
@@ -145,6 +145,9 @@ def _curve_values(curve: Curve) -> Iterator[tuple[str, float | None, int]]:
 
 
 def _sweep_values(record: SweepRecord) -> Iterator[tuple[str, float | None, int]]:
+    values = [setting.value for setting in settings(record) if setting.value is not None]
+    if values:
+        yield names.TRIAL_VALUE.name, min(values) if record.direction == "min" else max(values), 0
     for rule, batches in best_by_batch(record).items():
         name = safe_name(rule)
         for batch, setting in batches.items():

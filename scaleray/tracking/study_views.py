@@ -12,6 +12,7 @@ from scaleray.tracking.study_values import record_values, safe_name
 
 KEY_TAG = "scaleray.study"
 """On a parent and its children: the parent's run id."""
+FOLDED = ("scaling", "batch", "point", "trial", "progress", "train", "perf")
 MOST_RULES = 6
 """Lines of one chart."""
 
@@ -32,7 +33,8 @@ def _study_view(name: str, search: str, record: StudyRecord | None) -> View:
     bars = (names.POINT_SAMPLES_PER_S, names.POINT_STEP_TIME_S, names.POINT_EFFICIENCY, names.PEAK_MEMORY_BYTES)
     charts += [Chart("BAR", "Points", [metric.name]) for metric in bars]
     columns = (names.WORLD_SIZE, names.POINT_SAMPLES_PER_S, names.POINT_STEP_TIME_S, names.POINT_EFFICIENCY)
-    return View(f"Study {name}", search, names.WORLD_SIZE.name, charts, _columns(columns))
+    # a metric of the parent alone: its curves' names then come first in the legends
+    return View(f"Study {name}", search, names.SCALING_IDEAL.name, charts, _columns(columns), folded=FOLDED)
 
 
 def _study_curves(record: StudyRecord) -> list[Chart]:
@@ -69,7 +71,9 @@ def _sweep_view(name: str, search: str, record: SweepRecord | None) -> View:
     columns = ["params.`trial.rule`", "params.`trial.batch_size`", "params.`trial.learning_rate`"]
     columns += _columns((names.TRIAL_VALUE, names.TRIAL_SAMPLES_TO_TARGET))
     is_ascending = record is None or record.direction == "min"
-    return View(f"Sweep {name}", search, names.TRIAL_VALUE.name, charts, columns, is_ascending)
+    # the best trials first, and among them the parent, which has the best value too: its curves must be on the first page
+    folded = list(dict.fromkeys([*FOLDED, *([safe_name(record.metric).partition("/")[0]] if record else [])]))
+    return View(f"Sweep {name}", search, names.TRIAL_VALUE.name, charts, columns, is_ascending, folded)
 
 
 def _sweep_curves(record: SweepRecord) -> list[Chart]:

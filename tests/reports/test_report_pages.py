@@ -1,0 +1,341 @@
+"""Pages of studies, sweeps and trainings: whole, small, of this machine alone, and true to their records."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+import study_examples
+from rich.console import Console
+
+from scaleray.records import RunRecord
+from scaleray.reports.page import LARGEST_PAGE_BYTES, Page, as_csv, render
+from scaleray.reports.record_terminal import as_rich, show_record
+from scaleray.reports.run_report import run_page, step_rows, write_run_report
+from scaleray.reports.study_figures import efficiency, speedup
+from scaleray.reports.study_report import study_page, write_study_report
+from scaleray.reports.sweep_figures import MOST_LINES
+from scaleray.reports.sweep_report import sweep_page, write_sweep_report
+from scaleray.study_records import Estimate
+from scaleray.study_tables import study_tables
+
+NASTY = '<script>alert("1")</script> & $x_1$ \\frac |pipe| =1+1'
+
+
+def run_record(**more):
+    values = {
+        "name": "digits-w002", "status": "FINISHED", "verdict": "target reached", "workers": 2, "strategy": "ddp", "steps": 300,
+        "final_loss": 0.21, "metrics": {"validation/accuracy": 0.95, "validation/loss": 0.3}, "samples_per_s": 5120.0, "tokens_per_s": None,
+        "step_time_s": 0.0125, "input_wait_share": 0.02, "time_to_first_step_s": 4.0, "training_time_s": 3.9, "total_time_s": 11.0,
+        "peak_memory_bytes": [300 << 20, 310 << 20], "nonfinite_steps": 0, "sample_order": "shuffled", "config": {"seed": 0},
+        "config_hash": "c0ffee", "derived": {"steps": 300}, "data": {}, "environment": {"python": "3.11"}, "environment_hash": "12ab",
+        "tracking_uri": "", "experiment_id": "", "run_id": "", "mlflow_link": "", "run_dir": "runs/x", "events": ["slow input"],
+    }  # fmt: skip
+    return RunRecord(**{**values, **more})
+
+
+def steps_csv(count):
+    rows = [f"{n},{2.3 / n**0.5},64,64,0.1,{1.0 / n},0.0125,0.0003,{n / 28},True,2" for n in range(1, count + 1)]
+    header = "step,loss,count,num_samples,learning_rate,grad_norm,step_time_s,input_wait_s,epoch,is_finite,world_size"
+    return "\n".join([header, *rows]) + "\n"
+
+
+def a_run_page(count=300):
+    evaluations = {
+        "validation/loss": [(100, 0.5), (200, 0.4), (300, 0.3)],
+        "validation/accuracy": [(100, 0.8), (300, 0.95)],
+    }
+    return run_page(run_record(), rows=step_rows(steps_csv(count)), evaluations=evaluations)
+
+
+@pytest.fixture(scope="module")
+def pages():
+    """(page, HTML) by name, made once."""
+    made = {
+        "study": study_page(study_examples.study(marks=("oversubscribed",))),
+        "sweep": sweep_page(study_examples.sweep()),
+        "large": sweep_page(study_examples.large_sweep(1000)),
+        "run": a_run_page(),
+    }
+    return {name: (page, render(page)) for name, page in made.items()}
+
+
+NAMES = ("study", "sweep", "large", "run")
+
+
+class Tags(HTMLParser):
+    """Checks that every tag is closed in order, and gathers what a browser would load."""
+
+    VOID = ("meta", "link", "br", "img", "hr", "input")
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.loaded, self.ids, self.tags = [], [], [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href", "action", "data", "srcset", "poster"):
+                self.loaded.append(value)
+            if name == "id":
+                self.ids.append(value)
+            assert not name.startswith("on"), name
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.handle_endtag(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_is_one_small_file_that_loads_nothing(pages, name):
+    _, html = pages[name]
+    tags = Tags(html)
+    assert len(html.encode()) < LARGEST_PAGE_BYTES
+    assert all(value.startswith(("#", "data:image/png;base64,")) for value in tags.loaded)
+    assert not {"script", "link", "img", "iframe", "object", "embed"} & set(tags.tags)
+    assert not re.search(r"url\((?!#)|@import", html)
+    assert len(tags.ids) == len(set(tags.ids))  # an id of two figures would give one the other's clip
+    wanted = {value[1:] for value in tags.loaded if value.startswith("#")} | set(re.findall(r"url\(#([^)]+)\)", html))
+    assert wanted and wanted <= set(tags.ids)
+    assert LARGEST_PAGE_BYTES == 1_000_000
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_figure_is_well_formed_svg_with_words_for_those_who_do_not_see_it(pages, name):
+    page, html = pages[name]
+    figures = re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL)
+    assert len(figures) == len(page.drawings) >= 4
+    for text in figures:
+        root = ElementTree.fromstring(text)
+        assert root.tag.endswith("svg") and len(root.get("aria-label")) > 20
+        _, _, width, height = map(float, root.get("viewBox").split())
+        assert width > 100 and height > 100
+        assert len(root.findall(".//{*}path")) > 5 and len(root.findall(".//{*}text")) > 5
+
+
+def test_the_verdict_stands_on_top_in_the_largest_words(pages):
+    record = study_examples.study()
+    _, html = pages["study"]
+    assert re.search(r"<h1[^>]*>(.*?)</h1>", html).group(1) == record.curves[0].verdict
+    assert html.index("<h1") < html.index("<svg")
+    assert pages["sweep"][0].verdict.startswith("Fastest")
+
+
+def test_every_figure_of_a_marked_study_shows_its_marks():
+    marked = study_page(study_examples.study(modes=("strong",), marks=("oversubscribed", "emulated")))
+    assert all(">oversubscribed · emulated<" in drawing.svg for drawing in marked.drawings)
+    assert len(marked.drawings) == 8
+    plain = speedup(study_examples.study(modes=("strong",)).curves[0])
+    assert "oversubscribed" not in plain.svg
+
+
+def test_a_mark_of_single_points_names_them_and_reused_points_are_named():
+    record = study_examples.study(modes=("strong",))
+    curve = record.curves[0]
+    points = list(curve.points)
+    points[0] = dataclasses.replace(points[0], point=dataclasses.replace(points[0].point, reused_from="older-study"))
+    points[3] = dataclasses.replace(points[3], point=dataclasses.replace(points[3].point, marks=["oversubscribed"]))
+    changed = dataclasses.replace(record, curves=[dataclasses.replace(curve, points=points)], noise=[])
+    page = study_page(changed)
+    assert all("reused: 1 · oversubscribed: 8" in drawing.svg for drawing in page.drawings)
+    assert page.marks == ["oversubscribed"]
+
+
+def test_a_thousand_trials_say_what_is_drawn_of_them(pages):
+    page, _ = pages["large"]
+    curves = next(d for d in page.drawings if d.name == "curves-samples")
+    assert re.search(rf"{MOST_LINES} of \d+ trials are drawn", curves.caption)
+    # the figure's lines and those of its legend, axes and grid
+    assert len(re.findall(r'id="curves-samples-line2d', curves.svg)) < 2 * MOST_LINES
+
+
+def test_text_of_a_config_is_text_on_the_page_in_figures_and_files(tmp_path):
+    record = study_examples.study(modes=("strong",))
+    at = record.curves[0].points[0]
+    at = dataclasses.replace(at, point=dataclasses.replace(at.point, strategy=NASTY, marks=[NASTY]))
+    curve = dataclasses.replace(
+        record.curves[0], points=[at, *record.curves[0].points[1:]], verdict=NASTY, best_law=None
+    )
+    nasty = dataclasses.replace(
+        record, name=NASTY, command=NASTY, config={NASTY: NASTY}, curves=[curve], words=[NASTY], currency=NASTY
+    )
+    page, points, _ = write_study_report(nasty, tmp_path)
+    html = page.read_text()
+    Tags(html)
+    assert "<script" not in html and "&lt;script&gt;" in html
+    for text in re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL):
+        ElementTree.fromstring(text)
+    sweep = dataclasses.replace(study_examples.sweep(batches=(32, 64), rules=("sqrt",)), metric=NASTY, words=[NASTY])
+    sweep = dataclasses.replace(sweep, trials=[dataclasses.replace(t, rule=NASTY, metric=NASTY) for t in sweep.trials])
+    html = render(sweep_page(sweep))
+    Tags(html)
+    assert "<script" not in html
+    rows = list(csv.DictReader(io.StringIO(points.read_text())))
+    assert rows[0]["strategy"] == NASTY
+
+
+def test_a_spreadsheet_takes_no_text_for_a_formula():
+    assert list(csv.reader(io.StringIO(as_csv([{"a": "=1+1", "b": -1.5}, {"a": "@x", "b": None}])))) == [
+        ["a", "b"], ["'=1+1", "-1.5"], ["'@x", ""],
+    ]  # fmt: skip
+
+
+def test_csv_and_png_lie_beside_the_page_and_an_old_report_is_replaced(tmp_path):
+    record = study_examples.study()
+    folder = tmp_path / "new" / "folder"
+    folder.mkdir(parents=True)
+    (folder / "report.html").write_text("old")
+    page, points, figures = write_study_report(record, folder)
+    assert page.read_text().startswith("<!doctype html>")
+    rows = list(csv.DictReader(points.open()))
+    assert [(row["mode"], int(row["workers"])) for row in rows] == [
+        (m, n) for m in ("strong", "weak") for n in (1, 2, 4, 8)
+    ]
+    assert float(rows[3]["efficiency"]) == record.curves[0].points[3].efficiency.value
+    names = {path.name for path in figures.iterdir()}
+    assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in figures.iterdir())
+    assert {"speedup-strong.png", "time-weak.png", "noise-scale.png", "convergence-time-strong.png"} <= names
+    assert not list(page.parent.rglob("*.part"))
+    sweep = study_examples.sweep(batches=(32, 64), rules=("sqrt",))
+    _, trials, settings, _ = write_sweep_report(sweep, tmp_path)
+    assert len(list(csv.DictReader(trials.open()))) == len(sweep.trials) == 12
+    assert len(list(csv.DictReader(settings.open()))) == 6
+
+
+@pytest.mark.filterwarnings("error::UserWarning")  # matplotlib's, where a figure has no room for what it must show
+@pytest.mark.parametrize("sizes", [(1,), (3 * 2**k for k in range(11))])
+def test_a_study_of_any_number_of_points_has_a_page(sizes):
+    Tags(render(study_page(study_examples.study(sizes=tuple(sizes), modes=("strong",)))))
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_intervals_that_say_nothing_do_not_press_a_curve_flat():
+    record = study_examples.study(modes=("strong",), sizes=(1, 2))
+    curve = record.curves[0]
+    wild = Estimate(1.2, 1e-310, 3e302)
+    points = [curve.points[0], dataclasses.replace(curve.points[1], speedup=wild, efficiency=Estimate(0.6, 0.0, 1e300))]
+    fit = dataclasses.replace(curve.fits[0], band=[(n, Estimate(e.value, 0.0, 1e302)) for n, e in curve.fits[0].band])
+    wild_curve = dataclasses.replace(curve, points=points, fits=[fit])
+    for made, scale in ((speedup(wild_curve), 1.0), (efficiency(wild_curve), 100.0)):
+        assert "Bars that touch the frame go on." in made.caption
+        ticks = [float(text.rstrip("%")) for text in re.findall(r">(\d+(?:\.\d+)?%?)</text>", made.svg)]
+        assert max(ticks) <= 4 * scale
+
+
+def test_a_study_without_fit_price_noise_or_target_has_a_page_without_these():
+    record = study_examples.study(modes=("weak",), price=None)
+    curve = dataclasses.replace(record.curves[0], fits=[], best_law=None, next_doubling=None, verdict="")
+    page = study_page(dataclasses.replace(record, curves=[curve], noise=[], words=[]))
+    assert [d.name for d in page.drawings] == ["speedup-weak", "efficiency-weak", "time-weak", "steps-weak"]
+    Tags(render(page))
+    assert study_page(dataclasses.replace(record, curves=[], noise=[], words=[])).verdict == "No curve was measured."
+
+
+def test_a_sweep_whose_trials_all_failed_says_why_once():
+    record = study_examples.sweep(batches=(32,), rules=("sqrt",))
+    failed = [
+        dataclasses.replace(t, status="failed", error=f"ValueError: boom\nline {t.number}", value=None, curve=[], noise_scale=None,
+                            samples_to_target=None, time_to_target_s=None)
+        for t in record.trials
+    ]  # fmt: skip
+    page = sweep_page(dataclasses.replace(record, trials=failed, goodput=[], words=[]))
+    html = render(page)
+    Tags(html)
+    assert page.drawings == [] and html.count("ValueError: boom") == 1
+
+
+def test_a_sweep_without_a_target_is_coloured_by_its_metric():
+    record = study_examples.sweep(batches=(32, 64), rules=("sqrt", "none"))
+    trials = [dataclasses.replace(t, samples_to_target=None, time_to_target_s=None) for t in record.trials]
+    page = sweep_page(dataclasses.replace(record, trials=trials, target=None, goodput=[], direction="max"))
+    chart = page.drawings[0]
+    assert chart.caption.startswith("Colour: validation/loss")
+    assert not any(d.name.startswith("target") for d in page.drawings)
+    Tags(render(page))
+
+
+def test_more_rules_than_fit_side_by_side_get_a_map_each():
+    record = study_examples.sweep(batches=(32, 64), rules=("sqrt",))
+    trials = [dataclasses.replace(t, rule=f"rule {k}") for k in range(7) for t in record.trials]
+    assert (
+        len([d for d in sweep_page(dataclasses.replace(record, trials=trials)).drawings if d.name.startswith("map")])
+        == 3
+    )
+
+
+def test_a_long_training_keeps_its_page_small_and_says_what_is_drawn():
+    page = a_run_page(20_000)
+    assert len(render(page).encode()) < LARGEST_PAGE_BYTES
+    loss = next(d for d in page.drawings if d.name == "loss")
+    assert "mean of about" in loss.caption
+
+
+def test_a_training_without_steps_or_mlflow_has_a_page_all_the_same(tmp_path):
+    page, figures = write_run_report(run_record(metrics={}, events=[]), tmp_path, steps=None, evaluations={})
+    assert page.name == "report.html" and [p.name for p in figures.iterdir()] == ["memory.png"]
+
+
+def test_rows_that_were_cut_are_left_out():
+    text = steps_csv(3) + "4,0.5"
+    assert [row["step"] for row in step_rows(text)] == [1, 2, 3]
+
+
+def test_an_empty_page_is_a_page():
+    Tags(render(Page(kind="Study", name="n", when="now", verdict="nothing")))
+
+
+def test_the_terminal_shows_the_same_table_and_verdict_and_where_everything_is():
+    record = dataclasses.replace(
+        study_examples.study(marks=("oversubscribed",)), mlflow_link="http://x/#/y", tracking_uri="sqlite:///a.db"
+    )
+    buffer = io.StringIO()
+    show_record(Console(file=buffer, color_system=None), record)
+    text = buffer.getvalue()
+    assert "oversubscribed" in text and record.curves[0].verdict[:60] in text
+    assert "39.7 ms" in text and "(5.87–6.23)" in text
+    assert text.splitlines()[-3:] == [
+        "MLflow:  scaleray tracking ui --uri sqlite:///a.db   then open http://x/#/y",
+        "report:  runs/digits-study/report.html",
+        "record:  runs/digits-study/record.json",
+    ]
+    buffer = io.StringIO()
+    show_record(Console(file=buffer, color_system=None), study_examples.sweep())
+    assert "Fastest: batch 1024" in buffer.getvalue() and "2 of 2" in buffer.getvalue()
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 132])
+def test_a_narrow_terminal_names_the_columns_that_it_leaves_out_and_cuts_no_figure(width):
+    (table,) = study_tables(study_examples.study(modes=("strong",)), is_brief=True)
+    buffer = io.StringIO()
+    Console(file=buffer, color_system=None, width=width).print(as_rich(table, width=width))
+    text = buffer.getvalue()
+    left_out = re.sub(r"\s+", " ", text).partition("for want of room here: ")[2]
+    for number, column in enumerate(table.columns):
+        if column in left_out:
+            continue
+        for row in table.rows:
+            assert all(part in text for part in row[number].replace(" (", "\n(").split("\n")), (column, row[number])
+    assert ("EUR" in left_out) == (width < 132)
+    assert "…" not in text
+
+
+def test_a_record_read_from_its_file_gives_the_same_page(tmp_path):
+    record = dataclasses.replace(study_examples.study(modes=("weak",), price=None), noise=[])
+    (tmp_path / "record.json").write_text(record.to_json())
+    again = type(record).read(tmp_path / "record.json")
+    assert json.loads(again.to_json()) == json.loads(record.to_json())
+    assert render(study_page(again)) == render(study_page(record))
