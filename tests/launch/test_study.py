@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from scaleray.config import load_config
-from scaleray.errors import ClusterError, ConfigError, RunFailedError
+from scaleray.errors import ClusterError, ConfigError, PeerLostError, RunFailedError
+from scaleray.launch import gloo, study_places
 from scaleray.launch import study as studies
-from scaleray.launch import study_places
 from scaleray.launch.study_plan import Question
 from scaleray.study_records import StudyRecord, ToTarget, Turn
 from scaleray.training.ladder import Effort, Measured, order_of_turns
@@ -245,6 +245,11 @@ def test_one_size_makes_no_curve_and_says_so(study):
     record = study(Question(world_sizes=[2], repeats=2))
     (curve,) = record.curves
     assert curve.fits == [] and curve.next_doubling is None and curve.verdict
+
+
+def test_what_a_worker_raised_itself_is_read_before_what_the_others_heard_of_it():
+    failures = {0: (PeerLostError("another worker failed in this turn"), ""), 1: (RunFailedError("mine"), "")}
+    assert str(gloo._first_cause(failures)) == "mine"
 
 
 # real workers
