@@ -35,6 +35,7 @@ from scaleray.launch.study_places import (
     launch_config,
     num_cores,
     topology_of,
+    workers_per_node,
 )
 from scaleray.launch.study_plan import MODES, OnCurve, Plan, Question, make_plan
 from scaleray.launch.study_workers import Climb, local_workers, ray_workers
@@ -84,7 +85,8 @@ def study(
         with _recorded(config, conditions, tracking_uri, started_at) as (folder, run):
             found = _Study(
                 config, question, plan, conditions, folder, run, say, command=command, started_at=started_at,
-                cores=None if config.scale.gpus_per_worker else num_cores(nodes), more=more, write_report=write_report,
+                cores=None if config.scale.gpus_per_worker else num_cores(nodes), workers_per_node=workers_per_node(config, nodes), more=more,
+                write_report=write_report,
             )  # fmt: skip
             if local:
                 workers = local_workers(spread, plan.workers, sources, code)
@@ -138,11 +140,13 @@ def _recorded(
 class _Study:
     def __init__(
         self, config: RunConfig, question: Question, plan: Plan, conditions: Conditions, folder: RunFolder, run: ParentRun,
-        say: Say, *, command: str, started_at: float, cores: int | None, more: Sequence[StudyRecord], write_report: WriteReport | None,
+        say: Say, *, command: str, started_at: float, cores: int | None, workers_per_node: int, more: Sequence[StudyRecord],
+        write_report: WriteReport | None,
     ) -> None:  # fmt: skip
         self.config, self.question, self.plan, self.conditions = config, question, plan, conditions
         self.folder, self.mlflow, self.say = folder, run, say
         self.command, self.started_at, self.cores = command, started_at, cores
+        self.workers_per_node = workers_per_node
         self.more, self.write_report = more, write_report
         self.known = KnownTurns(config.checkpoint.storage_path, conditions)
         self.turns: dict[str, list[Turn]] = {name: [] for name in plan.rungs}
@@ -305,17 +309,17 @@ class _Study:
                 for curve in other.curves for at in curve.points
                 if curve.mode in self.question.modes and (curve.mode, at.point.workers) not in have
             ]  # fmt: skip
+        marks = list(dict.fromkeys(mark for point in points for mark in point.marks))
         price = self.config.study.price_per_worker_hour
+        # workers that sleep or share cores stay where they are, however many
+        stays = EMULATED in marks or OVERSUBSCRIBED in marks
         curves = [
-            as_curve(mode, found, price_per_worker_hour=price)
+            as_curve(
+                mode, found, price_per_worker_hour=price, workers_per_node=None if stays else self.workers_per_node
+            )
             for mode in MODES
             if (found := [point for point in points if point.mode == mode])
         ]
-        if len(curves) > 1:
-            curves = [
-                dataclasses.replace(c, verdict=f"{c.mode} scaling: {c.verdict}" if c.verdict else "") for c in curves
-            ]
-        marks = list(dict.fromkeys(mark for point in points for mark in point.marks))
         hardware = {
             json.dumps(kind, sort_keys=True): kind
             for turns in self.turns.values()

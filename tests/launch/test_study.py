@@ -110,7 +110,8 @@ def test_a_study_ends_in_a_record_with_its_curves_verdict_and_place_in_mlflow(st
     parts = point.compute_s + point.exposed_comm_s + point.input_wait_s + point.other_s
     assert parts == pytest.approx(point.step_time_s.value)
     assert point.cost_per_million_samples == pytest.approx(4 * 2.0 / 3600 * 1e6 / point.samples_per_s.value)
-    assert len(record.words) == 2 and record.words[0].startswith("strong scaling: ")
+    assert len(record.words) == 2 and record.words[0].startswith("Strong scaling: ")
+    assert "8 workers would be the first to leave a node" in record.words[0]  # cpu_count is 4 here
     again = StudyRecord.read(Path(record.folder) / "record.json")
     assert again == record and again.command == "scaleray study -c x"
     client = MlflowClient(record.tracking_uri)
