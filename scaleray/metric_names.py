@@ -39,6 +39,10 @@ SPARSITY = Metric("train/sparsity", "1", "share of the prunable weights that are
 BUBBLE_SHARE = Metric(
     "perf/bubble_share", "1", "share of a step's passes in which a pipeline's workers had nothing to do, their mean"
 )
+NOISE_GRAD_SQ = Metric(
+    "train/noise_grad_sq", "1", "average of the unbiased estimate of |G|^2, the squared norm of the gradient"
+)
+NOISE_TRACE = Metric("train/noise_trace", "1", "average of the trace of the covariance of one sample's gradient")
 WORKERS = Metric("perf/workers", "workers", "number of workers, which changes in an elastic run")
 CHECKPOINT_STALL_S = Metric("checkpoint/stall_s", "s", "how long training waited for this checkpoint")
 CHECKPOINT_DURATION_S = Metric("checkpoint/duration_s", "s", "from its beginning to its manifest, beside the training")
@@ -77,7 +81,9 @@ TRIAL_NOISE_SCALE = Metric("trial/noise_scale", "samples", "gradient noise scale
 TRIAL_GOODPUT = Metric("trial/goodput", "samples/s", "throughput times statistical efficiency")
 SCALING_IDEAL = Metric("scaling/ideal_speedup", "1", "number of workers over that of the curve's base; step: workers")
 NOISE_SCALE = Metric(
-    "train/noise_scale", "samples", "gradient noise scale; step: samples, where a study or sweep wrote it"
+    "train/noise_scale",
+    "samples",
+    "gradient noise scale, trace over |G|^2: the batch at which noise equals signal; step: samples, where a study or sweep wrote it",
 )
 BATCH_SAMPLES_PER_S = Metric("batch/samples_per_s", "samples/s", "throughput at a batch size; step: batch size")
 BATCH_EFFICIENCY = Metric(

@@ -126,6 +126,8 @@ class WorkerSummary:
     """What came of torch.compile: graphs, graph breaks and failures with file and line. Empty where it was not asked for."""
     memory: dict[str, Any] = field(default_factory=dict)
     """What fills the memory of this worker in bytes, and what a search for a micro-batch found."""
+    noise: dict[str, Any] = field(default_factory=dict)
+    """The gradient noise scale with its interval and how it was measured. Empty where it was not."""
 
 
 WorkerMessage = StepRecord | EvaluationRecord | SystemRecord | CheckpointRecord | EventRecord | WorkerSummary
@@ -174,6 +176,8 @@ class RunRecord:
     """What came of torch.compile on rank 0, see WorkerSummary."""
     memory: list[dict[str, Any]] = field(default_factory=list)
     """What filled the memory of each worker, by rank."""
+    noise: dict[str, Any] = field(default_factory=dict)
+    """The gradient noise scale as rank 0 measured it, see WorkerSummary."""
     unsent_file: str | None = None
     """Metrics that MLflow did not take; `scaleray tracking replay FILE` sends them."""
 

@@ -190,7 +190,8 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One training of a sweep. status: `finished`, `stopped early`, `target reached`, `target missed`, `failed` or `never fits`."""
+    """One training of a sweep. status: `finished`, `stopped early`, `target reached`, `target missed`, `diverged` (its loss or
+    gradient became NaN or infinite), `failed` or `never fits`."""
 
     number: int
     status: str
@@ -217,7 +218,11 @@ class Trial:
     """From when the trial had its workers to its end."""
     samples_per_s: float | None = None
     noise_scale: float | None = None
+    """The one that stands for the whole training, see `NoiseWindows.effective`; None with an interval: larger than could be resolved."""
+    noise_interval: tuple[float, float | None] | None = None
+    """95 %; None as its upper end is infinite."""
     goodput: float | None = None
+    """Samples of the reference batch that a second of this training was worth, by samples to the target."""
     error: str = ""
     run_id: str = ""
 

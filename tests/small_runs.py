@@ -302,7 +302,12 @@ class Stepper:
 
     def __call__(self, number: int) -> StepResult:
         """Take step `number`, from 1; ranks meet where the strategy says."""
-        rows = self.sources[TRAIN].read(self.plan.rank_indices(number - 1, self.place.rank, self.place.world_size))
+        shares = self.job.recipe.worker_shares
+        rank, size = (
+            self.place.rank // self.job.config.model_parallel_size,
+            self.place.world_size // self.job.config.model_parallel_size,
+        )
+        rows = self.sources[TRAIN].read(self.plan.rank_indices(number - 1, rank, size, shares))
         batch = RankBatch(number - 1, rows, len(next(iter(rows.values()))))
         meets = self.parallel.meets(number)
         return self.step(batch, num_rows=self.plan.num_rows(number - 1), want_norm=True, meets=meets)

@@ -15,6 +15,7 @@ from scaleray.cli.checkpoint import checkpoint_app
 from scaleray.cli.compare import compare
 from scaleray.cli.report import report
 from scaleray.cli.study import study
+from scaleray.cli.sweep import sweep
 from scaleray.cli.verify import verify
 from scaleray.errors import ScaleRayError
 
@@ -31,6 +32,7 @@ app.command(config_app)
 app.command(tracking_app)
 app.command(checkpoint_app)
 app.command(verify)
+app.command(sweep)
 app.command(report)
 app.command(study)
 app.command(compare)

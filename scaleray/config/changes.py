@@ -11,7 +11,7 @@ from scaleray.config.strategy import EXACT
 
 HARMLESS = (
     "scale.", "strategy.", "fsdp.", "tensor.", "pipeline.", "shares.", "activations.", "compilation.", "memory.",
-    "checkpoint.", "tracking.", "evaluation.", "batch.micro_size", "fine_tuning.merge",
+    "checkpoint.", "tracking.", "evaluation.", "noise_scale.", "batch.micro_size", "fine_tuning.merge",
     "data.chunk_mib", "data.prefetch_mib", "data.reserved_cpus", "data.timeout_s",
 )  # fmt: skip
 """Keys that decide how a training runs, not what it computes: it may be resumed with others."""

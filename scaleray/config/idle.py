@@ -38,6 +38,10 @@ NEEDS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
         "without gossip.is_asynchronous",
     ),
     "fsdp.wrap_min_parameters": (lambda config: config.fsdp.wrap == "size", "without fsdp.wrap size"),
+    **dict.fromkeys(
+        ("noise_scale.every_steps", "noise_scale.averaging", "noise_scale.preconditioned"),
+        (lambda config: config.noise_scale.measure is not False, "without noise_scale.measure"),
+    ),
     "shares.measure_every": (lambda config: config.shares.by == "speed", "without shares.by speed"),
     "shares.smallest": (lambda config: config.shares.by != "equal", "with equal shares"),
     "pipeline.data_axis": (lambda config: config.scale.max_workers > config.pipeline.size, "with one replica"),

@@ -18,6 +18,7 @@ from scaleray.config.fsdp import FsdpSettings
 from scaleray.config.gossip import GossipSettings
 from scaleray.config.local_sgd import LocalSgdSettings
 from scaleray.config.memory import MemorySettings
+from scaleray.config.noise_scale import NoiseScaleSettings
 from scaleray.config.optimizer import OptimizerSettings
 from scaleray.config.pipeline import PipelineSettings
 from scaleray.config.pruning import PruningSettings
@@ -63,6 +64,7 @@ class RunConfig(Settings):
     memory: MemorySettings = MemorySettings()
     pruning: PruningSettings = PruningSettings()
     fine_tuning: FineTuningSettings = FineTuningSettings()
+    noise_scale: NoiseScaleSettings = NoiseScaleSettings()
     data: DataSettings = DataSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     tracking: TrackingSettings = TrackingSettings()
@@ -134,8 +136,8 @@ class RunConfig(Settings):
         return values
 
     def hash(self) -> str:
-        """SHA-256 (16 hex digits) of what decides the training; where it is stored and recorded does not count."""
+        """SHA-256 (16 hex digits) of what decides the training; where it is stored and what is recorded does not count."""
         values = self.to_dict()
-        for section in ("tracking", "checkpoint", "study"):
+        for section in ("tracking", "checkpoint", "noise_scale", "study"):
             values.pop(section)
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

@@ -119,6 +119,7 @@ def make_record(
         events=recording.events,
         resumed_after=recording.resumed_after,
         compilation=summary.compilation if summary else {},
+        noise=summary.noise if summary else {},
         memory=[s.memory for s in summaries],
     )
 

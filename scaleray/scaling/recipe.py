@@ -24,6 +24,7 @@ from scaleray.scaling.combinations import (
     check_training_apart,
 )
 from scaleray.scaling.lr_rules import RULES, Hyperparameters
+from scaleray.scaling.noise_way import check_noise_scale
 from scaleray.scaling.shares import shares_by_speed
 
 WHY_EVEN = {
@@ -178,6 +179,8 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
     why.setdefault("keep_checkpoint_every_steps", "none stays for good")
     strategy = resolve_strategy(config, workers)
     check_compression(config, strategy)
+    if workers == config.scale.max_workers:  # an elastic run may come down to a single worker for a while
+        check_noise_scale(config, strategy, data_size=workers // model_parallel, accumulation_steps=accumulation)
     why["strategy"] = f"strategy.name {config.strategy.name}, {workers} worker{'s' if workers > 1 else ''}"
     check_training_apart(config)
     if config.precision.tf32 and (config.precision.dtype == "fp64" or not config.scale.gpus_per_worker):

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+    _get_gradient_divide_factors,
+)
 
 
 class Counter:
@@ -16,6 +22,16 @@ class Counter:
 
     def count(self, tensor: torch.Tensor) -> None:
         self.num_bytes += tensor.numel() * tensor.element_size()
+
+
+class Window:
+    """Shows pieces of a rank's own gradient, while somebody looks."""
+
+    def __init__(self) -> None:
+        self.see: Callable[[torch.Tensor, float], None] | None = None
+
+    def show(self, see: Callable[[torch.Tensor, float], None] | None) -> None:
+        self.see = see
 
 
 class CountedAllGather(DefaultAllGather):
@@ -30,11 +46,19 @@ class CountedAllGather(DefaultAllGather):
 
 
 class CountedReduceScatter(DefaultReduceScatter):
-    """torch's own. A rank gives the whole gradient of a unit."""
+    """torch's own. A rank gives the whole gradient of a unit. replicas: the group that it is all-reduced over afterwards."""
 
-    def __init__(self, counter: Counter) -> None:
-        self.counter = counter
+    def __init__(self, counter: Counter, window: Window, replicas: dist.ProcessGroup | None) -> None:
+        self.counter, self.window, self.replicas = counter, window, replicas
 
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, *args: Any, **kwargs: Any
+    ) -> Any:  # fmt: skip
         self.counter.count(input_tensor)
-        return super().__call__(output_tensor, input_tensor, *args, **kwargs)
+        if self.window.see is not None:
+            # torch has divided by a part of the number of workers already, where sums could overflow
+            before, *_ = _get_gradient_divide_factors(
+                group, self.replicas, input_tensor.dtype, input_tensor.device.type
+            )
+            self.window.see(input_tensor, before or 1.0)
+        return super().__call__(output_tensor, input_tensor, group, *args, **kwargs)

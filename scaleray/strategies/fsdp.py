@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
 from scaleray.strategies.buffers import broadcast
-from scaleray.strategies.counting import CountedAllGather, CountedReduceScatter, Counter
+from scaleray.strategies.counting import CountedAllGather, CountedReduceScatter, Counter, Window
 from scaleray.strategies.parallel import Parallel, full
 from scaleray.strategies.units import Units, choose_units, prefetch_distance
 from scaleray.strategies.unsharding import unshard_for_good
@@ -32,11 +32,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Sharded:
-    """A model whose parameters are shards now. sent: counts what its collectives are given."""
+    """A model whose parameters are shards now. sent: counts what its collectives are given; window: shows it."""
 
     model: nn.Module
     units: Units
     sent: Counter
+    window: Window
     notes: list[str] = field(default_factory=list)
 
     @contextlib.contextmanager
@@ -85,6 +86,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         forward_is_collective=True,
         after_update=after_update,
         bytes_sent=lambda: sharded.sent.num_bytes,
+        show_own_gradients=sharded.window.show,
         notes=[*sharded.units.notes, *sharded.notes],
     )
 
@@ -101,7 +103,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) 
     if distance < min(settings.prefetch, len(units.modules)):
         notes.append(f"fsdp: prefetches {distance} units, not {settings.prefetch}, to keep fsdp.max_unsharded_gib")
     offload = CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy()
-    sent = Counter()
+    sent, window = Counter(), Window()
+    replicas = mesh.get_group(0) if mesh.ndim == 2 else None
     for module in reversed(units.modules):  # inner units first: each takes what no other has taken
         fully_shard(
             module, mesh=mesh, reshard_after_forward=settings.reshard_after_forward, mp_policy=policy, offload_policy=offload
@@ -115,12 +118,12 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) 
     wrapped = [_wrapped(module) for module in units.modules]
     for unit in (*wrapped, _wrapped(model)):
         unit.set_custom_all_gather(CountedAllGather(sent))
-        unit.set_custom_reduce_scatter(CountedReduceScatter(sent))
+        unit.set_custom_reduce_scatter(CountedReduceScatter(sent, window, replicas))
         unit.set_reduce_scatter_unused_params(settings.reduce_unused, recurse=False)
         if mesh.ndim == 2:  # torch calls it after its own all-reduce over the replicas, with what that was given
             unit.set_all_reduce_hook(sent.count)
     _prefetch(wrapped, _wrapped(model), distance)
-    return Sharded(model, units, sent, notes)
+    return Sharded(model, units, sent, window, notes)
 
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

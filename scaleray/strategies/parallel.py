@@ -100,6 +100,9 @@ class Parallel:
     bytes_sent: Callable[[], float] = lambda: 0.0
     """Bytes that this rank has given to collectives and sends, for gradients, parameters and activations, since it was
     built: payloads, each counted once whatever the algorithm makes of them."""
+    show_own_gradients: Callable[[Callable[[torch.Tensor, float], None] | None], None] | None = None
+    """From now on, give `see(piece, factor)` each piece of this rank's own gradient, divided by `factor`, right before it
+    meets the others'; None ends that. None: hooks of the parameters see it, in a step's last backward pass."""
     metrics: Callable[[], dict[str, float]] = dict
     """Figures of the last step by metric name, such as a consensus distance."""
     notes: list[str] = field(default_factory=list)

@@ -32,6 +32,7 @@ from scaleray.training.fine_tuning import merged
 from scaleray.training.first_batch import check_first_batch
 from scaleray.training.job import TRAIN, OpenStream, TrainJob
 from scaleray.training.model_setup import Setup, prepare
+from scaleray.training.noise_scale import NoiseMeter, find_way
 from scaleray.training.nonfinite import stops_at, what_was_nonfinite
 from scaleray.training.place import Place
 from scaleray.training.progress import Progress
@@ -80,6 +81,8 @@ class _Run:
         self.compiled: dict[str, Any] = {}
         self.memory: dict[str, Any] = {}
         self.search: dict[str, Any] = {}
+        self.noise: NoiseMeter | None = None
+        self.noise_state: dict[str, Any] | None = None
         self.micro_batch_size: int | None = None  # where it is not the config's
         self.system = SystemMetrics() if self.config.tracking.system_metrics and place.local_rank == 0 else None
         self.sampled_at = time.monotonic()
@@ -126,6 +129,8 @@ class _Run:
         finally:
             stream.close()
             self.shares.close()
+            if self.noise is not None:
+                self.noise.close()
             if setup is not None:
                 setup.undo.close()  # after an error: torch's switches are the process's
         summary = self._summary(setup, plan, stream, verdict)
@@ -149,6 +154,7 @@ class _Run:
             "nonfinite_steps": self.nonfinite_steps,
             "nonfinite_in_a_row": self.train_step.nonfinite_in_a_row if self.train_step else self.nonfinite_in_a_row,
             "metrics": self.evaluations.metrics, "evaluated_at": self.evaluations.step, "verdict": self.verdict,
+            "noise_scale": self.noise.state() if self.noise else self.noise_state,
             "training_time_s": self.clock.total_s, "shares": self.shares.state(), "micro_batch_size": self.micro_batch_size,
         }  # fmt: skip
 
@@ -176,6 +182,7 @@ class _Run:
         self.verdict = progress.get("verdict")
         self.clock.total_s = progress.get("training_time_s", 0.0)
         self.micro_batch_size = progress.get("micro_batch_size")
+        self.noise_state = progress.get("noise_scale")
 
     def _steps(self, setup: Setup, stream: PartStream, plan: StepPlan) -> str | None:
         """Train to the end and give the verdict; None when the run was asked to leave."""
@@ -204,6 +211,7 @@ class _Run:
                 self.job.workload, setup.parallel.module, first, setup, self.place, gives_tuples=split.gives_tuples
             )
         step.recipe = self._find_micro_size(setup, first, gives_tuples=split.gives_tuples)
+        step.noise = self.noise = self._noise_meter(setup)
         scaler = setup.precision.scaler
         self.clock.start(stream.waited_s)
         for batch in self._batches(first, stream):
@@ -222,6 +230,8 @@ class _Run:
                 setup.schedule.step()
             self.step = batch.step + 1
             self.progress.finish_step(self.step)
+            if self.noise is not None:
+                self.noise.count_samples(plan.num_rows(batch.step))
             if changed := self.shares.end_step(self.step, batch.num_rows):
                 self.progress.enter("input")
                 stream.cut(self.step, self.shares.now)
@@ -240,7 +250,10 @@ class _Run:
                         epoch=plan.epochs(self.step), is_finite=result.is_finite,
                         loss_scale=scaler.get_scale() if scaler.is_enabled() else None, world_size=self.place.world_size,
                         sent_bytes=sent_bytes - self.sent_bytes,
-                        more={**setup.parallel.metrics(), **(setup.pruning.metrics() if setup.pruning else {})},
+                        more={
+                            **setup.parallel.metrics(), **(setup.pruning.metrics() if setup.pruning else {}),
+                            **(self.noise.metrics() if self.noise else {}),
+                        },
                     )
                 )  # fmt: skip
             self.sent_bytes = sent_bytes
@@ -259,6 +272,20 @@ class _Run:
             if saves and result.signals and saves.after_step(self.step, result.signals, self.evaluations.metrics):
                 return None
         return "done"
+
+    def _noise_meter(self, setup: Setup) -> NoiseMeter | None:
+        """What measures gradient noise, if anything does. Once micro-batches are known."""
+        if self.config.noise_scale.measure is False:
+            return None
+        way = find_way(self.config, self.recipe, self.place)
+        if self.place.rank == 0:
+            self.emit(EventRecord(str(way)))
+        if way.way is None:
+            return None
+        meter = NoiseMeter(self.config, setup, self.place, way)
+        if self.noise_state is not None:
+            meter.load_state(self.noise_state)
+        return meter
 
     def _first_notes(self, setup: Setup) -> list[str]:
         compilation = setup.compilation.notes if setup.compilation is not None else []
@@ -396,4 +423,5 @@ class _Run:
             hardware={"cpu": cpu_model(), "accelerators": accelerators()},
             compilation=self.compiled,
             memory={**self.memory, **({"micro_batch": self.search} if self.search else {})},
+            noise=self.noise.values() if self.noise else {},
         )

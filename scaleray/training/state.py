@@ -144,9 +144,11 @@ class TrainState:
     def digests(self) -> dict[str, str]:
         """A hash of each item on this rank, to find the one that differs between two runs."""
         tensors, _, values = self.capture()
-        values[PROGRESS] = {
-            k: v for k, v in values[PROGRESS].items() if k != "training_time_s"
-        }  # measured, not computed
+        measured = {"training_time_s"}  # not computed
+        noise = values[PROGRESS].get("noise_scale")
+        if noise and noise["averages"]["is_biased"]:
+            measured.add("noise_scale")  # from pairs of steps, of which an interruption may lose one
+        values[PROGRESS] = {k: v for k, v in values[PROGRESS].items() if k not in measured}
         hashes = {item: hashlib.sha256(json.dumps(values.get(item), sort_keys=True).encode()) for item in ITEMS}
         for name in sorted(tensors):
             item, _, rest = name.partition(".")

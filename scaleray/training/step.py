@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +24,7 @@ from scaleray.strategies.parallel import MicroBatch
 from scaleray.training.back_off import BackOff, MemoryRanOut
 from scaleray.training.micro_batches import as_user_batch, micro_batches, to_device
 from scaleray.training.model_setup import Setup
+from scaleray.training.noise_scale import NoiseMeter
 from scaleray.training.place import Place
 from scaleray.training.shards import local
 from scaleray.training.sum_and_count import check_sum_and_count
@@ -84,6 +86,7 @@ class TrainStep:
         self.num_updates = 0  # steps taken; the loop says how many came before
         self.count_per_row = 1.0  # learned from each step; only a guess that saves a pass over the gradients
         self.nonfinite_steps = self.nonfinite_in_a_row = 0  # since the last meeting, and up to now
+        self.noise: NoiseMeter | None = None
 
     def __call__(self, batch: RankBatch, *, num_rows: int, want_norm: bool, meets: bool = True) -> StepResult:
         """Train on one global batch of `num_rows` rows, of which `batch` is this rank's part. Collective.
@@ -105,6 +108,8 @@ class TrainStep:
         buffers = self.back_off.buffers()
         while True:
             self._totals = torch.tensor(start, dtype=torch.float64, device=self.place.device)
+            if self.noise is not None:
+                self.noise.begin(number, is_local=is_local)
             try:
                 own_sum, own_count = self._run_micro_batches(batch, num_rows=num_rows, meets=meets)
                 break
@@ -119,14 +124,15 @@ class TrainStep:
             )
         if meets:  # in a local step too: a value that all ranks have, and a checkpoint
             self.count_per_row = count / num_rows
+        update = partial(self._update, want_norm=want_norm, own_count=own_count)
         if is_local:
             # a rank of which no row counts has no gradient
             correction = expected / own_count if own_count else 0.0
-            result = self._update(own_sum, own_count or 1.0, correction=correction, want_norm=want_norm)
+            result = update(own_sum, own_count or 1.0, correction=correction, num_rows=batch.num_rows)
             own = dataclasses.replace(result, count=own_count, is_own=True)
             result = self._met(result, loss_sum, count) if meets else own
         else:
-            result = self._update(loss_sum, count, correction=expected / count, want_norm=want_norm)
+            result = update(loss_sum, count, correction=expected / count, num_rows=num_rows)
             bad, self.nonfinite_steps = self.nonfinite_steps, 0
             result = dataclasses.replace(result, nonfinite_steps=bad, nonfinite_in_a_row=self.nonfinite_in_a_row)
         result = dataclasses.replace(result, signals=tuple(signals) if meets else ())
@@ -181,6 +187,8 @@ class TrainStep:
             self.back_off.agree_on(shortage)
             with self.back_off.caught(here=self.place.world_size == 1) as shortage:
                 sum_up()  # beside the backward pass, so that it costs no time of its own
+                if self.noise is not None:
+                    self.noise.before_last_backward()
                 scaled.backward()
             if shortage:
                 raise MemoryRanOut(shortage[0])
@@ -196,6 +204,8 @@ class TrainStep:
 
     def _objective(self, model: Any, piece: MicroBatch) -> torch.Tensor:
         """The scaled loss of a micro-batch; its sum and count are added to the totals."""
+        if self.noise is not None:
+            self.noise.before_pass(piece.weight, self._totals[1])
         with self.setup.precision.autocast():
             result = self.workload.loss(model, piece.batch)
         loss, count = check_sum_and_count(result, what="loss()")
@@ -205,7 +215,9 @@ class TrainStep:
         self._totals[1] += count
         return self.setup.precision.scaler.scale(loss * self._scale)
 
-    def _update(self, loss_sum: float, count: float, *, correction: float, want_norm: bool) -> StepResult:
+    def _update(
+        self, loss_sum: float, count: float, *, correction: float, want_norm: bool, own_count: float, num_rows: int
+    ) -> StepResult:
         setup, clip_norm = self.setup, self.config.optimizer.clip_norm
         self.enter("update")
         scaler = setup.precision.scaler
@@ -215,15 +227,20 @@ class TrainStep:
         if self.probe is not None:
             self.probe.on_gradients(correction)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        grad_norm = None
+        grad_norm = norm = None
         factor = correction
         loss_scale = scaler.get_scale()
         is_finite = math.isfinite(loss_sum)
-        if (
-            clip_norm is not None or want_norm or self.config.on_nonfinite != "raise"
-        ):  # these keep the weights, so look first
-            norm = setup.parallel.total_norm(gradients) * correction
-            grad_norm = norm.item()
+        # what clips or skips keeps the weights, so look first
+        want_norm = want_norm or clip_norm is not None or self.config.on_nonfinite != "raise"
+        if want_norm or (self.noise is not None and self.noise.wants_norm):
+            norm = (setup.parallel.total_norm(gradients) * correction).item()
+        if self.noise is not None:
+            self.noise.after_backward(
+                norm, correction=correction, loss_scale=loss_scale, count=count, own_count=own_count, num_rows=num_rows
+            )  # fmt: skip
+        if want_norm and norm is not None:
+            grad_norm = norm
             # with loss scaling an infinite gradient is the scaler's business: it skips the step and lowers the scale
             is_finite = is_finite and (math.isfinite(grad_norm) or scaler.is_enabled())
             if clip_norm is not None and grad_norm > clip_norm:

@@ -60,6 +60,7 @@ def test_nothing_is_said_of_defaults(strategy):
         ({"shares.measure_every": 7}, "without shares.by speed"),
         ({"shares.smallest": 0.5}, "with equal shares"),
         ({"precision.initial_loss_scale": 2}, "without precision.dtype fp16"),
+        ({"noise_scale.every_steps": 3}, "without noise_scale.measure"),
     ],
 )
 def test_what_another_setting_switches_on_is_said_where_it_does_not(given, says):

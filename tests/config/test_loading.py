@@ -323,6 +323,7 @@ CHANGES = {
     "precision.tf32": True, "precision.float8_leave_out": ["head"], "precision.emulate_float8": True, "activations.checkpointing": "full", "activations.every": 3, "activations.memory_budget": 0.7,
     "compilation.what": "model", "compilation.backend": "eager", "compilation.dynamic": True, "compilation.mode": "max-autotune",
     "compilation.cache_dir": "x", "compilation.must_succeed": True, "memory.limit_gib": 1,
+    "noise_scale.measure": "auto", "noise_scale.every_steps": 3, "noise_scale.averaging": 0.9, "noise_scale.preconditioned": True,
     "memory.reserve": 0.1, "memory.on_out_of_memory": "halve",
 }  # fmt: skip
 ONLY_WITH = {
@@ -338,14 +339,14 @@ ONLY_WITH = {
 TOGETHER = {"fsdp.wrap_classes": {"fsdp.wrap": "class"}, "shares.speeds": {"shares.by": "given"}}
 
 
-def test_the_hash_changes_with_everything_but_where_a_run_is_kept():
+def test_the_hash_changes_with_everything_but_where_a_run_is_kept_and_what_it_measures():
     assert {*CHANGES, *ONLY_WITH, "stop.at", "checkpoint.copies", "checkpoint.copy_path"} == set(known_keys()), (
         "a new key belongs into CHANGES"
     )
     plain = with_flags().hash()
     assert len(plain) == 16 and plain == with_flags().hash()
     for key, value in CHANGES.items():
-        is_storage = key.startswith(("tracking.", "checkpoint.", "study."))
+        is_storage = key.startswith(("tracking.", "checkpoint.", "noise_scale.", "study."))
         assert (with_flags(**{key: value}).hash() == plain) == is_storage, key
     for key, (others, value) in ONLY_WITH.items():
         given = {key: value, **TOGETHER.get(key, {})}

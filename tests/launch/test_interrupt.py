@@ -65,9 +65,11 @@ CLUSTER_ACTORS = ("JobSupervisor", "_AutoscalingCoordinatorActor", "_StatsActor"
 
 def train_actors():
     """Actors of runs that are still alive on the session's cluster, detached helpers included."""
+    import ray
     from ray.util.state import list_actors
 
-    alive = list_actors(filters=[("state", "=", "ALIVE")], limit=1000)
+    address = ray.get_runtime_context().gcs_address  # there may be other clusters on the machine
+    alive = list_actors(address, filters=[("state", "=", "ALIVE")], limit=1000)
     return [a.class_name for a in alive if not a.class_name.endswith(CLUSTER_ACTORS)]
 
 

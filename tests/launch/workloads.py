@@ -130,3 +130,33 @@ class FromRayDataset(Line):
                 lambda b: {"x": b["data"], "y": b["data"].sum(axis=1, keepdims=True)}
             )
         }
+
+
+class Sweepable(Line):
+    """A regression whose trials can fail, die or take their time. The counts begin anew with every object."""
+
+    def __init__(
+        self,
+        rows: int = 64,
+        *,
+        fail_at: int = 0,
+        kill_at: int = 0,
+        rank: int = 0,
+        marker: str = "",
+        seconds: float = 0.0,
+    ) -> None:
+        super().__init__(rows)
+        self.fail_at, self.kill_at, self.rank, self.marker, self.seconds = fail_at, kill_at, rank, marker, seconds
+        self.calls = 0
+
+    def loss(self, model, batch):
+        self.calls += model.training
+        if model.training and self.seconds:
+            time.sleep(self.seconds)
+        if self.fail_at and self.calls == self.fail_at:
+            raise RuntimeError("the user's own mistake")
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        if self.kill_at and self.calls == self.kill_at and rank == self.rank and not Path(self.marker).exists():
+            Path(self.marker).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(model, batch)

@@ -186,6 +186,8 @@ LOOP_SAVED = {
     "job",
     "verdict",
     "shares",
+    "noise",
+    "noise_state",
 }
 LOOP_STATELESS = {
     "place", "open_stream", "emit", "save_weights", "probe", "checkpointing", "progress", "config", "recipe", "first_step",
@@ -194,7 +196,7 @@ LOOP_STATELESS = {
 }  # fmt: skip
 EVALUATIONS_SAVED = {"metrics", "step"}
 EVALUATIONS_STATELESS = {"place", "open_stream", "enter", "setup", "target", "every", "evaluators"}
-STEP_SAVED = {"count_per_row", "num_updates", "nonfinite_in_a_row"}
+STEP_SAVED = {"count_per_row", "num_updates", "nonfinite_in_a_row", "noise"}
 STEP_STATELESS = {
     "nonfinite_steps",  # 0 after every meeting, and only then there are checkpoints
     "workload", "setup", "config", "recipe", "place", "gives_tuples", "probe", "signals", "before_update", "enter", "parameters",

@@ -1,0 +1,25 @@
+"""Whether a run measures how noisy its gradients are."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from scaleray.config.base import Count, Settings
+
+
+class NoiseScaleSettings(Settings):
+    """The gradient noise scale: the batch size, in samples, at which noise equals signal. Measuring changes no training."""
+
+    measure: Literal["auto"] | bool = False
+    """true measures, or refuses with the reason. auto measures where that is exact and costs no memory: from the gradients
+    of several workers before they meet, or from a step's first micro-batch; true takes consecutive steps as a last resort,
+    which is biased and keeps a second gradient in memory."""
+    every_steps: Count = 10
+    """Steps between two measurements."""
+    averaging: Annotated[float, Field(gt=0, lt=1)] = 0.999
+    """What the weight of earlier measurements is multiplied by with each step of `optimizer.reference_batch_size` samples:
+    0.999 looks back over about a thousand such steps."""
+    preconditioned: bool = False
+    """Measure gradients as Adam's update sees them, divided by the root of its second moment. For adamw and lamb."""

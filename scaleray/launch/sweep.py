@@ -1,0 +1,169 @@
+"""`sweep`: many trainings of one recipe under Ray Tune, and what they say together.
+
+Everything that can be refused is refused before workers start. The driver alone writes records and MLflow; a sweep that
+was interrupted goes on with the trials that have no record yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from scaleray.config import RunConfig
+from scaleray.config.base import absolute_path
+from scaleray.errors import ConfigError, DataError
+from scaleray.launch import cluster
+from scaleray.launch.guided_sweep import check_guided
+from scaleray.launch.run import load_sources
+from scaleray.launch.run_folder import RunFolder
+from scaleray.launch.running_sweep import RunningSweep, Say, WriteReport
+from scaleray.launch.sweep_folder import AskedSweep, SweepFolder, finished_record, named, read_asked
+from scaleray.launch.sweep_plan import (
+    Material,
+    all_args,
+    check_keys,
+    make_material,
+    make_plan,
+    material_key,
+)
+from scaleray.launch.trial_capacity import check_trial_fits
+from scaleray.launch.tune_experiment import quiet_tune
+from scaleray.launch.verify import sigterm_like_ctrl_c
+from scaleray.scaling.sweep_question import SweepQuestion
+from scaleray.study_records import SweepRecord
+from scaleray.tracking import store
+from scaleray.training.job import TRAIN
+from scaleray.workload import build_workload, load_workload
+
+
+def sweep(
+    config: RunConfig | None, question: SweepQuestion | None, workload: Any = None, *, continue_folder: str | None = None,
+    tracking_uri: str | None = None, command: str = "", say: Say = lambda text: None, base_dir: Path | None = None,
+    write_report: WriteReport | None = None, against: SweepRecord | None = None,
+) -> SweepRecord:  # fmt: skip
+    """Run the trials that `question` asks for, each a training of `config` with other settings.
+
+    continue_folder: of an interrupted sweep, whose question and config are then taken. tracking_uri: where MLflow is, if not
+    where the config says. command: how to repeat it. write_report: called with the record and a folder, gives the files it
+    wrote. against: the record of the whole grid, to judge a guided sweep's choice by.
+
+    Raises UsageError for what the user can mend, RunFailedError when all trials failed (the record is written all the same),
+    KeyboardInterrupt when stopped.
+    """
+    if continue_folder is not None and (finished := finished_record(absolute_path(continue_folder))) is not None:
+        say(f"sweep {finished.name} is finished already; nothing is left to do")
+        return finished
+    with opened(
+        config, question, workload, continue_folder=continue_folder, tracking_uri=tracking_uri, command=command, say=say,
+        base_dir=base_dir, against=against,
+    ) as running:  # fmt: skip
+        running.run_all()
+        return running.finish(write_report)
+
+
+@contextlib.contextmanager
+def opened(
+    config: RunConfig | None, question: SweepQuestion | None, workload: Any = None, *, continue_folder: str | None = None,
+    tracking_uri: str | None = None, command: str = "", say: Say = lambda text: None, base_dir: Path | None = None,
+    against: SweepRecord | None = None,
+) -> Iterator[RunningSweep]:  # fmt: skip
+    """A sweep with its cluster, folder and MLflow run, ready to run trials; ended in order with the context. See `sweep`."""
+    started_at = time.time()
+    before: AskedSweep | None = None
+    folder: RunFolder | None = None
+    if continue_folder is not None:
+        before = read_asked(absolute_path(continue_folder))
+        config, question, command = RunConfig.model_validate(before.config), before.question, before.command
+        base_dir = Path(before.base_dir) if before.base_dir else base_dir
+    assert config is not None and question is not None
+    config = _with_absolute_paths(config)
+    check_keys(config, question)
+    tracking_uri = store.resolve_uri(tracking_uri or config.tracking.uri)
+    store.check_reachable(tracking_uri)
+    given = workload
+    try:
+        if continue_folder is not None:
+            folder = RunFolder.reopen(absolute_path(continue_folder))
+        with quiet_tune(), _connected(config, question) as nodes, sigterm_like_ctrl_c():
+            materials = _load_materials(config, question, given, base_dir)
+            plan, candidates = make_plan(config, question, materials)
+            if question.guided_share is not None:
+                check_guided(plan)
+            check_trial_fits(plan.config(candidates.chosen[0]), nodes)
+            if before is not None:
+                check_same_data(before, _data_hashes(materials))
+                plan = dataclasses.replace(plan, candidates=before.candidates)
+            folder = folder or RunFolder.reserve(named(config, time.strftime("%Y%m%d-%H%M%S"), secrets.token_hex(2)))
+            asked = before or AskedSweep(
+                config=config.to_dict(), question=question, candidates=plan.candidates,
+                # Optuna meets them, or does not
+                refused=candidates.refused if question.search != "optuna" else [],
+                command=command, base_dir=str(base_dir) if base_dir else None, data=_data_hashes(materials),
+                started_at=started_at, run_id="",
+            )  # fmt: skip
+            running = RunningSweep(
+                plan, asked, SweepFolder(folder), nodes, tracking_uri, say, started_at, against=against
+            )
+            with running:
+                yield running
+    finally:
+        if folder is not None:
+            folder.remove_if_empty()
+            folder.unlock()
+
+
+def _load_materials(
+    config: RunConfig, question: SweepQuestion, given: Any, base_dir: Path | None
+) -> dict[str, Material]:  # fmt: skip
+    materials = {}
+    for args in all_args(config, question.space):
+        if given is None:
+            workload = load_workload(config.workload.name, args, base_dir=base_dir)
+        elif isinstance(given, type):
+            workload = build_workload(given, args, name=given.__name__)
+        elif args == dict(config.workload.args):
+            workload = given
+        else:
+            raise ConfigError(
+                "--vary", "workload.args", "the workload is an object that exists already", "give its class"
+            )
+        materials[material_key(args)] = make_material(workload, load_sources(workload))
+    return materials
+
+
+def _data_hashes(materials: Mapping[str, Material]) -> dict[str, str | None]:
+    return {key: m.sources[TRAIN].describe().get("sha256") for key, m in materials.items()}
+
+
+def check_same_data(before: AskedSweep, now: Mapping[str, str | None]) -> None:
+    """The training data is what the interrupted sweep read, where both have a hash. Raises DataError."""
+    for key, digest in before.data.items():
+        other = now.get(key)
+        if digest and other and digest != other:
+            raise DataError(
+                "the training data", f"SHA-256 {other[:16]}...", f"the interrupted sweep read other data, {digest[:16]}...",
+                "continue with the same data, or start a new sweep",
+            )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _connected(config: RunConfig, question: SweepQuestion) -> Iterator[list[cluster.Node]]:
+    workers = config.scale.model_copy(update={"workers": question.workers_per_trial})
+    with cluster.connected(config.model_copy(update={"scale": workers})):
+        yield cluster.alive_nodes()
+
+
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    storage = {"storage_path": absolute_path(config.checkpoint.storage_path)}
+    weights = absolute_path(config.workload.weights) if config.workload.weights is not None else None
+    return config.model_copy(
+        update={
+            "checkpoint": config.checkpoint.model_copy(update=storage),
+            "workload": config.workload.model_copy(update={"weights": weights}),
+        }
+    )

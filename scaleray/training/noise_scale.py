@@ -1,0 +1,226 @@
+"""Measures the gradient noise scale while a run trains, and keeps its averages. Changes nothing of the training.
+
+Every `noise_scale.every_steps` steps: squared norms of gradients of two sizes, one small all-reduce, two averages.
+The arithmetic is in `scaling.noise_scale`, where gradients are seen in `noise_sources`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from scaleray import metric_names
+from scaleray.config import RunConfig
+from scaleray.scaling.noise_scale import NoiseAverages, NoiseWindows, estimate, forgetting
+from scaleray.scaling.noise_way import NoiseWay, noise_way
+from scaleray.scaling.recipe import Recipe
+from scaleray.training.model_setup import Setup
+from scaleray.training.noise_sources import (
+    ConsecutiveSteps,
+    FirstMicroBatch,
+    Source,
+    StepGradients,
+    Workers,
+    preconditioned,
+)
+from scaleray.training.place import Place
+
+FIRST_PRECONDITIONED_STEP = 6
+"""Before, Adam's second moments are those of a few gradients, which the next one is correlated with."""
+CURVE_POINTS = 256
+
+
+class NoiseMeter:
+    """What a training step tells of its gradients, if the noise scale is measured in it.
+
+    The methods that see gradients do nothing in a step that is not measured. All ranks call them alike.
+    """
+
+    def __init__(self, config: RunConfig, setup: Setup, place: Place, way: NoiseWay) -> None:
+        settings = config.noise_scale
+        self.way, self.setup, self.settings = way, setup, settings
+        reference = config.optimizer.reference_batch_size or config.batch.global_size
+        self._kappa = config.batch.global_size / reference
+        self._see = preconditioned(setup.optimizer) if settings.preconditioned else lambda parameter, gradient: gradient
+        self._source = self._make_source(place)
+        self.averages = NoiseAverages(is_biased=way.way == "consecutive steps")
+        self._last_added = 0
+        self._sizes = _Sizes()
+        self._metrics: dict[str, float] = {}
+        self._curve, self._windows = _Curve(), NoiseWindows()
+        self._samples = 0
+        self.is_measuring = False
+        """Whether the step that runs is measured."""
+        self._is_kept = False
+
+    def _make_source(self, place: Place) -> Source:
+        parallel = self.setup.parallel
+        if self.way.way == "workers":
+            return Workers(parallel, place, self._see)
+        if self.way.way == "first micro-batch":
+            return FirstMicroBatch(parallel, place, self._see)
+        return ConsecutiveSteps(parallel, self._see)
+
+    def begin(self, step: int, *, is_local: bool) -> None:
+        """Step `step`, from 1, begins, or begins anew with smaller micro-batches."""
+        every = self.settings.every_steps
+        is_ready = not self.settings.preconditioned or step >= FIRST_PRECONDITIONED_STEP
+        self.step, self.is_local = step, is_local
+        self.is_measuring = is_ready and step % every == 0
+        self._is_kept = self.way.way == "consecutive steps" and (step + 1) % every == 0
+        self._source.end()
+        if self.is_measuring:
+            self._source.begin(is_local=is_local)
+
+    def before_pass(self, weight: int, count: torch.Tensor) -> None:
+        """A forward pass of `weight` rows comes; the step's passes so far counted `count`."""
+        if self.is_measuring:
+            self._source.before_pass(weight, count)
+
+    def before_last_backward(self) -> None:
+        """The next backward pass is the step's last."""
+        if self.is_measuring:
+            self._source.before_last_backward()
+
+    @property
+    def wants_norm(self) -> bool:
+        """Whether `after_backward` needs the norm of the mean gradient."""
+        return (self.is_measuring or self._is_kept) and not self.settings.preconditioned
+
+    def after_backward(
+        self, norm: float | None, *, correction: float, loss_scale: float, count: float, own_count: float, num_rows: int
+    ) -> None:
+        """The step's gradients lie in the parameters, unscaled and not clipped. norm: of the mean gradient, at least where
+        it was wanted. Collective, unless the step is local."""
+        if not (self.is_measuring or self._is_kept):
+            return
+        parameters = [p for p in self.setup.parallel.module.parameters() if p.grad is not None]
+        if norm is None or self.settings.preconditioned:
+            whole = self.setup.parallel.total_norm([self._see(p, p.grad) for p in parameters if p.grad is not None])
+            norm = float(whole) * correction
+        step = StepGradients(
+            correction=correction, loss_scale=loss_scale, count=count, own_count=own_count, num_rows=num_rows,
+            is_local=self.is_local, square=norm**2,
+        )  # fmt: skip
+        if self.is_measuring:
+            self._add(step)
+        if self._is_kept and isinstance(self._source, ConsecutiveSteps):
+            self._source.keep(parameters, step)
+        self.is_measuring = False
+
+    def count_samples(self, num_samples: int) -> None:
+        """A step of so many samples is complete."""
+        self._samples += num_samples
+
+    def _add(self, step: StepGradients) -> None:
+        seen = self._source.seen(step)
+        self._source.end()
+        sample = estimate(seen.parts, whole_square=seen.whole_square, whole_size=seen.whole_size)
+        factor = forgetting(
+            self.settings.averaging, batch_size=self._kappa, reference_batch_size=1.0, num_steps=self.step - self._last_added
+        )  # fmt: skip
+        if not self.averages.add(sample, factor=factor) or sample is None:
+            return
+        self._windows.add(sample, at_samples=self._samples + step.num_rows)
+        self._last_added = self.step
+        self._sizes.add(seen.parts.effective_size, seen.whole_size)
+        self._curve.add(self._samples, self.averages.noise_scale)
+        self._metrics = _metrics(self.averages)
+
+    def metrics(self) -> dict[str, float]:
+        """The averages by metric name; the noise scale is left out while it is larger than can be resolved."""
+        return self._metrics
+
+    def values(self) -> dict[str, Any]:
+        """For the run's record: the averages with an interval, how they were measured, and their course."""
+        averages = self.averages
+        interval, effective = averages.interval(), self._windows.effective(self._sizes.large)
+        return {
+            "scale": averages.noise_scale, "low": interval.low if interval else None, "high": interval.high if interval else None,
+            "effective": effective.value if effective else None, "effective_low": effective.low if effective else None,
+            "effective_high": effective.high if effective else None, "grad_sq": averages.square, "trace": averages.trace,
+            "num_measurements": averages.num_samples, "num_rejected": averages.num_rejected, "is_biased": averages.is_biased,
+            "way": self.way.way, "preconditioned": self.settings.preconditioned,
+            "small_batch_size": self._sizes.small, "batch_size": self._sizes.large, "curve": self._curve.points,
+        }  # fmt: skip
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {
+            "averages": self.averages.state(), "last_added": self._last_added, "samples": self._samples,
+            "sizes": self._sizes.state(), "preconditioned": self.settings.preconditioned,
+            "curve": self._curve.state(), "windows": self._windows.state(),
+        }  # fmt: skip
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint's averages, unless they are of another kind, or biased and these are not."""
+        averages = NoiseAverages.from_state(state["averages"])
+        self._samples = int(state["samples"])
+        if state["preconditioned"] != self.settings.preconditioned or averages.is_biased > self.averages.is_biased:
+            return
+        averages.is_biased = averages.is_biased or self.averages.is_biased
+        self.averages, self._last_added = averages, int(state["last_added"])
+        self._metrics = _metrics(averages) if averages.num_samples else {}
+        self._sizes.load_state(state["sizes"])
+        self._curve.load_state(state["curve"])
+        self._windows.load_state(state["windows"])
+
+    def close(self) -> None:
+        """Take every hook off."""
+        self._source.end()
+
+
+class _Sizes:
+    """Mean batch sizes, of parts and of steps."""
+
+    def __init__(self) -> None:
+        self.small = self.large = 0.0
+        self._count = 0
+
+    def add(self, small: float, large: float) -> None:
+        self._count += 1
+        self.small += (small - self.small) / self._count
+        self.large += (large - self.large) / self._count
+
+    def state(self) -> list[float]:
+        return [self.small, self.large, self._count]
+
+    def load_state(self, state: list[float]) -> None:
+        self.small, self.large, self._count = float(state[0]), float(state[1]), int(state[2])
+
+
+class _Curve:
+    """(samples, noise scale) over the training, at most `CURVE_POINTS`: every second is left out when there are more."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[int, float | None]] = []
+        self._stride, self._number = 1, 0
+
+    def add(self, samples: int, scale: float) -> None:
+        if self._number % self._stride == 0:
+            self.points.append((samples, scale if math.isfinite(scale) else None))
+        self._number += 1
+        if len(self.points) > CURVE_POINTS:
+            self.points, self._stride = self.points[::2], 2 * self._stride
+
+    def state(self) -> dict[str, Any]:
+        return {"points": [list(point) for point in self.points], "stride": self._stride, "number": self._number}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.points = [(int(samples), scale) for samples, scale in state["points"]]
+        self._stride, self._number = int(state["stride"]), int(state["number"])
+
+
+def _metrics(averages: NoiseAverages) -> dict[str, float]:
+    found = {metric_names.NOISE_GRAD_SQ.name: averages.square, metric_names.NOISE_TRACE.name: averages.trace}
+    if math.isfinite(averages.noise_scale):
+        found[metric_names.NOISE_SCALE.name] = averages.noise_scale
+    return found
+
+
+def find_way(config: RunConfig, recipe: Recipe, place: Place) -> NoiseWay:
+    """How a run on these workers measures its noise."""
+    return noise_way(config, recipe.strategy, data_size=place.data_size, accumulation_steps=recipe.accumulation_steps)
