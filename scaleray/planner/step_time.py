@@ -8,6 +8,7 @@ Sources: pipeline, Narayanan et al. 2021, arXiv:2104.04473; FSDP, Zhao et al. 20
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -166,7 +167,7 @@ def _slowest_stage(model: ModelProfile, layout: Layout, cluster: Cluster, measur
         return sum((one.times(count) for count, one in passes), _Pass())
     singles = [one for count, one in passes for _ in range(count)]
     cuts = even_cuts(model, layout.pipeline) if layout.even_stages else balanced_cuts([one.total_s for one in singles], layout.pipeline)
-    stages = [sum(singles[start:end], _Pass()) for start, end in zip(cuts, cuts[1:], strict=False)]
+    stages = [sum(singles[start:end], _Pass()) for start, end in itertools.pairwise(cuts)]
     return max(stages, key=lambda stage: stage.total_s)
 
 
