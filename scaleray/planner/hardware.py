@@ -82,7 +82,7 @@ class Network:
     gb_per_s: float
     """Nominal, all adapters of the node together."""
     transport: str = "rdma"
-    """`rdma` (InfiniBand, RoCE), `efa`, `tcp` or `tuned-tcp`: they reach different shares of the nominal figure and differ in latency."""
+    """`rdma` (InfiniBand, RoCE), `efa`, `tcp`, `tuned-tcp` or `measured`: they reach different shares of the nominal figure and differ in latency."""
     num_adapters: int = 1
     source: str = ""
     aliases: tuple[str, ...] = ()
@@ -125,6 +125,10 @@ TRANSPORTS: dict[str, Transport] = {
     "tuned-tcp": Transport(
         bandwidth_share=0.80, most_gb_per_s=10.0, latency_us=60.0,
         source="NVIDIA, GTC 2024: 10 GB/s of bus bandwidth on 100 GbE with TCP, with many sockets (NCCL_NSOCKS_PERTHREAD)",
+    ),
+    "measured": Transport(
+        bandwidth_share=1.0, most_gb_per_s=float("inf"), latency_us=30.0,
+        source="the figure given is what a collective was seen to reach, so nothing is taken off",
     ),
 }  # fmt: skip
 

@@ -45,8 +45,8 @@ class Layout:
     precision: str = "bf16"
     is_mixed: bool = True
     """16-bit compute on a 32-bit master copy; False trains in `precision` alone."""
-    gradient_bytes: int = 2
-    """Of one element when it is reduced."""
+    gradient_bytes: float = 2
+    """Of one element when it is reduced; compression makes it less than 1."""
     optimizer_bytes: int = 8
     """Of state per parameter besides the parameter itself: 8 for Adam, 4 for momentum, 0 for plain SGD."""
     compiled: bool = False

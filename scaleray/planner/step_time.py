@@ -25,8 +25,8 @@ class Measured:
     """What a measurement at a small size taught: how much longer than predicted the GPU computes."""
 
     compute_scale: float = 1.0
-    compute_s: float | None = None
-    """Forward and backward of one micro-batch, where the profile cannot say; scaled as well."""
+    sample_s: float | None = None
+    """Forward and backward of one sample, where the profile cannot say; scaled as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ def calibrate(
 
     The scale is kept within 0.05 and 20: beyond, something else than compute is wrong.
     """
-    start = Measured() if model.has_flops else Measured(compute_s=measured_step_s / layout.accumulation)
+    start = Measured() if model.has_flops else Measured(sample_s=measured_step_s / (layout.accumulation * layout.micro_batch))
     low, high = math.log(0.05), math.log(20.0)
     for _ in range(40):
         middle = (low + high) / 2
@@ -143,9 +143,9 @@ def calibrate(
 
 def _pass_of(block: Block, model: ModelProfile, layout: Layout, cluster: Cluster, measured: Measured, fused: bool, constants: Constants) -> _Pass:  # fmt: skip
     params = block.num_params / layout.tensor
-    if measured.compute_s is not None:
+    if measured.sample_s is not None:
         # all that is known is a step: a third is forward
-        share = block.num_params / model.num_params * measured.compute_s * measured.compute_scale
+        share = block.num_params / model.num_params * measured.sample_s * layout.micro_batch * measured.compute_scale
         return _Pass(share / 3, share * 2 / 3, num_params=params)
     times = block_times(block, layout, cluster.gpu, fused_attention=fused, constants=constants)
     is_layer = block.count > 1 or model.kind == "cnn"

@@ -1,0 +1,252 @@
+"""A folder of published measurements as questions with known answers: (model, layout, cluster) and step time or memory.
+
+The format: each JSON file is a source with `records` and `tables`; a table's row inherits the table's other fields. One row can hold several
+measurements (a column for each precision or framework). What cannot be asked is returned as `Skipped` with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from scaleray.errors import ConfigError, DataError, ScaleRayError
+from scaleray.planner.hardware import Cluster
+from scaleray.planner.layout import Layout
+from scaleray.planner.profile import ModelProfile
+from scaleray.planner.published.machines import cluster_of, placed_cluster, system_of
+from scaleray.planner.published.networks import fused_attention, model_of, samples_per_unit, trained_model
+from scaleray.planner.published.recipes import layout_of, precision_of, step_time_of
+
+MemoryKind = Literal["allocated", "reserved", "device"]
+NOT_SPEED = {
+    "convergence": "is about accuracy, not speed or memory",
+    "hardware": "is a data sheet, which the catalogue holds",
+    "collectives": "times a collective, not a step",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """One measurement. `series` is the same for points that one curve joins: all but the layout and the number of GPUs."""
+
+    source: str
+    family: str
+    row: str
+    series: tuple[str, ...]
+    model: ModelProfile
+    layout: Layout
+    cluster: Cluster
+    fused_attention: bool
+    step_time_s: float | None
+    memory_bytes: float | None = None
+    memory_kind: MemoryKind = "allocated"
+    out_of_memory: bool = False
+    is_digitised: bool = False
+    is_trace: bool = False
+
+    @property
+    def num_gpus(self) -> int:
+        """That the step ran on."""
+        return self.layout.num_gpus
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A row that cannot be judged, and why."""
+
+    source: str
+    family: str
+    row: str
+    reason: str
+
+
+def read_folder(folder: Path) -> list[dict[str, Any]]:
+    """Every row of every file, flat. Raises DataError for a folder without files, or a file that is not in the format."""
+    paths = sorted(folder.glob("*.json"))
+    if not paths:
+        raise DataError("data folder", str(folder), "it must hold JSON files of published measurements", "see planner.published.rows")
+    found: list[dict[str, Any]] = []
+    for path in paths:
+        try:
+            source = json.loads(path.read_text())
+            defaults = source.get("defaults") or {}
+            rows = [defaults | record for record in source["records"]]
+            for table in source["tables"]:
+                shared = {key: value for key, value in table.items() if key not in ("columns", "rows")}
+                rows += [
+                    defaults | shared | {"measured": dict(zip(table["columns"], row, strict=True)), "id": f"{table['table']}:{index}"}
+                    for index, row in enumerate(table["rows"])
+                ]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+            raise DataError(f"data file {path.name}", type(exc).__name__, f"it must hold source, records and tables: {exc}") from exc
+        found += [row | {"file": path.stem} for row in rows]
+    return found
+
+
+def observations(rows: list[dict[str, Any]]) -> tuple[list[Observation], list[Skipped]]:
+    """What can be asked, and what cannot with the reason. Every row is in one of the two lists at least once."""
+    asked: list[Observation] = []
+    skipped: list[Skipped] = []
+    for row in rows:
+        name = str(row.get("id", ""))
+        try:
+            found = _read(row)
+        except ScaleRayError as exc:
+            skipped.append(Skipped(row["file"], row["family"], name, str(exc).split("\n")[0]))
+            continue
+        except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError) as exc:
+            skipped.append(Skipped(row["file"], row["family"], name, f"cannot be read: {type(exc).__name__} {exc}"))
+            continue
+        asked += found
+    return asked, skipped
+
+
+def _read(row: dict[str, Any]) -> list[Observation]:
+    if row["family"] in NOT_SPEED:
+        raise ConfigError("the row", row["family"], f"it {NOT_SPEED[row['family']]}")
+    if not row.get("verified", True) and not row.get("verified_secondary"):
+        raise ConfigError("the row", "unverified", "only figures that were read in a source are used")
+    measured = row.get("measured", {})
+    if "placement" in measured:
+        return [_trace_point(row)]
+    if "system" in row.get("hardware", {}):
+        return _example_points(row)
+    if "device num" in measured:
+        return _framework_points(row)
+    if "GPUs" in measured:
+        return _network_points(row)
+    return [_point(row)]
+
+
+def _point(row: dict[str, Any]) -> Observation:
+    measured, parallelism = row["measured"], row.get("parallelism", {})
+    model = model_of(row["model"], row)
+    cluster = cluster_of(row["hardware"])
+    layout = layout_of(parallelism, model, cluster, row)
+    memory, kind = _memory_of(measured)
+    step = step_time_of(row, model, layout)
+    if step is None and memory is None:
+        raise ConfigError("the row", ", ".join(measured), "it holds neither a step's time nor memory that can be compared")
+    shape = row["model"]
+    series = (
+        row["file"], str(shape.get("name")), cluster.gpu.name, str(shape.get("seq_len")), layout.precision, str(parallelism.get("framework", "")),
+        str(parallelism.get("compiler", "")) + str(parallelism.get("compile", "")), str(shape.get("hidden")) + "x" + str(shape.get("heads")),
+    )  # fmt: skip
+    return Observation(
+        source=row["file"], family=row["family"], row=str(row.get("id", "")), series=series, model=model, layout=layout, cluster=cluster,
+        fused_attention=fused_attention(row, cluster.gpu), step_time_s=step, memory_bytes=memory, memory_kind=kind,
+        out_of_memory=bool(measured.get("out_of_memory")), is_digitised=bool(row.get("digitised")),
+    )  # fmt: skip
+
+
+def _trace_point(row: dict[str, Any]) -> Observation:
+    measured = row["measured"]
+    model = model_of(row["model"], row)
+    cluster = placed_cluster(row["hardware"], str(measured["placement"]))
+    precision = precision_of(row["model"].get("precision"), cluster.gpu)
+    layout = Layout(data=int(measured["num_replicas"]), micro_batch=int(measured["local_bsz"]), precision=precision, gradient_bytes=4,
+                    is_mixed=precision in ("fp16", "bf16"), optimizer_bytes=8 if row["model"].get("optimizer") == "AdamW" else 4)  # fmt: skip
+    series = (row["file"], row["model"]["name"], cluster.gpu.name, precision)
+    return Observation(
+        source=row["file"], family=row["family"], row=str(row.get("id", "")), series=series, model=model, layout=layout, cluster=cluster,
+        fused_attention=False, step_time_s=float(measured["step_time_s"]), is_trace=True,
+    )  # fmt: skip
+
+
+def _data_parallel(row: dict[str, Any], *, name: str, num_gpus: int, batch: float, accumulation: int, precision: str, per_s: float,
+                   label: tuple[str, ...], hardware: dict[str, Any]) -> Observation:  # fmt: skip
+    model = trained_model(name, row["model"])
+    cluster = cluster_of(hardware | {"gpus": num_gpus})
+    micro_batch = max(1, round(batch))
+    layout = Layout(data=num_gpus, micro_batch=micro_batch, accumulation=accumulation, precision=precision_of(precision, cluster.gpu),
+                    gradient_bytes=4, is_mixed=precision not in ("fp32", "tf32"), optimizer_bytes=4 if model.kind == "cnn" else 8)  # fmt: skip
+    return Observation(
+        source=row["file"], family=row["family"], row=str(row.get("id", "")), series=(row["file"], name, cluster.gpu.name, precision, *label),
+        model=model, layout=layout, cluster=cluster, fused_attention=False, step_time_s=num_gpus * batch * accumulation / per_s,
+        is_digitised=bool(row.get("digitised")),
+    )  # fmt: skip
+
+
+def _example_points(row: dict[str, Any]) -> list[Observation]:
+    """A row of NVIDIA's DeepLearningExamples: a throughput for each precision."""
+    measured = {key.lower(): value for key, value in row["measured"].items()}
+    hardware, node_size = system_of(row["hardware"]["system"])
+    gpus = next((measured[key] for key in ("gpus", "number of gpus") if key in measured), None)
+    num_gpus = int(gpus) if gpus is not None else int(measured["nodes"]) * node_size
+    batch_text = next((value for key, value in measured.items() if "batch" in key and "gpu" in key), None)
+    accumulation = int(measured.get("grad accumulation") or 1)
+    found = []
+    for key, value in measured.items():
+        if not key.startswith(("throughput - ", "number of ")) or "gpu" in key:
+            continue
+        if not isinstance(value, int | float):
+            continue
+        precision = "tf32" if "tf32" in key else "fp32" if "fp32" in key else "amp"
+        samples = _batch_of(batch_text, precision, row["model"]["name"])
+        units = samples_per_unit(row["model"]["name"], key)
+        found.append(
+            _data_parallel(
+                row, name=row["model"]["name"], num_gpus=num_gpus, batch=samples, accumulation=accumulation, precision=precision,
+                per_s=float(value) * units, hardware=hardware,
+                label=(str(row["parallelism"].get("framework")), row["hardware"]["system"], str(measured.get("dataset", "")), _fixed(row, key, batch_text)),
+            )
+        )
+    if not found:
+        raise ConfigError("the row", "no throughput", "a figure is needed for at least one precision")
+    return found
+
+
+def _fixed(row: dict[str, Any], key: str, batch_text: Any) -> str:
+    """What tells apart the curves of one table: its batch where rows keep it (weak scaling), the unit measured."""
+    is_strong = any("strong" in name.lower() for name in row["measured"])
+    unit = key.split(" used")[0].removeprefix("number of ") if key.startswith("number of ") else ""
+    return unit + ("strong" if is_strong else f"batch {batch_text}")
+
+
+def _batch_of(text: Any, precision: str, name: str) -> float:
+    """Samples of a GPU and pass, from `128`, `104@FP16, 48@FP32` or `10240/5120` (mixed first)."""
+    if text is None:
+        # the scripts of those tables: 256 in mixed precision, 128 otherwise; SE-ResNeXt and ResNeXt half of it
+        return (256 if precision != "fp32" else 128) / (2 if "ResNeXt" in name else 1)
+    parts = [part.strip() for part in str(text).replace("/", ",").replace(" and ", ",").split(",")]
+    chosen = parts[0] if precision == "amp" or len(parts) == 1 else parts[-1]
+    return float(chosen.split("@")[0])
+
+
+def _framework_points(row: dict[str, Any]) -> list[Observation]:
+    """A row of DLPerf: a throughput in samples a second for each framework."""
+    measured, setting = row["measured"], row["parallelism"]["setting"]
+    batch = float(setting.split("batch size")[1].strip(" =").split()[0])
+    precision = "fp32" if "FP32" in setting else "amp"
+    return [
+        _data_parallel(row, name=row["model"]["name"], num_gpus=int(measured["device num"]), batch=batch, accumulation=1, precision=precision,
+                       per_s=float(value), label=(framework, setting), hardware=row["hardware"])
+        for framework, value in measured.items()
+        if framework not in ("device num", "node num") and isinstance(value, int | float)
+    ]
+
+
+def _network_points(row: dict[str, Any]) -> list[Observation]:
+    """A row of TensorFlow's 2017 benchmarks: images a second for each network, in fp32."""
+    batches = {"Alexnet": 512, "VGG16": 64, "ResNet-152": 64, "ResNet-50": 64, "InceptionV3": 64}
+    measured = row["measured"]
+    return [
+        _data_parallel(row, name=name, num_gpus=int(measured["GPUs"]), batch=batches.get(name, 64), accumulation=1, precision="fp32",
+                       per_s=float(value), label=(str(row.get("table", "")),), hardware=row["hardware"])
+        for name, value in measured.items()
+        if name != "GPUs" and isinstance(value, int | float)
+    ]
+
+
+def _memory_of(measured: dict[str, Any]) -> tuple[float | None, MemoryKind]:
+    units: list[tuple[str, float, MemoryKind]] = [
+        ("peak_allocated_mib", 2.0**20, "allocated"), ("peak_memory_gib", 2.0**30, "allocated"), ("peak_memory_active_gib", 2.0**30, "allocated"),
+        ("memory_gib_per_gpu", 2.0**30, "reserved"), ("peak_reserved_mib", 2.0**20, "reserved"),
+        ("memory_gb_per_gpu", 1e9, "allocated"), ("memory_gb", 1e9, "device"), ("memory_mib_nvidia_smi", 2.0**20, "device"),
+    ]  # fmt: skip
+    for key, unit, kind in units:
+        if isinstance(measured.get(key), int | float):
+            return measured[key] * unit, kind
+    return None, "allocated"

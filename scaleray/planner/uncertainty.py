@@ -1,0 +1,54 @@
+"""How far a prediction may be off: intervals from what the planner got wrong on published measurements.
+
+The spread of the logarithm of measured over predicted step time, by how much was known: nothing but data sheets, or a measured point; and by
+how far the question lies from that point. `plan fit` prints these numbers again; they are 5 and 95 % quantiles, so that 90 % of rows lie inside.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from scaleray.planner.hardware import Cluster
+from scaleray.planner.layout import Layout
+from scaleray.study_records import Estimate
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Quantiles of log(measured / predicted): `low` and `high` hold 90 % of the rows of its class."""
+
+    low: float
+    high: float
+    num_rows: int
+
+
+# class: spread. `plan fit` prints this table
+SPREADS: dict[str, Spread] = {
+    "unmeasured": Spread(-0.45, 0.55, 0),
+    "anchored near": Spread(-0.12, 0.12, 0),
+    "anchored far": Spread(-0.25, 0.30, 0),
+    "anchored slow network": Spread(-0.40, 0.40, 0),
+    "memory": Spread(-0.35, 0.20, 0),
+}
+
+
+def spread_class(layout: Layout, cluster: Cluster, *, is_anchored: bool, doublings: float, exposed_share: float) -> str:
+    """Which rows a prediction resembles. `doublings`: from the measured point; `exposed_share`: of the step, waited for communication."""
+    if not is_anchored:
+        return "unmeasured"
+    if exposed_share > 0.25:
+        return "anchored slow network"
+    return "anchored far" if doublings > 1.5 or layout.tensor * layout.pipeline > 1 else "anchored near"
+
+
+def interval(step_time_s: float, kind: str) -> Estimate:
+    """The step time with the interval that holds 90 % of rows like it."""
+    spread = SPREADS[kind]
+    return Estimate(step_time_s, step_time_s * math.exp(spread.low), step_time_s * math.exp(spread.high))
+
+
+def is_trusted(kind: str) -> bool:
+    """False where the interval is wider than a factor of two: the order of layouts may still be right, the figures not."""
+    spread = SPREADS[kind]
+    return spread.high - spread.low < math.log(2.0)
