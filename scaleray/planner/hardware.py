@@ -44,6 +44,10 @@ class Gpu:
     peak_tflops: Mapping[str, float]
     matmul_share: float
     """Largest measured matrix product over the peak: what a perfect layer could reach."""
+    num_cores: int = 108
+    """Streaming multiprocessors (compute units): a matrix product is cut into tiles that run on as many at once."""
+    attention_share: float = 0.55
+    """Rate of the usual fused attention, forward and backward, over the largest matrix product's."""
     memory_gib: float
     """What a program can see, a little under the number on the box."""
     memory_gb_per_s: float
@@ -143,6 +147,8 @@ class Cluster:
     link: Link
     network: Network | None
     """None for one node."""
+    board_gpus: int = 0
+    """GPUs that share a board, where fewer of them than that are used; 0: as many as the node has."""
     price_per_gpu_hour: float | None = None
     notes: tuple[str, ...] = ()
     """What was assumed because it was not given."""
@@ -153,6 +159,15 @@ class Cluster:
                 raise ConfigError(f"cluster: {name}", value, "there must be at least one")
         if self.num_nodes > 1 and self.network is None:
             raise ConfigError("cluster: network", None, "several nodes need one", "for example net=100G, or net=8x400G")
+
+    @property
+    def is_meshed(self) -> bool:
+        """Whether GPUs are joined in pairs instead of by a switch: boards of four, and of eight V100 or MI300X.
+
+        In a mesh, a group of k among the board's g GPUs has (k - 1) / (g - 1) of a GPU's links.
+        """
+        board = self.board_gpus or self.gpus_per_node
+        return (self.link.name.startswith("nvlink") and board <= (8 if self.link.name < "nvlink3" else 4)) or self.link.name.startswith("xgmi")
 
     @property
     def num_gpus(self) -> int:

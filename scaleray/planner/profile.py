@@ -161,7 +161,7 @@ def transformer(shape: TransformerShape, name: str = "transformer") -> ModelProf
     split_kept = attention_width + 2 * kv_width + attention_width + (mlp_inputs + 1) * ffn + (ffn if shape.is_gated else 0)
     scores = 0.0 if shape.fused_attention else (2.5 if shape.has_dropout else 2.0) * shape.heads * sequence * token_bytes
     # two norms, two residual sums and dropouts read and write about 10 hidden vectors a token; activation 2 to 3 MLP widths
-    score_traffic = 0.0 if shape.fused_attention else 8.0 * shape.heads * sequence * token_bytes
+    score_traffic = 0.0 if shape.fused_attention else 6.0 * shape.heads * sequence * token_bytes
     block = Block(
         name="layer", count=shape.layers, num_params=params, matmuls=matmuls, head_dim=head_dim,
         attention_flops=4.0 * visible * sequence * sequence * attention_width,
@@ -181,7 +181,8 @@ def transformer(shape: TransformerShape, name: str = "transformer") -> ModelProf
         matmuls=(Matmul(sequence, shape.vocab, hidden, "columns"),) if shape.has_lm_head else (),
         # logits in 16 and 32 bit, their softmax and gradient
         split_traffic_bytes=(token_bytes * 8 * shape.vocab) if shape.has_lm_head else 0.0,
-        split_kept_bytes=(token_bytes * 3 * shape.vocab) if shape.has_lm_head else 0.0,
+        # 16 and 32 bit, and the logarithm of their softmax
+        split_kept_bytes=(token_bytes * 5 * shape.vocab) if shape.has_lm_head else 0.0,
         kept_bytes=token_bytes * 2 * hidden, boundary_bytes=token_bytes * hidden, num_kernels=10, num_all_reduces=0,
     )  # fmt: skip
     return ModelProfile(

@@ -214,7 +214,7 @@ def _sends_s(model: ModelProfile, layout: Layout, cluster: Cluster, constants: C
     boundary = max(block.boundary_bytes for block in model.blocks) * layout.micro_batch / layout.context
     nbytes = boundary * element_bytes(layout) / 2 / (layout.tensor if layout.sequence_parallel else 1)
     # interleaving sends for every chunk, but beside the compute of another
-    return 2 * send_s(nbytes, group, cluster, constants) * (1 if layout.chunks == 1 else 0.3 * layout.chunks)
+    return (2 * send_s(nbytes, group, cluster, constants) + 2 * constants.handover_s) * (1 if layout.chunks == 1 else 0.3 * layout.chunks)
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,17 @@ def cluster_of(hardware: dict[str, Any], *, num_gpus: int | None = None) -> Clus
     if not hardware.get("gpu"):
         raise ConfigError("hardware.gpu", None, "a row must name its GPU")
     gpu = CATALOGUE.find_gpu(str(hardware["gpu"]))
+    if gpu.name.startswith("v100") and "ethernet" in str(hardware.get("inter_node", "")).lower() and not hardware.get("intra_node"):
+        # machines with V100 and plain Ethernet are the cloud's, without NVLink unless it is named
+        gpu = CATALOGUE.find_gpu("v100-pcie")
     gpus = int(num_gpus or hardware.get("gpus") or 0)
     if not gpus:
         raise ConfigError("hardware.gpus", None, "a row must say how many GPUs it used")
     per_node = min(gpus, int(hardware.get("gpus_per_node") or gpu.gpus_per_node))
     num_nodes = -(-gpus // per_node)
     network = network_of(hardware, gpu, per_node) if num_nodes > 1 else None
-    return Cluster(gpu=gpu, gpus_per_node=per_node, num_nodes=num_nodes, link=link_of(hardware, gpu), network=network)
+    return Cluster(gpu=gpu, gpus_per_node=per_node, num_nodes=num_nodes, link=link_of(hardware, gpu), network=network,
+                   board_gpus=int(hardware.get("gpus_per_node") or gpu.gpus_per_node))  # fmt: skip
 
 
 def link_of(hardware: dict[str, Any], gpu: Gpu) -> Any:
@@ -71,7 +75,8 @@ def placed_cluster(hardware: dict[str, Any], placement: str) -> Cluster:
     num_nodes = len(counts)
     per_node = -(-sum(counts) // num_nodes)
     network = network_of(hardware, gpu, per_node) if num_nodes > 1 else None
-    return Cluster(gpu=gpu, gpus_per_node=per_node, num_nodes=num_nodes, link=link_of(hardware, gpu), network=network)
+    return Cluster(gpu=gpu, gpus_per_node=per_node, num_nodes=num_nodes, link=link_of(hardware, gpu), network=network,
+                   board_gpus=int(hardware.get("gpus_per_node") or gpu.gpus_per_node))  # fmt: skip
 
 
 def system_of(text: str) -> tuple[dict[str, Any], int]:

@@ -34,7 +34,9 @@ def layout_of(parallelism: dict[str, Any], model: ModelProfile, cluster: Cluster
     accumulation = int(parallelism.get("grad_accum") or 0)
     if not micro_batch and global_batch:
         # not said: one sequence where many stages or shards wait, else all at once
-        micro_batch = max(1, int(global_batch) // data) if pipeline == 1 and tensor == data == 1 else _usual_micro_batch(global_batch, data, pipeline)
+        micro_batch = max(1, int(global_batch) // data) if pipeline == 1 and data == 1 else 1 if pipeline > 1 else min(4, max(1, int(global_batch) // data))
+    if not micro_batch and not parallelism.get("max_batch") and "pure data parallel" not in text:
+        raise ConfigError("micro_batch", None, "a row must say how many samples a pass holds")
     micro_batch = micro_batch or int(parallelism.get("max_batch") or 1)
     if global_batch and not accumulation:
         accumulation = max(1, round(int(global_batch) / (data * micro_batch)))
@@ -45,7 +47,9 @@ def layout_of(parallelism: dict[str, Any], model: ModelProfile, cluster: Cluster
     gradient_bytes, gather_bits = _widths(text, precision, sharding, parallelism)
     return Layout(
         data=data, shard=shard, tensor=tensor, pipeline=pipeline, context=context, micro_batch=micro_batch, accumulation=max(1, accumulation),
-        sharding=sharding, checkpointing=_checkpointing(parallelism.get("activation_checkpointing")),
+        sharding=sharding,
+        # billions of parameters on ZeRO-3 without a word about it: DeepSpeed's own examples recompute
+        checkpointing=_checkpointing(parallelism.get("activation_checkpointing", "full" if sharding == "zero3" and "eepspeed" in row["file"] else None)),
         sequence_parallel=bool(parallelism.get("sequence_parallel")) or "reduce-scatter" in text or "with sequence" in text or "TP comm overlap" in str(parallelism.get("overlap")),
         schedule="interleaved" if chunks > 1 else "1f1b", chunks=chunks, even_stages=is_megatron, precision=precision,
         is_mixed=precision not in ("fp32", "tf32"), gradient_bytes=gradient_bytes, gather_bits=gather_bits,
@@ -80,7 +84,11 @@ def step_time_of(row: dict[str, Any], model: ModelProfile, layout: Layout) -> fl
     samples = layout.global_batch
     tokens = samples * model.tokens_per_sample
     if isinstance(measured.get("step_time_s"), int | float):
-        return float(measured["step_time_s"])
+        step = float(measured["step_time_s"])
+        by_rate = _from_flops(row, model, layout)
+        if by_rate is not None and not 0.6 < step / by_rate < 1.6:
+            raise ConfigError("the row", f"{step:.4g} s", f"its own rate says {by_rate:.4g} s: batch or layers are not what is printed")
+        return step
     for key in ("step_time_ms", "iteration_ms"):
         if isinstance(measured.get(key), int | float):
             return float(measured[key]) / 1e3
@@ -120,11 +128,6 @@ def _is_halved(attention_flops: float, model: ModelProfile) -> bool:
     layer = next(block for block in model.blocks if block.attention_flops)
     width = layer.matmuls[1].inner
     return attention_flops < 3.0 * model.tokens_per_sample**2 * width
-
-
-def _usual_micro_batch(global_batch: float, data: int, pipeline: int) -> int:
-    per_replica = max(1, int(global_batch) // data)
-    return max(1, min(per_replica // max(1, 4 * (pipeline > 1) * pipeline), 4)) if pipeline > 1 else min(per_replica, 4)
 
 
 def _checkpointing(value: Any) -> Checkpointing:
