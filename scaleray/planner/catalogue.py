@@ -11,7 +11,8 @@ from scaleray.planner.hardware import Catalogue, Gpu, Link, Network
 
 LINKS = (
     # latencies: NCCL's tuning.cc has 0.6 to 1.0 us a ring step on NVLink and 1.0 to 1.9 on PCIe, before the kernel's own part
-    Link(name="pcie3", nominal_gb_per_s=15.8, bus_gb_per_s=10.0, latency_us=5.0, source="nominal: PCIe 3 x16; bus: nccl-tests figures reported for hosts without peer access, from memory"),
+    Link(name="pcie3", nominal_gb_per_s=15.8, bus_gb_per_s=5.0, latency_us=5.0, source="nominal: PCIe 3 x16; bus: through the host without peer access, 5 to 6 GB/s in reports from memory; T4 traces of Pollux agree"),
+    Link(name="pcie3-host", nominal_gb_per_s=15.8, bus_gb_per_s=2.0, latency_us=10.0, source="workstation cards without peer access copy through the host's memory: 1.5 to 2.5 GB/s in Sia's Quadro traces"),
     Link(name="pcie4", nominal_gb_per_s=31.0, bus_gb_per_s=24.0, latency_us=4.0, source="MLE network: A100 PCIe"),
     Link(name="pcie5", nominal_gb_per_s=63.0, bus_gb_per_s=48.0, latency_us=4.0, source="MLE network: H100 PCIe"),
     Link(name="nvlink1", nominal_gb_per_s=80.0, bus_gb_per_s=60.0, latency_us=3.0, source="P100 data sheet, 4 x 20 GB/s; bus at NVLink2's share, not measured"),
@@ -47,9 +48,9 @@ GPUS = (
         num_cores=40, memory_gib=14.6, memory_gb_per_s=320, link="pcie3", gpus_per_node=4, network="25G",
         source="data sheet, from memory; share: 70 W keeps the clock down, 25 to 40 TFLOP/s are reported"),
     Gpu(name="rtx-2080-ti", aliases=("RTX 2080 Ti", "2080 Ti"), peak_tflops={"fp16": 53.8, "fp32": 13.4}, matmul_share=0.85,
-        num_cores=68, memory_gib=10.8, memory_gb_per_s=616, link="pcie3", source="data sheet, from memory; fp16 products summed in fp32 run at half of 107.6"),
+        num_cores=68, memory_gib=10.8, memory_gb_per_s=616, link="pcie3-host", source="data sheet, from memory; fp16 products summed in fp32 run at half of 107.6"),
     Gpu(name="quadro-rtx-6000", aliases=("Quadro RTX 6000 24GB", "RTX 6000", "RTX 6000 24GB"), peak_tflops={"fp16": 130.5, "fp32": 16.3}, matmul_share=0.75,
-        num_cores=72, memory_gib=23.6, memory_gb_per_s=672, link="pcie3", source="data sheet, from memory"),
+        num_cores=72, memory_gib=23.6, memory_gb_per_s=672, link="pcie3-host", source="data sheet, from memory"),
     Gpu(name="rtx-3090", aliases=("RTX 3090", "3090"), peak_tflops={"bf16": 71, "fp16": 71, "tf32": 35.6, "fp32": 35.6}, matmul_share=0.88,
         num_cores=82, memory_gib=23.7, memory_gb_per_s=936, link="pcie4", source="data sheet, from memory; products summed in fp32"),
     Gpu(name="rtx-4090", aliases=("RTX 4090", "4090", "RTX 4090 24GB"), peak_tflops={"fp8": 330.3, "bf16": 165.2, "fp16": 165.2, "tf32": 82.6, "fp32": 82.6},

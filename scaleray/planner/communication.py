@@ -104,8 +104,8 @@ def send_s(nbytes: float, group: Group, cluster: Cluster, constants: Constants =
 
 def hierarchical_all_reduce_s(nbytes: float, group: Group, cluster: Cluster, constants: Constants = DEFAULT) -> float:
     """Reduce-scatter in the node, all-reduce of the parts between nodes, all-gather in the node."""
-    inside = Group(group.per_node, group.per_node)
-    between = Group(group.num_nodes, 1, group.num_rivals * group.per_node)
+    inside = Group(group.per_node, group.per_node, 1)
+    between = Group(group.num_nodes, 1, group.num_nodes, group.num_rivals * group.per_node)
     part = nbytes / group.per_node
     return 2 * all_gather_s(nbytes, inside, cluster, constants) + all_reduce_s(part, between, cluster, constants)
 

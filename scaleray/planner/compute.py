@@ -77,6 +77,8 @@ def block_times(block: Block, layout: Layout, gpu: Gpu, *, fused_attention: bool
     whole = block.traffic_bytes / (tensor if layout.sequence_parallel else 1)
     traffic_bytes = samples * width * (whole + block.split_traffic_bytes / tensor)
     traffic = traffic_bytes / (gpu.memory_gb_per_s * 1e9 * constants.traffic_share)
+    if block.conv_flops and width == 1.0 and not layout.channels_last:
+        traffic *= constants.channels_first_traffic
     traffic *= constants.compiled_traffic if layout.compiled else 1.0
     launches = 3 * block.num_kernels * constants.kernel_us * 1e-6 * (constants.compiled_kernels if layout.compiled else 1.0)
     forward = products + attention + conv + traffic

@@ -19,10 +19,12 @@ from scaleray.planner.step_time import balanced_cuts, even_cuts
 GIB = 2.0**30
 FRAGMENTATION_SHARE = 0.05
 """Of what is allocated; 3 to 8 % in torchtitan's and nanotron's logs (reserved over allocated)."""
-CONTEXT_BYTES = 0.9 * GIB
+CONTEXT_BYTES = 1.2 * GIB
 """CUDA context with its kernels, cuBLAS workspace: 0.5 to 1.5 GiB."""
-COLLECTIVE_BYTES = 0.5 * GIB
-"""NCCL's channels and buffers, for the first communicator; each further kind of group costs as much again."""
+COLLECTIVE_BYTES = 1.0 * GIB
+"""NCCL's channels and buffers, for each kind of group that a rank is in: 0.5 to 1.5 GiB, more with more peers."""
+ALTERNATE_SHARE = 1 / 3
+"""Of a block's activations that stay with alternate recomputation: torchtitan keeps every other product's output and attention's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +85,11 @@ def activation_bytes(block: Block, layout: Layout) -> float:
     kept = block.kept_bytes / unsplit + block.split_kept_bytes / layout.tensor
     if layout.checkpointing != "selective":
         kept += block.score_kept_bytes / layout.tensor
+    if layout.sequence_parallel and layout.keeps_gathered:
+        # what is gathered along the sequence before two of the products stays whole for their weights' gradients
+        kept += 2 * block.boundary_bytes * (1 - 1 / layout.tensor) if block.count > 1 else 0.0
     if layout.checkpointing == "alternate" and block.count > 1:
-        kept = (kept + block.boundary_bytes / unsplit) / 2
+        kept *= ALTERNATE_SHARE
     return samples * width * kept
 
 
@@ -108,7 +113,8 @@ def _stages(model: ModelProfile, layout: Layout) -> list[list[Block]]:
 
 
 def _stage_memory(stage: list[Block], index: int, model: ModelProfile, layout: Layout) -> MemoryEstimate:
-    params = sum(block.num_params for block in stage) / layout.tensor
+    copies = sum(block.tied_params for block in stage) if layout.pipeline > 1 else 0.0
+    params = (sum(block.num_params for block in stage) + copies) / layout.tensor
     shards = layout.shard if layout.shard > 1 else layout.data
     cut_states = shards if layout.sharding != "none" else 1
     cut_gradients = shards if layout.sharding in ("zero2", "zero3") else 1
@@ -117,7 +123,9 @@ def _stage_memory(stage: list[Block], index: int, model: ModelProfile, layout: L
     param_bytes, master_bytes = (2, 4) if narrow else (4 if layout.is_mixed else element_bytes(layout), 0)
     # FSDP keeps 32-bit shards, and gradients of the same width
     gradient_bytes = 4 if layout.sharding == "zero3" and layout.is_mixed else layout.gradient_bytes
-    optimizer = 0.0 if layout.offloads else params * (master_bytes + layout.optimizer_bytes) / cut_states
+    # 16-bit gradients are widened for the update, of the part that this rank updates
+    widened = 4 if narrow and layout.gradient_bytes < 4 else 0
+    optimizer = 0.0 if layout.offloads else params * (master_bytes + widened + layout.optimizer_bytes) / cut_states
     in_flight = micro_batches_in_flight(layout)
     if layout.schedule == "1f1b":
         in_flight = min(layout.accumulation, max(1, layout.pipeline - index))

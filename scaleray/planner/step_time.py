@@ -16,7 +16,7 @@ from scaleray.planner.communication import all_gather_s, all_reduce_s, send_s
 from scaleray.planner.compute import block_times, element_bytes, optimizer_s
 from scaleray.planner.constants import DEFAULT, Constants
 from scaleray.planner.hardware import Cluster
-from scaleray.planner.layout import Group, Layout, group_of
+from scaleray.planner.layout import Layout, group_of
 from scaleray.planner.profile import Block, ModelProfile
 
 
@@ -105,15 +105,16 @@ def step_time(
     passes = layout.accumulation
     # the host launches kernels while the GPU runs them: a stage cannot be faster than its launches
     stretch = max(1.0, stage.launch_s / max(stage.forward_s + stage.backward_s + stage.recompute_s, 1e-12))
-    forward, backward = stage.forward_s * stretch, stage.backward_s * stretch
+    # statistics of gradients are taken as these appear, so that communication goes on beside them
+    forward, backward = stage.forward_s * stretch, stage.backward_s * stretch + layout.extra_s / passes
     recompute = stage.recompute_s * stretch
     data = _data_comm(model, stage, layout, cluster, forward, backward + recompute, constants)
     bubbles = _bubbles(layout)
     send = _sends_s(model, layout, cluster, constants)
     states = stage.num_params / (_shards(layout) if layout.sharding != "none" else 1)
     update = optimizer_s(states, layout, cluster.gpu, constants) if layout.num_gpus else 0.0
-    share = constants.straggler_share_input if model.kind == "cnn" else constants.straggler_share
-    behind = share * math.sqrt(2 * math.log(layout.num_gpus)) if layout.num_gpus > 1 else 0.0
+    shares = {"transformer": constants.straggler_share, "cnn": constants.straggler_share_input, "other": constants.straggler_share_uneven}
+    behind = shares[model.kind] * math.sqrt(2 * math.log(layout.num_gpus)) if layout.num_gpus > 1 else 0.0
     compute = (forward + backward + recompute) * passes
     return StepTime(
         forward_s=forward * passes, backward_s=backward * passes, recompute_s=recompute * passes,
@@ -238,8 +239,9 @@ def _data_comm(
     if layout.sharding == "zero3":
         return _sharded_comm(model, stage, layout, cluster, forward_s, backward_s, stride, constants)
     gradients = stage.num_params * layout.gradient_bytes
-    hidden_last = max(constants.bucket_bytes, model.largest_tensor_params / layout.tensor * layout.gradient_bytes)
-    last = min(gradients, hidden_last)
+    # the last bucket is as full as chance will have it, unless it holds a tensor that cannot be cut
+    last = max(min(gradients, constants.bucket_bytes) / 2, model.largest_tensor_params / layout.tensor * layout.gradient_bytes)
+    last = min(gradients, last)
     buckets = max(1, math.ceil(gradients / constants.bucket_bytes))
     reduce = all_reduce_s if layout.sharding == "none" else all_gather_s
     total = reduce(gradients, group, cluster, constants)
@@ -255,7 +257,9 @@ def _data_comm(
     if layout.sharding in ("zero1", "zero2"):
         params = stage.num_params * layout.gather_bits / 8
         gather = all_gather_s(params, group, cluster, constants)
-        exposed += gather
+        # parameters come back one layer after the other, beside the next forward pass where that is implemented
+        late, early = _hide(gather, constants.prefetch_share * forward_s if layout.overlaps_gather else 0.0, 0.0, constants)
+        exposed, hidden = exposed + late, hidden + early
         sent += params * (n - 1) / n
     return _DataComm(exposed, hidden, sent)
 
@@ -281,7 +285,7 @@ def _sharded_comm(
     replicas = layout.data // shards
     if replicas > 1:
         part = stage.num_params * layout.gradient_bytes / shards
-        between = Group(replicas, max(1, cluster.gpus_per_node // (stride * shards)), min(cluster.gpus_per_node, shards * stride))
+        between = group_of(cluster, replicas, stride * shards, num_gpus=layout.num_gpus)
         again, hidden_again = _hide(all_reduce_s(part, between, cluster, constants), 0.5 * share * backward_s, 0.0, constants)
         exposed, hidden = exposed + again, hidden + hidden_again
         sent += 2 * part * (replicas - 1) / replicas

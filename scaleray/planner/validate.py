@@ -206,7 +206,7 @@ def _choices(judged: Sequence[Judged]) -> tuple[float | None, float | None]:
         predicted = one.from_sheets_s or one.anchored_s
         if predicted and one.seen.step_time_s and not one.seen.is_trace:
             samples = one.seen.layout.global_batch
-            groups[(*one.seen.series[:4], one.seen.num_gpus)].append((predicted / samples, one.seen.step_time_s / samples))
+            groups[(*one.seen.series[:5], one.seen.num_gpus)].append((predicted / samples, one.seen.step_time_s / samples))
     ranked = [group for group in groups.values() if len({measured for _, measured in group}) >= 3]
     if not ranked:
         return None, None

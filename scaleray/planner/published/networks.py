@@ -79,7 +79,8 @@ def shape_of(model: dict[str, Any], row: dict[str, Any]) -> TransformerShape:
         layers=int(layers), hidden=hidden, heads=heads, vocab=vocab, sequence=int(_number(model.get("seq_len")) or 1024), ffn=ffn,
         kv_heads=int(model["kv_heads"]) if model.get("kv_heads") else None, head_dim=int(model["head_dim"]) if model.get("head_dim") else None,
         is_gated=is_gated, is_causal="bert" not in name, tied_embeddings=bool(model.get("tied_embeddings", not is_gated)),
-        learned_positions=not is_gated, has_lm_head="squad" not in name and "fine-tuning" not in name, **_old_attention(row),
+        learned_positions=not is_gated, has_lm_head="squad" not in name and "fine-tuning" not in name,
+        logit_bytes=10 if is_gated else 6, **_old_attention(row),
     )  # fmt: skip
 
 

@@ -42,7 +42,12 @@ def layout_of(parallelism: dict[str, Any], model: ModelProfile, cluster: Cluster
         accumulation = max(1, round(int(global_batch) / (data * micro_batch)))
     sharding, shard = _sharding(text, data, cluster)
     is_megatron = any(word in text + str(parallelism.get("framework", "")) + str(parallelism.get("schedule", "")) for word in ("Megatron", "PTD-P", "interleaved")) or "interleave" in parallelism or "megatron" in row["file"]  # fmt: skip
-    chunks = int(parallelism.get("interleave") or (2 if "interleaved" in str(parallelism.get("schedule", "")) and pipeline > 1 else 1))
+    overlap = str(parallelism.get("overlap", ""))
+    # interleaved, but nothing says how finely: two parts a stage; four where the stages' sends are hidden as well
+    unsaid = 4 if "PP" in overlap or "megatron_core" in row["file"] else 2 if "interleaved" in str(parallelism.get("schedule", "")) else 1
+    chunks = int(parallelism.get("interleave") or (unsaid if pipeline > 1 else 1))
+    if sharding == "none" and ("param gather" in overlap or "megatron_core" in row["file"]):
+        sharding = "zero1"
     precision = precision_of(parallelism.get("precision"), cluster.gpu)
     gradient_bytes, gather_bits = _widths(text, precision, sharding, parallelism)
     return Layout(
@@ -50,11 +55,12 @@ def layout_of(parallelism: dict[str, Any], model: ModelProfile, cluster: Cluster
         sharding=sharding,
         # billions of parameters on ZeRO-3 without a word about it: DeepSpeed's own examples recompute
         checkpointing=_checkpointing(parallelism.get("activation_checkpointing", "full" if sharding == "zero3" and "eepspeed" in row["file"] else None)),
-        sequence_parallel=bool(parallelism.get("sequence_parallel")) or "reduce-scatter" in text or "with sequence" in text or "TP comm overlap" in str(parallelism.get("overlap")),
-        schedule="interleaved" if chunks > 1 else "1f1b", chunks=chunks, even_stages=is_megatron, precision=precision,
+        sequence_parallel=bool(parallelism.get("sequence_parallel")) or "reduce-scatter" in text or "with sequence" in text or "TP comm overlap" in overlap or "megatron_core" in row["file"],
+        schedule="interleaved" if chunks > 1 else "1f1b", chunks=chunks, even_stages=is_megatron, keeps_gathered=not is_megatron and not text.startswith('TP x PP'), precision=precision,
         is_mixed=precision not in ("fp32", "tf32"), gradient_bytes=gradient_bytes, gather_bits=gather_bits,
         compiled=bool(parallelism.get("compile")) or "nvfuser" in str(parallelism.get("compiler")) or "torchcompile" in str(parallelism.get("compiler")),
-        overlaps_tensor="TP comm overlap" in str(parallelism.get("overlap")), overlaps_data=not (is_megatron and pipeline == 1 and "overlap" not in parallelism),
+        overlaps_tensor="TP comm overlap" in overlap or "megatron_core" in row["file"], overlaps_data=not (is_megatron and pipeline == 1 and "overlap" not in parallelism and "core" not in row["file"]),
+        overlaps_gather="param gather" in overlap or "core" in row["file"],
         offloads="ffload" in text or bool(parallelism.get("cpu_offload")),
     )  # fmt: skip
 

@@ -20,6 +20,8 @@ from scaleray.planner.published.networks import fused_attention, model_of, sampl
 from scaleray.planner.published.recipes import layout_of, precision_of, step_time_of
 
 MemoryKind = Literal["allocated", "reserved", "device"]
+# host time for each tensor of the parameters, the same on T4, A100 and Quadro: intercepts of step time over batch in both traces
+ADAPTDL_TENSOR_S, LOOP_TENSOR_S, CAST_TENSOR_S = 0.35e-3, 0.30e-3, 0.35e-3
 NOT_SPEED = {
     "convergence": "is about accuracy, not speed or memory",
     "hardware": "is a data sheet, which the catalogue holds",
@@ -130,8 +132,13 @@ def _point(row: dict[str, Any]) -> Observation:
     if step is None and memory is None:
         raise ConfigError("the row", ", ".join(measured), "it holds neither a step's time nor memory that can be compared")
     shape = row["model"]
+    strategy = str(parallelism.get("strategy", ""))
+    if any(word in strategy for word in ("LoRA", "RL", "SFT", "finetune")):
+        memory = None  # what its optimizer keeps and how its loss is cut is not said
+        if step is None:
+            raise ConfigError("the row", strategy, "its memory cannot be compared: optimizer state and loss are not described")
     series = (
-        row["file"], str(shape.get("name")), cluster.gpu.name, str(shape.get("seq_len")), layout.precision, str(parallelism.get("framework", "")),
+        row["file"], "LoRA" if "LoRA" in strategy else "", str(shape.get("name")), cluster.gpu.name, str(shape.get("seq_len")), layout.precision, str(parallelism.get("framework", "")),
         str(parallelism.get("compiler", "")) + str(parallelism.get("compile", "")), str(shape.get("hidden")) + "x" + str(shape.get("heads")),
     )  # fmt: skip
     return Observation(
@@ -146,8 +153,12 @@ def _trace_point(row: dict[str, Any]) -> Observation:
     model = model_of(row["model"], row)
     cluster = placed_cluster(row["hardware"], str(measured["placement"]))
     precision = precision_of(row["model"].get("precision"), cluster.gpu)
-    layout = Layout(data=int(measured["num_replicas"]), micro_batch=int(measured["local_bsz"]), precision=precision, gradient_bytes=4,
-                    is_mixed=precision in ("fp16", "bf16"), optimizer_bytes=8 if row["model"].get("optimizer") == "AdamW" else 4)  # fmt: skip
+    optimizer = str(row["model"].get("optimizer", ""))
+    # adaptdl measured both traces, with statistics of every gradient; AdamW was a loop over tensors then, and apex casts each
+    tensor_s = ADAPTDL_TENSOR_S + (LOOP_TENSOR_S if optimizer == "AdamW" else 0.0)
+    tensor_s += CAST_TENSOR_S if "amp" in str(row["model"].get("precision")) else 0.0
+    layout = Layout(data=int(measured["num_replicas"]), extra_s=tensor_s * model.num_tensors, micro_batch=int(measured["local_bsz"]), precision=precision, gradient_bytes=4,
+                    is_mixed=precision in ("fp16", "bf16"), optimizer_bytes=8 if optimizer == "AdamW" else 4)  # fmt: skip
     series = (row["file"], row["model"]["name"], cluster.gpu.name, precision)
     return Observation(
         source=row["file"], family=row["family"], row=str(row.get("id", "")), series=series, model=model, layout=layout, cluster=cluster,
@@ -160,7 +171,7 @@ def _data_parallel(row: dict[str, Any], *, name: str, num_gpus: int, batch: floa
     model = trained_model(name, row["model"])
     cluster = cluster_of(hardware | {"gpus": num_gpus})
     micro_batch = max(1, round(batch))
-    layout = Layout(data=num_gpus, micro_batch=micro_batch, accumulation=accumulation, precision=precision_of(precision, cluster.gpu),
+    layout = Layout(data=num_gpus, channels_last=True, micro_batch=micro_batch, accumulation=accumulation, precision=precision_of(precision, cluster.gpu),
                     gradient_bytes=4, is_mixed=precision not in ("fp32", "tf32"), optimizer_bytes=4 if model.kind == "cnn" else 8)  # fmt: skip
     return Observation(
         source=row["file"], family=row["family"], row=str(row.get("id", "")), series=(row["file"], name, cluster.gpu.name, precision, *label),
