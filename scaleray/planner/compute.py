@@ -69,7 +69,10 @@ def block_times(block: Block, layout: Layout, gpu: Gpu, *, fused_attention: bool
         columns = max(1, product.columns // tensor) if product.split == "columns" else product.columns
         inner = max(1, product.inner // tensor) if product.split == "rows" else product.inner
         rows = product.rows * samples
-        products += 2 * rows * columns * inner / product_rate(rows, columns, inner, gpu, layout.precision, constants)
+        # a side that does not divide evenly is cut unevenly, and stays as badly aligned as it was
+        aligned = columns if product.split != "columns" or product.columns % tensor == 0 else product.columns
+        rate = product_rate(rows, columns, inner, gpu, layout.precision, constants) * alignment(aligned) / alignment(columns)
+        products += 2 * rows * columns * inner / rate
     attention = _attention_s(block, samples / tensor, gpu, layout, fused_attention, constants)
     ceiling = gpu.peak_flops(layout.precision) * gpu.matmul_share * constants.matmul_practice
     conv_share = constants.conv_share * (constants.winograd if layout.precision == "fp32" else 1.0)

@@ -17,7 +17,7 @@ from scaleray.planner.validate import Judged, judge, log_error, quantile
 
 BOUNDS = {
     "wave_half": (0.1, 2.0), "inner_half": (20.0, 800.0), "matmul_practice": (0.6, 1.0), "conv_share": (0.3, 1.0), "traffic_share": (0.4, 0.92),
-    "compiled_traffic": (0.3, 1.0), "leak": (0.0, 0.4), "hiding_share": (0.3, 1.0), "prefetch_share": (0.3, 1.0), "straggler_share": (0.001, 0.05),
+    "leak": (0.0, 0.4), "hiding_share": (0.3, 1.0), "prefetch_share": (0.3, 1.0), "straggler_share": (0.001, 0.05),
     "straggler_share_input": (0.005, 0.1), "straggler_share_uneven": (0.005, 0.1), "congestion": (0.005, 0.15), "handover_s": (1e-5, 0.02),
     "two_node_tcp_share": (0.4, 1.0), "unfused_attention_share": (0.1, 0.7),
 }  # fmt: skip
