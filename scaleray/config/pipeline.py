@@ -17,7 +17,11 @@ class PipelineSettings(Settings):
 
     size: Annotated[int, Field(ge=2)] = 2
     """Workers that a replica's stages lie on. scale.workers / size replicas train on data of their own, and sum the gradients
-    of each stage with one all-reduce at the end of a step."""
+    of each stage at the end of a step."""
+    data_axis: Literal["ddp", "fsdp"] = "ddp"
+    """ddp: every replica holds its stages whole, and gradients are summed with one all-reduce. fsdp: replicas share out each
+    stage's parameters, gradients and optimizer state between steps; in a step parameters are gathered once, and gradients
+    reduced once to the shards. Parameters of several stages (a tied head) and beside the blocks stay whole."""
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = "1f1b"
     """The micro-batches of a step (batch.micro_size) go through it. interleaved_1f1b and zero_bubble give each worker
     `stages_per_worker` stages, and order micro-batches in rounds of at least `size`, as many in each."""

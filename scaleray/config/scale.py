@@ -67,6 +67,33 @@ class PrecisionSettings(Settings):
     tf32: bool = False
     """fp32 on NVIDIA GPUs from Ampere on: matrix products and convolutions round their inputs to TF32 (10 bits of mantissa),
     several times faster. false computes them in full fp32, convolutions too, where torch's own default is TF32."""
+    float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
+    """With bf16, on NVIDIA GPUs from Ada or Hopper on, and torchao (extra `float8`): products of linear layers in float8, with
+    one scale for a tensor (fastest), for each row, or for each row with the gradients of weights in bf16 (most accurate).
+    Linear layers in the workload's `blocks`; where it names none, all but the last. Worth it for large layers, compiled."""
+    float8_leave_out: tuple[str, ...] = ()
+    """Names of linear layers that stay in bf16, such as `blocks.0.*`."""
+    emulate_float8: bool = False
+    """Round as float8 does and multiply in float32, on any device: shows what float8 does to a training, slowly."""
+
+    @model_validator(mode="after")
+    def _float8_is_asked_for_and_possible(self) -> PrecisionSettings:
+        if self.float8 == "none":
+            for key, is_given in (
+                ("float8_leave_out", bool(self.float8_leave_out)),
+                ("emulate_float8", self.emulate_float8),
+            ):
+                if is_given:
+                    raise ValueError(
+                        f"{key}: without precision.float8 it has no effect; leave it out, or use float8 tensorwise"
+                    )
+        elif self.emulate_float8 and self.float8 == "rowwise_with_gw_hp":
+            raise ValueError(
+                "emulate_float8: torchao 0.18 cannot emulate rowwise_with_gw_hp; use rowwise or tensorwise"
+            )
+        elif self.dtype != "bf16":
+            raise ValueError(f"float8: its products give bf16, and precision.dtype is {self.dtype}; use dtype bf16")
+        return self
 
 
 class DataSettings(Settings):

@@ -167,6 +167,21 @@ def check_fsdp(config: RunConfig, workers: int) -> None:
             )
 
 
+def check_float8(config: RunConfig, strategy: str) -> None:
+    settings = config.precision
+    if settings.float8 == "none":
+        return
+    if strategy == "tensor":
+        raise ConfigError(
+            "precision.float8", settings.float8, "tensor parallelism splits layers by styles that know nothing of float8", "use fsdp, or float8 none"
+        )  # fmt: skip
+    if not config.scale.gpus_per_worker and not settings.emulate_float8:
+        raise ConfigError(
+            "precision.float8", settings.float8, "the workers have no GPU, and CPUs have no float8 arithmetic",
+            "set scale.gpus_per_worker, or precision.emulate_float8 to see what it does to a training",
+        )  # fmt: skip
+
+
 def check_schedule(config: RunConfig, accumulation: int) -> None:
     """The schedule can order the micro-batches of a full step."""
     settings = config.pipeline

@@ -16,6 +16,7 @@ from scaleray.errors import ConfigError, DataError
 from scaleray.scaling.combinations import (
     check_compression,
     check_fine_tuning,
+    check_float8,
     check_fsdp,
     check_optimizer,
     check_pruning,
@@ -185,6 +186,7 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
             "float64 has no use for it" if config.precision.dtype == "fp64" else "it is a mode of GPUs, and the workers have none",
             "leave it out",
         )  # fmt: skip
+    check_float8(config, strategy)
     if strategy == "fsdp":
         check_fsdp(config, workers)
     if strategy in ("ddp", "zero1") and config.strategy.static_graph and accumulation > 1:

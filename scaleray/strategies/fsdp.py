@@ -8,7 +8,7 @@ arXiv:2304.11277, section 3.2.2 for HSDP.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,6 +169,18 @@ def whole_state_dict(module: nn.Module, *, keeps: bool) -> dict[str, Any]:
     return state if keeps else {}
 
 
+def check_one_dtype(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.dtype:
+    """The dtype of those that need a gradient. Raises WorkloadError where there are several."""
+    dtypes = {p.dtype: name for name, p in parameters if p.requires_grad}
+    if len(dtypes) > 1:
+        (first, one), (second, other), *_ = dtypes.items()
+        raise WorkloadError(
+            "the model", f"of several types ({one} in {first}, {other} in {second})",
+            "fsdp reduces the gradients of a unit together", "convert them to one type, or use --strategy.name zero1",
+        )  # fmt: skip
+    return next(iter(dtypes), torch.float32)
+
+
 def on_mesh_device(tensor: torch.Tensor) -> torch.Tensor:
     """A sharded tensor with its shard on the device of its mesh, whose collectives may know no other (CPU offload)."""
     if not isinstance(tensor, DTensor) or tensor.device.type == tensor.device_mesh.device_type:
@@ -218,14 +230,7 @@ def _check_parameters(model: nn.Module) -> torch.dtype:
             raise WorkloadError(
                 f"the parameter {name}", f"with strides {parameter.stride()}", "fsdp needs contiguous parameters"
             )
-    dtypes = {p.dtype: name for name, p in model.named_parameters() if p.requires_grad}
-    if len(dtypes) > 1:
-        (first, one), (second, other), *_ = dtypes.items()
-        raise WorkloadError(
-            "the model", f"of several types ({one} in {first}, {other} in {second})",
-            "fsdp reduces the gradients of a unit together", "convert them to one type, or use --strategy.name zero1",
-        )  # fmt: skip
-    return next(iter(dtypes), torch.float32)
+    return check_one_dtype(model.named_parameters())
 
 
 def _wrapped(module: nn.Module) -> FSDPModule:

@@ -85,6 +85,12 @@ class Pipeline:
         Micro-batches of one shape go through the schedule together; a smaller one at the end, or more than the schedule can
         order at once, afterwards on their own.
         """
+        with self.parts.gathered():
+            self._run_micro_batches(pieces, objective, autocast)
+            self.parts.sum_gradients()
+        self.parts.share_buffers()
+
+    def _run_micro_batches(self, pieces: list[MicroBatch], objective: Objective, autocast: Autocast) -> None:
         parts = self.parts
         self._objective, self._autocast = objective, autocast
         if not parts.is_checked:
@@ -114,8 +120,6 @@ class Pipeline:
         times = torch.tensor([self._busy.total_s(), elapsed_s], dtype=torch.float64, device=parts.device)
         dist.all_reduce(times, group=parts.group)
         self.bubble_share = 1.0 - float(times[0] / times[1])
-        parts.sum_gradients()
-        parts.share_buffers()
 
     def forward(self, stage: Stage, number: int, received: torch.Tensor | None) -> torch.Tensor:
         """One micro-batch through one stage: its activation, or the scaled loss of the last stage."""
@@ -233,6 +237,10 @@ class _TimedStage(PipelineStage):
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self._busy.working():
             return super().backward_weight_one_chunk(*args, **kwargs)
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Nothing to clean up, as shapes are given. torch 2.13 would free the parameters that FSDP has gathered for this
+        step, and drop the gradients of the micro-batches before."""
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
         return self._counted(super().get_fwd_send_ops(fwd_chunk_id))

@@ -23,6 +23,10 @@ class Whole(nn.Module):
         self._stages = parts  # no module, so that its parameters are not counted twice
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self._stages.gathered():
+            return self._forward(*args, **kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         parts = self._stages
 
         def call(module: nn.Module) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
 from scaleray.scaling.pipeline_bubble import bubble_share
-from scaleray.strategies.parallel import cpu_state_dict
+from scaleray.strategies.fsdp import total_norm, whole_state_dict
 from scaleray.strategies.pipeline_costs import measured_costs
+from scaleray.strategies.pipeline_shards import Shards, refuse_unused
 from scaleray.strategies.pipeline_stages import (
     Stage,
     Unit,
@@ -46,7 +48,7 @@ class Parts:
         self.num_workers, self.worker = mesh["pp"].size(), mesh.get_local_rank("pp")
         self.num_stages = self.num_workers * settings.stages_of_each_worker
         self.device = next(model.parameters()).device
-        self.config, self.sent_bytes = config, 0.0
+        self.config, self._sent_bytes = config, 0.0
         _refuse(model)
         blocks = find_blocks(model, workload)
         if len(blocks) < self.num_stages:
@@ -77,6 +79,21 @@ class Parts:
         mine = dict(self.module.named_parameters())
         first = {name: next(w for w, names in enumerate(held) if name in names) for name in self.names}
         self._counted_elsewhere = [p for name, p in mine.items() if first[name] != self.worker]
+        self.shards: Shards | None = None
+        if settings.data_axis == "fsdp":
+            refuse_unused(config)
+            if self.replicas is not None:  # last, as it replaces parameters
+                self.shards = self._shard(held, mesh["dp"])
+        self._whole_ids = {id(p) for p in self.module.parameters()} - (self.shards.sharded if self.shards else set())
+
+    @property
+    def sent_bytes(self) -> float:
+        """What this worker gave to collectives over the replicas, and over the stages of shared parameters."""
+        return self._sent_bytes + (self.shards.sent_bytes if self.shards is not None else 0.0)
+
+    def gathered(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which this worker's stages can run. Collective over the replicas of a stage."""
+        return self.shards.gathered() if self.shards is not None else contextlib.nullcontext()
 
     @property
     def has_first(self) -> bool:
@@ -101,7 +118,11 @@ class Parts:
         call: runs the model it is given. Raises WorkloadError where they differ. Every worker does the same, without a word.
         """
         assert self._unchecked is not None
-        whole, stages = self._unchecked
+        with self.gathered():
+            self._check_chain(call, *self._unchecked)
+        self._unchecked = None
+
+    def _check_chain(self, call: Callable[[nn.Module], Any], whole: nn.Module, stages: list[Stage]) -> None:
         views = [whole, *(stage.module for stage in stages)]
         modes = [(part, part.training) for view in views for part in view.modules()]
         try:
@@ -124,7 +145,6 @@ class Parts:
                 ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True
             ):
                 raise _not_a_chain("gives another result than the whole model")
-        self._unchecked = None
 
     def in_mode_of_module(self, stage: Stage) -> None:
         """Put the copies of the modules around a stage's blocks into the mode of those of `module`."""
@@ -132,13 +152,15 @@ class Parts:
             copied.training = original.training
 
     def sum_gradients(self) -> None:
-        """Sum gradients over the replicas, and those of shared parameters over their stages. Collective.
+        """Sum gradients over the replicas, and those of shared parameters over their stages. Collective, within `gathered`.
 
-        One all-reduce at the end of the step, of all gradients of a type in one piece; it does not overlap with computation.
+        One all-reduce at the end of the step, of all gradients of a type in one piece, or one reduce-scatter for each part
+        that is sharded; it does not overlap with computation.
         """
-        trained = [p for p in self.module.parameters() if p.requires_grad]
         if self.replicas is not None:
-            self._sum(trained, self.replicas)
+            self._sum([p for p in self._whole_parameters if p.requires_grad], self.replicas)
+        if self.shards is not None:
+            self.shards.reduce()
         for parameters, group in self._shared:
             self._sum(parameters, group)
 
@@ -157,15 +179,17 @@ class Parts:
         own = [g for g in gradients if id(g) not in skipped]
         squared = torch.zeros((), dtype=torch.float64, device=self.device)
         if own:
-            squared += torch.nn.utils.get_total_norm(own).double() ** 2
+            squared += (total_norm if self.shards is not None else torch.nn.utils.get_total_norm)(own).double() ** 2
         dist.all_reduce(squared, group=self.group)
         return squared.sqrt()
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The whole model's state on rank 0, in its order; empty elsewhere. Collective over the first replica."""
-        if self.replicas is not None and dist.get_rank(self.replicas) != 0:
+        """The whole model's state on rank 0, in its order; empty elsewhere. Collective over the first replica, and over all
+        where they hold shards."""
+        is_first = self.replicas is None or dist.get_rank(self.replicas) == 0
+        mine = whole_state_dict(self.module, keeps=is_first)
+        if not is_first:
             return {}
-        mine = cpu_state_dict(self.module)
         shown = {n: (tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for n, v in mine.items()}
         everyone: list[Any] = [None] * self.num_workers
         dist.all_gather_object(everyone, shown, group=self.group)
@@ -192,6 +216,8 @@ class Parts:
 
     def give_back(self) -> None:
         """Put all stages' values into the model that was cut, where every worker of the replica still has it. Collective."""
+        if self.shards is not None:
+            self.shards.close(self.module)
         whole = self._original()
         is_held = torch.tensor(whole is not None, dtype=torch.int32, device=self.device)
         dist.all_reduce(is_held, op=dist.ReduceOp.MIN, group=self.group)
@@ -216,11 +242,32 @@ class Parts:
         sizes: dict[str, Any] = {"num_workers": self.num_workers, "stages_per_worker": settings.stages_of_each_worker}
         shares = {m: bubble_share(settings.schedule, num_micro_batches=m, **sizes) for m in (1, 4, 16)}
         formula = ", ".join(f"{100 * share:.0f} % with {m}" for m, share in shares.items())
+        data_axis = ""
+        if settings.data_axis == "fsdp":
+            data_axis = "; pipeline.data_axis fsdp has no effect with one replica"
+        if self.shards is not None:
+            whole = sum(p.numel() for p in self._whole_parameters)
+            sharded = sum(p.numel() for p in self.module.parameters()) - whole
+            data_axis = f"; of worker {self.worker}'s parameters {sharded:,} are shared out among replicas, {whole:,} whole on each"
         return (
             f"pipeline of {self.num_stages} stages on {self.num_workers} workers, {settings.schedule}: blocks {blocks}; "
             f"the largest stage is {slowest:.2f} times the mean ({settings.split}). Idle share by formula, for even stages: "
-            f"{formula} micro-batches a step (measured: perf/bubble_share)"
+            f"{formula} micro-batches a step (measured: perf/bubble_share){data_axis}"
         )
+
+    def _shard(self, held: list[set[str]], replicas: DeviceMesh) -> Shards:
+        """Shard the parts of this worker's stages, but for parameters that other stages use too, whose gradients are summed
+        over stages while they are whole."""
+        elsewhere = {name for worker, names in enumerate(held) if worker != self.worker for name in names}
+        kept = {id(p) for name, p in self.module.named_parameters() if name in elsewhere}
+        kept |= {id(p) for container in self._containers for p in container.parameters(recurse=False)}
+        here = {id(unit.module): unit.module for unit in self.units if self._owner_of(unit) == self.worker}
+        return Shards(list(here.values()), replicas, kept_whole=kept)
+
+    @property
+    def _whole_parameters(self) -> list[nn.Parameter]:
+        """Those of `module` that are no shards; while shards are gathered, what lies in their places is none of these."""
+        return [p for p in self.module.parameters() if id(p) in self._whole_ids]
 
     def _owner_of(self, unit: Unit) -> int:
         return self.owner(self.stage_of[unit.block])
@@ -271,7 +318,7 @@ class Parts:
         for gradients in by_type.values():
             flat = torch.cat([g.reshape(-1) for g in gradients])
             dist.all_reduce(flat, group=group)
-            self.sent_bytes += flat.numel() * flat.element_size()
+            self._sent_bytes += flat.numel() * flat.element_size()
             for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(total.view_as(gradient))
 

@@ -24,7 +24,7 @@ from scaleray.scaling.recipe import Recipe
 from scaleray.strategies import STRATEGIES, Parallel
 from scaleray.strategies.mesh import build_mesh
 from scaleray.strategies.paged_build import PagedBuild
-from scaleray.training import activation_checkpointing, fine_tuning, optimizers, precision, pruning
+from scaleray.training import activation_checkpointing, fine_tuning, float8, optimizers, precision, pruning
 from scaleray.training.compilation import Compilation, compiled
 from scaleray.training.place import Place
 from scaleray.workload import call_user_code
@@ -81,6 +81,8 @@ def _prepare(
         model.to(place.device)
         # dtype before the strategy: DDP sizes its buckets by the parameters it is given
         arithmetic = precision.prepare(model, place.device, config.precision)
+        # before what wraps forward passes, and before the strategy, which may replace the parameters that layers hold
+        notes = float8.convert(model, place.device, config.precision, workload, undo)
         num_parameters = sum(p.numel() for p in model.parameters())
         # before the strategy, whose collectives would wait for ever for ranks that built another model
         check_equal_structure(model, place.group)
@@ -88,7 +90,10 @@ def _prepare(
         undo.callback(activation_checkpointing.apply(model, config.activations, workload))
         # compiling before the strategy: hooks that communicate stay outside the graphs, or would break them without a word
         compilation = undo.enter_context(compiled(model, config, workload))
-        if recipe.strategy == "fsdp" and place.group is not None:
+        is_sharded = recipe.strategy == "fsdp" or (
+            recipe.strategy == "pipeline" and config.pipeline.data_axis == "fsdp"
+        )
+        if is_sharded and place.group is not None:
             # before each rank cuts its part out of its own model: afterwards nobody could tell
             if pages is None:
                 check_equal_parameters(model, place.group)
@@ -103,6 +108,7 @@ def _prepare(
             strategy = config.strategy.model_copy(update={"find_unused_parameters": True, "static_graph": False})
             config = config.model_copy(update={"strategy": strategy})
         parallel = STRATEGIES[recipe.strategy](model, mesh, config, workload)
+        parallel.notes.extend(notes)
     if config.memory.on_out_of_memory == "halve" and parallel.abandon is None:
         raise ConfigError(
             "memory.on_out_of_memory", "halve", f"under {recipe.strategy} ranks communicate within a pass, which none can give up alone",

@@ -27,6 +27,7 @@ from scaleray.strategies.parallel import MicroBatch
 from scaleray.training.live_memory import free_unused, is_out_of_memory
 from scaleray.training.model_setup import Setup
 from scaleray.training.place import Place
+from scaleray.training.shards import local
 from scaleray.workload import call_user_code
 
 
@@ -272,7 +273,8 @@ class TrainStep:
             self.before_update()
         if is_finite:
             if factor != 1.0:
-                torch._foreach_mul_(gradients, factor)
+                # their own parts: one call takes neither DTensors beside plain tensors nor those of several meshes
+                torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
             scaler.step(setup.optimizer)
         scaler.update()
         self.num_updates += 1

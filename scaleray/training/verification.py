@@ -353,7 +353,10 @@ def short_job(job: TrainJob, *, steps: int, precision: str | None = None) -> Tra
         "tracking": config.tracking.model_copy(update={"system_metrics": False, "every_steps": 1}),
     }
     if precision is not None:
-        updates["precision"] = config.precision.model_copy(update={"dtype": precision})
+        # float8 is seen in the run's own precision, as bf16 is
+        updates["precision"] = config.precision.model_copy(
+            update={"dtype": precision, "float8": "none", "float8_leave_out": (), "emulate_float8": False}
+        )
     recipe = dataclasses.replace(
         job.recipe, total_steps=min(steps, job.recipe.total_steps), evaluate_every_steps=None,
         checkpoint_every_steps=None, keep_checkpoint_every_steps=None,

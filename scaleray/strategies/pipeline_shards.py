@@ -1,0 +1,124 @@
+"""FSDP on a pipeline's data axis: replicas share out a stage's parameters, gradients and optimizer state between steps.
+
+In a step a stage's parameters are gathered once and stay until its last micro-batch: to free them after each pass, as FSDP
+does by itself, would gather them as often as there are micro-batches. Gradients are reduced to the shards once, at the end.
+torch's `fully_shard` lays out, gathers and reduces; its hooks, which would do so in every pass, are taken off. Written
+against torch 2.13, whose private names are used as torch's own pipelines do (`perform_reduce_grad`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter as Counts
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, share_comm_ctx
+
+from scaleray.config import RunConfig
+from scaleray.errors import ConfigError
+from scaleray.strategies.counting import CountedAllGather, CountedReduceScatter, Counter
+from scaleray.strategies.fsdp import check_one_dtype
+from scaleray.strategies.unsharding import unshard_for_good
+
+
+class Shards:
+    """The parts of a stage whose parameters are shards between steps. Collective over the replicas, all of it.
+
+    modules: that lie whole on this worker. kept_whole: parameters that stay as they are, by id, beside single numbers and
+    those that several of the modules use; what is trained of them is summed by an all-reduce. Raises WorkloadError.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], mesh: DeviceMesh, *, kept_whole: set[int]) -> None:
+        self.group: dist.ProcessGroup = mesh.get_group()
+        self._sent = Counter()
+        self.is_gathered = False
+        uses = Counts(id(p) for module in modules for p in module.parameters())
+        self.sharded: set[int] = set()
+        """Of shards, the parameters by id, as the optimizer has them."""
+        self._units: list[nn.Module] = []
+        for module in modules:
+            whole = {
+                p
+                for p in module.parameters()
+                if id(p) in kept_whole or uses[id(p)] > 1 or p.ndim == 0 or not p.is_contiguous()
+            }
+            if not any(p not in whole for p in module.parameters()):
+                continue
+            check_one_dtype((name, p) for name, p in module.named_parameters() if p not in whole)
+            fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=whole)
+            self.sharded |= {id(p) for p in module.parameters() if p not in whole}
+            self._units.append(module)
+        for unit in self._wrapped:
+            unit.set_gradient_divide_factor(1.0)  # the sum, as an all-reduce gives it
+            unit.set_force_sum_reduction_for_comms(True)  # not a product with 1 on the way, which gloo does not have
+            unit.set_custom_all_gather(CountedAllGather(self._sent))
+            unit.set_custom_reduce_scatter(CountedReduceScatter(self._sent))
+            state = unit._get_fsdp_state()
+            state._pre_forward_hook_handle.remove()
+            state._post_forward_hook_handle.remove()
+            state._lazy_init()  # which the first forward pass would do
+        share_comm_ctx(self._wrapped)
+
+    @property
+    def sent_bytes(self) -> float:
+        """What this worker gave to collectives: its shards, and whole gradients."""
+        return self._sent.num_bytes
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Context in which all parameters are whole. Collective. Within another one it does nothing."""
+        if self.is_gathered:
+            yield
+            return
+        for unit in self._wrapped:
+            unit.unshard()
+        self.is_gathered = True
+        try:
+            yield
+        finally:
+            for unit in self._wrapped:
+                unit.reshard()
+            self.is_gathered = False
+
+    def reduce(self) -> None:
+        """Sum the gradients of this step over the replicas, to the shards. Collective, while parameters are gathered.
+
+        A parameter that no replica has a gradient of gets none.
+        """
+        trained = [p for unit in self._units for p in unit.parameters() if p.requires_grad]
+        if not trained:
+            return
+        present = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32, device=trained[0].device)
+        dist.all_reduce(present, op=dist.ReduceOp.MAX, group=self.group)
+        for parameter, is_present in zip(trained, present.tolist(), strict=True):
+            if is_present and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for unit in self._wrapped:
+            state = unit._get_fsdp_state()
+            for group in state._fsdp_param_groups:
+                group.post_backward()
+            state._root_post_backward_final_callback()
+
+    def close(self, module: nn.Module) -> None:
+        """Whole plain parameters again in `module`, which holds all units, and nothing of FSDP on it. Collective."""
+        unshard_for_good(module, keeps_shards=False)
+        self._units.clear()
+
+    @property
+    def _wrapped(self) -> list[FSDPModule]:
+        return [unit for unit in self._units if isinstance(unit, FSDPModule)]
+
+
+def refuse_unused(config: RunConfig) -> None:
+    """The section fsdp is for the strategy fsdp: none of its keys has an effect here. Raises ConfigError."""
+    defaults = type(config.fsdp)()
+    for key in type(config.fsdp).model_fields:
+        if getattr(config.fsdp, key) != getattr(defaults, key):
+            raise ConfigError(
+                f"fsdp.{key}", getattr(config.fsdp, key),
+                "a pipeline's data axis has its own way: parameters whole in a step, shards between steps", "leave it out, or use strategy fsdp",
+            )  # fmt: skip
