@@ -12,6 +12,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from scaleray import __version__
 from scaleray.cli.checkpoint import checkpoint_app
+from scaleray.cli.plan import plan_app
 from scaleray.cli.verify import verify
 from scaleray.errors import ScaleRayError
 
@@ -27,6 +28,7 @@ tracking_app = App(name="tracking", help="Look at recorded runs, and repair reco
 app.command(config_app)
 app.command(tracking_app)
 app.command(checkpoint_app)
+app.command(plan_app)
 app.command(verify)
 
 ConfigFile = Annotated[Path | None, Parameter(name=["--config", "-c"], help="YAML file of the run.")]

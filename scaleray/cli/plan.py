@@ -11,7 +11,11 @@ from cyclopts import App, Parameter
 
 from scaleray.errors import ConfigError, UsageError
 
-plan_app = App(name="plan", help="Predict memory, step time and efficiency on a cluster, and rank the layouts.", help_format="plaintext")
+plan_app = App(
+    name="plan",
+    help="Predict memory, step time and efficiency on a cluster, and rank the layouts.",
+    help_format="plaintext",
+)
 
 Json = Annotated[bool, Parameter(name="--json", negative="", help="Print the result as JSON on stdout.")]
 Hardware = Annotated[Path | None, Parameter(help="YAML file with GPUs, links and networks of your own.")]
@@ -124,7 +128,14 @@ def explain(what: str = "constants", /, *, model: str | None = None, cluster: st
     elif what == "layouts":
         from scaleray.cli.plan_question import question_of
 
-        question = question_of(model=model, cluster=cluster, global_batch=global_batch, sequence=sequence, precision=precision, strategies=strategies)
+        question = question_of(
+            model=model,
+            cluster=cluster,
+            global_batch=global_batch,
+            sequence=sequence,
+            precision=precision,
+            strategies=strategies,
+        )
         lines = explain_layouts(question, rows=rows)
     else:
         lines = explain_hardware(what)
@@ -133,7 +144,9 @@ def explain(what: str = "constants", /, *, model: str | None = None, cluster: st
 
 
 @plan_app.command
-def validate(*data: Path, by: Literal["both", "source", "family"] = "both", skipped: bool = True, json: Json = False) -> int:
+def validate(
+    *data: Path, by: Literal["both", "source", "family"] = "both", skipped: bool = True, json: Json = False
+) -> int:
     """Run the planner over folders of published measurements, beside the model that knows nothing.
 
     Parameters
@@ -201,10 +214,16 @@ def fit(*data: Path, rounds: int = 3, leave_out: Annotated[bool, Parameter(negat
     seen, _ = _observations(data)
     if leave_out:
         judged = fitting.leave_one_source_out(seen, rounds=rounds, say=say)
-        console.print(score_table("each source with constants fitted without it", [*scores(judged, lambda one: one.seen.source), score("all", judged)]))
+        console.print(
+            score_table(
+                "each source with constants fitted without it",
+                [*scores(judged, lambda one: one.seen.source), score("all", judged)],
+            )
+        )
     else:
         found = fitting.fit(fitting.thinned(seen), rounds=rounds, say=say)
-        say(f"loss {found.start_loss:.4f} with the package's constants, {found.loss:.4f} with these:")
+        own = fitting.loss_of(fitting.thinned(seen), DEFAULT)
+        say(f"loss {found.start_loss:.4f} before, {found.loss:.4f} with these, {own:.4f} with the package's:")
         for name in FITTED:
             say(f"  {name:<26} {getattr(DEFAULT, name):<10.4g} -> {getattr(found.constants, name):.4g}")
         from scaleray.planner.validate import judge
@@ -220,7 +239,9 @@ def _observations(data: tuple[Path, ...]) -> tuple[list[Any], list[Any]]:
     from scaleray.planner.published import observations, read_folder
 
     if not data:
-        raise ConfigError("data", None, "at least one folder of published measurements is needed", "scaleray plan validate FOLDER")
+        raise ConfigError(
+            "data", None, "at least one folder of published measurements is needed", "scaleray plan validate FOLDER"
+        )
     for folder in data:
         if not folder.is_dir():
             raise UsageError("data folder", str(folder), "it is not a folder")
@@ -232,9 +253,13 @@ def _write(advice: Any, config: Path | None, path: Path) -> str:
 
     from scaleray.planner.write import config_keys
 
-    runnable = [choice.layout for choice in advice.choices if not (choice.layout.tensor > 1 and choice.layout.pipeline > 1)]
+    runnable = [
+        choice.layout for choice in advice.choices if not (choice.layout.tensor > 1 and choice.layout.pipeline > 1)
+    ]
     if not runnable:
-        raise ConfigError("--write", str(path), "no layout that scaleray train can run fits", "plan without tp or without pp")
+        raise ConfigError(
+            "--write", str(path), "no layout that scaleray train can run fits", "plan without tp or without pp"
+        )
     keys = config_keys(runnable[0])
     given = yaml.safe_load(config.read_text()) if config else {}
     for section, values in keys.items():

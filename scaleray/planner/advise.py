@@ -56,7 +56,10 @@ class Question:
             raise ConfigError("--strategies", ",".join(unknown), f"the planner knows {', '.join(STRATEGIES)}")
         if not self.model.has_flops and self.measured is None:
             raise ConfigError(
-                "model", self.model.name, "only its size is known, not what it computes", "give a measured step: --step-time, --micro-batch"
+                "model",
+                self.model.name,
+                "only its size is known, not what it computes",
+                "give a measured step: --step-time, --micro-batch",
             )
 
 
@@ -119,9 +122,16 @@ def advise(question: Question, constants: Constants = DEFAULT) -> Advice:
             continue
         choices.append(predict(question, layout, needed=needed, constants=constants))
     if not count:
-        raise ConfigError("--global-batch", question.global_batch, f"no layout of {question.cluster.num_gpus} GPUs divides it", _nearest(question))
+        raise ConfigError(
+            "--global-batch",
+            question.global_batch,
+            f"no layout of {question.cluster.num_gpus} GPUs divides it",
+            _nearest(question),
+        )
     if not choices:
-        raise ConfigError("model", question.model.name, _fits_nowhere(question, rejected), _what_would_fit(question, rejected))
+        raise ConfigError(
+            "model", question.model.name, _fits_nowhere(question, rejected), _what_would_fit(question, rejected)
+        )
     if question.rank_by == "memory":
         choices.sort(key=lambda one: one.memory.device_bytes)
     else:
@@ -132,10 +142,19 @@ def advise(question: Question, constants: Constants = DEFAULT) -> Advice:
     return Advice(question=question, choices=choices, rejected=rejected, num_layouts=count)
 
 
-def predict(question: Question, layout: Layout, *, needed: MemoryEstimate | None = None, constants: Constants = DEFAULT) -> Choice:
+def predict(
+    question: Question, layout: Layout, *, needed: MemoryEstimate | None = None, constants: Constants = DEFAULT
+) -> Choice:
     """One layout of the question, whether it fits or not."""
     model, cluster = question.model, question.cluster
-    step = step_time(model, layout, cluster, measured=question.measured, fused_attention=question.fused_attention, constants=constants)
+    step = step_time(
+        model,
+        layout,
+        cluster,
+        measured=question.measured,
+        fused_attention=question.fused_attention,
+        constants=constants,
+    )
     total = step.total_s
     if question.input_samples_per_s is not None:
         nodes = math.ceil(layout.num_gpus / cluster.gpus_per_node)
@@ -187,7 +206,9 @@ def layouts(question: Question) -> Iterator[Layout]:
 def _tensor_degrees(question: Question) -> list[int]:
     limit = question.cluster.gpus_per_node if "tp" in question.strategies else 1
     heads = question.model.num_heads
-    return [d for d in range(1, limit + 1) if question.cluster.num_gpus % d == 0 and (d == 1 or (heads and heads % d == 0))]
+    return [
+        d for d in range(1, limit + 1) if question.cluster.num_gpus % d == 0 and (d == 1 or (heads and heads % d == 0))
+    ]
 
 
 def _pipeline_degrees(question: Question, rest: int) -> list[int]:
@@ -200,10 +221,11 @@ def _shardings(question: Question, data: int, tensor: int, pipeline: int) -> lis
     if data == 1:
         return [("none", 1)]
     found: list[tuple[Sharding, int]] = []
-    # with a model's own split alone asked for, its replicas still have to be summed
-    if "ddp" in wanted or not {"ddp", "zero1", "fsdp", "hsdp"} & set(wanted):
+    # replicas of a pipeline have to be summed whatever was asked for, and share out its state where sharding was
+    needs_sum = pipeline > 1 or not {"ddp", "zero1", "fsdp", "hsdp"} & set(wanted)
+    if "ddp" in wanted or needs_sum:
         found.append(("none", 1))
-    if "zero1" in wanted:
+    if "zero1" in wanted or (pipeline > 1 and {"fsdp", "hsdp"} & set(wanted)):
         found.append(("zero1", 1))
     if "fsdp" in wanted and pipeline == 1:
         found.append(("zero3", data))
@@ -232,7 +254,14 @@ def _plainness(choice: Choice) -> tuple[float, ...]:
     """Fewer kinds of parallelism, less sharding, fewer passes, less memory: what has fewer ways to go wrong."""
     layout = choice.layout
     level = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3}[layout.sharding] + (layout.shard not in (1, layout.data))
-    return (layout.pipeline > 1, layout.tensor > 1, level, layout.chunks, layout.checkpointing != "none", choice.step_time_s.value)
+    return (
+        layout.pipeline > 1,
+        layout.tensor > 1,
+        level,
+        layout.chunks,
+        layout.checkpointing != "none",
+        choice.step_time_s.value,
+    )
 
 
 def _nearest(question: Question) -> str:
@@ -257,7 +286,11 @@ def _what_would_fit(question: Question, rejected: list[Rejected]) -> str:
     if unused:
         words.append(f"or other strategies: --strategies {','.join((*question.strategies, *unused))}")
     for factor in (2, 4, 8, 16, 32, 64):
-        larger = replace(question.cluster, num_nodes=question.cluster.num_nodes * factor, network=question.cluster.network or _SOME_NETWORK)
+        larger = replace(
+            question.cluster,
+            num_nodes=question.cluster.num_nodes * factor,
+            network=question.cluster.network or _SOME_NETWORK,
+        )
         batch = max(question.global_batch, larger.num_gpus)
         trial = replace(question, cluster=larger, global_batch=batch - batch % larger.num_gpus)
         if any(memory(trial.model, layout).spare_bytes(larger.gpu) >= 0 for layout in layouts(trial)):

@@ -36,7 +36,12 @@ def parse_cluster(text: str, catalogue: Catalogue = CATALOGUE) -> Cluster:
     network = None
     if num_nodes > 1:
         if "net" not in values and not gpu.network:
-            raise ConfigError("--cluster", text, f"{num_nodes} nodes need a network, and {gpu.name} has no usual one", "add net=100G, or net=8x400G")
+            raise ConfigError(
+                "--cluster",
+                text,
+                f"{num_nodes} nodes need a network, and {gpu.name} has no usual one",
+                "add net=100G, or net=8x400G",
+            )
         if "net" not in values:
             notes.append(f"network {gpu.network}, as machines with {gpu.name} usually have")
         network = catalogue.find_network(values.get("net", gpu.network))

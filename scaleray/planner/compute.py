@@ -50,7 +50,9 @@ def element_bytes(layout: Layout) -> float:
     return 4.0 if layout.precision in ("fp32", "tf32") else 2.0
 
 
-def product_rate(rows: float, columns: int, inner: int, gpu: Gpu, precision: str, constants: Constants = DEFAULT) -> float:
+def product_rate(
+    rows: float, columns: int, inner: int, gpu: Gpu, precision: str, constants: Constants = DEFAULT
+) -> float:
     """FLOP/s of a matrix product on `gpu`."""
     waves = rows * columns / (TILE_ELEMENTS * gpu.num_cores)
     filled = waves / (waves + constants.wave_half) * inner / (inner + constants.inner_half)
@@ -71,7 +73,11 @@ def block_times(block: Block, layout: Layout, gpu: Gpu, *, fused_attention: bool
         rows = product.rows * samples
         # a side that does not divide evenly is cut unevenly, and stays as badly aligned as it was
         aligned = columns if product.split != "columns" or product.columns % tensor == 0 else product.columns
-        rate = product_rate(rows, columns, inner, gpu, layout.precision, constants) * alignment(aligned) / alignment(columns)
+        rate = (
+            product_rate(rows, columns, inner, gpu, layout.precision, constants)
+            * alignment(aligned)
+            / alignment(columns)
+        )
         products += 2 * rows * columns * inner / rate
     attention = _attention_s(block, samples / tensor, gpu, layout, fused_attention, constants)
     ceiling = gpu.peak_flops(layout.precision) * gpu.matmul_share * constants.matmul_practice
@@ -83,10 +89,14 @@ def block_times(block: Block, layout: Layout, gpu: Gpu, *, fused_attention: bool
     if block.conv_flops and width == 1.0 and not layout.channels_last:
         traffic *= constants.channels_first_traffic
     traffic *= constants.compiled_traffic if layout.compiled else 1.0
-    launches = 3 * block.num_kernels * constants.kernel_us * 1e-6 * (constants.compiled_kernels if layout.compiled else 1.0)
+    launches = (
+        3 * block.num_kernels * constants.kernel_us * 1e-6 * (constants.compiled_kernels if layout.compiled else 1.0)
+    )
     forward = products + attention + conv + traffic
     # the gradients of inputs and of weights are a product each; fused attention computes its scores again: 2.5 times in all
-    backward = 2 * (products + conv) + (2.5 if fused_attention else 2.0) * attention + constants.backward_traffic * traffic
+    backward = (
+        2 * (products + conv) + (2.5 if fused_attention else 2.0) * attention + constants.backward_traffic * traffic
+    )
     return PassTimes(forward, backward, attention, launches)
 
 

@@ -167,7 +167,9 @@ class Cluster:
         In a mesh, a group of k among the board's g GPUs has (k - 1) / (g - 1) of a GPU's links.
         """
         board = self.board_gpus or self.gpus_per_node
-        return (self.link.name.startswith("nvlink") and board <= (8 if self.link.name < "nvlink3" else 4)) or self.link.name.startswith("xgmi")
+        return (
+            self.link.name.startswith("nvlink") and board <= (8 if self.link.name < "nvlink3" else 4)
+        ) or self.link.name.startswith("xgmi")
 
     @property
     def num_gpus(self) -> int:

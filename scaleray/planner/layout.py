@@ -91,7 +91,12 @@ class Layout:
     @property
     def strategy(self) -> str:
         """In the words of scaleray's strategies: `ddp`, `zero1`, `fsdp`, `hsdp`, with `tp` and `pp` where they are used."""
-        state = {"none": "ddp", "zero1": "zero1", "zero2": "zero2", "zero3": "fsdp" if self.shard == self.data else "hsdp"}
+        state = {
+            "none": "ddp",
+            "zero1": "zero1",
+            "zero2": "zero2",
+            "zero3": "fsdp" if self.shard == self.data else "hsdp",
+        }
         words = [state[self.sharding]] if self.data > 1 else []
         words += [f"tp{self.tensor}"] if self.tensor > 1 else []
         words += [f"pp{self.pipeline}"] if self.pipeline > 1 else []
@@ -101,8 +106,15 @@ class Layout:
     def describe(self) -> str:
         """The strategy with what else decides memory and time."""
         shard = f" shard {self.shard}" if self.sharding != "none" and self.shard != self.data else ""
-        recompute = {"none": "", "selective": ", selective recompute", "alternate": ", alternate recompute", "full": ", full recompute"}[self.checkpointing]
-        return f"{self.strategy}{shard}, data {self.data}, micro-batch {self.micro_batch} x {self.accumulation}{recompute}"
+        recompute = {
+            "none": "",
+            "selective": ", selective recompute",
+            "alternate": ", alternate recompute",
+            "full": ", full recompute",
+        }[self.checkpointing]
+        return (
+            f"{self.strategy}{shard}, data {self.data}, micro-batch {self.micro_batch} x {self.accumulation}{recompute}"
+        )
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,10 @@ class MemoryEstimate:
 def memory(model: ModelProfile, layout: Layout) -> MemoryEstimate:
     """Of the fullest stage."""
     stages = _stages(model, layout)
-    return max((_stage_memory(stage, index, model, layout) for index, stage in enumerate(stages)), key=lambda one: one.device_bytes)
+    return max(
+        (_stage_memory(stage, index, model, layout) for index, stage in enumerate(stages)),
+        key=lambda one: one.device_bytes,
+    )
 
 
 def activation_bytes(block: Block, layout: Layout) -> float:
@@ -153,7 +156,9 @@ def _stage_memory(stage: list[Block], index: int, model: ModelProfile, layout: L
         "buckets": buckets,
     }
     return MemoryEstimate(
-        **pieces, fragmentation=FRAGMENTATION_SHARE * sum(pieces.values()), context=CONTEXT_BYTES + COLLECTIVE_BYTES * num_kinds
+        **pieces,
+        fragmentation=FRAGMENTATION_SHARE * sum(pieces.values()),
+        context=CONTEXT_BYTES + COLLECTIVE_BYTES * num_kinds,
     )
 
 

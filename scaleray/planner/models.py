@@ -18,7 +18,9 @@ def _llama(layers: int, hidden: int, heads: int, ffn: int, vocab: int, kv_heads:
                             is_gated=True, tied_embeddings=tied, head_dim=head_dim)  # fmt: skip
 
 
-def _gpt(layers: int, hidden: int, heads: int, *, vocab: int = 50257, sequence: int = 1024, dropout: bool = True) -> TransformerShape:
+def _gpt(
+    layers: int, hidden: int, heads: int, *, vocab: int = 50257, sequence: int = 1024, dropout: bool = True
+) -> TransformerShape:
     return TransformerShape(layers=layers, hidden=hidden, heads=heads, vocab=vocab, sequence=sequence, tied_embeddings=True,
                             learned_positions=True, has_dropout=dropout)  # fmt: skip
 
@@ -93,7 +95,9 @@ def find_model(name: str, *, sequence: int | None = None, image: int = 224) -> M
         return resnet(int(match[1]), image=image)
     for known, (params, macs, outputs, layers, largest) in CONVOLUTIONAL.items():
         if known.replace("-", "") in key.replace("-", ""):
-            return convolutional(known, num_params=params, forward_macs=macs, outputs=outputs, num_layers=layers, largest_params=largest)
+            return convolutional(
+                known, num_params=params, forward_macs=macs, outputs=outputs, num_layers=layers, largest_params=largest
+            )
     match = re.search(r"(\d+(?:\.\d+)?)([bm])$", key)
     if match:
         params = float(match[1]) * (1e9 if match[2] == "b" else 1e6)

@@ -117,7 +117,11 @@ def _doubling_gain(points: list[CurvePoint], num_gpus: int) -> float | None:
 def _doubling_words(question: Question, gain: float | None) -> str:
     gpus = question.cluster.num_gpus
     if gain is None:
-        reason = "no network is given for more nodes" if question.cluster.network is None else f"the batch of {question.global_batch} cannot be divided further"
+        reason = (
+            "no network is given for more nodes"
+            if question.cluster.network is None
+            else f"the batch of {question.global_batch} cannot be divided further"
+        )
         return f"{2 * gpus} GPUs: not predicted, {reason}"
     verdict = "worth it" if gain >= WORTH_IT else "not worth it at this batch"
     return f"{2 * gpus} GPUs: {gain:.2f} times the throughput at twice the price, {verdict}"

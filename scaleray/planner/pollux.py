@@ -41,7 +41,16 @@ def fit_pollux(points: Sequence[Point]) -> PolluxModel:
 
     best: tuple[float, np.ndarray] | None = None
     for share in (0.02, 0.2, 1.0):
-        start = np.log([smallest, smallest / 50, smallest * share, smallest * share / 10, smallest * share / 5, smallest * share / 50])
+        start = np.log(
+            [
+                smallest,
+                smallest / 50,
+                smallest * share,
+                smallest * share / 10,
+                smallest * share / 5,
+                smallest * share / 50,
+            ]
+        )
         found = minimize(loss, np.append(start, 0.0), method="L-BFGS-B", bounds=[(-20, 5)] * 6 + [(-6, 6)])
         if best is None or found.fun < best[0]:
             best = float(found.fun), found.x

@@ -172,8 +172,17 @@ def transformer(shape: TransformerShape, name: str = "transformer") -> ModelProf
     # gated models as they are written today: norms in 32 bit, and queries and keys once more after their rotation
     unsplit_kept += 4 * hidden if shape.is_gated else 0
     rotated = attention_width + kv_width if shape.is_gated else 0
-    split_kept = rotated + attention_width + 2 * kv_width + attention_width + (mlp_inputs + 1) * ffn + (ffn if shape.is_gated else 0)
-    scores = 0.0 if shape.fused_attention else (2.5 if shape.has_dropout else 2.0) * shape.heads * sequence * token_bytes
+    split_kept = (
+        rotated
+        + attention_width
+        + 2 * kv_width
+        + attention_width
+        + (mlp_inputs + 1) * ffn
+        + (ffn if shape.is_gated else 0)
+    )
+    scores = (
+        0.0 if shape.fused_attention else (2.5 if shape.has_dropout else 2.0) * shape.heads * sequence * token_bytes
+    )
     # two norms, two residual sums and dropouts read and write about 10 hidden vectors a token; activation 2 to 3 MLP widths
     score_traffic = 0.0 if shape.fused_attention else 6.0 * shape.heads * sequence * token_bytes
     block = Block(

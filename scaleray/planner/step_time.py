@@ -62,7 +62,9 @@ class StepTime:
     @property
     def total_s(self) -> float:
         """The step."""
-        return self.compute_s + self.bubble_s + self.exposed_comm_s + self.optimizer_s + self.straggler_s + self.overhead_s
+        return (
+            self.compute_s + self.bubble_s + self.exposed_comm_s + self.optimizer_s + self.straggler_s + self.overhead_s
+        )
 
     def parts(self) -> dict[str, float]:
         """By name, in the order of a step."""
@@ -113,7 +115,11 @@ def step_time(
     send = _sends_s(model, layout, cluster, constants)
     states = stage.num_params / (_shards(layout) if layout.sharding != "none" else 1)
     update = optimizer_s(states, layout, cluster.gpu, constants) if layout.num_gpus else 0.0
-    shares = {"transformer": constants.straggler_share, "cnn": constants.straggler_share_input, "other": constants.straggler_share_uneven}
+    shares = {
+        "transformer": constants.straggler_share,
+        "cnn": constants.straggler_share_input,
+        "other": constants.straggler_share_uneven,
+    }
     behind = shares[model.kind] * math.sqrt(2 * math.log(layout.num_gpus)) if layout.num_gpus > 1 else 0.0
     compute = (forward + backward + recompute) * passes
     return StepTime(
@@ -132,14 +138,24 @@ def calibrate(
 
     The scale is kept within 0.05 and 20: beyond, something else than compute is wrong.
     """
-    start = Measured() if model.has_flops else Measured(sample_s=measured_step_s / (layout.accumulation * layout.micro_batch))
-    low, high = math.log(0.05), math.log(20.0)
-    for _ in range(40):
-        middle = (low + high) / 2
-        guess = step_time(model, layout, cluster, measured=replace(start, compute_scale=math.exp(middle)),
-                          fused_attention=fused_attention, constants=constants)  # fmt: skip
-        low, high = (middle, high) if guess.total_s < measured_step_s else (low, middle)
-    return replace(start, compute_scale=math.exp((low + high) / 2))
+    start = (
+        Measured()
+        if model.has_flops
+        else Measured(sample_s=measured_step_s / (layout.accumulation * layout.micro_batch))
+    )
+    low, high, scale = 0.05, 20.0, 1.0
+    for _ in range(60):
+        guess = step_time(
+            model, layout, cluster, measured=replace(start, compute_scale=scale), fused_attention=fused_attention, constants=constants
+        )  # fmt: skip
+        if abs(guess.total_s - measured_step_s) < 1e-6 * measured_step_s or high / low < 1 + 1e-9:
+            break
+        low, high = (scale, high) if guess.total_s < measured_step_s else (low, scale)
+        # what grows with the scale: Newton's step, or the middle where it leaves the bracket
+        slope = (guess.compute_s + guess.bubble_s + guess.straggler_s) / scale
+        step = scale + (measured_step_s - guess.total_s) / slope if slope > 0 else 0.0
+        scale = step if low < step < high else math.sqrt(low * high)
+    return replace(start, compute_scale=scale)
 
 
 def _pass_of(block: Block, model: ModelProfile, layout: Layout, cluster: Cluster, measured: Measured, fused: bool, constants: Constants) -> _Pass:  # fmt: skip
@@ -158,16 +174,28 @@ def _pass_of(block: Block, model: ModelProfile, layout: Layout, cluster: Cluster
         group = group_of(cluster, layout.tensor, 1, num_gpus=layout.num_gpus)
         nbytes = block.boundary_bytes * layout.micro_batch / layout.context * element_bytes(layout) / 2
         once = all_reduce_s(nbytes, group, cluster, constants) * block.num_all_reduces
-        comm = once * (2 + (1 if layout.checkpointing == "full" and is_layer else 0)) * (0.3 if layout.overlaps_tensor else 1.0)
-    return _Pass(times.forward_s * scale, times.backward_s * scale, recompute * scale, comm, times.launch_s * scale, params)
+        comm = (
+            once
+            * (2 + (1 if layout.checkpointing == "full" and is_layer else 0))
+            * (0.3 if layout.overlaps_tensor else 1.0)
+        )
+    return _Pass(
+        times.forward_s * scale, times.backward_s * scale, recompute * scale, comm, times.launch_s * scale, params
+    )
 
 
 def _slowest_stage(model: ModelProfile, layout: Layout, cluster: Cluster, measured: Measured, fused: bool, constants: Constants) -> _Pass:  # fmt: skip
-    passes = [(block.count, _pass_of(block, model, layout, cluster, measured, fused, constants)) for block in model.blocks]
+    passes = [
+        (block.count, _pass_of(block, model, layout, cluster, measured, fused, constants)) for block in model.blocks
+    ]
     if layout.pipeline == 1:
         return sum((one.times(count) for count, one in passes), _Pass())
     singles = [one for count, one in passes for _ in range(count)]
-    cuts = even_cuts(model, layout.pipeline) if layout.even_stages else balanced_cuts([one.total_s for one in singles], layout.pipeline)
+    cuts = (
+        even_cuts(model, layout.pipeline)
+        if layout.even_stages
+        else balanced_cuts([one.total_s for one in singles], layout.pipeline)
+    )
     stages = [sum(singles[start:end], _Pass()) for start, end in itertools.pairwise(cuts)]
     return max(stages, key=lambda stage: stage.total_s)
 
@@ -215,7 +243,9 @@ def _sends_s(model: ModelProfile, layout: Layout, cluster: Cluster, constants: C
     boundary = max(block.boundary_bytes for block in model.blocks) * layout.micro_batch / layout.context
     nbytes = boundary * element_bytes(layout) / 2 / (layout.tensor if layout.sequence_parallel else 1)
     # interleaving sends for every chunk, but beside the compute of another
-    return (2 * send_s(nbytes, group, cluster, constants) + 2 * constants.handover_s) * (1 if layout.chunks == 1 else 0.3 * layout.chunks)
+    return (2 * send_s(nbytes, group, cluster, constants) + 2 * constants.handover_s) * (
+        1 if layout.chunks == 1 else 0.3 * layout.chunks
+    )
 
 
 @dataclass(frozen=True)
@@ -240,7 +270,9 @@ def _data_comm(
         return _sharded_comm(model, stage, layout, cluster, forward_s, backward_s, stride, constants)
     gradients = stage.num_params * layout.gradient_bytes
     # the last bucket is as full as chance will have it, unless it holds a tensor that cannot be cut
-    last = max(min(gradients, constants.bucket_bytes) / 2, model.largest_tensor_params / layout.tensor * layout.gradient_bytes)
+    last = max(
+        min(gradients, constants.bucket_bytes) / 2, model.largest_tensor_params / layout.tensor * layout.gradient_bytes
+    )
     last = min(gradients, last)
     buckets = max(1, math.ceil(gradients / constants.bucket_bytes))
     reduce = all_reduce_s if layout.sharding == "none" else all_gather_s
@@ -258,7 +290,9 @@ def _data_comm(
         params = stage.num_params * layout.gather_bits / 8
         gather = all_gather_s(params, group, cluster, constants)
         # parameters come back one layer after the other, beside the next forward pass where that is implemented
-        late, early = _hide(gather, constants.prefetch_share * forward_s if layout.overlaps_gather else 0.0, 0.0, constants)
+        late, early = _hide(
+            gather, constants.prefetch_share * forward_s if layout.overlaps_gather else 0.0, 0.0, constants
+        )
         exposed, hidden = exposed + late, hidden + early
         sent += params * (n - 1) / n
     return _DataComm(exposed, hidden, sent)
@@ -286,7 +320,9 @@ def _sharded_comm(
     if replicas > 1:
         part = stage.num_params * layout.gradient_bytes / shards
         between = group_of(cluster, replicas, stride * shards, num_gpus=layout.num_gpus)
-        again, hidden_again = _hide(all_reduce_s(part, between, cluster, constants), 0.5 * share * backward_s, 0.0, constants)
+        again, hidden_again = _hide(
+            all_reduce_s(part, between, cluster, constants), 0.5 * share * backward_s, 0.0, constants
+        )
         exposed, hidden = exposed + again, hidden + hidden_again
         sent += 2 * part * (replicas - 1) / replicas
     return _DataComm(exposed, hidden, sent)

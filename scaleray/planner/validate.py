@@ -84,7 +84,11 @@ def _judge(one: Observation, anchor: Observation | None, anchored: dict[int, Mea
     needed = memory(one.model, one.layout) if one.model.has_flops else None
     needed_bytes = None
     if needed is not None:
-        needed_bytes = {"allocated": needed.allocated_bytes, "reserved": needed.reserved_bytes, "device": needed.device_bytes}[one.memory_kind]
+        needed_bytes = {
+            "allocated": needed.allocated_bytes,
+            "reserved": needed.reserved_bytes,
+            "device": needed.device_bytes,
+        }[one.memory_kind]
     return Judged(
         seen=one, from_sheets_s=sheets.total_s if sheets else None, anchored_s=with_anchor.total_s if with_anchor else None, trivial_s=trivial,
         pollux_s=pollux_s, is_pollux_fitted=pollux is not None and one.num_gpus <= pollux[1], efficiency=efficiency,
@@ -96,7 +100,9 @@ def _judge(one: Observation, anchor: Observation | None, anchored: dict[int, Mea
 
 
 def _predict(one: Observation, measured: Measured | None, constants: Constants) -> StepTime:
-    return step_time(one.model, one.layout, one.cluster, measured=measured, fused_attention=one.fused_attention, constants=constants)
+    return step_time(
+        one.model, one.layout, one.cluster, measured=measured, fused_attention=one.fused_attention, constants=constants
+    )
 
 
 def _anchor(one: Observation, group: Sequence[Observation]) -> Observation | None:
@@ -167,8 +173,16 @@ def scores(judged: Sequence[Judged], by: Callable[[Judged], str]) -> list[Score]
 
 def score(name: str, judged: Sequence[Judged]) -> Score:
     """All of `judged` in one line."""
-    sheets = [(one, abs_error(one.from_sheets_s, one.seen.step_time_s)) for one in judged if one.from_sheets_s and one.seen.step_time_s]
-    anchored = [(one, abs_error(one.anchored_s, one.seen.step_time_s)) for one in judged if one.anchored_s and one.seen.step_time_s]
+    sheets = [
+        (one, abs_error(one.from_sheets_s, one.seen.step_time_s))
+        for one in judged
+        if one.from_sheets_s and one.seen.step_time_s
+    ]
+    anchored = [
+        (one, abs_error(one.anchored_s, one.seen.step_time_s))
+        for one in judged
+        if one.anchored_s and one.seen.step_time_s
+    ]
     trivial = [abs_error(one.trivial_s, one.seen.step_time_s) for one, _ in anchored]
     bending = [one for one, _ in anchored if one.efficiency is not None and one.efficiency < 0.8]
     beyond = [one for one, _ in anchored if one.pollux_s and not one.is_pollux_fitted]
@@ -206,7 +220,9 @@ def _choices(judged: Sequence[Judged]) -> tuple[float | None, float | None]:
         predicted = one.from_sheets_s or one.anchored_s
         if predicted and one.seen.step_time_s and not one.seen.is_trace:
             samples = one.seen.layout.global_batch
-            groups[(*one.seen.series[:5], one.seen.num_gpus)].append((predicted / samples, one.seen.step_time_s / samples))
+            groups[(*one.seen.series[:5], one.seen.num_gpus)].append(
+                (predicted / samples, one.seen.step_time_s / samples)
+            )
     ranked = [group for group in groups.values() if len({measured for _, measured in group}) >= 3]
     if not ranked:
         return None, None

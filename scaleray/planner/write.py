@@ -17,7 +17,10 @@ def config_keys(layout: Layout) -> dict[str, Any]:
     """
     if layout.tensor > 1 and layout.pipeline > 1:
         raise ConfigError(
-            "layout", layout.describe(), "scaleray train runs tensor or pipeline parallel, not both", "plan with --strategies without tp or without pp"
+            "layout",
+            layout.describe(),
+            "scaleray train runs tensor or pipeline parallel, not both",
+            "plan with --strategies without tp or without pp",
         )
     keys: dict[str, Any] = {
         "scale": {"workers": layout.num_gpus, "gpus_per_worker": 1},

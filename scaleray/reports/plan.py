@@ -52,20 +52,29 @@ def plan_lines(advice: Advice, seen: Outlook, *, num_samples: float | None = Non
     lines += [f"  assumed: {note}" for note in (*cluster.notes, *advice.question.model.notes)]
     lines += ["", f"memory of one GPU, {cluster.gpu.memory_gib:.1f} GiB:"]
     lines += _bars({name: value / GIB for name, value in best.memory.parts().items()}, cluster.gpu.memory_gib, "GiB")
-    lines += ["", "time of one step:"] + _bars(best.step.parts(), best.step.total_s, "s")
+    lines += ["", "time of one step:", *_bars(best.step.parts(), best.step.total_s, "s")]
     lines += ["", "GPUs   samples/s (90 % interval)        efficiency  layout"]
     for point in seen.points:
-        lines.append(f"{point.num_gpus:5d}  {point.samples_per_s!s:<32} {100 * point.efficiency:6.1f} %    {point.choice.layout.describe()}")
+        lines.append(
+            f"{point.num_gpus:5d}  {point.samples_per_s!s:<32} {100 * point.efficiency:6.1f} %    {point.choice.layout.describe()}"
+        )
     dropped = Counter(one.layout.strategy for one in advice.rejected)
     if dropped:
-        lines += ["", "dropped for memory: " + ", ".join(f"{count} of {name}" for name, count in dropped.most_common(6)) + " (plan explain says why)"]
+        lines += [
+            "",
+            "dropped for memory: "
+            + ", ".join(f"{count} of {name}" for name, count in dropped.most_common(6))
+            + " (plan explain says why)",
+        ]
     if num_samples:
         hours = num_samples / best.samples_per_s / 3600
         price = cluster.price_per_gpu_hour
         cost = "" if price is None else f", {hours * price * cluster.num_gpus:,.0f} in all"
         lines.append(f"{num_samples:,.0f} samples take {hours:,.1f} hours{cost}")
     if not best.is_trusted:
-        lines.append("do not trust the figures alone: nothing was measured on this model. One step on one GPU narrows them: --step-time, --from-run")
+        lines.append(
+            "do not trust the figures alone: nothing was measured on this model. One step on one GPU narrows them: --step-time, --from-run"
+        )
     return [*lines, f"next doubling: {seen.doubling}"]
 
 
@@ -82,12 +91,19 @@ def why(advice: Advice) -> str:
         return "the only kind of layout that fits"
     rival = min(rivals, key=lambda one: one.step_time_s.value)
     ratio = rival.step_time_s.value / advice.best.step_time_s.value
-    return f"{ratio:.2f} times the speed of the best {_kind(rival.layout)}" if ratio > 1.02 else f"as fast as {_kind(rival.layout)}, and plainer"
+    return (
+        f"{ratio:.2f} times the speed of the best {_kind(rival.layout)}"
+        if ratio > 1.02
+        else f"as fast as {_kind(rival.layout)}, and plainer"
+    )
 
 
 def score_table(title: str, lines: Sequence[Score]) -> Table:
     """Validation, a line for each source or family. Errors in percent of the step time, efficiency in points."""
-    made = _table(title, "errors in % of step time: median / 90th percentile. trivial: throughput per GPU stays that of the smallest point")
+    made = _table(
+        title,
+        "errors in % of step time: median / 90th percentile. trivial: throughput per GPU stays that of the smallest point",
+    )
     for name in ("", "rows", "data sheets", "rows", "one point", "trivial", "bends", "ours/trivial", "eff. pts", "Pollux (ours)", "memory", "OOM", "inside %", "rank", "regret %"):  # fmt: skip
         made.add_column(name, justify="left" if not name else "right", no_wrap=True)
     for line in lines:
@@ -110,24 +126,39 @@ def skipped_lines(skipped: Sequence[Skipped]) -> list[str]:
 
 
 def _table(title: str, caption: str) -> Table:
-    return Table(title=title, caption=caption, box=box.SIMPLE, padding=(0, 1), title_justify="left", caption_justify="left")
+    return Table(
+        title=title, caption=caption, box=box.SIMPLE, padding=(0, 1), title_justify="left", caption_justify="left"
+    )
 
 
 def _layout_words(choice: Choice) -> str:
     layout = choice.layout
     words = layout.strategy + (f" data {layout.data}" if layout.data > 1 else "")
-    return words + (f" shard {layout.shard}" if layout.sharding == "zero3" and layout.shard != layout.data else "") + (" interleaved" if layout.chunks > 1 else "")
+    return (
+        words
+        + (f" shard {layout.shard}" if layout.sharding == "zero3" and layout.shard != layout.data else "")
+        + (" interleaved" if layout.chunks > 1 else "")
+    )
 
 
 def _kind(layout: Any) -> str:
-    words = [{"none": "ddp", "zero1": "zero1", "zero2": "zero2", "zero3": "fsdp"}[layout.sharding]] if layout.data > 1 else []
-    return "+".join([*words, *(["tp"] if layout.tensor > 1 else []), *(["pp"] if layout.pipeline > 1 else [])]) or "single"
+    words = (
+        [{"none": "ddp", "zero1": "zero1", "zero2": "zero2", "zero3": "fsdp"}[layout.sharding]]
+        if layout.data > 1
+        else []
+    )
+    return (
+        "+".join([*words, *(["tp"] if layout.tensor > 1 else []), *(["pp"] if layout.pipeline > 1 else [])]) or "single"
+    )
 
 
 def _bars(parts: dict[str, float], whole: float, unit: str) -> list[str]:
     width = 50
     shown = {name: value for name, value in parts.items() if value > 0.002 * whole}
-    return [f"  {name:<16} {'#' * max(1, round(width * value / whole)):<{width}} {value:8.3g} {unit}" for name, value in shown.items()]
+    return [
+        f"  {name:<16} {'#' * max(1, round(width * value / whole)):<{width}} {value:8.3g} {unit}"
+        for name, value in shown.items()
+    ]
 
 
 def _count(value: float) -> str:

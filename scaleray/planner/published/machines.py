@@ -15,7 +15,11 @@ def cluster_of(hardware: dict[str, Any], *, num_gpus: int | None = None) -> Clus
     if not hardware.get("gpu"):
         raise ConfigError("hardware.gpu", None, "a row must name its GPU")
     gpu = CATALOGUE.find_gpu(str(hardware["gpu"]))
-    if gpu.name.startswith("v100") and "ethernet" in str(hardware.get("inter_node", "")).lower() and not hardware.get("intra_node"):
+    if (
+        gpu.name.startswith("v100")
+        and "ethernet" in str(hardware.get("inter_node", "")).lower()
+        and not hardware.get("intra_node")
+    ):
         # machines with V100 and plain Ethernet are the cloud's, without NVLink unless it is named
         gpu = CATALOGUE.find_gpu("v100-pcie")
     gpus = int(num_gpus or hardware.get("gpus") or 0)
@@ -31,7 +35,11 @@ def cluster_of(hardware: dict[str, Any], *, num_gpus: int | None = None) -> Clus
 def link_of(hardware: dict[str, Any], gpu: Gpu) -> Any:
     """The GPU's usual link, unless the row says that it sits on PCIe."""
     text = str(hardware.get("intra_node", "")).lower()
-    if "pcie" in text and "nvlink" not in text.replace("no nvlink", "") and CATALOGUE.find_link(gpu.link).name[:4] != "pcie":
+    if (
+        "pcie" in text
+        and "nvlink" not in text.replace("no nvlink", "")
+        and CATALOGUE.find_link(gpu.link).name[:4] != "pcie"
+    ):
         return CATALOGUE.find_link("pcie4" if "bf16" in gpu.peak_tflops else "pcie3")
     return CATALOGUE.find_link(gpu.link)
 
@@ -49,19 +57,31 @@ def network_of(hardware: dict[str, Any], gpu: Gpu, gpus_per_node: int) -> Networ
         gbit = hardware["inter_node_gbit_per_gpu"] * int(hardware.get("gpus_per_node") or gpu.gpus_per_node)
     words = text.lower()
     is_rdma = any(word in words for word in ("infiniband", "roce", "rdma", "omni-path"))
-    transport = "efa" if "efa" in words else "tcp" if "tcp" in words or ("ethernet" in words and not is_rdma) else "rdma"
+    transport = (
+        "efa" if "efa" in words else "tcp" if "tcp" in words or ("ethernet" in words and not is_rdma) else "rdma"
+    )
     if gbit is None:
         many = re.search(r"(\d+) x (\d+) Gb/s", text) or re.search(r"(\d+) x (\d+)G", text)
         tera = re.search(r"([\d.]+) Tb/s", text)
         single = re.search(r"(\d+(?:\.\d+)?) Gb/s", text)
-        gbit = int(many[1]) * int(many[2]) if many else float(tera[1]) * 1000 if tera else float(single[1]) if single else None
+        gbit = (
+            int(many[1]) * int(many[2])
+            if many
+            else float(tera[1]) * 1000
+            if tera
+            else float(single[1])
+            if single
+            else None
+        )
     if gbit is None and "low bandwidth" in words:
         raise ConfigError("hardware.inter_node", text, "its speed must be given")
     if gbit is None:
         if not gpu.network:
             raise ConfigError("hardware.inter_node", text or None, f"it must be given, {gpu.name} has no usual network")
         usual = CATALOGUE.find_network(gpu.network)
-        return Network(name=gpu.network, gb_per_s=usual.gb_per_s * min(1.0, gpus_per_node / gpu.gpus_per_node), transport=transport)
+        return Network(
+            name=gpu.network, gb_per_s=usual.gb_per_s * min(1.0, gpus_per_node / gpu.gpus_per_node), transport=transport
+        )
     return Network(name=text or f"{gbit}G", gb_per_s=float(gbit) / 8, transport=transport)
 
 
@@ -85,5 +105,10 @@ def system_of(text: str) -> tuple[dict[str, Any], int]:
     if match is None:
         raise ConfigError("hardware.system", text, "it must name the GPUs, as in `DGX-1 (8x V100 16GB)`")
     network = {"DGX-1": 400, "DGX-2": 800, "DGX-2H": 800, "DGX A100": 1600}.get(text.split(" (")[0].strip(), 800)
-    hardware = {"gpu": match[2], "gpus_per_node": int(match[1]), "inter_node": "InfiniBand", "inter_node_gbit_per_node": network}
+    hardware = {
+        "gpu": match[2],
+        "gpus_per_node": int(match[1]),
+        "inter_node": "InfiniBand",
+        "inter_node_gbit_per_node": network,
+    }
     return hardware, int(match[1])

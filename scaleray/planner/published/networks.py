@@ -15,7 +15,15 @@ GATED = ("llama", "mistral", "qwen", "mixtral", "gemma", "olmo", "deepseek", "na
 
 # what a table counts for one sample: target tokens of Transformer-XL's base recipe, words of a WMT sentence pair, frames of an utterance
 # of LJSpeech or of HiFiGAN's training segment. From the recipes, from memory; they set only how large a share communication has
-UNITS = {"transformer-xl": 192, "gnmt": 50, "fastpitch": 600, "hifigan": 32, "tacotron2": 600, "wav2vec2": 4500, "transformer big": 1}
+UNITS = {
+    "transformer-xl": 192,
+    "gnmt": 50,
+    "fastpitch": 600,
+    "hifigan": 32,
+    "tacotron2": 600,
+    "wav2vec2": 4500,
+    "transformer big": 1,
+}
 
 
 def model_of(model: dict[str, Any], row: dict[str, Any]) -> ModelProfile:

@@ -24,7 +24,9 @@ def layout_of(parallelism: dict[str, Any], model: ModelProfile, cluster: Cluster
     rest = num_gpus // (tensor * pipeline * context)
     data = int(parallelism.get("dp") or max(1, rest))
     if data * tensor * pipeline * context != num_gpus:
-        raise ConfigError("degrees", data * tensor * pipeline * context, f"their product must be the number of GPUs, {num_gpus}")
+        raise ConfigError(
+            "degrees", data * tensor * pipeline * context, f"their product must be the number of GPUs, {num_gpus}"
+        )
     sequence = model.tokens_per_sample
     if parallelism.get("tokens_per_gpu_per_micro_batch"):
         micro_batch = max(1, int(parallelism["tokens_per_gpu_per_micro_batch"]) // sequence)
@@ -34,7 +36,13 @@ def layout_of(parallelism: dict[str, Any], model: ModelProfile, cluster: Cluster
     accumulation = int(parallelism.get("grad_accum") or 0)
     if not micro_batch and global_batch:
         # not said: one sequence where many stages or shards wait, else all at once
-        micro_batch = max(1, int(global_batch) // data) if pipeline == 1 and data == 1 else 1 if pipeline > 1 else min(4, max(1, int(global_batch) // data))
+        micro_batch = (
+            max(1, int(global_batch) // data)
+            if pipeline == 1 and data == 1
+            else 1
+            if pipeline > 1
+            else min(4, max(1, int(global_batch) // data))
+        )
     if not micro_batch and not parallelism.get("max_batch") and "pure data parallel" not in text:
         raise ConfigError("micro_batch", None, "a row must say how many samples a pass holds")
     micro_batch = micro_batch or int(parallelism.get("max_batch") or 1)
@@ -44,7 +52,13 @@ def layout_of(parallelism: dict[str, Any], model: ModelProfile, cluster: Cluster
     is_megatron = any(word in text + str(parallelism.get("framework", "")) + str(parallelism.get("schedule", "")) for word in ("Megatron", "PTD-P", "interleaved")) or "interleave" in parallelism or "megatron" in row["file"]  # fmt: skip
     overlap = str(parallelism.get("overlap", ""))
     # interleaved, but nothing says how finely: two parts a stage; four where the stages' sends are hidden as well
-    unsaid = 4 if "PP" in overlap or "megatron_core" in row["file"] else 2 if "interleaved" in str(parallelism.get("schedule", "")) else 1
+    unsaid = (
+        4
+        if "PP" in overlap or "megatron_core" in row["file"]
+        else 2
+        if "interleaved" in str(parallelism.get("schedule", ""))
+        else 1
+    )
     chunks = int(parallelism.get("interleave") or (unsaid if pipeline > 1 else 1))
     if sharding == "none" and ("param gather" in overlap or "megatron_core" in row["file"]):
         sharding = "zero1"
@@ -93,7 +107,11 @@ def step_time_of(row: dict[str, Any], model: ModelProfile, layout: Layout) -> fl
         step = float(measured["step_time_s"])
         by_rate = _from_flops(row, model, layout)
         if by_rate is not None and not 0.6 < step / by_rate < 1.6:
-            raise ConfigError("the row", f"{step:.4g} s", f"its own rate says {by_rate:.4g} s: batch or layers are not what is printed")
+            raise ConfigError(
+                "the row",
+                f"{step:.4g} s",
+                f"its own rate says {by_rate:.4g} s: batch or layers are not what is printed",
+            )
         return step
     for key in ("step_time_ms", "iteration_ms"):
         if isinstance(measured.get(key), int | float):
@@ -116,14 +134,20 @@ def step_time_of(row: dict[str, Any], model: ModelProfile, layout: Layout) -> fl
 
 def _from_flops(row: dict[str, Any], model: ModelProfile, layout: Layout) -> float | None:
     measured = row["measured"]
-    rate = measured.get("hardware_tflops_per_gpu") or measured.get("tflops_per_gpu") or measured.get("tflops_per_gpu_digitized")
+    rate = (
+        measured.get("hardware_tflops_per_gpu")
+        or measured.get("tflops_per_gpu")
+        or measured.get("tflops_per_gpu_digitized")
+    )
     if rate is None and measured.get("total_tflops"):
         rate = measured["total_tflops"] / layout.num_gpus
     if rate is None:
         return None
     # the conventions count attention whole, whatever the mask
     full = model.forward_flops + sum(
-        block.attention_flops * block.count for block in model.blocks if block.attention_flops and _is_halved(block.attention_flops, model)
+        block.attention_flops * block.count
+        for block in model.blocks
+        if block.attention_flops and _is_halved(block.attention_flops, model)
     )
     passes = 4.0 if "hardware_tflops_per_gpu" in measured else 3.0
     return full * passes * layout.global_batch / (rate * 1e12 * layout.num_gpus)

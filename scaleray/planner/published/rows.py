@@ -68,7 +68,12 @@ def read_folder(folder: Path) -> list[dict[str, Any]]:
     """Every row of every file, flat. Raises DataError for a folder without files, or a file that is not in the format."""
     paths = sorted(folder.glob("*.json"))
     if not paths:
-        raise DataError("data folder", str(folder), "it must hold JSON files of published measurements", "see planner.published.rows")
+        raise DataError(
+            "data folder",
+            str(folder),
+            "it must hold JSON files of published measurements",
+            "see planner.published.rows",
+        )
     found: list[dict[str, Any]] = []
     for path in paths:
         try:
@@ -78,11 +83,15 @@ def read_folder(folder: Path) -> list[dict[str, Any]]:
             for table in source["tables"]:
                 shared = {key: value for key, value in table.items() if key not in ("columns", "rows")}
                 rows += [
-                    defaults | shared | {"measured": dict(zip(table["columns"], row, strict=True)), "id": f"{table['table']}:{index}"}
+                    defaults
+                    | shared
+                    | {"measured": dict(zip(table["columns"], row, strict=True)), "id": f"{table['table']}:{index}"}
                     for index, row in enumerate(table["rows"])
                 ]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
-            raise DataError(f"data file {path.name}", type(exc).__name__, f"it must hold source, records and tables: {exc}") from exc
+            raise DataError(
+                f"data file {path.name}", type(exc).__name__, f"it must hold source, records and tables: {exc}"
+            ) from exc
         found += [row | {"file": path.stem} for row in rows]
     return found
 
@@ -130,13 +139,17 @@ def _point(row: dict[str, Any]) -> Observation:
     memory, kind = _memory_of(measured)
     step = step_time_of(row, model, layout)
     if step is None and memory is None:
-        raise ConfigError("the row", ", ".join(measured), "it holds neither a step's time nor memory that can be compared")
+        raise ConfigError(
+            "the row", ", ".join(measured), "it holds neither a step's time nor memory that can be compared"
+        )
     shape = row["model"]
     strategy = str(parallelism.get("strategy", ""))
     if any(word in strategy for word in ("LoRA", "RL", "SFT", "finetune")):
         memory = None  # what its optimizer keeps and how its loss is cut is not said
         if step is None:
-            raise ConfigError("the row", strategy, "its memory cannot be compared: optimizer state and loss are not described")
+            raise ConfigError(
+                "the row", strategy, "its memory cannot be compared: optimizer state and loss are not described"
+            )
     series = (
         row["file"], "LoRA" if "LoRA" in strategy else "", str(shape.get("name")), cluster.gpu.name, str(shape.get("seq_len")), layout.precision, str(parallelism.get("framework", "")),
         str(parallelism.get("compiler", "")) + str(parallelism.get("compile", "")), str(shape.get("hidden")) + "x" + str(shape.get("heads")),
@@ -199,9 +212,20 @@ def _example_points(row: dict[str, Any]) -> list[Observation]:
         units = samples_per_unit(row["model"]["name"], key)
         found.append(
             _data_parallel(
-                row, name=row["model"]["name"], num_gpus=num_gpus, batch=samples, accumulation=accumulation, precision=precision,
-                per_s=float(value) * units, hardware=hardware,
-                label=(str(row["parallelism"].get("framework")), row["hardware"]["system"], str(measured.get("dataset", "")), _fixed(row, key, batch_text)),
+                row,
+                name=row["model"]["name"],
+                num_gpus=num_gpus,
+                batch=samples,
+                accumulation=accumulation,
+                precision=precision,
+                per_s=float(value) * units,
+                hardware=hardware,
+                label=(
+                    str(row["parallelism"].get("framework")),
+                    row["hardware"]["system"],
+                    str(measured.get("dataset", "")),
+                    _fixed(row, key, batch_text),
+                ),
             )
         )
     if not found:
@@ -232,8 +256,17 @@ def _framework_points(row: dict[str, Any]) -> list[Observation]:
     batch = float(setting.split("batch size")[1].strip(" =").split()[0])
     precision = "fp32" if "FP32" in setting else "amp"
     return [
-        _data_parallel(row, name=row["model"]["name"], num_gpus=int(measured["device num"]), batch=batch, accumulation=1, precision=precision,
-                       per_s=float(value), label=(framework, setting), hardware=row["hardware"])
+        _data_parallel(
+            row,
+            name=row["model"]["name"],
+            num_gpus=int(measured["device num"]),
+            batch=batch,
+            accumulation=1,
+            precision=precision,
+            per_s=float(value),
+            label=(framework, setting),
+            hardware=row["hardware"],
+        )
         for framework, value in measured.items()
         if framework not in ("device num", "node num") and isinstance(value, int | float)
     ]
@@ -244,8 +277,17 @@ def _network_points(row: dict[str, Any]) -> list[Observation]:
     batches = {"Alexnet": 512, "VGG16": 64, "ResNet-152": 64, "ResNet-50": 64, "InceptionV3": 64}
     measured = row["measured"]
     return [
-        _data_parallel(row, name=name, num_gpus=int(measured["GPUs"]), batch=batches.get(name, 64), accumulation=1, precision="fp32",
-                       per_s=float(value), label=(str(row.get("table", "")),), hardware=row["hardware"])
+        _data_parallel(
+            row,
+            name=name,
+            num_gpus=int(measured["GPUs"]),
+            batch=batches.get(name, 64),
+            accumulation=1,
+            precision="fp32",
+            per_s=float(value),
+            label=(str(row.get("table", "")),),
+            hardware=row["hardware"],
+        )
         for name, value in measured.items()
         if name != "GPUs" and isinstance(value, int | float)
     ]
