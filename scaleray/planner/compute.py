@@ -20,6 +20,8 @@ from scaleray.planner.profile import Block
 # leaves 1800 columns, a multiple of 8 only: 94 TFLOP/s against 120 at 13824, whose 1728 are a multiple of 64)
 ALIGNMENT = {64: 1.0, 32: 0.97, 16: 0.90, 8: 0.76, 4: 0.55, 2: 0.40, 1: 0.33}
 
+REFERENCE_FLOPS = 271e12
+"""Of the GPU that `Constants.inner_half` is stated for, an A100 in 16 bit."""
 TILE_ELEMENTS = 128 * 256
 """Of a product's result, computed by one core at a time."""
 
@@ -55,10 +57,13 @@ def product_rate(
 ) -> float:
     """FLOP/s of a matrix product on `gpu`."""
     waves = rows * columns / (TILE_ELEMENTS * gpu.num_cores)
-    filled = waves / (waves + constants.wave_half) * inner / (inner + constants.inner_half)
+    ceiling = gpu.peak_flops(precision) * gpu.matmul_share
+    # a tile starts and ends in about the same time on every GPU: a faster one needs longer tiles
+    inner_half = constants.inner_half * ceiling / REFERENCE_FLOPS
+    filled = waves / (waves + constants.wave_half) * inner / (inner + inner_half)
     worst = min(alignment(columns), alignment(inner)) if gpu.peak_tflops.keys() & {"bf16", "fp16"} else 1.0
-    share = gpu.matmul_share * constants.matmul_practice * (constants.eight_bit_share if precision == "fp8" else 1.0)
-    return gpu.peak_flops(precision) * share * worst * filled
+    share = constants.matmul_practice * (constants.eight_bit_share if precision == "fp8" else 1.0)
+    return ceiling * share * worst * filled
 
 
 def block_times(block: Block, layout: Layout, gpu: Gpu, *, fused_attention: bool = True, constants: Constants = DEFAULT) -> PassTimes:  # fmt: skip

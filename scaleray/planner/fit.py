@@ -86,8 +86,8 @@ def fit(
 def leave_one_source_out(
     seen: Sequence[Observation],
     *,
-    start: Constants = DEFAULT,
-    rounds: int = 1,
+    start: Constants = FIRST_GUESSES,
+    rounds: int = 2,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Judged]:
     """Every observation judged with constants that were fitted without its source."""

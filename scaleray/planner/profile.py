@@ -135,6 +135,8 @@ class TransformerShape:
     tied_embeddings: bool = False
     learned_positions: bool = False
     has_lm_head: bool = True
+    predicted_share: float = 1.0
+    """Of the tokens that the head is computed for; 0.15 in BERT's pretraining."""
     logit_bytes: int = 10
     """Kept for each logit: 2 and 4 for both widths and 4 for their softmax; 6 where the loss works in place (Megatron)."""
 
@@ -199,12 +201,13 @@ def transformer(shape: TransformerShape, name: str = "transformer") -> ModelProf
         name="embedding", num_params=table + positions, traffic_bytes=token_bytes * 3 * hidden,
         kept_bytes=8.0 * sequence, boundary_bytes=8.0 * sequence, num_kernels=4, num_all_reduces=1,
     )  # fmt: skip
+    predicted = sequence * shape.predicted_share
     head = Block(
         name="head", tied_params=table if shape.tied_embeddings and shape.has_lm_head else 0, num_params=hidden + (0 if shape.tied_embeddings or not shape.has_lm_head else table),
-        matmuls=(Matmul(sequence, shape.vocab, hidden, "columns"),) if shape.has_lm_head else (),
+        matmuls=(Matmul(predicted, shape.vocab, hidden, "columns"),) if shape.has_lm_head else (),
         # logits in 16 and 32 bit, their softmax and gradient
-        split_traffic_bytes=(token_bytes * 8 * shape.vocab) if shape.has_lm_head else 0.0,
-        split_kept_bytes=float(sequence * shape.logit_bytes * shape.vocab) if shape.has_lm_head else 0.0,
+        split_traffic_bytes=(16.0 * predicted * shape.vocab) if shape.has_lm_head else 0.0,
+        split_kept_bytes=float(predicted * shape.logit_bytes * shape.vocab) if shape.has_lm_head else 0.0,
         kept_bytes=token_bytes * 2 * hidden, boundary_bytes=token_bytes * hidden, num_kernels=10, num_all_reduces=0,
     )  # fmt: skip
     return ModelProfile(

@@ -66,7 +66,7 @@ def trained_model(name: str, model: dict[str, Any]) -> ModelProfile:
         assert shape is not None
         sequence = re.search(r"sequence length (\d+)", name)
         length = int(sequence[1]) if sequence else int(model.get("seq_len") or 128)
-        return transformer(replace(shape, sequence=length, fused_attention=False), name)
+        return transformer(replace(shape, sequence=length, fused_attention=False, predicted_share=0.15), name)
     return find_model(name)
 
 
@@ -88,7 +88,7 @@ def shape_of(model: dict[str, Any], row: dict[str, Any]) -> TransformerShape:
         kv_heads=int(model["kv_heads"]) if model.get("kv_heads") else None, head_dim=int(model["head_dim"]) if model.get("head_dim") else None,
         is_gated=is_gated, is_causal="bert" not in name, tied_embeddings=bool(model.get("tied_embeddings", not is_gated)),
         learned_positions=not is_gated, has_lm_head="squad" not in name and "fine-tuning" not in name,
-        logit_bytes=10 if is_gated else 6, **_old_attention(row),
+        predicted_share=0.15 if "bert" in name else 1.0, logit_bytes=10 if is_gated else 6, **_old_attention(row),
     )  # fmt: skip
 
 

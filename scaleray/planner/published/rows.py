@@ -7,6 +7,7 @@ measurements (a column for each precision or framework). What cannot be asked is
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -276,6 +277,9 @@ def _network_points(row: dict[str, Any]) -> list[Observation]:
     """A row of TensorFlow's 2017 benchmarks: images a second for each network, in fp32."""
     batches = {"Alexnet": 512, "VGG16": 64, "ResNet-152": 64, "ResNet-50": 64, "InceptionV3": 64}
     measured = row["measured"]
+    said = re.search(r"batch (\d+)", str(row.get("table", "")))
+    if said:
+        batches = {name: int(said[1]) for name in batches} | {"Alexnet": 512}
     return [
         _data_parallel(
             row,
