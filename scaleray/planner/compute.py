@@ -89,11 +89,12 @@ def block_times(block: Block, layout: Layout, gpu: Gpu, *, fused_attention: bool
     conv_share = constants.conv_share * (constants.winograd if layout.precision == "fp32" else 1.0)
     conv = block.conv_flops * samples / tensor / (ceiling * conv_share)
     whole = block.traffic_bytes / (tensor if layout.sequence_parallel else 1)
-    traffic_bytes = samples * width * (whole + block.split_traffic_bytes / tensor)
-    traffic = traffic_bytes / (gpu.memory_gb_per_s * 1e9 * constants.traffic_share)
+    speed = gpu.memory_gb_per_s * 1e9 * constants.traffic_share / (constants.compiled_traffic if layout.compiled else 1.0)
+    traffic = samples * width * (whole + block.split_traffic_bytes / tensor) / speed
     if block.conv_flops and width == 1.0 and not layout.channels_last:
         traffic *= constants.channels_first_traffic
-    traffic *= constants.compiled_traffic if layout.compiled else 1.0
+    scores = samples * width * block.score_traffic_bytes / tensor / speed
+    traffic += scores
     launches = (
         3 * block.num_kernels * constants.kernel_us * 1e-6 * (constants.compiled_kernels if layout.compiled else 1.0)
     )
@@ -102,7 +103,7 @@ def block_times(block: Block, layout: Layout, gpu: Gpu, *, fused_attention: bool
     backward = (
         2 * (products + conv) + (2.5 if fused_attention else 2.0) * attention + constants.backward_traffic * traffic
     )
-    return PassTimes(forward, backward, attention, launches)
+    return PassTimes(forward, backward, attention + scores, launches)
 
 
 def optimizer_s(num_params: float, layout: Layout, gpu: Gpu, constants: Constants = DEFAULT) -> float:

@@ -263,6 +263,9 @@ def _refuse_unknown_fields(path: Path, key: str, entries: Any, known: set[str]) 
 
 def _find(kind: str, name: str, entries: Iterable[Any]) -> Any:
     entries = tuple(entries)
+    for entry in entries:
+        if name.strip().lower() in (known.lower() for known in (entry.name, *entry_aliases(entry))):
+            return entry
     wanted = _words(name)
     for entry in entries:
         if wanted in (_words(known) for known in (entry.name, *entry_aliases(entry))):

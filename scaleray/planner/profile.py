@@ -52,6 +52,8 @@ class Block:
     """Read and written by what is no matrix product: norms, activations, dropout, residual sums."""
     split_traffic_bytes: float = 0.0
     """The part of it that tensor parallel divides; the rest only sequence parallel does."""
+    score_traffic_bytes: float = 0.0
+    """Of attention scores that a kernel writes out; tensor parallel divides it, selective recomputation repeats it."""
     kept_bytes: float = 0.0
     """Kept for the backward pass when nothing is recomputed."""
     split_kept_bytes: float = 0.0
@@ -191,7 +193,7 @@ def transformer(shape: TransformerShape, name: str = "transformer") -> ModelProf
         name="layer", count=shape.layers, num_params=params, matmuls=matmuls, head_dim=head_dim,
         attention_flops=4.0 * visible * sequence * sequence * attention_width,
         traffic_bytes=token_bytes * (10 + (4 if shape.has_dropout else 0)) * hidden,
-        split_traffic_bytes=token_bytes * ((mlp_inputs + 1) * ffn + 2 * attention_width) + score_traffic,
+        split_traffic_bytes=token_bytes * ((mlp_inputs + 1) * ffn + 2 * attention_width), score_traffic_bytes=score_traffic,
         kept_bytes=token_bytes * unsplit_kept, split_kept_bytes=token_bytes * split_kept, score_kept_bytes=scores,
         boundary_bytes=token_bytes * hidden, num_kernels=22 if shape.fused_attention else 30, num_all_reduces=2,
     )  # fmt: skip

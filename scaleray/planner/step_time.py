@@ -179,9 +179,9 @@ def _pass_of(block: Block, model: ModelProfile, layout: Layout, cluster: Cluster
             * (2 + (1 if layout.checkpointing == "full" and is_layer else 0))
             * (0.3 if layout.overlaps_tensor else 1.0)
         )
-    return _Pass(
-        times.forward_s * scale, times.backward_s * scale, recompute * scale, comm, times.launch_s * scale, params
-    )
+    # the forward pass is a third of a block's kernels, and what is repeated is launched again
+    launches = times.launch_s * (1 + recompute / times.forward_s / 3 if times.forward_s else 1.0)
+    return _Pass(times.forward_s * scale, times.backward_s * scale, recompute * scale, comm, launches * scale, params)
 
 
 def _slowest_stage(model: ModelProfile, layout: Layout, cluster: Cluster, measured: Measured, fused: bool, constants: Constants) -> _Pass:  # fmt: skip
