@@ -84,6 +84,11 @@ class Layout:
         return self.data * self.tensor * self.pipeline * self.context
 
     @property
+    def num_shards(self) -> int:
+        """GPUs that a replica's state is cut over where it is; those of a context parallel group hold the same state, and share it out."""
+        return (self.shard if 1 < self.shard < self.data else self.data) * self.context
+
+    @property
     def global_batch(self) -> int:
         """Samples of one optimizer step."""
         return self.data * self.micro_batch * self.accumulation

@@ -118,7 +118,7 @@ def _stages(model: ModelProfile, layout: Layout) -> list[list[Block]]:
 def _stage_memory(stage: list[Block], index: int, model: ModelProfile, layout: Layout) -> MemoryEstimate:
     copies = sum(block.tied_params for block in stage) if layout.pipeline > 1 else 0.0
     params = (sum(block.num_params for block in stage) + copies) / layout.tensor
-    shards = layout.shard if layout.shard > 1 else layout.data
+    shards = layout.num_shards
     cut_states = shards if layout.sharding != "none" else 1
     cut_gradients = shards if layout.sharding in ("zero2", "zero3") else 1
     cut_params = shards if layout.sharding == "zero3" else 1

@@ -113,7 +113,7 @@ def step_time(
     data = _data_comm(model, stage, layout, cluster, forward, backward + recompute, constants)
     bubbles = _bubbles(layout)
     send = _sends_s(model, layout, cluster, constants)
-    states = stage.num_params / (_shards(layout) if layout.sharding != "none" else 1)
+    states = stage.num_params / (layout.num_shards if layout.sharding != "none" else 1)
     update = optimizer_s(states, layout, cluster.gpu, constants) if layout.num_gpus else 0.0
     shares = {
         "transformer": constants.straggler_share,
@@ -255,8 +255,6 @@ class _DataComm:
     sent_bytes: float = 0.0
 
 
-def _shards(layout: Layout) -> int:
-    return layout.shard if layout.shard > 1 else layout.data
 
 
 def _data_comm(
@@ -264,7 +262,7 @@ def _data_comm(
 ) -> _DataComm:  # fmt: skip
     if layout.data == 1:
         return _DataComm()
-    stride = layout.tensor * layout.context
+    stride = layout.tensor  # a context parallel group shards its state like replicas
     group = group_of(cluster, layout.data * layout.context, layout.tensor, num_gpus=layout.num_gpus)
     if layout.sharding == "zero3":
         return _sharded_comm(model, stage, layout, cluster, forward_s, backward_s, stride, constants)
@@ -302,7 +300,7 @@ def _sharded_comm(
     model: ModelProfile, stage: _Pass, layout: Layout, cluster: Cluster, forward_s: float, backward_s: float, stride: int,
     constants: Constants,
 ) -> _DataComm:  # fmt: skip
-    shards = _shards(layout)
+    shards = layout.num_shards
     group = group_of(cluster, shards, stride, num_gpus=layout.num_gpus)
     num_units = max(1, round(model.num_layers / layout.pipeline))
     unit = stage.num_params / num_units
@@ -316,7 +314,7 @@ def _sharded_comm(
     exposed, hidden = (ahead + back) * times, (hidden_ahead + hidden_back) * times
     n = group.num_ranks
     sent = stage.num_params * (2 * layout.gather_bits / 8 + layout.gradient_bytes) * (n - 1) / n * times
-    replicas = layout.data // shards
+    replicas = layout.data * layout.context // shards
     if replicas > 1:
         part = stage.num_params * layout.gradient_bytes / shards
         between = group_of(cluster, replicas, stride * shards, num_gpus=layout.num_gpus)

@@ -13,11 +13,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from scaleray.planner.constants import DEFAULT, Constants
-from scaleray.planner.memory import memory
+from scaleray.planner.memory import GIB, memory
 from scaleray.planner.pollux import PolluxModel, fit_pollux
 from scaleray.planner.published.rows import Observation
 from scaleray.planner.step_time import Measured, StepTime, calibrate, step_time
 from scaleray.planner.uncertainty import SPREADS, spread_class
+
+ROOM = 0.05
+"""Of the card: a row that ran out of memory is judged rightly if at most this much is predicted to be left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +39,8 @@ class Judged:
     """Measured, against the anchor, as a share: throughput per GPU over the anchor's."""
     anchored_efficiency: float | None
     memory_bytes: float | None
-    fits: bool
+    spare_share: float | None
+    """Of the card, left over by the prediction; negative where it does not fit, None where nothing is known."""
     kind: str
     """The class of its interval, with the anchor; `sheets_kind` without."""
     sheets_kind: str
@@ -93,7 +97,7 @@ def _judge(one: Observation, anchor: Observation | None, anchored: dict[int, Mea
         seen=one, from_sheets_s=sheets.total_s if sheets else None, anchored_s=with_anchor.total_s if with_anchor else None, trivial_s=trivial,
         pollux_s=pollux_s, is_pollux_fitted=pollux is not None and one.num_gpus <= pollux[1], efficiency=efficiency,
         anchored_efficiency=predicted_efficiency, memory_bytes=needed_bytes if one.memory_bytes or one.out_of_memory else None,
-        fits=needed is None or needed.spare_bytes(one.cluster.gpu) >= 0, parts=best,
+        spare_share=None if needed is None else needed.spare_bytes(one.cluster.gpu) / (one.cluster.gpu.memory_gib * GIB), parts=best,
         kind=spread_class(one.layout, one.cluster, is_anchored=True, doublings=doublings, exposed_share=share),
         sheets_kind=spread_class(one.layout, one.cluster, is_anchored=False, doublings=0.0, exposed_share=share),
     )  # fmt: skip
@@ -200,7 +204,7 @@ def score(name: str, judged: Sequence[Judged]) -> Score:
         pollux_median=_median([abs_error(one.pollux_s, one.seen.step_time_s) for one in beyond]),
         anchored_where_pollux_median=_median([abs_error(one.anchored_s, one.seen.step_time_s) for one in beyond]),
         num_memory=len(memories), memory_median=_median(memories), memory_p90=quantile(memories, 0.9), num_out_of_memory=len(failed),
-        num_out_of_memory_right=sum(not one.fits for one in failed),
+        num_out_of_memory_right=sum(one.spare_share is not None and one.spare_share < ROOM for one in failed),
         inside_share=_share(_is_inside(one.anchored_s, one.seen.step_time_s, one.kind) for one, _ in anchored),
         sheets_inside_share=_share(_is_inside(one.from_sheets_s, one.seen.step_time_s, one.sheets_kind) for one, _ in sheets),
         rank_correlation=correlation, regret=regret,

@@ -61,11 +61,11 @@ def test_a_model_that_fits_nowhere_says_what_would_help():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (dict(global_batch=7), "32 can be divided"),
-        (dict(global_batch=0), "at least 1"),
-        (dict(strategies=("magic",)), "ddp, zero1"),
-        (dict(model=of_size("speech", 1e7)), "--step-time"),
-        (dict(rank_by="luck"), "throughput"),
+        ({"global_batch": 7}, "32 can be divided"),
+        ({"global_batch": 0}, "at least 1"),
+        ({"strategies": ("magic",)}, "ddp, zero1"),
+        ({"model": of_size("speech", 1e7)}, "--step-time"),
+        ({"rank_by": "luck"}, "throughput"),
     ],
 )
 def test_a_question_that_cannot_be_answered_is_refused(change, says):

@@ -152,7 +152,7 @@ def test_leaving_sources_out_judges_every_row_once(asked):
 @pytest.mark.parametrize("text", ["[", "{}", '{"records": [], "tables": [{"table": "t", "columns": ["a"], "rows": [[1, 2]]}]}'])
 def test_a_file_in_another_format_is_one_message(tmp_path, text):
     (tmp_path / "bad.json").write_text(text)
-    with pytest.raises(DataError, match="bad.json"):
+    with pytest.raises(DataError, match=r"bad\.json"):
         read_folder(tmp_path)
 
 

@@ -3,6 +3,7 @@
 Figures of published rows stand beside their source; the tolerance is the planner's own interval for rows without a measurement.
 """
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -133,7 +134,7 @@ def test_stages_are_cut_where_the_slowest_is_fastest():
 def test_cuts_keep_every_block_once(costs, stages):
     cuts = balanced_cuts(costs, stages)
     assert cuts[0] == 0 and cuts[-1] == len(costs) and cuts == sorted(cuts) and len(cuts) == stages + 1
-    slowest = max(sum(costs[a:b]) for a, b in zip(cuts, cuts[1:], strict=False))
+    slowest = max(sum(costs[a:b]) for a, b in itertools.pairwise(cuts))
     assert max(costs) - 1e-9 <= slowest <= sum(costs) / stages + max(costs) + 1e-6
 
 
@@ -167,7 +168,7 @@ def test_hundreds_of_ranks_bend_a_small_models_curve_and_not_a_large_ones():
 
 
 def test_impossible_layouts_are_refused():
-    for wrong in (dict(data=0), dict(data=6, shard=4), dict(chunks=2)):
+    for wrong in ({"data": 0}, {"data": 6, "shard": 4}, {"chunks": 2}):
         with pytest.raises(ConfigError, match="layout"):
             Layout(**wrong)
 

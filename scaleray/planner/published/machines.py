@@ -25,7 +25,9 @@ def cluster_of(hardware: dict[str, Any], *, num_gpus: int | None = None) -> Clus
     gpus = int(num_gpus or hardware.get("gpus") or 0)
     if not gpus:
         raise ConfigError("hardware.gpus", None, "a row must say how many GPUs it used")
-    per_node = min(gpus, int(hardware.get("gpus_per_node") or gpu.gpus_per_node))
+    # chips of a TPU slice are all joined by the same links
+    usual = gpus if gpu.name.startswith("tpu") else gpu.gpus_per_node
+    per_node = min(gpus, int(hardware.get("gpus_per_node") or usual))
     num_nodes = -(-gpus // per_node)
     network = network_of(hardware, gpu, per_node) if num_nodes > 1 else None
     return Cluster(gpu=gpu, gpus_per_node=per_node, num_nodes=num_nodes, link=link_of(hardware, gpu), network=network,

@@ -10,19 +10,20 @@ from typing import Any
 
 from scaleray.errors import ConfigError
 from scaleray.planner.hardware import Cluster, Gpu
-from scaleray.planner.layout import Checkpointing, Layout, Sharding
+from scaleray.planner.layout import Checkpointing, Layout, Schedule, Sharding
 from scaleray.planner.profile import ModelProfile
 
 
 def layout_of(parallelism: dict[str, Any], model: ModelProfile, cluster: Cluster, row: dict[str, Any]) -> Layout:
     """The degrees, the batch and what is recomputed. Raises ConfigError where the degrees do not make up the GPUs."""
-    text = str(parallelism.get("strategy", ""))
+    text = f"{parallelism.get('strategy', '')} {parallelism.get('sharding', '')}"
     num_gpus = cluster.num_gpus if cluster.num_nodes > 1 else cluster.gpus_per_node
     tensor, pipeline, context = (int(parallelism.get(key) or 1) for key in ("tp", "pp", "cp"))
     if "strong scaling" in text and not parallelism.get("tp"):
         tensor, pipeline = 8, 6 if num_gpus % 48 == 0 else 1  # Megatron-Core's 177B runs, as its table lays them out
     rest = num_gpus // (tensor * pipeline * context)
-    data = int(parallelism.get("dp") or max(1, rest))
+    parts = int(parallelism.get("dp_shard") or 1) * int(parallelism.get("dp_replicate") or 1)
+    data = int(parallelism.get("dp") or (parts if parts > 1 else max(1, rest)))
     if data * tensor * pipeline * context != num_gpus:
         raise ConfigError(
             "degrees", data * tensor * pipeline * context, f"their product must be the number of GPUs, {num_gpus}"
@@ -70,10 +71,10 @@ def layout_of(parallelism: dict[str, Any], model: ModelProfile, cluster: Cluster
         # billions of parameters on ZeRO-3 without a word about it: DeepSpeed's own examples recompute
         checkpointing=_checkpointing(parallelism.get("activation_checkpointing", "full" if sharding == "zero3" and "eepspeed" in row["file"] else None)),
         sequence_parallel=bool(parallelism.get("sequence_parallel")) or "reduce-scatter" in text or "with sequence" in text or "TP comm overlap" in overlap or "megatron_core" in row["file"],
-        schedule="interleaved" if chunks > 1 else "1f1b", chunks=chunks, even_stages=is_megatron, keeps_gathered=not is_megatron and not text.startswith('TP x PP'), precision=precision,
+        schedule=_schedule(f"{text} {parallelism.get('schedule', '')}".lower(), pipeline, chunks), chunks=chunks, even_stages=is_megatron, keeps_gathered=not is_megatron and not text.startswith('TP x PP'), precision=precision,
         is_mixed=precision not in ("fp32", "tf32"), gradient_bytes=gradient_bytes, gather_bits=gather_bits,
         compiled=bool(parallelism.get("compile")) or "nvfuser" in str(parallelism.get("compiler")) or "torchcompile" in str(parallelism.get("compiler")),
-        overlaps_tensor="TP comm overlap" in overlap or "megatron_core" in row["file"], overlaps_data=not (is_megatron and pipeline == 1 and "overlap" not in parallelism and "core" not in row["file"]),
+        overlaps_tensor="TP comm overlap" in overlap or "megatron_core" in row["file"] or ("async" in text.lower() and "no async" not in text), overlaps_data=not (is_megatron and pipeline == 1 and "overlap" not in parallelism and "core" not in row["file"]),
         overlaps_gather="param gather" in overlap or "core" in row["file"],
         offloads="ffload" in text or bool(parallelism.get("cpu_offload")),
     )  # fmt: skip
@@ -160,6 +161,14 @@ def _is_halved(attention_flops: float, model: ModelProfile) -> bool:
     return attention_flops < 3.0 * model.tokens_per_sample**2 * width
 
 
+def _schedule(said: str, pipeline: int, chunks: int) -> Schedule:
+    if pipeline > 1 and ("zero bubble" in said or "zero-bubble" in said or "zbv" in said):
+        return "zero_bubble"
+    if chunks > 1:
+        return "interleaved"
+    return "gpipe" if "gpipe" in said else "1f1b"
+
+
 def _checkpointing(value: Any) -> Checkpointing:
     said = str(value).lower()
     if value is True or said in ("full", "recompute", "offload", "true"):
@@ -171,12 +180,12 @@ def _checkpointing(value: Any) -> Checkpointing:
 
 def _sharding(text: str, data: int, cluster: Cluster) -> tuple[Sharding, int]:
     said = text.lower()
-    if "hsdp" in said:
+    if "hsdp" in said or "hybrid_shard" in said:
         inside = min(data, cluster.gpus_per_node)
         return "zero3", inside if data % inside == 0 else data
-    if "fsdp" in said or "zero-3" in said or "zero 3" in said or "zero++" in said:
+    if "fsdp" in said or "zero-3" in said or "zero 3" in said or "zero++" in said or "full_shard" in said:
         return "zero3", data
-    if "zero-2" in said:
+    if "zero-2" in said or "shard_grad_op" in said:
         return "zero2", 1
     return ("zero1", 1) if "zero-1" in said else ("none", 1)
 

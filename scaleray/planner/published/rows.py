@@ -7,6 +7,7 @@ measurements (a column for each precision or framework). What cannot be asked is
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,12 +135,16 @@ def _read(row: dict[str, Any]) -> list[Observation]:
 
 def _point(row: dict[str, Any]) -> Observation:
     measured, parallelism = row["measured"], row.get("parallelism", {})
+    if any(key in row["model"] for key in ("experts", "num_experts", "active_params", "params_active", "moe")):
+        raise ConfigError("model", row["model"].get("name"), "mixtures of experts are not modelled")
     model = model_of(row["model"], row)
-    cluster = cluster_of(row["hardware"])
+    degrees = [int(parallelism.get(key) or 1) for key in ("dp", "tp", "pp", "cp")]
+    cluster = cluster_of(row["hardware"], num_gpus=None if row["hardware"].get("gpus") else math.prod(degrees))
     layout = layout_of(parallelism, model, cluster, row)
     memory, kind = _memory_of(measured)
     step = step_time_of(row, model, layout)
-    if step is None and memory is None:
+    failed = bool(measured.get("out_of_memory") or measured.get("oom"))
+    if step is None and memory is None and not failed:
         raise ConfigError(
             "the row", ", ".join(measured), "it holds neither a step's time nor memory that can be compared"
         )
@@ -158,7 +163,7 @@ def _point(row: dict[str, Any]) -> Observation:
     return Observation(
         source=row["file"], family=row["family"], row=str(row.get("id", "")), series=series, model=model, layout=layout, cluster=cluster,
         fused_attention=fused_attention(row, cluster.gpu), step_time_s=step, memory_bytes=memory, memory_kind=kind,
-        out_of_memory=bool(measured.get("out_of_memory")), is_digitised=bool(row.get("digitised")),
+        out_of_memory=failed, is_digitised=bool(row.get("digitised")),
     )  # fmt: skip
 
 
