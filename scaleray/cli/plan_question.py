@@ -63,7 +63,9 @@ def question_of(
     if optimizer is None and resolved is not None:
         state = OPTIMIZER_BYTES.get(resolved.optimizer.name, 8)
     is_fused = "bf16" in target.gpu.peak_tflops and wanted not in ("fp32", "tf32")
-    measured = measurement_of(found, shape, target, precision=wanted, fused_attention=is_fused) if found else None
+    measured = None
+    if found is not None:
+        measured, target = measurement_of(found, shape, target, precision=wanted, fused_attention=is_fused)
     return Question(
         model=shape, cluster=target, global_batch=batch, precision=wanted, strategies=names or Question.strategies, optimizer_bytes=state,
         fused_attention=is_fused, compiled=compiled or bool(resolved and resolved.compilation.what != "nothing"),

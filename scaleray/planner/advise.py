@@ -21,6 +21,8 @@ from scaleray.planner.uncertainty import interval, is_trusted, spread_class
 from scaleray.study_records import Estimate
 
 STRATEGIES = ("ddp", "zero1", "fsdp", "hsdp", "tp", "pp")
+HEADROOM = 0.05
+"""Of the card, kept free: published runs failed whose reported memory was a tenth below the card's."""
 TIE = 1.02
 """Step times closer than this are the same to the planner; the plainer layout is put first."""
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -115,9 +117,10 @@ def advise(question: Question, constants: Constants = DEFAULT) -> Advice:
     for layout in layouts(question):
         count += 1
         needed = memory(question.model, layout)
-        missing = -needed.spare_bytes(question.cluster.gpu)
+        card = question.cluster.gpu.memory_gib * GIB
+        missing = HEADROOM * card - needed.spare_bytes(question.cluster.gpu)
         if missing > 0:
-            reason = f"needs {needed.device_bytes / GIB:.1f} GiB of {question.cluster.gpu.memory_gib:.1f}"
+            reason = f"needs {needed.device_bytes / GIB:.1f} GiB of {card / GIB:.1f}, of which {100 * HEADROOM:.0f} % are kept free"
             rejected.append(Rejected(layout, reason, missing / GIB))
             continue
         choices.append(predict(question, layout, needed=needed, constants=constants))
@@ -293,7 +296,7 @@ def _what_would_fit(question: Question, rejected: list[Rejected]) -> str:
         )
         batch = max(question.global_batch, larger.num_gpus)
         trial = replace(question, cluster=larger, global_batch=batch - batch % larger.num_gpus)
-        if any(memory(trial.model, layout).spare_bytes(larger.gpu) >= 0 for layout in layouts(trial)):
+        if any(memory(trial.model, layout).spare_bytes(larger.gpu) >= HEADROOM * larger.gpu.memory_gib * GIB for layout in layouts(trial)):
             words.append(f"or {larger.num_nodes} nodes of {larger.gpus_per_node}")
             break
     return ", ".join(words)

@@ -26,7 +26,7 @@ LINKS = (
     Link(name="xgmi5", nominal_gb_per_s=535.5, bus_gb_per_s=370.0, latency_us=3.0, source="MLE network for the nominal figure; bus at MI300X's share"),
     Link(name="ici-v5p", nominal_gb_per_s=300.0, bus_gb_per_s=240.0, latency_us=2.0, source="TPU v5p page, 4800 Gb/s a chip both ways, from memory"),
     Link(name="ici-v5e", nominal_gb_per_s=100.0, bus_gb_per_s=80.0, latency_us=2.0, source="TPU v5e page, 1600 Gb/s a chip both ways, from memory"),
-    Link(name="shared-memory", nominal_gb_per_s=10.0, bus_gb_per_s=2.0, latency_us=50.0, source="gloo between processes of one machine: order of magnitude only; measure it"),
+    Link(name="shared-memory", nominal_gb_per_s=10.0, bus_gb_per_s=2.0, latency_us=50.0, source="gloo between processes of one machine: order of magnitude only; measure it", is_shared=True),
 )  # fmt: skip
 
 # FlashAttention-2 uses Ampere's instructions: 335 TFLOP/s on H100 where FlashAttention-3 has 580 (arXiv:2407.08608, forward and

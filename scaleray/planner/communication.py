@@ -53,6 +53,8 @@ def node_bytes_per_s(cluster: Cluster, num_nodes: int, constants: Constants = DE
 def bus_bytes_per_s(group: Group, cluster: Cluster, constants: Constants = DEFAULT) -> float:
     """Bus bandwidth of a ring over `group`: its narrowest part, the link in the node or its share of the node's network."""
     inside = cluster.link.bus_gb_per_s * 1e9 if group.per_node > 1 else math.inf
+    if cluster.link.is_shared:
+        inside /= group.per_node
     if cluster.is_meshed and group.per_node > 1:
         inside *= (group.per_node - 1) / max(1, max(cluster.board_gpus, cluster.gpus_per_node) - 1)
     return min(inside, node_bytes_per_s(cluster, group.num_nodes, constants) / group.num_rivals)

@@ -8,7 +8,7 @@ import textwrap
 from collections import Counter
 
 from scaleray.errors import UsageError
-from scaleray.planner.advise import Question, layouts
+from scaleray.planner.advise import HEADROOM, Question, layouts
 from scaleray.planner.catalogue import CATALOGUE
 from scaleray.planner.constants import DEFAULT, FITTED, Constants
 from scaleray.planner.hardware import TRANSPORTS
@@ -64,14 +64,14 @@ def explain_layouts(question: Question, *, rows: int) -> list[str]:
     dropped, kept = [], Counter[str]()
     for layout in layouts(question):
         needed = memory(question.model, layout)
-        missing = -needed.spare_bytes(question.cluster.gpu) / GIB
+        missing = HEADROOM * question.cluster.gpu.memory_gib - needed.spare_bytes(question.cluster.gpu) / GIB
         if missing > 0:
             dropped.append((missing, layout, needed))
         else:
             kept[layout.strategy] += 1
     lost = Counter(layout.strategy for _, layout, _ in dropped)
     lines = [f"{name}: {kept[name]} layouts fit, {lost[name]} do not" for name in sorted({*kept, *lost})]
-    lines += ["", f"the closest of those that do not fit on {question.cluster.gpu.memory_gib:.1f} GiB:"]
+    lines += ["", f"the closest of those that do not fit on {question.cluster.gpu.memory_gib:.1f} GiB, of which {100 * HEADROOM:.0f} % are kept free:"]
     for missing, layout, needed in sorted(dropped, key=lambda one: one[0])[:rows]:
         parts = ", ".join(f"{name} {value / GIB:.1f}" for name, value in needed.parts().items() if value > 0.05 * GIB)
         lines.append(f"{missing:8.1f} GiB too much: {layout.describe()}: {parts}")

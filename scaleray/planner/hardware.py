@@ -33,6 +33,8 @@ class Link:
     latency_us: float
     """Of one hop of a collective, with the kernel's part in it."""
     source: str
+    is_shared: bool = False
+    """All of the node's workers together have this bandwidth: memory that processes copy through, one host's cores."""
 
 
 @dataclass(frozen=True, kw_only=True)

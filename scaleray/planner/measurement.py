@@ -14,7 +14,7 @@ from scaleray.errors import ConfigError, UsageError
 from scaleray.planner.hardware import Cluster
 from scaleray.planner.layout import Layout, Sharding
 from scaleray.planner.profile import ModelProfile
-from scaleray.planner.step_time import Measured, calibrate
+from scaleray.planner.step_time import Measured, calibrate, calibrate_link
 
 SHARDINGS: dict[str, Sharding] = {"zero1": "zero1", "fsdp": "zero3"}
 
@@ -26,6 +26,8 @@ class Measurement:
     step_time_s: float
     num_gpus: int
     layout: Layout
+    larger: Measurement | None = None
+    """The next larger point of the same study, which tells the link."""
 
 
 def read_measurement(path: Path) -> Measurement:
@@ -46,7 +48,9 @@ def read_measurement(path: Path) -> Measurement:
             else []
         )
         if points:
-            return _of_point(min(points, key=lambda point: point["workers"]))
+            ordered = sorted(points, key=lambda point: point["workers"])
+            next_one = next((point for point in ordered if point["workers"] > ordered[0]["workers"]), None)
+            return replace(_of_point(ordered[0]), larger=_of_point(next_one) if next_one else None)
         return _of_run(record)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
         raise UsageError(
@@ -64,9 +68,18 @@ def measurement_of(
             f"{found.num_gpus} workers",
             f"a measurement must fit on one node of {cluster.gpus_per_node} GPUs",
         )
-    small = replace(cluster, gpus_per_node=found.num_gpus, num_nodes=1, network=None)
-    layout = replace(found.layout, precision=precision, is_mixed=precision not in ("fp32", "tf32"), gradient_bytes=4)
-    return calibrate(model, layout, small, found.step_time_s, fused_attention=fused_attention)
+
+    def part(one: Measurement) -> tuple[Layout, Cluster]:
+        layout = replace(one.layout, precision=precision, is_mixed=precision not in ("fp32", "tf32"), gradient_bytes=4)
+        board = cluster.board_gpus or cluster.gpus_per_node
+        return layout, replace(cluster, gpus_per_node=one.num_gpus, num_nodes=1, network=None, board_gpus=board)
+
+    measured = calibrate(model, *part(found), found.step_time_s, fused_attention=fused_attention)
+    larger = found.larger
+    if larger is None or larger.num_gpus > cluster.gpus_per_node:
+        return measured, cluster
+    link = calibrate_link(model, *part(larger), larger.step_time_s, measured=measured, fused_attention=fused_attention)
+    return measured, replace(cluster, link=link)
 
 
 def _of_point(point: dict[str, Any]) -> Measurement:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from scaleray.planner.communication import all_gather_s, all_reduce_s, send_s
 from scaleray.planner.compute import block_times, element_bytes, optimizer_s
 from scaleray.planner.constants import DEFAULT, Constants
-from scaleray.planner.hardware import Cluster
+from scaleray.planner.hardware import Cluster, Link
 from scaleray.planner.layout import Layout, group_of
 from scaleray.planner.profile import Block, ModelProfile
 
@@ -156,6 +156,25 @@ def calibrate(
         step = scale + (measured_step_s - guess.total_s) / slope if slope > 0 else 0.0
         scale = step if low < step < high else math.sqrt(low * high)
     return replace(start, compute_scale=scale)
+
+
+def calibrate_link(
+    model: ModelProfile, layout: Layout, cluster: Cluster, measured_step_s: float, *, measured: Measured,
+    fused_attention: bool = True, constants: Constants = DEFAULT,
+) -> Link:  # fmt: skip
+    """The node's link with the bandwidth at which the prediction meets a step measured on several GPUs of one node.
+
+    `measured`: the compute, calibrated on fewer. The bandwidth is kept within a thousandth and ten times of what the link has.
+    """
+    low, high = math.log(cluster.link.bus_gb_per_s / 1000), math.log(cluster.link.bus_gb_per_s * 10)
+    for _ in range(50):
+        middle = (low + high) / 2
+        link = replace(cluster.link, bus_gb_per_s=math.exp(middle), source="measured")
+        guess = step_time(
+            model, layout, replace(cluster, link=link), measured=measured, fused_attention=fused_attention, constants=constants
+        )  # fmt: skip
+        low, high = (low, middle) if guess.total_s < measured_step_s else (middle, high)
+    return replace(cluster.link, bus_gb_per_s=math.exp((low + high) / 2), source="measured")
 
 
 def _pass_of(block: Block, model: ModelProfile, layout: Layout, cluster: Cluster, measured: Measured, fused: bool, constants: Constants) -> _Pass:  # fmt: skip

@@ -65,6 +65,8 @@ def layout_of(parallelism: dict[str, Any], model: ModelProfile, cluster: Cluster
         sharding = "zero1"
     precision = precision_of(parallelism.get("precision"), cluster.gpu)
     gradient_bytes, gather_bits = _widths(text, precision, sharding, parallelism)
+    if "megatron_core" in row["file"]:
+        gradient_bytes = 2  # its recipes reduce in the precision they train in
     return Layout(
         data=data, shard=shard, tensor=tensor, pipeline=pipeline, context=context, micro_batch=micro_batch, accumulation=max(1, accumulation),
         sharding=sharding,
