@@ -37,7 +37,9 @@ def ladder(place: Place, settings: dict[str, Any]) -> dict[str, float]:
     """Median time of a step of `layers` sleeping layers under DDP."""
     torch.set_num_threads(1)
     timing = Timing(forward_s=settings["forward_s"])
-    layers = [EmulatedLayer(WIDTH, timing, num_parameters=settings["parameters"], index=i) for i in range(settings["layers"])]
+    layers = [
+        EmulatedLayer(WIDTH, timing, num_parameters=settings["parameters"], index=i) for i in range(settings["layers"])
+    ]
     model: nn.Module = nn.Sequential(*layers)
     if place.world_size > 1:
         model = DistributedDataParallel(model, bucket_cap_mb=settings["bucket_mib"])
@@ -82,7 +84,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     given = parser.parse_args()
     sizes = [int(word) for word in given.workers.split(",")]
-    settings = {"forward_s": given.forward_s, "layers": given.layers, "parameters": given.parameters, "steps": given.steps, "bucket_mib": 4.0}
+    settings = {
+        "forward_s": given.forward_s,
+        "layers": given.layers,
+        "parameters": given.parameters,
+        "steps": given.steps,
+        "bucket_mib": 4.0,
+    }
     turns: dict[int, list[float]] = {size: [] for size in sizes}
     with gloo_processes(max(sizes), UserCode(None, {}, None, None), timeout_s=600) as processes:
         for turn, side in harness.interleaved([str(size) for size in sizes], repeats=given.repeats, seed=0):
@@ -96,10 +104,20 @@ def main() -> None:
          f"{100 * (predicted[size] / measured[size] - 1):+.1f}", f"{100 * (measured[1] / measured[size] - 1):+.1f}"]
         for size in sizes
     ]  # fmt: skip
-    text = harness.table(["workers", "measured step, ms", "predicted, ms", "error, %", "constant throughput, error %"], rows)
+    text = harness.table(
+        ["workers", "measured step, ms", "predicted, ms", "error, %", "constant throughput, error %"], rows
+    )
     record = {"settings": settings, "turns": turns, "predicted": predicted, "conditions": harness.conditions(["torch"])}
     print(text)
-    print(harness.write_report("planner_ladder", title="Emulated accelerators, predicted from 1 and 2 workers", text=text, record=record, folder=given.output))
+    print(
+        harness.write_report(
+            "planner_ladder",
+            title="Emulated accelerators, predicted from 1 and 2 workers",
+            text=text,
+            record=record,
+            folder=given.output,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -296,7 +296,10 @@ def _what_would_fit(question: Question, rejected: list[Rejected]) -> str:
         )
         batch = max(question.global_batch, larger.num_gpus)
         trial = replace(question, cluster=larger, global_batch=batch - batch % larger.num_gpus)
-        if any(memory(trial.model, layout).spare_bytes(larger.gpu) >= HEADROOM * larger.gpu.memory_gib * GIB for layout in layouts(trial)):
+        if any(
+            memory(trial.model, layout).spare_bytes(larger.gpu) >= HEADROOM * larger.gpu.memory_gib * GIB
+            for layout in layouts(trial)
+        ):
             words.append(f"or {larger.num_nodes} nodes of {larger.gpus_per_node}")
             break
     return ", ".join(words)

@@ -89,7 +89,9 @@ def block_times(block: Block, layout: Layout, gpu: Gpu, *, fused_attention: bool
     conv_share = constants.conv_share * (constants.winograd if layout.precision == "fp32" else 1.0)
     conv = block.conv_flops * samples / tensor / (ceiling * conv_share)
     whole = block.traffic_bytes / (tensor if layout.sequence_parallel else 1)
-    speed = gpu.memory_gb_per_s * 1e9 * constants.traffic_share / (constants.compiled_traffic if layout.compiled else 1.0)
+    speed = (
+        gpu.memory_gb_per_s * 1e9 * constants.traffic_share / (constants.compiled_traffic if layout.compiled else 1.0)
+    )
     traffic = samples * width * (whole + block.split_traffic_bytes / tensor) / speed
     if block.conv_flops and width == 1.0 and not layout.channels_last:
         traffic *= constants.channels_first_traffic

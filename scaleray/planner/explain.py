@@ -71,7 +71,10 @@ def explain_layouts(question: Question, *, rows: int) -> list[str]:
             kept[layout.strategy] += 1
     lost = Counter(layout.strategy for _, layout, _ in dropped)
     lines = [f"{name}: {kept[name]} layouts fit, {lost[name]} do not" for name in sorted({*kept, *lost})]
-    lines += ["", f"the closest of those that do not fit on {question.cluster.gpu.memory_gib:.1f} GiB, of which {100 * HEADROOM:.0f} % are kept free:"]
+    lines += [
+        "",
+        f"the closest of those that do not fit on {question.cluster.gpu.memory_gib:.1f} GiB, of which {100 * HEADROOM:.0f} % are kept free:",
+    ]
     for missing, layout, needed in sorted(dropped, key=lambda one: one[0])[:rows]:
         parts = ", ".join(f"{name} {value / GIB:.1f}" for name, value in needed.parts().items() if value > 0.05 * GIB)
         lines.append(f"{missing:8.1f} GiB too much: {layout.describe()}: {parts}")

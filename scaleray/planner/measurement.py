@@ -60,8 +60,11 @@ def read_measurement(path: Path) -> Measurement:
 
 def measurement_of(
     found: Measurement, model: ModelProfile, cluster: Cluster, *, precision: str, fused_attention: bool
-) -> Measured:
-    """The scale of the compute, if the measurement was made on GPUs of the cluster's kind. Raises ConfigError where it cannot be."""
+) -> tuple[Measured, Cluster]:
+    """The scale of the compute, and the cluster with its link as the next larger point on the same node shows it.
+
+    The measurement must have been made on GPUs of the cluster's kind. Raises ConfigError where it cannot have been.
+    """
     if found.num_gpus > cluster.gpus_per_node:
         raise ConfigError(
             "--from-run",

@@ -274,8 +274,6 @@ class _DataComm:
     sent_bytes: float = 0.0
 
 
-
-
 def _data_comm(
     model: ModelProfile, stage: _Pass, layout: Layout, cluster: Cluster, forward_s: float, backward_s: float, constants: Constants
 ) -> _DataComm:  # fmt: skip

@@ -25,11 +25,11 @@ class Spread:
 
 # class: spread. `plan fit` prints this table
 SPREADS: dict[str, Spread] = {
-    "unmeasured": Spread(-0.45, 0.55, 0),
-    "anchored near": Spread(-0.12, 0.12, 0),
-    "anchored far": Spread(-0.25, 0.30, 0),
-    "anchored slow network": Spread(-0.40, 0.40, 0),
-    "memory": Spread(-0.35, 0.20, 0),
+    "unmeasured": Spread(-0.34, 0.57, 2756),
+    "anchored near": Spread(-0.24, 0.14, 175),
+    "anchored far": Spread(-0.16, 0.34, 1764),
+    "anchored slow network": Spread(-0.20, 0.42, 652),
+    "memory": Spread(-0.44, 0.31, 107),
 }
 
 

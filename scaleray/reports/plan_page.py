@@ -26,7 +26,10 @@ def plan_page(advice: Advice, seen: Outlook, *, rows: int = 10) -> str:
     cluster = question.cluster
     title = f"{question.model.name} on {cluster.num_nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"
     shown = advice.choices[:rows]
-    memory = [(choice.layout.strategy, {name: value / GIB for name, value in choice.memory.parts().items()}) for choice in shown]
+    memory = [
+        (choice.layout.strategy, {name: value / GIB for name, value in choice.memory.parts().items()})
+        for choice in shown
+    ]
     times = [(choice.layout.strategy, choice.step.parts()) for choice in shown]
     notes = (*cluster.notes, *question.model.notes)
     return "\n".join([
@@ -37,7 +40,7 @@ def plan_page(advice: Advice, seen: Outlook, *, rows: int = 10) -> str:
         "<h2>Layouts</h2>", _table(shown), f'<p class="note">{len(advice.choices)} of {advice.num_layouts} layouts fit. Intervals hold 90 % of published rows like these.'
         + "".join(f" Assumed: {escape(note)}." for note in notes) + "</p>",
         "<h2>Frontier: throughput over memory</h2>", _frontier(advice),
-        f"<h2>memory of one GPU, GiB of {cluster.gpu.memory_gib:.1f}</h2>", _stacks(memory, limit=cluster.gpu.memory_gib),
+        f"<h2>Memory of one GPU, GiB of {cluster.gpu.memory_gib:.1f}</h2>", _stacks(memory, limit=cluster.gpu.memory_gib),
         "<h2>Time of one step, s</h2>", _stacks(times), "<h2>Throughput by GPUs, with the 90 % band</h2>", _curve(seen), "</body></html>",
     ])  # fmt: skip
 
@@ -63,15 +66,21 @@ def _stacks(rows: Sequence[tuple[str, dict[str, float]]], *, limit: float | None
         drawn.append(f'<text x="{left - 8}" y="{y + 15}" text-anchor="end" font-size="12">{escape(label)}</text>')
         for name, value in parts.items():
             wide = width * value / longest
-            drawn.append(f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{high}" fill="{_colour(names, name)}"><title>{escape(name)} {value:.3g}</title></rect>')
+            drawn.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{high}" fill="{_colour(names, name)}"><title>{escape(name)} {value:.3g}</title></rect>'
+            )
             x += wide
     bottom = 8 + len(rows) * (high + 6)
     if limit:
         x = left + width * limit / longest
-        drawn.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{bottom}" stroke="#c00" stroke-width="2"><title>the card</title></line>')
+        drawn.append(
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{bottom}" stroke="#c00" stroke-width="2"><title>the card</title></line>'
+        )
     for index, name in enumerate(names):
         x, y = left + (index % 5) * 150, bottom + 16 + (index // 5) * 18
-        drawn.append(f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{_colour(names, name)}"/><text x="{x + 14}" y="{y}" font-size="12">{escape(name)}</text>')
+        drawn.append(
+            f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{_colour(names, name)}"/><text x="{x + 14}" y="{y}" font-size="12">{escape(name)}</text>'
+        )
     return _svg(960, bottom + 44, drawn)
 
 
@@ -84,7 +93,10 @@ def _frontier(advice: Advice) -> str:
     for x, y, _ in sorted(points):
         if not best or y > best[-1][1]:
             best.append((x, y))
-    drawn += [f'<circle cx="{_x(x, across):.1f}" cy="{_y(y, up):.1f}" r="3" fill="#3b6fb6" opacity="0.5"><title>{escape(text)}</title></circle>' for x, y, text in points]
+    drawn += [
+        f'<circle cx="{_x(x, across):.1f}" cy="{_y(y, up):.1f}" r="3" fill="#3b6fb6" opacity="0.5"><title>{escape(text)}</title></circle>'
+        for x, y, text in points
+    ]
     drawn.append(f'<polyline fill="none" stroke="#e0913a" stroke-width="2" points="{_path(best, across, up)}"/>')
     return _svg(960, 360, drawn)
 
@@ -94,25 +106,50 @@ def _curve(seen: Outlook) -> str:
         return "<p>Only one size fits.</p>"
     points = [(math.log2(point.num_gpus), point.samples_per_s) for point in seen.points]
     across = (points[0][0], points[-1][0])
-    up = (0.0, max(rate.high for _, rate in points))
-    band = [(x, rate.low) for x, rate in points] + [(x, rate.high) for x, rate in reversed(points)]
-    base = points[0][1].value / seen.points[0].num_gpus
-    ideal = [(x, min(base * 2**x, up[1])) for x, _ in points]
-    drawn = _axes(across, up, "GPUs (each mark a doubling)", "samples/s")
+    # both axes in doublings: a curve that scales ideally is a straight line, and one that bends is seen to bend
+    up = (math.log2(min(rate.low for _, rate in points)), math.log2(max(rate.high for _, rate in points)))
+    band = [(x, math.log2(rate.low)) for x, rate in points] + [
+        (x, math.log2(rate.high)) for x, rate in reversed(points)
+    ]
+    base = math.log2(points[0][1].value) - across[0]
+    ideal = [(x, min(base + x, up[1])) for x, _ in points]
+    drawn = _axes(across, up, "GPUs (each mark a doubling)", "samples/s", in_doublings=True)
     drawn.append(f'<polygon fill="#3b6fb6" opacity="0.18" points="{_path(band, across, up)}"/>')
     drawn.append(f'<polyline fill="none" stroke="#999" stroke-dasharray="5 4" points="{_path(ideal, across, up)}"/>')
-    drawn.append(f'<polyline fill="none" stroke="#3b6fb6" stroke-width="2" points="{_path([(x, rate.value) for x, rate in points], across, up)}"/>')
+    drawn.append(
+        f'<polyline fill="none" stroke="#3b6fb6" stroke-width="2" points="{_path([(x, math.log2(rate.value)) for x, rate in points], across, up)}"/>'
+    )
     for (x, rate), point in zip(points, seen.points, strict=True):
-        drawn.append(f'<circle cx="{_x(x, across):.1f}" cy="{_y(rate.value, up):.1f}" r="4" fill="#3b6fb6"><title>{point.num_gpus} GPUs: {escape(str(rate))}</title></circle>')
-        drawn.append(f'<text x="{_x(x, across):.1f}" y="322" text-anchor="middle" font-size="12">{point.num_gpus}</text>')
+        drawn.append(
+            f'<circle cx="{_x(x, across):.1f}" cy="{_y(math.log2(rate.value), up):.1f}" r="4" fill="#3b6fb6"><title>{point.num_gpus} GPUs: {escape(str(rate))}</title></circle>'
+        )
+        drawn.append(
+            f'<text x="{_x(x, across):.1f}" y="322" text-anchor="middle" font-size="12">{point.num_gpus}</text>'
+        )
     return _svg(960, 360, drawn)
 
 
-def _axes(across: tuple[float, float], up: tuple[float, float], x_name: str, y_name: str) -> list[str]:
+def _axes(
+    across: tuple[float, float], up: tuple[float, float], x_name: str, y_name: str, *, in_doublings: bool = False
+) -> list[str]:
     marks = [up[0] + share * (up[1] - up[0]) for share in (0, 0.25, 0.5, 0.75, 1.0)]
-    lines = [f'<line x1="80" x2="930" y1="{_y(y, up):.1f}" y2="{_y(y, up):.1f}" stroke="#8884"/><text x="72" y="{_y(y, up) + 4:.1f}" text-anchor="end" font-size="12">{y:.3g}</text>' for y in marks]
-    ends = [] if "GPUs" in x_name else [f'<text x="{_x(x, across):.1f}" y="322" text-anchor="middle" font-size="12">{x:.3g}</text>' for x in across]
-    return [*lines, *ends, f'<text x="505" y="345" text-anchor="middle" font-size="12">{escape(x_name)}</text>', f'<text x="80" y="14" font-size="12">{escape(y_name)}</text>']
+    lines = [
+        f'<line x1="80" x2="930" y1="{_y(y, up):.1f}" y2="{_y(y, up):.1f}" stroke="#8884"/><text x="72" y="{_y(y, up) + 4:.1f}" text-anchor="end" font-size="12">{2**y if in_doublings else y:.3g}</text>'
+        for y in marks
+    ]
+    ends = (
+        []
+        if "GPUs" in x_name
+        else [
+            f'<text x="{_x(x, across):.1f}" y="322" text-anchor="middle" font-size="12">{x:.3g}</text>' for x in across
+        ]
+    )
+    return [
+        *lines,
+        *ends,
+        f'<text x="505" y="345" text-anchor="middle" font-size="12">{escape(x_name)}</text>',
+        f'<text x="80" y="14" font-size="12">{escape(y_name)}</text>',
+    ]
 
 
 def _x(value: float, across: tuple[float, float]) -> float:

@@ -20,7 +20,15 @@ def run(capsys, *words):
 def test_a_plan_shows_table_memory_time_curve_and_verdict(capsys):
     code, out, _ = run(capsys, *SMALL, "--samples", "1e6")
     assert code == 0
-    for words in ("MFU %", "recommended:", "memory of one GPU, 79.1 GiB", "time of one step", "efficiency", "hours", "next doubling: 16 GPUs"):
+    for words in (
+        "MFU %",
+        "recommended:",
+        "memory of one GPU, 79.1 GiB",
+        "time of one step",
+        "efficiency",
+        "hours",
+        "next doubling: 16 GPUs",
+    ):
         assert words in out
 
 
@@ -46,7 +54,12 @@ def test_a_measured_step_scales_the_plan(capsys):
 
 
 def test_a_runs_record_takes_the_place_of_the_measured_step(capsys, tmp_path):
-    record = {"step_time_s": 1.0, "workers": 1, "strategy": "single", "derived": {"micro_batch_size": 8, "global_batch_size": 8}}
+    record = {
+        "step_time_s": 1.0,
+        "workers": 1,
+        "strategy": "single",
+        "derived": {"micro_batch_size": 8, "global_batch_size": 8},
+    }
     (tmp_path / "record.json").write_text(json.dumps(record))
     by_hand = json.loads(run(capsys, *SMALL, "--json", "--step-time", "1.0", "--micro-batch", "8")[1])["choices"][0]
     from_run = json.loads(run(capsys, *SMALL, "--json", "--from-run", str(tmp_path))[1])["choices"][0]
@@ -67,7 +80,7 @@ def test_the_page_holds_its_figures_and_loads_nothing(capsys, tmp_path):
     code, _, _ = run(capsys, *SMALL, "--html", str(path))
     page = path.read_text()
     assert code == 0 and page.startswith("<!doctype html>")
-    for words in ("recommended", "memory", "90 %", "next doubling", "<svg"):
+    for words in ("recommended", "Memory of one GPU", "90 %", "next doubling", "<svg"):
         assert words in page
     assert "http://" not in page.replace("http://www.w3.org", "") and "https://" not in page
 
@@ -81,7 +94,19 @@ def test_explain_names_values_and_sources(capsys, what):
 
 
 def test_explain_says_why_layouts_were_dropped(capsys):
-    code, out, _ = run(capsys, "explain", "layouts", "--model", "llama-7b", "--cluster", "h100:8", "--global-batch", "64", "--rows", "5")
+    code, out, _ = run(
+        capsys,
+        "explain",
+        "layouts",
+        "--model",
+        "llama-7b",
+        "--cluster",
+        "h100:8",
+        "--global-batch",
+        "64",
+        "--rows",
+        "5",
+    )
     assert code == 0 and out.count("GiB too much") == 5 and "optimizer" in out
 
 
@@ -126,7 +151,9 @@ def test_validate_prints_tables_and_what_was_left_out(capsys, tmp_path):
         "parallelism": {"strategy": "FSDP2", "dp": 64, "precision": "bf16", "activation_checkpointing": "none", "micro_batch": 2, "global_batch_seqs": 128},
         "measured": {"tokens_per_s_per_gpu": 2162},
     }  # fmt: skip
-    (tmp_path / "titan.json").write_text(json.dumps({"records": [row, {**row, "id": "t-1", "family": "convergence"}], "tables": []}))
+    (tmp_path / "titan.json").write_text(
+        json.dumps({"records": [row, {**row, "id": "t-1", "family": "convergence"}], "tables": []})
+    )
     code, out, _ = run(capsys, "validate", str(tmp_path))
     assert code == 0 and "by source" in out and "by family" in out and "1 rows not judged" in out and "accuracy" in out
     code, out, _ = run(capsys, "validate", str(tmp_path), "--json")

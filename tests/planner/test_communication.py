@@ -81,13 +81,17 @@ def test_times_grow_with_the_bytes_and_ranks(text, nbytes, factor):
 @given(st.sampled_from(CLUSTERS), st.floats(1e6, 1e10))
 def test_an_all_reduce_is_a_reduce_scatter_and_a_gather_at_most(text, nbytes):
     cluster = parse_cluster(text)
-    assert all_reduce_s(nbytes, whole(cluster), cluster) <= 2 * all_gather_s(nbytes, whole(cluster), cluster) * (1 + 1e-12)
+    assert all_reduce_s(nbytes, whole(cluster), cluster) <= 2 * all_gather_s(nbytes, whole(cluster), cluster) * (
+        1 + 1e-12
+    )
 
 
 def test_one_rank_has_nothing_to_say():
     cluster = parse_cluster("h100:8")
     group = Group(1, 1, 1)
-    assert {operation(1e9, group, cluster) for operation in (all_reduce_s, all_gather_s, send_s, in_network_all_reduce_s)} == {0.0}
+    assert {
+        operation(1e9, group, cluster) for operation in (all_reduce_s, all_gather_s, send_s, in_network_all_reduce_s)
+    } == {0.0}
 
 
 def test_groups_that_leave_the_node_share_its_network():
@@ -95,7 +99,9 @@ def test_groups_that_leave_the_node_share_its_network():
     alone = group_of(cluster, 32, 1, num_gpus=32)
     strided = group_of(cluster, 4, 8, num_gpus=32)
     assert (alone.num_rivals, strided.num_rivals, strided.per_node, strided.num_nodes) == (1, 8, 1, 4)
-    assert bus_bytes_per_s(strided, cluster) == pytest.approx(bus_bytes_per_s(replace(strided, num_rivals=1), cluster) / 8)
+    assert bus_bytes_per_s(strided, cluster) == pytest.approx(
+        bus_bytes_per_s(replace(strided, num_rivals=1), cluster) / 8
+    )
 
 
 def test_two_gpus_of_a_board_without_a_switch_have_a_part_of_its_links():

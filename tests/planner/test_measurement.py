@@ -53,7 +53,15 @@ def test_a_measurement_must_fit_on_a_node_of_the_plan():
         measurement_of(found, GPT, NODE, precision="bf16", fused_attention=True)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"step_time_s": null, "workers": 1, "strategy": "ddp", "derived": {}}', '{"curves": [{"points": [{}]}]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"step_time_s": null, "workers": 1, "strategy": "ddp", "derived": {}}',
+        '{"curves": [{"points": [{}]}]}',
+    ],
+)
 def test_what_is_no_record_is_one_message(tmp_path, text):
     path = tmp_path / "record.json"
     path.write_text(text)

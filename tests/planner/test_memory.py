@@ -13,7 +13,17 @@ from scaleray.planner.profile import TransformerShape, transformer
 
 
 def gpt(layers, hidden, heads):
-    return transformer(TransformerShape(layers=layers, hidden=hidden, heads=heads, vocab=51200, sequence=2048, fused_attention=False, has_dropout=True))
+    return transformer(
+        TransformerShape(
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            vocab=51200,
+            sequence=2048,
+            fused_attention=False,
+            has_dropout=True,
+        )
+    )
 
 
 # Korthikanti et al. 2022, arXiv:2205.05198, figures of its first pipeline stage, in GiB
@@ -62,9 +72,19 @@ def test_zero_divides_what_it_says_it_divides():
     st.sampled_from(["gpt2-xl", "llama-7b", "resnet-50"]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]),
     st.sampled_from(["none", "alternate", "full"]), st.sampled_from(["none", "zero1", "zero3"]), st.sampled_from(["1f1b", "gpipe"]),
 )  # fmt: skip
-def test_memory_is_the_sum_of_its_parts_and_grows_with_the_micro_batch(name, tensor, pipeline, checkpointing, sharding, schedule):
+def test_memory_is_the_sum_of_its_parts_and_grows_with_the_micro_batch(
+    name, tensor, pipeline, checkpointing, sharding, schedule
+):
     model = find_model(name)
-    layout = Layout(data=8, tensor=tensor, pipeline=pipeline, accumulation=8, checkpointing=checkpointing, sharding=sharding, schedule=schedule)
+    layout = Layout(
+        data=8,
+        tensor=tensor,
+        pipeline=pipeline,
+        accumulation=8,
+        checkpointing=checkpointing,
+        sharding=sharding,
+        schedule=schedule,
+    )
     found = memory(model, layout)
     assert sum(found.parts().values()) == pytest.approx(found.device_bytes)
     assert all(value >= 0 for value in found.parts().values())
@@ -75,7 +95,9 @@ def test_memory_is_the_sum_of_its_parts_and_grows_with_the_micro_batch(name, ten
 @pytest.mark.parametrize("name", ["gpt2-xl", "llama-7b"])
 def test_recomputing_more_keeps_less(name):
     model = find_model(name, sequence=2048)
-    sizes = [memory(model, Layout(micro_batch=8, checkpointing=kind)).activations for kind in ("none", "alternate", "full")]
+    sizes = [
+        memory(model, Layout(micro_batch=8, checkpointing=kind)).activations for kind in ("none", "alternate", "full")
+    ]
     assert sizes == sorted(sizes, reverse=True)
 
 

@@ -50,7 +50,9 @@ def test_a_depth_that_no_paper_has_is_refused():
 
 
 def test_flops_are_six_a_parameter_and_token_and_attention():
-    shape = TransformerShape(layers=4, hidden=256, heads=4, vocab=1000, sequence=128, is_causal=False, tied_embeddings=True)
+    shape = TransformerShape(
+        layers=4, hidden=256, heads=4, vocab=1000, sequence=128, is_causal=False, tied_embeddings=True
+    )
     found = transformer(shape)
     matrices = 4 * 12 * 256**2 + 1000 * 256
     assert found.train_flops == pytest.approx(128 * (6 * matrices + 12 * 4 * 256 * 128))

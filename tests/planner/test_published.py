@@ -22,7 +22,15 @@ KORTHIKANTI = {
     "parallelism": {"strategy": "TP x PP", "tp": 8, "pp": 1, "dp": 1, "activation_checkpointing": "full", "micro_batch": 4, "global_batch_seqs": 4, "precision": "fp16"},
     "measured": {"step_time_s": 1.42},
 }  # fmt: skip
-LLAMA = {"name": "Llama 2 13B", "layers": 40, "hidden": 5120, "heads": 40, "ffn": 13824, "vocab": 32000, "seq_len": 4096}
+LLAMA = {
+    "name": "Llama 2 13B",
+    "layers": 40,
+    "hidden": 5120,
+    "heads": 40,
+    "ffn": 13824,
+    "vocab": 32000,
+    "seq_len": 4096,
+}
 # torchtitan's benchmark of 64 A100, tokens per second and GPU
 TORCHTITAN = {
     "id": "t-0", "family": "fsdp_transformer", "model": LLAMA, "hardware": {"gpu": "A100 80GB", "gpus_per_node": 8, "gpus": 64}, "verified": True,
@@ -65,7 +73,9 @@ def folder(tmp_path_factory):
         ("traces", [], [TRACE]),
         ("examples", [], [EXAMPLES]),
     ):
-        (found / f"{name}.json").write_text(json.dumps({"schema_version": 1, "source": {}, "records": records, "tables": tables}))
+        (found / f"{name}.json").write_text(
+            json.dumps({"schema_version": 1, "source": {}, "records": records, "tables": tables})
+        )
     return found
 
 
@@ -80,14 +90,26 @@ def test_every_row_is_asked_or_skipped_with_a_reason(folder, asked):
     assert {(row["file"], str(row["id"])) for row in rows} == {(one.source, one.row) for one in (*seen, *skipped)}
     reasons = {one.row: one.reason for one in skipped}
     assert sorted(reasons) == [f"b-{index}" for index in range(len(BROKEN))]
-    for row, words in (("b-0", "accuracy"), ("b-1", "product"), ("b-2", "Abacus"), ("b-3", "its own rate"), ("b-4", "read in a source"), ("b-5", "KeyError")):
+    for row, words in (
+        ("b-0", "accuracy"),
+        ("b-1", "product"),
+        ("b-2", "Abacus"),
+        ("b-3", "its own rate"),
+        ("b-4", "read in a source"),
+        ("b-5", "KeyError"),
+    ):
         assert words in reasons[row]
 
 
 def test_layout_machine_and_time_are_those_of_the_row(asked):
     by_row = {one.row: one for one in asked[0]}
     megatron = by_row["k-0"]
-    assert (megatron.layout.tensor, megatron.layout.checkpointing, megatron.step_time_s, megatron.cluster.gpu.name) == (8, "full", 1.42, "a100-80")
+    assert (megatron.layout.tensor, megatron.layout.checkpointing, megatron.step_time_s, megatron.cluster.gpu.name) == (
+        8,
+        "full",
+        1.42,
+        "a100-80",
+    )
     assert not megatron.fused_attention and megatron.layout.accumulation == 1
     titan = by_row["t-0"]
     assert (titan.layout.sharding, titan.layout.data, titan.cluster.num_nodes) == ("zero3", 64, 8)
@@ -126,7 +148,11 @@ def test_pollux_fits_traces_that_its_own_formula_made():
     points = []
     for nodes, replicas in ((1, 1), (1, 2), (1, 4), (2, 4), (2, 8), (3, 8)):
         for batch in (8, 32, 128):
-            net = 0.0 if replicas == 1 else (0.02 if nodes == 1 else 0.1) + (0.002 if nodes == 1 else 0.01) * (replicas - 2)
+            net = (
+                0.0
+                if replicas == 1
+                else (0.02 if nodes == 1 else 0.1) + (0.002 if nodes == 1 else 0.01) * (replicas - 2)
+            )
             points.append((nodes, replicas, batch, ((0.01 + 0.002 * batch) ** 2 + net**2) ** 0.5))
     model = fit_pollux(points)
     errors = [abs(math.log(model.step_time_s(*point[:3]) / point[3])) for point in points]
@@ -149,7 +175,9 @@ def test_leaving_sources_out_judges_every_row_once(asked):
     assert set(spreads(judged)) == {"unmeasured"}
 
 
-@pytest.mark.parametrize("text", ["[", "{}", '{"records": [], "tables": [{"table": "t", "columns": ["a"], "rows": [[1, 2]]}]}'])
+@pytest.mark.parametrize(
+    "text", ["[", "{}", '{"records": [], "tables": [{"table": "t", "columns": ["a"], "rows": [[1, 2]]}]}']
+)
 def test_a_file_in_another_format_is_one_message(tmp_path, text):
     (tmp_path / "bad.json").write_text(text)
     with pytest.raises(DataError, match=r"bad\.json"):

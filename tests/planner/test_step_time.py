@@ -26,13 +26,24 @@ A100 = parse_cluster("a100-80:8x16")
 
 
 def korthikanti(checkpointing, sequence_parallel):
-    shape = TransformerShape(layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048, fused_attention=False, has_dropout=True)
-    layout = Layout(tensor=8, micro_batch=4, precision="fp16", checkpointing=checkpointing, sequence_parallel=sequence_parallel, even_stages=True)
+    shape = TransformerShape(
+        layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048, fused_attention=False, has_dropout=True
+    )
+    layout = Layout(
+        tensor=8,
+        micro_batch=4,
+        precision="fp16",
+        checkpointing=checkpointing,
+        sequence_parallel=sequence_parallel,
+        even_stages=True,
+    )
     return step_time(transformer(shape), layout, parse_cluster("a100-80:8"), fused_attention=False).total_s
 
 
 # table 5 of arXiv:2205.05198 by way of Calculon's validation: GPT 22B on 8 A100
-@pytest.mark.parametrize(("checkpointing", "sequence_parallel", "measured_s"), [("full", False, 1.42), ("selective", True, 1.10)])
+@pytest.mark.parametrize(
+    ("checkpointing", "sequence_parallel", "measured_s"), [("full", False, 1.42), ("selective", True, 1.10)]
+)
 def test_megatron_on_one_node_is_predicted_within_the_stated_interval(checkpointing, sequence_parallel, measured_s):
     found = math.log(measured_s / korthikanti(checkpointing, sequence_parallel))
     assert SPREADS["unmeasured"].low < found < SPREADS["unmeasured"].high
@@ -80,7 +91,9 @@ def test_more_work_takes_longer_and_a_slower_network_is_not_faster(name, layout)
     model, cluster = MODELS[name], cluster_for(layout)
     found = step_time(model, layout, cluster).total_s
     assert step_time(model, replace(layout, accumulation=2 * layout.accumulation), cluster).total_s > found
-    assert step_time(model, replace(layout, micro_batch=2 * layout.micro_batch), cluster).total_s >= found  # equal where launches are the limit
+    assert (
+        step_time(model, replace(layout, micro_batch=2 * layout.micro_batch), cluster).total_s >= found
+    )  # equal where launches are the limit
     slow = cluster_for(layout, "a100-80:8x64,net=10G")
     assert step_time(model, layout, slow).total_s >= found * (1 - 1e-12)
 
@@ -90,7 +103,10 @@ def test_more_work_takes_longer_and_a_slower_network_is_not_faster(name, layout)
 def test_recomputation_never_saves_time(name, layout):
     # one stage: with several, another one may be the slowest
     layout = replace(layout, pipeline=1)
-    times = [step_time(MODELS[name], replace(layout, checkpointing=kind), cluster_for(layout)).total_s for kind in ("none", "alternate", "full")]
+    times = [
+        step_time(MODELS[name], replace(layout, checkpointing=kind), cluster_for(layout)).total_s
+        for kind in ("none", "alternate", "full")
+    ]
     assert times == sorted(times)
 
 
