@@ -23,11 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from scaleray.emulation import EmulatedLayer, Timing
 from scaleray.launch.gloo import UserCode, gloo_processes
+from scaleray.planner.calibration import calibrate, calibrate_link
 from scaleray.planner.catalogue import CATALOGUE
 from scaleray.planner.hardware import Cluster
 from scaleray.planner.layout import Layout
 from scaleray.planner.profile import of_size
-from scaleray.planner.step_time import calibrate, calibrate_link, step_time
+from scaleray.planner.step_time import step_time
 from scaleray.training.place import Place
 
 WIDTH = 64

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.errors import ConfigError, UsageError
+from scaleray.planner.calibration import calibrate, calibrate_link
 from scaleray.planner.hardware import Cluster
 from scaleray.planner.layout import Layout, Sharding
 from scaleray.planner.profile import ModelProfile
-from scaleray.planner.step_time import Measured, calibrate, calibrate_link
+from scaleray.planner.step_time import Measured
 
 SHARDINGS: dict[str, Sharding] = {"zero1": "zero1", "fsdp": "zero3"}
 

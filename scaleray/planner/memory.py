@@ -8,13 +8,13 @@ allocator loses to fragmentation, `device` adds the context and the communicatio
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scaleray.planner.compute import element_bytes
 from scaleray.planner.hardware import Gpu
 from scaleray.planner.layout import Layout
 from scaleray.planner.profile import Block, ModelProfile
-from scaleray.planner.step_time import balanced_cuts, even_cuts
+from scaleray.planner.stages import balanced_cuts, even_cuts
 
 GIB = 2.0**30
 FRAGMENTATION_SHARE = 0.05
@@ -138,7 +138,7 @@ def _stage_memory(stage: list[Block], index: int, model: ModelProfile, layout: L
     if layout.checkpointing == "full" and any(block.count > 1 for block in stage):
         # while a layer is computed again it keeps everything
         whole = max((block for block in stage if block.count > 1), key=lambda block: block.split_kept_bytes)
-        activations += activation_bytes(whole, _without_recomputation(layout))
+        activations += activation_bytes(whole, replace(layout, checkpointing="none"))
     unit = max((block.num_params for block in stage if block.count > 1), default=params) / layout.tensor
     unsharded = 0.0
     if layout.sharding == "zero3" and shards > 1:
@@ -160,9 +160,3 @@ def _stage_memory(stage: list[Block], index: int, model: ModelProfile, layout: L
         fragmentation=FRAGMENTATION_SHARE * sum(pieces.values()),
         context=CONTEXT_BYTES + COLLECTIVE_BYTES * num_kinds,
     )
-
-
-def _without_recomputation(layout: Layout) -> Layout:
-    from dataclasses import replace
-
-    return replace(layout, checkpointing="none")

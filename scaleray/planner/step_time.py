@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from scaleray.planner.communication import all_gather_s, all_reduce_s, send_s
 from scaleray.planner.compute import block_times, element_bytes, optimizer_s
 from scaleray.planner.constants import DEFAULT, Constants
-from scaleray.planner.hardware import Cluster, Link
+from scaleray.planner.hardware import Cluster
 from scaleray.planner.layout import Layout, group_of
 from scaleray.planner.profile import Block, ModelProfile
+from scaleray.planner.stages import balanced_cuts, even_cuts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,53 +131,6 @@ def step_time(
     )  # fmt: skip
 
 
-def calibrate(
-    model: ModelProfile, layout: Layout, cluster: Cluster, measured_step_s: float, *,
-    fused_attention: bool = True, constants: Constants = DEFAULT,
-) -> Measured:  # fmt: skip
-    """What has to be multiplied to the compute for the prediction to meet a step time that was measured.
-
-    The scale is kept within 0.05 and 20: beyond, something else than compute is wrong.
-    """
-    start = (
-        Measured()
-        if model.has_flops
-        else Measured(sample_s=measured_step_s / (layout.accumulation * layout.micro_batch))
-    )
-    low, high, scale = 0.05, 20.0, 1.0
-    for _ in range(60):
-        guess = step_time(
-            model, layout, cluster, measured=replace(start, compute_scale=scale), fused_attention=fused_attention, constants=constants
-        )  # fmt: skip
-        if abs(guess.total_s - measured_step_s) < 1e-6 * measured_step_s or high / low < 1 + 1e-9:
-            break
-        low, high = (scale, high) if guess.total_s < measured_step_s else (low, scale)
-        # what grows with the scale: Newton's step, or the middle where it leaves the bracket
-        slope = (guess.compute_s + guess.bubble_s + guess.straggler_s) / scale
-        step = scale + (measured_step_s - guess.total_s) / slope if slope > 0 else 0.0
-        scale = step if low < step < high else math.sqrt(low * high)
-    return replace(start, compute_scale=scale)
-
-
-def calibrate_link(
-    model: ModelProfile, layout: Layout, cluster: Cluster, measured_step_s: float, *, measured: Measured,
-    fused_attention: bool = True, constants: Constants = DEFAULT,
-) -> Link:  # fmt: skip
-    """The node's link with the bandwidth at which the prediction meets a step measured on several GPUs of one node.
-
-    `measured`: the compute, calibrated on fewer. The bandwidth is kept within a thousandth and ten times of what the link has.
-    """
-    low, high = math.log(cluster.link.bus_gb_per_s / 1000), math.log(cluster.link.bus_gb_per_s * 10)
-    for _ in range(50):
-        middle = (low + high) / 2
-        link = replace(cluster.link, bus_gb_per_s=math.exp(middle), source="measured")
-        guess = step_time(
-            model, layout, replace(cluster, link=link), measured=measured, fused_attention=fused_attention, constants=constants
-        )  # fmt: skip
-        low, high = (low, middle) if guess.total_s < measured_step_s else (middle, high)
-    return replace(cluster.link, bus_gb_per_s=math.exp((low + high) / 2), source="measured")
-
-
 def _pass_of(block: Block, model: ModelProfile, layout: Layout, cluster: Cluster, measured: Measured, fused: bool, constants: Constants) -> _Pass:  # fmt: skip
     params = block.num_params / layout.tensor
     if measured.sample_s is not None:
@@ -217,36 +171,6 @@ def _slowest_stage(model: ModelProfile, layout: Layout, cluster: Cluster, measur
     )
     stages = [sum(singles[start:end], _Pass()) for start, end in itertools.pairwise(cuts)]
     return max(stages, key=lambda stage: stage.total_s)
-
-
-def even_cuts(model: ModelProfile, num_stages: int) -> list[int]:
-    """Where to cut the list of blocks so that each stage has as many of the repeated ones as any other."""
-    singles = [block.count > 1 for block in model.blocks for _ in range(block.count)]
-    if not any(singles):
-        singles = [True] * len(singles)
-    layers = [index for index, is_layer in enumerate(singles) if is_layer]
-    per_stage = len(layers) / num_stages
-    return [0] + [layers[round(per_stage * stage)] for stage in range(1, num_stages)] + [len(singles)]
-
-
-def balanced_cuts(costs: list[float], num_stages: int) -> list[int]:
-    """Where to cut `costs` into stages of neighbours so that the dearest stage is as cheap as it can be."""
-    low, high = max(costs), sum(costs)
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (low, middle) if len(_cut(costs, middle)) <= num_stages else (middle, high)
-    starts = _cut(costs, high)
-    return starts + [len(costs)] * (num_stages + 1 - len(starts))
-
-
-def _cut(costs: list[float], limit: float) -> list[int]:
-    starts, filled = [0], 0.0
-    for index, cost in enumerate(costs):
-        if filled + cost > limit * (1 + 1e-9) and index > starts[-1]:
-            starts.append(index)
-            filled = 0.0
-        filled += cost
-    return starts
 
 
 def _bubbles(layout: Layout) -> float:

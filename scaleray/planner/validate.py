@@ -12,11 +12,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from scaleray.planner.calibration import calibrate
 from scaleray.planner.constants import DEFAULT, Constants
 from scaleray.planner.memory import GIB, memory
 from scaleray.planner.pollux import PolluxModel, fit_pollux
 from scaleray.planner.published.rows import Observation
-from scaleray.planner.step_time import Measured, StepTime, calibrate, step_time
+from scaleray.planner.step_time import Measured, StepTime, step_time
 from scaleray.planner.uncertainty import SPREADS, spread_class
 
 ROOM = 0.05

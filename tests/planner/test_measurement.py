@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 
 from scaleray.errors import ConfigError, UsageError
+from scaleray.planner.calibration import calibrate_link
 from scaleray.planner.catalogue import CATALOGUE
 from scaleray.planner.cluster_text import parse_cluster
 from scaleray.planner.communication import bus_bytes_per_s
 from scaleray.planner.layout import Layout, group_of
 from scaleray.planner.measurement import Measurement, measurement_of, read_measurement
 from scaleray.planner.models import find_model
-from scaleray.planner.step_time import Measured, calibrate_link, step_time
+from scaleray.planner.step_time import Measured, step_time
 
 GPT = find_model("gpt2")
 NODE = parse_cluster("a100-80:8")

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaleray.errors import ConfigError
+from scaleray.planner.calibration import calibrate
 from scaleray.planner.cluster_text import parse_cluster
 from scaleray.planner.compute import alignment, product_rate
 from scaleray.planner.constants import DEFAULT
@@ -19,7 +20,8 @@ from scaleray.planner.hardware import find_gpu
 from scaleray.planner.layout import Layout
 from scaleray.planner.models import find_model
 from scaleray.planner.profile import TransformerShape, of_size, resnet, transformer
-from scaleray.planner.step_time import balanced_cuts, calibrate, even_cuts, step_time
+from scaleray.planner.stages import balanced_cuts, even_cuts
+from scaleray.planner.step_time import step_time
 from scaleray.planner.uncertainty import SPREADS
 
 A100 = parse_cluster("a100-80:8x16")

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from scaleray.errors import ConfigError, DataError, ScaleRayError
-from scaleray.planner.hardware import Cluster
 from scaleray.planner.layout import Layout
-from scaleray.planner.profile import ModelProfile
-from scaleray.planner.published.machines import cluster_of, placed_cluster, system_of
-from scaleray.planner.published.networks import fused_attention, model_of, samples_per_unit, trained_model
+from scaleray.planner.published.machines import cluster_of, placed_cluster
+from scaleray.planner.published.networks import fused_attention, model_of
+from scaleray.planner.published.observation import MemoryKind, Observation
 from scaleray.planner.published.recipes import layout_of, precision_of, step_time_of
+from scaleray.planner.published.tables import example_points, framework_points, network_points
 
-MemoryKind = Literal["allocated", "reserved", "device"]
 # host time for each tensor of the parameters, the same on T4, A100 and Quadro: intercepts of step time over batch in both traces
 ADAPTDL_TENSOR_S, LOOP_TENSOR_S, CAST_TENSOR_S = 0.35e-3, 0.30e-3, 0.35e-3
 NOT_SPEED = {
@@ -29,31 +27,6 @@ NOT_SPEED = {
     "hardware": "is a data sheet, which the catalogue holds",
     "collectives": "times a collective, not a step",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Observation:
-    """One measurement. `series` is the same for points that one curve joins: all but the layout and the number of GPUs."""
-
-    source: str
-    family: str
-    row: str
-    series: tuple[str, ...]
-    model: ModelProfile
-    layout: Layout
-    cluster: Cluster
-    fused_attention: bool
-    step_time_s: float | None
-    memory_bytes: float | None = None
-    memory_kind: MemoryKind = "allocated"
-    out_of_memory: bool = False
-    is_digitised: bool = False
-    is_trace: bool = False
-
-    @property
-    def num_gpus(self) -> int:
-        """That the step ran on."""
-        return self.layout.num_gpus
 
 
 @dataclass(frozen=True)
@@ -125,11 +98,11 @@ def _read(row: dict[str, Any]) -> list[Observation]:
     if "placement" in measured:
         return [_trace_point(row)]
     if "system" in row.get("hardware", {}):
-        return _example_points(row)
+        return example_points(row)
     if "device num" in measured:
-        return _framework_points(row)
+        return framework_points(row)
     if "GPUs" in measured:
-        return _network_points(row)
+        return network_points(row)
     return [_point(row)]
 
 
@@ -183,123 +156,6 @@ def _trace_point(row: dict[str, Any]) -> Observation:
         source=row["file"], family=row["family"], row=str(row.get("id", "")), series=series, model=model, layout=layout, cluster=cluster,
         fused_attention=False, step_time_s=float(measured["step_time_s"]), is_trace=True,
     )  # fmt: skip
-
-
-def _data_parallel(row: dict[str, Any], *, name: str, num_gpus: int, batch: float, accumulation: int, precision: str, per_s: float,
-                   label: tuple[str, ...], hardware: dict[str, Any]) -> Observation:  # fmt: skip
-    model = trained_model(name, row["model"])
-    cluster = cluster_of(hardware | {"gpus": num_gpus})
-    micro_batch = max(1, round(batch))
-    layout = Layout(data=num_gpus, channels_last=True, micro_batch=micro_batch, accumulation=accumulation, precision=precision_of(precision, cluster.gpu),
-                    gradient_bytes=4, is_mixed=precision not in ("fp32", "tf32"), optimizer_bytes=4 if model.kind == "cnn" else 8)  # fmt: skip
-    return Observation(
-        source=row["file"], family=row["family"], row=str(row.get("id", "")), series=(row["file"], name, cluster.gpu.name, precision, *label),
-        model=model, layout=layout, cluster=cluster, fused_attention=False, step_time_s=num_gpus * batch * accumulation / per_s,
-        is_digitised=bool(row.get("digitised")),
-    )  # fmt: skip
-
-
-def _example_points(row: dict[str, Any]) -> list[Observation]:
-    """A row of NVIDIA's DeepLearningExamples: a throughput for each precision."""
-    measured = {key.lower(): value for key, value in row["measured"].items()}
-    hardware, node_size = system_of(row["hardware"]["system"])
-    gpus = next((measured[key] for key in ("gpus", "number of gpus") if key in measured), None)
-    num_gpus = int(gpus) if gpus is not None else int(measured["nodes"]) * node_size
-    batch_text = next((value for key, value in measured.items() if "batch" in key and "gpu" in key), None)
-    accumulation = int(measured.get("grad accumulation") or 1)
-    found = []
-    for key, value in measured.items():
-        if not key.startswith(("throughput - ", "number of ")) or "gpu" in key:
-            continue
-        if not isinstance(value, int | float):
-            continue
-        precision = "tf32" if "tf32" in key else "fp32" if "fp32" in key else "amp"
-        samples = _batch_of(batch_text, precision, row["model"]["name"])
-        units = samples_per_unit(row["model"]["name"], key)
-        found.append(
-            _data_parallel(
-                row,
-                name=row["model"]["name"],
-                num_gpus=num_gpus,
-                batch=samples,
-                accumulation=accumulation,
-                precision=precision,
-                per_s=float(value) * units,
-                hardware=hardware,
-                label=(
-                    str(row["parallelism"].get("framework")),
-                    row["hardware"]["system"],
-                    str(measured.get("dataset", "")),
-                    _fixed(row, key, batch_text),
-                ),
-            )
-        )
-    if not found:
-        raise ConfigError("the row", "no throughput", "a figure is needed for at least one precision")
-    return found
-
-
-def _fixed(row: dict[str, Any], key: str, batch_text: Any) -> str:
-    """What tells apart the curves of one table: its batch where rows keep it (weak scaling), the unit measured."""
-    is_strong = any("strong" in name.lower() for name in row["measured"])
-    unit = key.split(" used")[0].removeprefix("number of ") if key.startswith("number of ") else ""
-    return unit + ("strong" if is_strong else f"batch {batch_text}")
-
-
-def _batch_of(text: Any, precision: str, name: str) -> float:
-    """Samples of a GPU and pass, from `128`, `104@FP16, 48@FP32` or `10240/5120` (mixed first)."""
-    if text is None:
-        # the scripts of those tables: 256 in mixed precision, 128 otherwise; SE-ResNeXt and ResNeXt half of it
-        return (256 if precision != "fp32" else 128) / (2 if "ResNeXt" in name else 1)
-    parts = [part.strip() for part in str(text).replace("/", ",").replace(" and ", ",").split(",")]
-    chosen = parts[0] if precision == "amp" or len(parts) == 1 else parts[-1]
-    return float(chosen.split("@")[0])
-
-
-def _framework_points(row: dict[str, Any]) -> list[Observation]:
-    """A row of DLPerf: a throughput in samples a second for each framework."""
-    measured, setting = row["measured"], row["parallelism"]["setting"]
-    batch = float(setting.split("batch size")[1].strip(" =").split()[0])
-    precision = "fp32" if "FP32" in setting else "amp"
-    return [
-        _data_parallel(
-            row,
-            name=row["model"]["name"],
-            num_gpus=int(measured["device num"]),
-            batch=batch,
-            accumulation=1,
-            precision=precision,
-            per_s=float(value),
-            label=(framework, setting),
-            hardware=row["hardware"],
-        )
-        for framework, value in measured.items()
-        if framework not in ("device num", "node num") and isinstance(value, int | float)
-    ]
-
-
-def _network_points(row: dict[str, Any]) -> list[Observation]:
-    """A row of TensorFlow's 2017 benchmarks: images a second for each network, in fp32."""
-    batches = {"Alexnet": 512, "VGG16": 64, "ResNet-152": 64, "ResNet-50": 64, "InceptionV3": 64}
-    measured = row["measured"]
-    said = re.search(r"batch (\d+)", str(row.get("table", "")))
-    if said:
-        batches = {name: int(said[1]) for name in batches} | {"Alexnet": 512}
-    return [
-        _data_parallel(
-            row,
-            name=name,
-            num_gpus=int(measured["GPUs"]),
-            batch=batches.get(name, 64),
-            accumulation=1,
-            precision="fp32",
-            per_s=float(value),
-            label=(str(row.get("table", "")),),
-            hardware=row["hardware"],
-        )
-        for name, value in measured.items()
-        if name != "GPUs" and isinstance(value, int | float)
-    ]
 
 
 def _memory_of(measured: dict[str, Any]) -> tuple[float | None, MemoryKind]:
