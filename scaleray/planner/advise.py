@@ -17,7 +17,7 @@ from scaleray.planner.layout import Checkpointing, Layout, Schedule, Sharding
 from scaleray.planner.memory import GIB, MemoryEstimate, memory
 from scaleray.planner.profile import ModelProfile
 from scaleray.planner.step_time import Measured, StepTime, step_time
-from scaleray.planner.uncertainty import interval, is_trusted, spread_class
+from scaleray.planner.uncertainty import doubts, interval, is_trusted, spread_class
 from scaleray.study_records import Estimate
 
 STRATEGIES = ("ddp", "zero1", "fsdp", "hsdp", "tp", "pp")
@@ -79,6 +79,8 @@ class Choice:
     kind: str
     """The class of its interval."""
     is_trusted: bool
+    doubts: tuple[str, ...] = ()
+    """In what it is unlike the rows that its interval comes from."""
     cost_per_million_samples: float | None = None
 
 
@@ -169,12 +171,14 @@ def predict(
         layout, cluster, is_anchored=question.measured is not None, exposed_share=step.exposed_comm_s / total,
         doublings=math.log2(max(1.0, layout.num_gpus / question.measured_gpus)),
     )  # fmt: skip
+    unlike = doubts(layout, cluster)
     rate = layout.global_batch / total
     peak = cluster.gpu.peak_flops(layout.precision) * layout.num_gpus
     price = cluster.price_per_gpu_hour
     return Choice(
-        layout=layout, step=step, step_time_s=interval(total, kind), memory=needed or memory(model, layout), samples_per_s=rate,
-        tokens_per_s=rate * model.tokens_per_sample, mfu=model.train_flops * rate / peak, kind=kind, is_trusted=is_trusted(kind),
+        layout=layout, step=step, step_time_s=interval(total, kind, doubted=bool(unlike)), memory=needed or memory(model, layout), samples_per_s=rate,
+        tokens_per_s=rate * model.tokens_per_sample, mfu=model.train_flops * rate / peak, kind=kind, is_trusted=is_trusted(kind, doubted=bool(unlike)),
+        doubts=unlike,
         cost_per_million_samples=None if price is None else 1e6 / rate * price * layout.num_gpus / 3600,
     )  # fmt: skip
 

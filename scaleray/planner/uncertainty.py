@@ -33,6 +33,14 @@ SPREADS: dict[str, Spread] = {
 }
 
 
+WIDER = 1.5
+"""Of an interval's logarithm where a layout is unlike the rows it comes from; judged, not measured."""
+SEEN_GPUS = frozenset({
+    "t4", "p100", "v100", "v100-32", "v100-pcie", "quadro-rtx-6000", "a100-40", "a100-80", "h100", "h100-96", "h200", "rtx-a6000", "rtx-4090",
+})  # fmt: skip
+"""GPUs of the published rows."""
+
+
 def spread_class(layout: Layout, cluster: Cluster, *, is_anchored: bool, doublings: float, exposed_share: float) -> str:
     """Which rows a prediction resembles. `doublings`: from the measured point; `exposed_share`: of the step, waited for communication."""
     if not is_anchored:
@@ -42,13 +50,29 @@ def spread_class(layout: Layout, cluster: Cluster, *, is_anchored: bool, doublin
     return "anchored far" if doublings > 1.5 or layout.tensor * layout.pipeline > 1 else "anchored near"
 
 
-def interval(step_time_s: float, kind: str) -> Estimate:
-    """The step time with the interval that holds 90 % of rows like it."""
+def doubts(layout: Layout, cluster: Cluster) -> tuple[str, ...]:
+    """In what a layout is unlike all rows, or all but a few, that the intervals come from."""
+    found = {
+        f"tensor parallel over {layout.tensor} leaves the node": layout.tensor > cluster.gpus_per_node,
+        f"a pipeline of {layout.pipeline} stages": layout.pipeline > 16,
+        f"{layout.data} replicas": layout.data > 512,
+        "state in the host's memory": layout.offloads,
+        "8-bit products": layout.precision == "fp8",
+        "context parallel": layout.context > 1,
+        f"no published row used {cluster.gpu.name}": cluster.gpu.name not in SEEN_GPUS,
+    }
+    return tuple(words for words, is_so in found.items() if is_so)
+
+
+def interval(step_time_s: float, kind: str, *, doubted: bool = False) -> Estimate:
+    """The step time with the interval that holds 90 % of rows like it; wider where none is."""
     spread = SPREADS[kind]
-    return Estimate(step_time_s, step_time_s * math.exp(spread.low), step_time_s * math.exp(spread.high))
+    factor = WIDER if doubted else 1.0
+    low, high = (step_time_s * math.exp(factor * bound) for bound in (spread.low, spread.high))
+    return Estimate(step_time_s, low, high)
 
 
-def is_trusted(kind: str) -> bool:
+def is_trusted(kind: str, *, doubted: bool = False) -> bool:
     """False where the interval is wider than a factor of two: the order of layouts may still be right, the figures not."""
     spread = SPREADS[kind]
-    return spread.high - spread.low < math.log(2.0)
+    return (spread.high - spread.low) * (WIDER if doubted else 1.0) < math.log(2.0)

@@ -18,7 +18,7 @@ from scaleray.planner.memory import GIB, memory
 from scaleray.planner.pollux import PolluxModel, fit_pollux
 from scaleray.planner.published.rows import Observation
 from scaleray.planner.step_time import Measured, StepTime, step_time
-from scaleray.planner.uncertainty import SPREADS, spread_class
+from scaleray.planner.uncertainty import doubts, interval, spread_class
 
 ROOM = 0.05
 """Of the card: a row that ran out of memory is judged rightly if at most this much is predicted to be left."""
@@ -206,8 +206,8 @@ def score(name: str, judged: Sequence[Judged]) -> Score:
         anchored_where_pollux_median=_median([abs_error(one.anchored_s, one.seen.step_time_s) for one in beyond]),
         num_memory=len(memories), memory_median=_median(memories), memory_p90=quantile(memories, 0.9), num_out_of_memory=len(failed),
         num_out_of_memory_right=sum(one.spare_share is not None and one.spare_share < ROOM for one in failed),
-        inside_share=_share(_is_inside(one.anchored_s, one.seen.step_time_s, one.kind) for one, _ in anchored),
-        sheets_inside_share=_share(_is_inside(one.from_sheets_s, one.seen.step_time_s, one.sheets_kind) for one, _ in sheets),
+        inside_share=_share(_is_inside(one, one.anchored_s, one.kind) for one, _ in anchored),
+        sheets_inside_share=_share(_is_inside(one, one.from_sheets_s, one.sheets_kind) for one, _ in sheets),
         rank_correlation=correlation, regret=regret,
     )  # fmt: skip
 
@@ -239,10 +239,10 @@ def _choices(judged: Sequence[Judged]) -> tuple[float | None, float | None]:
     return (statistics.fmean(correlations) if correlations else None), statistics.fmean(lost)
 
 
-def _is_inside(predicted: float | None, measured: float | None, kind: str) -> bool:
-    assert predicted and measured
-    spread = SPREADS[kind]
-    return spread.low <= log_error(predicted, measured) <= spread.high
+def _is_inside(one: Judged, predicted: float | None, kind: str) -> bool:
+    assert predicted and one.seen.step_time_s
+    stated = interval(predicted, kind, doubted=bool(doubts(one.seen.layout, one.seen.cluster)))
+    return stated.low <= one.seen.step_time_s <= stated.high
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:

@@ -50,6 +50,7 @@ def plan_lines(advice: Advice, seen: Outlook, *, num_samples: float | None = Non
     best, cluster = advice.best, advice.question.cluster
     lines = [f"recommended: {best.layout.describe()}", f"  {why(advice)}", f"  {seen.limit}"]
     lines += [f"  assumed: {note}" for note in (*cluster.notes, *advice.question.model.notes)]
+    lines += [f"  unlike the published rows, so that its interval is wider: {words}" for words in best.doubts]
     lines += ["", f"memory of one GPU, {cluster.gpu.memory_gib:.1f} GiB:"]
     lines += _bars({name: value / GIB for name, value in best.memory.parts().items()}, cluster.gpu.memory_gib, "GiB")
     lines += ["", "time of one step:", *_bars(best.step.parts(), best.step.total_s, "s")]

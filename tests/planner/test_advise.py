@@ -1,17 +1,20 @@
 """Advice: layouts whose degrees multiply to the GPUs, dropped with a reason, ranked, and answered quickly enough to ask often."""
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from scaleray.config import load_config
 from scaleray.errors import ConfigError, UsageError
-from scaleray.planner.advise import Question, advise, layouts
+from scaleray.planner.advise import Question, advise, layouts, predict
 from scaleray.planner.cluster_text import parse_cluster
+from scaleray.planner.layout import Layout
 from scaleray.planner.memory import memory
 from scaleray.planner.models import find_model
 from scaleray.planner.outlook import outlook
 from scaleray.planner.profile import of_size
+from scaleray.planner.uncertainty import WIDER
 from scaleray.planner.write import config_keys
 
 LLAMA = Question(model=find_model("llama-3-8b", sequence=4096), cluster=parse_cluster("h100:8x4"), global_batch=256)
@@ -93,6 +96,14 @@ def test_a_cluster_is_read_or_refused_in_one_message(text, says):
 def test_assumptions_are_noted():
     assert any("network" in note for note in parse_cluster("h100:8x2").notes)
     assert parse_cluster("h100:64").num_nodes == 8
+
+
+def test_what_no_published_row_is_like_has_a_wider_interval_and_says_so():
+    known = predict(LLAMA, Layout(data=32, sharding="zero3", micro_batch=2, accumulation=4))
+    strange = predict(replace(LLAMA, cluster=parse_cluster("b200:8x4")), known.layout)
+    assert not known.doubts and any("b200" in words for words in strange.doubts)
+    widths = [math.log(one.step_time_s.high / one.step_time_s.low) for one in (known, strange)]
+    assert widths[1] == pytest.approx(WIDER * widths[0]) and not strange.is_trusted
 
 
 def test_input_that_is_too_slow_is_the_limit(advice):
