@@ -111,15 +111,26 @@ def _predict(one: Observation, measured: Measured | None, constants: Constants) 
 
 
 def _anchor(one: Observation, group: Sequence[Observation]) -> Observation | None:
-    """The smallest point of the series, and of those the one whose micro-batch and recomputation are most like this row's."""
+    """The smallest point of the series, and of those the one whose recomputation, degrees and micro-batch are most like this row's.
+
+    A row that is as small itself is asked from its neighbour of another layout: from one measured layout to the next.
+    """
     timed = [other for other in group if other.step_time_s]
     if not timed:
         return None
     smallest = min(other.num_gpus for other in timed)
+    candidates = [other for other in timed if other.num_gpus == smallest]
+    if one.num_gpus == smallest:
+        if one.is_trace:
+            return None  # traces at one GPU are the profile
+        candidates = [other for other in candidates if other.layout != one.layout]
     return min(
-        (other for other in timed if other.num_gpus == smallest),
+        candidates,
+        default=None,
         key=lambda other: (
             other.layout.checkpointing != one.layout.checkpointing,
+            abs(math.log(other.layout.pipeline / one.layout.pipeline))
+            + abs(math.log(other.layout.tensor / one.layout.tensor)),
             abs(math.log(other.layout.micro_batch / one.layout.micro_batch)),
             abs(math.log(other.layout.accumulation / one.layout.accumulation)),
         ),
