@@ -32,15 +32,11 @@ class Measurement:
 
 
 def read_measurement(path: Path) -> Measurement:
-    """The smallest point of a study's record, or a run's record; of a folder, its study.json or record.json.
+    """The smallest point of a study's record, or a run's record; of a folder, its record.json.
 
     Raises UsageError for a file that is neither, or holds no step time.
     """
-    if path.is_dir():
-        found = [path / name for name in ("study.json", "record.json") if (path / name).is_file()]
-        if not found:
-            raise UsageError("--from-run", str(path), "the folder holds neither study.json nor record.json")
-        path = found[0]
+    path = path / "record.json" if path.is_dir() else path
     try:
         record = json.loads(path.read_text())
         points = (

@@ -75,6 +75,27 @@ def test_the_written_config_is_one_that_train_loads(capsys, tmp_path):
     assert yaml.safe_load(path.read_text())["workload"] == {"name": "jobs/digits.py:Digits"}
 
 
+def test_a_configs_workload_is_counted_once_in_a_process_of_its_own(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = ("-c", "jobs/digits.yaml", "--cluster", "h100:8", "--strategies", "ddp", "--json")
+    code, out, err = run(capsys, *words)
+    assert code == 0, err
+    first = json.loads(out)
+    assert first["global_batch"] == 64 and first["num_params"] > 1000
+    kept = list((tmp_path / "scaleray" / "profiles").glob("*.json"))
+    assert len(kept) == 1
+    monkeypatch.setattr("subprocess.run", lambda *given, **more: pytest.fail("it was counted before"))
+    assert json.loads(run(capsys, *words)[1]) == first
+
+
+def test_a_workload_that_cannot_be_counted_is_one_message(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("scaleray.cli.plan_question.sys.executable", "/bin/false")
+    code, _, err = run(capsys, "-c", "jobs/digits.yaml", "--cluster", "h100:8")
+    assert code == 2 and "--model" in err
+    assert not list(tmp_path.rglob("*.json"))
+
+
 def test_the_page_holds_its_figures_and_loads_nothing(capsys, tmp_path):
     path = tmp_path / "plan.html"
     code, _, _ = run(capsys, *SMALL, "--html", str(path))

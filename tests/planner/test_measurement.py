@@ -24,7 +24,7 @@ def point(workers, seconds, strategy="ddp"):
 
 
 def test_the_smallest_point_of_a_study_is_read_with_the_next_one(tmp_path):
-    path = tmp_path / "study.json"
+    path = tmp_path / "record.json"
     path.write_text(json.dumps({"curves": [{"points": [point(4, 0.3), point(1, 0.2)]}, {"points": [point(2, 0.25)]}]}))
     found = read_measurement(tmp_path)
     assert (found.num_gpus, found.step_time_s, found.layout.accumulation) == (1, 0.2, 2)
