@@ -175,13 +175,20 @@ def test_leaving_sources_out_judges_every_row_once(asked):
     assert set(spreads(judged)) == {"unmeasured"}
 
 
-@pytest.mark.parametrize(
-    "text", ["[", "{}", '{"records": [], "tables": [{"table": "t", "columns": ["a"], "rows": [[1, 2]]}]}']
-)
+@pytest.mark.parametrize("text", ["[", "{}", "[]", '{"records": [], "tables": [{"columns": ["a"]}]}'])
 def test_a_file_in_another_format_is_one_message(tmp_path, text):
     (tmp_path / "bad.json").write_text(text)
     with pytest.raises(DataError, match=r"bad\.json"):
         read_folder(tmp_path)
+
+
+def test_a_row_without_a_cell_for_each_column_is_skipped_alone(tmp_path):
+    table = {**TRACE, "rows": [TRACE["rows"][0], [1, 2]]}
+    (tmp_path / "trace.json").write_text(json.dumps({"tables": [table]}))
+    seen, skipped = observations(read_folder(tmp_path))
+    assert len(seen) == 1 and [one.reason for one in skipped] == [
+        "the row is 'ragged', but it must have a cell for each column of its table."
+    ]
 
 
 def test_an_empty_folder_is_one_message(tmp_path):

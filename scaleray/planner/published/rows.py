@@ -54,15 +54,15 @@ def read_folder(folder: Path) -> list[dict[str, Any]]:
         try:
             source = json.loads(path.read_text())
             defaults = source.get("defaults") or {}
-            rows = [defaults | record for record in source["records"]]
-            for table in source["tables"]:
+            if not {"records", "tables"} & set(source):
+                raise KeyError("records")
+            rows = [defaults | record for record in source.get("records") or ()]
+            for table in source.get("tables") or ():
                 shared = {key: value for key, value in table.items() if key not in ("columns", "rows")}
-                rows += [
-                    defaults
-                    | shared
-                    | {"measured": dict(zip(table["columns"], row, strict=True)), "id": f"{table['table']}:{index}"}
-                    for index, row in enumerate(table["rows"])
-                ]
+                for index, row in enumerate(table["rows"]):
+                    fits = len(row) == len(table["columns"])
+                    cells = {"measured": dict(zip(table["columns"], row, strict=True))} if fits else {"is_ragged": True}
+                    rows.append(defaults | shared | cells | {"id": f"{table['table']}:{index}"})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
             raise DataError(
                 f"data file {path.name}", type(exc).__name__, f"it must hold source, records and tables: {exc}"
@@ -80,16 +80,20 @@ def observations(rows: list[dict[str, Any]]) -> tuple[list[Observation], list[Sk
         try:
             found = _read(row)
         except ScaleRayError as exc:
-            skipped.append(Skipped(row["file"], row["family"], name, str(exc).split("\n")[0]))
+            skipped.append(Skipped(row["file"], str(row.get("family")), name, str(exc).split("\n")[0]))
             continue
         except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError) as exc:
-            skipped.append(Skipped(row["file"], row["family"], name, f"cannot be read: {type(exc).__name__} {exc}"))
+            skipped.append(
+                Skipped(row["file"], str(row.get("family")), name, f"cannot be read: {type(exc).__name__} {exc}")
+            )
             continue
         asked += found
     return asked, skipped
 
 
 def _read(row: dict[str, Any]) -> list[Observation]:
+    if row.get("is_ragged"):
+        raise ConfigError("the row", "ragged", "it must have a cell for each column of its table")
     if row["family"] in NOT_SPEED:
         raise ConfigError("the row", row["family"], f"it {NOT_SPEED[row['family']]}")
     if not row.get("verified", True) and not row.get("verified_secondary"):
