@@ -7,6 +7,7 @@ allocator loses to fragmentation, `device` adds the context and the communicatio
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass, replace
 
@@ -110,9 +111,17 @@ def _stages(model: ModelProfile, layout: Layout) -> list[list[Block]]:
     singles = [block for block in model.blocks for _ in range(block.count)]
     if layout.pipeline == 1:
         return [singles]
-    costs = [max(block.forward_flops, 1.0) for block in singles]
-    cuts = even_cuts(model, layout.pipeline) if layout.even_stages else balanced_cuts(costs, layout.pipeline)
+    cuts = _cuts(model, layout.pipeline, layout.even_stages)
     return [singles[start:end] for start, end in itertools.pairwise(cuts)]
+
+
+@functools.lru_cache(maxsize=256)
+def _cuts(model: ModelProfile, pipeline: int, is_even: bool) -> list[int]:
+    if is_even:
+        return even_cuts(model, pipeline)
+    return balanced_cuts(
+        [max(block.forward_flops, 1.0) for block in model.blocks for _ in range(block.count)], pipeline
+    )
 
 
 def _stage_memory(stage: list[Block], index: int, model: ModelProfile, layout: Layout) -> MemoryEstimate:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from scaleray.planner.profile import ModelProfile
 
+PRECISION = 1e-6
+"""Of the slowest stage's cost, to which its minimum is looked for."""
+
 
 def even_cuts(model: ModelProfile, num_stages: int) -> list[int]:
     """Where to cut the list of blocks so that each stage has as many of the repeated ones as any other."""
@@ -18,7 +21,8 @@ def even_cuts(model: ModelProfile, num_stages: int) -> list[int]:
 def balanced_cuts(costs: list[float], num_stages: int) -> list[int]:
     """Where to cut `costs` into stages of neighbours so that the dearest stage is as cheap as it can be."""
     low, high = max(costs), sum(costs)
-    for _ in range(50):
+    # a cut changes only where a block moves, so that a fine bracket is as good as an exact bound
+    while high > low * (1 + PRECISION):
         middle = (low + high) / 2
         low, high = (low, middle) if len(_cut(costs, middle)) <= num_stages else (middle, high)
     starts = _cut(costs, high)
@@ -26,10 +30,12 @@ def balanced_cuts(costs: list[float], num_stages: int) -> list[int]:
 
 
 def _cut(costs: list[float], limit: float) -> list[int]:
+    """Where stages begin that cost `limit` at most, filled from the last one back: the first, which holds the most
+    micro-batches in flight, gets what is left."""
     starts, filled = [0], 0.0
-    for index, cost in enumerate(costs):
-        if filled + cost > limit * (1 + 1e-9) and index > starts[-1]:
-            starts.append(index)
+    for index in range(len(costs) - 1, -1, -1):
+        if filled + costs[index] > limit * (1 + 1e-9) and filled > 0:
+            starts.append(index + 1)
             filled = 0.0
-        filled += cost
-    return starts
+        filled += costs[index]
+    return sorted(starts)
