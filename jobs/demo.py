@@ -1,6 +1,7 @@
-"""The first path through scaleray: a Ray head of its own, three submitted jobs, one table.
+"""The first path through scaleray: a Ray head of its own, three submitted trainings and a scaling study, and their tables.
 
-Run by `make demo`. Digits on 1 and on 2 workers at the same global batch, and the byte-level language model on 2.
+Run by `make demo`. Digits on 1 and on 2 workers at the same global batch, the byte-level language model on 2, and a study of
+how digits scales from 1 to 2.
 """
 
 from __future__ import annotations
@@ -19,12 +20,18 @@ from rich.table import Table
 from scaleray.launch.head import Head, local_head
 from scaleray.records import RunRecord
 from scaleray.reproducibility.fingerprint import git_state
+from scaleray.study_records import StudyRecord
 from scaleray.tracking.store import experiment_link
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".demo"
 TRACKING_URI = f"sqlite:///{FOLDER / 'mlflow.db'}"
 LANGUAGE_MODEL_STEPS = 300
+STUDY = (
+    "study", "-c", "jobs/digits.yaml", "--world-sizes", "1,2", "--mode", "strong,weak", "--repeats", "3",
+    "--force",  # the demo measures, whatever an earlier one has found
+    "--oversubscribe",  # on a machine with one core, whose figures are then marked
+)  # fmt: skip
 CPUS = 3  # two workers, and one for the input tasks
 
 
@@ -58,30 +65,40 @@ def main() -> int:
     with local_head(num_cpus=CPUS) as head:
         for number, job in enumerate(JOBS, start=1):
             name = f"{Path(job.config).stem}-w{job.options[1]}-{stamp}"
-            console.print(
-                f"\n[{number}/{len(JOBS)}] {job.title}: ray job submit ... scaleray train -c {job.config} {' '.join(job.options)}",
-                markup=False,
-            )
-            record = submit(job, name, head)
-            if record is None:
+            words = ("train", "-c", job.config, *job.options)
+            announce(console, number, job.title, words)
+            if not submit(words, name, head):
                 return 1
-            records.append(record)
+            records.append(RunRecord.read(FOLDER / "runs" / name / "record.json"))
+        study = f"study-{stamp}"
+        announce(console, len(JOBS) + 1, "how digits scales", STUDY)
+        if not submit(STUDY, study, head):
+            return 1
         console.print("\nstopping the Ray head ...")
     console.print(table(records))
     console.print(equality(records[0], records[1]))
     console.print(
         f"MLflow: run `make ui`, then open {experiment_link(TRACKING_URI, records[0].experiment_id)}", soft_wrap=True
     )
+    for sentence in StudyRecord.read(FOLDER / "runs" / study / "record.json").words:
+        console.print(f"study: {sentence}", markup=False, soft_wrap=True)
+    console.print(f"report of the study: {FOLDER / 'runs' / study / 'report.html'}", soft_wrap=True)
     console.print(f"demo took {time.monotonic() - started:.0f} s")
     return 0
 
 
-def submit(job: Job, name: str, head: Head) -> RunRecord | None:
-    """Submit one job, show its output, and read its record; None when it failed."""
+def announce(console: Console, number: int, title: str, words: tuple[str, ...]) -> None:
+    """Say which of the jobs begins."""
+    line = f"\n[{number}/{len(JOBS) + 1}] {title}: ray job submit ... scaleray {' '.join(words)}"
+    console.print(line, markup=False, soft_wrap=True)
+
+
+def submit(words: tuple[str, ...], name: str, head: Head) -> bool:
+    """Submit one command as a job and show its output; false when it failed."""
     command = [
         sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--address", head.dashboard, "--working-dir", str(ROOT),
         "--submission-id", name, "--runtime-env-json", json.dumps({"env_vars": _commit()}), "--",
-        "python", "-m", "scaleray", "train", "-c", job.config, *job.options, "--tracking.run-name", name,
+        "python", "-m", "scaleray", *words, "--tracking.run-name", name,
         "--tracking.experiment", "demo", "--tracking.uri", TRACKING_URI, "--checkpoint.storage-path", str(FOLDER / "runs"),
     ]  # fmt: skip
     FOLDER.mkdir(exist_ok=True)
@@ -97,8 +114,8 @@ def submit(job: Job, name: str, head: Head) -> RunRecord | None:
         code = process.wait()
     if code:
         print(f"{name} failed; Ray's own messages are in {noise}", file=sys.stderr)
-        return None
-    return RunRecord.read(FOLDER / "runs" / name / "record.json")
+        return False
+    return True
 
 
 def table(records: list[RunRecord]) -> Table:

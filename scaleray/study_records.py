@@ -83,8 +83,6 @@ class Turn:
     peak_memory_bytes: int = 0
     """Of the worker that needed most."""
     noise_scale: float | None = None
-    flops_per_sample: float | None = None
-    """Forward and backward; None where nobody asked, or torch cannot count them."""
     hardware: list[dict[str, Any]] = field(default_factory=list)
     """Each kind of worker once."""
     is_emulated: bool = False

@@ -189,6 +189,7 @@ def user_modules(workload: Any) -> list[ModuleType]:
             and not _is_installed(path)
             and module not in found
             and folder in Path(path).resolve().parents
+            and Path(path).is_file()  # torch.ops calls itself `_ops.py`, which means the current folder to nobody else
         ):
             found.append(module)
     return found

@@ -25,5 +25,8 @@ def test_the_demo_prints_its_table_and_leaves_no_ray_behind():
     assert float(difference.group(1)) < 0.02
     assert done.stdout.count("digits") >= 2
     assert "workflowType=machine_learning" in done.stdout
+    report = re.search(r"report of the study: (\S+)", done.stdout)
+    assert report is not None and "<svg" in Path(report.group(1)).read_text()
+    assert "study: strong scaling: " in done.stdout
     left = [p.name() for p in psutil.process_iter() if p.pid not in before and p.name() in ("raylet", "gcs_server")]
     assert left == []

@@ -31,6 +31,8 @@ def loaded_after(statements):
         "import scaleray.errors, scaleray.records, scaleray.metric_names, scaleray.workload",
         "from scaleray import RunConfig, load_config, Workload, RunRecord, ConfigError",
         "import scaleray.cli",
+        "from scaleray.cli.main import run_command\n"
+        "assert run_command(['plan', '--model', 'gpt2', '--cluster', 'h100:8x2', '--global-batch', '64', '--json']) == 0",
         "import runpy, sys; sys.argv = ['scaleray', '--help']\n"
         "try: runpy.run_module('scaleray', run_name='__main__')\nexcept SystemExit as exc: assert not exc.code, exc.code",
     ],

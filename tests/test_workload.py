@@ -1,6 +1,7 @@
 """Finding and building the user's workload, and showing the user's own lines when it fails."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -194,4 +195,5 @@ def test_the_users_modules_travel_and_installed_ones_do_not(project):
     names = {module.__name__ for module in user_modules(workload)}
     assert {"recipe_f", "parts.helper_f"} <= names
     assert not names & {"numpy", "pytest", "scaleray", "json"}
+    assert all(Path(module.__file__).is_file() for module in user_modules(workload))
     assert user_modules(Workload()) == []

@@ -13,6 +13,7 @@ from cyclopts import App, CycloptsError, Parameter
 from scaleray import __version__
 from scaleray.cli.checkpoint import checkpoint_app
 from scaleray.cli.compare import compare
+from scaleray.cli.plan import plan_app
 from scaleray.cli.report import report
 from scaleray.cli.study import study
 from scaleray.cli.sweep import sweep
@@ -31,11 +32,8 @@ tracking_app = App(name="tracking", help="Look at recorded runs, and repair reco
 app.command(config_app)
 app.command(tracking_app)
 app.command(checkpoint_app)
-app.command(verify)
-app.command(sweep)
-app.command(report)
-app.command(study)
-app.command(compare)
+for command in (verify, study, sweep, plan_app, compare, report):
+    app.command(command)
 
 ConfigFile = Annotated[Path | None, Parameter(name=["--config", "-c"], help="YAML file of the run.")]
 Overrides = Annotated[

@@ -75,7 +75,6 @@ def study(
         [word.strip() for word in mode.split(",") if word.strip()],
     )
     resolved = load_config(config, flags=overrides)
-    # what is wrong with the numbers is said before torch is imported
     from scaleray.launch.study_plan import Question
     from scaleray.training.ladder import Effort
 

@@ -6,6 +6,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from scaleray.errors import RunFailedError, ScaleRayError
+from scaleray.errors import PeerLostError, RunFailedError, ScaleRayError
 from scaleray.training.place import Place
 from scaleray.workload import load_workload
 
@@ -125,6 +126,7 @@ def gloo_processes(world_size: int, user_code: UserCode, *, timeout_s: float) ->
 
 
 def _serve(rank: int, port: int, user_code: UserCode, pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the driver ends its processes
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo may pick an address that the machine cannot reach
     import torch
@@ -186,7 +188,7 @@ def _first_cause(failures: dict[int, tuple[BaseException | None, str]]) -> BaseE
     """Ranks that only lost their peer say so; the one that began it is more telling."""
     known = [error for _, (error, _) in sorted(failures.items()) if isinstance(error, ScaleRayError)]
     lost = ("onnection closed", "Gloo", "gloo")
-    telling = [error for error in known if not any(words in str(error) for words in lost)]
+    telling = [e for e in known if not isinstance(e, PeerLostError) and not any(words in str(e) for words in lost)]
     if known:
         return (telling or known)[0]
     rank, (_, text) = min(failures.items())

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from scaleray.config import RunConfig
 from scaleray.config.base import absolute_path, without_password
 from scaleray.errors import ClusterError, ConfigError, ScaleRayError, UsageError
@@ -33,6 +35,7 @@ from scaleray.launch.study_places import (
     launch_config,
     num_cores,
     topology_of,
+    workers_per_node,
 )
 from scaleray.launch.study_plan import MODES, OnCurve, Plan, Question, make_plan
 from scaleray.launch.study_workers import Climb, local_workers, ray_workers
@@ -45,6 +48,7 @@ from scaleray.tracking import store
 from scaleray.tracking.study_runs import ParentRun
 from scaleray.training.job import TRAIN
 from scaleray.training.ladder import Ascent, Measured, Rung
+from scaleray.training.model_profile import profile_workload
 
 WriteReport = Callable[[StudyRecord, Path], Sequence[Path]]
 """Writes what people look at beside the record, and gives its files."""
@@ -81,7 +85,8 @@ def study(
         with _recorded(config, conditions, tracking_uri, started_at) as (folder, run):
             found = _Study(
                 config, question, plan, conditions, folder, run, say, command=command, started_at=started_at,
-                cores=None if config.scale.gpus_per_worker else num_cores(nodes), more=more, write_report=write_report,
+                cores=None if config.scale.gpus_per_worker else num_cores(nodes), workers_per_node=workers_per_node(config, nodes), more=more,
+                write_report=write_report,
             )  # fmt: skip
             if local:
                 workers = local_workers(spread, plan.workers, sources, code)
@@ -135,30 +140,35 @@ def _recorded(
 class _Study:
     def __init__(
         self, config: RunConfig, question: Question, plan: Plan, conditions: Conditions, folder: RunFolder, run: ParentRun,
-        say: Say, *, command: str, started_at: float, cores: int | None, more: Sequence[StudyRecord], write_report: WriteReport | None,
+        say: Say, *, command: str, started_at: float, cores: int | None, workers_per_node: int, more: Sequence[StudyRecord],
+        write_report: WriteReport | None,
     ) -> None:  # fmt: skip
         self.config, self.question, self.plan, self.conditions = config, question, plan, conditions
         self.folder, self.mlflow, self.say = folder, run, say
         self.command, self.started_at, self.cores = command, started_at, cores
+        self.workers_per_node = workers_per_node
         self.more, self.write_report = more, write_report
         self.known = KnownTurns(config.checkpoint.storage_path, conditions)
         self.turns: dict[str, list[Turn]] = {name: [] for name in plan.rungs}
         self.targets: dict[str, ToTarget] = {}
         self.placements: dict[str, dict[str, int]] = {}
         self.said: set[str] = set()
-        self.flops_per_sample: float | None = None
+        self.flops_per_sample = (
+            self._count_flops() if config.study.peak_tflops or config.scale.gpus_per_worker else None
+        )
         self.logged: set[OnCurve] = set()
 
     def run(self, climb: Climb) -> StudyRecord:
         """Measure what is missing, and conclude."""
-        self._announce()
-        if not self.question.force:
-            self._take_over()
         status = "FAILED"
         try:
+            self._announce()
+            if not self.question.force:
+                self._take_over()
             for ascent in self._ascents():
                 climb(ascent, self._on_measured)
                 self._check_one_kind()
+            record = self.record()
             status = "FINISHED"
         except KeyboardInterrupt:
             status = "KILLED"
@@ -166,16 +176,30 @@ class _Study:
         finally:
             if status != "FINISHED":
                 self._leave(status)
-        return self._keep(self.record(), "FINISHED")
+        return self._keep(record, status)
+
+    def _count_flops(self) -> float | None:
+        """Model FLOPs of a sample, for MFU; None where they cannot be counted."""
+        job, rows = next(iter(self.plan.rungs.values())).job, self.plan.sources[TRAIN]
+        try:
+            few = rows.read(np.arange(2))
+            found = profile_workload(
+                job.workload, few, self.config.precision, gives_tuples=job.splits[TRAIN].gives_tuples
+            )
+        except UsageError as exc:
+            self.say(f"  without MFU, as the model's operations could not be counted: {str(exc).splitlines()[0]}")
+            return None
+        return found.flops or None
 
     def _announce(self) -> None:
         q, first = self.question, next(iter(self.plan.rungs.values()))
-        sizes = ", ".join(map(str, q.sizes))
+        *smaller, last = q.sizes
+        sizes = f"{', '.join(map(str, smaller))} and {last} workers" if smaller else _workers(last)
         modes = " and ".join(mode for mode in MODES if mode in q.modes)
-        self.say(f"study {self.folder.name}: {self.config.workload.name} on {sizes} workers, {modes} scaling")
+        self.say(f"study {self.folder.name}: {self.config.workload.name} on {sizes}, {modes} scaling")
         self.say(
-            f"  {q.repeats} turn{'s' if q.repeats > 1 else ''} of each of {len(self.plan.rungs)} rungs in random order, each at least "
-            f"{q.effort.steps} steps and {q.effort.seconds:g} s; {first.job.recipe.global_batch_size} samples a step at the base"
+            f"  {q.repeats} turn{'s' if q.repeats > 1 else ''} of each of {len(self.plan.rungs)} rung{'s' if len(self.plan.rungs) > 1 else ''} "
+            f"in random order, each at least {q.effort.steps} steps and {q.effort.seconds:g} s; {first.job.recipe.global_batch_size} samples a step at the base"
         )
 
     def _take_over(self) -> None:
@@ -202,15 +226,11 @@ class _Study:
             return []
         self.total = sum(rung.num_turns for rung in rungs)
         self.done = 0
-        wants_flops = self.config.study.peak_tflops is not None or self.config.scale.gpus_per_worker > 0
         groups = [rungs]
         if self.question.relaunch:
             random.Random(self.question.seed).shuffle(rungs)
             groups = [[rung] for rung in rungs]
-        return [
-            Ascent(rungs=tuple(group), effort=self.question.effort, seed=self.question.seed, counts_flops=wants_flops)
-            for group in groups
-        ]
+        return [Ascent(rungs=tuple(group), effort=self.question.effort, seed=self.question.seed) for group in groups]
 
     def _on_measured(self, measured: Measured) -> None:
         """Keep what a worker has told, at once."""
@@ -218,8 +238,6 @@ class _Study:
         if measured.said and measured.said not in self.said:
             self.said.add(measured.said)
             self.say(f"  note ({_workers(rung.workers)}): {measured.said}")
-        if measured.flops_per_sample:
-            self.flops_per_sample = measured.flops_per_sample
         if measured.to_target is not None:
             self.targets[rung.name] = measured.to_target
             self.known.keep_target(rung.name, measured.to_target, at=time.time())
@@ -229,9 +247,7 @@ class _Study:
                 f"  {_workers(rung.workers)}: target {how} after {result.samples} samples and {result.time_s:.3g} s"
             )
         if measured.turn is not None:
-            turn = dataclasses.replace(
-                measured.turn, study=self.folder.name, flops_per_sample=self.flops_per_sample or measured.turn.flops_per_sample
-            )  # fmt: skip
+            turn = dataclasses.replace(measured.turn, study=self.folder.name)
             self.turns[rung.name].append(turn)
             self.known.keep(rung.name, turn)
             self.placements[rung.name] = measured.placement
@@ -267,14 +283,14 @@ class _Study:
 
     def _point(self, place: OnCurve) -> Point:
         rung, turns = self.plan.rungs[place.rung], self.turns[place.rung]
-        marks = [EMULATED] if any(turn.is_emulated for turn in turns) else []
-        if self.cores is not None and rung.workers > self.cores:
+        is_emulated = any(turn.is_emulated for turn in turns)
+        marks = [EMULATED] if is_emulated else []
+        if self.cores is not None and rung.workers > self.cores and not is_emulated:  # sleeping workers need no core
             marks.append(OVERSUBSCRIBED)
         if self.question.relaunch:
             marks.append(RELAUNCHED)
-        flops = next((turn.flops_per_sample for turn in turns if turn.flops_per_sample), None)
         prices = Prices(
-            per_worker_hour=self.config.study.price_per_worker_hour, flops_per_sample=flops,
+            per_worker_hour=self.config.study.price_per_worker_hour, flops_per_sample=self.flops_per_sample,
             peak_flops=peak_flops(self.config, turns),
         )  # fmt: skip
         return as_point(
@@ -293,13 +309,17 @@ class _Study:
                 for curve in other.curves for at in curve.points
                 if curve.mode in self.question.modes and (curve.mode, at.point.workers) not in have
             ]  # fmt: skip
+        marks = list(dict.fromkeys(mark for point in points for mark in point.marks))
         price = self.config.study.price_per_worker_hour
+        # workers that sleep or share cores stay where they are, however many
+        stays = EMULATED in marks or OVERSUBSCRIBED in marks
         curves = [
-            as_curve(mode, found, price_per_worker_hour=price)
+            as_curve(
+                mode, found, price_per_worker_hour=price, workers_per_node=None if stays else self.workers_per_node
+            )
             for mode in MODES
             if (found := [point for point in points if point.mode == mode])
         ]
-        marks = list(dict.fromkeys(mark for point in points for mark in point.marks))
         hardware = {
             json.dumps(kind, sort_keys=True): kind
             for turns in self.turns.values()
@@ -322,13 +342,16 @@ class _Study:
     def _leave(self, status: str) -> None:
         """Keep what was measured until the end came, and say how to go on; what ended the study matters more."""
         count = sum(map(len, self.turns.values()))
-        with contextlib.suppress(ScaleRayError, OSError):
-            if count:
-                self._keep(self.record(), status)
-            else:
-                self.mlflow.finish(None, status=status)
+        record = None
+        with contextlib.suppress(ScaleRayError):
+            record = self.record() if count else None
+        if record is not None:
+            self._keep(record, status)
+        else:
+            self.mlflow.finish(None, status=status)
         if count:
-            self.say(f"  {count} turns are kept: the same command goes on from there")
+            same = "the same command without --force" if self.question.force else "the same command"
+            self.say(f"  {count} turns are kept: {same} goes on from there")
 
     def _keep(self, record: StudyRecord, status: str) -> StudyRecord:
         """Write the record and the report, here and in MLflow."""

@@ -45,6 +45,15 @@ def num_cores(nodes: Sequence[Node] | None) -> int:
     )
 
 
+def workers_per_node(config: RunConfig, nodes: Sequence[Node] | None) -> int:
+    """How many workers the largest node has room for: beyond, they are the first to talk over a network."""
+    scale = config.scale
+    if nodes is None:
+        return max(1, int((psutil.cpu_count() or 1) / scale.cpus_per_worker))
+    kind, needed = ("GPU", scale.gpus_per_worker) if scale.gpus_per_worker else ("CPU", scale.cpus_per_worker)
+    return max(1, max(int(node.resources.get(kind, 0.0) / needed) for node in nodes))
+
+
 def check_cores(
     config: RunConfig, workers: int, workload: Any, nodes: Sequence[Node] | None, *, oversubscribe: bool
 ) -> bool:

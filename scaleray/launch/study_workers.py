@@ -35,7 +35,8 @@ def local_workers(config: RunConfig, workers: int, sources: Mapping[str, Source]
             workload = ascent.rungs[0].job.workload
             processes.run(size, climb_here, ascent, TELL, sources, workload=workload, on_message=tell)
 
-    yield measure
+    with sigterm_like_ctrl_c():
+        yield measure
 
 
 def climb_here(place: Place, ascent: Ascent, tell: Tell, sources: Mapping[str, Source]) -> None:
@@ -84,21 +85,27 @@ def ray_workers(
 
 @contextlib.contextmanager
 def _handing_over(queue: Any, tell: Tell) -> Iterator[None]:
-    """Gives what workers put into the queue to `tell`, in a thread, and the rest at the end."""
+    """Gives what workers put into the queue to `tell`, in a thread, and the rest at the end. Raises what `tell` raised."""
     from ray.exceptions import RayError
     from ray.util.queue import Empty
 
     is_over = threading.Event()
+    errors: list[Exception] = []
 
     def hand_over() -> None:
         while True:
             try:
-                tell(queue.get(timeout=POLL_S))
+                measured = queue.get(timeout=POLL_S)
             except Empty:
                 if is_over.is_set():
                     return
+                continue
             except RayError:  # the queue's process is gone, with the cluster most likely
                 return
+            try:
+                tell(measured)
+            except Exception as exc:  # the driver's to raise, in its own thread
+                errors.append(exc)
 
     thread = threading.Thread(target=hand_over, name="scaleray-study", daemon=True)
     thread.start()
@@ -107,6 +114,8 @@ def _handing_over(queue: Any, tell: Tell) -> Iterator[None]:
     finally:
         is_over.set()
         thread.join(timeout=30)
+    if errors:
+        raise errors[0]
 
 
 def study_worker(task: dict[str, Any]) -> None:

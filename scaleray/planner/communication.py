@@ -53,6 +53,10 @@ def node_bytes_per_s(cluster: Cluster, num_nodes: int, constants: Constants = DE
 def bus_bytes_per_s(group: Group, cluster: Cluster, constants: Constants = DEFAULT) -> float:
     """Bus bandwidth of a ring over `group`: its narrowest part, the link in the node or its share of the node's network."""
     inside = cluster.link.bus_gb_per_s * 1e9 if group.per_node > 1 else math.inf
+    if cluster.link.is_shared:
+        inside /= group.per_node
+    if cluster.is_meshed and group.per_node > 1:
+        inside *= (group.per_node - 1) / max(1, max(cluster.board_gpus, cluster.gpus_per_node) - 1)
     return min(inside, node_bytes_per_s(cluster, group.num_nodes, constants) / group.num_rivals)
 
 
@@ -102,8 +106,8 @@ def send_s(nbytes: float, group: Group, cluster: Cluster, constants: Constants =
 
 def hierarchical_all_reduce_s(nbytes: float, group: Group, cluster: Cluster, constants: Constants = DEFAULT) -> float:
     """Reduce-scatter in the node, all-reduce of the parts between nodes, all-gather in the node."""
-    inside = Group(group.per_node, group.per_node)
-    between = Group(group.num_nodes, 1, group.num_rivals * group.per_node)
+    inside = Group(group.per_node, group.per_node, 1)
+    between = Group(group.num_nodes, 1, group.num_nodes, group.num_rivals * group.per_node)
     part = nbytes / group.per_node
     return 2 * all_gather_s(nbytes, inside, cluster, constants) + all_reduce_s(part, between, cluster, constants)
 

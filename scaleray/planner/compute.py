@@ -1,8 +1,8 @@
 """How long one GPU computes on one micro-batch of one block: products at a rate that depends on shape, the rest at memory speed.
 
-A product of m x k with k x n reaches `peak * matmul_share * alignment / (1 + half (1/m + 1/n + 1/k))`: the share is the card's largest
-measured one, alignment says how well the sides divide into tiles (Anthony et al. 2024, arXiv:2401.14489), and the last factor how much of a
-small product is edges and start-up. Elementwise work moves bytes at a share of the memory's bandwidth. What the host needs to launch
+A product of m x k with k x n reaches `peak * matmul_share * alignment * w / (w + half) * k / (k + half)`: the share is the card's largest
+measured one, alignment says how well the sides divide into tiles (Anthony et al. 2024, arXiv:2401.14489), w counts the waves of tiles that
+cover the result, and the last factor is what each tile's start and end cost. Elementwise work moves bytes at a share of the memory's bandwidth. What the host needs to launch
 the kernels is a floor.
 """
 
@@ -19,6 +19,11 @@ from scaleray.planner.profile import Block
 # line; the fall below is read off figures 5 to 8 of arXiv:2401.14489 and agrees with BLOOM's tables (hidden 14400 over 8 GPUs
 # leaves 1800 columns, a multiple of 8 only: 94 TFLOP/s against 120 at 13824, whose 1728 are a multiple of 64)
 ALIGNMENT = {64: 1.0, 32: 0.97, 16: 0.90, 8: 0.76, 4: 0.55, 2: 0.40, 1: 0.33}
+
+REFERENCE_FLOPS = 271e12
+"""Of the GPU that `Constants.inner_half` is stated for, an A100 in 16 bit."""
+TILE_ELEMENTS = 128 * 256
+"""Of a product's result, computed by one core at a time."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +56,14 @@ def product_rate(
     rows: float, columns: int, inner: int, gpu: Gpu, precision: str, constants: Constants = DEFAULT
 ) -> float:
     """FLOP/s of a matrix product on `gpu`."""
-    edges = 1 + constants.matmul_half * (1 / rows + 1 / columns + 1 / inner)
+    waves = rows * columns / (TILE_ELEMENTS * gpu.num_cores)
+    ceiling = gpu.peak_flops(precision) * gpu.matmul_share
+    # a tile starts and ends in about the same time on every GPU: a faster one needs longer tiles
+    inner_half = constants.inner_half * ceiling / REFERENCE_FLOPS
+    filled = waves / (waves + constants.wave_half) * inner / (inner + inner_half)
     worst = min(alignment(columns), alignment(inner)) if gpu.peak_tflops.keys() & {"bf16", "fp16"} else 1.0
-    return gpu.peak_flops(precision) * gpu.matmul_share * worst / edges
+    share = constants.matmul_practice * (constants.eight_bit_share if precision == "fp8" else 1.0)
+    return ceiling * share * worst * filled
 
 
 def block_times(block: Block, layout: Layout, gpu: Gpu, *, fused_attention: bool = True, constants: Constants = DEFAULT) -> PassTimes:  # fmt: skip
@@ -66,14 +76,27 @@ def block_times(block: Block, layout: Layout, gpu: Gpu, *, fused_attention: bool
         columns = max(1, product.columns // tensor) if product.split == "columns" else product.columns
         inner = max(1, product.inner // tensor) if product.split == "rows" else product.inner
         rows = product.rows * samples
-        products += 2 * rows * columns * inner / product_rate(rows, columns, inner, gpu, layout.precision, constants)
+        # a side that does not divide evenly is cut unevenly, and stays as badly aligned as it was
+        aligned = columns if product.split != "columns" or product.columns % tensor == 0 else product.columns
+        rate = (
+            product_rate(rows, columns, inner, gpu, layout.precision, constants)
+            * alignment(aligned)
+            / alignment(columns)
+        )
+        products += 2 * rows * columns * inner / rate
     attention = _attention_s(block, samples / tensor, gpu, layout, fused_attention, constants)
-    ceiling = gpu.peak_flops(layout.precision) * gpu.matmul_share
-    conv = block.conv_flops * samples / tensor / (ceiling * constants.conv_share)
+    ceiling = gpu.peak_flops(layout.precision) * gpu.matmul_share * constants.matmul_practice
+    conv_share = constants.conv_share * (constants.winograd if layout.precision == "fp32" else 1.0)
+    conv = block.conv_flops * samples / tensor / (ceiling * conv_share)
     whole = block.traffic_bytes / (tensor if layout.sequence_parallel else 1)
-    traffic_bytes = samples * width * (whole + block.split_traffic_bytes / tensor)
-    traffic = traffic_bytes / (gpu.memory_gb_per_s * 1e9 * constants.traffic_share)
-    traffic *= constants.compiled_traffic if layout.compiled else 1.0
+    speed = (
+        gpu.memory_gb_per_s * 1e9 * constants.traffic_share / (constants.compiled_traffic if layout.compiled else 1.0)
+    )
+    traffic = samples * width * (whole + block.split_traffic_bytes / tensor) / speed
+    if block.conv_flops and width == 1.0 and not layout.channels_last:
+        traffic *= constants.channels_first_traffic
+    scores = samples * width * block.score_traffic_bytes / tensor / speed
+    traffic += scores
     launches = (
         3 * block.num_kernels * constants.kernel_us * 1e-6 * (constants.compiled_kernels if layout.compiled else 1.0)
     )
@@ -82,7 +105,7 @@ def block_times(block: Block, layout: Layout, gpu: Gpu, *, fused_attention: bool
     backward = (
         2 * (products + conv) + (2.5 if fused_attention else 2.0) * attention + constants.backward_traffic * traffic
     )
-    return PassTimes(forward, backward, attention, launches)
+    return PassTimes(forward, backward, attention + scores, launches)
 
 
 def optimizer_s(num_params: float, layout: Layout, gpu: Gpu, constants: Constants = DEFAULT) -> float:
@@ -99,11 +122,8 @@ def optimizer_s(num_params: float, layout: Layout, gpu: Gpu, constants: Constant
 def _attention_s(block: Block, samples: float, gpu: Gpu, layout: Layout, is_fused: bool, constants: Constants) -> float:
     if not block.attention_flops:
         return 0.0
-    share = constants.attention_share if is_fused else constants.unfused_attention_share
-    rate = (
-        gpu.peak_flops(layout.precision)
-        * gpu.matmul_share
-        * share
-        * (alignment(block.head_dim) if block.head_dim else 1.0)
-    )
+    share = gpu.attention_share if is_fused else constants.unfused_attention_share
+    # scores stay in 16 bit where products run in 8
+    precision = "bf16" if layout.precision == "fp8" else layout.precision
+    rate = gpu.peak_flops(precision) * gpu.matmul_share * share * (alignment(block.head_dim) if block.head_dim else 1.0)
     return block.attention_flops * samples / rate

@@ -33,6 +33,8 @@ class Link:
     latency_us: float
     """Of one hop of a collective, with the kernel's part in it."""
     source: str
+    is_shared: bool = False
+    """All of the node's workers together have this bandwidth: memory that processes copy through, one host's cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,10 @@ class Gpu:
     peak_tflops: Mapping[str, float]
     matmul_share: float
     """Largest measured matrix product over the peak: what a perfect layer could reach."""
+    num_cores: int = 108
+    """Streaming multiprocessors (compute units): a matrix product is cut into tiles that run on as many at once."""
+    attention_share: float = 0.55
+    """Rate of the usual fused attention, forward and backward, over the largest matrix product's."""
     memory_gib: float
     """What a program can see, a little under the number on the box."""
     memory_gb_per_s: float
@@ -82,7 +88,7 @@ class Network:
     gb_per_s: float
     """Nominal, all adapters of the node together."""
     transport: str = "rdma"
-    """`rdma` (InfiniBand, RoCE), `efa`, `tcp` or `tuned-tcp`: they reach different shares of the nominal figure and differ in latency."""
+    """`rdma` (InfiniBand, RoCE), `efa`, `tcp`, `tuned-tcp` or `measured`: they reach different shares of the nominal figure and differ in latency."""
     num_adapters: int = 1
     source: str = ""
     aliases: tuple[str, ...] = ()
@@ -126,6 +132,10 @@ TRANSPORTS: dict[str, Transport] = {
         bandwidth_share=0.80, most_gb_per_s=10.0, latency_us=60.0,
         source="NVIDIA, GTC 2024: 10 GB/s of bus bandwidth on 100 GbE with TCP, with many sockets (NCCL_NSOCKS_PERTHREAD)",
     ),
+    "measured": Transport(
+        bandwidth_share=1.0, most_gb_per_s=float("inf"), latency_us=30.0,
+        source="the figure given is what a collective was seen to reach, so nothing is taken off",
+    ),
 }  # fmt: skip
 
 
@@ -139,6 +149,8 @@ class Cluster:
     link: Link
     network: Network | None
     """None for one node."""
+    board_gpus: int = 0
+    """GPUs that share a board, where fewer of them than that are used; 0: as many as the node has."""
     price_per_gpu_hour: float | None = None
     notes: tuple[str, ...] = ()
     """What was assumed because it was not given."""
@@ -149,6 +161,17 @@ class Cluster:
                 raise ConfigError(f"cluster: {name}", value, "there must be at least one")
         if self.num_nodes > 1 and self.network is None:
             raise ConfigError("cluster: network", None, "several nodes need one", "for example net=100G, or net=8x400G")
+
+    @property
+    def is_meshed(self) -> bool:
+        """Whether GPUs are joined in pairs instead of by a switch: boards of four, and of eight V100 or MI300X.
+
+        In a mesh, a group of k among the board's g GPUs has (k - 1) / (g - 1) of a GPU's links.
+        """
+        board = self.board_gpus or self.gpus_per_node
+        return (
+            self.link.name.startswith("nvlink") and board <= (8 if self.link.name < "nvlink3" else 4)
+        ) or self.link.name.startswith("xgmi")
 
     @property
     def num_gpus(self) -> int:
@@ -242,6 +265,9 @@ def _refuse_unknown_fields(path: Path, key: str, entries: Any, known: set[str]) 
 
 def _find(kind: str, name: str, entries: Iterable[Any]) -> Any:
     entries = tuple(entries)
+    for entry in entries:
+        if name.strip().lower() in (known.lower() for known in (entry.name, *entry_aliases(entry))):
+            return entry
     wanted = _words(name)
     for entry in entries:
         if wanted in (_words(known) for known in (entry.name, *entry_aliases(entry))):

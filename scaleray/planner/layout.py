@@ -37,6 +37,8 @@ class Layout:
     """`selective` runs the attention scores again, `alternate` every other operation or layer, `full` every layer."""
     sequence_parallel: bool = False
     """Norms and residuals are divided by the tensor parallel degree too."""
+    keeps_gathered: bool = True
+    """With sequence parallel, what is gathered for a product stays for the backward pass; Megatron gathers it again."""
     schedule: Schedule = "1f1b"
     even_stages: bool = False
     """Every stage has the same number of layers (Megatron); otherwise stages are cut so that the slowest is as fast as can be."""
@@ -45,8 +47,8 @@ class Layout:
     precision: str = "bf16"
     is_mixed: bool = True
     """16-bit compute on a 32-bit master copy; False trains in `precision` alone."""
-    gradient_bytes: int = 2
-    """Of one element when it is reduced."""
+    gradient_bytes: float = 2
+    """Of one element when it is reduced; compression makes it less than 1."""
     optimizer_bytes: int = 8
     """Of state per parameter besides the parameter itself: 8 for Adam, 4 for momentum, 0 for plain SGD."""
     compiled: bool = False
@@ -54,14 +56,18 @@ class Layout:
     """Tensor parallel communication runs beside the products (async TP)."""
     overlaps_data: bool = True
     """Gradients are reduced while the backward pass still runs."""
+    overlaps_gather: bool = False
+    """ZeRO-1 and 2: updated parameters are gathered beside the next forward pass."""
     reduces_every_micro_batch: bool = False
     """Gradients are reduced after each micro-batch, not only after the last: FSDP without no_sync."""
     gather_bits: int = 16
     """Of a parameter in an all-gather; 8 with float8 or ZeRO++."""
+    channels_last: bool = False
+    """Images lie in memory as convolutions in 16 bit want them; not PyTorch's default."""
+    extra_s: float = 0.0
+    """Work of the recipe in each step's backward pass that is known by other means, such as statistics of every gradient."""
     offloads: bool = False
     """Optimizer state lives in the host's memory."""
-    stray_params: float = 0.0
-    """Parameters of frozen parts, which have neither gradient nor state."""
 
     def __post_init__(self) -> None:
         for name in ("data", "shard", "tensor", "pipeline", "context", "micro_batch", "accumulation", "chunks"):
@@ -76,6 +82,11 @@ class Layout:
     def num_gpus(self) -> int:
         """The product of the degrees."""
         return self.data * self.tensor * self.pipeline * self.context
+
+    @property
+    def num_shards(self) -> int:
+        """GPUs that a replica's state is cut over where it is; those of a context parallel group hold the same state, and share it out."""
+        return (self.shard if 1 < self.shard < self.data else self.data) * self.context
 
     @property
     def global_batch(self) -> int:
@@ -113,21 +124,21 @@ class Layout:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that take part in one collective. `num_rivals`: equal groups that share a node's network with this one."""
+    """Ranks that take part in one collective, on `num_nodes` nodes. `num_rivals`: equal groups that share a node's network with this one."""
 
     num_ranks: int
     per_node: int
+    num_nodes: int
     num_rivals: int = 1
 
-    @property
-    def num_nodes(self) -> int:
-        """How many nodes it reaches."""
-        return -(-self.num_ranks // self.per_node)
 
-
-def group_of(cluster: Cluster, num_ranks: int, stride: int, *, num_gpus: int | None = None) -> Group:
-    """The group of `num_ranks` ranks that lie `stride` apart on `cluster`, of which the first `num_gpus` GPUs are used."""
-    used = min(cluster.gpus_per_node, num_gpus or cluster.num_gpus)
+def group_of(cluster: Cluster, num_ranks: int, stride: int, *, num_gpus: int) -> Group:
+    """The group of `num_ranks` ranks that lie `stride` apart on the `num_gpus` GPUs of `cluster` that a layout uses."""
+    used = min(cluster.gpus_per_node, num_gpus)
     per_node = max(1, min(num_ranks, used // stride))
-    rivals = max(1, used // per_node) if num_ranks > per_node else 1
-    return Group(num_ranks, per_node, rivals)
+    num_nodes = -(-num_ranks // per_node)
+    if num_ranks * stride >= num_gpus:
+        # it reaches every node, also where a scheduler gave some nodes fewer GPUs than others
+        num_nodes = max(num_nodes, min(cluster.num_nodes, num_ranks))
+    rivals = max(1, used // per_node) if num_nodes > 1 else 1
+    return Group(num_ranks, per_node, num_nodes, rivals)

@@ -40,6 +40,8 @@ class Block:
     name: str
     count: int = 1
     num_params: float
+    tied_params: float = 0.0
+    """Shared with another block; a pipeline keeps a copy where the two are on different stages."""
     matmuls: tuple[Matmul, ...] = ()
     attention_flops: float = 0.0
     """Scores and their product with the values, which no weight takes part in."""
@@ -50,6 +52,8 @@ class Block:
     """Read and written by what is no matrix product: norms, activations, dropout, residual sums."""
     split_traffic_bytes: float = 0.0
     """The part of it that tensor parallel divides; the rest only sequence parallel does."""
+    score_traffic_bytes: float = 0.0
+    """Of attention scores that a kernel writes out; tensor parallel divides it, selective recomputation repeats it."""
     kept_bytes: float = 0.0
     """Kept for the backward pass when nothing is recomputed."""
     split_kept_bytes: float = 0.0
@@ -89,6 +93,13 @@ class ModelProfile:
         return sum(block.num_params * block.count for block in self.blocks)
 
     @property
+    def num_tensors(self) -> float:
+        """About how many tensors the parameters are: 16 in a layer with biases, three for a convolution with its norm."""
+        if self.kind == "transformer":
+            return 16.0 * self.num_layers + 6
+        return float(sum(block.count * block.num_kernels for block in self.blocks)) or 3.0 * self.num_layers
+
+    @property
     def forward_flops(self) -> float:
         """Of one sample."""
         return sum(block.forward_flops * block.count for block in self.blocks)
@@ -126,6 +137,10 @@ class TransformerShape:
     tied_embeddings: bool = False
     learned_positions: bool = False
     has_lm_head: bool = True
+    predicted_share: float = 1.0
+    """Of the tokens that the head is computed for; 0.15 in BERT's pretraining."""
+    logit_bytes: int = 10
+    """Kept for each logit: 2 and 4 for both widths and 4 for their softmax; 6 where the loss works in place (Megatron)."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -158,19 +173,27 @@ def transformer(shape: TransformerShape, name: str = "transformer") -> ModelProf
     token_bytes = 2.0 * sequence
     # elements per token that stay for the backward pass, from arXiv:2205.05198: norms' inputs, residual branches
     unsplit_kept = 4 * hidden + (hidden if shape.has_dropout else 0)
+    # gated models as they are written today: norms in 32 bit, and queries and keys once more after their rotation
+    unsplit_kept += 4 * hidden if shape.is_gated else 0
+    rotated = attention_width + kv_width if shape.is_gated else 0
     split_kept = (
-        attention_width + 2 * kv_width + attention_width + (mlp_inputs + 1) * ffn + (ffn if shape.is_gated else 0)
+        rotated
+        + attention_width
+        + 2 * kv_width
+        + attention_width
+        + (mlp_inputs + 1) * ffn
+        + (ffn if shape.is_gated else 0)
     )
     scores = (
         0.0 if shape.fused_attention else (2.5 if shape.has_dropout else 2.0) * shape.heads * sequence * token_bytes
     )
     # two norms, two residual sums and dropouts read and write about 10 hidden vectors a token; activation 2 to 3 MLP widths
-    score_traffic = 0.0 if shape.fused_attention else 8.0 * shape.heads * sequence * token_bytes
+    score_traffic = 0.0 if shape.fused_attention else 6.0 * shape.heads * sequence * token_bytes
     block = Block(
         name="layer", count=shape.layers, num_params=params, matmuls=matmuls, head_dim=head_dim,
         attention_flops=4.0 * visible * sequence * sequence * attention_width,
         traffic_bytes=token_bytes * (10 + (4 if shape.has_dropout else 0)) * hidden,
-        split_traffic_bytes=token_bytes * ((mlp_inputs + 1) * ffn + 2 * attention_width) + score_traffic,
+        split_traffic_bytes=token_bytes * ((mlp_inputs + 1) * ffn + 2 * attention_width), score_traffic_bytes=score_traffic,
         kept_bytes=token_bytes * unsplit_kept, split_kept_bytes=token_bytes * split_kept, score_kept_bytes=scores,
         boundary_bytes=token_bytes * hidden, num_kernels=22 if shape.fused_attention else 30, num_all_reduces=2,
     )  # fmt: skip
@@ -180,12 +203,13 @@ def transformer(shape: TransformerShape, name: str = "transformer") -> ModelProf
         name="embedding", num_params=table + positions, traffic_bytes=token_bytes * 3 * hidden,
         kept_bytes=8.0 * sequence, boundary_bytes=8.0 * sequence, num_kernels=4, num_all_reduces=1,
     )  # fmt: skip
+    predicted = sequence * shape.predicted_share
     head = Block(
-        name="head", num_params=hidden + (0 if shape.tied_embeddings or not shape.has_lm_head else table),
-        matmuls=(Matmul(sequence, shape.vocab, hidden, "columns"),) if shape.has_lm_head else (),
+        name="head", tied_params=table if shape.tied_embeddings and shape.has_lm_head else 0, num_params=hidden + (0 if shape.tied_embeddings or not shape.has_lm_head else table),
+        matmuls=(Matmul(predicted, shape.vocab, hidden, "columns"),) if shape.has_lm_head else (),
         # logits in 16 and 32 bit, their softmax and gradient
-        split_traffic_bytes=(token_bytes * 8 * shape.vocab) if shape.has_lm_head else 0.0,
-        split_kept_bytes=(token_bytes * 3 * shape.vocab) if shape.has_lm_head else 0.0,
+        split_traffic_bytes=(16.0 * predicted * shape.vocab) if shape.has_lm_head else 0.0,
+        split_kept_bytes=float(predicted * shape.logit_bytes * shape.vocab) if shape.has_lm_head else 0.0,
         kept_bytes=token_bytes * 2 * hidden, boundary_bytes=token_bytes * hidden, num_kernels=10, num_all_reduces=0,
     )  # fmt: skip
     return ModelProfile(

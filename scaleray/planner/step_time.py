@@ -8,15 +8,17 @@ Sources: pipeline, Narayanan et al. 2021, arXiv:2104.04473; FSDP, Zhao et al. 20
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from scaleray.planner.communication import all_gather_s, all_reduce_s, send_s
 from scaleray.planner.compute import block_times, element_bytes, optimizer_s
 from scaleray.planner.constants import DEFAULT, Constants
 from scaleray.planner.hardware import Cluster
-from scaleray.planner.layout import Group, Layout, group_of
+from scaleray.planner.layout import Layout, group_of
 from scaleray.planner.profile import Block, ModelProfile
+from scaleray.planner.stages import balanced_cuts, even_cuts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +26,8 @@ class Measured:
     """What a measurement at a small size taught: how much longer than predicted the GPU computes."""
 
     compute_scale: float = 1.0
-    compute_s: float | None = None
-    """Forward and backward of one micro-batch, where the profile cannot say; scaled as well."""
+    sample_s: float | None = None
+    """Forward and backward of one sample, where the profile cannot say; scaled as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,15 +108,20 @@ def step_time(
     passes = layout.accumulation
     # the host launches kernels while the GPU runs them: a stage cannot be faster than its launches
     stretch = max(1.0, stage.launch_s / max(stage.forward_s + stage.backward_s + stage.recompute_s, 1e-12))
-    forward, backward = stage.forward_s * stretch, stage.backward_s * stretch
+    # statistics of gradients are taken as these appear, so that communication goes on beside them
+    forward, backward = stage.forward_s * stretch, stage.backward_s * stretch + layout.extra_s / passes
     recompute = stage.recompute_s * stretch
     data = _data_comm(model, stage, layout, cluster, forward, backward + recompute, constants)
     bubbles = _bubbles(layout)
     send = _sends_s(model, layout, cluster, constants)
-    states = stage.num_params / (_shards(layout) if layout.sharding != "none" else 1)
+    states = stage.num_params / (layout.num_shards if layout.sharding != "none" else 1)
     update = optimizer_s(states, layout, cluster.gpu, constants) if layout.num_gpus else 0.0
-    share = constants.straggler_share_input if model.kind == "cnn" else constants.straggler_share
-    behind = share * math.sqrt(2 * math.log(layout.num_gpus)) if layout.num_gpus > 1 else 0.0
+    shares = {
+        "transformer": constants.straggler_share,
+        "cnn": constants.straggler_share_input,
+        "other": constants.straggler_share_uneven,
+    }
+    behind = shares[model.kind] * math.sqrt(2 * math.log(layout.num_gpus)) if layout.num_gpus > 1 else 0.0
     compute = (forward + backward + recompute) * passes
     return StepTime(
         forward_s=forward * passes, backward_s=backward * passes, recompute_s=recompute * passes,
@@ -124,29 +131,11 @@ def step_time(
     )  # fmt: skip
 
 
-def calibrate(
-    model: ModelProfile, layout: Layout, cluster: Cluster, measured_step_s: float, *,
-    fused_attention: bool = True, constants: Constants = DEFAULT,
-) -> Measured:  # fmt: skip
-    """What has to be multiplied to the compute for the prediction to meet a step time that was measured.
-
-    The scale is kept within 0.05 and 20: beyond, something else than compute is wrong.
-    """
-    start = Measured() if model.has_flops else Measured(compute_s=measured_step_s / layout.accumulation)
-    low, high = math.log(0.05), math.log(20.0)
-    for _ in range(40):
-        middle = (low + high) / 2
-        guess = step_time(model, layout, cluster, measured=replace(start, compute_scale=math.exp(middle)),
-                          fused_attention=fused_attention, constants=constants)  # fmt: skip
-        low, high = (middle, high) if guess.total_s < measured_step_s else (low, middle)
-    return replace(start, compute_scale=math.exp((low + high) / 2))
-
-
 def _pass_of(block: Block, model: ModelProfile, layout: Layout, cluster: Cluster, measured: Measured, fused: bool, constants: Constants) -> _Pass:  # fmt: skip
     params = block.num_params / layout.tensor
-    if measured.compute_s is not None:
+    if measured.sample_s is not None:
         # all that is known is a step: a third is forward
-        share = block.num_params / model.num_params * measured.compute_s * measured.compute_scale
+        share = block.num_params / model.num_params * measured.sample_s * layout.micro_batch * measured.compute_scale
         return _Pass(share / 3, share * 2 / 3, num_params=params)
     times = block_times(block, layout, cluster.gpu, fused_attention=fused, constants=constants)
     is_layer = block.count > 1 or model.kind == "cnn"
@@ -163,9 +152,9 @@ def _pass_of(block: Block, model: ModelProfile, layout: Layout, cluster: Cluster
             * (2 + (1 if layout.checkpointing == "full" and is_layer else 0))
             * (0.3 if layout.overlaps_tensor else 1.0)
         )
-    return _Pass(
-        times.forward_s * scale, times.backward_s * scale, recompute * scale, comm, times.launch_s * scale, params
-    )
+    # the forward pass is a third of a block's kernels, and what is repeated is launched again
+    launches = times.launch_s * (1 + recompute / times.forward_s / 3 if times.forward_s else 1.0)
+    return _Pass(times.forward_s * scale, times.backward_s * scale, recompute * scale, comm, launches * scale, params)
 
 
 def _slowest_stage(model: ModelProfile, layout: Layout, cluster: Cluster, measured: Measured, fused: bool, constants: Constants) -> _Pass:  # fmt: skip
@@ -180,38 +169,8 @@ def _slowest_stage(model: ModelProfile, layout: Layout, cluster: Cluster, measur
         if layout.even_stages
         else balanced_cuts([one.total_s for one in singles], layout.pipeline)
     )
-    stages = [sum(singles[start:end], _Pass()) for start, end in zip(cuts, cuts[1:], strict=False)]
+    stages = [sum(singles[start:end], _Pass()) for start, end in itertools.pairwise(cuts)]
     return max(stages, key=lambda stage: stage.total_s)
-
-
-def even_cuts(model: ModelProfile, num_stages: int) -> list[int]:
-    """Where to cut the list of blocks so that each stage has as many of the repeated ones as any other."""
-    singles = [block.count > 1 for block in model.blocks for _ in range(block.count)]
-    if not any(singles):
-        singles = [True] * len(singles)
-    layers = [index for index, is_layer in enumerate(singles) if is_layer]
-    per_stage = len(layers) / num_stages
-    return [0] + [layers[round(per_stage * stage)] for stage in range(1, num_stages)] + [len(singles)]
-
-
-def balanced_cuts(costs: list[float], num_stages: int) -> list[int]:
-    """Where to cut `costs` into stages of neighbours so that the dearest stage is as cheap as it can be."""
-    low, high = max(costs), sum(costs)
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (low, middle) if len(_cut(costs, middle)) <= num_stages else (middle, high)
-    starts = _cut(costs, high)
-    return starts + [len(costs)] * (num_stages + 1 - len(starts))
-
-
-def _cut(costs: list[float], limit: float) -> list[int]:
-    starts, filled = [0], 0.0
-    for index, cost in enumerate(costs):
-        if filled + cost > limit * (1 + 1e-9) and index > starts[-1]:
-            starts.append(index)
-            filled = 0.0
-        filled += cost
-    return starts
 
 
 def _bubbles(layout: Layout) -> float:
@@ -227,7 +186,9 @@ def _sends_s(model: ModelProfile, layout: Layout, cluster: Cluster, constants: C
     boundary = max(block.boundary_bytes for block in model.blocks) * layout.micro_batch / layout.context
     nbytes = boundary * element_bytes(layout) / 2 / (layout.tensor if layout.sequence_parallel else 1)
     # interleaving sends for every chunk, but beside the compute of another
-    return 2 * send_s(nbytes, group, cluster, constants) * (1 if layout.chunks == 1 else 0.3 * layout.chunks)
+    return (2 * send_s(nbytes, group, cluster, constants) + 2 * constants.handover_s) * (
+        1 if layout.chunks == 1 else 0.3 * layout.chunks
+    )
 
 
 @dataclass(frozen=True)
@@ -237,22 +198,21 @@ class _DataComm:
     sent_bytes: float = 0.0
 
 
-def _shards(layout: Layout) -> int:
-    return layout.shard if layout.shard > 1 else layout.data
-
-
 def _data_comm(
     model: ModelProfile, stage: _Pass, layout: Layout, cluster: Cluster, forward_s: float, backward_s: float, constants: Constants
 ) -> _DataComm:  # fmt: skip
     if layout.data == 1:
         return _DataComm()
-    stride = layout.tensor * layout.context
+    stride = layout.tensor  # a context parallel group shards its state like replicas
     group = group_of(cluster, layout.data * layout.context, layout.tensor, num_gpus=layout.num_gpus)
     if layout.sharding == "zero3":
         return _sharded_comm(model, stage, layout, cluster, forward_s, backward_s, stride, constants)
     gradients = stage.num_params * layout.gradient_bytes
-    hidden_last = max(constants.bucket_bytes, model.largest_tensor_params / layout.tensor * layout.gradient_bytes)
-    last = min(gradients, hidden_last)
+    # the last bucket is as full as chance will have it, unless it holds a tensor that cannot be cut
+    last = max(
+        min(gradients, constants.bucket_bytes) / 2, model.largest_tensor_params / layout.tensor * layout.gradient_bytes
+    )
+    last = min(gradients, last)
     buckets = max(1, math.ceil(gradients / constants.bucket_bytes))
     reduce = all_reduce_s if layout.sharding == "none" else all_gather_s
     total = reduce(gradients, group, cluster, constants)
@@ -268,7 +228,11 @@ def _data_comm(
     if layout.sharding in ("zero1", "zero2"):
         params = stage.num_params * layout.gather_bits / 8
         gather = all_gather_s(params, group, cluster, constants)
-        exposed += gather
+        # parameters come back one layer after the other, beside the next forward pass where that is implemented
+        late, early = _hide(
+            gather, constants.prefetch_share * forward_s if layout.overlaps_gather else 0.0, 0.0, constants
+        )
+        exposed, hidden = exposed + late, hidden + early
         sent += params * (n - 1) / n
     return _DataComm(exposed, hidden, sent)
 
@@ -277,7 +241,7 @@ def _sharded_comm(
     model: ModelProfile, stage: _Pass, layout: Layout, cluster: Cluster, forward_s: float, backward_s: float, stride: int,
     constants: Constants,
 ) -> _DataComm:  # fmt: skip
-    shards = _shards(layout)
+    shards = layout.num_shards
     group = group_of(cluster, shards, stride, num_gpus=layout.num_gpus)
     num_units = max(1, round(model.num_layers / layout.pipeline))
     unit = stage.num_params / num_units
@@ -291,12 +255,10 @@ def _sharded_comm(
     exposed, hidden = (ahead + back) * times, (hidden_ahead + hidden_back) * times
     n = group.num_ranks
     sent = stage.num_params * (2 * layout.gather_bits / 8 + layout.gradient_bytes) * (n - 1) / n * times
-    replicas = layout.data // shards
+    replicas = layout.data * layout.context // shards
     if replicas > 1:
         part = stage.num_params * layout.gradient_bytes / shards
-        between = Group(
-            replicas, max(1, cluster.gpus_per_node // (stride * shards)), min(cluster.gpus_per_node, shards * stride)
-        )
+        between = group_of(cluster, replicas, stride * shards, num_gpus=layout.num_gpus)
         again, hidden_again = _hide(
             all_reduce_s(part, between, cluster, constants), 0.5 * share * backward_s, 0.0, constants
         )

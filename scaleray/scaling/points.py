@@ -11,6 +11,10 @@ from scaleray.scaling.efficiency import median_step_time, throughput
 from scaleray.scaling.recipe import Recipe
 from scaleray.scaling.steady_state import steady_state
 from scaleray.study_records import Mode, Point, ToTarget, Turn
+from scaleray.workload_profile import ImpossibleUtilisation, mfu
+
+NOT_STEADY = "not steady"
+"""The mark of a point whose turns drift, or have too few steps to tell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +42,7 @@ def as_point(
 ) -> Point:  # fmt: skip
     """The point that these turns measured. period: steps after which they repeat; each counts by the mean over a period.
 
-    Turns that are not steady are marked as such. Raises RunFailedError for an MFU over 100 %, which no device has.
+    A point half of whose turns are not steady is marked. Raises RunFailedError for an MFU over 100 %, which no device has.
     """
     prices = prices or Prices()
     kept, firsts, unsteady = [], [], 0
@@ -81,7 +85,7 @@ def as_point(
         cost_per_million_samples=cost_per_million_samples(samples_per_s.value, workers, prices.per_worker_hour),
         noise_scale=_noise_scale(turns),
         to_target=to_target,
-        marks=[*marks, *([f"{unsteady} of {len(turns)} turns not steady"] if unsteady else [])],
+        marks=[*marks, *([NOT_STEADY] if 2 * unsteady >= len(turns) else [])],
         reused_from=reused_from,
         measured_at=max(turn.measured_at for turn in turns),
     )
@@ -114,13 +118,14 @@ def cost_per_million_samples(samples_per_s: float, workers: int, price_per_worke
 def _mfu(samples_per_s: float, workers: int, prices: Prices) -> float | None:
     if not prices.peak_flops or not prices.flops_per_sample:
         return None
-    mfu = samples_per_s * prices.flops_per_sample / (workers * prices.peak_flops)
-    if mfu > 1:
-        raise RunFailedError(
-            f"{mfu:.0%} of the peak of {prices.peak_flops / 1e12:.4g} TFLOP/s on {workers} workers: no device does that. "
-            "Correct study.peak_tflops, which is the dense peak of one worker in the run's precision"
+    try:
+        return mfu(
+            prices.flops_per_sample * samples_per_s, time_s=1.0, peak_flops_per_s=prices.peak_flops, num_devices=workers
         )
-    return mfu
+    except ImpossibleUtilisation as exc:
+        raise RunFailedError(
+            f"{exc}. Correct study.peak_tflops, which is the peak of one worker; the turns are kept"
+        ) from exc
 
 
 def _noise_scale(turns: Sequence[Turn]) -> float | None:

@@ -20,7 +20,6 @@ from scaleray.errors import ConfigError
 from scaleray.records import EvaluationRecord, StepRecord, WorkerMessage
 from scaleray.study_records import ToTarget, Turn
 from scaleray.training import loop
-from scaleray.training.flops import flops_per_sample
 from scaleray.training.job import OpenStream, TrainJob
 from scaleray.training.place import Place
 from scaleray.training.subgroups import LOOPBACK, SubGroups
@@ -65,7 +64,6 @@ class Measured:
     to_target: ToTarget | None = None
     placement: dict[str, int] = dataclasses.field(default_factory=dict)
     """Workers on each node."""
-    flops_per_sample: float | None = None
     said: str = ""
 
 
@@ -79,7 +77,6 @@ class Ascent:
     rungs: tuple[Rung, ...]
     effort: Effort
     seed: int = 0
-    counts_flops: bool = False
 
 
 def order_of_turns(rungs: Sequence[Rung], seed: int) -> list[tuple[int, Rung]]:
@@ -107,8 +104,6 @@ class _Ladder:
 
     def climb(self) -> None:
         rungs = self.ascent.rungs
-        if self.ascent.counts_flops:
-            self._count_flops(rungs[0])
         # the largest first: what does not run at all should say so before hours are spent on the others
         wanted = sorted((r for r in rungs if r.num_turns), key=lambda r: -r.workers)
         num_steps = {rung.name: self._rehearse(rung) for rung in wanted}
@@ -141,11 +136,6 @@ class _Ladder:
                 loop.run(shortened(rung.job, length), place, open_stream=self.open_stream, emit=emit)
                 step_time_s = statistics.median(times[length // 2 :]) if times else 0.0
         return self.ascent.effort.num_steps(float(self.groups.share(repr(step_time_s))), rung.period)
-
-    def _count_flops(self, rung: Rung) -> None:
-        with self.groups.of(1) as place:
-            if place is not None:
-                self.tell(Measured(rung.name, flops_per_sample=flops_per_sample(rung.job, place, self.open_stream)))
 
     def _say(self, rung: Rung, text: str) -> None:
         self.tell(Measured(rung.name, said=text))

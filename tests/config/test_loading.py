@@ -301,7 +301,8 @@ CHANGES = {
     "strategy.static_graph": True, "strategy.find_unused_parameters": True, "precision.dtype": "bf16", "precision.initial_loss_scale": 2,
     "data.shuffle": False, "data.window_rows": 3, "data.chunk_mib": 1, "data.prefetch_mib": 1, "data.reserved_cpus": 0, "data.timeout_s": 1,
     "checkpoint.storage_path": "x", "checkpoint.save_final": False, "tracking.uri": "sqlite:///x", "tracking.experiment": "x",
-    "tracking.run_name": "x", "tracking.every_steps": 1, "tracking.interval_s": 1, "tracking.system_metrics": False, "seed": 1,
+    "tracking.run_name": "x", "tracking.every_steps": 1, "tracking.interval_s": 1, "tracking.system_metrics": False, "study.price_per_worker_hour": 2.0,
+    "study.currency": "EUR", "study.peak_tflops": 1.0, "seed": 1,
     "deterministic": True, "on_nonfinite": "skip", "workload.weights": "x", "scale.on_resize": "rescale", "scale.resize_interval_s": 1,
     "checkpoint.every": "5 steps", "checkpoint.every_minutes": 1, "checkpoint.is_asynchronous": False, "checkpoint.keep_last": 3,
     "checkpoint.keep_best": 3, "checkpoint.best": "val/loss min", "checkpoint.keep_every": "9 steps", "checkpoint.full_every": 1,
@@ -345,7 +346,7 @@ def test_the_hash_changes_with_everything_but_where_a_run_is_kept_and_what_it_me
     plain = with_flags().hash()
     assert len(plain) == 16 and plain == with_flags().hash()
     for key, value in CHANGES.items():
-        is_storage = key.startswith(("tracking.", "checkpoint.", "noise_scale."))
+        is_storage = key.startswith(("tracking.", "checkpoint.", "noise_scale.", "study."))
         assert (with_flags(**{key: value}).hash() == plain) == is_storage, key
     for key, (others, value) in ONLY_WITH.items():
         given = {key: value, **TOGETHER.get(key, {})}

@@ -39,6 +39,11 @@ def test_an_unknown_gpu_is_refused_with_the_nearest_names() -> None:
     assert "nearest" in str(caught.value)
 
 
+@pytest.mark.parametrize("link", CATALOGUE.links, ids=lambda link: link.name)
+def test_every_link_is_found_by_its_own_name(link) -> None:
+    assert CATALOGUE.find_link(link.name) is link
+
+
 def test_no_two_entries_share_a_name() -> None:
     for entries in (CATALOGUE.gpus, CATALOGUE.links, CATALOGUE.networks):
         names = [known.lower() for entry in entries for known in {entry.name, *getattr(entry, "aliases", ())}]

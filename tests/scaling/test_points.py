@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaleray.errors import RunFailedError
-from scaleray.scaling.points import Prices, as_point, cost_per_million_samples, periods, split
+from scaleray.scaling.points import NOT_STEADY, Prices, as_point, cost_per_million_samples, periods, split
 from scaleray.study_records import Turn
 
 RECIPE = SimpleNamespace(strategy="ddp", global_batch_size=64, micro_batch_size=32, accumulation_steps=1)
@@ -74,10 +74,10 @@ def test_a_slow_start_is_left_out():
     assert point.marks == []
 
 
-def test_a_turn_that_drifts_is_marked():
-    drifting = [0.01 * (1 + 0.01 * number) for number in range(100)]
-    point = as_point("strong", 1, RECIPE, [turn(steady(0.01, 100)), turn(drifting)])
-    assert point.marks == ["1 of 2 turns not steady"]
+def test_a_point_is_marked_when_half_of_its_turns_drift():
+    drifting, good = turn([0.01 * (1 + 0.01 * number) for number in range(100)]), turn(steady(0.01, 100))
+    assert as_point("strong", 1, RECIPE, [good, drifting]).marks == [NOT_STEADY]
+    assert as_point("strong", 1, RECIPE, [good, good, drifting], marks=["emulated"]).marks == ["emulated"]
 
 
 def test_averagings_now_and_then_belong_to_every_step():

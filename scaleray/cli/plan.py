@@ -1,0 +1,288 @@
+"""`scaleray plan`: what would N GPUs of another kind give, and how sure is that? Arithmetic only: neither torch nor Ray is imported."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as json_library
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import App, Parameter
+
+from scaleray.errors import ConfigError, UsageError
+
+plan_app = App(
+    name="plan",
+    help="Predict memory, step time and efficiency on a cluster, and rank the layouts.",
+    help_format="plaintext",
+)
+
+Json = Annotated[bool, Parameter(name="--json", negative="", help="Print the result as JSON on stdout.")]
+Hardware = Annotated[Path | None, Parameter(help="YAML file with GPUs, links and networks of your own.")]
+
+
+@plan_app.default
+def plan(
+    *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
+    config: Annotated[Path | None, Parameter(name=["--config", "-c"], help="YAML file of the run.")] = None,
+    model: str | None = None, profile: Path | None = None, cluster: str | None = None, here: Annotated[bool, Parameter(negative="")] = False,
+    global_batch: int | None = None, sequence: int | None = None, precision: str | None = None, strategies: str = "ddp,zero1,fsdp,hsdp,tp,pp",
+    optimizer: Literal["adam", "momentum", "sgd"] | None = None, compiled: Annotated[bool, Parameter(negative="")] = False,
+    step_time: float | None = None, micro_batch: int | None = None, from_run: Path | None = None,
+    input_rate: float | None = None, samples: float | None = None, rank_by: str = "throughput", rows: int = 10,
+    hardware: Hardware = None, write: Path | None = None, html: Path | None = None, json: Json = False,
+) -> int:  # fmt: skip
+    """Rank the layouts of a model on a cluster.
+
+    Parameters
+    ----------
+    model
+        A model by name (llama-70b, gpt2-xl, resnet-50) or size (gpt-13b).
+    profile
+        A workload's counted costs, as training.model_profile writes them.
+    cluster
+        GPU:PERNODExNODES[,net=...][,link=...][,price=...], as in h100:8x16 or a100-80:8x64,net=200G.
+    here
+        The GPUs of this machine instead of --cluster.
+    global_batch
+        Samples of an optimizer step, over all GPUs; the config's where it is not given.
+    sequence
+        Tokens of a sample.
+    precision
+        bf16, fp16, fp8, tf32 or fp32; by default the GPU's usual 16 bits, or the config's.
+    strategies
+        Names with commas: ddp, zero1, fsdp, hsdp, tp, pp.
+    optimizer
+        Decides the size of the state: adam 8 bytes a parameter, momentum 4, sgd none. The config's, or adam.
+    compiled
+        The model is compiled.
+    step_time
+        Seconds of a step measured on one GPU of the cluster's kind, with --micro-batch samples: the compute is scaled to it.
+    micro_batch
+        Samples of the measured step.
+    from_run
+        Record of a run or study on one worker or more, whose smallest point takes the place of --step-time.
+    input_rate
+        Samples a second that the input pipeline of one node delivers.
+    samples
+        Samples of the whole training: the plan says how long it takes.
+    rank_by
+        throughput, cost and time (the same on given GPUs), or memory.
+    rows
+        Layouts to show.
+    write
+        Write the best layout that `scaleray train` can run as a config, onto -c where it is given.
+    html
+        Write the plan as one HTML page.
+    """
+    from rich.console import Console
+
+    from scaleray.cli.plan_question import question_of
+    from scaleray.planner.advise import advise
+    from scaleray.planner.outlook import outlook
+    from scaleray.reports.plan import WIDTH, plan_lines, plan_table
+
+    question = question_of(
+        overrides=overrides, config=config, model=model, profile=profile, cluster=cluster, here=here, global_batch=global_batch, sequence=sequence,
+        precision=precision, strategies=strategies, optimizer=optimizer, compiled=compiled, step_time=step_time, micro_batch=micro_batch,
+        from_run=from_run, input_rate=input_rate, rank_by=rank_by, hardware=hardware,
+    )  # fmt: skip
+    advice = advise(question)
+    seen = outlook(advice)
+    console = Console(stderr=json)
+    if not console.is_terminal:
+        console.width = WIDTH + 20
+    console.print(plan_table(advice, rows=rows))
+    for line in plan_lines(advice, seen, num_samples=samples):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if write is not None:
+        console.print(f"config: {_write(advice, config, write)}", highlight=False, markup=False, soft_wrap=True)
+    if html is not None:
+        from scaleray.reports.plan_page import plan_page
+
+        html.write_text(plan_page(advice, seen, rows=rows))
+        console.print(f"page: {html}", highlight=False, markup=False, soft_wrap=True)
+    if json:
+        print(json_library.dumps(_record(advice, seen, rows), indent=2))
+    return 0
+
+
+@plan_app.command
+def explain(what: str = "constants", /, *, model: str | None = None, cluster: str | None = None, global_batch: int | None = None,
+            sequence: int | None = None, precision: str | None = None, strategies: str = "ddp,zero1,fsdp,hsdp,tp,pp", rows: int = 20) -> int:  # fmt: skip
+    """Say what the planner's figures are and where they come from, or why a layout was dropped.
+
+    Parameters
+    ----------
+    what
+        constants; a GPU, link or network by name; intervals; or layouts, with --model, --cluster and --global-batch.
+    rows
+        Layouts to list.
+    """
+    from scaleray.planner.explain import explain_constants, explain_hardware, explain_intervals, explain_layouts
+
+    if what == "constants":
+        lines = explain_constants()
+    elif what == "intervals":
+        lines = explain_intervals()
+    elif what == "layouts":
+        from scaleray.cli.plan_question import question_of
+
+        question = question_of(
+            model=model,
+            cluster=cluster,
+            global_batch=global_batch,
+            sequence=sequence,
+            precision=precision,
+            strategies=strategies,
+        )
+        lines = explain_layouts(question, rows=rows)
+    else:
+        lines = explain_hardware(what)
+    print("\n".join(lines))
+    return 0
+
+
+@plan_app.command
+def validate(
+    *data: Path, by: Literal["both", "source", "family"] = "both", skipped: bool = True, json: Json = False
+) -> int:
+    """Run the planner over folders of published measurements, beside the model that knows nothing.
+
+    Parameters
+    ----------
+    data
+        Folders of JSON files; their format is described in planner.published.rows.
+    by
+        Lines for each source, each family, or both.
+    skipped
+        List the rows that were not judged, with the reason. --no-skipped leaves them out.
+    """
+    from rich.console import Console
+
+    from scaleray.planner.validate import judge, score, scores
+    from scaleray.reports.plan import score_table, skipped_lines
+
+    seen, left_out = _observations(data)
+    judged = judge(seen)
+    tables = {
+        "source": scores(judged, lambda one: one.seen.source),
+        "family": scores(judged, lambda one: one.seen.family),
+        "all": [score("all", judged)],
+    }
+    console = Console(stderr=json)
+    if not console.is_terminal:
+        console.width = 230
+    for name in ("source", "family", "all"):
+        if by in ("both", name) or name == "all":
+            console.print(score_table(f"by {name}" if name != "all" else "all rows", tables[name]))
+    if skipped:
+        for line in (f"{len(left_out)} rows not judged:", *skipped_lines(left_out)):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if json:
+        print(json_library.dumps(
+            {name: [dataclasses.asdict(line) for line in lines] for name, lines in tables.items()}
+            | {"skipped": [dataclasses.asdict(one) for one in left_out]}, indent=2))  # fmt: skip
+    return 0
+
+
+@plan_app.command
+def fit(*data: Path, rounds: int = 3, leave_out: Annotated[bool, Parameter(negative="")] = False) -> int:
+    """Fit the planner's constants to folders of published measurements, and print them beside those it has.
+
+    Parameters
+    ----------
+    rounds
+        Passes over the constants, with steps that shrink.
+    leave_out
+        Fit once without each source instead, and judge that source: how well the constants carry over.
+    """
+    from rich.console import Console
+
+    from scaleray.planner import fit as fitting
+    from scaleray.planner.constants import DEFAULT, FITTED
+    from scaleray.planner.validate import score, scores
+    from scaleray.reports.plan import score_table
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 230
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    seen, _ = _observations(data)
+    if leave_out:
+        judged = fitting.leave_one_source_out(seen, rounds=rounds, say=say)
+        console.print(
+            score_table(
+                "each source with constants fitted without it",
+                [*scores(judged, lambda one: one.seen.source), score("all", judged)],
+            )
+        )
+    else:
+        found = fitting.fit(fitting.thinned(seen), rounds=rounds, say=say)
+        own = fitting.loss_of(fitting.thinned(seen), DEFAULT)
+        say(f"loss {found.start_loss:.4f} before, {found.loss:.4f} with these, {own:.4f} with the package's:")
+        for name in FITTED:
+            say(f"  {name:<26} {getattr(DEFAULT, name):<10.4g} -> {getattr(found.constants, name):.4g}")
+        from scaleray.planner.validate import judge
+
+        judged = judge(seen, found.constants, with_pollux=False)
+    say("intervals that hold 90 % of rows, as logarithms of measured over predicted:")
+    for kind, (low, high, count) in sorted(fitting.spreads(judged).items()):
+        say(f"  {kind:<26} {low:+.3f} to {high:+.3f}   ({count} rows)")
+    return 0
+
+
+def _observations(data: tuple[Path, ...]) -> tuple[list[Any], list[Any]]:
+    from scaleray.planner.published import observations, read_folder
+
+    if not data:
+        raise ConfigError(
+            "data", None, "at least one folder of published measurements is needed", "scaleray plan validate FOLDER"
+        )
+    for folder in data:
+        if not folder.is_dir():
+            raise UsageError("data folder", str(folder), "it is not a folder")
+    return observations([row for folder in data for row in read_folder(folder)])
+
+
+def _write(advice: Any, config: Path | None, path: Path) -> str:
+    import yaml
+
+    from scaleray.planner.write import config_keys
+
+    runnable = [
+        choice.layout for choice in advice.choices if not (choice.layout.tensor > 1 and choice.layout.pipeline > 1)
+    ]
+    if not runnable:
+        raise ConfigError(
+            "--write", str(path), "no layout that scaleray train can run fits", "plan without tp or without pp"
+        )
+    keys = config_keys(runnable[0])
+    given = yaml.safe_load(config.read_text()) if config else {}
+    for section, values in keys.items():
+        given[section] = {**(given.get(section) or {}), **values}
+    path.write_text(yaml.safe_dump(given, sort_keys=False))
+    return f"{path}, {runnable[0].describe()}"
+
+
+def _record(advice: Any, seen: Any, rows: int) -> dict[str, Any]:
+    def choice(one: Any) -> dict[str, Any]:
+        return {
+            "layout": dataclasses.asdict(one.layout), "words": one.layout.describe(), "step_time_s": dataclasses.asdict(one.step_time_s),
+            "parts_s": one.step.parts(), "hidden_comm_s": one.step.hidden_comm_s, "memory_bytes": one.memory.parts(),
+            "device_bytes": one.memory.device_bytes, "samples_per_s": one.samples_per_s, "tokens_per_s": one.tokens_per_s, "mfu": one.mfu,
+            "interval_class": one.kind, "is_trusted": one.is_trusted, "doubts": one.doubts, "cost_per_million_samples": one.cost_per_million_samples,
+        }  # fmt: skip
+
+    return {
+        "model": advice.question.model.name, "num_params": advice.question.model.num_params, "num_gpus": advice.question.cluster.num_gpus,
+        "gpu": advice.question.cluster.gpu.name, "global_batch": advice.question.global_batch, "num_layouts": advice.num_layouts,
+        "choices": [choice(one) for one in advice.choices[:rows]],
+        "rejected": [{"words": one.layout.describe(), "reason": one.reason, "missing_gib": one.missing_gib} for one in advice.rejected[:200]],
+        "curve": [{"num_gpus": point.num_gpus, "samples_per_s": dataclasses.asdict(point.samples_per_s), "efficiency": point.efficiency,
+                   "words": point.choice.layout.describe()} for point in seen.points],
+        "limit": seen.limit, "next_doubling": {"words": seen.doubling, "gain": seen.doubling_gain},
+    }  # fmt: skip

@@ -1,0 +1,49 @@
+"""Counts what one sample of a config's workload costs, in a process of its own: the planner reads the answer without importing torch.
+
+python -m scaleray.launch.count_workload CONFIG [--key value ...]    prints the profile as JSON
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from scaleray.config import load_config
+from scaleray.data.sources import Source
+from scaleray.errors import ScaleRayError
+from scaleray.launch.run import TRAIN, load_sources
+from scaleray.training.model_profile import profile_workload
+from scaleray.workload import load_workload
+
+NUM_ROWS = 4
+
+
+def main(arguments: list[str]) -> int:
+    """Print the profile; errors go to stderr in one message."""
+    path = Path(arguments[0])
+    try:
+        config = load_config(path, flags=arguments[1:])
+        with contextlib.redirect_stdout(sys.stderr):  # what a workload prints must not mix with the answer
+            workload = load_workload(config.workload.name, config.workload.args, base_dir=path.resolve().parent)
+            source = load_sources(workload)[TRAIN]
+            profile = profile_workload(workload, _rows(source), config.precision, gives_tuples=_gives_tuples(source))
+    except ScaleRayError as exc:
+        print(f"{type(exc).__name__}: {exc}", file=sys.stderr)
+        return exc.exit_code
+    print(profile.to_json())
+    return 0
+
+
+def _rows(source: Source) -> dict[str, np.ndarray]:
+    return source.read(np.arange(min(NUM_ROWS, source.num_rows)))
+
+
+def _gives_tuples(source: Source) -> bool:
+    return bool(getattr(source, "gives_tuples", False))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,81 @@
+"""Where the planner's figures come from, and why layouts were dropped, as lines of text."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections import Counter
+
+from scaleray.errors import UsageError
+from scaleray.planner.advise import HEADROOM, Question, layouts
+from scaleray.planner.catalogue import CATALOGUE
+from scaleray.planner.constants import DEFAULT, FITTED, Constants
+from scaleray.planner.hardware import TRANSPORTS
+from scaleray.planner.memory import GIB, memory
+from scaleray.planner.uncertainty import SPREADS, is_trusted
+
+
+def explain_constants() -> list[str]:
+    """Every constant with its value and reason."""
+    source = inspect.getsource(Constants)
+    lines = ["the planner's constants; fitted ones are repeated by `scaleray plan fit DATA`", ""]
+    for name in Constants.__dataclass_fields__:
+        match = re.search(rf'    {name}: float = [^\n]+\n    """(.*?)"""', source, re.DOTALL)
+        reason = " ".join(match[1].split()) if match else ""
+        mark = "fitted" if name in FITTED else "given"
+        lines.append(f"{name} = {getattr(DEFAULT, name):.6g}  ({mark})")
+        lines += textwrap.wrap(
+            reason.removeprefix("fitted. "), width=108, initial_indent="    ", subsequent_indent="    "
+        )
+    return lines
+
+
+def explain_intervals() -> list[str]:
+    """Every class of interval with what it holds."""
+    lines = ["90 % of published rows of each class lie between these factors of the prediction", ""]
+    for kind, spread in SPREADS.items():
+        low, high = 2.718281828**spread.low, 2.718281828**spread.high
+        lines.append(
+            f"{kind:<24} {low:.2f} to {high:.2f}  from {spread.num_rows} rows{'' if is_trusted(kind) else '; do not trust a single figure'}"
+        )
+    return lines
+
+
+def explain_hardware(name: str) -> list[str]:
+    """A GPU, link or network with its source. Raises UsageError for a name that none has."""
+    for find in (CATALOGUE.find_gpu, CATALOGUE.find_link, CATALOGUE.find_network):
+        try:
+            entry = find(name)
+        except UsageError:
+            continue
+        lines = [f"{key} = {value}" for key, value in entry.__dict__.items() if key != "source"]
+        transport = TRANSPORTS.get(getattr(entry, "transport", ""))
+        if transport is not None:
+            lines += [f"transport.{key} = {value}" for key, value in transport.__dict__.items()]
+        return [*lines, f"source: {entry.source}"]
+    raise UsageError(
+        "what to explain", name, "it must be constants, intervals, layouts, or the name of a GPU, link or network"
+    )
+
+
+def explain_layouts(question: Question, *, rows: int) -> list[str]:
+    """The layouts that do not fit, the closest first, with their memory by part; and how many of each kind."""
+    dropped, kept = [], Counter[str]()
+    for layout in layouts(question):
+        needed = memory(question.model, layout)
+        missing = HEADROOM * question.cluster.gpu.memory_gib - needed.spare_bytes(question.cluster.gpu) / GIB
+        if missing > 0:
+            dropped.append((missing, layout, needed))
+        else:
+            kept[layout.strategy] += 1
+    lost = Counter(layout.strategy for _, layout, _ in dropped)
+    lines = [f"{name}: {kept[name]} layouts fit, {lost[name]} do not" for name in sorted({*kept, *lost})]
+    lines += [
+        "",
+        f"the closest of those that do not fit on {question.cluster.gpu.memory_gib:.1f} GiB, of which {100 * HEADROOM:.0f} % are kept free:",
+    ]
+    for missing, layout, needed in sorted(dropped, key=lambda one: one[0])[:rows]:
+        parts = ", ".join(f"{name} {value / GIB:.1f}" for name, value in needed.parts().items() if value > 0.05 * GIB)
+        lines.append(f"{missing:8.1f} GiB too much: {layout.describe()}: {parts}")
+    return lines

@@ -1,0 +1,127 @@
+"""What the best layout would do on fewer and on more GPUs: the curve, what limits it, and whether the next doubling is worth it.
+
+The global batch stays what it is (strong scaling), as a run's own does; the layout of each size is the best one of the same strategies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from scaleray.errors import ConfigError
+from scaleray.planner.advise import Advice, Choice, Question, advise
+from scaleray.planner.hardware import Cluster
+from scaleray.study_records import Estimate
+
+WORTH_IT = 1.6
+"""Throughput that twice the GPUs should give; below, more than a fifth of what is added is lost."""
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """The best choice on a number of GPUs. `efficiency`: throughput per GPU over that of the smallest size that fits."""
+
+    num_gpus: int
+    choice: Choice
+    samples_per_s: Estimate
+    efficiency: float
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """The curve up to twice the cluster, and the words for it."""
+
+    points: list[CurvePoint]
+    limit: str
+    doubling: str
+    doubling_gain: float | None
+
+
+def outlook(advice: Advice) -> Outlook:
+    """The curve around an advice. Sizes on which nothing fits or the batch cannot be divided are left out."""
+    question = advice.question
+    found: list[tuple[int, Choice]] = []
+    for cluster in sizes(question.cluster):
+        if cluster.num_gpus == question.cluster.num_gpus:
+            found.append((cluster.num_gpus, advice.best))
+            continue
+        try:
+            found.append((cluster.num_gpus, advise(_smaller_search(question, cluster, advice.best)).best))
+        except ConfigError:
+            continue
+    base = found[0][1].samples_per_s / found[0][0]
+    points = []
+    for gpus, choice in found:
+        low, high = choice.step_time_s.low, choice.step_time_s.high
+        batch = choice.layout.global_batch
+        rate = Estimate(choice.samples_per_s, batch / high, batch / low)
+        points.append(CurvePoint(gpus, choice, rate, choice.samples_per_s / gpus / base))
+    gain = _doubling_gain(points, question.cluster.num_gpus)
+    return Outlook(points, limit_of(advice.best), _doubling_words(question, gain), gain)
+
+
+def sizes(cluster: Cluster) -> Iterator[Cluster]:
+    """Halves of a node, then nodes, by doublings up to twice the cluster."""
+    per_node = cluster.gpus_per_node
+    gpus = 1
+    while gpus < per_node and per_node % gpus == 0:
+        yield replace(cluster, gpus_per_node=gpus, num_nodes=1, network=None)
+        gpus *= 2
+    nodes = 1
+    while nodes <= 2 * cluster.num_nodes:
+        if nodes == 1 or cluster.network is not None:
+            yield replace(cluster, num_nodes=nodes)
+        nodes *= 2
+    if cluster.num_nodes & (cluster.num_nodes - 1):
+        yield cluster
+        if cluster.network is not None:
+            yield replace(cluster, num_nodes=2 * cluster.num_nodes)
+
+
+def limit_of(choice: Choice) -> str:
+    """The largest part of a step that is not useful arithmetic, in words."""
+    parts = {name: seconds for name, seconds in choice.step.parts().items() if name not in ("forward", "backward")}
+    name = max(parts, key=lambda key: parts[key])
+    share = parts[name] / choice.step.total_s
+    words = {
+        "recompute": "computing activations again; more memory per GPU or a smaller micro-batch would save it",
+        "tensor comm": "tensor parallel communication; a smaller degree or a faster link inside the node",
+        "pipeline bubble": "the pipeline's bubble; more micro-batches, or fewer stages",
+        "pipeline comm": "activations between pipeline stages; a faster network, or fewer stages",
+        "data comm": "gradients and parameters between replicas; a larger batch per GPU, or a faster network",
+        "optimizer": "the optimizer's update; sharding it (zero1, fsdp), or a larger batch per GPU",
+        "stragglers": "waiting for the slowest rank",
+        "overhead": "what lies outside forward and backward, the input included; a larger batch per GPU",
+    }
+    useful = 1 - sum(parts.values()) / choice.step.total_s
+    return f"{100 * useful:.0f} % of the step is useful arithmetic; the largest rest, {100 * share:.0f} %, is {words[name]}"
+
+
+def _smaller_search(question: Question, cluster: Cluster, best: Choice) -> Question:
+    """The question on another size, with the kinds of parallelism that the best choice uses, for the answer to come soon."""
+    uses = {
+        "tp": best.layout.tensor > 1, "pp": best.layout.pipeline > 1, "ddp": True, "zero1": best.layout.sharding == "zero1",
+        "fsdp": best.layout.sharding == "zero3", "hsdp": best.layout.sharding == "zero3" and best.layout.shard < best.layout.data,
+    }  # fmt: skip
+    kept = tuple(name for name in question.strategies if uses[name])
+    return replace(question, cluster=cluster, strategies=kept or question.strategies)
+
+
+def _doubling_gain(points: list[CurvePoint], num_gpus: int) -> float | None:
+    rates = {point.num_gpus: point.choice.samples_per_s for point in points}
+    if num_gpus not in rates or 2 * num_gpus not in rates:
+        return None
+    return rates[2 * num_gpus] / rates[num_gpus]
+
+
+def _doubling_words(question: Question, gain: float | None) -> str:
+    gpus = question.cluster.num_gpus
+    if gain is None:
+        reason = (
+            "no network is given for more nodes"
+            if question.cluster.network is None
+            else f"the batch of {question.global_batch} cannot be divided further"
+        )
+        return f"{2 * gpus} GPUs: not predicted, {reason}"
+    verdict = "worth it" if gain >= WORTH_IT else "not worth it at this batch"
+    return f"{2 * gpus} GPUs: {gain:.2f} times the throughput at twice the price, {verdict}"

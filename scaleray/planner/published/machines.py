@@ -1,0 +1,116 @@
+"""The machine that a published row ran on, from what its source says of it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from scaleray.errors import ConfigError
+from scaleray.planner.catalogue import CATALOGUE
+from scaleray.planner.hardware import Cluster, Gpu, Network
+
+
+def cluster_of(hardware: dict[str, Any], *, num_gpus: int | None = None) -> Cluster:
+    """From `gpu`, `gpus`, `gpus_per_node` and what is said about the network. Raises ConfigError where too little is said."""
+    if not hardware.get("gpu"):
+        raise ConfigError("hardware.gpu", None, "a row must name its GPU")
+    gpu = CATALOGUE.find_gpu(str(hardware["gpu"]))
+    if (
+        gpu.name.startswith("v100")
+        and "ethernet" in str(hardware.get("inter_node", "")).lower()
+        and not hardware.get("intra_node")
+    ):
+        # machines with V100 and plain Ethernet are the cloud's, without NVLink unless it is named
+        gpu = CATALOGUE.find_gpu("v100-pcie")
+    gpus = int(num_gpus or hardware.get("gpus") or 0)
+    if not gpus:
+        raise ConfigError("hardware.gpus", None, "a row must say how many GPUs it used")
+    # chips of a TPU slice are all joined by the same links
+    usual = gpus if gpu.name.startswith("tpu") else gpu.gpus_per_node
+    per_node = min(gpus, int(hardware.get("gpus_per_node") or usual))
+    num_nodes = -(-gpus // per_node)
+    network = network_of(hardware, gpu, per_node) if num_nodes > 1 else None
+    return Cluster(gpu=gpu, gpus_per_node=per_node, num_nodes=num_nodes, link=link_of(hardware, gpu), network=network,
+                   board_gpus=int(hardware.get("gpus_per_node") or gpu.gpus_per_node))  # fmt: skip
+
+
+def link_of(hardware: dict[str, Any], gpu: Gpu) -> Any:
+    """The GPU's usual link, unless the row says that it sits on PCIe."""
+    text = str(hardware.get("intra_node", "")).lower()
+    if (
+        "pcie" in text
+        and "nvlink" not in text.replace("no nvlink", "")
+        and CATALOGUE.find_link(gpu.link).name[:4] != "pcie"
+    ):
+        return CATALOGUE.find_link("pcie4" if "bf16" in gpu.peak_tflops else "pcie3")
+    return CATALOGUE.find_link(gpu.link)
+
+
+def network_of(hardware: dict[str, Any], gpu: Gpu, gpus_per_node: int) -> Network:
+    """From gigabits where they are given, else from what the text names, else the GPU's usual network."""
+    text = str(hardware.get("inter_node", ""))
+    measured = re.search(r"measured ([\d.]+) to ([\d.]+) GB/s", text)
+    if measured:
+        return Network(name=text, gb_per_s=(float(measured[1]) * float(measured[2])) ** 0.5, transport="measured")
+    if hardware.get("effective_inter_node_gbit"):
+        return Network(name=text, gb_per_s=hardware["effective_inter_node_gbit"] / 8, transport="measured")
+    gbit = hardware.get("inter_node_gbit_per_node")
+    if gbit is None and hardware.get("inter_node_gbit_per_gpu"):
+        gbit = hardware["inter_node_gbit_per_gpu"] * int(hardware.get("gpus_per_node") or gpu.gpus_per_node)
+    words = text.lower()
+    is_rdma = any(word in words for word in ("infiniband", "roce", "rdma", "omni-path"))
+    transport = (
+        "efa" if "efa" in words else "tcp" if "tcp" in words or ("ethernet" in words and not is_rdma) else "rdma"
+    )
+    if gbit is None:
+        many = re.search(r"(\d+) x (\d+) Gb/s", text) or re.search(r"(\d+) x (\d+)G", text)
+        tera = re.search(r"([\d.]+) Tb/s", text)
+        single = re.search(r"(\d+(?:\.\d+)?) Gb/s", text)
+        gbit = (
+            int(many[1]) * int(many[2])
+            if many
+            else float(tera[1]) * 1000
+            if tera
+            else float(single[1])
+            if single
+            else None
+        )
+    if gbit is None and "low bandwidth" in words:
+        raise ConfigError("hardware.inter_node", text, "its speed must be given")
+    if gbit is None:
+        if not gpu.network:
+            raise ConfigError("hardware.inter_node", text or None, f"it must be given, {gpu.name} has no usual network")
+        usual = CATALOGUE.find_network(gpu.network)
+        return Network(
+            name=gpu.network, gb_per_s=usual.gb_per_s * min(1.0, gpus_per_node / gpu.gpus_per_node), transport=transport
+        )
+    return Network(name=text or f"{gbit}G", gb_per_s=float(gbit) / 8, transport=transport)
+
+
+def placed_cluster(hardware: dict[str, Any], placement: str) -> Cluster:
+    """The part of the machine that a scheduler gave: `134` are 1, 3 and 4 GPUs on three nodes.
+
+    A ring crosses each node's network once however uneven the nodes are, so even nodes of the mean size stand for them.
+    """
+    counts = [int(digit) for digit in placement]
+    gpu = CATALOGUE.find_gpu(str(hardware["gpu"]))
+    num_nodes = len(counts)
+    per_node = -(-sum(counts) // num_nodes)
+    network = network_of(hardware, gpu, per_node) if num_nodes > 1 else None
+    return Cluster(gpu=gpu, gpus_per_node=per_node, num_nodes=num_nodes, link=link_of(hardware, gpu), network=network,
+                   board_gpus=int(hardware.get("gpus_per_node") or gpu.gpus_per_node))  # fmt: skip
+
+
+def system_of(text: str) -> tuple[dict[str, Any], int]:
+    """`DGX-1 (8x V100 16GB)` as the fields of a row's hardware, and the GPUs of one such machine."""
+    match = re.search(r"(\d+)x ([A-Z]+\d+ \d+GB)", text)
+    if match is None:
+        raise ConfigError("hardware.system", text, "it must name the GPUs, as in `DGX-1 (8x V100 16GB)`")
+    network = {"DGX-1": 400, "DGX-2": 800, "DGX-2H": 800, "DGX A100": 1600}.get(text.split(" (")[0].strip(), 800)
+    hardware = {
+        "gpu": match[2],
+        "gpus_per_node": int(match[1]),
+        "inter_node": "InfiniBand",
+        "inter_node_gbit_per_node": network,
+    }
+    return hardware, int(match[1])

@@ -1,0 +1,174 @@
+"""A folder of published measurements as questions with known answers: (model, layout, cluster) and step time or memory.
+
+The format: each JSON file is a source with `records` and `tables`; a table's row inherits the table's other fields. One row can hold several
+measurements (a column for each precision or framework). What cannot be asked is returned as `Skipped` with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scaleray.errors import ConfigError, DataError, ScaleRayError
+from scaleray.planner.layout import Layout
+from scaleray.planner.published.machines import cluster_of, placed_cluster
+from scaleray.planner.published.networks import fused_attention, model_of
+from scaleray.planner.published.observation import MemoryKind, Observation
+from scaleray.planner.published.recipes import layout_of, precision_of, step_time_of
+from scaleray.planner.published.tables import example_points, framework_points, network_points
+
+# host time for each tensor of the parameters, the same on T4, A100 and Quadro: intercepts of step time over batch in both traces
+ADAPTDL_TENSOR_S, LOOP_TENSOR_S, CAST_TENSOR_S = 0.35e-3, 0.30e-3, 0.35e-3
+NOT_SPEED = {
+    "convergence": "is about accuracy, not speed or memory",
+    "hardware": "is a data sheet, which the catalogue holds",
+    "collectives": "times a collective, not a step",
+}
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A row that cannot be judged, and why."""
+
+    source: str
+    family: str
+    row: str
+    reason: str
+
+
+def read_folder(folder: Path) -> list[dict[str, Any]]:
+    """Every row of every file, flat. Raises DataError for a folder without files, or a file that is not in the format."""
+    paths = sorted(folder.glob("*.json"))
+    if not paths:
+        raise DataError(
+            "data folder",
+            str(folder),
+            "it must hold JSON files of published measurements",
+            "see planner.published.rows",
+        )
+    found: list[dict[str, Any]] = []
+    for path in paths:
+        try:
+            source = json.loads(path.read_text())
+            defaults = source.get("defaults") or {}
+            if not {"records", "tables"} & set(source):
+                raise KeyError("records")
+            rows = [defaults | record for record in source.get("records") or ()]
+            for table in source.get("tables") or ():
+                shared = {key: value for key, value in table.items() if key not in ("columns", "rows")}
+                for index, row in enumerate(table["rows"]):
+                    fits = len(row) == len(table["columns"])
+                    cells = {"measured": dict(zip(table["columns"], row, strict=True))} if fits else {"is_ragged": True}
+                    rows.append(defaults | shared | cells | {"id": f"{table['table']}:{index}"})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+            raise DataError(
+                f"data file {path.name}", type(exc).__name__, f"it must hold source, records and tables: {exc}"
+            ) from exc
+        found += [row | {"file": path.stem} for row in rows]
+    return found
+
+
+def observations(rows: list[dict[str, Any]]) -> tuple[list[Observation], list[Skipped]]:
+    """What can be asked, and what cannot with the reason. Every row is in one of the two lists at least once."""
+    asked: list[Observation] = []
+    skipped: list[Skipped] = []
+    for row in rows:
+        name = str(row.get("id", ""))
+        try:
+            found = _read(row)
+        except ScaleRayError as exc:
+            skipped.append(Skipped(row["file"], str(row.get("family")), name, str(exc).split("\n")[0]))
+            continue
+        except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError) as exc:
+            skipped.append(
+                Skipped(row["file"], str(row.get("family")), name, f"cannot be read: {type(exc).__name__} {exc}")
+            )
+            continue
+        asked += found
+    return asked, skipped
+
+
+def _read(row: dict[str, Any]) -> list[Observation]:
+    if row.get("is_ragged"):
+        raise ConfigError("the row", "ragged", "it must have a cell for each column of its table")
+    if row["family"] in NOT_SPEED:
+        raise ConfigError("the row", row["family"], f"it {NOT_SPEED[row['family']]}")
+    if not row.get("verified", True) and not row.get("verified_secondary"):
+        raise ConfigError("the row", "unverified", "only figures that were read in a source are used")
+    measured = row.get("measured", {})
+    if "placement" in measured:
+        return [_trace_point(row)]
+    if "system" in row.get("hardware", {}):
+        return example_points(row)
+    if "device num" in measured:
+        return framework_points(row)
+    if "GPUs" in measured:
+        return network_points(row)
+    return [_point(row)]
+
+
+def _point(row: dict[str, Any]) -> Observation:
+    measured, parallelism = row["measured"], row.get("parallelism", {})
+    if any(key in row["model"] for key in ("experts", "num_experts", "active_params", "params_active", "moe")):
+        raise ConfigError("model", row["model"].get("name"), "mixtures of experts are not modelled")
+    model = model_of(row["model"], row)
+    degrees = [int(parallelism.get(key) or 1) for key in ("dp", "tp", "pp", "cp")]
+    cluster = cluster_of(row["hardware"], num_gpus=None if row["hardware"].get("gpus") else math.prod(degrees))
+    layout = layout_of(parallelism, model, cluster, row)
+    memory, kind = _memory_of(measured)
+    step = step_time_of(row, model, layout)
+    failed = bool(measured.get("out_of_memory") or measured.get("oom"))
+    if step is None and memory is None and not failed:
+        raise ConfigError(
+            "the row", ", ".join(measured), "it holds neither a step's time nor memory that can be compared"
+        )
+    shape = row["model"]
+    strategy = str(parallelism.get("strategy", ""))
+    if any(word in strategy for word in ("LoRA", "RL", "SFT", "finetune")):
+        memory = None  # what its optimizer keeps and how its loss is cut is not said
+        if step is None:
+            raise ConfigError(
+                "the row", strategy, "its memory cannot be compared: optimizer state and loss are not described"
+            )
+    series = (
+        row["file"], "LoRA" if "LoRA" in strategy else "", str(shape.get("name")), cluster.gpu.name, str(shape.get("seq_len")), layout.precision, str(parallelism.get("framework", "")),
+        str(parallelism.get("compiler", "")) + str(parallelism.get("compile", "")), str(shape.get("hidden")) + "x" + str(shape.get("heads")),
+    )  # fmt: skip
+    return Observation(
+        source=row["file"], family=row["family"], row=str(row.get("id", "")), series=series, model=model, layout=layout, cluster=cluster,
+        fused_attention=fused_attention(row, cluster.gpu), step_time_s=step, memory_bytes=memory, memory_kind=kind,
+        out_of_memory=failed, is_digitised=bool(row.get("digitised")),
+    )  # fmt: skip
+
+
+def _trace_point(row: dict[str, Any]) -> Observation:
+    measured = row["measured"]
+    model = model_of(row["model"], row)
+    cluster = placed_cluster(row["hardware"], str(measured["placement"]))
+    precision = precision_of(row["model"].get("precision"), cluster.gpu)
+    optimizer = str(row["model"].get("optimizer", ""))
+    # adaptdl measured both traces, with statistics of every gradient; AdamW was a loop over tensors then, and apex casts each
+    tensor_s = ADAPTDL_TENSOR_S + (LOOP_TENSOR_S if optimizer == "AdamW" else 0.0)
+    tensor_s += CAST_TENSOR_S if "amp" in str(row["model"].get("precision")) else 0.0
+    layout = Layout(data=int(measured["num_replicas"]), extra_s=tensor_s * model.num_tensors, micro_batch=int(measured["local_bsz"]), precision=precision, gradient_bytes=4,
+                    is_mixed=precision in ("fp16", "bf16"), optimizer_bytes=8 if optimizer == "AdamW" else 4)  # fmt: skip
+    series = (row["file"], row["model"]["name"], cluster.gpu.name, precision)
+    return Observation(
+        source=row["file"], family=row["family"], row=str(row.get("id", "")), series=series, model=model, layout=layout, cluster=cluster,
+        fused_attention=False, step_time_s=float(measured["step_time_s"]), is_trace=True,
+    )  # fmt: skip
+
+
+def _memory_of(measured: dict[str, Any]) -> tuple[float | None, MemoryKind]:
+    units: list[tuple[str, float, MemoryKind]] = [
+        ("peak_allocated_mib", 2.0**20, "allocated"), ("peak_memory_gib", 2.0**30, "allocated"), ("peak_memory_active_gib", 2.0**30, "allocated"),
+        ("memory_gib_per_gpu", 2.0**30, "reserved"), ("peak_reserved_mib", 2.0**20, "reserved"),
+        ("memory_gb_per_gpu", 1e9, "allocated"), ("memory_gb", 1e9, "device"), ("memory_mib_nvidia_smi", 2.0**20, "device"),
+    ]  # fmt: skip
+    for key, unit, kind in units:
+        if isinstance(measured.get(key), int | float):
+            return measured[key] * unit, kind
+    return None, "allocated"

@@ -1,0 +1,181 @@
+"""`scaleray plan`: the commands of its help, what they print, and one message for each slip."""
+
+import json
+
+import pytest
+import yaml
+
+from scaleray.cli.main import run_command
+from scaleray.config import load_config
+
+SMALL = ["--model", "gpt2", "--cluster", "h100:4x2", "--global-batch", "64"]
+
+
+def run(capsys, *words):
+    code = run_command(["plan", *words])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_plan_shows_table_memory_time_curve_and_verdict(capsys):
+    code, out, _ = run(capsys, *SMALL, "--samples", "1e6")
+    assert code == 0
+    for words in (
+        "MFU %",
+        "recommended:",
+        "memory of one GPU, 79.1 GiB",
+        "time of one step",
+        "efficiency",
+        "hours",
+        "next doubling: 16 GPUs",
+    ):
+        assert words in out
+
+
+def test_json_holds_the_choices_and_nothing_else(capsys):
+    code, out, err = run(capsys, *SMALL, "--json", "--rows", "3")
+    record = json.loads(out)
+    assert code == 0 and len(record["choices"]) == 3 and "recommended" in err
+    first = record["choices"][0]
+    assert sum(first["parts_s"].values()) == pytest.approx(first["step_time_s"]["value"])
+    assert sum(first["memory_bytes"].values()) == pytest.approx(first["device_bytes"])
+    assert first["step_time_s"]["low"] < first["step_time_s"]["value"] < first["step_time_s"]["high"]
+
+
+def test_a_measured_step_scales_the_plan(capsys):
+    def step_s(*words):
+        layout = ("--strategies", "ddp", "--json")
+        return json.loads(run(capsys, *SMALL, *layout, *words)[1])["choices"][0]
+
+    sheet = step_s()
+    slow = step_s("--step-time", "1.0", "--micro-batch", "8")
+    assert slow["step_time_s"]["value"] > 2 * sheet["step_time_s"]["value"]
+    assert slow["interval_class"] != sheet["interval_class"] == "unmeasured"
+
+
+def test_a_runs_record_takes_the_place_of_the_measured_step(capsys, tmp_path):
+    record = {
+        "step_time_s": 1.0,
+        "workers": 1,
+        "strategy": "single",
+        "derived": {"micro_batch_size": 8, "global_batch_size": 8},
+    }
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    by_hand = json.loads(run(capsys, *SMALL, "--json", "--step-time", "1.0", "--micro-batch", "8")[1])["choices"][0]
+    from_run = json.loads(run(capsys, *SMALL, "--json", "--from-run", str(tmp_path))[1])["choices"][0]
+    assert from_run["step_time_s"] == by_hand["step_time_s"]
+
+
+def test_the_written_config_is_one_that_train_loads(capsys, tmp_path):
+    path = tmp_path / "chosen.yaml"
+    code, out, _ = run(capsys, *SMALL, "-c", "jobs/digits.yaml", "--strategies", "fsdp", "--write", str(path))
+    assert code == 0 and str(path) in out
+    config = load_config(path, environ={})
+    assert (config.strategy.name, config.scale.workers, config.batch.global_size) == ("fsdp", 8, 64)
+    assert yaml.safe_load(path.read_text())["workload"] == {"name": "jobs/digits.py:Digits"}
+
+
+def test_a_configs_workload_is_counted_once_in_a_process_of_its_own(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = ("-c", "jobs/digits.yaml", "--cluster", "h100:8", "--strategies", "ddp", "--json")
+    code, out, err = run(capsys, *words)
+    assert code == 0, err
+    first = json.loads(out)
+    assert first["global_batch"] == 64 and first["num_params"] > 1000
+    kept = list((tmp_path / "scaleray" / "profiles").glob("*.json"))
+    assert len(kept) == 1
+    monkeypatch.setattr("subprocess.run", lambda *given, **more: pytest.fail("it was counted before"))
+    assert json.loads(run(capsys, *words)[1]) == first
+
+
+def test_a_workload_that_cannot_be_counted_is_one_message(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("scaleray.cli.plan_question.sys.executable", "/bin/false")
+    code, _, err = run(capsys, "-c", "jobs/digits.yaml", "--cluster", "h100:8")
+    assert code == 2 and "--model" in err
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_the_page_holds_its_figures_and_loads_nothing(capsys, tmp_path):
+    path = tmp_path / "plan.html"
+    code, _, _ = run(capsys, *SMALL, "--html", str(path))
+    page = path.read_text()
+    assert code == 0 and page.startswith("<!doctype html>")
+    for words in ("recommended", "Memory of one GPU", "90 %", "next doubling", "<svg"):
+        assert words in page
+    assert "http://" not in page.replace("http://www.w3.org", "") and "https://" not in page
+
+
+@pytest.mark.parametrize("what", ["constants", "intervals", "h100", "nvlink4", "dgx-h100"])
+def test_explain_names_values_and_sources(capsys, what):
+    code, out, _ = run(capsys, "explain", what)
+    assert code == 0 and len(out.splitlines()) > 4
+    if what in ("h100", "nvlink4", "dgx-h100"):
+        assert "source: MLE" in out
+
+
+def test_explain_says_why_layouts_were_dropped(capsys):
+    code, out, _ = run(
+        capsys,
+        "explain",
+        "layouts",
+        "--model",
+        "llama-7b",
+        "--cluster",
+        "h100:8",
+        "--global-batch",
+        "64",
+        "--rows",
+        "5",
+    )
+    assert code == 0 and out.count("GiB too much") == 5 and "optimizer" in out
+
+
+def test_here_is_this_machine(capsys):
+    code, out, _ = run(capsys, "--model", "resnet-18", "--here", "--global-batch", "64", "--precision", "fp32")
+    assert code == 0 and "recommended" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--model", "gpt2", "--global-batch", "8"], "--cluster"),
+        (["--cluster", "h100:8", "--global-batch", "8"], "--model"),
+        (["--model", "gpt2", "--cluster", "h100:8"], "--global-batch"),
+        (["--model", "gtp2", "--cluster", "h100:8", "--global-batch", "8"], "gpt2"),
+        (["--model", "gpt2", "--cluster", "h1000:8", "--global-batch", "8"], "h100"),
+        (["--model", "gpt2", "--cluster", "h100:8", "--global-batch", "7", "--strategies", "fsdp"], "can be divided"),
+        (["--model", "llama-3-405b", "--cluster", "h100:8", "--global-batch", "8"], "more per GPU"),
+        (["--model", "gpt2", "--cluster", "h100:8", "--global-batch", "8", "--precision", "int2"], "bf16"),
+        (["--model", "gpt2", "--cluster", "h100:8", "--global-batch", "8", "--step-time", "0"], "--micro-batch"),
+        (["--model", "gpt2", "--cluster", "h100:8", "--global-batch", "8", "--hardware", "nowhere.yaml"], "nowhere.yaml"),
+        (["--model", "gpt2", "--cluster", "h100:8", "--here", "--global-batch", "8"], "--here"),
+        (["--model", "gpt2", "--cluster", "h100:8", "--global-batch", "8", "--from-run", "nowhere"], "nowhere"),
+        (["--model", "gpt2", "--cluster", "h100:8", "--global-batch", "8", "--profile", "nowhere"], "nowhere"),
+        (["--batch.global-size", "8"], "-c"),
+        (["explain", "philosophy"], "constants"),
+        (["validate"], "folder"),
+        (["validate", "nowhere"], "nowhere"),
+        (["fit", "nowhere"], "nowhere"),
+    ],
+)  # fmt: skip
+def test_a_slip_is_one_message_and_exit_code_2(capsys, words, says):
+    code, _, err = run(capsys, *words)
+    assert code == 2 and says in err and "Traceback" not in err
+
+
+def test_validate_prints_tables_and_what_was_left_out(capsys, tmp_path):
+    # torchtitan's benchmark of 64 A100, tokens per second and GPU; the second row is one nobody can predict
+    row = {
+        "id": "t-0", "family": "fsdp_transformer", "verified": True, "hardware": {"gpu": "A100 80GB", "gpus_per_node": 8, "gpus": 64},
+        "model": {"name": "Llama 2 13B", "layers": 40, "hidden": 5120, "heads": 40, "ffn": 13824, "vocab": 32000, "seq_len": 4096},
+        "parallelism": {"strategy": "FSDP2", "dp": 64, "precision": "bf16", "activation_checkpointing": "none", "micro_batch": 2, "global_batch_seqs": 128},
+        "measured": {"tokens_per_s_per_gpu": 2162},
+    }  # fmt: skip
+    (tmp_path / "titan.json").write_text(
+        json.dumps({"records": [row, {**row, "id": "t-1", "family": "convergence"}], "tables": []})
+    )
+    code, out, _ = run(capsys, "validate", str(tmp_path))
+    assert code == 0 and "by source" in out and "by family" in out and "1 rows not judged" in out and "accuracy" in out
+    code, out, _ = run(capsys, "validate", str(tmp_path), "--json")
+    assert json.loads(out)["all"][0]["num_rows"] == 1 and len(json.loads(out)["skipped"]) == 1

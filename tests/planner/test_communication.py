@@ -1,0 +1,117 @@
+"""Collectives: against bus bandwidths and latencies that others measured, and laws of volume and size."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scaleray.planner.cluster_text import parse_cluster
+from scaleray.planner.communication import (
+    MeasuredTable,
+    all_gather_s,
+    all_reduce_s,
+    bus_bytes_per_s,
+    hierarchical_all_reduce_s,
+    in_network_all_reduce_s,
+    send_s,
+)
+from scaleray.planner.layout import Group, group_of
+
+
+def whole(cluster):
+    return group_of(cluster, cluster.num_gpus, 1, num_gpus=cluster.num_gpus)
+
+
+# nccl-tests' bus bandwidth of large messages: one node and several (NVIDIA, GTC 2024; ml-engineering, network)
+@pytest.mark.parametrize(
+    ("text", "gb_per_s"),
+    [
+        ("v100:16,net=100G", 122),
+        ("a100-80:8", 232),
+        ("h100:8", 370),
+        ("a100-pcie:8", 24),
+        ("a100-80:8x2,net=8x200G", 192),
+        ("h100:8x2,net=8x400G", 370),
+        ("h100:1x2,net=400G", 48),
+        ("a100-80:1x2,net=200G", 24),
+        ("h100:1x4,net=100G-tuned-tcp", 10),
+    ],
+)
+def test_large_all_reduces_reach_the_bus_bandwidth_that_was_measured(text, gb_per_s):
+    cluster = parse_cluster(text.replace("v100:16,net=100G", "v100:16x1"))
+    group, nbytes = whole(cluster), 16 * 2**30
+    seconds = all_reduce_s(nbytes, group, cluster)
+    n = group.num_ranks
+    assert 2 * (n - 1) / n * nbytes / seconds / 1e9 == pytest.approx(gb_per_s, rel=0.06)
+
+
+def test_small_all_reduces_cost_latency_that_grows_with_the_ranks():
+    # 8 bytes on EFA with V100, 16 and 64 ranks: 163 and 631 us (ml-engineering, network)
+    for nodes, measured_us in ((2, 163.4), (8, 631.3)):
+        cluster = parse_cluster(f"v100:8x{nodes},net=100G-efa")
+        group = whole(cluster)
+        ring_us = 2 * 1e6 * all_gather_s(8, group, cluster)
+        assert ring_us == pytest.approx(measured_us, rel=0.5)
+
+
+def test_no_collective_is_faster_than_the_nominal_link():
+    cluster = parse_cluster("h100:8x4,net=8x400G")
+    nbytes = 2**30
+    assert all_reduce_s(nbytes, whole(cluster), cluster) > 2 * (31 / 32) * nbytes / 400e9
+
+
+CLUSTERS = ["h100:8x16", "a100-80:8x4,net=200G", "v100:4x2,net=10G", "t4:4x4,net=50G-tcp", "mi300x:8x2"]
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(CLUSTERS), st.floats(1, 1e10), st.floats(1.1, 4))
+def test_times_grow_with_the_bytes_and_ranks(text, nbytes, factor):
+    cluster = parse_cluster(text)
+    group = whole(cluster)
+    for operation in (all_reduce_s, all_gather_s, hierarchical_all_reduce_s, in_network_all_reduce_s, send_s):
+        assert 0 < operation(nbytes, group, cluster) < operation(nbytes * factor, group, cluster)
+    if cluster.num_nodes > 2:
+        fewer = replace(cluster, num_nodes=cluster.num_nodes - 1)
+        assert all_reduce_s(nbytes, whole(fewer), fewer) <= all_reduce_s(nbytes, group, cluster) * (1 + 1e-12)
+
+
+@settings(max_examples=20)
+@given(st.sampled_from(CLUSTERS), st.floats(1e6, 1e10))
+def test_an_all_reduce_is_a_reduce_scatter_and_a_gather_at_most(text, nbytes):
+    cluster = parse_cluster(text)
+    assert all_reduce_s(nbytes, whole(cluster), cluster) <= 2 * all_gather_s(nbytes, whole(cluster), cluster) * (
+        1 + 1e-12
+    )
+
+
+def test_one_rank_has_nothing_to_say():
+    cluster = parse_cluster("h100:8")
+    group = Group(1, 1, 1)
+    assert {
+        operation(1e9, group, cluster) for operation in (all_reduce_s, all_gather_s, send_s, in_network_all_reduce_s)
+    } == {0.0}
+
+
+def test_groups_that_leave_the_node_share_its_network():
+    cluster = parse_cluster("h100:8x4,net=8x400G")
+    alone = group_of(cluster, 32, 1, num_gpus=32)
+    strided = group_of(cluster, 4, 8, num_gpus=32)
+    assert (alone.num_rivals, strided.num_rivals, strided.per_node, strided.num_nodes) == (1, 8, 1, 4)
+    assert bus_bytes_per_s(strided, cluster) == pytest.approx(
+        bus_bytes_per_s(replace(strided, num_rivals=1), cluster) / 8
+    )
+
+
+def test_two_gpus_of_a_board_without_a_switch_have_a_part_of_its_links():
+    four = parse_cluster("h200:4")
+    pair = replace(parse_cluster("h200:2"), board_gpus=4)
+    assert bus_bytes_per_s(whole(pair), pair) == pytest.approx(bus_bytes_per_s(whole(four), four) / 3)
+
+
+def test_a_measured_table_is_met_and_interpolated():
+    table = MeasuredTable([1e3, 1e6], [1e-5, 1e-3], 8)
+    assert table.all_reduce_s(1e3) == 1e-5 and table.all_reduce_s(10) == 1e-5
+    assert table.all_reduce_s(1e6) == 1e-3 and table.all_reduce_s(4e6) == 4e-3
+    assert math.isclose(table.all_reduce_s(10**4.5), 1e-4)

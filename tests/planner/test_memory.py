@@ -1,0 +1,113 @@
+"""Memory by part: against the figures that the paper of activation recomputation prints, and laws that any layout keeps."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scaleray.planner.layout import Layout
+from scaleray.planner.memory import GIB, activation_bytes, memory, micro_batches_in_flight
+from scaleray.planner.models import find_model
+from scaleray.planner.profile import TransformerShape, transformer
+
+
+def gpt(layers, hidden, heads):
+    return transformer(
+        TransformerShape(
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            vocab=51200,
+            sequence=2048,
+            fused_attention=False,
+            has_dropout=True,
+        )
+    )
+
+
+# Korthikanti et al. 2022, arXiv:2205.05198, figures of its first pipeline stage, in GiB
+@pytest.mark.parametrize(
+    ("layers", "hidden", "heads", "micro_batch", "pipeline", "chunks", "plain", "both"),
+    [
+        (48, 6144, 64, 4, 1, 1, 59.25, 9.5625),
+        (96, 12288, 96, 1, 8, 3, 66.84375, 12.3515625),
+        (105, 20480, 128, 1, 35, 3, 114.0234375, 23.076171875),
+        (128, 25600, 160, 1, 64, 1, 131.25, 26.5625),
+    ],
+)
+def test_activations_are_those_of_the_paper(layers, hidden, heads, micro_batch, pipeline, chunks, plain, both):
+    block = gpt(layers, hidden, heads).blocks[1]
+    layout = Layout(tensor=8, pipeline=pipeline, micro_batch=micro_batch, accumulation=512, chunks=chunks, keeps_gathered=False,
+                    schedule="interleaved" if chunks > 1 else "1f1b")  # fmt: skip
+    held = micro_batches_in_flight(layout) * layers / pipeline
+    assert held * activation_bytes(block, layout) / GIB == pytest.approx(plain, rel=1e-12)
+    saving = replace(layout, sequence_parallel=True, checkpointing="selective")
+    assert held * activation_bytes(block, saving) / GIB == pytest.approx(both, rel=1e-12)
+
+
+def test_adam_in_mixed_precision_takes_18_bytes_a_parameter():
+    # 2 weights, 4 gradients, 12 for master copy and both moments; the paper's 22B on 8 GPUs: 45.5625 GiB without embeddings
+    model = gpt(48, 6144, 64)
+    needed = memory(model, Layout(tensor=8, gradient_bytes=4))
+    states = needed.parameters + needed.gradients + needed.optimizer
+    assert states / (model.num_params / 8) == pytest.approx(18.0)
+
+
+def test_zero_divides_what_it_says_it_divides():
+    model = find_model("llama-7b")
+    whole = memory(model, Layout(data=64, gradient_bytes=4))
+    one = memory(model, Layout(data=64, gradient_bytes=4, sharding="zero1"))
+    three = memory(model, Layout(data=64, gradient_bytes=4, sharding="zero3", shard=64))
+    assert one.optimizer == pytest.approx(whole.optimizer / 64)
+    assert (one.parameters, one.gradients) == (whole.parameters, whole.gradients)
+    # the same 16 bytes a parameter, cut in 64, in another order: 32-bit shards have no second copy
+    states = three.parameters + three.gradients + three.optimizer
+    assert states == pytest.approx(16 * model.num_params / 64)
+    assert 0 < three.unsharded < whole.parameters
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from(["gpt2-xl", "llama-7b", "resnet-50"]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]),
+    st.sampled_from(["none", "alternate", "full"]), st.sampled_from(["none", "zero1", "zero3"]), st.sampled_from(["1f1b", "gpipe"]),
+)  # fmt: skip
+def test_memory_is_the_sum_of_its_parts_and_grows_with_the_micro_batch(
+    name, tensor, pipeline, checkpointing, sharding, schedule
+):
+    model = find_model(name)
+    layout = Layout(
+        data=8,
+        tensor=tensor,
+        pipeline=pipeline,
+        accumulation=8,
+        checkpointing=checkpointing,
+        sharding=sharding,
+        schedule=schedule,
+    )
+    found = memory(model, layout)
+    assert sum(found.parts().values()) == pytest.approx(found.device_bytes)
+    assert all(value >= 0 for value in found.parts().values())
+    assert memory(model, replace(layout, micro_batch=2)).device_bytes > found.device_bytes
+    assert found.allocated_bytes < found.reserved_bytes < found.device_bytes
+
+
+@pytest.mark.parametrize("name", ["gpt2-xl", "llama-7b"])
+def test_recomputing_more_keeps_less(name):
+    model = find_model(name, sequence=2048)
+    sizes = [
+        memory(model, Layout(micro_batch=8, checkpointing=kind)).activations for kind in ("none", "alternate", "full")
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_gpipe_holds_all_micro_batches_and_1f1b_as_many_as_there_are_stages():
+    layout = Layout(pipeline=4, accumulation=16)
+    assert micro_batches_in_flight(layout) == 4
+    assert micro_batches_in_flight(replace(layout, schedule="gpipe")) == 16
+    assert micro_batches_in_flight(replace(layout, accumulation=2)) == 2
+
+
+def test_offloading_leaves_the_optimizers_state_to_the_host():
+    model = find_model("llama-7b")
+    assert memory(model, Layout(offloads=True)).optimizer == 0
