@@ -45,7 +45,7 @@ def plan(
     here
         The GPUs of this machine instead of --cluster.
     global_batch
-        Samples of an optimizer step, over all GPUs; the config's where it is not given.
+        Samples of an optimizer step, over all GPUs; by default the config's, or about 4 million tokens (32 images a GPU).
     sequence
         Tokens of a sample.
     precision

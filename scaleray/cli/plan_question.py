@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -26,6 +27,12 @@ OPTIMIZER_BYTES = {"adam": 8, "adamw": 8, "lamb": 8, "sgd": 0, "momentum": 4, "l
 COUNTING_LIMIT_S = 600
 
 
+USUAL_TOKENS = 4_000_000
+"""Of a step, where a transformer is named and no batch: that of Llama 2 (Touvron et al. 2023, arXiv:2307.09288, section 2)."""
+USUAL_SAMPLES = 32
+"""For each GPU, where another model is named: 256 on 8, as in Goyal et al. 2017, arXiv:1706.02677."""
+
+
 def question_of(
     *, overrides: Sequence[str] = (), config: Path | None = None, model: str | None = None, profile: Path | None = None, cluster: str | None = None,
     here: bool = False, global_batch: int | None = None, sequence: int | None = None, precision: str | None = None, strategies: str = "",
@@ -44,7 +51,11 @@ def question_of(
     catalogue = CATALOGUE.with_entries(read_hardware_file(hardware)) if hardware else CATALOGUE
     target = _cluster(cluster, here, catalogue)
     shape = _model(resolved, config, overrides, model, profile, sequence)
-    batch = global_batch if global_batch is not None else _batch_of(resolved, shape)
+    batch = global_batch if global_batch is not None else _batch_of(resolved, shape, target.num_gpus)
+    if global_batch is None and resolved is None:
+        target = dataclasses.replace(
+            target, notes=(*target.notes, f"{batch} samples a step, as --global-batch is not given")
+        )
     wanted = precision or _precision_of(resolved) or ("bf16" if "bf16" in target.gpu.peak_tflops else "fp16")
     target.gpu.peak_flops(wanted)  # an unknown precision is refused here
     found: Measurement | None = None
@@ -157,11 +168,11 @@ def _fingerprint(config: RunConfig, path: Path) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def _batch_of(config: RunConfig | None, model: ModelProfile) -> int:
+def _batch_of(config: RunConfig | None, model: ModelProfile, num_gpus: int) -> int:
+    """The config's, or a usual one: a multiple of the GPUs near USUAL_TOKENS, or USUAL_SAMPLES for each GPU."""
     if config is None:
-        raise ConfigError(
-            "--global-batch", None, "the samples of an optimizer step must be given", "for example --global-batch 1024"
-        )
+        each = USUAL_TOKENS / model.tokens_per_sample / num_gpus if model.tokens_per_sample > 1 else USUAL_SAMPLES
+        return max(1, round(each)) * num_gpus
     if config.batch.unit == "tokens":
         return max(1, config.batch.global_size // model.tokens_per_sample)
     return config.batch.global_size

@@ -141,7 +141,6 @@ def test_here_is_this_machine(capsys):
     [
         (["--model", "gpt2", "--global-batch", "8"], "--cluster"),
         (["--cluster", "h100:8", "--global-batch", "8"], "--model"),
-        (["--model", "gpt2", "--cluster", "h100:8"], "--global-batch"),
         (["--model", "gtp2", "--cluster", "h100:8", "--global-batch", "8"], "gpt2"),
         (["--model", "gpt2", "--cluster", "h1000:8", "--global-batch", "8"], "h100"),
         (["--model", "gpt2", "--cluster", "h100:8", "--global-batch", "7", "--strategies", "fsdp"], "can be divided"),
@@ -179,3 +178,8 @@ def test_validate_prints_tables_and_what_was_left_out(capsys, tmp_path):
     assert code == 0 and "by source" in out and "by family" in out and "1 rows not judged" in out and "accuracy" in out
     code, out, _ = run(capsys, "validate", str(tmp_path), "--json")
     assert json.loads(out)["all"][0]["num_rows"] == 1 and len(json.loads(out)["skipped"]) == 1
+
+
+def test_without_a_batch_a_usual_one_is_assumed_and_said(capsys):
+    code, out, _ = run(capsys, "--model", "llama-70b", "--cluster", "a100-80:8x64,net=200G", "--sequence", "4096")
+    assert code == 0 and "1024 samples a step, as --global-batch is not given" in out  # 512 GPUs, 4 million tokens
