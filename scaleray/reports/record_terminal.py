@@ -67,7 +67,7 @@ def as_rich(table: Table, *, width: int = WIDTH) -> RichTable:
         for n in range(len(table.columns))
     ]
     widths = [
-        max(own, *(len(word) for word in column.split())) for own, column in zip(widths, table.columns, strict=True)
+        max([own, *(len(word) for word in column.split())]) for own, column in zip(widths, table.columns, strict=True)
     ]
     fitting = [n for n in range(len(widths)) if sum(widths[: n + 1]) + 3 * (n + 1) + 2 <= width]
     notes = list(table.notes)
