@@ -1,4 +1,4 @@
-"""A study and a sweep whose every figure follows from a formula, for tests of what is shown of them."""
+"""A study, a sweep and a training whose figures follow from formulas, for tests of what is shown of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 
+from scaleray.records import RunRecord
 from scaleray.study_records import (
     Conditions,
     Curve,
@@ -178,3 +179,21 @@ def large_sweep(count=1000):
             )
         )
     return dataclasses.replace(sweep(), name="thousand", trials=trials)
+
+
+def run_record(**more):
+    values = {
+        "name": "digits-w002", "status": "FINISHED", "verdict": "target reached", "workers": 2, "strategy": "ddp", "steps": 300,
+        "final_loss": 0.21, "metrics": {"validation/accuracy": 0.95, "validation/loss": 0.3}, "samples_per_s": 5120.0, "tokens_per_s": None,
+        "step_time_s": 0.0125, "input_wait_share": 0.02, "time_to_first_step_s": 4.0, "training_time_s": 3.9, "total_time_s": 11.0,
+        "peak_memory_bytes": [300 << 20, 310 << 20], "nonfinite_steps": 0, "sample_order": "shuffled", "config": {"seed": 0},
+        "config_hash": "c0ffee", "derived": {"steps": 300}, "data": {}, "environment": {"python": "3.11"}, "environment_hash": "12ab",
+        "tracking_uri": "", "experiment_id": "", "run_id": "", "mlflow_link": "", "run_dir": "runs/x", "events": ["slow input"],
+    }  # fmt: skip
+    return RunRecord(**{**values, **more})
+
+
+def steps_csv(count):
+    rows = [f"{n},{2.3 / n**0.5},64,64,0.1,{1.0 / n},0.0125,0.0003,{n / 28},True,2" for n in range(1, count + 1)]
+    header = "step,loss,count,num_samples,learning_rate,grad_norm,step_time_s,input_wait_s,epoch,is_finite,world_size"
+    return "\n".join([header, *rows]) + "\n"

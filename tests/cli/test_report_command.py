@@ -63,10 +63,8 @@ def test_a_study_is_found_in_mlflow_by_its_name_and_id(tmp_path, uri, small, cap
 
 
 def test_a_training_is_reported_with_its_steps(tmp_path, capsys):
-    from test_report_pages import run_record, steps_csv
-
-    folder = saved(run_record(), tmp_path / "run")
-    (folder / "steps.csv").write_text(steps_csv(50))
+    folder = saved(study_examples.run_record(), tmp_path / "run")
+    (folder / "steps.csv").write_text(study_examples.steps_csv(50))
     assert run_command(["report", str(folder)]) == 0
     assert {path.stem for path in (folder / "figures").iterdir()} >= {"loss", "step-times", "throughput", "memory"}
 

@@ -121,6 +121,7 @@ def test_ray_job_stop_ends_the_run_as_killed_and_frees_everything(ray_session, t
     wait_for_no_actors()
 
 
+@pytest.mark.slow
 def test_a_second_cluster_on_the_machine_does_not_disturb_a_run(tmp_path):
     from scaleray.launch.head import local_head
 

@@ -88,6 +88,7 @@ def test_trials_of_two_workers_one_of_which_fails_and_one_that_never_fits(ray_se
     assert sum("| failed: " in line for line in said) == 4
 
 
+@pytest.mark.slow
 def test_a_population_takes_over_weights_and_mutates_learning_rates(ray_session, tmp_path):
     record = run(
         tmp_path, {"stop.after": "10 epochs", "optimizer.learning_rate": 0.01}, learning_rates="1e-6,1e-5,1e-4,1e-2",

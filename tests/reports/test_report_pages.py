@@ -14,7 +14,6 @@ import pytest
 import study_examples
 from rich.console import Console
 
-from scaleray.records import RunRecord
 from scaleray.reports.page import LARGEST_PAGE_BYTES, Page, as_csv, render
 from scaleray.reports.record_terminal import as_rich, show_record
 from scaleray.reports.run_report import run_page, step_rows, write_run_report
@@ -28,30 +27,14 @@ from scaleray.study_tables import study_tables
 NASTY = '<script>alert("1")</script> & $x_1$ \\frac |pipe| =1+1'
 
 
-def run_record(**more):
-    values = {
-        "name": "digits-w002", "status": "FINISHED", "verdict": "target reached", "workers": 2, "strategy": "ddp", "steps": 300,
-        "final_loss": 0.21, "metrics": {"validation/accuracy": 0.95, "validation/loss": 0.3}, "samples_per_s": 5120.0, "tokens_per_s": None,
-        "step_time_s": 0.0125, "input_wait_share": 0.02, "time_to_first_step_s": 4.0, "training_time_s": 3.9, "total_time_s": 11.0,
-        "peak_memory_bytes": [300 << 20, 310 << 20], "nonfinite_steps": 0, "sample_order": "shuffled", "config": {"seed": 0},
-        "config_hash": "c0ffee", "derived": {"steps": 300}, "data": {}, "environment": {"python": "3.11"}, "environment_hash": "12ab",
-        "tracking_uri": "", "experiment_id": "", "run_id": "", "mlflow_link": "", "run_dir": "runs/x", "events": ["slow input"],
-    }  # fmt: skip
-    return RunRecord(**{**values, **more})
-
-
-def steps_csv(count):
-    rows = [f"{n},{2.3 / n**0.5},64,64,0.1,{1.0 / n},0.0125,0.0003,{n / 28},True,2" for n in range(1, count + 1)]
-    header = "step,loss,count,num_samples,learning_rate,grad_norm,step_time_s,input_wait_s,epoch,is_finite,world_size"
-    return "\n".join([header, *rows]) + "\n"
-
-
 def a_run_page(count=300):
     evaluations = {
         "validation/loss": [(100, 0.5), (200, 0.4), (300, 0.3)],
         "validation/accuracy": [(100, 0.8), (300, 0.95)],
     }
-    return run_page(run_record(), rows=step_rows(steps_csv(count)), evaluations=evaluations)
+    return run_page(
+        study_examples.run_record(), rows=step_rows(study_examples.steps_csv(count)), evaluations=evaluations
+    )
 
 
 @pytest.fixture(scope="module")
@@ -285,12 +268,14 @@ def test_a_long_training_keeps_its_page_small_and_says_what_is_drawn():
 
 
 def test_a_training_without_steps_or_mlflow_has_a_page_all_the_same(tmp_path):
-    page, figures = write_run_report(run_record(metrics={}, events=[]), tmp_path, steps=None, evaluations={})
+    page, figures = write_run_report(
+        study_examples.run_record(metrics={}, events=[]), tmp_path, steps=None, evaluations={}
+    )
     assert page.name == "report.html" and [p.name for p in figures.iterdir()] == ["memory.png"]
 
 
 def test_rows_that_were_cut_are_left_out():
-    text = steps_csv(3) + "4,0.5"
+    text = study_examples.steps_csv(3) + "4,0.5"
     assert [row["step"] for row in step_rows(text)] == [1, 2, 3]
 
 
