@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -205,3 +206,15 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return None
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything in nested mappings and in lists of them; an empty mapping is as good as none."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from leaves(inner, f"{prefix}{key}.")
+    elif isinstance(value, (list, tuple)) and any(isinstance(item, Mapping) for item in value):
+        for number, inner in enumerate(value):
+            yield from leaves(inner, f"{prefix}{number}.")
+    else:
+        yield prefix.removesuffix("."), value

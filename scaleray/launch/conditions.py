@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import scaleray
 from scaleray.config import RunConfig
 from scaleray.errors import ConfigError
-from scaleray.records import jsonable
+from scaleray.records import jsonable, leaves
 from scaleray.reproducibility.fingerprint import environment
 from scaleray.study_records import Conditions
 from scaleray.workload import user_modules
@@ -69,7 +69,7 @@ def differences(here: Conditions, there: Conditions) -> list[str]:
     for name in ("environment", "topology"):
         if getattr(here, f"{name}_hash") == getattr(there, f"{name}_hash"):
             continue
-        mine, theirs = dict(_leaves(getattr(here, name))), dict(_leaves(getattr(there, name)))
+        mine, theirs = dict(leaves(getattr(here, name))), dict(leaves(getattr(there, name)))
         keys = [k for k in sorted({*mine, *theirs}) if mine.get(k) != theirs.get(k) and not k.startswith("git.")]
         found += [f"{name}: {k} is {mine.get(k, 'missing')} here, {theirs.get(k, 'missing')} there" for k in keys]
         if not keys:
@@ -97,14 +97,3 @@ def _sources(workload: Any) -> dict[str, str]:
         if path := getattr(module, "__file__", None):
             files[module.__name__] = Path(path)
     return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in files.items()}
-
-
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _leaves(inner, f"{prefix}{key}.")
-    elif isinstance(value, (list, tuple)) and any(isinstance(item, Mapping) for item in value):
-        for number, inner in enumerate(value):
-            yield from _leaves(inner, f"{prefix}{number}.")
-    else:
-        yield prefix.rstrip("."), value

@@ -26,6 +26,7 @@ from scaleray.launch.local import stream_opener
 from scaleray.launch.sweep_plan import SweepPlan, material_key
 from scaleray.launch.trainer import collective_backend, worker_resources
 from scaleray.records import WorkerMessage, WorkerSummary
+from scaleray.reproducibility.seeding import same_switches
 from scaleray.scaling.search_space import Settings
 from scaleray.training import loop
 from scaleray.training.job import TrainJob
@@ -61,25 +62,21 @@ def train_rank(
     """One rank's part of a trial, from its process group to its last step."""
     job = fresh_job(plan, settings)
     sources = plan.materials[material_key(job.config.workload.args)].sources
-    threads, was_deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    if place.device.type == "cpu":
-        torch.set_num_threads(max(1, int(job.config.scale.cpus_per_worker)))
-    else:
-        torch.cuda.set_device(place.device)
     progress = Progress()
     watchdog = Watchdog(
         progress, interval_s=BEAT_S, limit_s=WATCHDOG_SHARE * job.config.scale.collective_timeout_s,
         beat=lambda step, phase, since_s: False, on_leave=lambda: None, on_hang=on_hang,
     )  # fmt: skip
-    try:
+    with same_switches():
+        if place.device.type == "cpu":
+            torch.set_num_threads(max(1, int(job.config.scale.cpus_per_worker)))
+        else:
+            torch.cuda.set_device(place.device)
         with _process_group(place, meeting), watchdog:
             return loop.run(
                 job, place, open_stream=stream_opener(job, sources, emit), emit=emit, progress=progress,
                 checkpointing=make_checkpointing(job, place),
             )  # fmt: skip
-    finally:
-        torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(was_deterministic)
 
 
 def fresh_job(plan: SweepPlan, settings: Settings) -> TrainJob:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scaleray.records import RunRecord, jsonable
+from scaleray.records import RunRecord, jsonable, leaves
 from scaleray.study_records import StudyRecord, SweepRecord
 
 MISSING = "missing"
@@ -31,16 +31,16 @@ class Difference:
 def conditions(record: RunRecord | StudyRecord | SweepRecord) -> Conditions:
     """What decides how a record came about."""
     found: Conditions = {section: {} for section in SECTIONS}
-    found["config"] = {k: v for k, v in _leaves(record.config) if k not in NAMES_OF_THE_RUN}
+    found["config"] = {k: v for k, v in leaves(record.config) if k not in NAMES_OF_THE_RUN}
     if isinstance(record, RunRecord):
-        found["derived"], found["data"] = dict(_leaves(record.derived)), dict(_leaves(record.data))
+        found["derived"], found["data"] = dict(leaves(record.derived)), dict(leaves(record.data))
         environment = record.environment.get("environment", {})
         found["topology"] = _topology(record)
     else:
         environment = record.conditions.environment
-        found["topology"] = dict(_leaves(record.conditions.topology))
+        found["topology"] = dict(leaves(record.conditions.topology))
         found["code"]["hash"] = record.conditions.code_hash
-    for key, value in _leaves(environment):
+    for key, value in leaves(environment):
         found["code" if key.startswith("git.") else "environment"][key] = value
     return found
 
@@ -71,19 +71,8 @@ def _topology(record: RunRecord) -> dict[str, Any]:
 def _kinds(things: Sequence[Mapping[str, Any]], *, leave_out: Sequence[str]) -> list[str]:
     kinds = Counter(
         ", ".join(
-            f"{k} {v}" for k, v in sorted(_leaves(thing)) if k.partition(".")[0] not in leave_out and v is not None
+            f"{k} {v}" for k, v in sorted(leaves(thing)) if k.partition(".")[0] not in leave_out and v is not None
         )
         for thing in things
     )
     return sorted(f"{number} x {kind}" for kind, number in kinds.items())
-
-
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):  # an empty one is as good as none
-        for key, inner in value.items():
-            yield from _leaves(inner, f"{prefix}{key}.")
-    elif isinstance(value, (list, tuple)) and any(isinstance(item, Mapping) for item in value):
-        for number, inner in enumerate(value):
-            yield from _leaves(inner, f"{prefix}{number}.")
-    else:
-        yield prefix.removesuffix("."), value

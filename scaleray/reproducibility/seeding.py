@@ -82,6 +82,21 @@ def _float(bits: int) -> float | None:
     return None if math.isnan(value) else value
 
 
+@contextlib.contextmanager
+def same_switches() -> Iterator[None]:
+    """Several trainings share a process: what one sets for all of torch must not reach the next."""
+    was_deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    benchmark, allows_tf32 = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
+    matmul_precision = torch.get_float32_matmul_precision()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_deterministic)
+        torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = benchmark, allows_tf32
+        torch.set_float32_matmul_precision(matmul_precision)
+        torch.set_num_threads(threads)
+
+
 def use_deterministic_algorithms() -> None:
     """Set torch's switches so that the same run gives the same bits; operations that cannot will raise."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it before its first call

@@ -15,7 +15,7 @@ from typing import Any
 
 from scaleray.checkpoints.catalog import Catalog, Retention
 from scaleray.checkpoints.saver import Saver
-from scaleray.errors import LeftEarly, RunFailedError
+from scaleray.errors import RunFailedError
 from scaleray.records import EvaluationRecord, EventRecord, StepRecord, WorkerMessage, WorkerSummary
 from scaleray.training.checkpointing import Checkpointing
 from scaleray.training.job import TrainJob
@@ -248,8 +248,3 @@ class StepwiseTraining:
             self.curve.append((course.samples, course.seconds, dict(message.metrics)))
         elif isinstance(message, EventRecord) and message.kind == "warning":
             self.events.append(message.text)
-
-
-def was_stopped(ended: Ended) -> bool:
-    """Whether the training ended because it was told to."""
-    return isinstance(ended.error, LeftEarly)

@@ -15,7 +15,7 @@ import math
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from scaleray.data import RankBatch
 from scaleray.emulation import is_emulated
 from scaleray.errors import RunFailedError
 from scaleray.records import EventRecord, StepRecord, WorkerMessage, WorkerSummary
+from scaleray.reproducibility.seeding import same_switches
 from scaleray.study_records import Turn
 from scaleray.training import loop
 from scaleray.training.job import TRAIN, OpenStream, TrainJob
@@ -57,7 +58,7 @@ def take_turn(
     if is_alone_first:
         alone = _step_alone(job, place, open_stream)
     reset_peak_memory(place.device)
-    with _same_switches():
+    with same_switches():
         steps, summary, watcher = _train(job, place, open_stream, say)
     peak = peak_memory_bytes(place.device)
     if not is_alone_first:
@@ -157,7 +158,7 @@ def _step_alone(job: TrainJob, place: Place, open_stream: OpenStream) -> list[fl
         return None
     own = alone(job, place.rank)
     starter = _Starter(place.device)
-    with _same_switches():
+    with same_switches():
         steps, _, _ = _train(own, Place(device=place.device), open_stream, lambda text: None, starter)
     times = [max(1e-9, s.step_time_s - s.input_wait_s - b) for s, b in zip(steps, starter.spent_s, strict=True)]
     everyone = _gather(place, times)
@@ -256,17 +257,3 @@ def peak_memory_bytes(device: torch.device) -> int:
     except OSError:
         pass
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-
-
-@contextlib.contextmanager
-def _same_switches() -> Iterator[None]:
-    """Several trainings share a process: what one sets for all of torch must not reach the next."""
-    was_deterministic = torch.are_deterministic_algorithms_enabled()
-    benchmark, allows_tf32 = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
-    matmul_precision = torch.get_float32_matmul_precision()
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(was_deterministic)
-        torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = benchmark, allows_tf32
-        torch.set_float32_matmul_precision(matmul_precision)

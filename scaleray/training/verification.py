@@ -6,11 +6,10 @@ rank then runs what was decided. The loop, the step and the strategies do not kn
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -34,6 +33,7 @@ from scaleray.reproducibility.causes import (
     without_experiment,
 )
 from scaleray.reproducibility.equivalence import Comparison, Divergence, Trace, compare, divergences
+from scaleray.reproducibility.seeding import same_switches
 from scaleray.training import loop
 from scaleray.training.job import TRAIN, OpenStream, TrainJob
 from scaleray.training.place import Place
@@ -316,7 +316,7 @@ class _Group:
         place = place or self.place
         workload = Quieted(job.workload, quiet)
         probe = probe or TraceProbe(place, job)
-        with _same_switches():
+        with same_switches():
             loop.run(
                 dataclasses.replace(job, workload=workload), place, open_stream=self.open_stream,
                 emit=lambda message: None, probe=probe,
@@ -390,18 +390,3 @@ def _judged(trace: Trace, quiet: str) -> str:
 def _without_clipping(job: TrainJob) -> TrainJob:
     optimizer = job.config.optimizer.model_copy(update={"clip_norm": None})
     return dataclasses.replace(job, config=job.config.model_copy(update={"optimizer": optimizer}))
-
-
-@contextlib.contextmanager
-def _same_switches() -> Iterator[None]:
-    """Several runs share a process: what one sets for all of torch must not reach the next."""
-    was_deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-    benchmark, allows_tf32 = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
-    matmul_precision = torch.get_float32_matmul_precision()
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(was_deterministic)
-        torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = benchmark, allows_tf32
-        torch.set_float32_matmul_precision(matmul_precision)
-        torch.set_num_threads(threads)
