@@ -19,8 +19,7 @@ from typing import Any
 import harness
 import torch
 
-# the jobs find their own helpers as they do when they are started from their folder
-sys.path[:0] = [str(harness.REPOSITORY), str(harness.REPOSITORY / "jobs")]
+sys.path.insert(0, str(harness.REPOSITORY))
 from pathlib import Path
 
 from scaleray.config import load_config
