@@ -90,6 +90,13 @@ class Turn:
     """Seconds since 1970."""
     study: str = ""
     """Name of the study that measured it."""
+    round: int | None = None
+    """Of that study: turns of one round were taken one after the other, by the same workers. None for a turn launched alone."""
+
+    @property
+    def round_name(self) -> str:
+        """Equal for turns of one round and for no others; "" where nothing was measured beside it."""
+        return "" if self.round is None else f"{self.study}/{self.round}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +111,8 @@ class Point:
     accumulation_steps: int
     turns: list[list[float]]
     """Step times in steady state, a list for each turn."""
+    rounds: list[str] = field(default_factory=list)
+    """The round of each turn, see `Turn.round_name`; turns of two points in one round can be compared pair by pair."""
     num_warmup_steps: int
     """Steps left out in each turn."""
     step_time_s: Estimate

@@ -248,6 +248,8 @@ class _Study:
             )
         if measured.turn is not None:
             turn = dataclasses.replace(measured.turn, study=self.folder.name)
+            if self.question.relaunch:  # what is measured by workers of its own shares nothing with others
+                turn = dataclasses.replace(turn, round=None)
             self.turns[rung.name].append(turn)
             self.known.keep(rung.name, turn)
             self.placements[rung.name] = measured.placement

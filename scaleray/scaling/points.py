@@ -68,6 +68,7 @@ def as_point(
         micro_batch_size=recipe.micro_batch_size,
         accumulation_steps=recipe.accumulation_steps,
         turns=kept,
+        rounds=[turn.round_name for turn in turns],
         num_warmup_steps=max(firsts),
         step_time_s=step_time,
         samples_per_s=samples_per_s,

@@ -114,6 +114,7 @@ class _Ladder:
                         rung.job, place, num_steps=num_steps[rung.name], open_stream=self.open_stream,
                         say=partial(self._say, rung), is_alone_first=number % 2 == 1,
                     )  # fmt: skip
+                    turn = dataclasses.replace(turn, round=number)
                     self.tell(Measured(rung.name, turn=turn, placement=self.groups.placement(rung.workers)))
         for rung in rungs:
             if rung.trains_to_target:

@@ -49,11 +49,12 @@ class Workers:
 
     def climb(self, ascent, tell):
         self.ascents.append(ascent)
-        for _, rung in order_of_turns(ascent.rungs, ascent.seed):
+        for number, rung in order_of_turns(ascent.rungs, ascent.seed):
             if self.told == self.fails_after:
                 raise self.error()
             self.told += 1
-            tell(Measured(rung.name, turn=self.turn(rung), placement={"local": rung.workers}))
+            turn = dataclasses.replace(self.turn(rung), round=number)
+            tell(Measured(rung.name, turn=turn, placement={"local": rung.workers}))
         for rung in ascent.rungs:
             if rung.trains_to_target:
                 result = ToTarget(
@@ -106,6 +107,7 @@ def test_a_study_ends_in_a_record_with_its_curves_verdict_and_place_in_mlflow(st
     assert sorted(found) == [(mode, n) for mode in ("strong", "weak") for n in (1, 2, 4)]
     assert {n: found["weak", n].global_batch_size for n in (1, 2, 4)} == {1: 16, 2: 32, 4: 64}
     assert found["strong", 1].turns == found["weak", 1].turns  # the base was measured once
+    assert {tuple(p.rounds) for p in found.values()} == {tuple(f"{record.name}/{number}" for number in range(3))}
     point = found["strong", 4]
     parts = point.compute_s + point.exposed_comm_s + point.input_wait_s + point.other_s
     assert parts == pytest.approx(point.step_time_s.value)
@@ -184,6 +186,7 @@ def test_each_rung_is_launched_on_its_own_with_relaunch(study):
     assert sorted(rung.workers for ascent in workers.ascents for rung in ascent.rungs) == [1, 2, 4]
     assert len(workers.ascents) == 3
     assert record.marks == ["relaunched"]
+    assert {name for p in points_of(record).values() for name in p.rounds} == {""}
     together = Workers()
     study(Question(world_sizes=[1, 2, 4], repeats=2), together)
     assert len(together.ascents) == 1  # a launch of its own is another measurement, which is not reused

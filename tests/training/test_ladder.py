@@ -141,6 +141,7 @@ def test_a_ladder_measures_every_turn_of_every_rung(gloo):
     assert {name: len(found) for name, found in turns.items()} == {"w1": 2, "w2": 2, "fsdp": 1}
     one, two, sharded = turns["w1"][0], turns["w2"][0], turns["fsdp"][0]
     assert len(one.step_times_s) == len(one.input_waits_s) == 4
+    assert [turn.round for turn in turns["w1"]] == [turn.round for turn in turns["w2"]] == [0, 1]
     assert one.alone_s is None and one.sent_bytes == 0 and one.comm_s is None
     num_parameters = 6 * 8 + 8 + 8 * 3 + 3
     assert two.sent_bytes == num_parameters * 8  # float64, each gradient once
