@@ -16,8 +16,8 @@ from scaleray.reproducibility.fingerprint import environment
 from scaleray.study_records import Conditions
 from scaleray.workload import user_modules
 
-ELSEWHERE = ("tracking", "checkpoint", "study")
-"""Sections that decide nothing about a training."""
+ELSEWHERE = ("tracking", "checkpoint", "study", "noise_scale")
+"""Sections that decide nothing about a training: measuring noise changes none, and is left out of the turns that are timed."""
 OF_THE_GROUP = ("workers", "on_resize", "resize_interval_s", "max_failures", "launch_timeout_s", "collective_timeout_s")
 """Keys of `scale` that say how many workers there are, and what happens when one fails."""
 MOST_DIFFERENCES = 8

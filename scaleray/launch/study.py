@@ -19,8 +19,8 @@ import numpy as np
 
 from scaleray.config import RunConfig
 from scaleray.config.base import absolute_path, without_password
-from scaleray.errors import ClusterError, ConfigError, ScaleRayError, UsageError
-from scaleray.launch import cluster
+from scaleray.errors import ConfigError, ScaleRayError, UsageError
+from scaleray.launch import cluster, study_noise
 from scaleray.launch.certificate import Say
 from scaleray.launch.conditions import check_same, conditions_of
 from scaleray.launch.gloo import UserCode
@@ -32,18 +32,19 @@ from scaleray.launch.study_places import (
     OVERSUBSCRIBED,
     RELAUNCHED,
     check_cores,
+    check_one_kind,
     launch_config,
     num_cores,
+    peak_flops,
     topology_of,
     workers_per_node,
 )
 from scaleray.launch.study_plan import MODES, OnCurve, Plan, Question, make_plan
 from scaleray.launch.study_workers import Climb, local_workers, ray_workers
 from scaleray.launch.verify import environment_of
-from scaleray.planner.hardware import find_gpu
 from scaleray.scaling.curves import as_curve
 from scaleray.scaling.points import Prices, as_point
-from scaleray.study_records import Conditions, Point, StudyRecord, ToTarget, Turn
+from scaleray.study_records import Conditions, NoiseCourse, Point, StudyRecord, ToTarget, Turn
 from scaleray.tracking import store
 from scaleray.tracking.study_runs import ParentRun
 from scaleray.training.job import TRAIN
@@ -67,6 +68,7 @@ def study(
     started_at = time.time()
     storage = {"storage_path": absolute_path(config.checkpoint.storage_path)}
     config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=storage)})
+    config = study_noise.with_noise(config) if question.noise else config
     tracking_uri = store.resolve_uri(config.tracking.uri)
     store.check_reachable(tracking_uri)
     _check_place(config, local=local)
@@ -151,6 +153,7 @@ class _Study:
         self.known = KnownTurns(config.checkpoint.storage_path, conditions)
         self.turns: dict[str, list[Turn]] = {name: [] for name in plan.rungs}
         self.targets: dict[str, ToTarget] = {}
+        self.noises: dict[str, NoiseCourse] = {}
         self.placements: dict[str, dict[str, int]] = {}
         self.said: set[str] = set()
         self.flops_per_sample = (
@@ -167,7 +170,7 @@ class _Study:
                 self._take_over()
             for ascent in self._ascents():
                 climb(ascent, self._on_measured)
-                self._check_one_kind()
+                check_one_kind(self.turns)
             record = self.record()
             status = "FINISHED"
         except KeyboardInterrupt:
@@ -202,6 +205,9 @@ class _Study:
             f"in random order, each at least {q.effort.steps} steps and {q.effort.seconds:g} s; {first.job.recipe.global_batch_size} samples a step at the base"
         )
 
+        if why := study_noise.why_no_noise(self.plan.rungs):
+            self.say(f"  noise scale: not measured ({why})")
+
     def _take_over(self) -> None:
         for name in self.plan.rungs:
             turns = self.known.turns(name)[-self.question.repeats :]
@@ -212,15 +218,23 @@ class _Study:
             if self.question.to_target and (result := self.known.to_target(name)) is not None:
                 self.targets[name] = result
                 self.say(f"  {name}: training to the target reused")
+            if self.plan.rungs[name].measures_noise:
+                noise = self.known.noise(name, self.config.noise_scale, is_to_target=self.question.to_target)
+                if noise is not None:
+                    self.noises[name] = noise
+                    self.say(f"  {name}: noise scale reused")
 
     def _ascents(self) -> list[Ascent]:
         """What is still to be measured: in one group of workers, or each rung in its own."""
         rungs: list[Rung] = []
         for name, rung in self.plan.rungs.items():
             missing = self.question.repeats - len(self.turns[name])
-            needs_target = rung.trains_to_target and name not in self.targets
-            if missing or needs_target:
-                rungs.append(dataclasses.replace(rung, num_turns=missing, trains_to_target=needs_target))
+            needs_noise = rung.measures_noise and name not in self.noises
+            # the noise of a training to the target is measured in one
+            needs_target = rung.trains_to_target and (name not in self.targets or needs_noise)
+            if missing or needs_target or needs_noise:
+                left = dataclasses.replace(rung, trains_to_target=needs_target, measures_noise=needs_noise)
+                rungs.append(dataclasses.replace(left, num_turns=missing))
         if not rungs:
             self.say("  everything was measured before; no worker is started")
             return []
@@ -246,6 +260,8 @@ class _Study:
             self.say(
                 f"  {_workers(rung.workers)}: target {how} after {result.samples} samples and {result.time_s:.3g} s"
             )
+        if measured.noise is not None:
+            self._keep_noise(rung, measured.noise)
         if measured.turn is not None:
             turn = dataclasses.replace(measured.turn, study=self.folder.name)
             if self.question.relaunch:  # what is measured by workers of its own shares nothing with others
@@ -261,6 +277,13 @@ class _Study:
             )
         self._log_complete()
 
+    def _keep_noise(self, rung: Rung, noise: NoiseCourse) -> None:
+        self.noises[rung.name] = noise
+        self.known.keep_noise(
+            rung.name, noise, self.config.noise_scale, is_to_target=rung.trains_to_target, at=time.time()
+        )
+        self.say(f"  {_workers(rung.workers)}: gradient noise scale {study_noise.in_words(noise)}")
+
     def _log_complete(self) -> None:
         """Write to MLflow the points that have all their turns."""
         for place in self.plan.places:
@@ -268,20 +291,11 @@ class _Study:
             is_complete = len(self.turns[place.rung]) >= self.question.repeats
             if rung.trains_to_target:
                 is_complete = is_complete and place.rung in self.targets
+            if rung.measures_noise:
+                is_complete = is_complete and place.rung in self.noises
             if is_complete and place not in self.logged:
                 self.logged.add(place)
                 self.mlflow.log_point(self._point(place))
-
-    def _check_one_kind(self) -> None:
-        """Rungs that were launched apart may have come to other machines. Raises ClusterError."""
-        kinds = {name: turns[-1].hardware for name, turns in self.turns.items() if turns}
-        distinct = {json.dumps(kind, sort_keys=True): name for name, kind in kinds.items()}
-        if len(distinct) > 1:
-            (first, one), (second, other), *_ = distinct.items()
-            raise ClusterError(
-                "the workers' hardware", f"{first} for {one} and {second} for {other}", "points of one curve need one kind",
-                "choose the nodes with scale.label_selector",
-            )  # fmt: skip
 
     def _point(self, place: OnCurve) -> Point:
         rung, turns = self.plan.rungs[place.rung], self.turns[place.rung]
@@ -298,7 +312,7 @@ class _Study:
         return as_point(
             place.mode, place.workers, rung.job.recipe, turns, period=rung.period, prices=prices, marks=marks,
             tokens_per_sample=rung.job.splits[TRAIN].tokens_per_row, to_target=self.targets.get(rung.name),
-            reused_from=studies_of(turns, own=self.folder.name),
+            noise=self.noises.get(rung.name), reused_from=studies_of(turns, own=self.folder.name),
         )  # fmt: skip
 
     def record(self) -> StudyRecord:
@@ -328,6 +342,8 @@ class _Study:
             for t in turns
             for kind in t.hardware
         }
+        noisy = study_noise.surest(points)
+        words = [curve.verdict for curve in curves if curve.verdict] + ([study_noise.sentence(noisy)] if noisy else [])
         topology = {
             **self.conditions.topology,
             "placement of workers": self.placements,
@@ -336,7 +352,8 @@ class _Study:
         return StudyRecord(
             name=self.folder.name, command=self.command, config=self.config.to_dict(),
             conditions=dataclasses.replace(self.conditions, topology=topology), curves=curves, price_per_worker_hour=price,
-            currency=self.config.study.currency, marks=marks, words=[curve.verdict for curve in curves if curve.verdict],
+            currency=self.config.study.currency, marks=marks, words=words,
+            noise=study_noise.resolved(noisy),
             started_at=self.started_at, duration_s=time.time() - self.started_at,
             tracking_uri=self.mlflow.tracking_uri, folder=without_password(self.folder.path),
         )  # fmt: skip
@@ -367,22 +384,6 @@ class _Study:
         if lacking:
             self.say(f"  warning: {lacking}; everything is in {record.folder}")
         return record
-
-
-def peak_flops(config: RunConfig, turns: Sequence[Turn]) -> float | None:
-    """Dense peak of one worker's device in FLOP/s: the config's, or the catalogue's for its GPU; None where neither knows."""
-    if config.study.peak_tflops is not None:
-        return config.study.peak_tflops * 1e12
-    names = [
-        name for turn in turns for kind in turn.hardware for name in (kind.get("accelerators") or {}).get("names", ())
-    ]
-    precision = "tf32" if config.precision.tf32 and config.precision.dtype == "fp32" else config.precision.dtype
-    if not names or not config.scale.gpus_per_worker or precision == "fp64":
-        return None
-    try:
-        return find_gpu(names[0]).peak_flops(precision)
-    except UsageError:
-        return None
 
 
 def _workers(count: int) -> str:

@@ -13,6 +13,7 @@ from scaleray.config.compression import CompressionSettings
 from scaleray.data.sources import Source
 from scaleray.errors import ConfigError, DataError
 from scaleray.launch.run import data_size
+from scaleray.launch.study_noise import way_of
 from scaleray.scaling.recipe import derive, nearest_multiples
 from scaleray.study_records import Mode
 from scaleray.training.job import TRAIN, Split, TrainJob
@@ -31,6 +32,8 @@ class Question:
     repeats: int = 5
     effort: Effort = field(default_factory=Effort)
     to_target: bool = False
+    noise: bool = False
+    """Measure the gradient noise scale although the config does not."""
     relaunch: bool = False
     oversubscribe: bool = False
     force: bool = False
@@ -98,7 +101,7 @@ def make_plan(config: RunConfig, question: Question, workload: Any, sources: Map
             name += "-relaunched" if question.relaunch else ""
             rungs[name] = Rung(
                 name=name, workers=workers, job=job, num_turns=question.repeats, period=period_of(spread, recipe.strategy),
-                trains_to_target=question.to_target,
+                trains_to_target=question.to_target, measures_noise=way_of(spread, recipe, workers).way is not None,
             )  # fmt: skip
             places.append(OnCurve(mode, workers, name))
     return Plan(rungs, places, sources)

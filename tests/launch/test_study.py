@@ -14,7 +14,7 @@ from scaleray.errors import ClusterError, ConfigError, PeerLostError, RunFailedE
 from scaleray.launch import gloo, study_places
 from scaleray.launch import study as studies
 from scaleray.launch.study_plan import Question
-from scaleray.study_records import StudyRecord, ToTarget, Turn
+from scaleray.study_records import NoiseCourse, StudyRecord, ToTarget, Turn
 from scaleray.training.ladder import Effort, Measured, order_of_turns
 
 HERE = Path(__file__).parent
@@ -67,6 +67,15 @@ class Workers:
                     curve=[(48, 1.5, 0.4)],
                 )
                 tell(Measured(rung.name, to_target=result))
+            if rung.measures_noise:
+                tell(Measured(rung.name, noise=self.noise(rung)))
+
+    def noise(self, rung):
+        count = 10 * rung.workers
+        return NoiseCourse(
+            scale=40.0, interval=(30.0, None), way="workers", num_measurements=count, covers="its first steps",
+            curve=[(16, None), (32, 50.0), (16 * count, 40.0)],
+        )  # fmt: skip
 
     def turn(self, rung):
         n = rung.workers
@@ -217,6 +226,41 @@ def test_a_training_to_the_target_stands_beside_the_speed(study):
     workers = Workers()
     again = study(question, workers, flags=flags)
     assert workers.ascents == [] and points_of(again)["strong", 2].to_target.time_s == 1.5
+
+
+def test_noise_is_kept_reused_and_told_with_its_course(study):
+    from mlflow import MlflowClient
+
+    said: list[str] = []
+    question = Question(world_sizes=[1, 2, 4], repeats=2, noise=True)
+    record = study(question, said=said)
+    found = points_of(record)
+    # one worker without accumulation has nothing to compare
+    assert {n: p.noise_scale for (_, n), p in found.items()} == {1: None, 2: 40.0, 4: 40.0}
+    assert found["strong", 4].noise.interval == (30.0, None)
+    assert record.noise == [(32, 50.0), (640, 40.0)]
+    assert record.words[-1].startswith(
+        "Gradient noise scale over its first steps on 4 workers, from the workers' gradients: 40 samples (30 to no bound); "
+        "the batch of 16 is well below it"
+    )
+    assert "  2 workers: gradient noise scale 40 samples (30 to no bound)" in said
+    client = MlflowClient(record.tracking_uri)
+    for run_id in (record.run_id, found["strong", 4].run_id):
+        history = client.get_metric_history(run_id, "train/noise_scale")
+        assert [(m.step, m.value) for m in history] == [(32, 50.0), (640, 40.0)]
+    workers = Workers()
+    again = study(question, workers, said)
+    assert workers.ascents == [] and again.noise == record.noise
+    other = {"noise_scale.measure": "auto", "noise_scale.averaging": 0.9}
+    study(question, workers, flags=other)  # measured in another way, but the turns are the same
+    assert [(rung.num_turns, rung.measures_noise) for rung in workers.ascents[0].rungs] == [(0, True), (0, True)]
+
+
+def test_noise_that_no_size_can_measure_is_said_to_be_missing(study):
+    said: list[str] = []
+    record = study(Question(world_sizes=[1], repeats=2, noise=True), said=said)
+    assert any("noise scale: not measured (one worker; no accumulation)" in line for line in said)
+    assert record.noise == [] and len(record.words) == 1
 
 
 def test_points_of_another_study_stand_on_the_curve_if_it_is_the_same_measurement(study, tmp_path):
