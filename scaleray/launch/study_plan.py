@@ -10,6 +10,7 @@ from typing import Any
 from scaleray.config import RunConfig
 from scaleray.config.base import Duration
 from scaleray.config.compression import CompressionSettings
+from scaleray.config.shares import SharesSettings
 from scaleray.data.sources import Source
 from scaleray.errors import ConfigError, DataError
 from scaleray.launch.run import data_size
@@ -116,6 +117,7 @@ def on_workers(config: RunConfig, workers: int, batch_size: int, *, as_given: bo
     }
     if workers == 1:
         updates["compression"] = CompressionSettings()  # one process sends nothing
+        updates["shares"] = SharesSettings()
     if not as_given:
         updates["optimizer"] = config.optimizer.model_copy(update={"rule": "none"})
         updates["schedule"] = config.schedule.model_copy(update={"warmup": Duration(0, "steps"), "length": None})
@@ -130,18 +132,15 @@ def period_of(config: RunConfig, strategy: str) -> int:
 def _check(config: RunConfig, question: Question, splits: Mapping[str, Split]) -> None:
     if splits[TRAIN].is_streamed:
         raise DataError(
-            "the train data", "a Ray Dataset", "it is dealt out once, for a fixed number of workers",
+            "the train data", "a Ray Dataset", "it is dealt out once, for a fixed number of workers, while every turn begins anew with another",
             "study rows that can be read by index: arrays, ParquetSource, TokenSource or a torch Dataset",
         )  # fmt: skip
     if config.memory.find_micro_size:
         raise ConfigError(
-            "memory.find_micro_size", True, "every turn would search anew, and rungs would differ in their micro-batches",
-            "give batch.micro_size, and leave it out",
+            "memory.find_micro_size", True, "every turn would search anew, and sizes with other micro-batches make no curve",
+            "give batch.micro_size what a training on the smallest size has found, and leave it out",
         )  # fmt: skip
-    if config.shares.by != "equal":
-        raise ConfigError(
-            "shares.by", config.shares.by, "uneven shares are those of one number of workers", "use equal shares"
-        )
+    _check_shares(config, question)
     if question.to_target and config.stop.at is None:
         raise ConfigError(
             "stop.at", None, "--to-target needs a target to train to",
@@ -150,6 +149,20 @@ def _check(config: RunConfig, question: Question, splits: Mapping[str, Split]) -
     most = max(question.sizes)
     if config.scale.gpus_per_worker and config.scale.gpus_per_worker < 1 and most > 1:
         raise ConfigError("scale.gpus_per_worker", config.scale.gpus_per_worker, "several workers need a GPU each")
+
+
+def _check_shares(config: RunConfig, question: Question) -> None:
+    if config.shares.by == "speed":
+        raise ConfigError(
+            "shares.by", "speed", "a turn is over before its shares have settled, and every turn would settle on others",
+            "use equal shares, or give those that a training has settled on: shares.by given with shares.speeds",
+        )  # fmt: skip
+    speeds = config.shares.speeds
+    if speeds is not None and (other := [n for n in question.sizes if n not in (1, len(speeds))]):
+        raise ConfigError(
+            "shares.speeds", list(speeds), f"there is no speed for each of {other[0]} workers",
+            f"measure 1 and {len(speeds)} workers, or use equal shares",
+        )  # fmt: skip
 
 
 def _batch(config: RunConfig, mode: Mode, workers: int, question: Question) -> int:

@@ -121,7 +121,9 @@ def test_a_study_ends_in_a_record_with_its_curves_verdict_and_place_in_mlflow(st
     parts = point.compute_s + point.exposed_comm_s + point.input_wait_s + point.other_s
     assert parts == pytest.approx(point.step_time_s.value)
     assert point.cost_per_million_samples == pytest.approx(4 * 2.0 / 3600 * 1e6 / point.samples_per_s.value)
-    assert len(record.words) == 2 and record.words[0].startswith("Strong scaling: ")
+    assert len(record.words) == 3 and record.words[0].startswith("Strong scaling: ")
+    # a line of five parameters, said to take milliseconds
+    assert record.words[2].startswith("The planner's model is not among the laws: a step on 1 worker is 16")
     assert "8 workers would be the first to leave a node" in record.words[0]  # cpu_count is 4 here
     again = StudyRecord.read(Path(record.folder) / "record.json")
     assert again == record and again.command == "scaleray study -c x"
@@ -239,7 +241,7 @@ def test_noise_is_kept_reused_and_told_with_its_course(study):
     assert {n: p.noise_scale for (_, n), p in found.items()} == {1: None, 2: 40.0, 4: 40.0}
     assert found["strong", 4].noise.interval == (30.0, None)
     assert record.noise == [(32, 50.0), (640, 40.0)]
-    assert record.words[-1].startswith(
+    assert record.words[1].startswith(
         "Gradient noise scale over its first steps on 4 workers, from the workers' gradients: 40 samples (30 to no bound); "
         "the batch of 16 is well below it"
     )
@@ -260,7 +262,7 @@ def test_noise_that_no_size_can_measure_is_said_to_be_missing(study):
     said: list[str] = []
     record = study(Question(world_sizes=[1], repeats=2, noise=True), said=said)
     assert any("noise scale: not measured (one worker; no accumulation)" in line for line in said)
-    assert record.noise == [] and len(record.words) == 1
+    assert record.noise == [] and len(record.words) == 1  # one size needs no law either
 
 
 def test_points_of_another_study_stand_on_the_curve_if_it_is_the_same_measurement(study, tmp_path):
