@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,6 +107,7 @@ class Conclusions:
                 notes |= {note: None} if note else {}
         noisy = study_noise.surest(points)
         words = [curve.verdict for curve in curves if curve.verdict]
+        words += about_target(str(self.config.stop.at), points)
         words += [*([study_noise.sentence(noisy)] if noisy else []), *notes]
         return {"curves": curves, "marks": marks, "words": words, "noise": study_noise.resolved(noisy)}
 
@@ -136,3 +138,26 @@ class Conclusions:
             workers_per_node=None if stays else self.workers_per_node,
         )  # fmt: skip
         return curve, note
+
+
+def about_target(target: str, points: Sequence[Point]) -> list[str]:
+    """A sentence where not every point's training to the target reached it."""
+    trained = [(point, point.to_target) for point in points if point.to_target is not None]
+    missed = [(point, result) for point, result in trained if not result.is_reached]
+    if not missed:
+        return []
+    sign = 1 if "<=" in target else -1
+    point, nearest = min(missed, key=lambda pair: sign * pair[1].value if math.isfinite(pair[1].value) else math.inf)
+    last = f"{nearest.metric} {nearest.value:.4g} after {nearest.samples} samples on {_workers(point.workers)}"
+    if len(missed) == len(trained):
+        return [
+            f"The target {target} was never reached, the nearest is {last}: train longer (stop.after), or give another."
+        ]
+    names = ", ".join(
+        f"{point.mode} {_workers(point.workers)} (batch {point.global_batch_size})" for point, _ in missed
+    )
+    return [f"The target {target} was missed on {names}; the nearest of them is {last}."]
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker{'s' if count != 1 else ''}"

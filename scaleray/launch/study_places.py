@@ -104,7 +104,9 @@ def launch_config(config: RunConfig, workers: int, nodes: Sequence[Node], *, sha
     except ClusterError as exc:
         raise ClusterError(
             "--world-sizes", f"{workers}, which needs {exc.found}", exc.allowed,
-            "leave the size out, or measure on this machine alone with --local",
+            "leave the size out, or measure without GPUs: --scale.gpus-per-worker 0"
+            if config.scale.gpus_per_worker
+            else "leave the size out, or measure on this machine alone with --local",
         ) from exc  # fmt: skip
     return spread
 

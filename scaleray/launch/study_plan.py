@@ -15,7 +15,7 @@ from scaleray.data.sources import Source
 from scaleray.errors import ConfigError, DataError
 from scaleray.launch.run import data_size
 from scaleray.launch.study_noise import way_of
-from scaleray.scaling.recipe import derive, nearest_multiples
+from scaleray.scaling.recipe import DataSize, Recipe, derive, nearest_multiples
 from scaleray.study_records import Mode
 from scaleray.training.job import TRAIN, Split, TrainJob
 from scaleray.training.ladder import Effort, Rung
@@ -96,8 +96,8 @@ def make_plan(config: RunConfig, question: Question, workload: Any, sources: Map
             batch = _batch(config, mode, workers, question)
             is_as_given = batch == config.batch.global_size
             spread = on_workers(config, workers, batch, as_given=is_as_given or question.to_target)
-            job = TrainJob(spread, derive(spread, size), workload, splits, time.time())
-            recipe = job.recipe
+            recipe = _derived(spread, size, mode, workers, question)
+            job = TrainJob(spread, recipe, workload, splits, time.time())
             name = f"w{workers:03d}-b{recipe.global_batch_size}-m{recipe.micro_batch_size}-{recipe.strategy}"
             name += "-relaunched" if question.relaunch else ""
             rungs[name] = Rung(
@@ -106,6 +106,19 @@ def make_plan(config: RunConfig, question: Question, workload: Any, sources: Map
             )  # fmt: skip
             places.append(OnCurve(mode, workers, name))
     return Plan(rungs, places, sources)
+
+
+def _derived(config: RunConfig, size: DataSize, mode: Mode, workers: int, question: Question) -> Recipe:
+    try:
+        return derive(config, size)
+    except DataError as exc:
+        if mode == "strong" or workers == question.sizes[0]:
+            raise
+        # what is advised for a training's own batch would be multiplied by the number of workers here
+        raise DataError(
+            "--world-sizes", workers, f"with --mode weak {exc.allowed} there, and {exc.what} is {exc.found}",
+            "leave the size out, or begin with a smaller batch.global_size",
+        ) from exc  # fmt: skip
 
 
 def on_workers(config: RunConfig, workers: int, batch_size: int, *, as_given: bool) -> RunConfig:
