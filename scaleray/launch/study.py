@@ -77,7 +77,7 @@ def study(
         spread = config if nodes is None else launch_config(config, plan.workers, nodes, shares_cores=shares_cores)
         conditions = conditions_of(config, workload, topology_of(config, nodes), base_dir or ".")
         for other in more:
-            check_same(conditions, other.conditions, whose=other.name)
+            check_same(conditions, other.conditions, whose=other.name, configs=(config.to_dict(), other.config))
         with _recorded(config, conditions, tracking_uri, started_at) as (folder, run):
             found = _Study(
                 config, question, plan, conditions, folder, run, say, command=command, started_at=started_at,

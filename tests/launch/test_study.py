@@ -298,6 +298,8 @@ def test_points_of_another_study_stand_on_the_curve_if_it_is_the_same_measuremen
     (tmp_path / "old" / "record.json").write_text(json.dumps(data))
     with pytest.raises(ConfigError, match=r"environment: python is .* here, 3\.0 there"):
         study(Question(world_sizes=[1, 2], repeats=2), points_of=[str(tmp_path / "old")])
+    with pytest.raises(ConfigError, match=r"config: batch\.micro_size is 2 here, None there"):
+        study(Question(world_sizes=[1, 2], repeats=2), points_of=[first.folder], flags={"batch.micro_size": 2})
     with pytest.raises(ConfigError, match="--points-of"):
         study(points_of=[str(tmp_path / "nothing")])
 
