@@ -38,7 +38,9 @@ LEAST_BATCH = 4
 """Steps in a batch, at least."""
 WORTH_PAIRING = 0.5
 """Whichever interval is narrower would be taken too often where it is narrow by chance: for normal turns and 3 to 10 rounds
-such a choice holds 93 % where rounds share nothing, this one 94.4 % or more whatever they share."""
+such a choice holds 93 % where rounds share nothing, this one 94 % or more whatever they share."""
+MOST_LOG = 100.0
+"""Logarithm of a ratio at which an interval ends: what a few short turns leave open lies beyond anything that can be measured."""
 
 Turns = Sequence[Sequence[float]]
 Draws = NDArray[np.float64]
@@ -136,7 +138,7 @@ def resampled(turns: Turns, *, number: int = 0, is_paired: bool = False) -> Resa
 
 def estimate(log_value: float, log_deviations: Draws) -> Estimate:
     """A value with the interval that its draws give, both as logarithms."""
-    low, high = np.quantile(log_deviations, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    low, high = np.quantile(log_deviations, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]).clip(-MOST_LOG, MOST_LOG)
     return Estimate(math.exp(log_value), math.exp(log_value + min(low, 0.0)), math.exp(log_value + max(high, 0.0)))
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scaleray.scaling.efficiency import CONFIDENCE, Draws, log_throughputs, widening
+from scaleray.scaling.efficiency import CONFIDENCE, MOST_LOG, Draws, log_throughputs, widening
 from scaleray.scaling.fitting import NUM_FITS, FittedLaw
 from scaleray.study_records import CurvePoint, Estimate, NextDoubling
 
@@ -117,7 +117,8 @@ def _loss(points: list[CurvePoint]) -> float:
 
 def _estimate(log_value: float, log_draws: Draws) -> Estimate:
     value = math.exp(log_value)
-    low, high = np.exp(np.quantile(log_draws, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]))
+    ends = np.quantile(log_draws, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    low, high = np.exp(ends.clip(log_value - MOST_LOG, log_value + MOST_LOG))
     return Estimate(value, min(float(low), value), max(float(high), value))
 
 

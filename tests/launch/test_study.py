@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
+import multiprocessing
 import re
 from pathlib import Path
 
@@ -324,6 +326,17 @@ def test_one_size_makes_no_curve_and_says_so(study):
 def test_what_a_worker_raised_itself_is_read_before_what_the_others_heard_of_it():
     failures = {0: (PeerLostError("another worker failed in this turn"), ""), 1: (RunFailedError("mine"), "")}
     assert str(gloo._first_cause(failures)) == "mine"
+
+
+def test_a_process_whose_driver_was_killed_ends_without_a_word(monkeypatch):
+    monkeypatch.setattr(gloo.signal, "signal", lambda *_: None)
+    ours, theirs = multiprocessing.Pipe()
+    content = io.BytesIO()
+    gloo._Pickler(content, None).dump((str, ()))
+    ours.send((1, 1, 5.0))
+    ours.send_bytes(content.getvalue())
+    ours.close()
+    gloo._serve(0, 0, gloo.UserCode(None, {}, None, "a workload"), theirs)
 
 
 # real workers

@@ -109,6 +109,15 @@ def test_one_round_alone_is_no_comparison_of_rounds():
     assert curve_points(points)[1].speedup.low < curve_points(points)[1].speedup.high
 
 
+def test_two_short_turns_that_disagree_leave_wide_but_finite_intervals():
+    wild = [[0.001, 0.2], [0.3, 5.0]]
+    points = [point(n, wild[:: (-1) ** n], rounds=["s/0", "s/1"]) for n in (1, 2)]
+    curve = as_curve("strong", points)
+    ends = [end for fit in curve.fits for _, e in fit.band for end in (e.low, e.high)]
+    assert all(0 < end < math.inf for end in ends)
+    assert curve.next_doubling is None
+
+
 def test_laws_and_the_next_doubling_are_surer_without_the_shared_drift():
     points = in_rounds({n: 0.1 * (0.05 + 0.95 / n) for n in (1, 2, 4, 8)}, drift=0.2, seed=4)
     paired, apart = as_curve("strong", points), as_curve("strong", unpaired(points))
