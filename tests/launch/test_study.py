@@ -7,7 +7,6 @@ import dataclasses
 import io
 import json
 import multiprocessing
-import re
 from pathlib import Path
 
 import pytest
@@ -227,31 +226,6 @@ def test_a_training_to_the_target_stands_beside_the_speed(study):
     workers = Workers()
     again = study(question, workers, flags=flags)
     assert workers.ascents == [] and points_of(again)["strong", 2].to_target.time_s == 1.5
-
-
-@pytest.mark.parametrize(
-    ("missed", "words"),
-    [
-        ([], None),
-        ([2], r"val/loss <= 0\.5 was missed on strong 2 workers \(batch 16\); the nearest of them is val/loss 0\.7 after 96"),
-        ([1, 2], r"val/loss <= 0\.5 was never reached, the nearest is val/loss 0\.6 after 96 samples on 1 worker: train longer"),
-    ],
-)  # fmt: skip
-def test_a_target_that_was_missed_is_one_sentence(study, missed, words):
-    class Missing(Workers):
-        def target(self, rung):
-            found = super().target(rung)
-            return (
-                dataclasses.replace(found, is_reached=False, samples=96, value=0.5 + rung.workers / 10)
-                if rung.workers in missed
-                else found
-            )
-
-    question = Question(world_sizes=[1, 2], repeats=1, to_target=True)
-    record = study(question, Missing(), flags={"stop.at": "val/loss <= 0.5", "evaluation.every": "1 epoch"})
-    about = [sentence for sentence in record.words if "target" in sentence]
-    assert len(about) == (words is not None)
-    assert not about or re.search(words, about[0])
 
 
 def test_noise_is_kept_reused_and_told_with_its_course(study):
