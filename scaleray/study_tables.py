@@ -48,13 +48,13 @@ def study_tables(record: StudyRecord, *, is_brief: bool = False) -> list[Table]:
 
 def sweep_table(record: SweepRecord) -> Table:
     """The best setting of each rule at each batch size."""
-    rows = []
+    rows, missed = [], "missed" if record.target else ""
     for rule, batches in best_by_batch(record).items():
         for batch, setting in batches.items():
             reached = f"{setting.num_reached} of {len(setting.trials)}"
             rows.append((
-                rule, str(batch), f"{setting.learning_rate:.3g}", figure(setting.value), count(setting.samples_to_target),
-                seconds(setting.time_to_target_s), reached if record.target else str(len(setting.trials)),
+                rule, str(batch), f"{setting.learning_rate:.3g}", figure(setting.value), count(setting.samples_to_target) or missed,
+                seconds(setting.time_to_target_s) or missed, reached if record.target else str(len(setting.trials)),
             ))  # fmt: skip
     metric = record.metric or "metric"
     ran = sum(len(s.trials) for batches in best_by_batch(record).values() for s in batches.values())

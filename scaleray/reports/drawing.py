@@ -164,6 +164,11 @@ def label_ends(ax: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
         )  # fmt: skip
 
 
+def legend_beside(ax: Any, title: str, **more: Any) -> None:
+    """The legend right of the axes, where it covers no data."""
+    ax.legend(title=title, title_fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=1.2, **more)
+
+
 def colours_of(names: Sequence[str]) -> Mapping[str, str]:
     """A colour for each name, the same in all figures of a page that call it with the same names."""
     return {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}

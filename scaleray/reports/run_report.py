@@ -14,12 +14,14 @@ from scaleray.records import RunRecord
 from scaleray.reports import drawing
 from scaleray.reports.drawing import BLUE, ORANGE, VERMILION, Drawing, draw
 from scaleray.reports.page import Fact, Page, Section, write
-from scaleray.reports.study_report import where
+from scaleray.reports.study_report import sentence_case, where
 from scaleray.study_tables import Table, count, figure, memory, seconds
 from scaleray.tracking.study_values import thinned
 
 MOST_POINTS = 600
 """Of a line; a window's mean stands for each beyond."""
+LONGEST_HEADLINE = 80
+"""Characters of a verdict that stands in the headline, such as `target reached`; an error has a paragraph."""
 
 
 def write_run_report(
@@ -58,12 +60,14 @@ def run_page(
         if record.events
         else []
     )
-    values = " · ".join(f"{name} {value:.4g}" for name, value in sorted(record.metrics.items()))
-    verdict = f"{record.verdict.capitalize()} after {record.steps} steps in {seconds(record.total_time_s)}" + (
-        f": {values}" if values else ""
-    )
+    values = ", ".join(f"{name} {value:.4g}" for name, value in sorted(record.metrics.items()))
+    verdict, _, reason = record.verdict.partition("\n")
+    if len(verdict) > LONGEST_HEADLINE:
+        verdict, reason = record.status.lower(), record.verdict
+    headline = f"{sentence_case(verdict)} after {record.steps} steps in {seconds(record.total_time_s)}"
     return Page(
-        kind="Training", name=record.name, when=f"{record.status.lower()}, took {seconds(record.total_time_s)}", verdict=verdict,
+        kind="Training", name=record.name, when=f"{record.status.lower()}, took {seconds(record.total_time_s)}", headline=headline,
+        verdicts=[text for text in (reason, f"At the end: {values}." if values else "") if text],
         words=[f"Resumed after step {step}." for step in record.resumed_after],
         marks=["emulated"] if record.config.get("emulation") else [], figures=_facts(record),
         sections=[s for s in sections if s.drawings] + events,

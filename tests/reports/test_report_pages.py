@@ -17,7 +17,7 @@ from rich.console import Console
 from scaleray.reports.page import LARGEST_PAGE_BYTES, Page, as_csv, render
 from scaleray.reports.record_terminal import as_rich, show_record
 from scaleray.reports.run_report import run_page, step_rows, write_run_report
-from scaleray.reports.study_figures import efficiency, speedup
+from scaleray.reports.speedup_figures import efficiency, speedup
 from scaleray.reports.study_report import study_page, write_study_report
 from scaleray.reports.sweep_figures import MOST_LINES
 from scaleray.reports.sweep_report import sweep_page, write_sweep_report
