@@ -22,7 +22,9 @@ def study_headline(record: StudyRecord) -> str:
     if len(curve.points) == 1:
         rate = f"{count(last.point.samples_per_s.value)} samples/s on {workers} worker{'s' if workers > 1 else ''}"
         return f"{rate}; a curve needs a second number of workers"
-    known = f"{last.efficiency.value:.0%} of ideal" if _is_known(last.speedup) else f"known only to {_span(last.speedup)}"
+    known = (
+        f"{last.efficiency.value:.0%} of ideal" if _is_known(last.speedup) else f"known only to {_span(last.speedup)}"
+    )
     speed = f"{last.speedup.value:.3g}× on {workers} workers, {known}"
     return f"{curve.mode.capitalize()} scaling: {speed}; {_outlook(curve)}"
 
@@ -38,7 +40,11 @@ def sweep_headline(record: SweepRecord) -> str:
         statuses = Counter(trial.status for trial in record.trials).most_common(2)
         return "No trial gave a result" + "".join(f", {n} {status}" for status, n in statuses)
     where = f"{figure(chosen.value)} at batch {chosen.batch_size}, learning rate {chosen.learning_rate:.3g}"
-    return f"No setting reached {record.target}; the closest: {where}" if record.target else f"Best {record.metric}: {where}"
+    return (
+        f"No setting reached {record.target}; the closest: {where}"
+        if record.target
+        else f"Best {record.metric}: {where}"
+    )
 
 
 def _fastest_and_cheapest(reached: list[Setting], direction: str) -> str:

@@ -55,6 +55,7 @@ class Page:
     command: str = ""
     facts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    closing: str = "This page needs no network; figures as PNG and numbers as CSV lie beside it."
 
     @property
     def drawings(self) -> list[Drawing]:

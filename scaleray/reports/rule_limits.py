@@ -12,7 +12,10 @@ def rule_limits(record: SweepRecord) -> dict[str, RuleRange]:
     reference = reference_batch_size(record)
     if reference is None or not any(trial.samples_to_target is not None for trial in record.trials):
         return {}
-    found = {rule: rule_range(record, rule, reference_batch_size=reference) for rule in dict.fromkeys(t.rule for t in record.trials)}
+    found = {
+        rule: rule_range(record, rule, reference_batch_size=reference)
+        for rule in dict.fromkeys(t.rule for t in record.trials)
+    }
     return {rule: limit for rule, limit in found.items() if limit.num_sizes}
 
 

@@ -15,7 +15,7 @@ from scaleray.reports.drawing import BLUE, GRID, INK, MUTED, Drawing, draw
 from scaleray.study_records import Curve, CurvePoint, Estimate, Fit
 from scaleray.study_tables import marks_of
 
-MOST_BELOW, MOST_ABOVE = 3.0, 2.0
+MOST_BELOW, MOST_ABOVE = 3.0, 1.5
 """Factors by which a speed-up's frame goes below the smallest value and above the largest."""
 MOST_BESIDE = 45.0
 """Points of efficiency that its frame shows beyond the values."""
@@ -50,14 +50,24 @@ def speedup(curve: Curve) -> Drawing:
     def paint(ax: Any) -> None:
         drawing.log2_axis(ax.xaxis, [*workers, *([next_one.workers] if next_one else [])])
         drawing.log2_axis(ax.yaxis, _doublings(frame, curve.base_workers))
-        ax.plot([curve.base_workers, last], [curve.base_workers, last], color=MUTED, linestyle=(0, (4, 3)), linewidth=1.2)
+        ax.plot(
+            [curve.base_workers, last], [curve.base_workers, last], color=MUTED, linestyle=(0, (4, 3)), linewidth=1.2
+        )
         ends = [(float(last), float(last), "ideal", MUTED)]
         if fit and band:
             _law(ax, band, max(workers), has_band=has_band)
             ends.append((band[-1][0], band[-1][1].value, f"{fit.law} fit", BLUE))
         _points(ax, curve.points, measured, frame)
         if next_one and diamond:
-            ax.plot([next_one.workers], [diamond], marker="D", markerfacecolor="white", markeredgecolor=BLUE, markersize=6.5, zorder=4)
+            ax.plot(
+                [next_one.workers],
+                [diamond],
+                marker="D",
+                markerfacecolor="white",
+                markeredgecolor=BLUE,
+                markersize=6.5,
+                zorder=4,
+            )
         ax.set_ylim(frame.low, frame.high)
         ax.set(xlabel="workers", ylabel="speed-up")
         _room(ax, workers, last)
@@ -127,7 +137,14 @@ def _around(widest: Frame, values: Sequence[float], intervals: Sequence[Estimate
 def _law(ax: Any, band: Sequence[tuple[float, Estimate]], largest: int, *, has_band: bool) -> None:
     """The law's line, dashed beyond the largest point, and its band."""
     if has_band:
-        ax.fill_between([n for n, _ in band], [e.low for _, e in band], [e.high for _, e in band], color=BLUE, alpha=0.16, linewidth=0)
+        ax.fill_between(
+            [n for n, _ in band],
+            [e.low for _, e in band],
+            [e.high for _, e in band],
+            color=BLUE,
+            alpha=0.16,
+            linewidth=0,
+        )
     inside = [(n, e.value) for n, e in band if n <= largest]
     beyond = [*inside[-1:], *((n, e.value) for n, e in band if n > largest)]
     for part, dashes in ((inside, "-"), (beyond, (0, (2, 2)))):
@@ -151,7 +168,15 @@ def _points(ax: Any, points: Sequence[CurvePoint], values: Sequence[Estimate], f
             ax.plot([n, n], [low, high], color=BLUE, linewidth=1.1, zorder=3)
             for end, is_cut, arrow in ((low, value.low < frame.low, "v"), (high, value.high > frame.high, "^")):
                 ax.plot([n], [end], marker=arrow if is_cut else "_", markersize=6, color=BLUE, zorder=3, clip_on=False)
-        ax.plot([n], [value.value], marker="o", color=BLUE, markerfacecolor="white" if at.point.reused_from else BLUE, linestyle="", zorder=4)
+        ax.plot(
+            [n],
+            [value.value],
+            marker="o",
+            color=BLUE,
+            markerfacecolor="white" if at.point.reused_from else BLUE,
+            linestyle="",
+            zorder=4,
+        )
 
 
 def _labels(

@@ -150,7 +150,9 @@ def cost(record: StudyRecord, curve: Curve) -> Drawing:
     price = (
         f" at {record.price_per_worker_hour:g} {money} for a worker and hour" if record.price_per_worker_hour else ""
     )
-    caption = f"What a million samples cost{price}, and how much more than with {workers_in_words(priced[0].point.workers)}."
+    caption = (
+        f"What a million samples cost{price}, and how much more than with {workers_in_words(priced[0].point.workers)}."
+    )
     return draw(f"cost-{curve.mode}", "Cost", caption, paint, marks=marks_by_size(curve))
 
 
@@ -170,12 +172,16 @@ def convergence(curve: Curve, against: str) -> Drawing:
             # the first are broader, so that those below others are seen where lines coincide
             ax.plot(x, y, color=colour, linewidth=3.6 - 2.4 * number / max(1, len(shown) - 1))
             is_reached = target.is_reached
-            ax.plot(x[-1:], y[-1:], marker="o" if is_reached else "x", markersize=7, color=colour, linestyle="", zorder=4)
+            ax.plot(
+                x[-1:], y[-1:], marker="o" if is_reached else "x", markersize=7, color=colour, linestyle="", zorder=4
+            )
             label = f"{at.point.workers}" + ("" if is_reached else " missed")
             ax.plot([], [], color=colour, linewidth=2.4, label=label, marker="" if is_reached else "x")
         drawing.plain_axis(ax.xaxis)
         drawing.plain_axis(ax.yaxis)
-        ax.set(xlabel="samples" if against == "samples" else "training time in s", ylabel=shown[0].point.to_target.metric)
+        ax.set(
+            xlabel="samples" if against == "samples" else "training time in s", ylabel=shown[0].point.to_target.metric
+        )
         drawing.legend_beside(ax, "workers")
 
     left = f" {len(shown)} of {len(trained)} are drawn." if len(shown) < len(trained) else ""

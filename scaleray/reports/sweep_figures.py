@@ -144,8 +144,16 @@ def _map(
         else []
     )
     signs += ["cross: failed or diverged"] if failed else []
-    signs += ["shaded: from the first batch size on at which the rule missed the target"] if any(ended_at(limits.get(r)) for r in rules) else []
-    signs += [f"dotted: the critical batch size of these trials, about {knee.batch_size:,.0f}"] if knee is not None and is_knee_shown else []
+    signs += (
+        ["shaded: from the first batch size on at which the rule missed the target"]
+        if any(ended_at(limits.get(r)) for r in rules)
+        else []
+    )
+    signs += (
+        [f"dotted: the critical batch size of these trials, about {knee.batch_size:,.0f}"]
+        if knee is not None and is_knee_shown
+        else []
+    )
     caption = f"Colour: {what}, the median over seeds; {'; '.join(signs)}.{left}"
     title = "Batch size and learning rate, by rule" if len(rules) > 1 else f"Batch size and learning rate, {rules[0]}"
     return draw(

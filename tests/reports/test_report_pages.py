@@ -12,15 +12,21 @@ from xml.etree import ElementTree
 
 import pytest
 import study_examples
+from hypothesis import given
+from hypothesis import settings as how_often
+from hypothesis import strategies as st
 from rich.console import Console
 
 from scaleray.reports.page import LARGEST_PAGE_BYTES, Page, as_csv, render
 from scaleray.reports.record_terminal import as_rich, show_record
+from scaleray.reports.rule_limits import rule_table
 from scaleray.reports.run_report import run_page, step_rows, write_run_report
 from scaleray.reports.speedup_figures import efficiency, speedup
 from scaleray.reports.study_report import study_page, write_study_report
-from scaleray.reports.sweep_figures import MOST_LINES
-from scaleray.reports.sweep_report import sweep_page, write_sweep_report
+from scaleray.reports.sweep_figures import MOST_LINES, maps, noise
+from scaleray.reports.sweep_report import sweep_page, trial_rows, write_sweep_report
+from scaleray.scaling.sweep_result import rule_sentences
+from scaleray.study_headlines import study_headline
 from scaleray.study_records import Estimate
 from scaleray.study_tables import study_tables
 
@@ -110,12 +116,16 @@ def test_every_figure_is_well_formed_svg_with_words_for_those_who_do_not_see_it(
         assert len(root.findall(".//{*}path")) > 5 and len(root.findall(".//{*}text")) > 5
 
 
-def test_the_verdict_stands_on_top_in_the_largest_words(pages):
+def test_a_short_headline_stands_on_top_and_the_verdict_below_it(pages):
     record = study_examples.study()
     _, html = pages["study"]
-    assert re.search(r"<h1[^>]*>(.*?)</h1>", html).group(1) == record.curves[0].verdict
-    assert html.index("<h1") < html.index("<svg")
-    assert pages["sweep"][0].verdict.startswith("Fastest")
+    headline = "Strong scaling: 6.05× on 8 workers, 76% of ideal; doubling to 16 would give 1.37×"
+    assert re.search(r"<h1[^>]*>(.*?)</h1>", html).group(1) == headline == study_headline(record)
+    assert html.index("<h1") < html.index(f'<p class="verdict">{record.curves[0].verdict}</p>') < html.index("<svg")
+    assert html.count(record.curves[0].verdict) == 1
+    assert pages["sweep"][0].headline == "Batch 512 is fastest, batch 32 cheapest to validation/loss <= 0.3"
+    for page, text in pages.values():
+        assert len(page.headline) < 110 and 'class="long"' not in text
 
 
 def test_every_figure_of_a_marked_study_shows_its_marks():
@@ -214,9 +224,25 @@ def test_intervals_that_say_nothing_do_not_press_a_curve_flat():
     fit = dataclasses.replace(curve.fits[0], band=[(n, Estimate(e.value, 0.0, 1e302)) for n, e in curve.fits[0].band])
     wild_curve = dataclasses.replace(curve, points=points, fits=[fit])
     for made, scale in ((speedup(wild_curve), 1.0), (efficiency(wild_curve), 100.0)):
-        assert "Bars that touch the frame go on." in made.caption
+        assert "Bars that end in an arrow go on." in made.caption
         ticks = [float(text.rstrip("%")) for text in re.findall(r">(\d+(?:\.\d+)?%?)</text>", made.svg)]
         assert max(ticks) <= 4 * scale
+    drawn, plain = speedup(wild_curve), speedup(curve)
+    assert "less than 0.01× to more than 1000×, is too wide to be drawn" in drawn.caption
+    assert "FillBetween" in plain.svg and "FillBetween" not in drawn.svg
+    assert "with its 95% interval" in plain.caption
+
+
+@given(st.floats(0.3, 1.2), st.floats(0.5, 6.0), st.floats(0.5, 6.0))
+@how_often(max_examples=15, deadline=None)
+def test_a_band_and_a_bar_are_drawn_whole_or_not_at_all(value, below, above):
+    curve = study_examples.study(modes=("strong",), sizes=(1, 2)).curves[0]
+    wide = Estimate(value, value * 10**-below, value * 10**above)
+    fit = dataclasses.replace(curve.fits[0], band=[(1.0, Estimate(1.0, 0.9, 1.1)), (2.0, wide), (4.0, wide)])
+    point = dataclasses.replace(curve.points[1], speedup=wide)
+    made = speedup(dataclasses.replace(curve, points=[curve.points[0], point], fits=[fit], next_doubling=None))
+    assert ("FillBetween" in made.svg) == ("too wide to be drawn" not in made.caption)
+    assert ("go on" in made.caption) == ("FillBetween" not in made.svg)
 
 
 def test_a_study_without_fit_price_noise_or_target_has_a_page_without_these():
@@ -225,7 +251,7 @@ def test_a_study_without_fit_price_noise_or_target_has_a_page_without_these():
     page = study_page(dataclasses.replace(record, curves=[curve], noise=[], words=[]))
     assert [d.name for d in page.drawings] == ["speedup-weak", "efficiency-weak", "time-weak", "steps-weak"]
     Tags(render(page))
-    assert study_page(dataclasses.replace(record, curves=[], noise=[], words=[])).verdict == "No curve was measured."
+    assert study_page(dataclasses.replace(record, curves=[], noise=[], words=[])).headline == "No curve was measured"
 
 
 def test_a_sweep_whose_trials_all_failed_says_why_once():
@@ -254,10 +280,50 @@ def test_a_sweep_without_a_target_is_coloured_by_its_metric():
 def test_more_rules_than_fit_side_by_side_get_a_map_each():
     record = study_examples.sweep(batches=(32, 64), rules=("sqrt",))
     trials = [dataclasses.replace(t, rule=f"rule {k}") for k in range(7) for t in record.trials]
+    maps = [d for d in sweep_page(dataclasses.replace(record, trials=trials)).drawings if d.name.startswith("map")]
+    assert [[f"rule {k}" in made.svg for k in range(7)] for made in maps] == [
+        [k < 3 for k in range(7)],
+        [k >= 3 for k in range(7)],
+    ]
+
+
+def test_where_a_rule_ended_is_in_the_map_and_in_a_table_beside_theory():
+    record = study_examples.sweep()
+    missed = [
+        dataclasses.replace(t, samples_to_target=None, time_to_target_s=None, status="target missed")
+        if t.rule == "linear" and t.batch_size >= 512
+        else t
+        for t in record.trials
+    ]
+    record = dataclasses.replace(record, trials=missed, words=[])
+    rows = {row[0]: row for row in rule_table(record).rows}
+    assert rows["linear"][1:3] == ("256", "missed the target at 512") and "SGD" in rows["linear"][3]
+    assert rows["sqrt"][1:3] == ("2048", "nothing up to the largest batch tried")
+    chart = maps(record)[0]
     assert (
-        len([d for d in sweep_page(dataclasses.replace(record, trials=trials)).drawings if d.name.startswith("map")])
-        == 3
+        "shaded: from the first batch size on" in chart.caption and "dotted: the critical batch size" in chart.caption
     )
+    assert "shaded" not in maps(study_examples.sweep())[0].caption
+    said = rule_sentences(record, reference_batch_size=64)
+    page = sweep_page(dataclasses.replace(record, words=["Fastest: x.", *said]))
+    assert page.words == ["Fastest: x."]  # the table says the rest
+
+
+def test_noise_scales_have_their_intervals_and_open_ends_an_arrow():
+    record = study_examples.sweep(batches=(32, 64), rules=("sqrt",), factors=(1.0,), seeds=(0,))
+    first, second = record.trials
+    plain = noise(record)
+    assert "intervals" not in plain.caption
+    trials = [
+        dataclasses.replace(first, noise_scale=300.0, noise_interval=(200.0, 450.0)),
+        dataclasses.replace(second, noise_scale=None, noise_interval=(250.0, None)),
+    ]
+    made = noise(dataclasses.replace(record, trials=trials))
+    assert "95% intervals" in made.caption and "larger than could be resolved" in made.caption
+    lines = [len(re.findall(r'id="noise-scale-line2d', drawn.svg)) for drawn in (plain, made)]
+    assert lines[1] > lines[0]
+    rows = trial_rows(dataclasses.replace(record, trials=trials))
+    assert [(row["noise_scale_low"], row["noise_scale_high"]) for row in rows] == [(200.0, 450.0), (250.0, None)]
 
 
 def test_a_long_training_keeps_its_page_small_and_says_what_is_drawn():
@@ -280,7 +346,7 @@ def test_rows_that_were_cut_are_left_out():
 
 
 def test_an_empty_page_is_a_page():
-    Tags(render(Page(kind="Study", name="n", when="now", verdict="nothing")))
+    Tags(render(Page(kind="Study", name="n", when="now", headline="nothing")))
 
 
 def test_the_terminal_shows_the_same_table_and_verdict_and_where_everything_is():
