@@ -14,16 +14,18 @@ MOST_MARKDOWN_ROWS = 60
 
 @dataclass(frozen=True)
 class Table:
-    """A title, columns with their units, and rows of text. notes: what a reader must know of the figures."""
+    """A title, columns with their units, and rows of text. notes: what a reader must know of the figures. has_words: there
+    are no figures in it, whatever its cells begin with."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
+    has_words: bool = False
 
     def is_text(self, column: int) -> bool:
         """Whether a column holds words, which begin at the left, rather than figures."""
-        return not any(row[column][:1].isdigit() for row in self.rows)
+        return self.has_words or not any(row[column][:1].isdigit() for row in self.rows)
 
     def markdown(self) -> str:
         """The table as Markdown, cut after MOST_MARKDOWN_ROWS rows with a word about it."""
