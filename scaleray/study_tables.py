@@ -87,8 +87,8 @@ def _curve_table(record: StudyRecord, curve: Curve, *, is_brief: bool) -> Table:
         price: any(p.cost_per_million_samples is not None for p in points),
         "time to target": any(p.to_target for p in points),
         "samples to target": not is_brief and any(p.to_target for p in points),
-        # above a brief table stands what is true of the whole study
-        "marks": any(set(marks_of(at)) - (set(record.marks) if is_brief else set()) for at in curve.points),
+        # above the tables stands what is true of the whole study
+        "marks": any(set(marks_of(at)) - set(record.marks) for at in curve.points),
     }
     rows = []
     for at in curve.points:

@@ -18,6 +18,7 @@ MOST_DIFFERENCES = 25
 
 def show_comparison(console: Console, comparison: Comparison) -> None:
     """Print it."""
+
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 

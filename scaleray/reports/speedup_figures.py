@@ -148,6 +148,8 @@ def _law(ax: Any, band: Sequence[tuple[float, Estimate]], largest: int, *, has_b
     inside = [(n, e.value) for n, e in band if n <= largest]
     beyond = [*inside[-1:], *((n, e.value) for n, e in band if n > largest)]
     for part, dashes in ((inside, "-"), (beyond, (0, (2, 2)))):
+        if len(part) < 2:
+            continue
         ax.plot([n for n, _ in part], [value for _, value in part], color=BLUE, alpha=0.75, linestyle=dashes)
 
 

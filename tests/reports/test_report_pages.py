@@ -233,6 +233,15 @@ def test_intervals_that_say_nothing_do_not_press_a_curve_flat():
     assert "with its 95% interval" in plain.caption
 
 
+def test_the_ideal_line_goes_from_the_base_to_as_many_times_its_speed_as_there_are_workers():
+    curve = study_examples.study(modes=("strong",), sizes=(2, 4, 8)).curves[0]
+    svg = speedup(dataclasses.replace(curve, next_doubling=None)).svg
+    dashed = re.findall(r'd="M (\S+) (\S+)\s+L (\S+) (\S+)\s*"[^>]*stroke-dasharray[^>]*stroke: #616e7c', svg)
+    ticks = re.findall(r'<use [^>]*x="([\d.]+)" y="([\d.]+)" style="fill: #c3cad2', svg)  # 2, 4, 8 workers, then times
+    (x2, _), _, (x8, _), (_, y2), _, (_, y8) = ticks
+    assert dashed == [(x2, y2, x8, y8)] and ">ideal<" in svg
+
+
 @given(st.floats(0.3, 1.2), st.floats(0.5, 6.0), st.floats(0.5, 6.0))
 @how_often(max_examples=15, deadline=None)
 def test_a_band_and_a_bar_are_drawn_whole_or_not_at_all(value, below, above):
