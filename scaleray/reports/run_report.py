@@ -43,7 +43,9 @@ def run_page(
 ) -> Page:
     """What the page shows."""
     learning = [_line("loss", "Loss", rows, "loss", "loss", evaluations=_of(evaluations, "loss"))] if rows else []
-    learning += [_evaluations(name, at) for name, at in sorted(evaluations.items()) if at and not name.endswith("loss")]
+    learning += [
+        _evaluations(name, at) for name, at in sorted(evaluations.items()) if len(at) > 1 and not name.endswith("loss")
+    ]
     if any(math.isfinite(row["grad_norm"]) for row in rows):
         learning.append(_line("grad-norm", "Gradient norm", rows, "grad_norm", "gradient norm before clipping"))
     if rows:
@@ -199,7 +201,7 @@ def _step_times(rows: Sequence[Mapping[str, float]]) -> Drawing:
         ax.set_ylim(0, top)
         drawing.plain_axis(ax.xaxis)
         drawing.plain_axis(ax.yaxis)
-        ax.set(xlabel="step", ylabel="ms")
+        ax.set(xlabel="step", ylabel="step time in ms")
         last = times[-1][0]
         drawing.label_ends(
             ax,
