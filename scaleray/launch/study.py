@@ -28,8 +28,8 @@ from scaleray.launch.run import load_sources
 from scaleray.launch.run_folder import RunFolder
 from scaleray.launch.study_conclusions import Conclusions, Measurements
 from scaleray.launch.study_places import (
-    check_cores,
     check_one_kind,
+    find_room,
     launch_config,
     num_cores,
     topology_of,
@@ -72,9 +72,10 @@ def study(
     with environment_of(config, local=local):
         nodes = None if local else cluster.alive_nodes()
         sources = load_sources(workload)
-        plan = make_plan(config, question, workload, sources)
-        shares_cores = check_cores(config, plan.workers, workload, nodes, oversubscribe=question.oversubscribe)
-        spread = config if nodes is None else launch_config(config, plan.workers, nodes, shares_cores=shares_cores)
+        room = find_room(config, question.sizes, workload, nodes, oversubscribe=question.oversubscribe)
+        question = dataclasses.replace(question, world_sizes=room.sizes)
+        plan = dataclasses.replace(make_plan(config, question, workload, sources), left_out=room.left_out)
+        spread = config if nodes is None else launch_config(config, plan.workers, nodes, shares_cores=room.shares_cores)
         conditions = conditions_of(config, workload, topology_of(config, nodes), base_dir or ".")
         for other in more:
             check_same(conditions, other.conditions, whose=other.name, configs=(config.to_dict(), other.config))
@@ -197,6 +198,8 @@ class _Study:
             f"  {q.repeats} turn{'s' if q.repeats > 1 else ''} of each of {len(self.plan.rungs)} rung{'s' if len(self.plan.rungs) > 1 else ''} "
             f"in random order, each at least {q.effort.steps} steps and {q.effort.seconds:g} s; {first.job.recipe.global_batch_size} samples a step at the base"
         )
+        if self.plan.left_out:
+            self.say(f"  {self.plan.left_out}")
 
         if why := study_noise.why_no_noise(self.plan.rungs):
             self.say(f"  noise scale: not measured ({why})")

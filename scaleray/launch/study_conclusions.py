@@ -108,7 +108,11 @@ class Conclusions:
         noisy = study_noise.surest(points)
         words = [curve.verdict for curve in curves if curve.verdict]
         words += about_target(str(self.config.stop.at), points)
-        words += [*([study_noise.sentence(noisy)] if noisy else []), *notes]
+        words += [
+            *([study_noise.sentence(noisy)] if noisy else []),
+            *notes,
+            *([self.plan.left_out] if self.plan.left_out else []),
+        ]
         return {"curves": curves, "marks": marks, "words": words, "noise": study_noise.resolved(noisy)}
 
     def _points_of(self, other: StudyRecord, *, have: set[tuple[Mode, int]]) -> list[Point]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -57,24 +58,40 @@ def workers_per_node(config: RunConfig, nodes: Sequence[Node] | None) -> int:
     return max(1, max(int(node.resources.get(kind, 0.0) / needed) for node in nodes))
 
 
-def check_cores(
-    config: RunConfig, workers: int, workload: Any, nodes: Sequence[Node] | None, *, oversubscribe: bool
-) -> bool:
-    """Whether so many workers share cores, which is allowed where it was asked for or the workload only sleeps.
+@dataclass(frozen=True)
+class Room:
+    """sizes: the numbers of workers that are measured. shares_cores: the largest one has fewer cores than workers.
+    left_out: a sentence on those that are not measured; empty where all are."""
 
-    Raises ClusterError: workers that wait for each other's cores measure the machine's scheduler.
+    sizes: list[int]
+    shares_cores: bool
+    left_out: str = ""
+
+
+def find_room(
+    config: RunConfig, sizes: Sequence[int], workload: Any, nodes: Sequence[Node] | None, *, oversubscribe: bool
+) -> Room:
+    """Which sizes have a core for each worker. Those without are measured where that was asked for or the workload only
+    sleeps; else they are left out: workers that wait for each other's cores measure the machine's scheduler.
+
+    Raises ClusterError where fewer than two sizes would be left, which make no curve.
     """
-    cores = num_cores(nodes)
-    if config.scale.gpus_per_worker or workers <= cores:
-        return False
-    if not oversubscribe and not sleeps(workload):
-        where = "this machine has" if nodes is None else "the cluster has"
-        raise ClusterError(
-            "--world-sizes", workers, f"{where} {cores} core{'s' if cores != 1 else ''}, and workers that share one measure nothing",
-            f"use up to {cores} workers; an emulated accelerator (scaleray.emulation) rehearses more; --oversubscribe measures "
-            "them all the same, and marks every figure",
-        )  # fmt: skip
-    return True
+    cores, ordered = num_cores(nodes), sorted(sizes)
+    if config.scale.gpus_per_worker or ordered[-1] <= cores:
+        return Room(ordered, False)
+    if oversubscribe or sleeps(workload):
+        return Room(ordered, True)
+    kept, more = [n for n in ordered if n <= cores], [n for n in ordered if n > cores]
+    has = f"{'this machine' if nodes is None else 'the cluster'} has {cores} core{'s' if cores != 1 else ''}"
+    reason = f"{has}, and workers that share one measure nothing"
+    ways_out = (
+        "an emulated accelerator (scaleray.emulation) rehearses more; --oversubscribe measures them all the same, and marks "
+        "every figure"
+    )  # fmt: skip
+    if len(kept) < 2:
+        raise ClusterError("--world-sizes", more[-1], reason, f"use up to {cores} workers; {ways_out}")
+    counts = f"{', '.join(map(str, more[:-1]))} and {more[-1]}" if len(more) > 1 else str(more[0])
+    return Room(kept, False, f"Refused: {counts} workers, as {reason}; {ways_out}.")
 
 
 def sleeps(workload: Any) -> bool:

@@ -72,11 +72,13 @@ class OnCurve:
 
 @dataclass(frozen=True)
 class Plan:
-    """rungs: by name. places: of all curves; a rung may stand on two, at the base."""
+    """rungs: by name. places: of all curves; a rung may stand on two, at the base. left_out: a sentence on sizes that were
+    asked for and are not measured."""
 
     rungs: Mapping[str, Rung]
     places: Sequence[OnCurve]
     sources: Mapping[str, Source]
+    left_out: str = ""
 
     @property
     def workers(self) -> int:

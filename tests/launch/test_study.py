@@ -216,6 +216,14 @@ def test_too_many_workers_for_the_cores_are_refused_or_marked(study):
     assert record.marks == ["oversubscribed"]
 
 
+def test_sizes_without_a_core_for_each_worker_are_said_and_left_out(study):
+    said: list[str] = []
+    record = study(Question(world_sizes=[1, 2, 8], repeats=2), said=said)
+    assert {n for _, n in points_of(record)} == {1, 2}
+    assert record.words[-1].startswith("Refused: 8 workers, as this machine has 4 cores")
+    assert f"  {record.words[-1]}" in said
+
+
 def test_a_training_to_the_target_stands_beside_the_speed(study):
     question = Question(world_sizes=[1, 2], repeats=2, to_target=True)
     flags = {"stop.at": "val/loss <= 0.5", "evaluation.every": "1 epoch"}

@@ -106,15 +106,23 @@ class Sleeping(Classify):
 def test_more_workers_than_cores_need_an_emulated_model_or_the_users_word(monkeypatch):
     monkeypatch.setattr(study_places.psutil, "cpu_count", lambda: 2)
 
-    def check(workers, workload, **more):
-        return study_places.check_cores(config(), workers, workload, None, **{"oversubscribe": False, **more})
+    def room(sizes, workload, **more):
+        return study_places.find_room(config(), sizes, workload, None, **{"oversubscribe": False, **more})
 
-    assert not check(2, Classify())
+    assert room([1, 2], Classify()) == study_places.Room([1, 2], False)
     with pytest.raises(ClusterError, match="this machine has 2 cores") as caught:
-        check(3, Classify())
+        room([1, 3], Classify())
     assert "--oversubscribe" in caught.value.hint and "emulat" in caught.value.hint
-    assert check(3, Classify(), oversubscribe=True)
-    assert check(3, Sleeping())
+    assert room([1, 3], Classify(), oversubscribe=True) == study_places.Room([1, 3], True)
+    assert room([1, 3], Sleeping()) == study_places.Room([1, 3], True)
+
+
+def test_sizes_beyond_the_cores_are_left_out_where_the_others_make_a_curve(monkeypatch):
+    monkeypatch.setattr(study_places.psutil, "cpu_count", lambda: 2)
+    found = study_places.find_room(config(), [8, 1, 4, 2], Classify(), None, oversubscribe=False)
+    assert (found.sizes, found.shares_cores) == ([1, 2], False)
+    assert found.left_out.startswith("Refused: 4 and 8 workers, as this machine has 2 cores")
+    assert "--oversubscribe" in found.left_out
 
 
 def test_cores_are_those_that_a_machine_has_whatever_ray_was_told(monkeypatch):
