@@ -105,6 +105,7 @@ def picture(html, height, folder):
 
 def blank_figures(html, folder):
     """Numbers of the figures in whose frame next to nothing is drawn in colour."""
+    html = html.replace("</style>", "svg text { visibility: hidden }</style>", 1)  # words are coloured too
     boxes = [figure["box"] for figure in measured(html, 1280, folder)["figures"]]
     pixels = picture(html, int(boxes[-1][3]) + 40, folder)
     found = []
