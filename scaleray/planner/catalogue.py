@@ -18,7 +18,7 @@ LINKS = (
     Link(name="nvlink1", nominal_gb_per_s=80.0, bus_gb_per_s=60.0, latency_us=3.0, source="P100 data sheet, 4 x 20 GB/s; bus at NVLink2's share, not measured"),
     Link(name="nvlink2", nominal_gb_per_s=150.0, bus_gb_per_s=122.0, latency_us=2.5, source="MLE network: V100 SXM2"),
     Link(name="nvlink3", nominal_gb_per_s=300.0, bus_gb_per_s=232.0, latency_us=2.5, source="MLE network: A100 SXM"),
-    Link(name="nvlink4", nominal_gb_per_s=450.0, bus_gb_per_s=370.0, latency_us=2.5, source="MLE network: H100 SXM, 480 with in-switch reduction"),
+    Link(name="nvlink4", nominal_gb_per_s=450.0, bus_gb_per_s=370.0, latency_us=2.5, switch_sum_gb_per_s=274.0, source="MLE network: H100 SXM; with in-switch reduction 480 of bus bandwidth on 8 GPUs, which is 274 of summed bytes"),
     Link(name="nvlink4-h800", nominal_gb_per_s=200.0, bus_gb_per_s=160.0, latency_us=2.5, source="H800 data sheet, 400 GB/s both ways; bus at H100's share"),
     Link(name="nvlink5", nominal_gb_per_s=900.0, bus_gb_per_s=720.0, latency_us=2.5, source="MLE network for the nominal figure; bus at H100's share, not measured"),
     Link(name="xgmi3", nominal_gb_per_s=350.0, bus_gb_per_s=130.0, latency_us=3.0, source="MLE network for the nominal figure; bus from memory"),

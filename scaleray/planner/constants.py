@@ -60,6 +60,9 @@ class Constants:
     """Of an optimizer step, outside its passes: clipping, logging, the loss scale's check, the loader's hand-over."""
     two_node_tcp_share: float = 0.62
     """NCCL over sockets between exactly two nodes, over what it gets between more. Pollux's traces have 0.40 against 0.65 GB/s."""
+    switch_sum_us: float = 75.0
+    """Of an all-reduce that switches add up, before its bytes: 8 H200 with NVLS need 73 us for 16 MiB beyond what they need for each byte
+    of 16 GiB (ml-engineering's plot)."""
     congestion: float = 0.015
     """fitted. Loss of network bandwidth with every doubling of the nodes beyond two: adaptive routing is not perfect."""
 

@@ -12,11 +12,12 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from scaleray.errors import ConfigError, UsageError
+from scaleray.planner.measured_collectives import MeasuredTable
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
@@ -33,6 +34,8 @@ class Link:
     latency_us: float
     """Of one hop of a collective, with the kernel's part in it."""
     source: str
+    switch_sum_gb_per_s: float | None = None
+    """Bytes that a GPU has summed in a second by switches that add (NVLS): time of a large all-reduce under its bytes. None: they do not."""
     is_shared: bool = False
     """All of the node's workers together have this bandwidth: memory that processes copy through, one host's cores."""
 
@@ -152,6 +155,20 @@ class Cluster:
     board_gpus: int = 0
     """GPUs that share a board, where fewer of them than that are used; 0: as many as the node has."""
     price_per_gpu_hour: float | None = None
+    algorithms: tuple[str, ...] = ("ring", "tree")
+    """Of all-reduces, of which the cheapest is taken: `ring`, `tree`, `hierarchical`. The last is left out, for NCCL's defaults do not
+    have it: with it, `plan validate` misses the calibration folder by 6.7 instead of 5.7 %, and Pollux's T4 traces by 7.2 instead of 5.2."""
+    in_network: Literal["none", "node", "all"] = "none"
+    """Where switches add up all-reduces: in the node (NVLS), or between nodes as well (SHARP, which needs InfiniBand). Only where it is
+    said: published runs on H100 are predicted no better with it (nanotron's 22 instead of 18 %)."""
+    measured: tuple[MeasuredTable, ...] = ()
+    """All-reduces as they were measured here."""
+    storage_gb_per_s: float | None = None
+    """At which all nodes together write a checkpoint; None: `planner.checkpoints` assumes a rate."""
+    gpu_mtbf_hours: float | None = None
+    """Mean time between interruptions of a training, times its GPUs; None: interruptions are not counted."""
+    restart_s: float | None = None
+    """From an interruption until the checkpoint is read again; None: `planner.checkpoints` assumes a time."""
     notes: tuple[str, ...] = ()
     """What was assumed because it was not given."""
 
@@ -159,6 +176,14 @@ class Cluster:
         for name, value in (("GPUs per node", self.gpus_per_node), ("nodes", self.num_nodes)):
             if value < 1:
                 raise ConfigError(f"cluster: {name}", value, "there must be at least one")
+        for name, quantity in (
+            ("storage_gb_per_s", self.storage_gb_per_s), ("gpu_mtbf_hours", self.gpu_mtbf_hours),
+            ("restart_s", self.restart_s),
+        ):  # fmt: skip
+            if quantity is not None and not 0 < quantity < float("inf"):
+                raise ConfigError(f"cluster: {name}", quantity, "it must be positive")
+        if not {"ring", "tree"} & set(self.algorithms) or not set(self.algorithms) <= {"ring", "tree", "hierarchical"}:
+            raise ConfigError("cluster: algorithms", ", ".join(self.algorithms), "they are ring and tree, one of them at least, and hierarchical")  # fmt: skip
         if self.num_nodes > 1 and self.network is None:
             raise ConfigError("cluster: network", None, "several nodes need one", "for example net=100G, or net=8x400G")
 
