@@ -157,10 +157,20 @@ def _pass_of(block: Block, model: ModelProfile, layout: Layout, cluster: Cluster
     return _Pass(times.forward_s * scale, times.backward_s * scale, recompute * scale, comm, launches * scale, params)
 
 
-def _slowest_stage(model: ModelProfile, layout: Layout, cluster: Cluster, measured: Measured, fused: bool, constants: Constants) -> _Pass:  # fmt: skip
-    passes = [
-        (block.count, _pass_of(block, model, layout, cluster, measured, fused, constants)) for block in model.blocks
+def block_passes(
+    model: ModelProfile, layout: Layout, cluster: Cluster, *, measured: Measured | None = None, fused_attention: bool = True,
+    constants: Constants = DEFAULT,
+) -> list[tuple[int, _Pass]]:  # fmt: skip
+    """How often each block is repeated, and one micro-batch through one of them."""
+    measured = measured or Measured()
+    return [
+        (block.count, _pass_of(block, model, layout, cluster, measured, fused_attention, constants))
+        for block in model.blocks
     ]
+
+
+def _slowest_stage(model: ModelProfile, layout: Layout, cluster: Cluster, measured: Measured, fused: bool, constants: Constants) -> _Pass:  # fmt: skip
+    passes = block_passes(model, layout, cluster, measured=measured, fused_attention=fused, constants=constants)
     if layout.pipeline == 1:
         return sum((one.times(count) for count, one in passes), _Pass())
     singles = [one for count, one in passes for _ in range(count)]
