@@ -29,6 +29,7 @@ def plan(
     *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
     config: Annotated[Path | None, Parameter(name=["--config", "-c"], help="YAML file of the run.")] = None,
     model: str | None = None, profile: Path | None = None, cluster: str | None = None, here: Annotated[bool, Parameter(negative="")] = False,
+    address: str | None = None, network: str | None = None,
     global_batch: int | None = None, sequence: int | None = None, precision: str | None = None, strategies: str = "ddp,zero1,fsdp,hsdp,tp,pp",
     optimizer: Literal["adam", "momentum", "sgd"] | None = None, compiled: Annotated[bool, Parameter(negative="")] = False,
     step_time: float | None = None, micro_batch: int | None = None, from_run: Path | None = None,
@@ -50,6 +51,10 @@ def plan(
         GPU:PERNODExNODES[,net=...][,link=...][,price=...], as in h100:8x16 or a100-80:8x64,net=200G; or a YAML file.
     here
         The GPUs of this machine instead of --cluster.
+    address
+        With --here: the GPUs of the Ray cluster there (host:port, ray://host:port or auto) instead of this machine's.
+    network
+        Of that cluster's nodes, which Ray does not know: by name, 100G or 8x400G; by default as such machines usually have.
     global_batch
         Samples of an optimizer step, over all GPUs; by default the config's, or about 4 million tokens (32 images a GPU).
     sequence
@@ -108,7 +113,7 @@ def plan(
     question = question_of(
         overrides=overrides, config=config, model=model, profile=profile, cluster=cluster, here=here, global_batch=global_batch, sequence=sequence,
         precision=precision, strategies=strategies, optimizer=optimizer, compiled=compiled, step_time=step_time, micro_batch=micro_batch,
-        from_run=from_run, input_rate=input_rate, rank_by=rank, hardware=hardware, collectives=collectives,
+        from_run=from_run, input_rate=input_rate, rank_by=rank, hardware=hardware, collectives=collectives, address=address, network=network,
     )  # fmt: skip
     interval_s = None if checkpoint_minutes is None else 60 * checkpoint_minutes
     ways: list[Way] = []
