@@ -23,9 +23,10 @@ from scaleray.planner.stages import balanced_cuts, even_cuts
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a measurement at a small size taught: how much longer than predicted the GPU computes."""
+    """What a measurement at a small size taught: how much longer than predicted the GPU computes, and collectives take."""
 
     compute_scale: float = 1.0
+    comm_scale: float = 1.0
     sample_s: float | None = None
     """Forward and backward of one sample, where the profile cannot say; scaled as well."""
 
@@ -111,9 +112,9 @@ def step_time(
     # statistics of gradients are taken as these appear, so that communication goes on beside them
     forward, backward = stage.forward_s * stretch, stage.backward_s * stretch + layout.extra_s / passes
     recompute = stage.recompute_s * stretch
-    data = _data_comm(model, stage, layout, cluster, forward, backward + recompute, constants)
+    data = _data_comm(model, stage, layout, cluster, forward, backward + recompute, constants, measured.comm_scale)
     bubbles = _bubbles(layout)
-    send = _sends_s(model, layout, cluster, constants)
+    send = _sends_s(model, layout, cluster, constants) * measured.comm_scale
     states = stage.num_params / (layout.num_shards if layout.sharding != "none" else 1)
     update = optimizer_s(states, layout, cluster.gpu, constants) if layout.num_gpus else 0.0
     shares = {
@@ -146,7 +147,7 @@ def _pass_of(block: Block, model: ModelProfile, layout: Layout, cluster: Cluster
     if layout.tensor > 1 and block.num_all_reduces:
         group = group_of(cluster, layout.tensor, 1, num_gpus=layout.num_gpus)
         nbytes = block.boundary_bytes * layout.micro_batch / layout.context * element_bytes(layout) / 2
-        once = all_reduce_s(nbytes, group, cluster, constants) * block.num_all_reduces
+        once = all_reduce_s(nbytes, group, cluster, constants) * block.num_all_reduces * measured.comm_scale
         comm = (
             once
             * (2 + (1 if layout.checkpointing == "full" and is_layer else 0))
@@ -199,14 +200,15 @@ class _DataComm:
 
 
 def _data_comm(
-    model: ModelProfile, stage: _Pass, layout: Layout, cluster: Cluster, forward_s: float, backward_s: float, constants: Constants
+    model: ModelProfile, stage: _Pass, layout: Layout, cluster: Cluster, forward_s: float, backward_s: float, constants: Constants,
+    scale: float,
 ) -> _DataComm:  # fmt: skip
     if layout.data == 1:
         return _DataComm()
     stride = layout.tensor  # a context parallel group shards its state like replicas
     group = group_of(cluster, layout.data * layout.context, layout.tensor, num_gpus=layout.num_gpus)
     if layout.sharding == "zero3":
-        return _sharded_comm(model, stage, layout, cluster, forward_s, backward_s, stride, constants)
+        return _sharded_comm(model, stage, layout, cluster, forward_s, backward_s, stride, constants, scale)
     gradients = stage.num_params * layout.gradient_bytes
     # the last bucket is as full as chance will have it, unless it holds a tensor that cannot be cut
     last = max(
@@ -217,7 +219,7 @@ def _data_comm(
     reduce = all_reduce_s if layout.sharding == "none" else all_gather_s
     total = reduce(gradients, group, cluster, constants)
     latency = reduce(0.0, group, cluster, constants)
-    total += latency * (buckets - 1)
+    total = scale * (total + latency * (buckets - 1))
     window = constants.hiding_share * backward_s if layout.overlaps_data else 0.0
     tail = total * last / gradients
     exposed, hidden = _hide(total, window, tail, constants)
@@ -227,7 +229,7 @@ def _data_comm(
     exposed, hidden, sent = exposed * times, hidden * times, sent * times
     if layout.sharding in ("zero1", "zero2"):
         params = stage.num_params * layout.gather_bits / 8
-        gather = all_gather_s(params, group, cluster, constants)
+        gather = scale * all_gather_s(params, group, cluster, constants)
         # parameters come back one layer after the other, beside the next forward pass where that is implemented
         late, early = _hide(
             gather, constants.prefetch_share * forward_s if layout.overlaps_gather else 0.0, 0.0, constants
@@ -239,14 +241,14 @@ def _data_comm(
 
 def _sharded_comm(
     model: ModelProfile, stage: _Pass, layout: Layout, cluster: Cluster, forward_s: float, backward_s: float, stride: int,
-    constants: Constants,
+    constants: Constants, scale: float,
 ) -> _DataComm:  # fmt: skip
     shards = layout.num_shards
     group = group_of(cluster, shards, stride, num_gpus=layout.num_gpus)
     num_units = max(1, round(model.num_layers / layout.pipeline))
     unit = stage.num_params / num_units
-    gather_unit = all_gather_s(unit * layout.gather_bits / 8, group, cluster, constants)
-    reduce_unit = all_gather_s(unit * layout.gradient_bytes, group, cluster, constants)
+    gather_unit = scale * all_gather_s(unit * layout.gather_bits / 8, group, cluster, constants)
+    reduce_unit = scale * all_gather_s(unit * layout.gradient_bytes, group, cluster, constants)
     gathers, reduces = gather_unit * num_units, reduce_unit * num_units
     share = constants.prefetch_share
     ahead, hidden_ahead = _hide(gathers, share * forward_s, gather_unit, constants)
@@ -260,7 +262,7 @@ def _sharded_comm(
         part = stage.num_params * layout.gradient_bytes / shards
         between = group_of(cluster, replicas, stride * shards, num_gpus=layout.num_gpus)
         again, hidden_again = _hide(
-            all_reduce_s(part, between, cluster, constants), 0.5 * share * backward_s, 0.0, constants
+            scale * all_reduce_s(part, between, cluster, constants), 0.5 * share * backward_s, 0.0, constants
         )
         exposed, hidden = exposed + again, hidden + hidden_again
         sent += 2 * part * (replicas - 1) / replicas
