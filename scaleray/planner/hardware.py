@@ -132,8 +132,8 @@ TRANSPORTS: dict[str, Transport] = {
         flow_gb_per_s=1.25,
     ),
     "tcp": Transport(
-        bandwidth_share=0.80, most_gb_per_s=0.65, latency_us=60.0,
-        source="NCCL's defaults open one socket per channel, and a flow in a cloud gets 5 to 10 Gb/s: 0.65 GB/s on 50 GbE (Pollux's"
+        bandwidth_share=0.80, most_gb_per_s=0.75, latency_us=60.0,
+        source="NCCL's defaults open one socket per channel, and a flow in a cloud gets 5 to 10 Gb/s: 0.75 GB/s on 50 GbE (Pollux's"
         " traces), 0.5 on 40 GbE (1-bit Adam post)",
     ),
     "tuned-tcp": Transport(
