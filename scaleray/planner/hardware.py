@@ -126,8 +126,9 @@ TRANSPORTS: dict[str, Transport] = {
         flow_gb_per_s=48.0,
     ),
     "efa": Transport(
-        bandwidth_share=0.80, most_gb_per_s=float("inf"), latency_us=20.0,
-        source="9.75 us per rank and direction in ml-engineering's EFA all-reduce of 8 bytes (V100, 16 to 64 ranks);"
+        bandwidth_share=0.80, most_gb_per_s=float("inf"), latency_us=50.0,
+        source="NCCL's tuning.cc puts a tree's hop in the Simple protocol, which buckets take where LL128 is not to be had, at 50 us"
+        " (9.75 us for 8 bytes in ml-engineering's all-reduce);"
         " a flow: EC2 gives one 10 Gb/s, and nanotron's pipelines between p5 nodes lose the time that takes. Doubtful where EFA itself carries it",
         flow_gb_per_s=1.25,
     ),
