@@ -42,6 +42,8 @@ class Layout:
     schedule: Schedule = "1f1b"
     even_stages: bool = False
     """Every stage has the same number of layers (Megatron); otherwise stages are cut so that the slowest is as fast as can be."""
+    filled_stages: bool = False
+    """Every stage takes layers until it has passed its share of the compute (nanotron), so that the first ones hold most."""
     chunks: int = 1
     """Parts of the model each pipeline stage holds; more than 1 with the interleaved schedule only."""
     precision: str = "bf16"
@@ -60,6 +62,10 @@ class Layout:
     """ZeRO-1 and 2: updated parameters are gathered beside the next forward pass."""
     reduces_every_micro_batch: bool = False
     """Gradients are reduced after each micro-batch, not only after the last: FSDP without no_sync."""
+    accumulates_whole: bool = False
+    """FSDP: whole gradients wait on every GPU for the last micro-batch, so that they are reduced once; otherwise a shard of them does."""
+    splits_logits: bool = True
+    """With tensor parallel, logits stay divided up to the loss; otherwise every GPU of the group gathers all of them."""
     gather_bits: int = 16
     """Of a parameter in an all-gather; 8 with float8 or ZeRO++."""
     channels_last: bool = False
