@@ -21,10 +21,14 @@ from scaleray.planner.stages import balanced_cuts, even_cuts, filled_cuts
 GIB = 2.0**30
 FRAGMENTATION_SHARE = 0.05
 """Of what is allocated; 3 to 8 % in torchtitan's and nanotron's logs (reserved over allocated)."""
-CONTEXT_BYTES = 1.2 * GIB
+CONTEXT_BYTES = 1.0 * GIB
 """CUDA context with its kernels, cuBLAS workspace: 0.5 to 1.5 GiB."""
-COLLECTIVE_BYTES = 1.0 * GIB
-"""NCCL's channels and buffers, for each kind of group that a rank is in: 0.5 to 1.5 GiB, more with more peers."""
+COLLECTIVE_BYTES = 0.5 * GIB
+"""NCCL's channels and buffers, for each group that a rank is in: two dozen channels with 10 MiB each in both directions."""
+PIPELINE_GROUPS = 3
+"""Of a rank in a pipeline: all stages, and those of two that it forms with the next and the previous one."""
+BUCKET_BYTES = 1e9
+"""In which ZeRO-1 and 2 reduce 16-bit gradients: DeepSpeed's 500 million elements."""
 ALTERNATE_SHARE = 1 / 3
 """Of a block's activations that stay with alternate recomputation where it is not known which operations are products."""
 
@@ -147,7 +151,8 @@ def _moments(stage: list[Block], index: int, model: ModelProfile, layout: Layout
     widest = max(layers, key=lambda block: _again_bytes(block, layout), default=None)
     again = _again_bytes(widest, layout) if widest is not None else 0.0
     unsharded, reduced = _unsharded(stage, model, layout)
-    num_kinds = sum(degree > 1 for degree in (layout.data, layout.tensor, layout.pipeline, layout.context))
+    groups = sum(degree > 1 for degree in (layout.data, layout.tensor, layout.context))
+    groups += PIPELINE_GROUPS if layout.pipeline > 1 else 0
     for activations, loss, gradients, units, optimizer in (
         (kept, logits, before, unsharded, states.optimizer),
         (kept + again, 0.0, before, unsharded + reduced, states.optimizer),
@@ -159,8 +164,8 @@ def _moments(stage: list[Block], index: int, model: ModelProfile, layout: Layout
         }  # fmt: skip
         yield MemoryEstimate(
             **pieces,
-            fragmentation=FRAGMENTATION_SHARE * sum(pieces.values()),
-            context=CONTEXT_BYTES + COLLECTIVE_BYTES * num_kinds,
+            fragmentation=0.0 if layout.plans_memory else FRAGMENTATION_SHARE * sum(pieces.values()) + (states.update if activations else 0.0),
+            context=CONTEXT_BYTES + COLLECTIVE_BYTES * groups,
         )
 
 
@@ -189,13 +194,19 @@ def _states(stage: list[Block], layout: Layout) -> _States:
     if layout.sharding == "zero3" and layout.accumulates_whole and layout.accumulation > 1:
         # what waits whole for the last micro-batch has the width that it is reduced in
         gradient_bytes, cut_gradients = max(2.0, layout.gradient_bytes), 1
-    # 16-bit gradients are widened for the update, of the part that this rank updates
-    widened = 4 if narrow and layout.gradient_bytes < 4 else 0
+    if layout.copies_gradients and gradient_bytes > 2:
+        gradient_bytes += 2
+    # 16-bit gradients are put in a row and widened for the update, of the part that this rank updates
+    is_widened = narrow and layout.gradient_bytes < 4
+    buckets = 0.0
+    if layout.sharding == "none" and layout.data > 1 and not narrow:
+        buckets = params * layout.gradient_bytes
+    elif layout.sharding in ("zero1", "zero2") and is_widened:
+        buckets = min(BUCKET_BYTES, params * gradient_bytes)
     optimizer = 0.0 if layout.offloads else params * (master_bytes + layout.optimizer_bytes) / cut_states
     return _States(
         parameters=params * param_bytes / cut_params, gradients=params * gradient_bytes / cut_gradients, optimizer=optimizer,
-        update=0.0 if layout.offloads else params * widened / cut_states,
-        buckets=params * layout.gradient_bytes if layout.sharding == "none" and layout.data > 1 and not narrow else 0.0,
+        update=params * (2 + 4) / cut_states if is_widened and not layout.offloads else 0.0, buckets=buckets,
     )  # fmt: skip
 
 

@@ -71,7 +71,7 @@ def layout_of(parallelism: dict[str, Any], model: ModelProfile, cluster: Cluster
     # logits of tensor parallel for the loss (distributed/tensor_parallel.py). nanotron fills its stages in turn (models/base.py)
     is_kempner, is_nanotron = "kempnerforge" in str(row["model"].get("name")).lower(), "nanotron" in text
     return Layout(
-        filled_stages=is_nanotron, accumulates_whole=is_kempner, splits_logits=not is_kempner, optimizer_bytes=4 if is_kempner else 8,
+        filled_stages=is_nanotron, copies_gradients="DeepSpeed" in text and precision == "bf16", plans_memory="oneflow" in str(parallelism.get("framework")).lower(), accumulates_whole=is_kempner, splits_logits=not is_kempner, optimizer_bytes=4 if is_kempner else 8,
         data=data, shard=shard, tensor=tensor, pipeline=pipeline, context=context, micro_batch=micro_batch, accumulation=max(1, accumulation),
         sharding=sharding,
         # billions of parameters on ZeRO-3 without a word about it: DeepSpeed's own examples recompute
