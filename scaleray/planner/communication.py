@@ -155,4 +155,7 @@ def send_s(nbytes: float, group: Group, cluster: Cluster, constants: Constants =
     if group.num_ranks < 2:
         return 0.0
     latency_us = network_latency_us(cluster) if group.num_nodes > 1 else cluster.link.latency_us
-    return latency_us * 1e-6 + nbytes / bus_bytes_per_s(group, cluster, constants)
+    bandwidth = bus_bytes_per_s(group, cluster, constants)
+    if group.num_nodes > 1 and cluster.network is not None:
+        bandwidth = min(bandwidth, TRANSPORTS[cluster.network.transport].flow_gb_per_s * 1e9)
+    return latency_us * 1e-6 + nbytes / bandwidth

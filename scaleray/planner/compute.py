@@ -86,8 +86,9 @@ def block_times(block: Block, layout: Layout, gpu: Gpu, *, fused_attention: bool
         products += 2 * rows * columns * inner / rate
     attention = _attention_s(block, samples / tensor, gpu, layout, fused_attention, constants)
     ceiling = gpu.peak_flops(layout.precision) * gpu.matmul_share * constants.matmul_practice
-    conv_share = constants.conv_share * (constants.winograd if layout.precision == "fp32" else 1.0)
-    conv = block.conv_flops * samples / tensor / (ceiling * conv_share)
+    # tf32 and 16 bit run on tensor cores, by the direct algorithm
+    saved = block.winograd_flops * (1 - 1 / constants.winograd) if gpu.executed_precision(layout.precision) == "fp32" else 0.0
+    conv = (block.conv_flops - saved) * samples / tensor / (ceiling * constants.conv_share)
     whole = block.traffic_bytes / (tensor if layout.sequence_parallel else 1)
     speed = (
         gpu.memory_gb_per_s * 1e9 * constants.traffic_share / (constants.compiled_traffic if layout.compiled else 1.0)

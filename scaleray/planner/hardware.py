@@ -114,17 +114,22 @@ class Transport:
     latency_us: float
     """Of one hop of a collective between nodes."""
     source: str
+    flow_gb_per_s: float = float("inf")
+    """Of one GPU that sends to one other, whatever the node's adapters carry together."""
 
 
 TRANSPORTS: dict[str, Transport] = {
     "rdma": Transport(
         bandwidth_share=0.92, most_gb_per_s=float("inf"), latency_us=15.0,
         source="NVIDIA, GTC 2024: 24 GB/s of 200 Gb/s, 48 of 400 (0.96), DGX A100 192 of 200, DGX H100 380 of 400 (0.95)"
-        "; NCCL's tuning.cc puts a hop at 5 to 8 us before kernels",
+        "; NCCL's tuning.cc puts a hop at 5 to 8 us before kernels; a flow uses one adapter, of 400 Gb/s at most",
+        flow_gb_per_s=48.0,
     ),
     "efa": Transport(
         bandwidth_share=0.80, most_gb_per_s=float("inf"), latency_us=20.0,
-        source="9.75 us per rank and direction in ml-engineering's EFA all-reduce of 8 bytes (V100, 16 to 64 ranks)",
+        source="9.75 us per rank and direction in ml-engineering's EFA all-reduce of 8 bytes (V100, 16 to 64 ranks);"
+        " a flow: EC2 gives one 10 Gb/s, and nanotron's pipelines between p5 nodes lose the time that takes. Doubtful where EFA itself carries it",
+        flow_gb_per_s=1.25,
     ),
     "tcp": Transport(
         bandwidth_share=0.80, most_gb_per_s=0.65, latency_us=60.0,

@@ -59,16 +59,17 @@ ALIASES = {
     "gpt2-small": "gpt2", "gpt2-1.5b": "gpt2-xl", "gpt-3": "gpt3-175b", "gpt3": "gpt3-175b", "bloom": "bloom-176b",
 }  # fmt: skip
 
-# name: parameters, multiply-adds of a forward pass, elements that its convolutions write, layers, parameters of the largest tensor.
+# name: parameters, multiply-adds of a forward pass, elements that its convolutions write, layers, parameters of the largest tensor,
+# share of the multiply-adds in ungrouped 3x3 and 5x5 filters of stride 1, whether norms follow the convolutions.
 # Keras applications, torchvision and the papers, from memory to two digits; activations from Dollar et al. 2021, arXiv:2103.06877
 CONVOLUTIONAL = {
-    "vgg16": (138.4e6, 15.5e9, 13.6e6, 16, 102.8e6),
-    "alexnet": (61.1e6, 0.72e9, 0.66e6, 8, 37.7e6),
-    "inceptionv3": (23.8e6, 5.7e9, 10.3e6, 48, 2.0e6),
-    "resnext-101-32x4d": (44.2e6, 8.0e9, 21.3e6, 33, 2.0e6),
-    "se-resnext-101-32x4d": (49.0e6, 8.0e9, 25.0e6, 33, 2.0e6),
-    "efficientnet-b0": (5.3e6, 0.39e9, 6.7e6, 18, 1.3e6),
-    "efficientnet-b4": (19.3e6, 4.4e9, 49.5e6, 32, 1.8e6),
+    "vgg16": (138.4e6, 15.5e9, 13.6e6, 16, 102.8e6, 0.99, False),
+    "alexnet": (61.1e6, 0.72e9, 0.66e6, 8, 37.7e6, 0.82, False),
+    "inceptionv3": (23.8e6, 5.7e9, 10.3e6, 48, 2.0e6, 0.35, True),
+    "resnext-101-32x4d": (44.2e6, 8.0e9, 21.3e6, 33, 2.0e6, 0.0, True),
+    "se-resnext-101-32x4d": (49.0e6, 8.0e9, 25.0e6, 33, 2.0e6, 0.0, True),
+    "efficientnet-b0": (5.3e6, 0.39e9, 6.7e6, 18, 1.3e6, 0.0, True),
+    "efficientnet-b4": (19.3e6, 4.4e9, 49.5e6, 32, 1.8e6, 0.0, True),
 }
 
 # models that are not taken apart: parameters and those of the largest tensor, from their papers and repositories, from memory
@@ -93,11 +94,12 @@ def find_model(name: str, *, sequence: int | None = None, image: int = 224) -> M
     match = re.search(r"resnet-?(\d+)", key)
     if match and "resnext" not in key:
         return resnet(int(match[1]), image=image)
-    for known, (params, macs, outputs, layers, largest) in CONVOLUTIONAL.items():
+    for known, (params, macs, outputs, layers, largest, winograd_share, has_norms) in CONVOLUTIONAL.items():
         if known.replace("-", "") in key.replace("-", ""):
             return convolutional(
-                known, num_params=params, forward_macs=macs, outputs=outputs, num_layers=layers, largest_params=largest
-            )
+                known, num_params=params, forward_macs=macs, outputs=outputs, num_layers=layers, largest_params=largest,
+                winograd_share=winograd_share, has_norms=has_norms,
+            )  # fmt: skip
     match = re.search(r"(\d+(?:\.\d+)?)([bm])$", key)
     if match:
         params = float(match[1]) * (1e9 if match[2] == "b" else 1e6)

@@ -48,6 +48,8 @@ class Block:
     head_dim: int = 0
     conv_flops: float = 0.0
     """Convolutions, which are not written as matrix products here."""
+    winograd_flops: float = 0.0
+    """The part of `conv_flops` whose filters are 3x3 or 5x5, ungrouped and of stride 1: in 32 bit they need fewer products."""
     traffic_bytes: float = 0.0
     """Read and written by what is no matrix product: norms, activations, dropout, residual sums."""
     split_traffic_bytes: float = 0.0
@@ -244,10 +246,10 @@ def resnet(depth: int, *, image: int = 224, num_classes: int = 1000, is_small_st
             inside, size = size, size // stride
             name = f"stage{stage + 1}.{index}"
             if has_bottleneck:
-                convs = [_conv(name, width_in, width, 1, inside), _conv(name, width, width, 3, size),
+                convs = [_conv(name, width_in, width, 1, inside), _conv(name, width, width, 3, size, stride=stride),
                          _conv(name, width, 4 * width, 1, size)]  # fmt: skip
             else:
-                convs = [_conv(name, width_in, width, 3, size), _conv(name, width, width, 3, size)]
+                convs = [_conv(name, width_in, width, 3, size, stride=stride), _conv(name, width, width, 3, size)]
             if stride > 1 or width_in != expansion * width:
                 convs.append(_conv(name, width_in, expansion * width, 1, size))
             parts.append(_sum_of(name, convs))
@@ -257,11 +259,12 @@ def resnet(depth: int, *, image: int = 224, num_classes: int = 1000, is_small_st
     return ModelProfile(name=f"ResNet-{depth}", blocks=(*parts, classes), kind="cnn")
 
 
-def _conv(name: str, channels_in: int, channels: int, kernel: int, size: int) -> Block:
+def _conv(name: str, channels_in: int, channels: int, kernel: int, size: int, *, stride: int = 1) -> Block:
     outputs = channels * size * size
     return Block(
         name=name, num_params=channels_in * channels * kernel * kernel + 2 * channels,
         conv_flops=2.0 * outputs * channels_in * kernel * kernel,
+        winograd_flops=2.0 * outputs * channels_in * kernel * kernel if kernel == 3 and stride == 1 else 0.0,
         # the convolution writes it, batch norm reads it twice and writes it, the activation reads and writes it, the next reads it
         traffic_bytes=2.0 * 7 * outputs, kept_bytes=2.0 * 3 * outputs, boundary_bytes=2.0 * outputs, num_kernels=3,
     )  # fmt: skip
@@ -270,16 +273,24 @@ def _conv(name: str, channels_in: int, channels: int, kernel: int, size: int) ->
 def _sum_of(name: str, parts: list[Block]) -> Block:
     return Block(
         name=name, num_params=sum(part.num_params for part in parts), conv_flops=sum(part.conv_flops for part in parts),
+        winograd_flops=sum(part.winograd_flops for part in parts),
         traffic_bytes=sum(part.traffic_bytes for part in parts), kept_bytes=sum(part.kept_bytes for part in parts),
         boundary_bytes=parts[-1].boundary_bytes, num_kernels=1 + sum(part.num_kernels for part in parts),
     )  # fmt: skip
 
 
-def convolutional(name: str, *, num_params: float, forward_macs: float, outputs: float, num_layers: int, largest_params: float = 0.0) -> ModelProfile:  # fmt: skip
-    """A convolutional network by the figures of its paper: `outputs` are the elements that its convolutions write."""
+def convolutional(
+    name: str, *, num_params: float, forward_macs: float, outputs: float, num_layers: int, largest_params: float = 0.0,
+    winograd_share: float = 0.0, has_norms: bool = True,
+) -> ModelProfile:  # fmt: skip
+    """A convolutional network by the figures of its paper: `outputs` are the elements that its convolutions write,
+    `winograd_share` the part of the products in 3x3 or 5x5 filters of stride 1."""
+    # without a norm: written, read and written by the activation, read by the next layer; two of the three copies stay
+    passes, copies = (7, 3) if has_norms else (4, 2)
     block = Block(
         name="layer", count=num_layers, num_params=num_params / num_layers, conv_flops=2.0 * forward_macs / num_layers,
-        traffic_bytes=2.0 * 7 * outputs / num_layers, kept_bytes=2.0 * 3 * outputs / num_layers,
+        winograd_flops=2.0 * forward_macs * winograd_share / num_layers,
+        traffic_bytes=2.0 * passes * outputs / num_layers, kept_bytes=2.0 * copies * outputs / num_layers,
         boundary_bytes=2.0 * outputs / num_layers, num_kernels=3,
     )  # fmt: skip
     return ModelProfile(name=name, blocks=(block,), kind="cnn", largest_tensor_params=largest_params)

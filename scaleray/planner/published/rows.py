@@ -22,6 +22,9 @@ from scaleray.planner.published.tables import example_points, framework_points, 
 
 # host time for each tensor of the parameters, the same on T4, A100 and Quadro: intercepts of step time over batch in both traces
 ADAPTDL_TENSOR_S, LOOP_TENSOR_S, CAST_TENSOR_S = 0.35e-3, 0.30e-3, 0.35e-3
+# a lone replica has nobody to compare gradients with and takes the step before: ten small kernels more for each tensor, after a
+# synchronisation (adaptdl's gradient_noise_scale.py). Why Sia's A100 are faster in pairs than alone
+ALONE_TENSOR_S = 10 * 8e-6
 NOT_SPEED = {
     "convergence": "is about accuracy, not speed or memory",
     "hardware": "is a data sheet, which the catalogue holds",
@@ -153,6 +156,7 @@ def _trace_point(row: dict[str, Any]) -> Observation:
     # adaptdl measured both traces, with statistics of every gradient; AdamW was a loop over tensors then, and apex casts each
     tensor_s = ADAPTDL_TENSOR_S + (LOOP_TENSOR_S if optimizer == "AdamW" else 0.0)
     tensor_s += CAST_TENSOR_S if "amp" in str(row["model"].get("precision")) else 0.0
+    tensor_s += ALONE_TENSOR_S if int(measured["num_replicas"]) == 1 else 0.0
     layout = Layout(data=int(measured["num_replicas"]), extra_s=tensor_s * model.num_tensors, micro_batch=int(measured["local_bsz"]), precision=precision, gradient_bytes=4,
                     is_mixed=precision in ("fp16", "bf16"), optimizer_bytes=8 if optimizer == "AdamW" else 4)  # fmt: skip
     series = (row["file"], row["model"]["name"], cluster.gpu.name, precision)
