@@ -61,6 +61,8 @@ class Block:
     split_kept_bytes: float = 0.0
     score_kept_bytes: float = 0.0
     """Attention scores kept by kernels that write them out; divided by tensor parallel, dropped by selective recomputation."""
+    alternate_kept_bytes: float = 0.0
+    """Kept, besides what enters the block, by recomputation that keeps every other product's output and attention's; 0 where that is not known."""
     boundary_bytes: float = 0.0
     """What enters the block: kept with full recomputation, sent between pipeline stages."""
     num_kernels: int = 0
@@ -141,8 +143,9 @@ class TransformerShape:
     has_lm_head: bool = True
     predicted_share: float = 1.0
     """Of the tokens that the head is computed for; 0.15 in BERT's pretraining."""
-    logit_bytes: int = 10
-    """Kept for each logit: 2 and 4 for both widths and 4 for their softmax; 6 where the loss works in place (Megatron)."""
+    logit_bytes: int = 14
+    """At the peak of the loss, for each logit: 2 for itself and 12 for its 32-bit softmax, the gradient of that and its own. 8 where all of
+    them have 16 bits; 6 where the softmax takes the logit's place and the gradient the softmax's (Megatron, nanotron)."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -175,17 +178,17 @@ def transformer(shape: TransformerShape, name: str = "transformer") -> ModelProf
     token_bytes = 2.0 * sequence
     # elements per token that stay for the backward pass, from arXiv:2205.05198: norms' inputs, residual branches
     unsplit_kept = 4 * hidden + (hidden if shape.has_dropout else 0)
-    # gated models as they are written today: norms in 32 bit, and queries and keys once more after their rotation
+    # gated models as they are written today compute norms in 32 bit: input and normalized values are kept besides the result
     unsplit_kept += 4 * hidden if shape.is_gated else 0
-    rotated = attention_width + kv_width if shape.is_gated else 0
     split_kept = (
-        rotated
-        + attention_width
+        attention_width
         + 2 * kv_width
         + attention_width
         + (mlp_inputs + 1) * ffn
         + (ffn if shape.is_gated else 0)
     )
+    # of seven products the query's, the value's, the gate's and the last; of six the query's, the value's and the one before the activation
+    alternate_kept = 2 * attention_width + kv_width + ffn + (hidden if shape.is_gated else 0)
     scores = (
         0.0 if shape.fused_attention else (2.5 if shape.has_dropout else 2.0) * shape.heads * sequence * token_bytes
     )
@@ -197,6 +200,7 @@ def transformer(shape: TransformerShape, name: str = "transformer") -> ModelProf
         traffic_bytes=token_bytes * (10 + (4 if shape.has_dropout else 0)) * hidden,
         split_traffic_bytes=token_bytes * ((mlp_inputs + 1) * ffn + 2 * attention_width), score_traffic_bytes=score_traffic,
         kept_bytes=token_bytes * unsplit_kept, split_kept_bytes=token_bytes * split_kept, score_kept_bytes=scores,
+        alternate_kept_bytes=token_bytes * alternate_kept,
         boundary_bytes=token_bytes * hidden, num_kernels=22 if shape.fused_attention else 30, num_all_reduces=2,
     )  # fmt: skip
     table = shape.vocab * hidden

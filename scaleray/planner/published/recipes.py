@@ -67,14 +67,18 @@ def layout_of(parallelism: dict[str, Any], model: ModelProfile, cluster: Cluster
     gradient_bytes, gather_bits = _widths(text, precision, sharding, parallelism)
     if "megatron_core" in row["file"]:
         gradient_bytes = 2  # its recipes reduce in the precision they train in
+    # KempnerForge moves the whole model, and with it the moments, to 16 bit, and reduces once a step (training/grad.py); it gathers the
+    # logits of tensor parallel for the loss (distributed/tensor_parallel.py). nanotron fills its stages in turn (models/base.py)
+    is_kempner, is_nanotron = "kempnerforge" in str(row["model"].get("name")).lower(), "nanotron" in text
     return Layout(
+        filled_stages=is_nanotron, copies_gradients="DeepSpeed" in text and precision == "bf16", plans_memory="oneflow" in str(parallelism.get("framework")).lower(), accumulates_whole=is_kempner, splits_logits=not is_kempner, optimizer_bytes=4 if is_kempner else 8,
         data=data, shard=shard, tensor=tensor, pipeline=pipeline, context=context, micro_batch=micro_batch, accumulation=max(1, accumulation),
         sharding=sharding,
         # billions of parameters on ZeRO-3 without a word about it: DeepSpeed's own examples recompute
         checkpointing=_checkpointing(parallelism.get("activation_checkpointing", "full" if sharding == "zero3" and "eepspeed" in row["file"] else None)),
         sequence_parallel=bool(parallelism.get("sequence_parallel")) or "reduce-scatter" in text or "with sequence" in text or "TP comm overlap" in overlap or "megatron_core" in row["file"],
         schedule=_schedule(f"{text} {parallelism.get('schedule', '')}".lower(), pipeline, chunks), chunks=chunks, even_stages=is_megatron, keeps_gathered=not is_megatron and not text.startswith('TP x PP'), precision=precision,
-        is_mixed=precision not in ("fp32", "tf32"), gradient_bytes=gradient_bytes, gather_bits=gather_bits,
+        is_mixed=precision not in ("fp32", "tf32") and not is_kempner, gradient_bytes=gradient_bytes, gather_bits=gather_bits,
         compiled=bool(parallelism.get("compile")) or "nvfuser" in str(parallelism.get("compiler")) or "torchcompile" in str(parallelism.get("compiler")),
         overlaps_tensor="TP comm overlap" in overlap or "megatron_core" in row["file"] or ("async" in text.lower() and "no async" not in text), overlaps_data=not (is_megatron and pipeline == 1 and "overlap" not in parallelism and "core" not in row["file"]),
         overlaps_gather="param gather" in overlap or "core" in row["file"],

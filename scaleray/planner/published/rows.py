@@ -167,10 +167,11 @@ def _trace_point(row: dict[str, Any]) -> Observation:
 
 
 def _memory_of(measured: dict[str, Any]) -> tuple[float | None, MemoryKind]:
+    # torch's counters are divided by 1024**3 whatever the unit is called; of nvidia-smi's MiB the last three digits are left out
     units: list[tuple[str, float, MemoryKind]] = [
         ("peak_allocated_mib", 2.0**20, "allocated"), ("peak_memory_gib", 2.0**30, "allocated"), ("peak_memory_active_gib", 2.0**30, "allocated"),
         ("memory_gib_per_gpu", 2.0**30, "reserved"), ("peak_reserved_mib", 2.0**20, "reserved"),
-        ("memory_gb_per_gpu", 1e9, "allocated"), ("memory_gb", 1e9, "device"), ("memory_mib_nvidia_smi", 2.0**20, "device"),
+        ("memory_gb_per_gpu", 2.0**30, "allocated"), ("memory_gb", 1000 * 2.0**20, "device"), ("memory_mib_nvidia_smi", 2.0**20, "device"),
     ]  # fmt: skip
     for key, unit, kind in units:
         if isinstance(measured.get(key), int | float):
