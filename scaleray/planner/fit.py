@@ -48,7 +48,7 @@ def loss_of(seen: Sequence[Observation], constants: Constants) -> float:
     """Mean over sources, and over the two ways to predict; see the module."""
     sheets: dict[str, list[float]] = defaultdict(list)
     anchored: dict[str, list[float]] = defaultdict(list)
-    for one in judge(seen, constants, with_pollux=False):
+    for one in judge(seen, constants, with_pollux=False, with_memory=False):
         measured = one.seen.step_time_s
         if not measured:
             continue
