@@ -12,6 +12,7 @@ import itertools
 from dataclasses import dataclass, replace
 
 from scaleray.planner.compute import element_bytes
+from scaleray.planner.experts import held_params, state_shards
 from scaleray.planner.hardware import Gpu
 from scaleray.planner.layout import Layout
 from scaleray.planner.profile import Block, ModelProfile
@@ -126,8 +127,8 @@ def _cuts(model: ModelProfile, pipeline: int, is_even: bool) -> list[int]:
 
 def _stage_memory(stage: list[Block], index: int, model: ModelProfile, layout: Layout) -> MemoryEstimate:
     copies = sum(block.tied_params for block in stage) if layout.pipeline > 1 else 0.0
-    params = (sum(block.num_params for block in stage) + copies) / layout.tensor
-    shards = layout.num_shards
+    params = sum(held_params(block, layout) for block in stage) + copies / layout.tensor
+    shards = state_shards(stage, layout)
     cut_states = shards if layout.sharding != "none" else 1
     cut_gradients = shards if layout.sharding in ("zero2", "zero3") else 1
     cut_params = shards if layout.sharding == "zero3" else 1
@@ -148,7 +149,7 @@ def _stage_memory(stage: list[Block], index: int, model: ModelProfile, layout: L
         # while a layer is computed again it keeps everything
         whole = max((block for block in stage if block.count > 1), key=lambda block: block.split_kept_bytes)
         activations += activation_bytes(whole, replace(layout, checkpointing="none"))
-    unit = max((block.num_params for block in stage if block.count > 1), default=params) / layout.tensor
+    unit = max((held_params(block, layout) for block in stage if block.count > 1), default=params)
     unsharded = 0.0
     if layout.sharding == "zero3" and shards > 1:
         # the unit in use, the one that is fetched, and a gradient that is not reduced yet
