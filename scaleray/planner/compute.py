@@ -8,6 +8,7 @@ the kernels is a floor.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from scaleray.planner.constants import DEFAULT, Constants
@@ -82,6 +83,7 @@ def block_times(block: Block, layout: Layout, gpu: Gpu, *, fused_attention: bool
             product_rate(rows, columns, inner, gpu, layout.precision, constants)
             * alignment(aligned)
             / alignment(columns)
+            * filled_share(rows, product.num_weights, layout)
         )
         products += 2 * rows * columns * inner / rate
     attention = _attention_s(block, samples / tensor, gpu, layout, fused_attention, constants)
@@ -107,6 +109,17 @@ def block_times(block: Block, layout: Layout, gpu: Gpu, *, fused_attention: bool
         2 * (products + conv) + (2.5 if fused_attention else 2.0) * attention + constants.backward_traffic * traffic
     )
     return PassTimes(forward, backward, attention + scores, launches)
+
+
+def filled_share(rows: float, num_weights: int, layout: Layout) -> float:
+    """Share of a grouped kernel's tiles that are full: rows of each expert come in tiles of 128, the last of them part empty.
+
+    `rows`: of this rank's own micro-batch. Its experts see as many from all ranks of their group together.
+    """
+    if num_weights < 2:
+        return 1.0
+    each = max(1.0, rows * layout.expert / num_weights)
+    return each / (math.ceil(each / 128) * 128)
 
 
 def optimizer_s(num_params: float, layout: Layout, gpu: Gpu, constants: Constants = DEFAULT) -> float:

@@ -1,7 +1,8 @@
 """How a model is laid over the GPUs of a cluster: the degrees of each kind of parallelism, and what goes with them.
 
-Ranks are numbered so that tensor parallel groups hold neighbours, then context, then data parallel, then the pipeline's stages:
-the parallelism that talks most stays inside the node (Narayanan et al. 2021, arXiv:2104.04473, section 3).
+Ranks are numbered so that tensor parallel groups hold neighbours, then context, then data parallel, then the pipeline's stages: the
+parallelism that talks most stays inside the node (Narayanan et al. 2021, arXiv:2104.04473, section 3). Experts are spread over the first
+three, from the inside out.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    expert: int = 1
+    """Ranks over which a layer's experts are spread. They are taken from data, context and tensor parallel ranks, and make no more GPUs."""
     micro_batch: int = 1
     """Samples in one pass of one replica."""
     accumulation: int = 1
@@ -80,11 +83,15 @@ class Layout:
     """Optimizer state lives in the host's memory."""
 
     def __post_init__(self) -> None:
-        for name in ("data", "shard", "tensor", "pipeline", "context", "micro_batch", "accumulation", "chunks"):
+        for name in ("data", "shard", "tensor", "pipeline", "context", "expert", "micro_batch", "accumulation", "chunks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"layout.{name}", getattr(self, name), "it must be at least 1")
         if self.data % self.shard:
             raise ConfigError("layout.shard", self.shard, f"it must divide the data parallel degree, {self.data}")
+        if self.data * self.context * self.tensor % self.expert:
+            raise ConfigError(
+                "layout.expert", self.expert, f"it must divide the {self.data * self.context * self.tensor} ranks that hold the same layers"
+            )  # fmt: skip
         if self.chunks > 1 and self.pipeline == 1:
             raise ConfigError("layout.chunks", self.chunks, "only a pipeline has chunks", "raise layout.pipeline")
 
@@ -116,6 +123,7 @@ class Layout:
         words += [f"tp{self.tensor}"] if self.tensor > 1 else []
         words += [f"pp{self.pipeline}"] if self.pipeline > 1 else []
         words += [f"cp{self.context}"] if self.context > 1 else []
+        words += [f"ep{self.expert}"] if self.expert > 1 else []
         return " x ".join(words) or "single"
 
     def describe(self) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from scaleray.planner.compute import element_bytes
+from scaleray.planner.experts import held_params, state_shards
 from scaleray.planner.hardware import Gpu
 from scaleray.planner.layout import Layout
 from scaleray.planner.profile import Block, ModelProfile
@@ -153,19 +154,21 @@ def _moments(stage: list[Block], index: int, model: ModelProfile, layout: Layout
     unsharded, reduced = _unsharded(stage, model, layout)
     groups = sum(degree > 1 for degree in (layout.data, layout.tensor, layout.context))
     groups += PIPELINE_GROUPS if layout.pipeline > 1 else 0
-    for activations, loss, gradients, units, optimizer in (
-        (kept, logits, before, unsharded, states.optimizer),
-        (kept + again, 0.0, before, unsharded + reduced, states.optimizer),
-        (0.0, 0.0, states.gradients, 0.0, states.optimizer + states.update),
-    ):  # fmt: skip
+    last = 0.0 if layout.plans_memory else states.update
+    for activations, loss, gradients, units, update, lost in (
+        (kept, logits, before, unsharded, 0.0, last),  # the loss is taken
+        (kept + again, 0.0, before, unsharded + reduced, 0.0, last),  # the last layer's backward pass
+        (again, 0.0, states.gradients, unsharded + reduced, 0.0, last),  # the first layer's
+        (0.0, 0.0, states.gradients, 0.0, states.update, 0.0),  # the optimizer steps
+    ):
         pieces = {
-            "parameters": states.parameters, "gradients": gradients, "optimizer": optimizer, "activations": activations,
+            "parameters": states.parameters, "gradients": gradients, "optimizer": states.optimizer + update, "activations": activations,
             "logits": loss, "unsharded": units, "buckets": states.buckets,
         }  # fmt: skip
+        share = 0.0 if layout.plans_memory else FRAGMENTATION_SHARE
+        # the long rows of the update find no place where activations lay, in blocks that are smaller, and keep their own
         yield MemoryEstimate(
-            **pieces,
-            fragmentation=0.0 if layout.plans_memory else FRAGMENTATION_SHARE * sum(pieces.values()) + (states.update if activations else 0.0),
-            context=CONTEXT_BYTES + COLLECTIVE_BYTES * groups,
+            **pieces, fragmentation=share * sum(pieces.values()) + lost, context=CONTEXT_BYTES + COLLECTIVE_BYTES * groups
         )
 
 
@@ -182,8 +185,8 @@ class _States:
 
 def _states(stage: list[Block], layout: Layout) -> _States:
     copies = sum(block.tied_params for block in stage) if layout.pipeline > 1 else 0.0
-    params = (sum(block.num_params for block in stage) + copies) / layout.tensor
-    shards = layout.num_shards
+    params = sum(held_params(block, layout) for block in stage) + copies / layout.tensor
+    shards = state_shards(stage, layout)
     cut_states = shards if layout.sharding != "none" else 1
     cut_gradients = shards if layout.sharding in ("zero2", "zero3") else 1
     cut_params = shards if layout.sharding == "zero3" else 1
@@ -198,10 +201,9 @@ def _states(stage: list[Block], layout: Layout) -> _States:
         gradient_bytes += 2
     # 16-bit gradients are put in a row and widened for the update, of the part that this rank updates
     is_widened = narrow and layout.gradient_bytes < 4
+    # those of DDP are the gradients themselves (gradient_as_bucket_view)
     buckets = 0.0
-    if layout.sharding == "none" and layout.data > 1 and not narrow:
-        buckets = params * layout.gradient_bytes
-    elif layout.sharding in ("zero1", "zero2") and is_widened:
+    if layout.sharding in ("zero1", "zero2") and is_widened:
         buckets = min(BUCKET_BYTES, params * gradient_bytes)
     optimizer = 0.0 if layout.offloads else params * (master_bytes + layout.optimizer_bytes) / cut_states
     return _States(
@@ -214,11 +216,10 @@ def _unsharded(stage: list[Block], model: ModelProfile, layout: Layout) -> tuple
     """Bytes of FSDP's units that are whole during a pass, and of the gradient that is reduced."""
     if layout.sharding != "zero3" or layout.num_shards == 1:
         return 0.0, 0.0
-    unit = max((block.num_params for block in stage if block.count > 1), default=stage[0].num_params) / layout.tensor
+    unit = max((held_params(block, layout) for block in stage if block.count > 1), default=held_params(stage[0], layout))
     # what is in no layer, embedding and head, is a unit of its own that stays
     root = sum(block.num_params for block in stage if block.count == 1) / layout.tensor if model.kind != "cnn" else 0.0
-    # of the layers' units, the one in use and the one that is fetched
-    # narrower ones on the wire are widened again before they are used
+    # of the layers' units, the one in use and the one that is fetched; narrower ones on the wire are widened again before they are used
     wide = 2.0 if layout.is_mixed else element_bytes(layout)
     return (2 * unit + root) * wide, unit * (wide + max(2.0, layout.gradient_bytes))
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from scaleray.planner.communication import all_gather_s, all_reduce_s
 from scaleray.planner.compute import block_times, element_bytes, optimizer_s
 from scaleray.planner.constants import DEFAULT, Constants
+from scaleray.planner.context import key_value_exchange_s
+from scaleray.planner.experts import expert_exchange_s, owned_params, reduced_params
 from scaleray.planner.hardware import Cluster
 from scaleray.planner.layout import Layout, group_of
 from scaleray.planner.pipeline import hand_overs_s, idle_micro_batches
@@ -87,7 +89,10 @@ class _Pass:
     recompute_s: float = 0.0
     tensor_comm_s: float = 0.0
     launch_s: float = 0.0
-    num_params: float = 0.0
+    reduced_params: float = 0.0
+    """That gather and reduction move; fewer than are held where experts have fewer replicas than the rest."""
+    owned_params: float = 0.0
+    """That the optimizer of this rank updates."""
 
     def __add__(self, other: _Pass) -> _Pass:
         return _Pass(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
@@ -116,8 +121,7 @@ def step_time(
     recompute = stage.recompute_s * stretch
     data = _data_comm(model, stage, layout, cluster, forward, backward + recompute, constants, measured.comm_scale)
     bubbles = idle_micro_batches(layout)
-    states = stage.num_params / (layout.num_shards if layout.sharding != "none" else 1)
-    update = optimizer_s(states, layout, cluster.gpu, constants) if layout.num_gpus else 0.0
+    update = optimizer_s(stage.owned_params, layout, cluster.gpu, constants) if layout.num_gpus else 0.0
     shares = {
         "transformer": constants.straggler_share,
         "cnn": constants.straggler_share_input,
@@ -134,11 +138,11 @@ def step_time(
 
 
 def _pass_of(block: Block, model: ModelProfile, layout: Layout, cluster: Cluster, measured: Measured, fused: bool, constants: Constants) -> _Pass:  # fmt: skip
-    params = block.num_params / layout.tensor
+    reduced, owned = reduced_params(block, layout), owned_params(block, layout)
     if measured.sample_s is not None:
         # all that is known is a step: a third is forward
         share = block.num_params / model.num_params * measured.sample_s * layout.micro_batch * measured.compute_scale
-        return _Pass(share / 3, share * 2 / 3, num_params=params)
+        return _Pass(share / 3, share * 2 / 3, reduced_params=reduced, owned_params=owned)
     times = block_times(block, layout, cluster.gpu, fused_attention=fused, constants=constants)
     is_layer = block.count > 1 or model.kind == "cnn"
     again = {"none": 0.0, "selective": times.attention_s, "alternate": 0.5 * times.forward_s, "full": times.forward_s}
@@ -154,9 +158,13 @@ def _pass_of(block: Block, model: ModelProfile, layout: Layout, cluster: Cluster
             * (2 + (1 if layout.checkpointing == "full" and is_layer else 0))
             * (0.3 if layout.overlaps_tensor else 1.0)
         )
+    # back as often as forth, and once more where the layer is computed again; ring attention passes on gradients of keys and values too
+    again_too = 1 if layout.checkpointing == "full" and is_layer else 0
+    comm += expert_exchange_s(block, layout, cluster, constants) * (2 + again_too)
+    comm += key_value_exchange_s(block, layout, cluster, times.attention_s * scale, constants) * (3 + again_too)
     # the forward pass is a third of a block's kernels, and what is repeated is launched again
     launches = times.launch_s * (1 + recompute / times.forward_s / 3 if times.forward_s else 1.0)
-    return _Pass(times.forward_s * scale, times.backward_s * scale, recompute * scale, comm, launches * scale, params)
+    return _Pass(times.forward_s * scale, times.backward_s * scale, recompute * scale, comm, launches * scale, reduced, owned)
 
 
 def _slowest_stage(
@@ -198,7 +206,7 @@ def _data_comm(
     group = group_of(cluster, layout.data * layout.context, layout.tensor, num_gpus=layout.num_gpus)
     if layout.sharding == "zero3":
         return _sharded_comm(model, stage, layout, cluster, forward_s, backward_s, stride, constants, scale)
-    gradients = stage.num_params * layout.gradient_bytes
+    gradients = stage.reduced_params * layout.gradient_bytes
     # the last bucket is as full as chance will have it, unless it holds a tensor that cannot be cut
     last = max(
         min(gradients, constants.bucket_bytes) / 2, model.largest_tensor_params / layout.tensor * layout.gradient_bytes
@@ -217,7 +225,7 @@ def _data_comm(
     times = layout.accumulation if layout.reduces_every_micro_batch else 1
     exposed, hidden, sent = exposed * times, hidden * times, sent * times
     if layout.sharding in ("zero1", "zero2"):
-        params = stage.num_params * layout.gather_bits / 8
+        params = stage.reduced_params * layout.gather_bits / 8
         gather = scale * all_gather_s(params, group, cluster, constants)
         # parameters come back one layer after the other, beside the next forward pass where that is implemented
         late, early = _hide(
@@ -235,7 +243,7 @@ def _sharded_comm(
     shards = layout.num_shards
     group = group_of(cluster, shards, stride, num_gpus=layout.num_gpus)
     num_units = max(1, round(model.num_layers / layout.pipeline))
-    unit = stage.num_params / num_units
+    unit = stage.reduced_params / num_units
     gather_unit = scale * all_gather_s(unit * layout.gather_bits / 8, group, cluster, constants)
     reduce_unit = scale * all_gather_s(unit * layout.gradient_bytes, group, cluster, constants)
     gathers, reduces = gather_unit * num_units, reduce_unit * num_units
@@ -245,10 +253,10 @@ def _sharded_comm(
     times = layout.accumulation
     exposed, hidden = (ahead + back) * times, (hidden_ahead + hidden_back) * times
     n = group.num_ranks
-    sent = stage.num_params * (2 * layout.gather_bits / 8 + layout.gradient_bytes) * (n - 1) / n * times
+    sent = stage.reduced_params * (2 * layout.gather_bits / 8 + layout.gradient_bytes) * (n - 1) / n * times
     replicas = layout.data * layout.context // shards
     if replicas > 1:
-        part = stage.num_params * layout.gradient_bytes / shards
+        part = stage.reduced_params * layout.gradient_bytes / shards
         between = group_of(cluster, replicas, stride * shards, num_gpus=layout.num_gpus)
         again, hidden_again = _hide(
             scale * all_reduce_s(part, between, cluster, constants), 0.5 * share * backward_s, 0.0, constants
