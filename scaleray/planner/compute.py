@@ -23,6 +23,8 @@ ALIGNMENT = {64: 1.0, 32: 0.97, 16: 0.90, 8: 0.76, 4: 0.55, 2: 0.40, 1: 0.33}
 
 REFERENCE_FLOPS = 271e12
 """Of the GPU that `Constants.inner_half` is stated for, an A100 in 16 bit."""
+NARROW = ("fp8", "fp4")
+"""Precisions of products only: activations and attention stay in 16 bit."""
 TILE_ELEMENTS = 128 * 256
 """Of a product's result, computed by one core at a time."""
 
@@ -63,7 +65,7 @@ def product_rate(
     inner_half = constants.inner_half * ceiling / REFERENCE_FLOPS
     filled = waves / (waves + constants.wave_half) * inner / (inner + inner_half)
     worst = min(alignment(columns), alignment(inner)) if gpu.peak_tflops.keys() & {"bf16", "fp16"} else 1.0
-    share = constants.matmul_practice * (constants.eight_bit_share if precision == "fp8" else 1.0)
+    share = constants.matmul_practice * (constants.eight_bit_share if precision in NARROW else 1.0)
     return ceiling * share * worst * filled
 
 
@@ -137,6 +139,6 @@ def _attention_s(block: Block, samples: float, gpu: Gpu, layout: Layout, is_fuse
         return 0.0
     share = gpu.attention_share if is_fused else constants.unfused_attention_share
     # scores stay in 16 bit where products run in 8
-    precision = "bf16" if layout.precision == "fp8" else layout.precision
+    precision = "bf16" if layout.precision in NARROW else layout.precision
     rate = gpu.peak_flops(precision) * gpu.matmul_share * share * (alignment(block.head_dim) if block.head_dim else 1.0)
     return block.attention_flops * samples / rate

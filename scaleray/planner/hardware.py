@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from scaleray.errors import ConfigError, UsageError
 
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,8 @@ class Gpu:
     """Streaming multiprocessors (compute units): a matrix product is cut into tiles that run on as many at once."""
     attention_share: float = 0.55
     """Rate of the usual fused attention, forward and backward, over the largest matrix product's."""
+    best_attention_share: float | None = None
+    """Of kernels written for this very GPU (FlashAttention-3, cuDNN), where they differ from the usual."""
     memory_gib: float
     """What a program can see, a little under the number on the box."""
     memory_gb_per_s: float
@@ -69,6 +71,7 @@ class Gpu:
     def executed_precision(self, precision: str) -> str:
         """The precision whose units do the work: bf16 products run as fp32 on a GPU without bf16 units."""
         wider = {
+            "fp4": ("fp4", "fp8", "bf16", "fp16", "fp32"),
             "fp8": ("fp8", "bf16", "fp16", "fp32"),
             "bf16": ("bf16", "fp32"),
             "fp16": ("fp16", "fp32"),

@@ -185,9 +185,13 @@ class TransformerShape:
         if self.kv_heads and self.heads % self.kv_heads:
             raise ConfigError("model.kv_heads", self.kv_heads, f"it must divide the number of heads, {self.heads}")
         if self.experts and not 1 <= self.active_experts <= self.experts:
-            raise ConfigError("model.active_experts", self.active_experts, f"it must be 1 to {self.experts}, the number of experts")
+            raise ConfigError(
+                "model.active_experts", self.active_experts, f"it must be 1 to {self.experts}, the number of experts"
+            )
         if self.dense_layers > self.layers:
-            raise ConfigError("model.dense_layers", self.dense_layers, f"it must be at most the number of layers, {self.layers}")
+            raise ConfigError(
+                "model.dense_layers", self.dense_layers, f"it must be at most the number of layers, {self.layers}"
+            )
 
 
 def transformer(shape: TransformerShape, name: str = "transformer") -> ModelProfile:
@@ -237,7 +241,9 @@ def _layer(shape: TransformerShape, name: str, count: int, *, is_mixed: bool) ->
         matmuls += [Matmul(sequence, shape.experts, hidden),
                     Matmul(rows, inputs * expert_ffn, hidden, "columns", shape.experts), Matmul(rows, hidden, expert_ffn, "rows", shape.experts)]  # fmt: skip
     expert_params = float(shape.experts * (inputs + 1) * hidden * expert_ffn) if is_mixed else 0.0
-    params = attention.num_params + (inputs + 1) * hidden * ffn + expert_params + (shape.experts * hidden if is_mixed else 0)
+    params = (
+        attention.num_params + (inputs + 1) * hidden * ffn + expert_params + (shape.experts * hidden if is_mixed else 0)
+    )
     # gated models have scales only; the others have biases and two vectors a norm
     params += 2 * hidden if shape.is_gated else 2 * (2 * hidden) + (attention_width + 2 * kv_width) + 2 * hidden + ffn
     # elements per token that stay for the backward pass, from arXiv:2205.05198: norms' inputs, residual branches
@@ -301,7 +307,10 @@ def _attention(shape: TransformerShape) -> _Attention:
         kv_width = width
         query_dim = head_dim + shape.rotary_dim
         queries = (
-            (Matmul(sequence, shape.query_rank, hidden), Matmul(sequence, heads * query_dim, shape.query_rank, "columns"))
+            (
+                Matmul(sequence, shape.query_rank, hidden),
+                Matmul(sequence, heads * query_dim, shape.query_rank, "columns"),
+            )
             if shape.query_rank
             else (Matmul(sequence, heads * query_dim, hidden, "columns"),)
         )
