@@ -60,12 +60,15 @@ def product_rate(
 ) -> float:
     """FLOP/s of a matrix product on `gpu`."""
     waves = rows * columns / (TILE_ELEMENTS * gpu.num_cores)
-    ceiling = gpu.peak_flops(precision) * gpu.matmul_share
-    # a tile starts and ends in about the same time on every GPU: a faster one needs longer tiles
-    inner_half = constants.inner_half * ceiling / REFERENCE_FLOPS
+    is_narrow = precision in NARROW
+    ceiling = gpu.peak_flops(precision) * (is_narrow and gpu.narrow_matmul_share or gpu.matmul_share)
+    # a tile starts and ends in about the same time on every GPU: a faster one needs longer tiles, unless it does both beside other tiles.
+    # 8-bit products reach their largest rate with inner dimensions no longer than those of 16 bit (MLE, best shapes of MAMF)
+    wide = gpu.peak_flops("bf16") * gpu.matmul_share if is_narrow else ceiling
+    inner_half = constants.inner_half * (1.0 if gpu.overlaps_tiles else wide / REFERENCE_FLOPS)
     filled = waves / (waves + constants.wave_half) * inner / (inner + inner_half)
     worst = min(alignment(columns), alignment(inner)) if gpu.peak_tflops.keys() & {"bf16", "fp16"} else 1.0
-    share = constants.matmul_practice * (constants.eight_bit_share if precision in NARROW else 1.0)
+    share = constants.matmul_practice * (constants.eight_bit_share if is_narrow else 1.0)
     return ceiling * share * worst * filled
 
 
