@@ -30,7 +30,7 @@ def plan(
     optimizer: Literal["adam", "momentum", "sgd"] | None = None, compiled: Annotated[bool, Parameter(negative="")] = False,
     step_time: float | None = None, micro_batch: int | None = None, from_run: Path | None = None,
     input_rate: float | None = None, samples: float | None = None, rank_by: str = "throughput", rows: int = 10,
-    hardware: Hardware = None, write: Path | None = None, html: Path | None = None, json: Json = False,
+    hardware: Hardware = None, collectives: Path | None = None, write: Path | None = None, html: Path | None = None, json: Json = False,
 ) -> int:  # fmt: skip
     """Rank the layouts of a model on a cluster.
 
@@ -41,7 +41,7 @@ def plan(
     profile
         A workload's counted costs, as training.model_profile writes them.
     cluster
-        GPU:PERNODExNODES[,net=...][,link=...][,price=...], as in h100:8x16 or a100-80:8x64,net=200G.
+        GPU:PERNODExNODES[,net=...][,link=...][,price=...], as in h100:8x16 or a100-80:8x64,net=200G; or a YAML file.
     here
         The GPUs of this machine instead of --cluster.
     global_batch
@@ -70,6 +70,8 @@ def plan(
         throughput, cost and time (the same on given GPUs), or memory.
     rows
         Layouts to show.
+    collectives
+        All-reduces measured on the cluster: what nccl-tests' all_reduce_perf printed, or CSV (ranks,nodes,bytes,seconds).
     write
         Write the best layout that `scaleray train` can run as a config, onto -c where it is given.
     html
@@ -85,7 +87,7 @@ def plan(
     question = question_of(
         overrides=overrides, config=config, model=model, profile=profile, cluster=cluster, here=here, global_batch=global_batch, sequence=sequence,
         precision=precision, strategies=strategies, optimizer=optimizer, compiled=compiled, step_time=step_time, micro_batch=micro_batch,
-        from_run=from_run, input_rate=input_rate, rank_by=rank_by, hardware=hardware,
+        from_run=from_run, input_rate=input_rate, rank_by=rank_by, hardware=hardware, collectives=collectives,
     )  # fmt: skip
     advice = advise(question)
     seen = outlook(advice)

@@ -16,9 +16,11 @@ from scaleray.config import RunConfig, load_config
 from scaleray.errors import ConfigError, UsageError
 from scaleray.planner.advise import Question
 from scaleray.planner.catalogue import CATALOGUE
+from scaleray.planner.cluster_file import is_cluster_file, read_cluster_file
 from scaleray.planner.cluster_text import parse_cluster
 from scaleray.planner.hardware import Catalogue, Cluster, read_hardware_file
 from scaleray.planner.layout import Layout
+from scaleray.planner.measured_collectives import read_measured_tables
 from scaleray.planner.measurement import Measurement, measurement_of, read_measurement
 from scaleray.planner.models import find_model
 from scaleray.planner.profile import ModelProfile
@@ -38,6 +40,7 @@ def question_of(
     here: bool = False, global_batch: int | None = None, sequence: int | None = None, precision: str | None = None, strategies: str = "",
     optimizer: str | None = None, compiled: bool = False, step_time: float | None = None, micro_batch: int | None = None,
     from_run: Path | None = None, input_rate: float | None = None, rank_by: str = "throughput", hardware: Path | None = None,
+    collectives: Path | None = None,
 ) -> Question:  # fmt: skip
     """Raises ConfigError or UsageError where something is missing, unknown or impossible."""
     if overrides and config is None:
@@ -50,6 +53,8 @@ def question_of(
     resolved = load_config(config, flags=overrides) if config else None
     catalogue = CATALOGUE.with_entries(read_hardware_file(hardware)) if hardware else CATALOGUE
     target = _cluster(cluster, here, catalogue)
+    if collectives is not None:
+        target = dataclasses.replace(target, measured=read_measured_tables(collectives))
     shape = _model(resolved, config, overrides, model, profile, sequence)
     batch = global_batch if global_batch is not None else _batch_of(resolved, shape, target.num_gpus)
     if global_batch is None and resolved is None:
@@ -95,7 +100,7 @@ def _cluster(text: str | None, here: bool, catalogue: Catalogue) -> Cluster:
         raise ConfigError(
             "--cluster", None, "a cluster must be named", "for example --cluster h100:8x16, or --here for this machine"
         )
-    return parse_cluster(text, catalogue)
+    return read_cluster_file(Path(text), catalogue) if is_cluster_file(text) else parse_cluster(text, catalogue)
 
 
 def _model(config: RunConfig | None, path: Path | None, overrides: Sequence[str], name: str | None, profile: Path | None, sequence: int | None) -> ModelProfile:  # fmt: skip

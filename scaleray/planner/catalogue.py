@@ -12,13 +12,13 @@ from scaleray.planner.hardware import Catalogue, Gpu, Link, Network
 LINKS = (
     # latencies: NCCL's tuning.cc has 0.6 to 1.0 us a ring step on NVLink and 1.0 to 1.9 on PCIe, before the kernel's own part
     Link(name="pcie3", nominal_gb_per_s=15.8, bus_gb_per_s=5.0, latency_us=5.0, source="nominal: PCIe 3 x16; bus: through the host without peer access, 5 to 6 GB/s in reports from memory; T4 traces of Pollux agree"),
-    Link(name="pcie3-host", nominal_gb_per_s=15.8, bus_gb_per_s=2.0, latency_us=10.0, source="workstation cards without peer access copy through the host's memory: 1.5 to 2.5 GB/s in Sia's Quadro traces"),
+    Link(name="pcie3-host", nominal_gb_per_s=15.8, bus_gb_per_s=1.5, latency_us=10.0, source="workstation cards without peer access copy through the host's memory: 1.3 to 1.6 GB/s in Sia's Quadro traces, of what backward passes do not hide"),
     Link(name="pcie4", nominal_gb_per_s=31.0, bus_gb_per_s=24.0, latency_us=4.0, source="MLE network: A100 PCIe"),
     Link(name="pcie5", nominal_gb_per_s=63.0, bus_gb_per_s=48.0, latency_us=4.0, source="MLE network: H100 PCIe"),
     Link(name="nvlink1", nominal_gb_per_s=80.0, bus_gb_per_s=60.0, latency_us=3.0, source="P100 data sheet, 4 x 20 GB/s; bus at NVLink2's share, not measured"),
     Link(name="nvlink2", nominal_gb_per_s=150.0, bus_gb_per_s=122.0, latency_us=2.5, source="MLE network: V100 SXM2"),
     Link(name="nvlink3", nominal_gb_per_s=300.0, bus_gb_per_s=232.0, latency_us=2.5, source="MLE network: A100 SXM"),
-    Link(name="nvlink4", nominal_gb_per_s=450.0, bus_gb_per_s=370.0, latency_us=2.5, source="MLE network: H100 SXM, 480 with in-switch reduction"),
+    Link(name="nvlink4", nominal_gb_per_s=450.0, bus_gb_per_s=370.0, latency_us=2.5, switch_sum_gb_per_s=274.0, source="MLE network: H100 SXM; with in-switch reduction 480 of bus bandwidth on 8 GPUs, which is 274 of summed bytes"),
     Link(name="nvlink4-h800", nominal_gb_per_s=200.0, bus_gb_per_s=160.0, latency_us=2.5, source="H800 data sheet, 400 GB/s both ways; bus at H100's share"),
     Link(name="nvlink5", nominal_gb_per_s=900.0, bus_gb_per_s=720.0, latency_us=2.5, source="MLE network for the nominal figure; bus at H100's share, not measured"),
     Link(name="xgmi3", nominal_gb_per_s=350.0, bus_gb_per_s=130.0, latency_us=3.0, source="MLE network for the nominal figure; bus from memory"),

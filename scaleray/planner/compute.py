@@ -61,7 +61,7 @@ def product_rate(
     """FLOP/s of a matrix product on `gpu`."""
     waves = rows * columns / (TILE_ELEMENTS * gpu.num_cores)
     is_narrow = precision in NARROW
-    ceiling = gpu.peak_flops(precision) * (is_narrow and gpu.narrow_matmul_share or gpu.matmul_share)
+    ceiling = gpu.peak_flops(precision) * ((is_narrow and gpu.narrow_matmul_share) or gpu.matmul_share)
     # a tile starts and ends in about the same time on every GPU: a faster one needs longer tiles, unless it does both beside other tiles.
     # 8-bit products reach their largest rate with inner dimensions no longer than those of 16 bit (MLE, best shapes of MAMF)
     wide = gpu.peak_flops("bf16") * gpu.matmul_share if is_narrow else ceiling
@@ -93,8 +93,13 @@ def block_times(block: Block, layout: Layout, gpu: Gpu, *, fused_attention: bool
         products += 2 * rows * columns * inner / rate
     attention = _attention_s(block, samples / tensor, gpu, layout, fused_attention, constants)
     ceiling = gpu.peak_flops(layout.precision) * gpu.matmul_share * constants.matmul_practice
-    conv_share = constants.conv_share * (constants.winograd if layout.precision == "fp32" else 1.0)
-    conv = block.conv_flops * samples / tensor / (ceiling * conv_share)
+    # tf32 and 16 bit run on tensor cores, by the direct algorithm
+    saved = (
+        block.winograd_flops * (1 - 1 / constants.winograd)
+        if gpu.executed_precision(layout.precision) == "fp32"
+        else 0.0
+    )
+    conv = (block.conv_flops - saved) * samples / tensor / (ceiling * constants.conv_share)
     whole = block.traffic_bytes / (tensor if layout.sequence_parallel else 1)
     speed = (
         gpu.memory_gb_per_s * 1e9 * constants.traffic_share / (constants.compiled_traffic if layout.compiled else 1.0)

@@ -45,6 +45,8 @@ class Layout:
     schedule: Schedule = "1f1b"
     even_stages: bool = False
     """Every stage has the same number of layers (Megatron); otherwise stages are cut so that the slowest is as fast as can be."""
+    filled_stages: bool = False
+    """Every stage takes layers until it has passed its share of the compute (nanotron), so that the first ones hold most."""
     chunks: int = 1
     """Parts of the model each pipeline stage holds; more than 1 with the interleaved schedule only."""
     precision: str = "bf16"
@@ -52,6 +54,8 @@ class Layout:
     """16-bit compute on a 32-bit master copy; False trains in `precision` alone."""
     gradient_bytes: float = 2
     """Of one element when it is reduced; compression makes it less than 1."""
+    copies_gradients: bool = False
+    """16-bit gradients stay beside the 32-bit sums that they are added to (DeepSpeed with bf16); otherwise each goes once it is added."""
     optimizer_bytes: int = 8
     """Of state per parameter besides the parameter itself: 8 for Adam, 4 for momentum, 0 for plain SGD."""
     compiled: bool = False
@@ -63,12 +67,18 @@ class Layout:
     """ZeRO-1 and 2: updated parameters are gathered beside the next forward pass."""
     reduces_every_micro_batch: bool = False
     """Gradients are reduced after each micro-batch, not only after the last: FSDP without no_sync."""
+    accumulates_whole: bool = False
+    """FSDP: whole gradients wait on every GPU for the last micro-batch, so that they are reduced once; otherwise a shard of them does."""
+    splits_logits: bool = True
+    """With tensor parallel, logits stay divided up to the loss; otherwise every GPU of the group gathers all of them."""
     gather_bits: int = 16
     """Of a parameter in an all-gather; 8 with float8 or ZeRO++."""
     channels_last: bool = False
     """Images lie in memory as convolutions in 16 bit want them; not PyTorch's default."""
     extra_s: float = 0.0
     """Work of the recipe in each step's backward pass that is known by other means, such as statistics of every gradient."""
+    plans_memory: bool = False
+    """Memory is laid out before the first step (XLA, OneFlow): what is not needed at the same time shares a place, and nothing is lost between."""
     offloads: bool = False
     """Optimizer state lives in the host's memory."""
 

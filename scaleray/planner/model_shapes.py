@@ -170,26 +170,27 @@ ALIASES = {
     "gpt2-small": "gpt2", "gpt2-1.5b": "gpt2-xl", "gpt-3": "gpt3-175b", "gpt3": "gpt3-175b", "bloom": "bloom-176b",
 }  # fmt: skip
 
-# name: parameters, multiply-adds of a forward pass, elements that its convolutions write, layers, parameters of the largest tensor.
+# name: parameters, multiply-adds of a forward pass, elements that its convolutions write, layers, parameters of the largest tensor,
+# share of the multiply-adds in ungrouped 3x3 and 5x5 filters of stride 1, whether norms follow the convolutions.
 # Keras applications, torchvision and the papers, from memory to two digits; activations from Dollar et al. 2021, arXiv:2103.06877
 CONVOLUTIONAL = {
-    "vgg16": (138.4e6, 15.5e9, 13.6e6, 16, 102.8e6),
-    "vgg11": (132.9e6, 7.6e9, 7.4e6, 11, 102.8e6),
-    "vgg19": (143.7e6, 19.6e9, 14.9e6, 19, 102.8e6),
-    "densenet-121": (8.0e6, 2.87e9, 6.9e6, 121, 1.0e6),
-    "densenet-169": (14.1e6, 3.4e9, 7.3e6, 169, 1.7e6),
-    "densenet-201": (20.0e6, 4.3e9, 7.9e6, 201, 1.9e6),
-    "mobilenet-v2": (3.5e6, 0.30e9, 6.7e6, 53, 1.3e6),
-    "googlenet": (6.6e6, 1.5e9, 3.2e6, 57, 1.0e6),
-    "inception-v4": (42.7e6, 12.3e9, 17.0e6, 149, 1.5e6),
-    "resnext-50-32x4d": (25.0e6, 4.3e9, 14.4e6, 53, 2.0e6),
-    "wide-resnet-50": (68.9e6, 11.4e9, 14.4e6, 53, 2.0e6),
-    "alexnet": (61.1e6, 0.72e9, 0.66e6, 8, 37.7e6),
-    "inceptionv3": (23.8e6, 5.7e9, 10.3e6, 48, 2.0e6),
-    "resnext-101-32x4d": (44.2e6, 8.0e9, 21.3e6, 33, 2.0e6),
-    "se-resnext-101-32x4d": (49.0e6, 8.0e9, 25.0e6, 33, 2.0e6),
-    "efficientnet-b0": (5.3e6, 0.39e9, 6.7e6, 18, 1.3e6),
-    "efficientnet-b4": (19.3e6, 4.4e9, 49.5e6, 32, 1.8e6),
+    "vgg16": (138.4e6, 15.5e9, 13.6e6, 16, 102.8e6, 0.99, False),
+    "vgg11": (132.9e6, 7.6e9, 7.4e6, 11, 102.8e6, 0.99, False),
+    "vgg19": (143.7e6, 19.6e9, 14.9e6, 19, 102.8e6, 0.99, False),
+    "densenet-121": (8.0e6, 2.87e9, 6.9e6, 121, 1.0e6, 0.4, True),
+    "densenet-169": (14.1e6, 3.4e9, 7.3e6, 169, 1.7e6, 0.4, True),
+    "densenet-201": (20.0e6, 4.3e9, 7.9e6, 201, 1.9e6, 0.4, True),
+    "mobilenet-v2": (3.5e6, 0.30e9, 6.7e6, 53, 1.3e6, 0.0, True),
+    "googlenet": (6.6e6, 1.5e9, 3.2e6, 57, 1.0e6, 0.55, True),
+    "inception-v4": (42.7e6, 12.3e9, 17.0e6, 149, 1.5e6, 0.4, True),
+    "resnext-50-32x4d": (25.0e6, 4.3e9, 14.4e6, 53, 2.0e6, 0.0, True),
+    "wide-resnet-50": (68.9e6, 11.4e9, 14.4e6, 53, 2.0e6, 0.7, True),
+    "alexnet": (61.1e6, 0.72e9, 0.66e6, 8, 37.7e6, 0.82, False),
+    "inceptionv3": (23.8e6, 5.7e9, 10.3e6, 48, 2.0e6, 0.35, True),
+    "resnext-101-32x4d": (44.2e6, 8.0e9, 21.3e6, 33, 2.0e6, 0.0, True),
+    "se-resnext-101-32x4d": (49.0e6, 8.0e9, 25.0e6, 33, 2.0e6, 0.0, True),
+    "efficientnet-b0": (5.3e6, 0.39e9, 6.7e6, 18, 1.3e6, 0.0, True),
+    "efficientnet-b4": (19.3e6, 4.4e9, 49.5e6, 32, 1.8e6, 0.0, True),
 }
 
 # models that are not taken apart: parameters and those of the largest tensor, from their papers and repositories, from memory

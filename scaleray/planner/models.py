@@ -26,11 +26,12 @@ def find_model(name: str, *, sequence: int | None = None, image: int = 224) -> M
     match = re.search(r"resnet-?(\d+)", key)
     if match and "resnext" not in key:
         return resnet(int(match[1]), image=image)
-    for known, (params, macs, outputs, layers, largest) in CONVOLUTIONAL.items():
+    for known, (params, macs, outputs, layers, largest, winograd_share, has_norms) in CONVOLUTIONAL.items():
         if known.replace("-", "") in key.replace("-", ""):
             return convolutional(
-                known, num_params=params, forward_macs=macs, outputs=outputs, num_layers=layers, largest_params=largest
-            )
+                known, num_params=params, forward_macs=macs, outputs=outputs, num_layers=layers, largest_params=largest,
+                winograd_share=winograd_share, has_norms=has_norms,
+            )  # fmt: skip
     match = re.search(r"(\d+(?:\.\d+)?)([bm])$", key)
     if match:
         params = float(match[1]) * (1e9 if match[2] == "b" else 1e6)

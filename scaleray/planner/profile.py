@@ -50,6 +50,8 @@ class Block:
     head_dim: int = 0
     conv_flops: float = 0.0
     """Convolutions, which are not written as matrix products here."""
+    winograd_flops: float = 0.0
+    """The part of `conv_flops` whose filters are 3x3 or 5x5, ungrouped and of stride 1: in 32 bit they need fewer products."""
     traffic_bytes: float = 0.0
     """Read and written by what is no matrix product: norms, activations, dropout, residual sums."""
     split_traffic_bytes: float = 0.0
@@ -61,6 +63,8 @@ class Block:
     split_kept_bytes: float = 0.0
     score_kept_bytes: float = 0.0
     """Attention scores kept by kernels that write them out; divided by tensor parallel, dropped by selective recomputation."""
+    alternate_kept_bytes: float = 0.0
+    """Kept, besides what enters the block, by recomputation that keeps every other product's output and attention's; 0 where that is not known."""
     boundary_bytes: float = 0.0
     """What enters the block: kept with full recomputation, sent between pipeline stages."""
     num_kernels: int = 0
@@ -173,8 +177,9 @@ class TransformerShape:
     """The same for keys and values."""
     rotary_dim: int = 0
     """With `kv_rank`: dimensions of each head beside `head_dim` that only carry the position."""
-    logit_bytes: int = 10
-    """Kept for each logit: 2 and 4 for both widths and 4 for their softmax; 6 where the loss works in place (Megatron)."""
+    logit_bytes: int = 14
+    """At the peak of the loss, for each logit: 2 for itself and 12 for its 32-bit softmax, the gradient of that and its own. 8 where all of
+    them have 16 bits; 6 where the softmax takes the logit's place and the gradient the softmax's (Megatron, nanotron)."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -248,19 +253,19 @@ def _layer(shape: TransformerShape, name: str, count: int, *, is_mixed: bool) ->
     params += 2 * hidden if shape.is_gated else 2 * (2 * hidden) + (attention_width + 2 * kv_width) + 2 * hidden + ffn
     # elements per token that stay for the backward pass, from arXiv:2205.05198: norms' inputs, residual branches
     unsplit_kept = 4 * hidden + (hidden if shape.has_dropout else 0)
-    # gated models as they are written today: norms in 32 bit, and queries and keys once more after their rotation
+    # gated models as they are written today compute norms in 32 bit: input and normalized values are kept besides the result
     unsplit_kept += 4 * hidden if shape.is_gated else 0
-    rotated = attention_width + kv_width if shape.is_gated else 0
     inside = ffn + routed * expert_ffn
     split_kept = (
-        rotated
-        + attention_width
+        attention_width
         + 2 * kv_width
         + attention_width
         + (inputs + 1) * inside
         + (inside if shape.is_gated else 0)
         + 2 * routed * hidden  # tokens in the order of their experts, and what these made of them
     )
+    # of seven products the query's, the value's, the gate's and the last; of six the query's, the value's and the one before the activation
+    alternate_kept = 2 * attention_width + kv_width + inside + routed * hidden + (hidden if shape.is_gated else 0)
     scores = (
         0.0 if shape.fused_attention else (2.5 if shape.has_dropout else 2.0) * shape.heads * sequence * token_bytes
     )
@@ -272,7 +277,7 @@ def _layer(shape: TransformerShape, name: str, count: int, *, is_mixed: bool) ->
         # each routed copy is read and written once on its way out and once on its way back
         traffic_bytes=token_bytes * (10 + (4 if shape.has_dropout else 0) + 4 * routed) * hidden,
         split_traffic_bytes=token_bytes * ((inputs + 1) * inside + 2 * attention_width), score_traffic_bytes=score_traffic,
-        kept_bytes=token_bytes * unsplit_kept, split_kept_bytes=token_bytes * split_kept, score_kept_bytes=scores,
+        kept_bytes=token_bytes * unsplit_kept, split_kept_bytes=token_bytes * split_kept, score_kept_bytes=scores, alternate_kept_bytes=token_bytes * alternate_kept,
         boundary_bytes=token_bytes * hidden, num_kernels=(22 if shape.fused_attention else 30) + (20 if is_mixed else 0), num_all_reduces=2,
         num_experts=shape.experts if is_mixed else 0, active_experts=routed, expert_params=expert_params,
         routed_bytes=token_bytes * routed * hidden,
@@ -345,10 +350,10 @@ def resnet(depth: int, *, image: int = 224, num_classes: int = 1000, is_small_st
             inside, size = size, size // stride
             name = f"stage{stage + 1}.{index}"
             if has_bottleneck:
-                convs = [_conv(name, width_in, width, 1, inside), _conv(name, width, width, 3, size),
+                convs = [_conv(name, width_in, width, 1, inside), _conv(name, width, width, 3, size, stride=stride),
                          _conv(name, width, 4 * width, 1, size)]  # fmt: skip
             else:
-                convs = [_conv(name, width_in, width, 3, size), _conv(name, width, width, 3, size)]
+                convs = [_conv(name, width_in, width, 3, size, stride=stride), _conv(name, width, width, 3, size)]
             if stride > 1 or width_in != expansion * width:
                 convs.append(_conv(name, width_in, expansion * width, 1, size))
             parts.append(_sum_of(name, convs))
@@ -358,11 +363,12 @@ def resnet(depth: int, *, image: int = 224, num_classes: int = 1000, is_small_st
     return ModelProfile(name=f"ResNet-{depth}", blocks=(*parts, classes), kind="cnn")
 
 
-def _conv(name: str, channels_in: int, channels: int, kernel: int, size: int) -> Block:
+def _conv(name: str, channels_in: int, channels: int, kernel: int, size: int, *, stride: int = 1) -> Block:
     outputs = channels * size * size
     return Block(
         name=name, num_params=channels_in * channels * kernel * kernel + 2 * channels,
         conv_flops=2.0 * outputs * channels_in * kernel * kernel,
+        winograd_flops=2.0 * outputs * channels_in * kernel * kernel if kernel == 3 and stride == 1 else 0.0,
         # the convolution writes it, batch norm reads it twice and writes it, the activation reads and writes it, the next reads it
         traffic_bytes=2.0 * 7 * outputs, kept_bytes=2.0 * 3 * outputs, boundary_bytes=2.0 * outputs, num_kernels=3,
     )  # fmt: skip
@@ -371,16 +377,24 @@ def _conv(name: str, channels_in: int, channels: int, kernel: int, size: int) ->
 def _sum_of(name: str, parts: list[Block]) -> Block:
     return Block(
         name=name, num_params=sum(part.num_params for part in parts), conv_flops=sum(part.conv_flops for part in parts),
+        winograd_flops=sum(part.winograd_flops for part in parts),
         traffic_bytes=sum(part.traffic_bytes for part in parts), kept_bytes=sum(part.kept_bytes for part in parts),
         boundary_bytes=parts[-1].boundary_bytes, num_kernels=1 + sum(part.num_kernels for part in parts),
     )  # fmt: skip
 
 
-def convolutional(name: str, *, num_params: float, forward_macs: float, outputs: float, num_layers: int, largest_params: float = 0.0) -> ModelProfile:  # fmt: skip
-    """A convolutional network by the figures of its paper: `outputs` are the elements that its convolutions write."""
+def convolutional(
+    name: str, *, num_params: float, forward_macs: float, outputs: float, num_layers: int, largest_params: float = 0.0,
+    winograd_share: float = 0.0, has_norms: bool = True,
+) -> ModelProfile:  # fmt: skip
+    """A convolutional network by the figures of its paper: `outputs` are the elements that its convolutions write,
+    `winograd_share` the part of the products in 3x3 or 5x5 filters of stride 1."""
+    # without a norm: written, read and written by the activation, read by the next layer; two of the three copies stay
+    passes, copies = (7, 3) if has_norms else (4, 2)
     block = Block(
         name="layer", count=num_layers, num_params=num_params / num_layers, conv_flops=2.0 * forward_macs / num_layers,
-        traffic_bytes=2.0 * 7 * outputs / num_layers, kept_bytes=2.0 * 3 * outputs / num_layers,
+        winograd_flops=2.0 * forward_macs * winograd_share / num_layers,
+        traffic_bytes=2.0 * passes * outputs / num_layers, kept_bytes=2.0 * copies * outputs / num_layers,
         boundary_bytes=2.0 * outputs / num_layers, num_kernels=3,
     )  # fmt: skip
     return ModelProfile(name=name, blocks=(block,), kind="cnn", largest_tensor_params=largest_params)

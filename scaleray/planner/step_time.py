@@ -12,22 +12,24 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from scaleray.planner.communication import all_gather_s, all_reduce_s, send_s
+from scaleray.planner.communication import all_gather_s, all_reduce_s
 from scaleray.planner.compute import block_times, element_bytes, optimizer_s
 from scaleray.planner.constants import DEFAULT, Constants
 from scaleray.planner.context import key_value_exchange_s
 from scaleray.planner.experts import expert_exchange_s, owned_params, reduced_params
 from scaleray.planner.hardware import Cluster
 from scaleray.planner.layout import Layout, group_of
+from scaleray.planner.pipeline import hand_overs_s, idle_micro_batches
 from scaleray.planner.profile import Block, ModelProfile
 from scaleray.planner.stages import balanced_cuts, even_cuts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a measurement at a small size taught: how much longer than predicted the GPU computes."""
+    """What a measurement at a small size taught: how much longer than predicted the GPU computes, and collectives take."""
 
     compute_scale: float = 1.0
+    comm_scale: float = 1.0
     sample_s: float | None = None
     """Forward and backward of one sample, where the profile cannot say; scaled as well."""
 
@@ -109,16 +111,16 @@ def step_time(
 ) -> StepTime:  # fmt: skip
     """One optimizer step of `layout`. `measured` scales the compute to what was seen on a GPU."""
     measured = measured or Measured()
-    stage = _slowest_stage(model, layout, cluster, measured, fused_attention, constants)
+    hand_overs = [measured.comm_scale * one for one in hand_overs_s(model, layout, cluster, constants)]
+    stage, wait = _slowest_stage(model, layout, cluster, measured, fused_attention, hand_overs, constants)
     passes = layout.accumulation
     # the host launches kernels while the GPU runs them: a stage cannot be faster than its launches
     stretch = max(1.0, stage.launch_s / max(stage.forward_s + stage.backward_s + stage.recompute_s, 1e-12))
     # statistics of gradients are taken as these appear, so that communication goes on beside them
     forward, backward = stage.forward_s * stretch, stage.backward_s * stretch + layout.extra_s / passes
     recompute = stage.recompute_s * stretch
-    data = _data_comm(model, stage, layout, cluster, forward, backward + recompute, constants)
-    bubbles = _bubbles(layout)
-    send = _sends_s(model, layout, cluster, constants)
+    data = _data_comm(model, stage, layout, cluster, forward, backward + recompute, constants, measured.comm_scale)
+    bubbles = idle_micro_batches(layout)
     update = optimizer_s(stage.owned_params, layout, cluster.gpu, constants) if layout.num_gpus else 0.0
     shares = {
         "transformer": constants.straggler_share,
@@ -130,7 +132,7 @@ def step_time(
     return StepTime(
         forward_s=forward * passes, backward_s=backward * passes, recompute_s=recompute * passes,
         tensor_comm_s=stage.tensor_comm_s * passes, bubble_s=bubbles * (forward + backward + recompute + stage.tensor_comm_s),
-        pipeline_comm_s=send * (passes + layout.pipeline - 1), data_comm_s=data.exposed_s, hidden_comm_s=data.hidden_s,
+        pipeline_comm_s=wait * passes + sum(hand_overs), data_comm_s=data.exposed_s, hidden_comm_s=data.hidden_s,
         sent_bytes=data.sent_bytes, optimizer_s=update, straggler_s=compute * behind, overhead_s=constants.step_overhead_s,
     )  # fmt: skip
 
@@ -150,7 +152,7 @@ def _pass_of(block: Block, model: ModelProfile, layout: Layout, cluster: Cluster
     if layout.tensor > 1 and block.num_all_reduces:
         group = group_of(cluster, layout.tensor, 1, num_gpus=layout.num_gpus)
         nbytes = block.boundary_bytes * layout.micro_batch / layout.context * element_bytes(layout) / 2
-        once = all_reduce_s(nbytes, group, cluster, constants) * block.num_all_reduces
+        once = all_reduce_s(nbytes, group, cluster, constants) * block.num_all_reduces * measured.comm_scale
         comm = (
             once
             * (2 + (1 if layout.checkpointing == "full" and is_layer else 0))
@@ -158,8 +160,12 @@ def _pass_of(block: Block, model: ModelProfile, layout: Layout, cluster: Cluster
         )
     # back as often as forth, and once more where the layer is computed again; ring attention passes on gradients of keys and values too
     again_too = 1 if layout.checkpointing == "full" and is_layer else 0
-    comm += expert_exchange_s(block, layout, cluster, constants) * (2 + again_too)
-    comm += key_value_exchange_s(block, layout, cluster, times.attention_s * scale, constants) * (3 + again_too)
+    comm += expert_exchange_s(block, layout, cluster, constants) * (2 + again_too) * measured.comm_scale
+    comm += (
+        key_value_exchange_s(block, layout, cluster, times.attention_s * scale, constants)
+        * (3 + again_too)
+        * measured.comm_scale
+    )
     # the forward pass is a third of a block's kernels, and what is repeated is launched again
     launches = times.launch_s * (1 + recompute / times.forward_s / 3 if times.forward_s else 1.0)
     return _Pass(
@@ -167,12 +173,15 @@ def _pass_of(block: Block, model: ModelProfile, layout: Layout, cluster: Cluster
     )
 
 
-def _slowest_stage(model: ModelProfile, layout: Layout, cluster: Cluster, measured: Measured, fused: bool, constants: Constants) -> _Pass:  # fmt: skip
+def _slowest_stage(
+    model: ModelProfile, layout: Layout, cluster: Cluster, measured: Measured, fused: bool, hand_overs: list[float], constants: Constants
+) -> tuple[_Pass, float]:  # fmt: skip
+    """The stage with most to compute, and what hand-overs add to each micro-batch, there or at a stage that they make slower still."""
     passes = [
         (block.count, _pass_of(block, model, layout, cluster, measured, fused, constants)) for block in model.blocks
     ]
     if layout.pipeline == 1:
-        return sum((one.times(count) for count, one in passes), _Pass())
+        return sum((one.times(count) for count, one in passes), _Pass()), 0.0
     singles = [one for count, one in passes for _ in range(count)]
     cuts = (
         even_cuts(model, layout.pipeline)
@@ -180,25 +189,10 @@ def _slowest_stage(model: ModelProfile, layout: Layout, cluster: Cluster, measur
         else balanced_cuts([one.total_s for one in singles], layout.pipeline)
     )
     stages = [sum(singles[start:end], _Pass()) for start, end in itertools.pairwise(cuts)]
-    return max(stages, key=lambda stage: stage.total_s)
-
-
-def _bubbles(layout: Layout) -> float:
-    """Idle time of a stage, in micro-batches."""
-    share = {"1f1b": 1.0, "gpipe": 1.0, "interleaved": 1.0 / layout.chunks, "zero_bubble": 1.0 / 3}[layout.schedule]
-    return (layout.pipeline - 1) * share
-
-
-def _sends_s(model: ModelProfile, layout: Layout, cluster: Cluster, constants: Constants) -> float:
-    if layout.pipeline == 1:
-        return 0.0
-    group = group_of(cluster, layout.pipeline, layout.tensor * layout.context * layout.data, num_gpus=layout.num_gpus)
-    boundary = max(block.boundary_bytes for block in model.blocks) * layout.micro_batch / layout.context
-    nbytes = boundary * element_bytes(layout) / 2 / (layout.tensor if layout.sequence_parallel else 1)
-    # interleaving sends for every chunk, but beside the compute of another
-    return (2 * send_s(nbytes, group, cluster, constants) + 2 * constants.handover_s) * (
-        1 if layout.chunks == 1 else 0.3 * layout.chunks
-    )
+    waits = [max(beside) for beside in zip([0.0, *hand_overs], [*hand_overs, 0.0], strict=True)]
+    slowest = max(stages, key=lambda stage: stage.total_s)
+    period = max(stage.total_s + wait for stage, wait in zip(stages, waits, strict=True))
+    return slowest, period - slowest.total_s
 
 
 @dataclass(frozen=True)
@@ -209,14 +203,15 @@ class _DataComm:
 
 
 def _data_comm(
-    model: ModelProfile, stage: _Pass, layout: Layout, cluster: Cluster, forward_s: float, backward_s: float, constants: Constants
+    model: ModelProfile, stage: _Pass, layout: Layout, cluster: Cluster, forward_s: float, backward_s: float, constants: Constants,
+    scale: float,
 ) -> _DataComm:  # fmt: skip
     if layout.data == 1:
         return _DataComm()
     stride = layout.tensor  # a context parallel group shards its state like replicas
     group = group_of(cluster, layout.data * layout.context, layout.tensor, num_gpus=layout.num_gpus)
     if layout.sharding == "zero3":
-        return _sharded_comm(model, stage, layout, cluster, forward_s, backward_s, stride, constants)
+        return _sharded_comm(model, stage, layout, cluster, forward_s, backward_s, stride, constants, scale)
     gradients = stage.reduced_params * layout.gradient_bytes
     # the last bucket is as full as chance will have it, unless it holds a tensor that cannot be cut
     last = max(
@@ -227,7 +222,7 @@ def _data_comm(
     reduce = all_reduce_s if layout.sharding == "none" else all_gather_s
     total = reduce(gradients, group, cluster, constants)
     latency = reduce(0.0, group, cluster, constants)
-    total += latency * (buckets - 1)
+    total = scale * (total + latency * (buckets - 1))
     window = constants.hiding_share * backward_s if layout.overlaps_data else 0.0
     tail = total * last / gradients
     exposed, hidden = _hide(total, window, tail, constants)
@@ -237,7 +232,7 @@ def _data_comm(
     exposed, hidden, sent = exposed * times, hidden * times, sent * times
     if layout.sharding in ("zero1", "zero2"):
         params = stage.reduced_params * layout.gather_bits / 8
-        gather = all_gather_s(params, group, cluster, constants)
+        gather = scale * all_gather_s(params, group, cluster, constants)
         # parameters come back one layer after the other, beside the next forward pass where that is implemented
         late, early = _hide(
             gather, constants.prefetch_share * forward_s if layout.overlaps_gather else 0.0, 0.0, constants
@@ -249,14 +244,14 @@ def _data_comm(
 
 def _sharded_comm(
     model: ModelProfile, stage: _Pass, layout: Layout, cluster: Cluster, forward_s: float, backward_s: float, stride: int,
-    constants: Constants,
+    constants: Constants, scale: float,
 ) -> _DataComm:  # fmt: skip
     shards = layout.num_shards
     group = group_of(cluster, shards, stride, num_gpus=layout.num_gpus)
     num_units = max(1, round(model.num_layers / layout.pipeline))
     unit = stage.reduced_params / num_units
-    gather_unit = all_gather_s(unit * layout.gather_bits / 8, group, cluster, constants)
-    reduce_unit = all_gather_s(unit * layout.gradient_bytes, group, cluster, constants)
+    gather_unit = scale * all_gather_s(unit * layout.gather_bits / 8, group, cluster, constants)
+    reduce_unit = scale * all_gather_s(unit * layout.gradient_bytes, group, cluster, constants)
     gathers, reduces = gather_unit * num_units, reduce_unit * num_units
     share = constants.prefetch_share
     ahead, hidden_ahead = _hide(gathers, share * forward_s, gather_unit, constants)
@@ -270,7 +265,7 @@ def _sharded_comm(
         part = stage.reduced_params * layout.gradient_bytes / shards
         between = group_of(cluster, replicas, stride * shards, num_gpus=layout.num_gpus)
         again, hidden_again = _hide(
-            all_reduce_s(part, between, cluster, constants), 0.5 * share * backward_s, 0.0, constants
+            scale * all_reduce_s(part, between, cluster, constants), 0.5 * share * backward_s, 0.0, constants
         )
         exposed, hidden = exposed + again, hidden + hidden_again
         sent += 2 * part * (replicas - 1) / replicas

@@ -57,8 +57,13 @@ def layout_of(parallelism: dict[str, Any], model: ModelProfile, cluster: Cluster
     gradient_bytes, gather_bits = _widths(said, precision, sharding, parallelism)
     if is_core:
         gradient_bytes = 2  # its recipes reduce in the precision they train in
+    # KempnerForge moves the whole model, and with it the moments, to 16 bit, and reduces once a step (training/grad.py); it gathers the
+    # logits of tensor parallel for the loss (distributed/tensor_parallel.py). nanotron fills its stages in turn (models/base.py)
+    is_kempner, is_nanotron = "kempnerforge" in text(part(row, "model"), "name").lower(), "nanotron" in said
     is_titan = "FSDP2" in said and tensor > 1  # torchtitan's tensor parallel plans divide norms along the sequence
     return Layout(
+        filled_stages=is_nanotron, copies_gradients="DeepSpeed" in said and precision == "bf16", plans_memory="oneflow" in framework.lower(),
+        accumulates_whole=is_kempner, splits_logits=not is_kempner, optimizer_bytes=4 if is_kempner else 8,
         data=data, shard=shard, tensor=tensor, pipeline=pipeline, context=context, micro_batch=micro_batch, accumulation=accumulation,
         expert=_expert_degree(parallelism, model, data * context * tensor),
         sharding=sharding,
@@ -66,7 +71,7 @@ def layout_of(parallelism: dict[str, Any], model: ModelProfile, cluster: Cluster
         checkpointing=_checkpointing(parallelism.get("activation_checkpointing", "full" if sharding == "zero3" and "eepspeed" in row["file"] else None)),
         sequence_parallel=bool(parallelism.get("sequence_parallel")) or is_titan or "reduce-scatter" in said or "with sequence" in said or "TP comm overlap" in overlap or is_core or any(word in framework for word in RECIPES),
         schedule=_schedule(f"{said} {planned}".lower(), pipeline, chunks), chunks=chunks, even_stages=is_megatron, keeps_gathered=not is_megatron and not said.startswith('TP x PP'), precision=precision,
-        is_mixed=precision not in ("fp32", "tf32"), gradient_bytes=gradient_bytes, gather_bits=gather_bits,
+        is_mixed=precision not in ("fp32", "tf32") and not is_kempner, gradient_bytes=gradient_bytes, gather_bits=gather_bits,
         compiled=bool(parallelism.get("compile")) or "nvfuser" in text(parallelism, "compiler") or "torchcompile" in text(parallelism, "compiler"),
         overlaps_tensor="TP comm overlap" in overlap or is_core or ("async" in said.lower() and "no async" not in said), overlaps_data=not (is_megatron and pipeline == 1 and "overlap" not in parallelism and "core" not in row["file"]),
         overlaps_gather="param gather" in overlap or "core" in row["file"] or "FSDP" in said,

@@ -23,6 +23,9 @@ from scaleray.planner.published.tables import example_points, framework_points, 
 
 # host time for each tensor of the parameters, the same on T4, A100 and Quadro: intercepts of step time over batch in both traces
 ADAPTDL_TENSOR_S, LOOP_TENSOR_S, CAST_TENSOR_S = 0.35e-3, 0.30e-3, 0.35e-3
+# a lone replica has nobody to compare gradients with and takes the step before: ten small kernels more for each tensor, after a
+# synchronisation (adaptdl's gradient_noise_scale.py). Why Sia's A100 are faster in pairs than alone
+ALONE_TENSOR_S = 10 * 8e-6
 NOT_SPEED = {
     "convergence": "is about accuracy, not speed or memory",
     "hardware": "is a data sheet, which the catalogue holds",
@@ -157,6 +160,7 @@ def _trace_point(row: dict[str, Any]) -> Observation:
     # adaptdl measured both traces, with statistics of every gradient; AdamW was a loop over tensors then, and apex casts each
     tensor_s = ADAPTDL_TENSOR_S + (LOOP_TENSOR_S if optimizer == "AdamW" else 0.0)
     tensor_s += CAST_TENSOR_S if "amp" in str(row["model"].get("precision")) else 0.0
+    tensor_s += ALONE_TENSOR_S if int(measured["num_replicas"]) == 1 else 0.0
     layout = Layout(data=int(measured["num_replicas"]), extra_s=tensor_s * model.num_tensors, micro_batch=int(measured["local_bsz"]), precision=precision, gradient_bytes=4,
                     is_mixed=precision in ("fp16", "bf16"), optimizer_bytes=8 if optimizer == "AdamW" else 4)  # fmt: skip
     series = (row["file"], row["model"]["name"], cluster.gpu.name, precision)
@@ -167,10 +171,11 @@ def _trace_point(row: dict[str, Any]) -> Observation:
 
 
 def _memory_of(measured: dict[str, Any]) -> tuple[float | None, MemoryKind]:
+    # torch's counters are divided by 1024**3 whatever the unit is called; of nvidia-smi's MiB the last three digits are left out
     units: list[tuple[str, float, MemoryKind]] = [
         ("peak_allocated_mib", 2.0**20, "allocated"), ("peak_memory_gib", 2.0**30, "allocated"), ("peak_memory_active_gib", 2.0**30, "allocated"),
         ("memory_gib_per_gpu", 2.0**30, "reserved"), ("peak_reserved_mib", 2.0**20, "reserved"),
-        ("memory_gb_per_gpu", 1e9, "allocated"), ("memory_gb", 1e9, "device"), ("memory_mib_nvidia_smi", 2.0**20, "device"),
+        ("memory_gb_per_gpu", 2.0**30, "allocated"), ("memory_gb", 1000 * 2.0**20, "device"), ("memory_mib_nvidia_smi", 2.0**20, "device"),
     ]  # fmt: skip
     for key, unit, kind in units:
         found = number(measured, key)
