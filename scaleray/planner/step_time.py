@@ -173,7 +173,9 @@ def _pass_of(block: Block, model: ModelProfile, layout: Layout, cluster: Cluster
     comm += scale_comm * key_value_exchange_s(block, layout, cluster, times.attention_s * scale, constants) * (3 + again_too)
     # the forward pass is a third of a block's kernels, and what is repeated is launched again
     launches = times.launch_s * (1 + recompute / times.forward_s / 3 if times.forward_s else 1.0)
-    return _Pass(times.forward_s * scale, times.backward_s * scale, recompute * scale, comm, launches * scale, reduced, owned)
+    return _Pass(
+        times.forward_s * scale, times.backward_s * scale, recompute * scale, comm, launches * scale, reduced, owned
+    )
 
 
 def block_passes(
