@@ -36,7 +36,9 @@ def write_config(advice: Advice, config: Path | None, path: Path) -> list[str]:
             load_config(partial, environ={})  # what train would refuse is not left lying about
         partial.replace(path)
     except OSError as exc:
-        raise StorageError("--write", str(path), f"it cannot be written: {exc.strerror}", "choose another file") from exc
+        raise StorageError(
+            "--write", str(path), f"it cannot be written: {exc.strerror}", "choose another file"
+        ) from exc
     finally:
         partial.unlink(missing_ok=True)
     lines = [f"config: {path}, {chosen.layout.describe()}"]
