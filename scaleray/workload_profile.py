@@ -40,6 +40,8 @@ class PartProfile:
     attention_flops: float = 0.0
     """Of fused attention: in full, also where a causal mask would leave out half."""
     convolution_flops: float = 0.0
+    winograd_flops: float = 0.0
+    """The part of them in ungrouped 3x3 and 5x5 filters of stride 1, for which there is a faster algorithm in 32 bit."""
     activation_bytes: float = 0.0
     """Kept from the forward pass for the backward pass."""
     output_bytes: float = 0.0

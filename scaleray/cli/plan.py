@@ -7,11 +7,16 @@ import json as json_library
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
 from scaleray.errors import ConfigError, StorageError, UsageError
+
+if TYPE_CHECKING:
+    from scaleray.planner.advise import Advice
+    from scaleray.planner.outlook import Outlook
+    from scaleray.planner.to_target import Way
 
 plan_app = App(
     name="plan",
@@ -28,11 +33,15 @@ def plan(
     *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
     config: Annotated[Path | None, Parameter(name=["--config", "-c"], help="YAML file of the run.")] = None,
     model: str | None = None, profile: Path | None = None, cluster: str | None = None, here: Annotated[bool, Parameter(negative="")] = False,
+    address: str | None = None, network: str | None = None,
     global_batch: int | None = None, sequence: int | None = None, precision: str | None = None, strategies: str = "ddp,zero1,fsdp,hsdp,tp,pp",
     optimizer: Literal["adam", "momentum", "sgd"] | None = None, compiled: Annotated[bool, Parameter(negative="")] = False,
     step_time: float | None = None, micro_batch: int | None = None, from_run: Path | None = None,
-    input_rate: float | None = None, samples: float | None = None, rank_by: str = "throughput", rows: int = 10,
-    hardware: Hardware = None, write: Path | None = None, html: Path | None = None, json: Json = False,
+    input_rate: float | None = None,
+    samples: Annotated[float | None, Parameter(name=["--samples", "--target-samples"])] = None, target_steps: float | None = None,
+    noise_scale: float | None = None, rank: Annotated[str, Parameter(name=["--rank", "--rank-by"])] = "throughput", rows: int = 10,
+    checkpoint_minutes: float | None = None, waits_for_checkpoints: Annotated[bool, Parameter(name="--checkpoints-wait", negative="")] = False,
+    hardware: Hardware = None, collectives: Path | None = None, write: Path | None = None, html: Path | None = None, json: Json = False,
 ) -> int:  # fmt: skip
     """Rank the layouts of a model on a cluster.
 
@@ -43,9 +52,13 @@ def plan(
     profile
         A workload's counted costs, as training.model_profile writes them.
     cluster
-        GPU:PERNODExNODES[,net=...][,link=...][,price=...], as in h100:8x16 or a100-80:8x64,net=200G.
+        GPU:PERNODExNODES[,net=...][,link=...][,price=...], as in h100:8x16 or a100-80:8x64,net=200G; or a YAML file.
     here
         The GPUs of this machine instead of --cluster.
+    address
+        With --here: the GPUs of the Ray cluster there (host:port, ray://host:port or auto) instead of this machine's.
+    network
+        Of that cluster's nodes, which Ray does not know: by name, 100G or 8x400G; by default as such machines usually have.
     global_batch
         Samples of an optimizer step, over all GPUs; by default the config's, or about 4 million tokens (32 images a GPU).
     sequence
@@ -63,15 +76,26 @@ def plan(
     micro_batch
         Samples of the measured step.
     from_run
-        Record of a run or study on one worker or more, whose smallest point takes the place of --step-time.
+        Record of a run or study on one worker or more, whose smallest point takes the place of --step-time; or of a sweep.
     input_rate
         Samples a second that the input pipeline of one node delivers.
     samples
-        Samples of the whole training: the plan says how long it takes.
-    rank_by
-        throughput, cost and time (the same on given GPUs), or memory.
+        Samples of the whole training at --global-batch: the plan says how long it takes.
+    target_steps
+        The same in optimizer steps.
+    noise_scale
+        Gradient noise scale in samples, measured at --global-batch: what a sample is worth in larger and smaller batches.
+    rank
+        throughput, cost and time (the same on given GPUs), memory; or time-to-target, which looks for the batch size as well: with
+        --noise-scale and a target, or --from-run with a run, study or sweep that measured them.
+    checkpoint_minutes
+        Training between two checkpoints; by default what is best for the cluster file's gpu_mtbf_hours.
+    waits_for_checkpoints
+        Checkpoints are synchronous: the training waits until storage has them.
     rows
         Layouts to show.
+    collectives
+        All-reduces measured on the cluster: what nccl-tests' all_reduce_perf printed, or CSV (ranks,nodes,bytes,seconds).
     write
         Write the best layout that `scaleray train` can run as a config, onto -c where it is given.
     html
@@ -80,52 +104,87 @@ def plan(
     from rich.console import Console
 
     from scaleray.cli.plan_question import question_of
+    from scaleray.cli.plan_record import plan_record
+    from scaleray.cli.plan_target import target_of
+    from scaleray.cli.plan_write import write_config
     from scaleray.planner.advise import advise
+    from scaleray.planner.checkpoints import checkpoint_cost, is_asked
     from scaleray.planner.outlook import outlook
+    from scaleray.planner.to_target import best_way, ways_to
     from scaleray.reports.plan import WIDTH, plan_lines, plan_table
+    from scaleray.reports.plan_target import way_table
 
     question = question_of(
         overrides=overrides, config=config, model=model, profile=profile, cluster=cluster, here=here, global_batch=global_batch, sequence=sequence,
         precision=precision, strategies=strategies, optimizer=optimizer, compiled=compiled, step_time=step_time, micro_batch=micro_batch,
-        from_run=from_run, input_rate=input_rate, rank_by=rank_by, hardware=hardware,
+        from_run=from_run, input_rate=input_rate, rank_by=rank, hardware=hardware, collectives=collectives, address=address, network=network,
     )  # fmt: skip
+    interval_s = None if checkpoint_minutes is None else 60 * checkpoint_minutes
+    ways: list[Way] = []
+    if rank == "time-to-target":
+        target = target_of(
+            batch_size=question.global_batch, noise_scale=noise_scale, samples=samples, steps=target_steps, from_run=from_run
+        )  # fmt: skip
+        ways = ways_to(target, question, interval_s=interval_s, is_asynchronous=not waits_for_checkpoints)
+        chosen = best_way(ways, num_gpus=question.cluster.num_gpus)
+        if chosen is not None:
+            question = dataclasses.replace(question, global_batch=chosen.batch_size)
+            samples = chosen.samples.value
+    elif noise_scale is not None:
+        raise ConfigError("--noise-scale", noise_scale, "it decides nothing here", "add --rank time-to-target")
+    elif target_steps is not None:
+        samples = target_steps * question.global_batch if samples is None else samples
     advice = advise(question)
+    kept = checkpoint_cost(
+        question.model, advice.best.layout, question.cluster, interval_s=interval_s, is_asynchronous=not waits_for_checkpoints
+    )  # fmt: skip
+    shown = kept if is_asked(question.cluster, interval_s) or waits_for_checkpoints else None
     seen = outlook(advice)
     console = Console(stderr=json)
     if not console.is_terminal:
         console.width = WIDTH + 20
+    if ways:
+        console.print(way_table(ways, target, num_gpus=question.cluster.num_gpus))
     console.print(plan_table(advice, rows=rows))
-    for line in plan_lines(advice, seen, num_samples=samples):
+    for line in plan_lines(advice, seen, num_samples=samples, kept=shown):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if write is not None:
-        console.print(f"config: {_write(advice, config, write)}", highlight=False, markup=False, soft_wrap=True)
+        for line in write_config(advice, config, write):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
     if html is not None:
-        _write_page(html, advice, seen, rows)
+        _write_page(html, advice, seen, rows=rows, kept=shown, ways=ways)
         console.print(f"page: {html}", highlight=False, markup=False, soft_wrap=True)
     if json:
-        print(json_library.dumps(_record(advice, seen, rows), indent=2))
+        print(json_library.dumps(plan_record(advice, seen, rows=rows, kept=shown, ways=ways), indent=2))
     return 0
 
 
 @plan_app.command
 def explain(what: str = "constants", /, *, model: str | None = None, cluster: str | None = None, global_batch: int | None = None,
             sequence: int | None = None, precision: str | None = None, strategies: str = "ddp,zero1,fsdp,hsdp,tp,pp", rows: int = 20) -> int:  # fmt: skip
-    """Say what the planner's figures are and where they come from, or why a layout was dropped.
+    """Say what the planner's figures are and where they come from, why layouts were dropped, or what a step does when.
 
     Parameters
     ----------
     what
-        constants; a GPU, link or network by name; intervals; or layouts, with --model, --cluster and --global-batch.
+        constants; a GPU, link or network by name; intervals; or, with --model, --cluster and --global-batch: layouts (why they were
+        dropped), step (the recommended layout's, simulated task by task).
     rows
-        Layouts to list.
+        Layouts or streams to list.
     """
-    from scaleray.planner.explain import explain_constants, explain_hardware, explain_intervals, explain_layouts
+    from scaleray.planner.explain import (
+        explain_constants,
+        explain_hardware,
+        explain_intervals,
+        explain_layouts,
+        explain_step,
+    )
 
     if what == "constants":
         lines = explain_constants()
     elif what == "intervals":
         lines = explain_intervals()
-    elif what == "layouts":
+    elif what in ("layouts", "step"):
         from scaleray.cli.plan_question import question_of
 
         question = question_of(
@@ -136,7 +195,7 @@ def explain(what: str = "constants", /, *, model: str | None = None, cluster: st
             precision=precision,
             strategies=strategies,
         )
-        lines = explain_layouts(question, rows=rows)
+        lines = (explain_layouts if what == "layouts" else explain_step)(question, rows=rows)
     else:
         lines = explain_hardware(what)
     print("\n".join(lines))
@@ -248,52 +307,12 @@ def _observations(data: tuple[Path, ...]) -> tuple[list[Any], list[Any]]:
     return observations([row for folder in data for row in read_folder(folder)])
 
 
-def _write(advice: Any, config: Path | None, path: Path) -> str:
-    import yaml
-
-    from scaleray.planner.write import config_keys
-
-    runnable = [
-        choice.layout for choice in advice.choices if not (choice.layout.tensor > 1 and choice.layout.pipeline > 1)
-    ]
-    if not runnable:
-        raise ConfigError(
-            "--write", str(path), "no layout that scaleray train can run fits", "plan without tp or without pp"
-        )
-    keys = config_keys(runnable[0])
-    given = yaml.safe_load(config.read_text()) if config else {}
-    for section, values in keys.items():
-        given[section] = {**(given.get(section) or {}), **values}
-    path.write_text(yaml.safe_dump(given, sort_keys=False))
-    return f"{path}, {runnable[0].describe()}"
-
-
-def _write_page(path: Path, advice: Any, seen: Any, rows: int) -> None:
+def _write_page(path: Path, advice: Advice, seen: Outlook, **shown: Any) -> None:
     from scaleray.config.base import without_password
     from scaleray.reports.plan_page import plan_page
 
-    page = plan_page(advice, seen, rows=rows, command=f"scaleray {shlex.join(map(without_password, sys.argv[1:]))}")
+    page = plan_page(advice, seen, command=f"scaleray {shlex.join(map(without_password, sys.argv[1:]))}", **shown)
     try:
         path.write_text(page)
     except OSError as exc:
         raise StorageError("--html", str(path), f"it cannot be written: {exc.strerror}", "choose another file") from exc
-
-
-def _record(advice: Any, seen: Any, rows: int) -> dict[str, Any]:
-    def choice(one: Any) -> dict[str, Any]:
-        return {
-            "layout": dataclasses.asdict(one.layout), "words": one.layout.describe(), "step_time_s": dataclasses.asdict(one.step_time_s),
-            "parts_s": one.step.parts(), "hidden_comm_s": one.step.hidden_comm_s, "memory_bytes": one.memory.parts(),
-            "device_bytes": one.memory.device_bytes, "samples_per_s": one.samples_per_s, "tokens_per_s": one.tokens_per_s, "mfu": one.mfu,
-            "interval_class": one.kind, "is_trusted": one.is_trusted, "doubts": one.doubts, "cost_per_million_samples": one.cost_per_million_samples,
-        }  # fmt: skip
-
-    return {
-        "model": advice.question.model.name, "num_params": advice.question.model.num_params, "num_gpus": advice.question.cluster.num_gpus,
-        "gpu": advice.question.cluster.gpu.name, "global_batch": advice.question.global_batch, "num_layouts": advice.num_layouts,
-        "choices": [choice(one) for one in advice.choices[:rows]],
-        "rejected": [{"words": one.layout.describe(), "reason": one.reason, "missing_gib": one.missing_gib} for one in advice.rejected[:200]],
-        "curve": [{"num_gpus": point.num_gpus, "samples_per_s": dataclasses.asdict(point.samples_per_s), "efficiency": point.efficiency,
-                   "words": point.choice.layout.describe()} for point in seen.points],
-        "limit": seen.limit, "next_doubling": {"words": seen.doubling, "gain": seen.doubling_gain},
-    }  # fmt: skip

@@ -1,40 +1,18 @@
 """How long a collective takes, by group, message and network.
 
-Every operation is a number of latencies and a number of bytes over a bandwidth (alpha-beta; Hockney), for the cheaper of ring and tree
-as NCCL chooses. Bandwidths are achieved ones (`Link.bus_gb_per_s`, `Transport.bandwidth_share`), not nominal.
+Every operation is a number of latencies and a number of bytes over a bandwidth (alpha-beta; Hockney), for the cheapest of the cluster's
+algorithms, as NCCL chooses; where all-reduces were measured (`Cluster.measured`), as those say. Bandwidths are achieved ones
+(`Link.bus_gb_per_s`, `Transport.bandwidth_share`), not nominal.
 Source of ring and tree latency: NCCL's tuning.cc; of the hop counts, Thakur et al. 2005.
 """
 
 from __future__ import annotations
 
-import bisect
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from scaleray.planner.constants import DEFAULT, Constants
 from scaleray.planner.hardware import TRANSPORTS, Cluster
 from scaleray.planner.layout import Group
-
-
-@dataclass(frozen=True)
-class MeasuredTable:
-    """All-reduce times of one group on one cluster, as `scaleray`'s communication lab or nccl-tests print them."""
-
-    message_bytes: Sequence[float]
-    time_s: Sequence[float]
-    num_ranks: int
-
-    def all_reduce_s(self, nbytes: float) -> float:
-        """Interpolated in logarithms; beyond the ends, latency of the smallest and bandwidth of the largest message."""
-        if nbytes <= self.message_bytes[0]:
-            return self.time_s[0]
-        if nbytes >= self.message_bytes[-1]:
-            return self.time_s[-1] * nbytes / self.message_bytes[-1]
-        right = bisect.bisect_left(self.message_bytes, nbytes)
-        low, high = self.message_bytes[right - 1], self.message_bytes[right]
-        share = math.log(nbytes / low) / math.log(high / low)
-        return self.time_s[right - 1] ** (1 - share) * self.time_s[right] ** share
 
 
 def node_bytes_per_s(cluster: Cluster, num_nodes: int, constants: Constants = DEFAULT) -> float:
@@ -57,7 +35,10 @@ def bus_bytes_per_s(group: Group, cluster: Cluster, constants: Constants = DEFAU
         inside /= group.per_node
     if cluster.is_meshed and group.per_node > 1:
         inside *= (group.per_node - 1) / max(1, max(cluster.board_gpus, cluster.gpus_per_node) - 1)
-    return min(inside, node_bytes_per_s(cluster, group.num_nodes, constants) / group.num_rivals)
+    between = node_bytes_per_s(cluster, group.num_nodes, constants) / group.num_rivals
+    if group.num_nodes > 1 and cluster.network is not None and cluster.network.transport == "tcp":
+        between /= (1 + constants.socket_jitter) ** math.log2(group.num_ranks / 2)
+    return min(inside, between)
 
 
 def ring_latency_s(group: Group, cluster: Cluster) -> float:
@@ -68,7 +49,10 @@ def ring_latency_s(group: Group, cluster: Cluster) -> float:
 
 def tree_latency_s(group: Group, cluster: Cluster) -> float:
     """Of the way to the root: a chain in each node, then a binary tree of nodes."""
-    up = math.ceil(math.log2(group.num_nodes)) * network_latency_us(cluster) if group.num_nodes > 1 else 0.0
+    up = 0.0
+    if group.num_nodes > 1 and cluster.network is not None:
+        transport = TRANSPORTS[cluster.network.transport]
+        up = math.ceil(math.log2(group.num_nodes)) * (transport.tree_hop_us or transport.latency_us)
     return ((group.per_node - 1) * cluster.link.latency_us + up) * 1e-6
 
 
@@ -78,30 +62,44 @@ def network_latency_us(cluster: Cluster) -> float:
 
 
 def all_reduce_s(nbytes: float, group: Group, cluster: Cluster, constants: Constants = DEFAULT) -> float:
-    """Seconds to sum `nbytes` over the group. 2 (n-1)/n of them leave every rank."""
+    """Seconds to sum `nbytes` over the group, by what was measured on such a group or the cheapest algorithm."""
     if group.num_ranks < 2:
         return 0.0
-    n = group.num_ranks
-    bandwidth = bus_bytes_per_s(group, cluster, constants)
-    ring = 2 * ring_latency_s(group, cluster) + 2 * (n - 1) / n * nbytes / bandwidth
-    tree = 2 * tree_latency_s(group, cluster) + 2 * nbytes / bandwidth
-    return min(ring, tree)
+    for table in cluster.measured:
+        if (table.num_ranks, table.num_nodes, 1) == (group.num_ranks, group.num_nodes, group.num_rivals):
+            return table.all_reduce_s(nbytes)
+    cheapest = min(ALGORITHMS[name](nbytes, group, cluster, constants) for name in algorithms(group, cluster))
+    return cheapest * _measured_over_formula(nbytes, group, cluster, constants)
 
 
 def all_gather_s(nbytes: float, group: Group, cluster: Cluster, constants: Constants = DEFAULT) -> float:
     """Seconds until every rank of the group holds all `nbytes`. A reduce-scatter of as many takes as long."""
     if group.num_ranks < 2:
         return 0.0
+    return _ring_gather_s(nbytes, group, cluster, constants) * _measured_over_formula(nbytes, group, cluster, constants)
+
+
+def algorithms(group: Group, cluster: Cluster) -> tuple[str, ...]:
+    """Those of the cluster that can serve the group: `hierarchical` where it has parts in several nodes, `in_network` where the
+    switches it crosses add."""
+    leaves = group.num_nodes > 1
+    adds_between = cluster.in_network == "all" and cluster.network is not None and cluster.network.transport == "rdma"
+    adds_inside = cluster.in_network != "none" and cluster.link.switch_sum_gb_per_s is not None
+    adds = (adds_between or not leaves) and (adds_inside or group.per_node == 1)
+    fitting = [name for name in cluster.algorithms if name != "hierarchical" or (leaves and group.per_node > 1)]
+    return (*fitting, *(["in_network"] if adds else []))
+
+
+def ring_all_reduce_s(nbytes: float, group: Group, cluster: Cluster, constants: Constants = DEFAULT) -> float:
+    """Reduce-scatter and all-gather around a ring: 2 (n-1)/n of the bytes leave every rank."""
     n = group.num_ranks
-    return ring_latency_s(group, cluster) + (n - 1) / n * nbytes / bus_bytes_per_s(group, cluster, constants)
+    bandwidth = bus_bytes_per_s(group, cluster, constants)
+    return 2 * ring_latency_s(group, cluster) + 2 * (n - 1) / n * nbytes / bandwidth
 
 
-def send_s(nbytes: float, group: Group, cluster: Cluster, constants: Constants = DEFAULT) -> float:
-    """Seconds to send `nbytes` from one pipeline stage to the next, where all ranks of a stage send at once."""
-    if group.num_ranks < 2:
-        return 0.0
-    latency_us = network_latency_us(cluster) if group.num_nodes > 1 else cluster.link.latency_us
-    return latency_us * 1e-6 + nbytes / bus_bytes_per_s(group, cluster, constants)
+def tree_all_reduce_s(nbytes: float, group: Group, cluster: Cluster, constants: Constants = DEFAULT) -> float:
+    """Up a tree and down again, in pieces: fewer hops, and all bytes twice."""
+    return 2 * tree_latency_s(group, cluster) + 2 * nbytes / bus_bytes_per_s(group, cluster, constants)
 
 
 def hierarchical_all_reduce_s(nbytes: float, group: Group, cluster: Cluster, constants: Constants = DEFAULT) -> float:
@@ -109,12 +107,61 @@ def hierarchical_all_reduce_s(nbytes: float, group: Group, cluster: Cluster, con
     inside = Group(group.per_node, group.per_node, 1)
     between = Group(group.num_nodes, 1, group.num_nodes, group.num_rivals * group.per_node)
     part = nbytes / group.per_node
-    return 2 * all_gather_s(nbytes, inside, cluster, constants) + all_reduce_s(part, between, cluster, constants)
+    twice = 0.0 if group.per_node < 2 else 2 * _ring_gather_s(nbytes, inside, cluster, constants)
+    if group.num_nodes < 2:
+        return twice
+    ways = (ring_all_reduce_s, tree_all_reduce_s)
+    return twice + min(way(part, between, cluster, constants) for way in ways)
 
 
 def in_network_all_reduce_s(nbytes: float, group: Group, cluster: Cluster, constants: Constants = DEFAULT) -> float:
-    """With switches that add (SHARP, NVLS): every rank sends once and receives once."""
+    """With switches that add (NVLS in the node, SHARP between nodes): every rank sends its bytes once and receives the sums once."""
     if group.num_ranks < 2:
         return 0.0
-    latency_us = 2 * (network_latency_us(cluster) if group.num_nodes > 1 else cluster.link.latency_us)
-    return latency_us * 1e-6 + nbytes / bus_bytes_per_s(group, cluster, constants)
+    inside = math.inf
+    if group.per_node > 1:
+        adding = cluster.link.switch_sum_gb_per_s
+        inside = (
+            bus_bytes_per_s(Group(group.per_node, group.per_node, 1), cluster, constants)
+            if adding is None
+            else adding * 1e9
+        )
+    # what the node has summed leaves it once, over all of its adapters
+    bandwidth = min(inside, node_bytes_per_s(cluster, group.num_nodes, constants) / group.num_rivals)
+    latency_us = constants.switch_sum_us + 2 * (network_latency_us(cluster) if group.num_nodes > 1 else 0.0)
+    return latency_us * 1e-6 + nbytes / bandwidth
+
+
+ALGORITHMS = {
+    "ring": ring_all_reduce_s,
+    "tree": tree_all_reduce_s,
+    "hierarchical": hierarchical_all_reduce_s,
+    "in_network": in_network_all_reduce_s,
+}
+
+
+def _ring_gather_s(nbytes: float, group: Group, cluster: Cluster, constants: Constants) -> float:
+    n = group.num_ranks
+    return ring_latency_s(group, cluster) + (n - 1) / n * nbytes / bus_bytes_per_s(group, cluster, constants)
+
+
+def _measured_over_formula(nbytes: float, group: Group, cluster: Cluster, constants: Constants) -> float:
+    """What the formulas miss by on the measured group most like this one, for as many bytes: inside a node or between nodes."""
+    alike = [table for table in cluster.measured if (table.num_nodes > 1) == (group.num_nodes > 1)]
+    if not alike:
+        return 1.0
+    table = min(alike, key=lambda one: abs(math.log(one.num_ranks / group.num_ranks)))
+    same = Group(table.num_ranks, max(1, table.num_ranks // table.num_nodes), table.num_nodes)
+    formula = min(ALGORITHMS[name](nbytes, same, cluster, constants) for name in algorithms(same, cluster))
+    return table.all_reduce_s(nbytes) / formula
+
+
+def send_s(nbytes: float, group: Group, cluster: Cluster, constants: Constants = DEFAULT) -> float:
+    """Seconds to send `nbytes` from one pipeline stage to the next, where all ranks of a stage send at once."""
+    if group.num_ranks < 2:
+        return 0.0
+    latency_us = network_latency_us(cluster) if group.num_nodes > 1 else cluster.link.latency_us
+    bandwidth = bus_bytes_per_s(group, cluster, constants)
+    if group.num_nodes > 1 and cluster.network is not None:
+        bandwidth = min(bandwidth, TRANSPORTS[cluster.network.transport].flow_gb_per_s * 1e9)
+    return latency_us * 1e-6 + nbytes / bandwidth

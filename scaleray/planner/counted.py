@@ -53,6 +53,6 @@ def _block(part: PartProfile, widths: float, boundary_bytes: float) -> Block:
     products = tuple(Matmul(product.rows, product.columns, product.inner) for product in part.products)
     return Block(
         name="part", num_params=float(part.num_parameters), matmuls=products, attention_flops=part.attention_flops,
-        conv_flops=part.convolution_flops, traffic_bytes=part.traffic_bytes / widths, kept_bytes=part.activation_bytes / widths,
+        conv_flops=part.convolution_flops, winograd_flops=part.winograd_flops, traffic_bytes=part.traffic_bytes / widths, kept_bytes=part.activation_bytes / widths,
         boundary_bytes=boundary_bytes / widths, num_kernels=part.num_operations,
     )  # fmt: skip

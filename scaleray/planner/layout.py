@@ -1,7 +1,8 @@
 """How a model is laid over the GPUs of a cluster: the degrees of each kind of parallelism, and what goes with them.
 
-Ranks are numbered so that tensor parallel groups hold neighbours, then context, then data parallel, then the pipeline's stages:
-the parallelism that talks most stays inside the node (Narayanan et al. 2021, arXiv:2104.04473, section 3).
+Ranks are numbered so that tensor parallel groups hold neighbours, then context, then data parallel, then the pipeline's stages: the
+parallelism that talks most stays inside the node (Narayanan et al. 2021, arXiv:2104.04473, section 3). Experts are spread over the first
+three, from the inside out.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    expert: int = 1
+    """Ranks over which a layer's experts are spread. They are taken from data, context and tensor parallel ranks, and make no more GPUs."""
     micro_batch: int = 1
     """Samples in one pass of one replica."""
     accumulation: int = 1
@@ -42,6 +45,8 @@ class Layout:
     schedule: Schedule = "1f1b"
     even_stages: bool = False
     """Every stage has the same number of layers (Megatron); otherwise stages are cut so that the slowest is as fast as can be."""
+    filled_stages: bool = False
+    """Every stage takes layers until it has passed its share of the compute (nanotron), so that the first ones hold most."""
     chunks: int = 1
     """Parts of the model each pipeline stage holds; more than 1 with the interleaved schedule only."""
     precision: str = "bf16"
@@ -49,6 +54,8 @@ class Layout:
     """16-bit compute on a 32-bit master copy; False trains in `precision` alone."""
     gradient_bytes: float = 2
     """Of one element when it is reduced; compression makes it less than 1."""
+    copies_gradients: bool = False
+    """16-bit gradients stay beside the 32-bit sums that they are added to (DeepSpeed with bf16); otherwise each goes once it is added."""
     optimizer_bytes: int = 8
     """Of state per parameter besides the parameter itself: 8 for Adam, 4 for momentum, 0 for plain SGD."""
     compiled: bool = False
@@ -60,21 +67,41 @@ class Layout:
     """ZeRO-1 and 2: updated parameters are gathered beside the next forward pass."""
     reduces_every_micro_batch: bool = False
     """Gradients are reduced after each micro-batch, not only after the last: FSDP without no_sync."""
+    accumulates_whole: bool = False
+    """FSDP: whole gradients wait on every GPU for the last micro-batch, so that they are reduced once; otherwise a shard of them does."""
+    splits_logits: bool = True
+    """With tensor parallel, logits stay divided up to the loss; otherwise every GPU of the group gathers all of them."""
     gather_bits: int = 16
     """Of a parameter in an all-gather; 8 with float8 or ZeRO++."""
     channels_last: bool = False
     """Images lie in memory as convolutions in 16 bit want them; not PyTorch's default."""
     extra_s: float = 0.0
     """Work of the recipe in each step's backward pass that is known by other means, such as statistics of every gradient."""
+    plans_memory: bool = False
+    """Memory is laid out before the first step (XLA, OneFlow): what is not needed at the same time shares a place, and nothing is lost between."""
     offloads: bool = False
     """Optimizer state lives in the host's memory."""
 
     def __post_init__(self) -> None:
-        for name in ("data", "shard", "tensor", "pipeline", "context", "micro_batch", "accumulation", "chunks"):
+        for name in (
+            "data",
+            "shard",
+            "tensor",
+            "pipeline",
+            "context",
+            "expert",
+            "micro_batch",
+            "accumulation",
+            "chunks",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"layout.{name}", getattr(self, name), "it must be at least 1")
         if self.data % self.shard:
             raise ConfigError("layout.shard", self.shard, f"it must divide the data parallel degree, {self.data}")
+        if self.data * self.context * self.tensor % self.expert:
+            raise ConfigError(
+                "layout.expert", self.expert, f"it must divide the {self.data * self.context * self.tensor} ranks that hold the same layers"
+            )  # fmt: skip
         if self.chunks > 1 and self.pipeline == 1:
             raise ConfigError("layout.chunks", self.chunks, "only a pipeline has chunks", "raise layout.pipeline")
 
@@ -106,6 +133,7 @@ class Layout:
         words += [f"tp{self.tensor}"] if self.tensor > 1 else []
         words += [f"pp{self.pipeline}"] if self.pipeline > 1 else []
         words += [f"cp{self.context}"] if self.context > 1 else []
+        words += [f"ep{self.expert}"] if self.expert > 1 else []
         return " x ".join(words) or "single"
 
     def describe(self) -> str:

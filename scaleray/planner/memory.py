@@ -9,23 +9,29 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from scaleray.planner.compute import element_bytes
+from scaleray.planner.experts import held_params, state_shards
 from scaleray.planner.hardware import Gpu
 from scaleray.planner.layout import Layout
 from scaleray.planner.profile import Block, ModelProfile
-from scaleray.planner.stages import balanced_cuts, even_cuts
+from scaleray.planner.stages import balanced_cuts, even_cuts, filled_cuts
 
 GIB = 2.0**30
 FRAGMENTATION_SHARE = 0.05
 """Of what is allocated; 3 to 8 % in torchtitan's and nanotron's logs (reserved over allocated)."""
-CONTEXT_BYTES = 1.2 * GIB
+CONTEXT_BYTES = 1.0 * GIB
 """CUDA context with its kernels, cuBLAS workspace: 0.5 to 1.5 GiB."""
-COLLECTIVE_BYTES = 1.0 * GIB
-"""NCCL's channels and buffers, for each kind of group that a rank is in: 0.5 to 1.5 GiB, more with more peers."""
+COLLECTIVE_BYTES = 0.5 * GIB
+"""NCCL's channels and buffers, for each group that a rank is in: two dozen channels with 10 MiB each in both directions."""
+PIPELINE_GROUPS = 3
+"""Of a rank in a pipeline: all stages, and those of two that it forms with the next and the previous one."""
+BUCKET_BYTES = 1e9
+"""In which ZeRO-1 and 2 reduce 16-bit gradients: DeepSpeed's 500 million elements."""
 ALTERNATE_SHARE = 1 / 3
-"""Of a block's activations that stay with alternate recomputation: torchtitan keeps every other product's output and attention's."""
+"""Of a block's activations that stay with alternate recomputation where it is not known which operations are products."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +77,10 @@ class MemoryEstimate:
 
 
 def memory(model: ModelProfile, layout: Layout) -> MemoryEstimate:
-    """Of the fullest stage."""
+    """Of the fullest stage, at the moment of the step when it is fullest."""
     stages = _stages(model, layout)
     return max(
-        (_stage_memory(stage, index, model, layout) for index, stage in enumerate(stages)),
+        (one for index, stage in enumerate(stages) for one in _moments(stage, index, model, layout)),
         key=lambda one: one.device_bytes,
     )
 
@@ -86,9 +92,13 @@ def activation_bytes(block: Block, layout: Layout) -> float:
     unsplit = layout.tensor if layout.sequence_parallel else 1
     if layout.checkpointing == "full" and block.count > 1:
         return samples * width * block.boundary_bytes / unsplit
-    kept = block.kept_bytes / unsplit + block.split_kept_bytes / layout.tensor
+    is_whole = block.count == 1 and not layout.splits_logits
+    tensor = 1 if is_whole else layout.tensor
+    if layout.checkpointing == "alternate" and block.alternate_kept_bytes and block.count > 1:
+        return samples * width * (block.boundary_bytes / unsplit + block.alternate_kept_bytes / tensor)
+    kept = block.kept_bytes / unsplit + block.split_kept_bytes / tensor
     if layout.checkpointing != "selective":
-        kept += block.score_kept_bytes / layout.tensor
+        kept += block.score_kept_bytes / tensor
     if layout.sequence_parallel and layout.keeps_gathered:
         # what is gathered along the sequence before two of the products stays whole for their weights' gradients
         kept += 2 * block.boundary_bytes * (1 - 1 / layout.tensor) if block.count > 1 else 0.0
@@ -111,61 +121,124 @@ def _stages(model: ModelProfile, layout: Layout) -> list[list[Block]]:
     singles = [block for block in model.blocks for _ in range(block.count)]
     if layout.pipeline == 1:
         return [singles]
-    cuts = _cuts(model, layout.pipeline, layout.even_stages)
+    cuts = _cuts(model, layout.pipeline, layout.even_stages, layout.filled_stages)
     return [singles[start:end] for start, end in itertools.pairwise(cuts)]
 
 
 @functools.lru_cache(maxsize=256)
-def _cuts(model: ModelProfile, pipeline: int, is_even: bool) -> list[int]:
+def _cuts(model: ModelProfile, pipeline: int, is_even: bool, is_filled: bool) -> list[int]:
     if is_even:
         return even_cuts(model, pipeline)
-    return balanced_cuts(
-        [max(block.forward_flops, 1.0) for block in model.blocks for _ in range(block.count)], pipeline
-    )
+    cut = filled_cuts if is_filled else balanced_cuts
+    return cut([max(block.forward_flops, 1.0) for block in model.blocks for _ in range(block.count)], pipeline)
 
 
-def _stage_memory(stage: list[Block], index: int, model: ModelProfile, layout: Layout) -> MemoryEstimate:
+def _moments(stage: list[Block], index: int, model: ModelProfile, layout: Layout) -> Iterator[MemoryEstimate]:
+    """What the stage holds when the loss is taken, when the last layer's gradients are, and when the optimizer steps."""
+    states = _states(stage, layout)
+    layers = [block for block in stage if block is not model.blocks[-1] or model.kind == "cnn"]
+    head = [block for block in stage if block is model.blocks[-1] and model.kind != "cnn"]
+    in_flight = micro_batches_in_flight(layout)
+    if layout.schedule == "1f1b":
+        in_flight = min(layout.accumulation, max(1, layout.pipeline - index))
+    kept = in_flight * sum(activation_bytes(block, layout) for block in layers)
+    if layout.pipeline > 1 and layers and not head:
+        # what was sent on is kept too: the backward pass begins at it
+        kept += in_flight * _sent_bytes(layers[-1], layout)
+    # of a step without accumulation, FSDP and a lone GPU have no gradients before the backward pass
+    waits = layout.accumulation > 1 or layout.pipeline > 1 or (layout.data > 1 and layout.sharding != "zero3")
+    before = states.gradients if waits else 0.0
+    logits = sum(activation_bytes(block, layout) for block in head)
+    widest = max(layers, key=lambda block: _again_bytes(block, layout), default=None)
+    again = _again_bytes(widest, layout) if widest is not None else 0.0
+    unsharded, reduced = _unsharded(stage, model, layout)
+    groups = sum(degree > 1 for degree in (layout.data, layout.tensor, layout.context))
+    groups += PIPELINE_GROUPS if layout.pipeline > 1 else 0
+    last = 0.0 if layout.plans_memory else states.update
+    for activations, loss, gradients, units, update, lost in (
+        (kept, logits, before, unsharded, 0.0, last),  # the loss is taken
+        (kept + again, 0.0, before, unsharded + reduced, 0.0, last),  # the last layer's backward pass
+        (again, 0.0, states.gradients, unsharded + reduced, 0.0, last),  # the first layer's
+        (0.0, 0.0, states.gradients, 0.0, states.update, 0.0),  # the optimizer steps
+    ):
+        pieces = {
+            "parameters": states.parameters, "gradients": gradients, "optimizer": states.optimizer + update, "activations": activations,
+            "logits": loss, "unsharded": units, "buckets": states.buckets,
+        }  # fmt: skip
+        share = 0.0 if layout.plans_memory else FRAGMENTATION_SHARE
+        # the long rows of the update find no place where activations lay, in blocks that are smaller, and keep their own
+        yield MemoryEstimate(
+            **pieces, fragmentation=share * sum(pieces.values()) + lost, context=CONTEXT_BYTES + COLLECTIVE_BYTES * groups
+        )
+
+
+@dataclass(frozen=True)
+class _States:
+    """Bytes of what outlives a micro-batch; `update`: of what only the optimizer's step needs."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    update: float
+    buckets: float
+
+
+def _states(stage: list[Block], layout: Layout) -> _States:
     copies = sum(block.tied_params for block in stage) if layout.pipeline > 1 else 0.0
-    params = (sum(block.num_params for block in stage) + copies) / layout.tensor
-    shards = layout.num_shards
+    params = sum(held_params(block, layout) for block in stage) + copies / layout.tensor
+    shards = state_shards(stage, layout)
     cut_states = shards if layout.sharding != "none" else 1
     cut_gradients = shards if layout.sharding in ("zero2", "zero3") else 1
     cut_params = shards if layout.sharding == "zero3" else 1
     narrow = layout.is_mixed and layout.sharding != "zero3"
-    param_bytes, master_bytes = (2, 4) if narrow else (4 if layout.is_mixed else element_bytes(layout), 0)
-    # FSDP keeps 32-bit shards, and gradients of the same width
-    gradient_bytes = 4 if layout.sharding == "zero3" and layout.is_mixed else layout.gradient_bytes
-    # 16-bit gradients are widened for the update, of the part that this rank updates
-    widened = 4 if narrow and layout.gradient_bytes < 4 else 0
-    optimizer = 0.0 if layout.offloads else params * (master_bytes + widened + layout.optimizer_bytes) / cut_states
-    in_flight = micro_batches_in_flight(layout)
-    if layout.schedule == "1f1b":
-        in_flight = min(layout.accumulation, max(1, layout.pipeline - index))
-    layers = [block for block in stage if block is not model.blocks[-1] or model.kind == "cnn"]
-    head = [block for block in stage if block is model.blocks[-1] and model.kind != "cnn"]
-    activations = in_flight * sum(activation_bytes(block, layout) for block in layers)
-    if layout.checkpointing == "full" and any(block.count > 1 for block in stage):
-        # while a layer is computed again it keeps everything
-        whole = max((block for block in stage if block.count > 1), key=lambda block: block.split_kept_bytes)
-        activations += activation_bytes(whole, replace(layout, checkpointing="none"))
-    unit = max((block.num_params for block in stage if block.count > 1), default=params) / layout.tensor
-    unsharded = 0.0
-    if layout.sharding == "zero3" and shards > 1:
-        # the unit in use, the one that is fetched, and a gradient that is not reduced yet
-        unsharded = 2 * unit * layout.gather_bits / 8 + unit * layout.gradient_bytes
-    buckets = params * layout.gradient_bytes if layout.sharding == "none" and layout.data > 1 and not narrow else 0.0
-    num_kinds = sum(degree > 1 for degree in (layout.data, layout.tensor, layout.pipeline, layout.context))
-    pieces = {
-        "parameters": params * param_bytes / cut_params,
-        "gradients": params * gradient_bytes / cut_gradients,
-        "optimizer": optimizer,
-        "activations": activations,
-        "logits": sum(activation_bytes(block, layout) for block in head),
-        "unsharded": unsharded,
-        "buckets": buckets,
-    }
-    return MemoryEstimate(
-        **pieces,
-        fragmentation=FRAGMENTATION_SHARE * sum(pieces.values()),
-        context=CONTEXT_BYTES + COLLECTIVE_BYTES * num_kinds,
+    param_bytes, master_bytes = (2.0, 4) if narrow else (4.0 if layout.is_mixed else element_bytes(layout), 0)
+    # FSDP keeps 32-bit shards, and gradients of the same width; what is compressed is so on the wire only
+    gradient_bytes = (
+        (4 if layout.sharding == "zero3" else max(2.0, layout.gradient_bytes))
+        if layout.is_mixed
+        else element_bytes(layout)
     )
+    if layout.sharding == "zero3" and layout.accumulates_whole and layout.accumulation > 1:
+        # what waits whole for the last micro-batch has the width that it is reduced in
+        gradient_bytes, cut_gradients = max(2.0, layout.gradient_bytes), 1
+    if layout.copies_gradients and gradient_bytes > 2:
+        gradient_bytes += 2
+    # 16-bit gradients are put in a row and widened for the update, of the part that this rank updates
+    is_widened = narrow and layout.gradient_bytes < 4
+    # those of DDP are the gradients themselves (gradient_as_bucket_view)
+    buckets = 0.0
+    if layout.sharding in ("zero1", "zero2") and is_widened:
+        buckets = min(BUCKET_BYTES, params * gradient_bytes)
+    optimizer = 0.0 if layout.offloads else params * (master_bytes + layout.optimizer_bytes) / cut_states
+    return _States(
+        parameters=params * param_bytes / cut_params, gradients=params * gradient_bytes / cut_gradients, optimizer=optimizer,
+        update=params * (2 + 4) / cut_states if is_widened and not layout.offloads else 0.0, buckets=buckets,
+    )  # fmt: skip
+
+
+def _unsharded(stage: list[Block], model: ModelProfile, layout: Layout) -> tuple[float, float]:
+    """Bytes of FSDP's units that are whole during a pass, and of the gradient that is reduced."""
+    if layout.sharding != "zero3" or layout.num_shards == 1:
+        return 0.0, 0.0
+    unit = max(
+        (held_params(block, layout) for block in stage if block.count > 1), default=held_params(stage[0], layout)
+    )
+    # what is in no layer, embedding and head, is a unit of its own that stays
+    root = sum(held_params(block, layout) for block in stage if block.count == 1) if model.kind != "cnn" else 0.0
+    # of the layers' units, the one in use and the one that is fetched
+    # narrower ones on the wire are widened again before they are used
+    wide = 2.0 if layout.is_mixed else element_bytes(layout)
+    return (2 * unit + root) * wide, unit * (wide + max(2.0, layout.gradient_bytes))
+
+
+def _sent_bytes(block: Block, layout: Layout) -> float:
+    split = layout.tensor if layout.sequence_parallel else 1
+    return layout.micro_batch / layout.context * element_bytes(layout) / 2 * block.boundary_bytes / split
+
+
+def _again_bytes(block: Block, layout: Layout) -> float:
+    """What the backward pass of one such block holds besides what was kept: what is computed again, and gradients of activations."""
+    whole = activation_bytes(block, replace(layout, checkpointing="none"))
+    products = max((2.0 * product.rows * product.columns for product in block.matmuls), default=0.0)
+    passing = layout.micro_batch / layout.context * element_bytes(layout) / 2 * products / layout.tensor
+    return whole - activation_bytes(block, layout) + passing + 2 * _sent_bytes(block, layout)

@@ -29,6 +29,16 @@ def balanced_cuts(costs: list[float], num_stages: int) -> list[int]:
     return starts + [len(costs)] * (num_stages + 1 - len(starts))
 
 
+def filled_cuts(costs: list[float], num_stages: int) -> list[int]:
+    """Where to cut `costs` into stages that each take blocks until the sum so far has passed their share of all."""
+    starts, total, so_far = [0], sum(costs), 0.0
+    for index, cost in enumerate(costs):
+        so_far += cost
+        if so_far > total * len(starts) / num_stages * (1 + 1e-9) and len(starts) < num_stages:
+            starts.append(index + 1)
+    return starts + [len(costs)] * (num_stages + 1 - len(starts))
+
+
 def _cut(costs: list[float], limit: float) -> list[int]:
     """Where stages begin that cost `limit` at most, filled from the last one back: the first, which holds the most
     micro-batches in flight, gets what is left."""

@@ -12,20 +12,24 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from scaleray.planner.communication import all_gather_s, all_reduce_s, send_s
+from scaleray.planner.communication import all_gather_s, all_reduce_s
 from scaleray.planner.compute import block_times, element_bytes, optimizer_s
 from scaleray.planner.constants import DEFAULT, Constants
+from scaleray.planner.context import key_value_exchange_s
+from scaleray.planner.experts import expert_exchange_s, owned_params, reduced_params
 from scaleray.planner.hardware import Cluster
 from scaleray.planner.layout import Layout, group_of
+from scaleray.planner.pipeline import hand_overs_s, idle_micro_batches
 from scaleray.planner.profile import Block, ModelProfile
 from scaleray.planner.stages import balanced_cuts, even_cuts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a measurement at a small size taught: how much longer than predicted the GPU computes."""
+    """What a measurement at a small size taught: how much longer than predicted the GPU computes, and collectives take."""
 
     compute_scale: float = 1.0
+    comm_scale: float = 1.0
     sample_s: float | None = None
     """Forward and backward of one sample, where the profile cannot say; scaled as well."""
 
@@ -85,13 +89,24 @@ class _Pass:
     recompute_s: float = 0.0
     tensor_comm_s: float = 0.0
     launch_s: float = 0.0
-    num_params: float = 0.0
+    reduced_params: float = 0.0
+    """That gather and reduction move; fewer than are held where experts have fewer replicas than the rest."""
+    owned_params: float = 0.0
+    """That the optimizer of this rank updates."""
 
     def __add__(self, other: _Pass) -> _Pass:
-        return _Pass(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+        # written out: the planner spends a tenth of its time here
+        return _Pass(
+            self.forward_s + other.forward_s, self.backward_s + other.backward_s, self.recompute_s + other.recompute_s,
+            self.tensor_comm_s + other.tensor_comm_s, self.launch_s + other.launch_s,
+            self.reduced_params + other.reduced_params, self.owned_params + other.owned_params,
+        )  # fmt: skip
 
     def times(self, count: float) -> _Pass:
-        return _Pass(*(getattr(self, name) * count for name in self.__dataclass_fields__))
+        return _Pass(
+            self.forward_s * count, self.backward_s * count, self.recompute_s * count, self.tensor_comm_s * count,
+            self.launch_s * count, self.reduced_params * count, self.owned_params * count,
+        )  # fmt: skip
 
     @property
     def total_s(self) -> float:
@@ -104,18 +119,17 @@ def step_time(
 ) -> StepTime:  # fmt: skip
     """One optimizer step of `layout`. `measured` scales the compute to what was seen on a GPU."""
     measured = measured or Measured()
-    stage = _slowest_stage(model, layout, cluster, measured, fused_attention, constants)
+    hand_overs = [measured.comm_scale * one for one in hand_overs_s(model, layout, cluster, constants)]
+    stage, wait = _slowest_stage(model, layout, cluster, measured, fused_attention, hand_overs, constants)
     passes = layout.accumulation
     # the host launches kernels while the GPU runs them: a stage cannot be faster than its launches
     stretch = max(1.0, stage.launch_s / max(stage.forward_s + stage.backward_s + stage.recompute_s, 1e-12))
     # statistics of gradients are taken as these appear, so that communication goes on beside them
     forward, backward = stage.forward_s * stretch, stage.backward_s * stretch + layout.extra_s / passes
     recompute = stage.recompute_s * stretch
-    data = _data_comm(model, stage, layout, cluster, forward, backward + recompute, constants)
-    bubbles = _bubbles(layout)
-    send = _sends_s(model, layout, cluster, constants)
-    states = stage.num_params / (layout.num_shards if layout.sharding != "none" else 1)
-    update = optimizer_s(states, layout, cluster.gpu, constants) if layout.num_gpus else 0.0
+    data = _data_comm(model, stage, layout, cluster, forward, backward + recompute, constants, measured.comm_scale)
+    bubbles = idle_micro_batches(layout)
+    update = optimizer_s(stage.owned_params, layout, cluster.gpu, constants) if layout.num_gpus else 0.0
     shares = {
         "transformer": constants.straggler_share,
         "cnn": constants.straggler_share_input,
@@ -126,17 +140,17 @@ def step_time(
     return StepTime(
         forward_s=forward * passes, backward_s=backward * passes, recompute_s=recompute * passes,
         tensor_comm_s=stage.tensor_comm_s * passes, bubble_s=bubbles * (forward + backward + recompute + stage.tensor_comm_s),
-        pipeline_comm_s=send * (passes + layout.pipeline - 1), data_comm_s=data.exposed_s, hidden_comm_s=data.hidden_s,
+        pipeline_comm_s=wait * passes + sum(hand_overs), data_comm_s=data.exposed_s, hidden_comm_s=data.hidden_s,
         sent_bytes=data.sent_bytes, optimizer_s=update, straggler_s=compute * behind, overhead_s=constants.step_overhead_s,
     )  # fmt: skip
 
 
 def _pass_of(block: Block, model: ModelProfile, layout: Layout, cluster: Cluster, measured: Measured, fused: bool, constants: Constants) -> _Pass:  # fmt: skip
-    params = block.num_params / layout.tensor
+    reduced, owned = reduced_params(block, layout), owned_params(block, layout)
     if measured.sample_s is not None:
         # all that is known is a step: a third is forward
         share = block.num_params / model.num_params * measured.sample_s * layout.micro_batch * measured.compute_scale
-        return _Pass(share / 3, share * 2 / 3, num_params=params)
+        return _Pass(share / 3, share * 2 / 3, reduced_params=reduced, owned_params=owned)
     times = block_times(block, layout, cluster.gpu, fused_attention=fused, constants=constants)
     is_layer = block.count > 1 or model.kind == "cnn"
     again = {"none": 0.0, "selective": times.attention_s, "alternate": 0.5 * times.forward_s, "full": times.forward_s}
@@ -146,23 +160,43 @@ def _pass_of(block: Block, model: ModelProfile, layout: Layout, cluster: Cluster
     if layout.tensor > 1 and block.num_all_reduces:
         group = group_of(cluster, layout.tensor, 1, num_gpus=layout.num_gpus)
         nbytes = block.boundary_bytes * layout.micro_batch / layout.context * element_bytes(layout) / 2
-        once = all_reduce_s(nbytes, group, cluster, constants) * block.num_all_reduces
+        once = all_reduce_s(nbytes, group, cluster, constants) * block.num_all_reduces * measured.comm_scale
         comm = (
             once
             * (2 + (1 if layout.checkpointing == "full" and is_layer else 0))
             * (0.3 if layout.overlaps_tensor else 1.0)
         )
+    # back as often as forth, and once more where the layer is computed again; ring attention passes on gradients of keys and values too
+    again_too = 1 if layout.checkpointing == "full" and is_layer else 0
+    scale_comm = measured.comm_scale
+    comm += scale_comm * expert_exchange_s(block, layout, cluster, constants) * (2 + again_too)
+    comm += scale_comm * key_value_exchange_s(block, layout, cluster, times.attention_s * scale, constants) * (3 + again_too)
     # the forward pass is a third of a block's kernels, and what is repeated is launched again
     launches = times.launch_s * (1 + recompute / times.forward_s / 3 if times.forward_s else 1.0)
-    return _Pass(times.forward_s * scale, times.backward_s * scale, recompute * scale, comm, launches * scale, params)
+    return _Pass(
+        times.forward_s * scale, times.backward_s * scale, recompute * scale, comm, launches * scale, reduced, owned
+    )
 
 
-def _slowest_stage(model: ModelProfile, layout: Layout, cluster: Cluster, measured: Measured, fused: bool, constants: Constants) -> _Pass:  # fmt: skip
-    passes = [
-        (block.count, _pass_of(block, model, layout, cluster, measured, fused, constants)) for block in model.blocks
+def block_passes(
+    model: ModelProfile, layout: Layout, cluster: Cluster, *, measured: Measured | None = None, fused_attention: bool = True,
+    constants: Constants = DEFAULT,
+) -> list[tuple[int, _Pass]]:  # fmt: skip
+    """How often each block is repeated, and one micro-batch through one of them."""
+    measured = measured or Measured()
+    return [
+        (block.count, _pass_of(block, model, layout, cluster, measured, fused_attention, constants))
+        for block in model.blocks
     ]
+
+
+def _slowest_stage(
+    model: ModelProfile, layout: Layout, cluster: Cluster, measured: Measured, fused: bool, hand_overs: list[float], constants: Constants
+) -> tuple[_Pass, float]:  # fmt: skip
+    """The stage with most to compute, and what hand-overs add to each micro-batch, there or at a stage that they make slower still."""
+    passes = block_passes(model, layout, cluster, measured=measured, fused_attention=fused, constants=constants)
     if layout.pipeline == 1:
-        return sum((one.times(count) for count, one in passes), _Pass())
+        return sum((one.times(count) for count, one in passes), _Pass()), 0.0
     singles = [one for count, one in passes for _ in range(count)]
     cuts = (
         even_cuts(model, layout.pipeline)
@@ -170,25 +204,10 @@ def _slowest_stage(model: ModelProfile, layout: Layout, cluster: Cluster, measur
         else balanced_cuts([one.total_s for one in singles], layout.pipeline)
     )
     stages = [sum(singles[start:end], _Pass()) for start, end in itertools.pairwise(cuts)]
-    return max(stages, key=lambda stage: stage.total_s)
-
-
-def _bubbles(layout: Layout) -> float:
-    """Idle time of a stage, in micro-batches."""
-    share = {"1f1b": 1.0, "gpipe": 1.0, "interleaved": 1.0 / layout.chunks, "zero_bubble": 1.0 / 3}[layout.schedule]
-    return (layout.pipeline - 1) * share
-
-
-def _sends_s(model: ModelProfile, layout: Layout, cluster: Cluster, constants: Constants) -> float:
-    if layout.pipeline == 1:
-        return 0.0
-    group = group_of(cluster, layout.pipeline, layout.tensor * layout.context * layout.data, num_gpus=layout.num_gpus)
-    boundary = max(block.boundary_bytes for block in model.blocks) * layout.micro_batch / layout.context
-    nbytes = boundary * element_bytes(layout) / 2 / (layout.tensor if layout.sequence_parallel else 1)
-    # interleaving sends for every chunk, but beside the compute of another
-    return (2 * send_s(nbytes, group, cluster, constants) + 2 * constants.handover_s) * (
-        1 if layout.chunks == 1 else 0.3 * layout.chunks
-    )
+    waits = [max(beside) for beside in zip([0.0, *hand_overs], [*hand_overs, 0.0], strict=True)]
+    slowest = max(stages, key=lambda stage: stage.total_s)
+    period = max(stage.total_s + wait for stage, wait in zip(stages, waits, strict=True))
+    return slowest, period - slowest.total_s
 
 
 @dataclass(frozen=True)
@@ -199,15 +218,16 @@ class _DataComm:
 
 
 def _data_comm(
-    model: ModelProfile, stage: _Pass, layout: Layout, cluster: Cluster, forward_s: float, backward_s: float, constants: Constants
+    model: ModelProfile, stage: _Pass, layout: Layout, cluster: Cluster, forward_s: float, backward_s: float, constants: Constants,
+    scale: float,
 ) -> _DataComm:  # fmt: skip
     if layout.data == 1:
         return _DataComm()
     stride = layout.tensor  # a context parallel group shards its state like replicas
     group = group_of(cluster, layout.data * layout.context, layout.tensor, num_gpus=layout.num_gpus)
     if layout.sharding == "zero3":
-        return _sharded_comm(model, stage, layout, cluster, forward_s, backward_s, stride, constants)
-    gradients = stage.num_params * layout.gradient_bytes
+        return _sharded_comm(model, stage, layout, cluster, forward_s, backward_s, stride, constants, scale)
+    gradients = stage.reduced_params * layout.gradient_bytes
     # the last bucket is as full as chance will have it, unless it holds a tensor that cannot be cut
     last = max(
         min(gradients, constants.bucket_bytes) / 2, model.largest_tensor_params / layout.tensor * layout.gradient_bytes
@@ -217,7 +237,7 @@ def _data_comm(
     reduce = all_reduce_s if layout.sharding == "none" else all_gather_s
     total = reduce(gradients, group, cluster, constants)
     latency = reduce(0.0, group, cluster, constants)
-    total += latency * (buckets - 1)
+    total = scale * (total + latency * (buckets - 1))
     window = constants.hiding_share * backward_s if layout.overlaps_data else 0.0
     tail = total * last / gradients
     exposed, hidden = _hide(total, window, tail, constants)
@@ -226,8 +246,8 @@ def _data_comm(
     times = layout.accumulation if layout.reduces_every_micro_batch else 1
     exposed, hidden, sent = exposed * times, hidden * times, sent * times
     if layout.sharding in ("zero1", "zero2"):
-        params = stage.num_params * layout.gather_bits / 8
-        gather = all_gather_s(params, group, cluster, constants)
+        params = stage.reduced_params * layout.gather_bits / 8
+        gather = scale * all_gather_s(params, group, cluster, constants)
         # parameters come back one layer after the other, beside the next forward pass where that is implemented
         late, early = _hide(
             gather, constants.prefetch_share * forward_s if layout.overlaps_gather else 0.0, 0.0, constants
@@ -239,14 +259,14 @@ def _data_comm(
 
 def _sharded_comm(
     model: ModelProfile, stage: _Pass, layout: Layout, cluster: Cluster, forward_s: float, backward_s: float, stride: int,
-    constants: Constants,
+    constants: Constants, scale: float,
 ) -> _DataComm:  # fmt: skip
     shards = layout.num_shards
     group = group_of(cluster, shards, stride, num_gpus=layout.num_gpus)
     num_units = max(1, round(model.num_layers / layout.pipeline))
-    unit = stage.num_params / num_units
-    gather_unit = all_gather_s(unit * layout.gather_bits / 8, group, cluster, constants)
-    reduce_unit = all_gather_s(unit * layout.gradient_bytes, group, cluster, constants)
+    unit = stage.reduced_params / num_units
+    gather_unit = scale * all_gather_s(unit * layout.gather_bits / 8, group, cluster, constants)
+    reduce_unit = scale * all_gather_s(unit * layout.gradient_bytes, group, cluster, constants)
     gathers, reduces = gather_unit * num_units, reduce_unit * num_units
     share = constants.prefetch_share
     ahead, hidden_ahead = _hide(gathers, share * forward_s, gather_unit, constants)
@@ -254,13 +274,13 @@ def _sharded_comm(
     times = layout.accumulation
     exposed, hidden = (ahead + back) * times, (hidden_ahead + hidden_back) * times
     n = group.num_ranks
-    sent = stage.num_params * (2 * layout.gather_bits / 8 + layout.gradient_bytes) * (n - 1) / n * times
+    sent = stage.reduced_params * (2 * layout.gather_bits / 8 + layout.gradient_bytes) * (n - 1) / n * times
     replicas = layout.data * layout.context // shards
     if replicas > 1:
-        part = stage.num_params * layout.gradient_bytes / shards
+        part = stage.reduced_params * layout.gradient_bytes / shards
         between = group_of(cluster, replicas, stride * shards, num_gpus=layout.num_gpus)
         again, hidden_again = _hide(
-            all_reduce_s(part, between, cluster, constants), 0.5 * share * backward_s, 0.0, constants
+            scale * all_reduce_s(part, between, cluster, constants), 0.5 * share * backward_s, 0.0, constants
         )
         exposed, hidden = exposed + again, hidden + hidden_again
         sent += 2 * part * (replicas - 1) / replicas

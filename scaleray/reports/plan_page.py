@@ -6,18 +6,26 @@ from collections import Counter
 from collections.abc import Sequence
 
 from scaleray.planner.advise import Advice, Choice
+from scaleray.planner.checkpoints import CheckpointCost
 from scaleray.planner.memory import GIB
 from scaleray.planner.outlook import Outlook
+from scaleray.planner.to_target import Way
 from scaleray.reports.page import Fact, Page, Section, render
-from scaleray.reports.plan import why
+from scaleray.reports.plan import checkpoint_lines, why
 from scaleray.reports.plan_figures import curve, frontier, memory_bars, time_bars
+from scaleray.reports.plan_target import WAY_CAPTION, WAY_COLUMNS, shown_ways, way_cells
 from scaleray.study_tables import Table, count, memory, seconds, with_interval
 
 MOST_REASONS = 6
 
 
-def plan_page(advice: Advice, seen: Outlook, *, rows: int = 10, command: str = "") -> str:
-    """The page as HTML. Nothing in it is loaded from elsewhere. rows: layouts to show. command: how to repeat it."""
+def plan_page(
+    advice: Advice, seen: Outlook, *, rows: int = 10, command: str = "", kept: CheckpointCost | None = None, ways: Sequence[Way] = ()
+) -> str:  # fmt: skip
+    """The page as HTML. Nothing in it is loaded from elsewhere. rows: layouts to show. command: how to repeat it.
+
+    kept and ways: checkpoints and ways to a target, where they were asked for.
+    """
     question, best = advice.question, advice.best
     cluster = question.cluster
     title = f"{question.model.name} on {cluster.num_nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"
@@ -31,6 +39,8 @@ def plan_page(advice: Advice, seen: Outlook, *, rows: int = 10, command: str = "
         words=_doubts(advice), marks=[] if best.is_trusted else ["predicted without a measurement on this model: do not trust the figures alone"],
         figures=_facts(advice),
         sections=[
+            *([Section("Time to the target", tables=[_target(ways, cluster.num_gpus)])] if ways else []),
+            *([Section("Checkpoints and interruptions", words=[line.strip() for line in checkpoint_lines(kept)])] if kept else []),
             Section("Throughput", drawings=drawn, tables=[_curve_table(seen)]),
             Section("Layouts", drawings=[time_bars(shown, best.step_time_s), memory_bars(shown, limit_gib=cluster.gpu.memory_gib)],
                     tables=[_layouts(advice, shown, is_trusted=is_trusted), _dropped(advice)]),
@@ -69,6 +79,11 @@ def _doubts(advice: Advice) -> list[str]:
             "One step measured on one GPU narrows the intervals: --step-time with --micro-batch, or --from-run."
         )
     return found
+
+
+def _target(ways: Sequence[Way], num_gpus: int) -> Table:
+    rows = tuple(tuple(way_cells(way)) for way in shown_ways(ways, num_gpus))
+    return Table("Batch sizes and numbers of GPUs", WAY_COLUMNS, rows, (f"{WAY_CAPTION}.",))
 
 
 def _layouts(advice: Advice, shown: Sequence[Choice], *, is_trusted: bool) -> Table:

@@ -80,6 +80,7 @@ def _profile(
                 products=[Product(rows=m / SIZES[1], inner=k, columns=n) for m, k, n in part.products],
                 attention_flops=part.attention_flops / SIZES[1],
                 convolution_flops=part.convolution_flops / SIZES[1],
+                winograd_flops=part.winograd_flops / SIZES[1],
                 activation_bytes=kept_bytes,
                 output_bytes=part.output_bytes / SIZES[1],
                 traffic_bytes=part.traffic_bytes / SIZES[1],
@@ -100,6 +101,7 @@ class _Part:
     products: list[tuple[int, int, int]] = field(default_factory=list)
     attention_flops: float = 0.0
     convolution_flops: float = 0.0
+    winograd_flops: float = 0.0
     kept_bytes: float = 0.0
     output_bytes: float = 0.0
     traffic_bytes: float = 0.0
@@ -185,12 +187,23 @@ class _Operations(TorchDispatchMode):
         elif packet in _ATTENTION:
             part.attention_flops += _ATTENTION[packet](*(tuple(tensor.shape) for tensor in args[:3]))
         elif packet in flop_registry:
-            part.convolution_flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+            flops = flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+            part.convolution_flops += flops
+            part.winograd_flops += flops if _is_small_filter(packet, args) else 0.0
         elif not (func.is_view or packet in _FREE):
             part.traffic_bytes += sum(map(_bytes, given)) + sum(map(_bytes, _tensors(out)))
         if not (func.is_view or packet in _FREE):
             part.num_operations += 1
         return out
+
+
+def _is_small_filter(packet: Any, args: Any) -> bool:
+    """Whether a convolution can be done by Winograd's algorithm: ungrouped 3x3 or 5x5 filters of stride 1."""
+    if packet is not torch.ops.aten.convolution:
+        return False
+    _, weight, _, stride, _, dilation, transposed, _, groups = args
+    plain = set(stride) == set(dilation) == {1} and not transposed and groups == 1
+    return plain and tuple(weight.shape[2:]) in ((3, 3), (5, 5))
 
 
 def _without_values(model: nn.Module) -> None:

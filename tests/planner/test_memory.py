@@ -10,6 +10,7 @@ from scaleray.planner.layout import Layout
 from scaleray.planner.memory import GIB, activation_bytes, memory, micro_batches_in_flight
 from scaleray.planner.models import find_model
 from scaleray.planner.profile import TransformerShape, transformer
+from scaleray.planner.stages import filled_cuts
 
 
 def gpt(layers, hidden, heads):
@@ -49,7 +50,7 @@ def test_activations_are_those_of_the_paper(layers, hidden, heads, micro_batch, 
 def test_adam_in_mixed_precision_takes_18_bytes_a_parameter():
     # 2 weights, 4 gradients, 12 for master copy and both moments; the paper's 22B on 8 GPUs: 45.5625 GiB without embeddings
     model = gpt(48, 6144, 64)
-    needed = memory(model, Layout(tensor=8, gradient_bytes=4))
+    needed = memory(model, Layout(tensor=8, gradient_bytes=4, accumulation=2))
     states = needed.parameters + needed.gradients + needed.optimizer
     assert states / (model.num_params / 8) == pytest.approx(18.0)
 
@@ -58,7 +59,8 @@ def test_zero_divides_what_it_says_it_divides():
     model = find_model("llama-7b")
     whole = memory(model, Layout(data=64, gradient_bytes=4))
     one = memory(model, Layout(data=64, gradient_bytes=4, sharding="zero1"))
-    three = memory(model, Layout(data=64, gradient_bytes=4, sharding="zero3", shard=64))
+    # with several micro-batches, of which shards of gradients are there when the next one's loss is taken
+    three = memory(model, Layout(data=64, gradient_bytes=4, sharding="zero3", shard=64, accumulation=2))
     assert one.optimizer == pytest.approx(whole.optimizer / 64)
     assert (one.parameters, one.gradients) == (whole.parameters, whole.gradients)
     # the same 16 bytes a parameter, cut in 64, in another order: 32-bit shards have no second copy
@@ -111,3 +113,75 @@ def test_gpipe_holds_all_micro_batches_and_1f1b_as_many_as_there_are_stages():
 def test_offloading_leaves_the_optimizers_state_to_the_host():
     model = find_model("llama-7b")
     assert memory(model, Layout(offloads=True)).optimizer == 0
+
+
+def test_gradients_that_wait_whole_for_the_last_micro_batch_are_on_every_gpu():
+    model = find_model("llama-3-8b")
+    layout = Layout(data=16, shard=16, sharding="zero3", gradient_bytes=4, accumulation=2, micro_batch=4)
+    cut, whole = memory(model, layout), memory(model, replace(layout, accumulates_whole=True))
+    assert cut.gradients == pytest.approx(4 * model.num_params / 16)
+    assert whole.gradients == pytest.approx(4 * model.num_params)
+    # of a single micro-batch there is nothing to wait for
+    alone = replace(layout, accumulation=1)
+    assert memory(model, replace(alone, accumulates_whole=True)) == memory(model, alone)
+
+
+def test_a_step_of_one_micro_batch_has_no_gradients_while_its_loss_is_taken():
+    model = find_model("llama-3-8b")
+    layout = Layout(data=8, shard=8, sharding="zero3", gradient_bytes=4, micro_batch=4, checkpointing="full")
+    assert memory(model, layout).gradients == 0
+    assert memory(model, layout).device_bytes < memory(model, replace(layout, accumulation=2)).device_bytes
+
+
+def test_logits_that_are_gathered_for_the_loss_are_not_divided():
+    model = find_model("llama-3-8b")
+    layout = Layout(tensor=4, micro_batch=8, accumulation=2, sequence_parallel=True, checkpointing="full")
+    split, gathered = memory(model, layout), memory(model, replace(layout, splits_logits=False))
+    assert gathered.logits == pytest.approx(4 * split.logits, rel=0.01)
+
+
+def test_memory_that_is_planned_ahead_is_what_is_allocated():
+    layout = Layout(precision="fp16", micro_batch=4)
+    found = memory(find_model("gpt2"), replace(layout, plans_memory=True))
+    assert found.fragmentation == 0 < memory(find_model("gpt2"), layout).fragmentation
+
+
+@settings(max_examples=60)
+@given(st.lists(st.floats(1, 3), min_size=12, max_size=40), st.integers(1, 4))
+def test_filled_stages_pass_their_share_by_less_than_a_block(costs, num_stages):
+    # no block is as dear as a stage
+    cuts = filled_cuts(costs, num_stages)
+    assert (cuts[0], cuts[-1], len(cuts)) == (0, len(costs), num_stages + 1)
+    for stage in range(1, num_stages):
+        passed = sum(costs[: cuts[stage]]) - sum(costs) * stage / num_stages
+        assert 0 <= passed <= costs[cuts[stage] - 1]
+
+
+LLAMA_1B = transformer(
+    TransformerShape(layers=24, hidden=2048, heads=32, ffn=4096, vocab=50257, sequence=4096, is_gated=True, tied_embeddings=True, logit_bytes=6)
+)  # fmt: skip
+LLAMA_8B = transformer(
+    TransformerShape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, sequence=4096, is_gated=True, logit_bytes=8)
+)  # fmt: skip
+NANOTRON = Layout(sharding="zero1", gradient_bytes=4, sequence_parallel=True, filled_stages=True)
+KEMPNER = Layout(sharding="zero3", checkpointing="full", micro_batch=4, accumulation=2, is_mixed=False, optimizer_bytes=4, gradient_bytes=4,
+                 sequence_parallel=True, accumulates_whole=True, splits_logits=False)  # fmt: skip
+
+
+# allocated at the peak, in GiB. nanotron/old_bench llama-1B, log_metrics.csv; KempnerForge, benchmarks/mfu_scaling/mfu_scaling.md
+@pytest.mark.parametrize(
+    ("model", "layout", "measured"),
+    [
+        (LLAMA_1B, replace(NANOTRON, pipeline=8, micro_batch=4, accumulation=256), 43.00),
+        (LLAMA_1B, replace(NANOTRON, data=2, pipeline=4, micro_batch=2, accumulation=256), 21.33),
+        (LLAMA_1B, replace(NANOTRON, tensor=8, micro_batch=32, accumulation=32), 58.69),
+        (LLAMA_1B, replace(NANOTRON, data=4, tensor=2, micro_batch=8, accumulation=32), 42.63),
+        (LLAMA_1B, replace(NANOTRON, tensor=4, pipeline=4, micro_batch=8, accumulation=128), 23.86),
+        (LLAMA_8B, replace(KEMPNER, sharding="none"), 80.7),
+        (LLAMA_8B, replace(KEMPNER, data=4, shard=4), 61.1),
+        (LLAMA_8B, replace(KEMPNER, data=2, shard=2, tensor=2), 45.9),
+        (LLAMA_8B, replace(KEMPNER, data=4, shard=4, tensor=4), 29.4),
+    ],
+)
+def test_peaks_are_those_that_torch_reported(model, layout, measured):
+    assert memory(model, layout).allocated_bytes / GIB == pytest.approx(measured, rel=0.06)
