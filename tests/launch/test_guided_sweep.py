@@ -14,6 +14,7 @@ from scaleray.scaling.goodput import ThroughputModel
 from scaleray.scaling.grid_comparison import compare_with_grid
 from scaleray.scaling.search_space import BATCH_SIZE, RULE
 from scaleray.scaling.sweep_question import question_of
+from scaleray.scaling.sweep_question import question_of
 from scaleray.study_records import Conditions, SweepRecord
 
 TARGET = {"stop.at": "val/loss <= 0.1"}
@@ -182,7 +183,7 @@ def test_a_choice_is_judged_by_the_grids_own_figures():
     assert other.loss > 0 and other.chosen != other.best
 
 
-def test_a_folder_without_a_record_is_no_grid(str(tmp_path)):
+def test_a_folder_without_a_record_is_no_grid(tmp_path):
     from scaleray.cli.sweep import _grid
 
     with pytest.raises(ConfigError, match="no sweep's record"):
