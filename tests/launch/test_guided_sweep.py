@@ -14,7 +14,6 @@ from scaleray.scaling.goodput import ThroughputModel
 from scaleray.scaling.grid_comparison import compare_with_grid
 from scaleray.scaling.search_space import BATCH_SIZE, RULE
 from scaleray.scaling.sweep_question import question_of
-from scaleray.scaling.sweep_question import question_of
 from scaleray.study_records import Conditions, SweepRecord
 
 TARGET = {"stop.at": "val/loss <= 0.1"}
