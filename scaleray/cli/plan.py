@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_library
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from scaleray.errors import ConfigError, UsageError
+from scaleray.errors import ConfigError, StorageError, UsageError
 
 plan_app = App(
     name="plan",
@@ -98,9 +100,7 @@ def plan(
     if write is not None:
         console.print(f"config: {_write(advice, config, write)}", highlight=False, markup=False, soft_wrap=True)
     if html is not None:
-        from scaleray.reports.plan_page import plan_page
-
-        html.write_text(plan_page(advice, seen, rows=rows))
+        _write_page(html, advice, seen, rows)
         console.print(f"page: {html}", highlight=False, markup=False, soft_wrap=True)
     if json:
         print(json_library.dumps(_record(advice, seen, rows), indent=2))
@@ -266,6 +266,17 @@ def _write(advice: Any, config: Path | None, path: Path) -> str:
         given[section] = {**(given.get(section) or {}), **values}
     path.write_text(yaml.safe_dump(given, sort_keys=False))
     return f"{path}, {runnable[0].describe()}"
+
+
+def _write_page(path: Path, advice: Any, seen: Any, rows: int) -> None:
+    from scaleray.config.base import without_password
+    from scaleray.reports.plan_page import plan_page
+
+    page = plan_page(advice, seen, rows=rows, command=f"scaleray {shlex.join(map(without_password, sys.argv[1:]))}")
+    try:
+        path.write_text(page)
+    except OSError as exc:
+        raise StorageError("--html", str(path), f"it cannot be written: {exc.strerror}", "choose another file") from exc
 
 
 def _record(advice: Any, seen: Any, rows: int) -> dict[str, Any]:

@@ -96,14 +96,18 @@ def test_a_workload_that_cannot_be_counted_is_one_message(capsys, tmp_path, monk
     assert not list(tmp_path.rglob("*.json"))
 
 
+@pytest.mark.filterwarnings("error::UserWarning")  # matplotlib's, where a figure has no room for what it must show
 def test_the_page_holds_its_figures_and_loads_nothing(capsys, tmp_path):
     path = tmp_path / "plan.html"
     code, _, _ = run(capsys, *SMALL, "--html", str(path))
     page = path.read_text()
     assert code == 0 and page.startswith("<!doctype html>")
-    for words in ("recommended", "Memory of one GPU", "90 %", "next doubling", "<svg"):
+    for words in ("Recommended", "Memory of a GPU", "90% interval", "Next doubling"):
         assert words in page
+    assert page.count("<svg") == 4 and ">the card" in page and ">ideal<" in page and ">backward<" in page
     assert "http://" not in page.replace("http://www.w3.org", "") and "https://" not in page
+    code, _, err = run(capsys, *SMALL, "--html", str(tmp_path / "nowhere" / "plan.html"))
+    assert code == 2 and "cannot be written" in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize("what", ["constants", "intervals", "h100", "nvlink4", "dgx-h100"])
