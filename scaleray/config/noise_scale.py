@@ -17,9 +17,11 @@ class NoiseScaleSettings(Settings):
     of several workers before they meet, or from a step's first micro-batch; true takes consecutive steps as a last resort,
     which is biased and keeps a second gradient in memory."""
     every_steps: Count = 20
-    """Steps between two measurements, each of which costs up to a tenth of a step where steps last a few milliseconds."""
+    """Steps between two measurements, each of which costs up to a fifth of a step where steps last a few milliseconds, and a
+    few hundredths where they last longer."""
     averaging: Annotated[float, Field(gt=0, lt=1)] = 0.999
     """What the weight of earlier measurements is multiplied by with each step of `optimizer.reference_batch_size` samples:
     0.999 looks back over about a thousand such steps."""
     preconditioned: bool = False
-    """Measure gradients as Adam's update sees them, divided by the root of its second moment. For adamw and lamb."""
+    """Measure gradients as Adam's update sees them, divided by the root of its second moment. For adamw and lamb. Keeps room for
+    three copies of the model's small tensors, up to 65,536 numbers each."""

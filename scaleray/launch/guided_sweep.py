@@ -12,12 +12,14 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from scaleray.config import RunConfig
 from scaleray.errors import ConfigError
 from scaleray.launch.sweep_plan import SweepPlan
 from scaleray.scaling.goodput import adascale_gain
 from scaleray.scaling.grid_comparison import compare_with_grid
 from scaleray.scaling.guidance import Cell, Guide, Outlook, Result
 from scaleray.scaling.search_space import BATCH_SIZE, LEARNING_RATE, OPTIMIZER, RULE, SEED, Settings
+from scaleray.scaling.sweep_question import SweepQuestion
 from scaleray.study_records import GoodputPoint, SweepRecord, Trial
 
 THEORY = {
@@ -31,10 +33,9 @@ MEASUREMENTS = 128
 """Of the noise, at least so many in a whole training."""
 
 
-def check_guided(plan: SweepPlan) -> None:
+def check_guided(base: RunConfig, question: SweepQuestion) -> None:
     """Raises ConfigError for a sweep that cannot be guided."""
-    target, question = plan.base.stop.at, plan.question
-    if target is None:
+    if base.stop.at is None:
         raise ConfigError(
             "stop.at", None, "a guided sweep looks for the shortest way to a target", "such as --stop.at 'val/accuracy >= 0.97'"
         )  # fmt: skip

@@ -26,7 +26,7 @@ from scaleray.launch.sweep_folder import AskedSweep, SweepFolder, finished_recor
 from scaleray.launch.sweep_plan import (
     Material,
     all_args,
-    check_keys,
+    check_question,
     make_material,
     make_plan,
     material_key,
@@ -82,18 +82,22 @@ def opened(
         base_dir = Path(before.base_dir) if before.base_dir else base_dir
     assert config is not None and question is not None
     config = _with_absolute_paths(config)
-    check_keys(config, question)
+    check_question(config, question)
+    if question.guided_share is not None:
+        check_guided(config, question)
+    if question.search == "optuna":
+        from scaleray.launch.sweep_search import import_optuna
+
+        import_optuna()
     tracking_uri = store.resolve_uri(tracking_uri or config.tracking.uri)
     store.check_reachable(tracking_uri)
-    given = workload
+    workloads = _load_workloads(config, question, workload, base_dir)  # before a cluster is started
     try:
         if continue_folder is not None:
             folder = RunFolder.reopen(absolute_path(continue_folder))
         with quiet_tune(), _connected(config, question) as nodes, sigterm_like_ctrl_c():
-            materials = _load_materials(config, question, given, base_dir)
+            materials = {key: make_material(found, load_sources(found)) for key, found in workloads.items()}
             plan, candidates = make_plan(config, question, materials)
-            if question.guided_share is not None:
-                check_guided(plan)
             check_trial_fits(plan.config(candidates.chosen[0]), nodes)
             if before is not None:
                 check_same_data(before, _data_hashes(materials))
@@ -117,10 +121,9 @@ def opened(
             folder.unlock()
 
 
-def _load_materials(
-    config: RunConfig, question: SweepQuestion, given: Any, base_dir: Path | None
-) -> dict[str, Material]:  # fmt: skip
-    materials = {}
+def _load_workloads(config: RunConfig, question: SweepQuestion, given: Any, base_dir: Path | None) -> dict[str, Any]:
+    """The workload with each of its arguments."""
+    workloads = {}
     for args in all_args(config, question.space):
         if given is None:
             workload = load_workload(config.workload.name, args, base_dir=base_dir)
@@ -132,8 +135,8 @@ def _load_materials(
             raise ConfigError(
                 "--vary", "workload.args", "the workload is an object that exists already", "give its class"
             )
-        materials[material_key(args)] = make_material(workload, load_sources(workload))
-    return materials
+        workloads[material_key(args)] = workload
+    return workloads
 
 
 def _data_hashes(materials: Mapping[str, Material]) -> dict[str, str | None]:

@@ -154,8 +154,6 @@ def make_plan(
     base: RunConfig, question: SweepQuestion, materials: Mapping[str, Material]
 ) -> tuple[SweepPlan, Candidates]:
     """The plan with its candidates, and those that never fit. Raises UsageError for a sweep that cannot be."""
-    _check_scheduler(base, question)
-    _check_batch_sizes(base, question)
     splits = next(iter(materials.values())).splits
     metric, direction = _metric(base, question, splits)
     plan = SweepPlan(base, question, materials, metric, direction)
@@ -169,11 +167,14 @@ def make_plan(
     return dataclasses.replace(plan, candidates=candidates.chosen), candidates
 
 
-def check_keys(base: RunConfig, question: SweepQuestion) -> None:
-    """Refuse unknown keys and values of `--vary` before data is loaded: each value alone must make a config."""
+def check_question(base: RunConfig, question: SweepQuestion) -> None:
+    """Refuse what no data is needed for: unknown keys and values of `--vary`, of which each alone must make a config, a
+    scheduler that cannot judge, and batch sizes that the workers cannot share. Raises ConfigError."""
     for key, values in question.space.choices.items():
         for value in values:
             trial_config(base, {key: value, **({RULE: "none"} if key != RULE else {})}, question.workers_per_trial)
+    _check_scheduler(base, question)
+    _check_batch_sizes(base, question)
 
 
 def _metric(base: RunConfig, question: SweepQuestion, splits: Mapping[str, Split]) -> tuple[str, Literal["min", "max"]]:

@@ -110,7 +110,7 @@ class NoiseMeter:
                 norm, share = self._norm(correction)
             step = StepGradients(
                 correction=correction, loss_scale=loss_scale, count=count, own_count=own_count, num_rows=num_rows,
-                is_local=self.is_local, square=norm**2, share_of_square=share,
+                is_local=self.is_local, square=norm * norm, share_of_square=share,
             )  # fmt: skip
             self._pending = self._source.seen(step), step
             self._source.end()

@@ -103,7 +103,7 @@ class Workers:
         self._close_part(None)
         # at once, as each alone would wait for a GPU; Python's numbers are float64
         norms = iter(torch.stack([n for part, _ in self._parts for n in part]).tolist() if self._parts else [])
-        squares = [sum(next(norms) ** 2 for _ in part) for part, _ in self._parts]
+        squares = [sum(_square(next(norms)) for _ in part) for part, _ in self._parts]
         edges = [0.0, *(float(c) for _, c in self._parts if c is not None), step.own_count]
         # what a part adds to the mean gradient, times this, is its own mean gradient times its count
         factor = step.correction * step.count / (self.parallel.gradient_divisor * step.loss_scale)
@@ -154,7 +154,7 @@ class FirstMicroBatch:
         count = 0.0 if self._count is None else float(self._count)
         divisor = 1 if step.is_local or self._is_reduced else self.parallel.gradient_divisor
         own = 0.0 if self._norm is None else float(self._norm)
-        square = (own * step.correction * step.count / (divisor * step.loss_scale)) ** 2
+        square = _square(own * step.correction * step.count / (divisor * step.loss_scale))
         if not self._is_reduced:
             return _all_parts(_part(square, count), self.place, step)
         counts = _sum([count], self.place) if self.place.data_size > 1 else lambda: [count]
@@ -197,13 +197,13 @@ class ConsecutiveSteps:
             self._before = {}
             return Seen(NOTHING, step.square, step.num_rows)
         before, self._before = self._before, {}
-        first = float(self.parallel.total_norm(self._view.all(before))) ** 2
+        first = _square(float(self.parallel.total_norm(self._view.all(before))))
         both = self._before_rows + step.num_rows
         # added before they are divided, which comes to the same
         torch._foreach_mul_(list(before.values()), self._before_rows / both)
         now = [gradients[p] for p in before]
         torch._foreach_add_(list(before.values()), now, alpha=step.correction * step.num_rows / both)
-        whole = float(self.parallel.total_norm(self._view.all(before))) ** 2
+        whole = _square(float(self.parallel.total_norm(self._view.all(before))))
         return Seen(Parts.of(self._before_rows, first) + Parts.of(step.num_rows, step.square), whole, both)
 
     def end(self) -> None:
@@ -218,6 +218,10 @@ def trained(parallel: Parallel) -> list[nn.Parameter]:
 def gradients_in(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
     """What lies in the parameters."""
     return {p: p.grad for p in parameters if p.grad is not None}
+
+
+def _square(value: float) -> float:
+    return value * value  # infinite where `** 2` would raise
 
 
 def _part(square_times_count: float, count: float) -> Parts:

@@ -13,6 +13,7 @@ from scaleray.launch.trial_records import make_trial
 from scaleray.scaling.goodput import ThroughputModel
 from scaleray.scaling.grid_comparison import compare_with_grid
 from scaleray.scaling.search_space import BATCH_SIZE, RULE
+from scaleray.scaling.sweep_question import question_of
 from scaleray.study_records import Conditions, SweepRecord
 
 TARGET = {"stop.at": "val/loss <= 0.1"}
@@ -147,8 +148,10 @@ def test_an_interrupted_search_goes_on_with_the_trial_that_it_would_have_run():
     ],
 )
 def test_what_cannot_be_guided_is_refused(flags, options, words):
+    config = base(**flags)
+    asked = {"batch_sizes": SIZES, "rules": RULES, "guided_share": 0.5, **options}
     with pytest.raises(ConfigError, match=words):
-        check_guided(guided_plan(base(**flags), **options))
+        check_guided(config, question_of(config, **asked))
 
 
 def test_the_words_say_what_adascale_would_do_at_a_larger_batch():
@@ -183,7 +186,7 @@ def test_a_folder_without_a_record_is_no_grid(tmp_path):
     from scaleray.cli.sweep import _grid
 
     with pytest.raises(ConfigError, match="no sweep's record"):
-        _grid(tmp_path)
+        _grid(str(tmp_path))
 
 
 def test_sweeps_of_another_training_are_not_compared():

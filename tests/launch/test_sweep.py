@@ -259,8 +259,12 @@ def test_two_sweeps_on_one_cluster_end_both(ray_session, tmp_path):
         start(ray_session, command(folder, *rates, "--scheduler", scheduler, **flags))
         for folder, scheduler in zip(folders, ("hyperband", "asha"), strict=True)
     ]
-    for process, folder in zip(started, folders, strict=True):
-        output, _ = process.communicate(timeout=500)
+    try:
+        outputs = [process.communicate(timeout=500)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for process, output, folder in zip(started, outputs, folders, strict=True):
         assert process.returncode == 0, output
         (sweep_folder,) = (folder / "runs").iterdir()
         record = SweepRecord.read(sweep_folder / "record.json")

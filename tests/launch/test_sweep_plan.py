@@ -12,7 +12,7 @@ from scaleray.errors import ClusterError, ConfigError, DataError
 from scaleray.launch.cluster import Node
 from scaleray.launch.run_folder import RunFolder
 from scaleray.launch.sweep_folder import AskedSweep, SweepFolder, finished_record, read_asked
-from scaleray.launch.sweep_plan import all_args, check_keys, make_material, make_plan, material_key
+from scaleray.launch.sweep_plan import all_args, check_question, make_material, make_plan, material_key
 from scaleray.launch.trial_capacity import check_trial_fits, num_concurrent
 from scaleray.launch.trial_records import make_trial, trial_line
 from scaleray.scaling.search_space import BATCH_SIZE, LEARNING_RATE, RULE, LogUniform
@@ -33,7 +33,9 @@ def plan_of(config=None, workload=None, **options):
     workload = workload or Line()
     sources = {name: as_source(value, split=name) for name, value in workload.datasets().items()}
     materials = {material_key(config.workload.args): make_material(workload, sources)}
-    return make_plan(config, question_of(config, **options), materials)
+    question = question_of(config, **options)
+    check_question(config, question)
+    return make_plan(config, question, materials)
 
 
 def test_a_trial_is_the_config_with_its_settings_and_without_files_of_its_own():
@@ -112,7 +114,7 @@ def test_a_workload_without_an_evaluation_is_refused():
 )
 def test_keys_and_values_that_are_varied_are_checked_before_data_is_loaded(vary, message):
     with pytest.raises(ConfigError) as caught:
-        check_keys(base(), question_of(base(), vary=(vary,)))
+        check_question(base(), question_of(base(), vary=(vary,)))
     assert message in str(caught.value)
 
 
