@@ -168,7 +168,9 @@ def _moments(stage: list[Block], index: int, model: ModelProfile, layout: Layout
         share = 0.0 if layout.plans_memory else FRAGMENTATION_SHARE
         # the long rows of the update find no place where activations lay, in blocks that are smaller, and keep their own
         yield MemoryEstimate(
-            **pieces, fragmentation=share * sum(pieces.values()) + lost, context=CONTEXT_BYTES + COLLECTIVE_BYTES * groups
+            **pieces,
+            fragmentation=share * sum(pieces.values()) + lost,
+            context=CONTEXT_BYTES + COLLECTIVE_BYTES * groups,
         )
 
 

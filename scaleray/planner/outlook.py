@@ -98,7 +98,7 @@ def limit_of(choice: Choice) -> str:
 def kinds_of(question: Question, best: Choice) -> tuple[str, ...]:
     """The question's strategies that a choice uses, for a search on another size to be over soon."""
     uses = {
-        "tp": best.layout.tensor > 1, "pp": best.layout.pipeline > 1, "ddp": True, "zero1": best.layout.sharding == "zero1",
+        "tp": best.layout.tensor > 1, "pp": best.layout.pipeline > 1, "ep": best.layout.expert > 1, "ddp": True, "zero1": best.layout.sharding == "zero1",
         "fsdp": best.layout.sharding == "zero3", "hsdp": best.layout.sharding == "zero3" and best.layout.shard < best.layout.data,
     }  # fmt: skip
     return tuple(name for name in question.strategies if uses[name]) or question.strategies

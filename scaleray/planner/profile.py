@@ -115,6 +115,11 @@ class ModelProfile:
         return self.num_params - idle
 
     @property
+    def num_experts(self) -> int:
+        """Of a layer that has them; 0 in a dense model."""
+        return max(block.num_experts for block in self.blocks)
+
+    @property
     def num_tensors(self) -> float:
         """About how many tensors the parameters are: 16 in a layer with biases, three for a convolution with its norm."""
         if self.kind == "transformer":
@@ -364,7 +369,9 @@ def resnet(depth: int, *, image: int = 224, num_classes: int = 1000, is_small_st
     return ModelProfile(name=f"ResNet-{depth}", blocks=(*parts, classes), kind="cnn")
 
 
-def _conv(name: str, channels_in: int, channels: int, kernel: int, size: int, *, stride: int = 1, copies: int = 2) -> Block:
+def _conv(
+    name: str, channels_in: int, channels: int, kernel: int, size: int, *, stride: int = 1, copies: int = 2
+) -> Block:
     """`copies` of the output stay: norm's input and, where an activation follows, its output."""
     outputs = channels * size * size
     return Block(

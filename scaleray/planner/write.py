@@ -13,8 +13,15 @@ PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "tf32": "fp32", "f
 def config_keys(layout: Layout) -> dict[str, Any]:
     """Sections of a config that `scaleray train` runs the layout with.
 
-    Raises ConfigError for a layout with both tensor and pipeline parallelism, which `scaleray train` has no strategy for.
+    Raises ConfigError for a layout with both tensor and pipeline parallelism, or with experts spread over GPUs, which `scaleray train` has no strategy for.
     """
+    if layout.expert > 1:
+        raise ConfigError(
+            "layout",
+            layout.describe(),
+            "scaleray train does not spread experts over GPUs",
+            "plan with --strategies without ep",
+        )
     if layout.tensor > 1 and layout.pipeline > 1:
         raise ConfigError(
             "layout",

@@ -107,7 +107,7 @@ def _batch_of(parallelism: dict[str, Any], model: ModelProfile, data: int, pipel
 def _expert_degree(parallelism: dict[str, Any], model: ModelProfile, ranks: int) -> int:
     """As given; 1 for a model without experts. Raises ConfigError where it does not divide experts or ranks."""
     degree = whole(parallelism, "ep", "expert_parallel", "expert") or 1
-    experts = next((block.num_experts for block in model.blocks if block.num_experts), 0)
+    experts = model.num_experts
     if degree == 1 or not experts:
         return 1
     if experts % degree or ranks % degree:
