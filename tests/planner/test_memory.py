@@ -142,7 +142,7 @@ def test_logits_that_are_gathered_for_the_loss_are_not_divided():
 
 def test_memory_that_is_planned_ahead_is_what_is_allocated():
     layout = Layout(precision="fp16", micro_batch=4)
-    found = memory(find_model("gpt2"), replace(layout, plans_memory=True))
+    found = memory(find_model("gpt2"), replace(layout, engine="planned"))
     assert found.fragmentation == 0 < memory(find_model("gpt2"), layout).fragmentation
 
 

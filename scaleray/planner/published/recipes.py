@@ -10,7 +10,7 @@ from typing import Any
 
 from scaleray.errors import ConfigError
 from scaleray.planner.hardware import Cluster, Gpu
-from scaleray.planner.layout import Checkpointing, Layout, Schedule, Sharding
+from scaleray.planner.layout import Checkpointing, Engine, Layout, Schedule, Sharding
 from scaleray.planner.profile import ModelProfile
 
 
@@ -35,6 +35,9 @@ def layout_of(parallelism: dict[str, Any], model: ModelProfile, cluster: Cluster
         micro_batch = int(parallelism.get("micro_batch") or 0)
     global_batch = parallelism.get("global_batch_seqs")
     accumulation = int(parallelism.get("grad_accum") or 0)
+    if not micro_batch and pipeline > 1 and parallelism.get("local_batch"):
+        # torchtitan cuts a replica's batch into as many parts as there are stages
+        micro_batch = max(1, int(parallelism["local_batch"]) // pipeline)
     if not micro_batch and global_batch:
         # not said: one sequence where many stages or shards wait, else all at once
         micro_batch = (
@@ -71,12 +74,12 @@ def layout_of(parallelism: dict[str, Any], model: ModelProfile, cluster: Cluster
     # logits of tensor parallel for the loss (distributed/tensor_parallel.py). nanotron fills its stages in turn (models/base.py)
     is_kempner, is_nanotron = "kempnerforge" in str(row["model"].get("name")).lower(), "nanotron" in text
     return Layout(
-        filled_stages=is_nanotron, copies_gradients="DeepSpeed" in text and precision == "bf16", plans_memory="oneflow" in str(parallelism.get("framework")).lower(), accumulates_whole=is_kempner, splits_logits=not is_kempner, optimizer_bytes=4 if is_kempner else 8,
+        filled_stages=is_nanotron, engine=_engine(text, parallelism, row), accumulates_whole=is_kempner, splits_logits=not is_kempner, optimizer_bytes=4 if is_kempner else 8,
         data=data, shard=shard, tensor=tensor, pipeline=pipeline, context=context, micro_batch=micro_batch, accumulation=max(1, accumulation),
         sharding=sharding,
         # billions of parameters on ZeRO-3 without a word about it: DeepSpeed's own examples recompute
         checkpointing=_checkpointing(parallelism.get("activation_checkpointing", "full" if sharding == "zero3" and "eepspeed" in row["file"] else None)),
-        sequence_parallel=bool(parallelism.get("sequence_parallel")) or "reduce-scatter" in text or "with sequence" in text or "TP comm overlap" in overlap or "megatron_core" in row["file"],
+        sequence_parallel=bool(parallelism.get("sequence_parallel")) or is_kempner or "torchtitan" in row["file"] or "reduce-scatter" in text or "with sequence" in text or "TP comm overlap" in overlap or "megatron_core" in row["file"],
         schedule=_schedule(f"{text} {parallelism.get('schedule', '')}".lower(), pipeline, chunks), chunks=chunks, even_stages=is_megatron, keeps_gathered=not is_megatron and not text.startswith('TP x PP'), precision=precision,
         is_mixed=precision not in ("fp32", "tf32") and not is_kempner, gradient_bytes=gradient_bytes, gather_bits=gather_bits,
         compiled=bool(parallelism.get("compile")) or "nvfuser" in str(parallelism.get("compiler")) or "torchcompile" in str(parallelism.get("compiler")),
@@ -84,6 +87,13 @@ def layout_of(parallelism: dict[str, Any], model: ModelProfile, cluster: Cluster
         overlaps_gather="param gather" in overlap or "core" in row["file"],
         offloads="ffload" in text or bool(parallelism.get("cpu_offload")),
     )  # fmt: skip
+
+
+def _engine(text: str, parallelism: dict[str, Any], row: dict[str, Any]) -> Engine:
+    said = f"{text} {parallelism.get('framework', '')} {row['file']}".lower()
+    if "deepspeed" in said:
+        return "deepspeed"
+    return "planned" if any(word in said for word in ("oneflow", "maxtext", "jax")) else "torch"
 
 
 def precision_of(text: Any, gpu: Gpu) -> str:
