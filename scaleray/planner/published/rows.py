@@ -30,6 +30,8 @@ NOT_SPEED = {
     "hardware": "is a data sheet, which the catalogue holds",
     "collectives": "times a collective, not a step",
 }
+BATCH_KEYS = ("micro_batch", "tokens_per_gpu_per_micro_batch", "global_batch_seqs", "local_batch", "max_batch")
+MEMORY_UNSAID = "the batch, what the optimizer keeps or how the loss is cut is not said"
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ def observations(rows: list[dict[str, Any]]) -> tuple[list[Observation], list[Sk
             )
             continue
         asked += found
+        if _memory_of(row.get("measured", {}))[0] and not any(one.memory_bytes for one in found):
+            skipped.append(Skipped(row["file"], str(row.get("family")), name, f"its memory is not judged: {MEMORY_UNSAID}"))
     return asked, skipped
 
 
@@ -136,6 +140,8 @@ def _point(row: dict[str, Any]) -> Observation:
             raise ConfigError(
                 "the row", strategy, "its memory cannot be compared: optimizer state and loss are not described"
             )
+    if not any(parallelism.get(key) for key in BATCH_KEYS):
+        memory = None
     series = (
         row["file"], "LoRA" if "LoRA" in strategy else "", str(shape.get("name")), cluster.gpu.name, str(shape.get("seq_len")), layout.precision, str(parallelism.get("framework", "")),
         str(parallelism.get("compiler", "")) + str(parallelism.get("compile", "")), str(shape.get("hidden")) + "x" + str(shape.get("heads")),
