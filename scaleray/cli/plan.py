@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json as json_library
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
 from scaleray.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from scaleray.planner.to_target import Way
 
 plan_app = App(
     name="plan",
@@ -29,7 +32,10 @@ def plan(
     global_batch: int | None = None, sequence: int | None = None, precision: str | None = None, strategies: str = "ddp,zero1,fsdp,hsdp,tp,pp",
     optimizer: Literal["adam", "momentum", "sgd"] | None = None, compiled: Annotated[bool, Parameter(negative="")] = False,
     step_time: float | None = None, micro_batch: int | None = None, from_run: Path | None = None,
-    input_rate: float | None = None, samples: float | None = None, rank_by: str = "throughput", rows: int = 10,
+    input_rate: float | None = None,
+    samples: Annotated[float | None, Parameter(name=["--samples", "--target-samples"])] = None, target_steps: float | None = None,
+    noise_scale: float | None = None, rank: Annotated[str, Parameter(name=["--rank", "--rank-by"])] = "throughput", rows: int = 10,
+    checkpoint_minutes: float | None = None, waits_for_checkpoints: Annotated[bool, Parameter(name="--checkpoints-wait", negative="")] = False,
     hardware: Hardware = None, collectives: Path | None = None, write: Path | None = None, html: Path | None = None, json: Json = False,
 ) -> int:  # fmt: skip
     """Rank the layouts of a model on a cluster.
@@ -61,13 +67,22 @@ def plan(
     micro_batch
         Samples of the measured step.
     from_run
-        Record of a run or study on one worker or more, whose smallest point takes the place of --step-time.
+        Record of a run or study on one worker or more, whose smallest point takes the place of --step-time; or of a sweep.
     input_rate
         Samples a second that the input pipeline of one node delivers.
     samples
-        Samples of the whole training: the plan says how long it takes.
-    rank_by
-        throughput, cost and time (the same on given GPUs), or memory.
+        Samples of the whole training at --global-batch: the plan says how long it takes.
+    target_steps
+        The same in optimizer steps.
+    noise_scale
+        Gradient noise scale in samples, measured at --global-batch: what a sample is worth in larger and smaller batches.
+    rank
+        throughput, cost and time (the same on given GPUs), memory; or time-to-target, which looks for the batch size as well: with
+        --noise-scale and a target, or --from-run with a run, study or sweep that measured them.
+    checkpoint_minutes
+        Training between two checkpoints; by default what is best for the cluster file's gpu_mtbf_hours.
+    waits_for_checkpoints
+        Checkpoints are synchronous: the training waits until storage has them.
     rows
         Layouts to show.
     collectives
@@ -80,54 +95,86 @@ def plan(
     from rich.console import Console
 
     from scaleray.cli.plan_question import question_of
+    from scaleray.cli.plan_target import target_of
     from scaleray.planner.advise import advise
+    from scaleray.planner.checkpoints import checkpoint_cost, is_asked
     from scaleray.planner.outlook import outlook
+    from scaleray.planner.to_target import best_way, ways_to
     from scaleray.reports.plan import WIDTH, plan_lines, plan_table
+    from scaleray.reports.plan_target import way_table
 
     question = question_of(
         overrides=overrides, config=config, model=model, profile=profile, cluster=cluster, here=here, global_batch=global_batch, sequence=sequence,
         precision=precision, strategies=strategies, optimizer=optimizer, compiled=compiled, step_time=step_time, micro_batch=micro_batch,
-        from_run=from_run, input_rate=input_rate, rank_by=rank_by, hardware=hardware, collectives=collectives,
+        from_run=from_run, input_rate=input_rate, rank_by=rank, hardware=hardware, collectives=collectives,
     )  # fmt: skip
+    interval_s = None if checkpoint_minutes is None else 60 * checkpoint_minutes
+    ways: list[Way] = []
+    if rank == "time-to-target":
+        target = target_of(
+            batch_size=question.global_batch, noise_scale=noise_scale, samples=samples, steps=target_steps, from_run=from_run
+        )  # fmt: skip
+        ways = ways_to(target, question, interval_s=interval_s, is_asynchronous=not waits_for_checkpoints)
+        chosen = best_way(ways, num_gpus=question.cluster.num_gpus)
+        if chosen is not None:
+            question = dataclasses.replace(question, global_batch=chosen.batch_size)
+            samples = chosen.samples.value
+    elif noise_scale is not None:
+        raise ConfigError("--noise-scale", noise_scale, "it decides nothing here", "add --rank time-to-target")
+    elif target_steps is not None:
+        samples = target_steps * question.global_batch if samples is None else samples
     advice = advise(question)
+    kept = checkpoint_cost(
+        question.model, advice.best.layout, question.cluster, interval_s=interval_s, is_asynchronous=not waits_for_checkpoints
+    )  # fmt: skip
+    shown = kept if is_asked(question.cluster, interval_s) or waits_for_checkpoints else None
     seen = outlook(advice)
     console = Console(stderr=json)
     if not console.is_terminal:
         console.width = WIDTH + 20
+    if ways:
+        console.print(way_table(ways, target, num_gpus=question.cluster.num_gpus))
     console.print(plan_table(advice, rows=rows))
-    for line in plan_lines(advice, seen, num_samples=samples):
+    for line in plan_lines(advice, seen, num_samples=samples, kept=shown):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if write is not None:
         console.print(f"config: {_write(advice, config, write)}", highlight=False, markup=False, soft_wrap=True)
     if html is not None:
         from scaleray.reports.plan_page import plan_page
 
-        html.write_text(plan_page(advice, seen, rows=rows))
+        html.write_text(plan_page(advice, seen, rows=rows, kept=shown, ways=ways))
         console.print(f"page: {html}", highlight=False, markup=False, soft_wrap=True)
     if json:
-        print(json_library.dumps(_record(advice, seen, rows), indent=2))
+        print(json_library.dumps(_record(advice, seen, rows, shown, ways), indent=2))
     return 0
 
 
 @plan_app.command
 def explain(what: str = "constants", /, *, model: str | None = None, cluster: str | None = None, global_batch: int | None = None,
             sequence: int | None = None, precision: str | None = None, strategies: str = "ddp,zero1,fsdp,hsdp,tp,pp", rows: int = 20) -> int:  # fmt: skip
-    """Say what the planner's figures are and where they come from, or why a layout was dropped.
+    """Say what the planner's figures are and where they come from, why layouts were dropped, or what a step does when.
 
     Parameters
     ----------
     what
-        constants; a GPU, link or network by name; intervals; or layouts, with --model, --cluster and --global-batch.
+        constants; a GPU, link or network by name; intervals; or, with --model, --cluster and --global-batch: layouts (why they were
+        dropped), step (the recommended layout's, simulated task by task).
     rows
-        Layouts to list.
+        Layouts or streams to list.
     """
-    from scaleray.planner.explain import explain_constants, explain_hardware, explain_intervals, explain_layouts
+    from scaleray.planner.explain import (
+        explain_constants,
+        explain_hardware,
+        explain_intervals,
+        explain_layouts,
+        explain_step,
+    )
 
     if what == "constants":
         lines = explain_constants()
     elif what == "intervals":
         lines = explain_intervals()
-    elif what == "layouts":
+    elif what in ("layouts", "step"):
         from scaleray.cli.plan_question import question_of
 
         question = question_of(
@@ -138,7 +185,7 @@ def explain(what: str = "constants", /, *, model: str | None = None, cluster: st
             precision=precision,
             strategies=strategies,
         )
-        lines = explain_layouts(question, rows=rows)
+        lines = (explain_layouts if what == "layouts" else explain_step)(question, rows=rows)
     else:
         lines = explain_hardware(what)
     print("\n".join(lines))
@@ -270,7 +317,7 @@ def _write(advice: Any, config: Path | None, path: Path) -> str:
     return f"{path}, {runnable[0].describe()}"
 
 
-def _record(advice: Any, seen: Any, rows: int) -> dict[str, Any]:
+def _record(advice: Any, seen: Any, rows: int, kept: Any, ways: list[Way]) -> dict[str, Any]:
     def choice(one: Any) -> dict[str, Any]:
         return {
             "layout": dataclasses.asdict(one.layout), "words": one.layout.describe(), "step_time_s": dataclasses.asdict(one.step_time_s),
@@ -286,5 +333,12 @@ def _record(advice: Any, seen: Any, rows: int) -> dict[str, Any]:
         "rejected": [{"words": one.layout.describe(), "reason": one.reason, "missing_gib": one.missing_gib} for one in advice.rejected[:200]],
         "curve": [{"num_gpus": point.num_gpus, "samples_per_s": dataclasses.asdict(point.samples_per_s), "efficiency": point.efficiency,
                    "words": point.choice.layout.describe()} for point in seen.points],
+        "checkpoints": None if kept is None else dataclasses.asdict(kept),
+        "to_target": [
+            {"num_gpus": way.num_gpus, "batch_size": way.batch_size, "words": way.choice.layout.describe(), "samples": dataclasses.asdict(way.samples),
+             "steps": way.steps, "hours": dataclasses.asdict(way.hours), "gpu_hours": way.gpu_hours, "cost": way.cost, "time_ratio": way.time_ratio,
+             "is_trusted": way.is_trusted, "is_on_frontier": way.is_on_frontier}
+            for way in ways
+        ],
         "limit": seen.limit, "next_doubling": {"words": seen.doubling, "gain": seen.doubling_gain},
     }  # fmt: skip

@@ -21,6 +21,7 @@ from scaleray.planner.uncertainty import doubts, interval, is_trusted, spread_cl
 from scaleray.study_records import Estimate
 
 STRATEGIES = ("ddp", "zero1", "fsdp", "hsdp", "tp", "pp")
+RANKINGS = ("throughput", "cost", "time", "time-to-target", "memory")
 HEADROOM = 0.05
 """Of the card, kept free: published runs failed whose reported memory was a tenth below the card's."""
 TIE = 1.02
@@ -46,11 +47,11 @@ class Question:
     input_samples_per_s: float | None = None
     """What the input pipeline of one node delivers; None: enough."""
     rank_by: str = "throughput"
-    """`throughput` (and with it cost and time), or `memory`."""
+    """`throughput` (and with it cost and time), or `memory`. `time-to-target` compares batch sizes as well (`to_target`)."""
 
     def __post_init__(self) -> None:
-        if self.rank_by not in ("throughput", "cost", "time", "memory"):
-            raise ConfigError("--rank-by", self.rank_by, "it must be throughput, cost, time or memory")
+        if self.rank_by not in RANKINGS:
+            raise ConfigError("--rank", self.rank_by, f"it must be one of {', '.join(RANKINGS)}")
         if self.global_batch < 1:
             raise ConfigError("--global-batch", self.global_batch, "it must be at least 1 sample")
         unknown = [name for name in self.strategies if name not in STRATEGIES]
@@ -113,6 +114,24 @@ def advise(question: Question, constants: Constants = DEFAULT) -> Advice:
 
     Raises ConfigError where the batch cannot be divided at all, or nothing fits; the message says what would help.
     """
+    advice = survey(question, constants)
+    if not advice.num_layouts:
+        raise ConfigError(
+            "--global-batch",
+            question.global_batch,
+            f"no layout of {question.cluster.num_gpus} GPUs divides it",
+            _nearest(question),
+        )
+    if not advice.choices:
+        rejected = advice.rejected
+        raise ConfigError(
+            "model", question.model.name, _fits_nowhere(question, rejected), _what_would_fit(question, rejected)
+        )
+    return advice
+
+
+def survey(question: Question, constants: Constants = DEFAULT) -> Advice:
+    """As `advise`, but without a word where nothing fits: there are no choices then."""
     choices: list[Choice] = []
     rejected: list[Rejected] = []
     count = 0
@@ -126,20 +145,9 @@ def advise(question: Question, constants: Constants = DEFAULT) -> Advice:
             rejected.append(Rejected(layout, reason, missing / GIB))
             continue
         choices.append(predict(question, layout, needed=needed, constants=constants))
-    if not count:
-        raise ConfigError(
-            "--global-batch",
-            question.global_batch,
-            f"no layout of {question.cluster.num_gpus} GPUs divides it",
-            _nearest(question),
-        )
-    if not choices:
-        raise ConfigError(
-            "model", question.model.name, _fits_nowhere(question, rejected), _what_would_fit(question, rejected)
-        )
     if question.rank_by == "memory":
         choices.sort(key=lambda one: one.memory.device_bytes)
-    else:
+    elif choices:
         # on given GPUs the fastest is the cheapest and the soonest done as well
         choices.sort(key=lambda one: one.step_time_s.value)
         nearly = [one for one in choices if one.step_time_s.value <= TIE * choices[0].step_time_s.value]

@@ -17,7 +17,6 @@ from scaleray.planner.layout import Layout
 from scaleray.planner.profile import ModelProfile
 from scaleray.planner.step_time import Measured, step_time
 
-
 COMM_DOUBT = 2.5
 """Standard deviation of the logarithm of communication over that of compute: rates of products are known to 20 %, networks to a factor of
 one and a half, as the catalogue's sources differ among themselves."""
@@ -38,6 +37,7 @@ def calibrate(
         if model.has_flops
         else Measured(sample_s=measured_step_s / (layout.accumulation * layout.micro_batch))
     )
+
     def total_s(compute: float, comm: float) -> float:
         guess = replace(start, compute_scale=compute, comm_scale=comm)
         return step_time(

@@ -12,7 +12,7 @@ from scaleray.planner.hardware import Catalogue, Gpu, Link, Network
 LINKS = (
     # latencies: NCCL's tuning.cc has 0.6 to 1.0 us a ring step on NVLink and 1.0 to 1.9 on PCIe, before the kernel's own part
     Link(name="pcie3", nominal_gb_per_s=15.8, bus_gb_per_s=5.0, latency_us=5.0, source="nominal: PCIe 3 x16; bus: through the host without peer access, 5 to 6 GB/s in reports from memory; T4 traces of Pollux agree"),
-    Link(name="pcie3-host", nominal_gb_per_s=15.8, bus_gb_per_s=2.0, latency_us=10.0, source="workstation cards without peer access copy through the host's memory: 1.5 to 2.5 GB/s in Sia's Quadro traces"),
+    Link(name="pcie3-host", nominal_gb_per_s=15.8, bus_gb_per_s=1.5, latency_us=10.0, source="workstation cards without peer access copy through the host's memory: 1.3 to 1.6 GB/s in Sia's Quadro traces, of what backward passes do not hide"),
     Link(name="pcie4", nominal_gb_per_s=31.0, bus_gb_per_s=24.0, latency_us=4.0, source="MLE network: A100 PCIe"),
     Link(name="pcie5", nominal_gb_per_s=63.0, bus_gb_per_s=48.0, latency_us=4.0, source="MLE network: H100 PCIe"),
     Link(name="nvlink1", nominal_gb_per_s=80.0, bus_gb_per_s=60.0, latency_us=3.0, source="P100 data sheet, 4 x 20 GB/s; bus at NVLink2's share, not measured"),
@@ -32,7 +32,11 @@ LINKS = (
 # FlashAttention-2 uses Ampere's instructions: 335 TFLOP/s on H100 where FlashAttention-3 has 580 (arXiv:2407.08608, forward and
 # backward together), and the Triton kernels before it had less; on Blackwell the same kernels gain little
 HOPPER_ATTENTION = 0.35
-BLACKWELL_ATTENTION = 0.25
+# the same 335 TFLOP/s over Blackwell's largest product: prime-rl's logs on B200 have it no faster than on H100
+BLACKWELL_ATTENTION = 0.19
+# FlashAttention-3 has 580 TFLOP/s of H100's 795 at its best, 475 in prime-rl's training steps at 65,536 tokens; cuDNN's kernels are as fast.
+# Of Blackwell's kernels, cuDNN and FlashAttention-4 report 1.0 to 1.6 PFLOP/s of 1.75, from memory: the same share
+BEST_ATTENTION = 0.60
 
 GPUS = (
     Gpu(name="p100", aliases=("P100 16GB SXM2",), peak_tflops={"fp16": 21.2, "fp32": 10.6}, matmul_share=0.85,
@@ -80,31 +84,31 @@ GPUS = (
     Gpu(name="a800", aliases=("A800 80GB", "A800 SXM"), peak_tflops={"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5},
         matmul_share=271.2 / 312, num_cores=108, memory_gib=79.2, memory_gb_per_s=2039, link="nvlink4-h800", network="8x200G", source="as a100-80, with 400 GB/s of NVLink both ways; data sheet, from memory"),
     Gpu(name="h100", aliases=("H100", "H100 80GB", "H100 SXM", "H100 SXM 80GB", "H100 80GB HBM3"), peak_tflops={"fp8": 1979, "bf16": 989, "fp16": 989, "tf32": 494.5, "fp32": 67},
-        matmul_share=794.5 / 989, num_cores=132, attention_share=HOPPER_ATTENTION, memory_gib=79.1, memory_gb_per_s=3350, link="nvlink4", network="8x400G", source="MLE (MAMF 794.5); tf32 and fp32 data sheet"),
+        matmul_share=794.5 / 989, narrow_matmul_share=1402.6 / 1979, num_cores=132, attention_share=HOPPER_ATTENTION, best_attention_share=BEST_ATTENTION, memory_gib=79.1, memory_gb_per_s=3350, link="nvlink4", network="8x400G", source="MLE (MAMF 794.5, in 8 bit 1402.6); tf32 and fp32 data sheet"),
     Gpu(name="h100-96", aliases=("H100 96GB", "H100 96GB HBM2e"), peak_tflops={"fp8": 1979, "bf16": 989, "fp16": 989, "tf32": 494.5, "fp32": 67},
-        matmul_share=0.62, num_cores=132, attention_share=HOPPER_ATTENTION, memory_gib=94.5, memory_gb_per_s=2400, link="nvlink4", network="8x400G",
+        matmul_share=0.62, narrow_matmul_share=0.62 * 1402.6 / 1979 / (794.5 / 989), num_cores=132, attention_share=HOPPER_ATTENTION, best_attention_share=BEST_ATTENTION, memory_gib=94.5, memory_gb_per_s=2400, link="nvlink4", network="8x400G",
         source="torchtitan's hosts: 500 W cap and HBM2e; the share is that of H100 times 500/700 W to the power 0.75, an assumption"),
     Gpu(name="h100-pcie", aliases=("H100 PCIe", "H100 PCIe 80GB"), peak_tflops={"fp8": 1513, "bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51},
-        matmul_share=0.65, num_cores=114, attention_share=HOPPER_ATTENTION, memory_gib=79.1, memory_gb_per_s=2000, link="pcie5", source="MLE; 350 W hold the clock down, share from memory"),
+        matmul_share=0.65, num_cores=114, attention_share=HOPPER_ATTENTION, best_attention_share=BEST_ATTENTION, memory_gib=79.1, memory_gb_per_s=2000, link="pcie5", source="MLE; 350 W hold the clock down, share from memory"),
     Gpu(name="h100-nvl", aliases=("H100 NVL", "H100 NVL 94GB"), peak_tflops={"fp8": 1671, "bf16": 835, "fp16": 835, "tf32": 418, "fp32": 60},
-        matmul_share=0.68, num_cores=132, attention_share=HOPPER_ATTENTION, memory_gib=93.1, memory_gb_per_s=3900, link="pcie5", source="data sheet, from memory; bridges between pairs are left out"),
+        matmul_share=0.68, num_cores=132, attention_share=HOPPER_ATTENTION, best_attention_share=BEST_ATTENTION, memory_gib=93.1, memory_gb_per_s=3900, link="pcie5", source="data sheet, from memory; bridges between pairs are left out"),
     Gpu(name="h800", aliases=("H800 80GB", "H800 SXM"), peak_tflops={"fp8": 1979, "bf16": 989, "fp16": 989, "tf32": 494.5, "fp32": 67},
-        matmul_share=794.5 / 989, num_cores=132, attention_share=HOPPER_ATTENTION, memory_gib=79.1, memory_gb_per_s=3350, link="nvlink4-h800", network="8x400G", source="as h100; link data sheet, from memory"),
+        matmul_share=794.5 / 989, narrow_matmul_share=1402.6 / 1979, num_cores=132, attention_share=HOPPER_ATTENTION, best_attention_share=BEST_ATTENTION, memory_gib=79.1, memory_gb_per_s=3350, link="nvlink4-h800", network="8x400G", source="as h100; link data sheet, from memory"),
     Gpu(name="h20", aliases=("H20 96GB",), peak_tflops={"fp8": 296, "bf16": 148, "fp16": 148, "tf32": 74, "fp32": 44}, matmul_share=0.93,
-        num_cores=78, attention_share=HOPPER_ATTENTION, memory_gib=95.1, memory_gb_per_s=4000, link="nvlink4", network="8x400G", source="data sheet, from memory"),
+        num_cores=78, attention_share=HOPPER_ATTENTION, best_attention_share=BEST_ATTENTION, memory_gib=95.1, memory_gb_per_s=4000, link="nvlink4", network="8x400G", source="data sheet, from memory"),
     Gpu(name="h200", aliases=("H200", "H200 SXM", "H200 141GB", "H200 SXM 141GB"), peak_tflops={"fp8": 1979, "bf16": 989, "fp16": 989, "tf32": 494.5, "fp32": 67},
-        matmul_share=794.5 / 989, num_cores=132, attention_share=HOPPER_ATTENTION, memory_gib=139.8, memory_gb_per_s=4800, link="nvlink4", network="8x400G", source="MLE; share of h100"),
+        matmul_share=794.5 / 989, narrow_matmul_share=1453.4 / 1979, num_cores=132, attention_share=HOPPER_ATTENTION, best_attention_share=BEST_ATTENTION, memory_gib=139.8, memory_gb_per_s=4800, link="nvlink4", network="8x400G", source="MLE; share of h100"),
     Gpu(name="gh200", aliases=("GH200", "GH200 96GB", "GH200 480GB"), peak_tflops={"fp8": 1979, "bf16": 989, "fp16": 989, "tf32": 494.5, "fp32": 67},
-        matmul_share=794.5 / 989, num_cores=132, attention_share=HOPPER_ATTENTION, memory_gib=94.5, memory_gb_per_s=4000, link="nvlink4", gpus_per_node=4, network="4x200G", source="data sheet, from memory; share of h100"),
-    Gpu(name="b200", aliases=("B200", "B200 SXM", "B200 180GB", "B200 192GB"), peak_tflops={"fp8": 4500, "bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75},
-        matmul_share=1745 / 2250, num_cores=148, attention_share=BLACKWELL_ATTENTION, memory_gib=178.4, memory_gb_per_s=8000, link="nvlink5", network="8x400G", source="MLE (MAMF 1745); tf32 and fp32 data sheet, from memory"),
-    Gpu(name="gb200", aliases=("GB200", "GB200 186GB", "GB200 NVL72"), peak_tflops={"fp8": 5000, "bf16": 2500, "fp16": 2500, "tf32": 1250, "fp32": 80},
-        matmul_share=1822 / 2500, num_cores=152, attention_share=BLACKWELL_ATTENTION, memory_gib=184.3, memory_gb_per_s=8000, link="nvlink5", gpus_per_node=72, network="72x400G",
-        source="MLE (MAMF 1822); a node is the 72 GPUs that NVLink joins"),
-    Gpu(name="b300", aliases=("B300", "B300 SXM", "B300 288GB"), peak_tflops={"fp8": 4500, "bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75},
-        matmul_share=1745 / 2250, num_cores=148, attention_share=BLACKWELL_ATTENTION, memory_gib=267.0, memory_gb_per_s=8000, link="nvlink5", network="8x800G", source="MLE for the network; rest as b200, from memory"),
-    Gpu(name="gb300", aliases=("GB300", "GB300 288GB", "GB300 NVL72"), peak_tflops={"fp8": 5000, "bf16": 2500, "fp16": 2500, "tf32": 1250, "fp32": 80},
-        matmul_share=1822 / 2500, num_cores=152, attention_share=BLACKWELL_ATTENTION, memory_gib=276.0, memory_gb_per_s=8000, link="nvlink5", gpus_per_node=72, network="72x800G",
+        matmul_share=794.5 / 989, narrow_matmul_share=1535.0 / 1979, num_cores=132, attention_share=HOPPER_ATTENTION, best_attention_share=BEST_ATTENTION, memory_gib=94.5, memory_gb_per_s=4000, link="nvlink4", gpus_per_node=4, network="4x200G", source="data sheet, from memory; share of h100"),
+    Gpu(name="b200", aliases=("B200", "B200 SXM", "B200 180GB", "B200 192GB"), peak_tflops={"fp4": 9000, "fp8": 4500, "bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75},
+        matmul_share=1745 / 2250, narrow_matmul_share=3432.5 / 4500, overlaps_tiles=True, num_cores=148, attention_share=BLACKWELL_ATTENTION, best_attention_share=BEST_ATTENTION, memory_gib=178.4, memory_gb_per_s=8000, link="nvlink5", network="8x400G", source="MLE (MAMF 1745, in 8 bit 3432.5); tf32 and fp32 data sheet, from memory"),
+    Gpu(name="gb200", aliases=("GB200", "GB200 186GB", "GB200 NVL72"), peak_tflops={"fp4": 10000, "fp8": 5000, "bf16": 2500, "fp16": 2500, "tf32": 1250, "fp32": 80},
+        matmul_share=1822 / 2500, narrow_matmul_share=3615.6 / 5000, overlaps_tiles=True, num_cores=152, attention_share=BLACKWELL_ATTENTION, best_attention_share=BEST_ATTENTION, memory_gib=184.3, memory_gb_per_s=8000, link="nvlink5", gpus_per_node=72, network="72x400G",
+        source="MLE (MAMF 1822, in 8 bit 3615.6); a node is the 72 GPUs that NVLink joins"),
+    Gpu(name="b300", aliases=("B300", "B300 SXM", "B300 288GB"), peak_tflops={"fp4": 13500, "fp8": 4500, "bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75},
+        matmul_share=1745 / 2250, narrow_matmul_share=3353.3 / 4500, overlaps_tiles=True, num_cores=148, attention_share=BLACKWELL_ATTENTION, best_attention_share=BEST_ATTENTION, memory_gib=267.0, memory_gb_per_s=8000, link="nvlink5", network="8x800G", source="MLE for the network; rest as b200, from memory"),
+    Gpu(name="gb300", aliases=("GB300", "GB300 288GB", "GB300 NVL72"), peak_tflops={"fp4": 15000, "fp8": 5000, "bf16": 2500, "fp16": 2500, "tf32": 1250, "fp32": 80},
+        matmul_share=1822 / 2500, narrow_matmul_share=3615.6 / 5000, overlaps_tiles=True, num_cores=152, attention_share=BLACKWELL_ATTENTION, best_attention_share=BEST_ATTENTION, memory_gib=276.0, memory_gb_per_s=8000, link="nvlink5", gpus_per_node=72, network="72x800G",
         source="MLE; share of gb200; memory from the B300 row"),
     Gpu(name="mi250x", aliases=("MI250X (per package)", "MI250X 128GB"), peak_tflops={"bf16": 383, "fp16": 383, "fp32": 95.7}, matmul_share=0.50,
         num_cores=220, memory_gib=127.9, memory_gb_per_s=3280, link="xgmi3", gpus_per_node=4, network="4x200G", source="MLE, per package of two dies; share from memory"),

@@ -99,6 +99,11 @@ def checkpoint_cost(
     )  # fmt: skip
 
 
+def is_asked(cluster: Cluster, interval_s: float | None) -> bool:
+    """Whether anything was said of checkpoints, so that a plan should count them."""
+    return any(given is not None for given in (interval_s, cluster.gpu_mtbf_hours, cluster.storage_gb_per_s))
+
+
 def state_bytes(model: ModelProfile, layout: Layout) -> float:
     """Parameters at the precision they are kept in, 32 bits in mixed precision, and what the optimizer keeps for each."""
     kept = 4 if layout.is_mixed else element_bytes(layout)

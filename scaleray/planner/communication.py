@@ -35,7 +35,10 @@ def bus_bytes_per_s(group: Group, cluster: Cluster, constants: Constants = DEFAU
         inside /= group.per_node
     if cluster.is_meshed and group.per_node > 1:
         inside *= (group.per_node - 1) / max(1, max(cluster.board_gpus, cluster.gpus_per_node) - 1)
-    return min(inside, node_bytes_per_s(cluster, group.num_nodes, constants) / group.num_rivals)
+    between = node_bytes_per_s(cluster, group.num_nodes, constants) / group.num_rivals
+    if group.num_nodes > 1 and cluster.network is not None and cluster.network.transport == "tcp":
+        between /= (1 + constants.socket_jitter) ** math.log2(group.num_ranks / 2)
+    return min(inside, between)
 
 
 def ring_latency_s(group: Group, cluster: Cluster) -> float:
@@ -46,7 +49,10 @@ def ring_latency_s(group: Group, cluster: Cluster) -> float:
 
 def tree_latency_s(group: Group, cluster: Cluster) -> float:
     """Of the way to the root: a chain in each node, then a binary tree of nodes."""
-    up = math.ceil(math.log2(group.num_nodes)) * network_latency_us(cluster) if group.num_nodes > 1 else 0.0
+    up = 0.0
+    if group.num_nodes > 1 and cluster.network is not None:
+        transport = TRANSPORTS[cluster.network.transport]
+        up = math.ceil(math.log2(group.num_nodes)) * (transport.tree_hop_us or transport.latency_us)
     return ((group.per_node - 1) * cluster.link.latency_us + up) * 1e-6
 
 

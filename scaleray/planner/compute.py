@@ -23,6 +23,8 @@ ALIGNMENT = {64: 1.0, 32: 0.97, 16: 0.90, 8: 0.76, 4: 0.55, 2: 0.40, 1: 0.33}
 
 REFERENCE_FLOPS = 271e12
 """Of the GPU that `Constants.inner_half` is stated for, an A100 in 16 bit."""
+NARROW = ("fp8", "fp4")
+"""Precisions of products only: activations and attention stay in 16 bit."""
 TILE_ELEMENTS = 128 * 256
 """Of a product's result, computed by one core at a time."""
 
@@ -58,12 +60,15 @@ def product_rate(
 ) -> float:
     """FLOP/s of a matrix product on `gpu`."""
     waves = rows * columns / (TILE_ELEMENTS * gpu.num_cores)
-    ceiling = gpu.peak_flops(precision) * gpu.matmul_share
-    # a tile starts and ends in about the same time on every GPU: a faster one needs longer tiles
-    inner_half = constants.inner_half * ceiling / REFERENCE_FLOPS
+    is_narrow = precision in NARROW
+    ceiling = gpu.peak_flops(precision) * ((is_narrow and gpu.narrow_matmul_share) or gpu.matmul_share)
+    # a tile starts and ends in about the same time on every GPU: a faster one needs longer tiles, unless it does both beside other tiles.
+    # 8-bit products reach their largest rate with inner dimensions no longer than those of 16 bit (MLE, best shapes of MAMF)
+    wide = gpu.peak_flops("bf16") * gpu.matmul_share if is_narrow else ceiling
+    inner_half = constants.inner_half * (1.0 if gpu.overlaps_tiles else wide / REFERENCE_FLOPS)
     filled = waves / (waves + constants.wave_half) * inner / (inner + inner_half)
     worst = min(alignment(columns), alignment(inner)) if gpu.peak_tflops.keys() & {"bf16", "fp16"} else 1.0
-    share = constants.matmul_practice * (constants.eight_bit_share if precision == "fp8" else 1.0)
+    share = constants.matmul_practice * (constants.eight_bit_share if is_narrow else 1.0)
     return ceiling * share * worst * filled
 
 
@@ -89,7 +94,11 @@ def block_times(block: Block, layout: Layout, gpu: Gpu, *, fused_attention: bool
     attention = _attention_s(block, samples / tensor, gpu, layout, fused_attention, constants)
     ceiling = gpu.peak_flops(layout.precision) * gpu.matmul_share * constants.matmul_practice
     # tf32 and 16 bit run on tensor cores, by the direct algorithm
-    saved = block.winograd_flops * (1 - 1 / constants.winograd) if gpu.executed_precision(layout.precision) == "fp32" else 0.0
+    saved = (
+        block.winograd_flops * (1 - 1 / constants.winograd)
+        if gpu.executed_precision(layout.precision) == "fp32"
+        else 0.0
+    )
     conv = (block.conv_flops - saved) * samples / tensor / (ceiling * constants.conv_share)
     whole = block.traffic_bytes / (tensor if layout.sequence_parallel else 1)
     speed = (
@@ -138,6 +147,6 @@ def _attention_s(block: Block, samples: float, gpu: Gpu, layout: Layout, is_fuse
         return 0.0
     share = gpu.attention_share if is_fused else constants.unfused_attention_share
     # scores stay in 16 bit where products run in 8
-    precision = "bf16" if layout.precision == "fp8" else layout.precision
+    precision = "bf16" if layout.precision in NARROW else layout.precision
     rate = gpu.peak_flops(precision) * gpu.matmul_share * share * (alignment(block.head_dim) if block.head_dim else 1.0)
     return block.attention_flops * samples / rate

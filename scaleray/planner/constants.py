@@ -19,8 +19,8 @@ class Constants:
     """fitted. Elements of a product's inner dimension that cost as much as they bring, on an A100 in 16 bit: each tile starts and ends."""
     matmul_practice: float = 0.92
     """fitted. Rate of large products in training over the largest one measured alone: clocks fall under a long load."""
-    eight_bit_share: float = 0.70
-    """8-bit products with their scaling and casts over plain ones; torchtitan gains 28 % where the peak doubles."""
+    eight_bit_share: float = 0.95
+    """8-bit products with their scaling and casts over plain ones; assumption: fused casts read and write what the products read."""
     unfused_attention_share: float = 0.65
     """Batched small products of attention without a fused kernel."""
     conv_share: float = 0.75
@@ -64,6 +64,8 @@ class Constants:
     switch_sum_us: float = 75.0
     """Of an all-reduce that switches add up, before its bytes: 8 H200 with NVLS need 73 us for 16 MiB beyond what they need for each byte
     of 16 GiB (ml-engineering's plot)."""
+    socket_jitter: float = 0.08
+    """fitted. Loss of bandwidth over sockets with every doubling of the ranks in a ring: each step waits for the slowest host thread."""
     congestion: float = 0.015
     """fitted. Loss of network bandwidth with every doubling of the nodes beyond two: adaptive routing is not perfect."""
 
@@ -72,6 +74,6 @@ DEFAULT = Constants()
 FITTED = (
     "matmul_practice", "traffic_share", "inner_half", "wave_half", "conv_share", "unfused_attention_share", "leak",
     "prefetch_share", "congestion", "straggler_share", "straggler_share_input", "straggler_share_uneven", "handover_s",
-    "two_node_tcp_share",
+    "two_node_tcp_share", "socket_jitter",
 )  # fmt: skip
 """Names of the constants that `scaleray plan fit` moves."""

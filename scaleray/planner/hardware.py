@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from scaleray.errors import ConfigError, UsageError
 from scaleray.planner.measured_collectives import MeasuredTable
 
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +49,17 @@ class Gpu:
     peak_tflops: Mapping[str, float]
     matmul_share: float
     """Largest measured matrix product over the peak: what a perfect layer could reach."""
+    narrow_matmul_share: float | None = None
+    """The same for 8- and 4-bit products, where it was measured."""
+    overlaps_tiles: bool = False
+    """A tile's result is written while the next tile is computed: Blackwell's sums stay in a memory of their own. Its largest products are
+    reached with inner dimensions of 1,024 to 3,072, where Hopper needs 13,312 (MLE, best shapes of MAMF)."""
     num_cores: int = 108
     """Streaming multiprocessors (compute units): a matrix product is cut into tiles that run on as many at once."""
     attention_share: float = 0.55
     """Rate of the usual fused attention, forward and backward, over the largest matrix product's."""
+    best_attention_share: float | None = None
+    """Of kernels written for this very GPU (FlashAttention-3, cuDNN), where they differ from the usual."""
     memory_gib: float
     """What a program can see, a little under the number on the box."""
     memory_gb_per_s: float
@@ -72,6 +79,7 @@ class Gpu:
     def executed_precision(self, precision: str) -> str:
         """The precision whose units do the work: bf16 products run as fp32 on a GPU without bf16 units."""
         wider = {
+            "fp4": ("fp4", "fp8", "bf16", "fp16", "fp32"),
             "fp8": ("fp8", "bf16", "fp16", "fp32"),
             "bf16": ("bf16", "fp32"),
             "fp16": ("fp16", "fp32"),
@@ -114,6 +122,8 @@ class Transport:
     latency_us: float
     """Of one hop of a collective between nodes."""
     source: str
+    tree_hop_us: float | None = None
+    """Of a hop of a tree; as a ring's where it is not given."""
     flow_gb_per_s: float = float("inf")
     """Of one GPU that sends to one other, whatever the node's adapters carry together."""
 
@@ -126,14 +136,15 @@ TRANSPORTS: dict[str, Transport] = {
         flow_gb_per_s=48.0,
     ),
     "efa": Transport(
-        bandwidth_share=0.80, most_gb_per_s=float("inf"), latency_us=20.0,
-        source="9.75 us per rank and direction in ml-engineering's EFA all-reduce of 8 bytes (V100, 16 to 64 ranks);"
+        bandwidth_share=0.80, most_gb_per_s=float("inf"), latency_us=20.0, tree_hop_us=50.0,
+        source="9.75 us per rank and direction in ml-engineering's EFA all-reduce of 8 bytes (V100, 16 to 64 ranks); NCCL's tuning.cc"
+        " puts a tree's hop at 50 us in the Simple protocol, which buckets take where LL128 is not to be had;"
         " a flow: EC2 gives one 10 Gb/s, and nanotron's pipelines between p5 nodes lose the time that takes. Doubtful where EFA itself carries it",
         flow_gb_per_s=1.25,
     ),
     "tcp": Transport(
-        bandwidth_share=0.80, most_gb_per_s=0.65, latency_us=60.0,
-        source="NCCL's defaults open one socket per channel, and a flow in a cloud gets 5 to 10 Gb/s: 0.65 GB/s on 50 GbE (Pollux's"
+        bandwidth_share=0.80, most_gb_per_s=0.75, latency_us=60.0,
+        source="NCCL's defaults open one socket per channel, and a flow in a cloud gets 5 to 10 Gb/s: 0.75 GB/s on 50 GbE (Pollux's"
         " traces), 0.5 on 40 GbE (1-bit Adam post)",
     ),
     "tuned-tcp": Transport(

@@ -83,7 +83,17 @@ class Layout:
     """Optimizer state lives in the host's memory."""
 
     def __post_init__(self) -> None:
-        for name in ("data", "shard", "tensor", "pipeline", "context", "expert", "micro_batch", "accumulation", "chunks"):
+        for name in (
+            "data",
+            "shard",
+            "tensor",
+            "pipeline",
+            "context",
+            "expert",
+            "micro_batch",
+            "accumulation",
+            "chunks",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"layout.{name}", getattr(self, name), "it must be at least 1")
         if self.data % self.shard:

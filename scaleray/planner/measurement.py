@@ -31,14 +31,17 @@ class Measurement:
     """The next larger point of the same study, which tells the link."""
 
 
-def read_measurement(path: Path) -> Measurement:
-    """The smallest point of a study's record, or a run's record; of a folder, its record.json.
+def read_measurement(path: Path) -> Measurement | None:
+    """The smallest point of a study's record, or a run's record; of a folder, its record.json. None for a sweep, whose trials share
+    their workers with each other.
 
     Raises UsageError for a file that is neither, or holds no step time.
     """
     path = path / "record.json" if path.is_dir() else path
     try:
         record = json.loads(path.read_text())
+        if isinstance(record, dict) and "trials" in record:
+            return None
         points = (
             [one["point"] for curve in record.get("curves", ()) for one in curve["points"]]
             if isinstance(record, dict)

@@ -197,8 +197,13 @@ def _states(stage: list[Block], layout: Layout) -> _States:
     narrow = layout.is_mixed and layout.sharding != "zero3"
     param_bytes, master_bytes = (2.0, 4) if narrow else (4.0 if layout.is_mixed else element_bytes(layout), 0)
     # FSDP keeps 32-bit shards, and gradients of the same width; what is compressed is so on the wire only
-    gradient_bytes = (4 if layout.sharding == "zero3" else max(2.0, layout.gradient_bytes)) if layout.is_mixed else element_bytes(layout)
-    if layout.sharding == "zero3" and (layout.accumulates_whole or layout.pipeline > 1) and layout.accumulation > 1:
+    gradient_bytes = (
+        (4 if layout.sharding == "zero3" else max(2.0, layout.gradient_bytes))
+        if layout.is_mixed
+        else element_bytes(layout)
+    )
+    waits_whole = layout.sharding in ("zero2", "zero3") and layout.accumulates_whole
+    if (waits_whole or (layout.sharding == "zero3" and layout.pipeline > 1)) and layout.accumulation > 1:
         # what waits whole for the last micro-batch, as it does in a pipeline, has the width that it is reduced in
         gradient_bytes, cut_gradients = max(2.0, layout.gradient_bytes), 1
     is_in_rows = layout.engine == "deepspeed"
@@ -221,9 +226,11 @@ def _unsharded(stage: list[Block], model: ModelProfile, layout: Layout) -> tuple
     """Bytes of FSDP's units that are whole during a pass, and of the gradient that is reduced."""
     if layout.sharding != "zero3" or layout.num_shards == 1:
         return 0.0, 0.0
-    unit = max((held_params(block, layout) for block in stage if block.count > 1), default=held_params(stage[0], layout))
+    unit = max(
+        (held_params(block, layout) for block in stage if block.count > 1), default=held_params(stage[0], layout)
+    )
     # what is in no layer, embedding and head, is a unit of its own that stays
-    root = sum(block.num_params for block in stage if block.count == 1) / layout.tensor if model.kind != "cnn" else 0.0
+    root = sum(held_params(block, layout) for block in stage if block.count == 1) if model.kind != "cnn" else 0.0
     # of the layers' units, the one in use and the one that is fetched; narrower ones on the wire are widened again before they are used
     wide = 2.0 if layout.is_mixed else element_bytes(layout)
     whole = 2 * unit + root

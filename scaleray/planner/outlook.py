@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from scaleray.errors import ConfigError
-from scaleray.planner.advise import Advice, Choice, Question, advise
+from scaleray.planner.advise import Advice, Choice, Question, survey
 from scaleray.planner.hardware import Cluster
 from scaleray.study_records import Estimate
 
@@ -45,10 +44,9 @@ def outlook(advice: Advice) -> Outlook:
         if cluster.num_gpus == question.cluster.num_gpus:
             found.append((cluster.num_gpus, advice.best))
             continue
-        try:
-            found.append((cluster.num_gpus, advise(_smaller_search(question, cluster, advice.best)).best))
-        except ConfigError:
-            continue
+        smaller = survey(replace(question, cluster=cluster, strategies=kinds_of(question, advice.best)))
+        if smaller.choices:
+            found.append((cluster.num_gpus, smaller.best))
     base = found[0][1].samples_per_s / found[0][0]
     points = []
     for gpus, choice in found:
@@ -97,14 +95,13 @@ def limit_of(choice: Choice) -> str:
     return f"{100 * useful:.0f} % of the step is useful arithmetic; the largest rest, {100 * share:.0f} %, is {words[name]}"
 
 
-def _smaller_search(question: Question, cluster: Cluster, best: Choice) -> Question:
-    """The question on another size, with the kinds of parallelism that the best choice uses, for the answer to come soon."""
+def kinds_of(question: Question, best: Choice) -> tuple[str, ...]:
+    """The question's strategies that a choice uses, for a search on another size to be over soon."""
     uses = {
         "tp": best.layout.tensor > 1, "pp": best.layout.pipeline > 1, "ddp": True, "zero1": best.layout.sharding == "zero1",
         "fsdp": best.layout.sharding == "zero3", "hsdp": best.layout.sharding == "zero3" and best.layout.shard < best.layout.data,
     }  # fmt: skip
-    kept = tuple(name for name in question.strategies if uses[name])
-    return replace(question, cluster=cluster, strategies=kept or question.strategies)
+    return tuple(name for name in question.strategies if uses[name]) or question.strategies
 
 
 def _doubling_gain(points: list[CurvePoint], num_gpus: int) -> float | None:

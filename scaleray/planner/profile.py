@@ -193,9 +193,13 @@ class TransformerShape:
         if self.kv_heads and self.heads % self.kv_heads:
             raise ConfigError("model.kv_heads", self.kv_heads, f"it must divide the number of heads, {self.heads}")
         if self.experts and not 1 <= self.active_experts <= self.experts:
-            raise ConfigError("model.active_experts", self.active_experts, f"it must be 1 to {self.experts}, the number of experts")
+            raise ConfigError(
+                "model.active_experts", self.active_experts, f"it must be 1 to {self.experts}, the number of experts"
+            )
         if self.dense_layers > self.layers:
-            raise ConfigError("model.dense_layers", self.dense_layers, f"it must be at most the number of layers, {self.layers}")
+            raise ConfigError(
+                "model.dense_layers", self.dense_layers, f"it must be at most the number of layers, {self.layers}"
+            )
 
 
 def transformer(shape: TransformerShape, name: str = "transformer") -> ModelProfile:
@@ -245,7 +249,9 @@ def _layer(shape: TransformerShape, name: str, count: int, *, is_mixed: bool) ->
         matmuls += [Matmul(sequence, shape.experts, hidden),
                     Matmul(rows, inputs * expert_ffn, hidden, "columns", shape.experts), Matmul(rows, hidden, expert_ffn, "rows", shape.experts)]  # fmt: skip
     expert_params = float(shape.experts * (inputs + 1) * hidden * expert_ffn) if is_mixed else 0.0
-    params = attention.num_params + (inputs + 1) * hidden * ffn + expert_params + (shape.experts * hidden if is_mixed else 0)
+    params = (
+        attention.num_params + (inputs + 1) * hidden * ffn + expert_params + (shape.experts * hidden if is_mixed else 0)
+    )
     # gated models have scales only; the others have biases and two vectors a norm
     params += 2 * hidden if shape.is_gated else 2 * (2 * hidden) + (attention_width + 2 * kv_width) + 2 * hidden + ffn
     # elements per token that stay for the backward pass, from arXiv:2205.05198: norms' inputs, residual branches
@@ -262,7 +268,7 @@ def _layer(shape: TransformerShape, name: str, count: int, *, is_mixed: bool) ->
         + 2 * routed * hidden  # tokens in the order of their experts, and what these made of them
     )
     # of seven products the query's, the value's, the gate's and the last; of six the query's, the value's and the one before the activation
-    alternate_kept = 2 * attention_width + kv_width + inside + (hidden if shape.is_gated else 0)
+    alternate_kept = 2 * attention_width + kv_width + inside + routed * hidden + (hidden if shape.is_gated else 0)
     scores = (
         0.0 if shape.fused_attention else (2.5 if shape.has_dropout else 1.0) * shape.heads * sequence * token_bytes
     )
@@ -313,7 +319,10 @@ def _attention(shape: TransformerShape) -> _Attention:
         kv_width = width
         query_dim = head_dim + shape.rotary_dim
         queries = (
-            (Matmul(sequence, shape.query_rank, hidden), Matmul(sequence, heads * query_dim, shape.query_rank, "columns"))
+            (
+                Matmul(sequence, shape.query_rank, hidden),
+                Matmul(sequence, heads * query_dim, shape.query_rank, "columns"),
+            )
             if shape.query_rank
             else (Matmul(sequence, heads * query_dim, hidden, "columns"),)
         )

@@ -95,10 +95,18 @@ class _Pass:
     """That the optimizer of this rank updates."""
 
     def __add__(self, other: _Pass) -> _Pass:
-        return _Pass(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+        # written out: the planner spends a tenth of its time here
+        return _Pass(
+            self.forward_s + other.forward_s, self.backward_s + other.backward_s, self.recompute_s + other.recompute_s,
+            self.tensor_comm_s + other.tensor_comm_s, self.launch_s + other.launch_s,
+            self.reduced_params + other.reduced_params, self.owned_params + other.owned_params,
+        )  # fmt: skip
 
     def times(self, count: float) -> _Pass:
-        return _Pass(*(getattr(self, name) * count for name in self.__dataclass_fields__))
+        return _Pass(
+            self.forward_s * count, self.backward_s * count, self.recompute_s * count, self.tensor_comm_s * count,
+            self.launch_s * count, self.reduced_params * count, self.owned_params * count,
+        )  # fmt: skip
 
     @property
     def total_s(self) -> float:
@@ -160,20 +168,33 @@ def _pass_of(block: Block, model: ModelProfile, layout: Layout, cluster: Cluster
         )
     # back as often as forth, and once more where the layer is computed again; ring attention passes on gradients of keys and values too
     again_too = 1 if layout.checkpointing == "full" and is_layer else 0
-    comm += expert_exchange_s(block, layout, cluster, constants) * (2 + again_too)
-    comm += key_value_exchange_s(block, layout, cluster, times.attention_s * scale, constants) * (3 + again_too)
+    scale_comm = measured.comm_scale
+    comm += scale_comm * expert_exchange_s(block, layout, cluster, constants) * (2 + again_too)
+    comm += scale_comm * key_value_exchange_s(block, layout, cluster, times.attention_s * scale, constants) * (3 + again_too)
     # the forward pass is a third of a block's kernels, and what is repeated is launched again
     launches = times.launch_s * (1 + recompute / times.forward_s / 3 if times.forward_s else 1.0)
-    return _Pass(times.forward_s * scale, times.backward_s * scale, recompute * scale, comm, launches * scale, reduced, owned)
+    return _Pass(
+        times.forward_s * scale, times.backward_s * scale, recompute * scale, comm, launches * scale, reduced, owned
+    )
+
+
+def block_passes(
+    model: ModelProfile, layout: Layout, cluster: Cluster, *, measured: Measured | None = None, fused_attention: bool = True,
+    constants: Constants = DEFAULT,
+) -> list[tuple[int, _Pass]]:  # fmt: skip
+    """How often each block is repeated, and one micro-batch through one of them."""
+    measured = measured or Measured()
+    return [
+        (block.count, _pass_of(block, model, layout, cluster, measured, fused_attention, constants))
+        for block in model.blocks
+    ]
 
 
 def _slowest_stage(
     model: ModelProfile, layout: Layout, cluster: Cluster, measured: Measured, fused: bool, hand_overs: list[float], constants: Constants
 ) -> tuple[_Pass, float]:  # fmt: skip
     """The stage with most to compute, and what hand-overs add to each micro-batch, there or at a stage that they make slower still."""
-    passes = [
-        (block.count, _pass_of(block, model, layout, cluster, measured, fused, constants)) for block in model.blocks
-    ]
+    passes = block_passes(model, layout, cluster, measured=measured, fused_attention=fused, constants=constants)
     if layout.pipeline == 1:
         return sum((one.times(count) for count, one in passes), _Pass()), 0.0
     singles = [one for count, one in passes for _ in range(count)]

@@ -53,7 +53,9 @@ def log_error(predicted: float, measured: float) -> float:
     return math.log(measured / predicted)
 
 
-def judge(seen: Sequence[Observation], constants: Constants = DEFAULT, *, with_pollux: bool = True) -> list[Judged]:
+def judge(
+    seen: Sequence[Observation], constants: Constants = DEFAULT, *, with_pollux: bool = True, with_memory: bool = True
+) -> list[Judged]:
     """Every observation with its predictions, in the order given."""
     groups: dict[tuple[str, ...], list[Observation]] = defaultdict(list)
     for one in seen:
@@ -63,12 +65,12 @@ def judge(seen: Sequence[Observation], constants: Constants = DEFAULT, *, with_p
         pollux = _pollux(group) if with_pollux else None
         anchored: dict[int, Measured] = {}
         for one in group:
-            judged[id(one)] = _judge(one, _anchor(one, group), anchored, pollux, constants)
+            judged[id(one)] = _judge(one, _anchor(one, group), anchored, pollux, constants, with_memory)
     return [judged[id(one)] for one in seen]
 
 
 def _judge(one: Observation, anchor: Observation | None, anchored: dict[int, Measured],
-           pollux: tuple[PolluxModel, int] | None, constants: Constants) -> Judged:  # fmt: skip
+           pollux: tuple[PolluxModel, int] | None, constants: Constants, with_memory: bool) -> Judged:  # fmt: skip
     sheets = _predict(one, None, constants) if one.model.has_flops and one.step_time_s else None
     with_anchor = trivial = efficiency = predicted_efficiency = pollux_s = None
     doublings = 0.0
@@ -86,7 +88,7 @@ def _judge(one: Observation, anchor: Observation | None, anchored: dict[int, Mea
         pollux_s = pollux[0].step_time_s(one.cluster.num_nodes, one.num_gpus, one.layout.micro_batch)
     best = with_anchor or sheets
     share = best.exposed_comm_s / best.total_s if best else 0.0
-    needed = memory(one.model, one.layout) if one.model.has_flops else None
+    needed = memory(one.model, one.layout) if with_memory and one.model.has_flops else None
     needed_bytes = None
     if needed is not None:
         needed_bytes = {

@@ -7,7 +7,7 @@ from typing import Any
 from scaleray.errors import ConfigError
 from scaleray.planner.layout import Layout
 
-PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "tf32": "fp32", "fp8": "bf16"}
+PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "tf32": "fp32", "fp8": "bf16", "fp4": "bf16"}
 
 
 def config_keys(layout: Layout) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from rich import box
 from rich.table import Table
 
 from scaleray.planner.advise import Advice, Choice
+from scaleray.planner.checkpoints import CheckpointCost
 from scaleray.planner.memory import GIB
 from scaleray.planner.outlook import Outlook
 from scaleray.planner.published.rows import Skipped
@@ -45,8 +46,10 @@ def plan_table(advice: Advice, *, rows: int) -> Table:
     return made
 
 
-def plan_lines(advice: Advice, seen: Outlook, *, num_samples: float | None = None) -> list[str]:
-    """What follows the table: why, where memory and time go, the curve, the verdict."""
+def plan_lines(
+    advice: Advice, seen: Outlook, *, num_samples: float | None = None, kept: CheckpointCost | None = None
+) -> list[str]:
+    """What follows the table: why, where memory and time go, the curve, checkpoints, the verdict."""
     best, cluster = advice.best, advice.question.cluster
     lines = [f"recommended: {best.layout.describe()}", f"  {why(advice)}", f"  {seen.limit}"]
     lines += [f"  assumed: {note}" for note in (*cluster.notes, *advice.question.model.notes)]
@@ -67,8 +70,10 @@ def plan_lines(advice: Advice, seen: Outlook, *, num_samples: float | None = Non
             + ", ".join(f"{count} of {name}" for name, count in dropped.most_common(6))
             + " (plan explain says why)",
         ]
+    if kept is not None:
+        lines += ["", *checkpoint_lines(kept)]
     if num_samples:
-        hours = num_samples / best.samples_per_s / 3600
+        hours = num_samples / best.samples_per_s / 3600 / (kept.time_ratio if kept is not None else 1.0)
         price = cluster.price_per_gpu_hour
         cost = "" if price is None else f", {hours * price * cluster.num_gpus:,.0f} in all"
         lines.append(f"{num_samples:,.0f} samples take {hours:,.1f} hours{cost}")
@@ -77,6 +82,25 @@ def plan_lines(advice: Advice, seen: Outlook, *, num_samples: float | None = Non
             "do not trust the figures alone: nothing was measured on this model. One step on one GPU narrows them: --step-time, --from-run"
         )
     return [*lines, f"next doubling: {seen.doubling}"]
+
+
+def checkpoint_lines(kept: CheckpointCost) -> list[str]:
+    """What checkpoints and interruptions take."""
+    way = (
+        "beside the training, which waits for the copy into the hosts' memory"
+        if kept.is_asynchronous
+        else "while the training waits"
+    )
+    chosen = ", the best distance for these interruptions" if kept.is_interval_chosen else ""
+    lines = [
+        f"checkpoints: {kept.state_bytes / GIB:,.1f} GiB, written in {kept.write_s:.3g} s {way}: {kept.stall_s:.3g} s of every {kept.interval_s / 60:.3g} minutes "
+        f"({100 * kept.stall_share:.2g} %){chosen}"
+    ]  # fmt: skip
+    if kept.mtbf_s is not None:
+        lines.append(
+            f"  an interruption every {kept.mtbf_s / 3600:.3g} hours, {kept.restart_s / 60:.3g} minutes to restart: {100 * kept.time_ratio:.1f} % of the time trains"
+        )
+    return [*lines, *(f"  assumed: {note}" for note in kept.notes)]
 
 
 def why(advice: Advice) -> str:

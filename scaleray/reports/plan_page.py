@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from html import escape
 
 from scaleray.planner.advise import Advice, Choice
+from scaleray.planner.checkpoints import CheckpointCost
 from scaleray.planner.memory import GIB
 from scaleray.planner.outlook import Outlook
-from scaleray.reports.plan import why
+from scaleray.planner.to_target import Way
+from scaleray.reports.plan import checkpoint_lines, why
+from scaleray.reports.plan_target import WAY_CAPTION, WAY_COLUMNS, shown_ways, way_cells
 
 COLOURS = ("#3b6fb6", "#e0913a", "#5a9e5a", "#c45b5b", "#8a6fb0", "#8c7460", "#d488b4", "#7f7f7f", "#b5b04a", "#4aa9b5")
 STYLE = """
@@ -20,7 +23,9 @@ td:first-child,th:first-child{text-align:left}svg{width:100%;height:auto}.note{c
 """
 
 
-def plan_page(advice: Advice, seen: Outlook, *, rows: int = 10) -> str:
+def plan_page(
+    advice: Advice, seen: Outlook, *, rows: int = 10, kept: CheckpointCost | None = None, ways: Sequence[Way] = ()
+) -> str:
     """The page. Nothing in it is loaded from elsewhere."""
     question, best = advice.question, advice.best
     cluster = question.cluster
@@ -39,10 +44,36 @@ def plan_page(advice: Advice, seen: Outlook, *, rows: int = 10) -> str:
         "" if best.is_trusted else "<p><b>Do not trust the figures alone:</b> nothing was measured on this model. One step on one GPU narrows them.</p>",
         "<h2>Layouts</h2>", _table(shown), f'<p class="note">{len(advice.choices)} of {advice.num_layouts} layouts fit. Intervals hold 90 % of published rows like these.'
         + "".join(f" Assumed: {escape(note)}." for note in notes) + "</p>",
-        "<h2>Frontier: throughput over memory</h2>", _frontier(advice),
+        *_target(ways, cluster.num_gpus), *_checkpoints(kept), "<h2>Frontier: throughput over memory</h2>", _frontier(advice),
         f"<h2>Memory of one GPU, GiB of {cluster.gpu.memory_gib:.1f}</h2>", _stacks(memory, limit=cluster.gpu.memory_gib),
         "<h2>Time of one step, s</h2>", _stacks(times), "<h2>Throughput by GPUs, with the 90 % band</h2>", _curve(seen), "</body></html>",
     ])  # fmt: skip
+
+
+def _target(ways: Sequence[Way], num_gpus: int) -> list[str]:
+    if not ways:
+        return []
+    head = "<tr>" + "".join(f"<th>{escape(name)}</th>" for name in WAY_COLUMNS) + "</tr>"
+    lines = [
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in way_cells(way)) + "</tr>"
+        for way in shown_ways(ways, num_gpus)
+    ]
+    return [
+        "<h2>Time to the target</h2>",
+        f"<table>{head}{''.join(lines)}</table>",
+        f'<p class="note">{escape(WAY_CAPTION)}</p>',
+    ]
+
+
+def _checkpoints(kept: CheckpointCost | None) -> list[str]:
+    return (
+        []
+        if kept is None
+        else [
+            "<h2>Checkpoints and interruptions</h2>",
+            *(f"<p>{escape(line.strip())}</p>" for line in checkpoint_lines(kept)),
+        ]
+    )
 
 
 def _table(choices: Sequence[Choice]) -> str:

@@ -8,13 +8,15 @@ from typing import Any
 from scaleray.errors import ConfigError
 from scaleray.planner.catalogue import CATALOGUE
 from scaleray.planner.hardware import Cluster, Gpu, Network
+from scaleray.planner.published.fields import number, text, whole
 
 
 def cluster_of(hardware: dict[str, Any], *, num_gpus: int | None = None) -> Cluster:
     """From `gpu`, `gpus`, `gpus_per_node` and what is said about the network. Raises ConfigError where too little is said."""
-    if not hardware.get("gpu"):
+    name = text(hardware, "gpu", "accelerator")
+    if not name:
         raise ConfigError("hardware.gpu", None, "a row must name its GPU")
-    gpu = CATALOGUE.find_gpu(str(hardware["gpu"]))
+    gpu = CATALOGUE.find_gpu(name)
     if (
         gpu.name.startswith("v100")
         and "ethernet" in str(hardware.get("inter_node", "")).lower()
@@ -22,24 +24,33 @@ def cluster_of(hardware: dict[str, Any], *, num_gpus: int | None = None) -> Clus
     ):
         # machines with V100 and plain Ethernet are the cloud's, without NVLink unless it is named
         gpu = CATALOGUE.find_gpu("v100-pcie")
-    gpus = int(num_gpus or hardware.get("gpus") or 0)
+    size = whole(hardware, "gpus_per_node")
+    nodes = whole(hardware, "nodes")
+    gpus = (
+        num_gpus
+        or whole(hardware, "gpus", "num_gpus", "chips")
+        or (nodes * (size or gpu.gpus_per_node) if nodes else 0)
+    )
     if not gpus:
         raise ConfigError("hardware.gpus", None, "a row must say how many GPUs it used")
     # chips of a TPU slice are all joined by the same links
     usual = gpus if gpu.name.startswith("tpu") else gpu.gpus_per_node
-    per_node = min(gpus, int(hardware.get("gpus_per_node") or usual))
+    per_node = min(gpus, size or usual)
+    if size is None and gpus % per_node:
+        # part of each rack, the same of all: 64 of 72 GPUs that NVLink joins
+        per_node = next(width for width in range(per_node, 0, -1) if gpus % width == 0)
     num_nodes = -(-gpus // per_node)
     network = network_of(hardware, gpu, per_node) if num_nodes > 1 else None
     return Cluster(gpu=gpu, gpus_per_node=per_node, num_nodes=num_nodes, link=link_of(hardware, gpu), network=network,
-                   board_gpus=int(hardware.get("gpus_per_node") or gpu.gpus_per_node))  # fmt: skip
+                   board_gpus=int(size or gpu.gpus_per_node))  # fmt: skip
 
 
 def link_of(hardware: dict[str, Any], gpu: Gpu) -> Any:
     """The GPU's usual link, unless the row says that it sits on PCIe."""
-    text = str(hardware.get("intra_node", "")).lower()
+    said = text(hardware, "intra_node").lower()
     if (
-        "pcie" in text
-        and "nvlink" not in text.replace("no nvlink", "")
+        "pcie" in said
+        and "nvlink" not in said.replace("no nvlink", "")
         and CATALOGUE.find_link(gpu.link).name[:4] != "pcie"
     ):
         return CATALOGUE.find_link("pcie4" if "bf16" in gpu.peak_tflops else "pcie3")
@@ -48,43 +59,54 @@ def link_of(hardware: dict[str, Any], gpu: Gpu) -> Any:
 
 def network_of(hardware: dict[str, Any], gpu: Gpu, gpus_per_node: int) -> Network:
     """From gigabits where they are given, else from what the text names, else the GPU's usual network."""
-    text = str(hardware.get("inter_node", ""))
-    measured = re.search(r"measured ([\d.]+) to ([\d.]+) GB/s", text)
+    said = text(hardware, "inter_node")
+    measured = re.search(r"measured (\d+(?:\.\d+)?) to (\d+(?:\.\d+)?) GB/s", said)
     if measured:
-        return Network(name=text, gb_per_s=(float(measured[1]) * float(measured[2])) ** 0.5, transport="measured")
-    if hardware.get("effective_inter_node_gbit"):
-        return Network(name=text, gb_per_s=hardware["effective_inter_node_gbit"] / 8, transport="measured")
-    gbit = hardware.get("inter_node_gbit_per_node")
-    if gbit is None and hardware.get("inter_node_gbit_per_gpu"):
-        gbit = hardware["inter_node_gbit_per_gpu"] * int(hardware.get("gpus_per_node") or gpu.gpus_per_node)
-    words = text.lower()
-    is_rdma = any(word in words for word in ("infiniband", "roce", "rdma", "omni-path"))
+        return Network(name=said, gb_per_s=(float(measured[1]) * float(measured[2])) ** 0.5, transport="measured")
+    effective = number(hardware, "effective_inter_node_gbit")
+    if effective:
+        return Network(name=said, gb_per_s=effective / 8, transport="measured")
+    board = whole(hardware, "gpus_per_node") or gpu.gpus_per_node
+    gbit = number(hardware, "inter_node_gbit_per_node", "inter_node_gbit")
+    per_gpu = number(hardware, "inter_node_gbit_per_gpu")
+    if gbit is None and per_gpu:
+        gbit = per_gpu * board
+    words = said.lower()
+    is_rdma = any(word in words for word in ("infiniband", "roce", "rdma", "omni-path", "slingshot"))
     transport = (
         "efa" if "efa" in words else "tcp" if "tcp" in words or ("ethernet" in words and not is_rdma) else "rdma"
     )
     if gbit is None:
-        many = re.search(r"(\d+) x (\d+) Gb/s", text) or re.search(r"(\d+) x (\d+)G", text)
-        tera = re.search(r"([\d.]+) Tb/s", text)
-        single = re.search(r"(\d+(?:\.\d+)?) Gb/s", text)
-        gbit = (
-            int(many[1]) * int(many[2])
-            if many
-            else float(tera[1]) * 1000
-            if tera
-            else float(single[1])
-            if single
-            else None
-        )
+        gbit = _gbit_in(said)
+        if gbit is not None and re.search(r"per (gpu|chip|accelerator)", words):
+            gbit *= board
     if gbit is None and "low bandwidth" in words:
-        raise ConfigError("hardware.inter_node", text, "its speed must be given")
+        raise ConfigError("hardware.inter_node", said, "its speed must be given")
     if gbit is None:
         if not gpu.network:
-            raise ConfigError("hardware.inter_node", text or None, f"it must be given, {gpu.name} has no usual network")
+            raise ConfigError("hardware.inter_node", said or None, f"it must be given, {gpu.name} has no usual network")
         usual = CATALOGUE.find_network(gpu.network)
         return Network(
             name=gpu.network, gb_per_s=usual.gb_per_s * min(1.0, gpus_per_node / gpu.gpus_per_node), transport=transport
         )
-    return Network(name=text or f"{gbit}G", gb_per_s=float(gbit) / 8, transport=transport)
+    return Network(name=said or f"{gbit}G", gb_per_s=float(gbit) / 8, transport=transport)
+
+
+def _gbit_in(said: str) -> float | None:
+    """Gigabits a second that a text names: `4 x 200 Gb/s`, `8x400G`, `3.2 Tb/s`, `100 GbE`, `50 GB/s`."""
+    unit = r"(?:Gb/s|Gbps|Gbit/s|GbE|G)\b"
+    many = re.search(rf"(\d+) ?x ?(\d+) ?{unit}", said)
+    if many:
+        return float(int(many[1]) * int(many[2]))
+    for pattern, factor in (
+        (r"(\d+(?:\.\d+)?) ?(?:Tb/s|Tbps)", 1000.0),
+        (rf"(\d+(?:\.\d+)?) ?{unit}", 1.0),
+        (r"(\d+(?:\.\d+)?) ?GB/s", 8.0),
+    ):
+        found = re.search(pattern, said)
+        if found and float(found[1]) > 0:
+            return float(found[1]) * factor
+    return None
 
 
 def placed_cluster(hardware: dict[str, Any], placement: str) -> Cluster:
@@ -93,12 +115,14 @@ def placed_cluster(hardware: dict[str, Any], placement: str) -> Cluster:
     A ring crosses each node's network once however uneven the nodes are, so even nodes of the mean size stand for them.
     """
     counts = [int(digit) for digit in placement]
-    gpu = CATALOGUE.find_gpu(str(hardware["gpu"]))
+    if not counts or not all(counts):
+        raise ConfigError("placement", placement, "it must be the number of GPUs on each node, one digit for each")
+    gpu = CATALOGUE.find_gpu(text(hardware, "gpu"))
     num_nodes = len(counts)
     per_node = -(-sum(counts) // num_nodes)
     network = network_of(hardware, gpu, per_node) if num_nodes > 1 else None
     return Cluster(gpu=gpu, gpus_per_node=per_node, num_nodes=num_nodes, link=link_of(hardware, gpu), network=network,
-                   board_gpus=int(hardware.get("gpus_per_node") or gpu.gpus_per_node))  # fmt: skip
+                   board_gpus=whole(hardware, "gpus_per_node") or gpu.gpus_per_node)  # fmt: skip
 
 
 def system_of(text: str) -> tuple[dict[str, Any], int]:

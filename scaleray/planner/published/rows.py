@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from scaleray.errors import ConfigError, DataError, ScaleRayError
 from scaleray.planner.layout import Layout
+from scaleray.planner.published.fields import number, part, whole
 from scaleray.planner.published.machines import cluster_of, placed_cluster
-from scaleray.planner.published.networks import fused_attention, model_of
+from scaleray.planner.published.networks import fused_attention, model_of, with_attention_kernel
 from scaleray.planner.published.observation import MemoryKind, Observation
 from scaleray.planner.published.recipes import layout_of, precision_of, step_time_of
 from scaleray.planner.published.tables import example_points, framework_points, network_points
@@ -61,7 +62,8 @@ def read_folder(folder: Path) -> list[dict[str, Any]]:
             defaults = source.get("defaults") or {}
             if not {"records", "tables"} & set(source):
                 raise KeyError("records")
-            rows = [defaults | record for record in source.get("records") or ()]
+            rows = [defaults | record if isinstance(record, dict) else {"is_no_mapping": True, "id": f"record {index}"}
+                    for index, record in enumerate(source.get("records") or ())]  # fmt: skip
             for table in source.get("tables") or ():
                 shared = {key: value for key, value in table.items() if key not in ("columns", "rows")}
                 for index, row in enumerate(table["rows"]):
@@ -83,32 +85,35 @@ def observations(rows: list[dict[str, Any]]) -> tuple[list[Observation], list[Sk
     for row in rows:
         name = str(row.get("id", ""))
         try:
-            found = _read(row)
+            found = [_checked(one) for one in _read(row)]
         except ScaleRayError as exc:
             skipped.append(Skipped(row["file"], str(row.get("family")), name, str(exc).split("\n")[0]))
-            continue
-        except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError) as exc:
-            skipped.append(
-                Skipped(row["file"], str(row.get("family")), name, f"cannot be read: {type(exc).__name__} {exc}")
-            )
-            continue
-        asked += found
-        if _memory_of(row.get("measured", {}))[0] and not any(one.memory_bytes for one in found):
-            skipped.append(Skipped(row["file"], str(row.get("family")), name, f"its memory is not judged: {MEMORY_UNSAID}"))
+        # rows come from anywhere, and one that nobody thought of must not cost the others their judgement
+        except Exception as exc:
+            reason = f"cannot be read: {type(exc).__name__} {exc}".split("\n")[0]
+            skipped.append(Skipped(row["file"], str(row.get("family")), name, reason))
+        else:
+            asked += found
+            if _memory_of(row.get("measured", {}))[0] and not any(one.memory_bytes for one in found):
+                skipped.append(
+                    Skipped(row["file"], str(row.get("family")), name, f"its memory is not judged: {MEMORY_UNSAID}")
+                )
     return asked, skipped
 
 
 def _read(row: dict[str, Any]) -> list[Observation]:
+    if row.get("is_no_mapping"):
+        raise ConfigError("the row", "no mapping", "it must hold fields with values")
     if row.get("is_ragged"):
         raise ConfigError("the row", "ragged", "it must have a cell for each column of its table")
-    if row["family"] in NOT_SPEED:
-        raise ConfigError("the row", row["family"], f"it {NOT_SPEED[row['family']]}")
+    if str(row["family"]) in NOT_SPEED:
+        raise ConfigError("the row", row["family"], f"it {NOT_SPEED[str(row['family'])]}")
     if not row.get("verified", True) and not row.get("verified_secondary"):
         raise ConfigError("the row", "unverified", "only figures that were read in a source are used")
-    measured = row.get("measured", {})
+    measured = part(row, "measured")
     if "placement" in measured:
         return [_trace_point(row)]
-    if "system" in row.get("hardware", {}):
+    if "system" in part(row, "hardware"):
         return example_points(row)
     if "device num" in measured:
         return framework_points(row)
@@ -118,12 +123,14 @@ def _read(row: dict[str, Any]) -> list[Observation]:
 
 
 def _point(row: dict[str, Any]) -> Observation:
-    measured, parallelism = row["measured"], row.get("parallelism", {})
-    if any(key in row["model"] for key in ("experts", "num_experts", "active_params", "params_active", "moe")):
-        raise ConfigError("model", row["model"].get("name"), "mixtures of experts are not modelled")
-    model = model_of(row["model"], row)
-    degrees = [int(parallelism.get(key) or 1) for key in ("dp", "tp", "pp", "cp")]
-    cluster = cluster_of(row["hardware"], num_gpus=None if row["hardware"].get("gpus") else math.prod(degrees))
+    measured, parallelism, hardware, shape = (
+        part(row, name) for name in ("measured", "parallelism", "hardware", "model")
+    )
+    model = model_of(shape, row)
+    degrees = [whole(parallelism, key) or 1 for key in ("dp", "tp", "pp", "cp")]
+    is_said = any(hardware.get(key) for key in ("gpus", "num_gpus", "chips", "nodes"))
+    cluster = cluster_of(hardware, num_gpus=None if is_said else math.prod(degrees))
+    cluster = replace(cluster, gpu=with_attention_kernel(cluster.gpu, row))
     layout = layout_of(parallelism, model, cluster, row)
     memory, kind = _memory_of(measured)
     step = step_time_of(row, model, layout)
@@ -132,7 +139,6 @@ def _point(row: dict[str, Any]) -> Observation:
         raise ConfigError(
             "the row", ", ".join(measured), "it holds neither a step's time nor memory that can be compared"
         )
-    shape = row["model"]
     strategy = str(parallelism.get("strategy", ""))
     if any(word in strategy for word in ("LoRA", "RL", "SFT", "finetune")):
         memory = None  # what its optimizer keeps and how its loss is cut is not said
@@ -147,7 +153,7 @@ def _point(row: dict[str, Any]) -> Observation:
         str(parallelism.get("compiler", "")) + str(parallelism.get("compile", "")), str(shape.get("hidden")) + "x" + str(shape.get("heads")),
     )  # fmt: skip
     return Observation(
-        source=row["file"], family=row["family"], row=str(row.get("id", "")), series=series, model=model, layout=layout, cluster=cluster,
+        source=row["file"], family=str(row["family"]), row=str(row.get("id", "")), series=series, model=model, layout=layout, cluster=cluster,
         fused_attention=fused_attention(row, cluster.gpu), step_time_s=step, memory_bytes=memory, memory_kind=kind,
         out_of_memory=failed, is_digitised=bool(row.get("digitised")),
     )  # fmt: skip
@@ -180,6 +186,20 @@ def _memory_of(measured: dict[str, Any]) -> tuple[float | None, MemoryKind]:
         ("memory_gb_per_gpu", 2.0**30, "allocated"), ("memory_gb", 1000 * 2.0**20, "device"), ("memory_mib_nvidia_smi", 2.0**20, "device"),
     ]  # fmt: skip
     for key, unit, kind in units:
-        if isinstance(measured.get(key), int | float):
-            return measured[key] * unit, kind
+        found = number(measured, key)
+        if found is not None:
+            return found * unit, kind
     return None, "allocated"
+
+
+def _checked(one: Observation) -> Observation:
+    """Raises ConfigError for what no run can have been: times and sizes that are not finite, more GPUs or samples than there are."""
+    limits = {
+        "step time in s": (one.step_time_s, 1e6), "memory in bytes": (one.memory_bytes, 1e14), "GPUs": (one.num_gpus, 1e6),
+        "pipeline stages": (one.layout.pipeline, max(1, one.model.num_layers) * 4), "samples of a step": (one.layout.global_batch, 1e9),
+        "chunks of a stage": (one.layout.chunks, 4096), "parameters": (one.model.num_params, 1e15),
+    }  # fmt: skip
+    for what, (value, most) in limits.items():
+        if value is not None and not (math.isfinite(value) and 0 < value <= most):
+            raise ConfigError(f"the row's {what}", value, f"it must be above 0 and at most {most:.3g}")
+    return one
