@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from scaleray.errors import ConfigError
 from scaleray.planner.constants import DEFAULT, Constants
+from scaleray.planner.fits import HEADROOM, Verdict, verdict
 from scaleray.planner.hardware import Cluster, Network
 from scaleray.planner.layout import Checkpointing, Layout, Schedule, Sharding
 from scaleray.planner.memory import GIB, MemoryEstimate, memory
@@ -22,8 +23,6 @@ from scaleray.study_records import Estimate
 
 STRATEGIES = ("ddp", "zero1", "fsdp", "hsdp", "tp", "pp", "ep")
 RANKINGS = ("throughput", "cost", "time", "time-to-target", "memory")
-HEADROOM = 0.05
-"""Of the card, kept free: published runs failed whose reported memory was a tenth below the card's."""
 TIE = 1.02
 """Step times closer than this are the same to the planner; the plainer layout is put first."""
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -74,6 +73,7 @@ class Choice:
     step: StepTime
     step_time_s: Estimate
     memory: MemoryEstimate
+    fits: Verdict
     samples_per_s: float
     tokens_per_s: float
     mfu: float
@@ -160,6 +160,7 @@ def predict(
 ) -> Choice:
     """One layout of the question, whether it fits or not."""
     model, cluster = question.model, question.cluster
+    needed = needed or memory(model, layout)
     step = step_time(
         model,
         layout,
@@ -184,7 +185,7 @@ def predict(
     peak = cluster.gpu.peak_flops(layout.precision) * layout.num_gpus
     price = cluster.price_per_gpu_hour
     return Choice(
-        layout=layout, step=step, step_time_s=interval(total, kind, doubted=bool(unlike)), memory=needed or memory(model, layout), samples_per_s=rate,
+        layout=layout, step=step, step_time_s=interval(total, kind, doubted=bool(unlike)), memory=needed, fits=verdict(needed, cluster.gpu), samples_per_s=rate,
         tokens_per_s=rate * model.tokens_per_sample, mfu=model.train_flops * rate / peak, kind=kind, is_trusted=is_trusted(kind, doubted=bool(unlike)),
         doubts=unlike,
         cost_per_million_samples=None if price is None else 1e6 / rate * price * layout.num_gpus / 3600,

@@ -29,7 +29,7 @@ SPREADS: dict[str, Spread] = {
     "anchored near": Spread(-0.229, 0.152, 192),
     "anchored far": Spread(-0.164, 0.340, 1718),
     "anchored slow network": Spread(-0.293, 0.359, 749),
-    "memory": Spread(-0.425, 0.296, 108),
+    "memory": Spread(-0.056, 0.153, 105),
 }
 
 

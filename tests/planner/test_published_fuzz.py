@@ -87,6 +87,7 @@ def odd_rows(draw):
 @example({**MIXTURE, "parallelism": {**MIXTURE["parallelism"], "ep": 3}}, "rows")
 @example({**MEGATRON, "model": {**MEGATRON["model"], "heads": 7, "kv_heads": 5}}, "rows")
 @example({**MEGATRON, "family": ["tp"]}, "rows")
+@example({**TRACE, "model": {**TRACE["model"], "name": []}}, "rows")
 def test_any_row_is_judged_or_listed_and_never_ends_the_run(row, file):
     seen, skipped = observations([row | {"file": file}])
     assert seen or skipped
