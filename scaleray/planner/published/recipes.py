@@ -32,6 +32,12 @@ def layout_of(parallelism: dict[str, Any], model: ModelProfile, cluster: Cluster
     data = whole(parallelism, "dp") or (parts if parts > 1 else max(1, rest))
     if data * tensor * pipeline * context != num_gpus and data == rest * context:
         data = rest  # context parallel ranks counted among the replicas, as those that share out their state
+    expert = whole(parallelism, "ep", "expert_parallel", "expert") or 1
+    if expert > 1 and data * tensor * pipeline * context * expert == num_gpus:
+        # expert parallel ranks counted beside the replicas, whose batch they share out
+        data *= expert
+        if (whole(parallelism, "micro_batch", "mbs") or 0) % expert == 0:
+            parallelism = parallelism | {"micro_batch": (whole(parallelism, "micro_batch", "mbs") or 0) // expert}
     if data * tensor * pipeline * context != num_gpus:
         raise ConfigError(
             "degrees", data * tensor * pipeline * context, f"their product must be the number of GPUs, {num_gpus}"
