@@ -29,7 +29,8 @@ def plan(
     *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
     config: Annotated[Path | None, Parameter(name=["--config", "-c"], help="YAML file of the run.")] = None,
     model: str | None = None, profile: Path | None = None, cluster: str | None = None, here: Annotated[bool, Parameter(negative="")] = False,
-    global_batch: int | None = None, sequence: int | None = None, precision: str | None = None, strategies: str = "ddp,zero1,fsdp,hsdp,tp,pp",
+    address: str | None = None, network: str | None = None,
+    global_batch: int | None = None, sequence: int | None = None, precision: str | None = None, strategies: str = "ddp,zero1,fsdp,hsdp,tp,pp,ep",
     optimizer: Literal["adam", "momentum", "sgd"] | None = None, compiled: Annotated[bool, Parameter(negative="")] = False,
     step_time: float | None = None, micro_batch: int | None = None, from_run: Path | None = None,
     input_rate: float | None = None,
@@ -50,6 +51,10 @@ def plan(
         GPU:PERNODExNODES[,net=...][,link=...][,price=...], as in h100:8x16 or a100-80:8x64,net=200G; or a YAML file.
     here
         The GPUs of this machine instead of --cluster.
+    address
+        With --here: the GPUs of the Ray cluster there (host:port, ray://host:port or auto) instead of this machine's.
+    network
+        Of that cluster's nodes, which Ray does not know: by name, 100G or 8x400G; by default as such machines usually have.
     global_batch
         Samples of an optimizer step, over all GPUs; by default the config's, or about 4 million tokens (32 images a GPU).
     sequence
@@ -57,7 +62,7 @@ def plan(
     precision
         bf16, fp16, fp8, tf32 or fp32; by default the GPU's usual 16 bits, or the config's.
     strategies
-        Names with commas: ddp, zero1, fsdp, hsdp, tp, pp.
+        Names with commas: ddp, zero1, fsdp, hsdp, tp, pp, ep (experts of a mixture, spread over GPUs).
     optimizer
         Decides the size of the state: adam 8 bytes a parameter, momentum 4, sgd none. The config's, or adam.
     compiled
@@ -95,7 +100,9 @@ def plan(
     from rich.console import Console
 
     from scaleray.cli.plan_question import question_of
+    from scaleray.cli.plan_record import plan_record
     from scaleray.cli.plan_target import target_of
+    from scaleray.cli.plan_write import write_config
     from scaleray.planner.advise import advise
     from scaleray.planner.checkpoints import checkpoint_cost, is_asked
     from scaleray.planner.outlook import outlook
@@ -106,7 +113,7 @@ def plan(
     question = question_of(
         overrides=overrides, config=config, model=model, profile=profile, cluster=cluster, here=here, global_batch=global_batch, sequence=sequence,
         precision=precision, strategies=strategies, optimizer=optimizer, compiled=compiled, step_time=step_time, micro_batch=micro_batch,
-        from_run=from_run, input_rate=input_rate, rank_by=rank, hardware=hardware, collectives=collectives,
+        from_run=from_run, input_rate=input_rate, rank_by=rank, hardware=hardware, collectives=collectives, address=address, network=network,
     )  # fmt: skip
     interval_s = None if checkpoint_minutes is None else 60 * checkpoint_minutes
     ways: list[Way] = []
@@ -138,20 +145,21 @@ def plan(
     for line in plan_lines(advice, seen, num_samples=samples, kept=shown):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if write is not None:
-        console.print(f"config: {_write(advice, config, write)}", highlight=False, markup=False, soft_wrap=True)
+        for line in write_config(advice, config, write):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
     if html is not None:
         from scaleray.reports.plan_page import plan_page
 
         html.write_text(plan_page(advice, seen, rows=rows, kept=shown, ways=ways))
         console.print(f"page: {html}", highlight=False, markup=False, soft_wrap=True)
     if json:
-        print(json_library.dumps(_record(advice, seen, rows, shown, ways), indent=2))
+        print(json_library.dumps(plan_record(advice, seen, rows=rows, kept=shown, ways=ways), indent=2))
     return 0
 
 
 @plan_app.command
 def explain(what: str = "constants", /, *, model: str | None = None, cluster: str | None = None, global_batch: int | None = None,
-            sequence: int | None = None, precision: str | None = None, strategies: str = "ddp,zero1,fsdp,hsdp,tp,pp", rows: int = 20) -> int:  # fmt: skip
+            sequence: int | None = None, precision: str | None = None, strategies: str = "ddp,zero1,fsdp,hsdp,tp,pp,ep", rows: int = 20) -> int:  # fmt: skip
     """Say what the planner's figures are and where they come from, why layouts were dropped, or what a step does when.
 
     Parameters
@@ -295,50 +303,3 @@ def _observations(data: tuple[Path, ...]) -> tuple[list[Any], list[Any]]:
         if not folder.is_dir():
             raise UsageError("data folder", str(folder), "it is not a folder")
     return observations([row for folder in data for row in read_folder(folder)])
-
-
-def _write(advice: Any, config: Path | None, path: Path) -> str:
-    import yaml
-
-    from scaleray.planner.write import config_keys
-
-    runnable = [
-        choice.layout for choice in advice.choices if not (choice.layout.tensor > 1 and choice.layout.pipeline > 1)
-    ]
-    if not runnable:
-        raise ConfigError(
-            "--write", str(path), "no layout that scaleray train can run fits", "plan without tp or without pp"
-        )
-    keys = config_keys(runnable[0])
-    given = yaml.safe_load(config.read_text()) if config else {}
-    for section, values in keys.items():
-        given[section] = {**(given.get(section) or {}), **values}
-    path.write_text(yaml.safe_dump(given, sort_keys=False))
-    return f"{path}, {runnable[0].describe()}"
-
-
-def _record(advice: Any, seen: Any, rows: int, kept: Any, ways: list[Way]) -> dict[str, Any]:
-    def choice(one: Any) -> dict[str, Any]:
-        return {
-            "layout": dataclasses.asdict(one.layout), "words": one.layout.describe(), "step_time_s": dataclasses.asdict(one.step_time_s),
-            "parts_s": one.step.parts(), "hidden_comm_s": one.step.hidden_comm_s, "memory_bytes": one.memory.parts(),
-            "device_bytes": one.memory.device_bytes, "samples_per_s": one.samples_per_s, "tokens_per_s": one.tokens_per_s, "mfu": one.mfu,
-            "interval_class": one.kind, "is_trusted": one.is_trusted, "doubts": one.doubts, "cost_per_million_samples": one.cost_per_million_samples,
-        }  # fmt: skip
-
-    return {
-        "model": advice.question.model.name, "num_params": advice.question.model.num_params, "num_gpus": advice.question.cluster.num_gpus,
-        "gpu": advice.question.cluster.gpu.name, "global_batch": advice.question.global_batch, "num_layouts": advice.num_layouts,
-        "choices": [choice(one) for one in advice.choices[:rows]],
-        "rejected": [{"words": one.layout.describe(), "reason": one.reason, "missing_gib": one.missing_gib} for one in advice.rejected[:200]],
-        "curve": [{"num_gpus": point.num_gpus, "samples_per_s": dataclasses.asdict(point.samples_per_s), "efficiency": point.efficiency,
-                   "words": point.choice.layout.describe()} for point in seen.points],
-        "checkpoints": None if kept is None else dataclasses.asdict(kept),
-        "to_target": [
-            {"num_gpus": way.num_gpus, "batch_size": way.batch_size, "words": way.choice.layout.describe(), "samples": dataclasses.asdict(way.samples),
-             "steps": way.steps, "hours": dataclasses.asdict(way.hours), "gpu_hours": way.gpu_hours, "cost": way.cost, "time_ratio": way.time_ratio,
-             "is_trusted": way.is_trusted, "is_on_frontier": way.is_on_frontier}
-            for way in ways
-        ],
-        "limit": seen.limit, "next_doubling": {"words": seen.doubling, "gain": seen.doubling_gain},
-    }  # fmt: skip

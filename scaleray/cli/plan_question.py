@@ -40,7 +40,7 @@ def question_of(
     here: bool = False, global_batch: int | None = None, sequence: int | None = None, precision: str | None = None, strategies: str = "",
     optimizer: str | None = None, compiled: bool = False, step_time: float | None = None, micro_batch: int | None = None,
     from_run: Path | None = None, input_rate: float | None = None, rank_by: str = "throughput", hardware: Path | None = None,
-    collectives: Path | None = None,
+    collectives: Path | None = None, address: str | None = None, network: str | None = None,
 ) -> Question:  # fmt: skip
     """Raises ConfigError or UsageError where something is missing, unknown or impossible."""
     if overrides and config is None:
@@ -52,7 +52,7 @@ def question_of(
         )
     resolved = load_config(config, flags=overrides) if config else None
     catalogue = CATALOGUE.with_entries(read_hardware_file(hardware)) if hardware else CATALOGUE
-    target = _cluster(cluster, here, catalogue)
+    target = _cluster(cluster, here, catalogue, address=address, network=network)
     if collectives is not None:
         target = dataclasses.replace(target, measured=read_measured_tables(collectives))
     shape = _model(resolved, config, overrides, model, profile, sequence)
@@ -89,13 +89,21 @@ def question_of(
     )  # fmt: skip
 
 
-def _cluster(text: str | None, here: bool, catalogue: Catalogue) -> Cluster:
+def _cluster(
+    text: str | None, here: bool, catalogue: Catalogue, *, address: str | None, network: str | None
+) -> Cluster:
+    if address is not None and not here:
+        raise ConfigError("--address", address, "it says whose nodes --here reads", "add --here")
+    if network is not None and address is None:
+        raise ConfigError(
+            "--network", network, "it is for --here with --address", "--cluster has net=, as in h100:8x16,net=8x400G"
+        )
     if here and text is not None:
         raise ConfigError("--cluster", text, "it cannot be given with --here", "leave one of them out")
     if here:
-        from scaleray.cli.plan_here import this_machine
+        from scaleray.cli.plan_here import ray_cluster, this_machine
 
-        return this_machine(catalogue)
+        return this_machine(catalogue) if address is None else ray_cluster(address, catalogue, network=network)
     if text is None:
         raise ConfigError(
             "--cluster", None, "a cluster must be named", "for example --cluster h100:8x16, or --here for this machine"

@@ -80,16 +80,37 @@ def connected(config: RunConfig) -> Iterator[str]:
         ray.shutdown()
 
 
+@contextlib.contextmanager
+def joined(address: str) -> Iterator[list[Node]]:
+    """The alive nodes of a running cluster, to look at; a connection that the caller already has is used. Raises ClusterError."""
+    for name, value in DRIVER_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    set_auth_mode(address)
+    import ray
+
+    if ray.is_initialized():
+        yield alive_nodes()
+        return
+    _connect(address, name="--address")
+    try:
+        yield alive_nodes()
+    finally:
+        ray.shutdown()
+
+
 def _import_train() -> None:
     importlib.import_module("ray.train.torch")
 
 
-def set_auth_mode() -> None:
-    """Decide token authentication explicitly: clients of Ray 2.60 do not follow the cluster's mode by themselves."""
+def set_auth_mode(address: str | None = None) -> None:
+    """Decide token authentication explicitly: clients of Ray 2.60 do not follow the cluster's mode by themselves.
+
+    address: of the cluster; None: that of RAY_ADDRESS, or a local one.
+    """
     if "RAY_AUTH_MODE" in os.environ:
         return
     has_token = any(v in os.environ for v in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")) or token_file().exists()
-    connects = os.environ.get("RAY_ADDRESS", "local") != "local"
+    connects = (address or os.environ.get("RAY_ADDRESS", "local")) != "local"
     # a cluster that we start gets a token of its own if there is none; one that we join without a token has none
     os.environ["RAY_AUTH_MODE"] = "disabled" if connects and not has_token else "token"
 
@@ -99,15 +120,15 @@ def token_file() -> Path:
     return Path.home() / ".ray" / "auth_token"
 
 
-def _connect(address: str) -> None:
+def _connect(address: str, *, name: str = "RAY_ADDRESS") -> None:
     import ray
 
     try:
         ray.init(address=address, runtime_env=runtime_env(_gcs_address(address)), logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as exc:
         raise ClusterError(
-            "RAY_ADDRESS", address, f"no Ray cluster answers there: {str(exc).splitlines()[0]}",
-            "check the address and the token (RAY_AUTH_MODE), or unset it to run on a local cluster",
+            name, address, f"no Ray cluster answers there: {str(exc).splitlines()[0]}",
+            "check the address and the token (RAY_AUTH_MODE), or leave it out for this machine alone",
         ) from exc  # fmt: skip
 
 

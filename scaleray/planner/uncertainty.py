@@ -29,7 +29,7 @@ SPREADS: dict[str, Spread] = {
     "anchored near": Spread(-0.229, 0.152, 192),
     "anchored far": Spread(-0.164, 0.340, 1718),
     "anchored slow network": Spread(-0.293, 0.359, 749),
-    "memory": Spread(-0.425, 0.296, 108),
+    "memory": Spread(-0.056, 0.153, 105),
 }
 
 
@@ -57,7 +57,8 @@ def doubts(layout: Layout, cluster: Cluster) -> tuple[str, ...]:
         f"a pipeline of {layout.pipeline} stages": layout.pipeline > 16,
         f"{layout.data} replicas": layout.data > 512,
         "state in the host's memory": layout.offloads,
-        "8-bit products": layout.precision == "fp8",
+        "8- or 4-bit products": layout.precision in ("fp8", "fp4"),
+        "experts spread over GPUs": layout.expert > 1,
         "context parallel": layout.context > 1,
         f"no published row used {cluster.gpu.name}": cluster.gpu.name not in SEEN_GPUS,
     }

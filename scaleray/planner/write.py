@@ -10,33 +10,61 @@ from scaleray.planner.layout import Layout
 PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "tf32": "fp32", "fp8": "bf16", "fp4": "bf16"}
 
 
-def config_keys(layout: Layout) -> dict[str, Any]:
-    """Sections of a config that `scaleray train` runs the layout with.
+def is_runnable(layout: Layout) -> bool:
+    """Whether `scaleray train` has a strategy for it: tensor or pipeline parallel, not both, and neither context nor expert parallel."""
+    return not (layout.tensor > 1 and layout.pipeline > 1) and layout.context == 1 and layout.expert == 1
 
-    Raises ConfigError for a layout with both tensor and pipeline parallelism, which `scaleray train` has no strategy for.
+
+def config_keys(layout: Layout, *, tokens_per_sample: int | None = None) -> dict[str, Any]:
+    """Sections of a config that `scaleray train` runs the layout with. Replicas of a tensor parallel layout are always sharded there.
+
+    tokens_per_sample: for a config whose batch is counted in tokens. Raises ConfigError for a layout that is not runnable.
     """
-    if layout.tensor > 1 and layout.pipeline > 1:
+    if not is_runnable(layout):
         raise ConfigError(
             "layout",
             layout.describe(),
-            "scaleray train runs tensor or pipeline parallel, not both",
-            "plan with --strategies without tp or without pp",
+            "scaleray train runs tensor or pipeline parallel, not both, and neither context nor expert parallel",
+            "plan with --strategies without tp or without pp, and without ep",
         )
     keys: dict[str, Any] = {
         "scale": {"workers": layout.num_gpus, "gpus_per_worker": 1},
         "strategy": {"name": _strategy(layout)},
-        "batch": {"global_size": layout.global_batch, "micro_size": layout.micro_batch},
+        "batch": {"global_size": layout.global_batch * (tokens_per_sample or 1), "micro_size": layout.micro_batch},
         "precision": {"dtype": PRECISIONS[layout.precision], "tf32": layout.precision == "tf32"},
-        "activations": {"checkpointing": {"none": "none", "full": "full", "alternate": "selective", "selective": "selective"}[layout.checkpointing]},
-    }  # fmt: skip
-    if layout.sharding == "zero3" and layout.pipeline == 1:
-        keys["fsdp"] = {"replicas": layout.data // layout.shard}
-    if layout.tensor > 1:
-        keys["tensor"] = {"size": layout.tensor, "sequence_parallel": layout.sequence_parallel}
+        "activations": _ACTIVATIONS[layout.checkpointing],
+    }
+    if layout.compiled:
+        keys["compilation"] = {"what": "blocks"}
     if layout.pipeline > 1:
         schedule = {"interleaved": "interleaved_1f1b"}.get(layout.schedule, layout.schedule)
-        keys["pipeline"] = {"size": layout.pipeline, "schedule": schedule, "stages_per_worker": layout.chunks}
+        # gathered and reduced once a step, as the planner counts ZeRO-1
+        axis = "ddp" if layout.sharding == "none" else "fsdp"
+        keys["pipeline"] = {
+            "size": layout.pipeline,
+            "schedule": schedule,
+            "stages_per_worker": layout.chunks,
+            "data_axis": axis,
+        }
+    elif layout.tensor > 1:
+        keys["tensor"] = {"size": layout.tensor, "sequence_parallel": layout.sequence_parallel}
+    elif layout.sharding in ("zero2", "zero3") and layout.data > 1:
+        replicas = layout.data // layout.shard if layout.shard > 1 else 1
+        keys["fsdp"] = {
+            "replicas": replicas,
+            "reshard_after_forward": layout.sharding == "zero3",
+            "cpu_offload": layout.offloads,
+        }
     return keys
+
+
+_ACTIVATIONS: dict[str, dict[str, Any]] = {
+    "none": {"checkpointing": "none"},
+    "selective": {"checkpointing": "selective"},
+    # torchtitan's policy, which keeps every other product; the nearest of ours keeps all
+    "alternate": {"checkpointing": "selective"},
+    "full": {"checkpointing": "full"},
+}
 
 
 def _strategy(layout: Layout) -> str:

@@ -1,12 +1,19 @@
 """`scaleray plan`: the commands of its help, what they print, and one message for each slip."""
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
 
 from scaleray.cli.main import run_command
+from scaleray.cli.plan_write import write_config
 from scaleray.config import load_config
+from scaleray.errors import ConfigError, UsageError
+from scaleray.planner.advise import Advice, Question, predict
+from scaleray.planner.cluster_text import parse_cluster
+from scaleray.planner.layout import Layout
+from scaleray.planner.models import find_model
 
 SMALL = ["--model", "gpt2", "--cluster", "h100:4x2", "--global-batch", "64"]
 
@@ -73,6 +80,50 @@ def test_the_written_config_is_one_that_train_loads(capsys, tmp_path):
     config = load_config(path, environ={})
     assert (config.strategy.name, config.scale.workers, config.batch.global_size) == ("fsdp", 8, 64)
     assert yaml.safe_load(path.read_text())["workload"] == {"name": "jobs/digits.py:Digits"}
+
+
+@pytest.mark.parametrize("strategies", ["tp", "pp", "pp,zero1"])
+def test_tensor_and_pipeline_layouts_are_written_for_train(capsys, tmp_path, strategies):
+    path = tmp_path / "chosen.yaml"
+    words = ("--model", "llama-13b", "--cluster", "h100:8", "--global-batch", "16", "--strategies", strategies)
+    code, _, err = run(capsys, *words, "-c", "jobs/digits.yaml", "--write", str(path))
+    assert code == 0, err
+    config = load_config(path, environ={})
+    assert config.strategy.name == ("tensor" if strategies == "tp" else "pipeline") and config.scale.workers == 8
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_where_train_has_no_strategy_the_best_it_has_is_written_and_the_price_said(tmp_path):
+    question = Question(model=find_model("llama-13b"), cluster=parse_cluster("h100:8"), global_batch=16)
+    both = predict(question, Layout(tensor=4, pipeline=2, accumulation=16))
+    one = predict(question, Layout(pipeline=8, accumulation=16, checkpointing="alternate"))
+    path = tmp_path / "chosen.yaml"
+    lines = write_config(Advice(question=question, choices=[both, one], rejected=[], num_layouts=2), None, path)
+    assert yaml.safe_load(path.read_text())["pipeline"]["size"] == 8
+    ratio = one.step_time_s.value / both.step_time_s.value
+    assert any(f"{ratio:.2f} times as long" in line for line in lines) and any(
+        "add workload.name" in line for line in lines
+    )
+    assert any("selective" in line for line in lines)
+    with pytest.raises(ConfigError, match="can run"):
+        write_config(Advice(question=question, choices=[both], rejected=[], num_layouts=1), None, path)
+    with pytest.raises(UsageError, match="written"):
+        write_config(
+            Advice(question=question, choices=[one], rejected=[], num_layouts=1),
+            None,
+            tmp_path / "no folder" / "chosen.yaml",
+        )
+
+
+def test_a_config_that_train_would_refuse_is_not_left_behind(capsys, tmp_path):
+    given = yaml.safe_load(Path("jobs/digits.yaml").read_text()) | {
+        "memory": {"find_micro_size": True, "limit_gib": 1.0}
+    }
+    (tmp_path / "given.yaml").write_text(yaml.safe_dump(given))
+    words = ("--model", "llama-13b", "--cluster", "h100:8", "--global-batch", "16", "--strategies", "pp")
+    code, _, err = run(capsys, *words, "-c", str(tmp_path / "given.yaml"), "--write", str(tmp_path / "chosen.yaml"))
+    assert code == 2 and "find_micro_size" in err
+    assert [file.name for file in tmp_path.iterdir()] == ["given.yaml"]
 
 
 def test_a_configs_workload_is_counted_once_in_a_process_of_its_own(capsys, tmp_path, monkeypatch):

@@ -16,6 +16,8 @@ from scaleray.planner.outlook import outlook
 from scaleray.planner.profile import of_size
 from scaleray.planner.uncertainty import WIDER
 from scaleray.planner.write import config_keys
+from scaleray.scaling.pipeline_bubble import suits
+from scaleray.scaling.recipe import DataSize, derive
 
 LLAMA = Question(model=find_model("llama-3-8b", sequence=4096), cluster=parse_cluster("h100:8x4"), global_batch=256)
 
@@ -128,6 +130,39 @@ def test_the_chosen_layout_is_a_config_that_train_takes(strategies):
     config = load_config("jobs/digits.yaml", flags=flags, environ={})
     assert config.scale.workers == 8 and config.batch.global_size == 64
     assert config.strategy.name in ("ddp", "zero1", "fsdp", "tensor", "pipeline")
+
+
+WRITABLE = {
+    "interleaved pipeline of sharded replicas": (Layout(data=2, pipeline=2, accumulation=4, sharding="zero1", schedule="interleaved", chunks=2), "pipeline"),
+    "plain pipeline": (Layout(data=2, pipeline=2, accumulation=4), "pipeline"),
+    "zero bubble": (Layout(pipeline=4, accumulation=8, schedule="zero_bubble"), "pipeline"),
+    "tensor": (Layout(data=2, tensor=4, sequence_parallel=True, checkpointing="full"), "tensor"),
+    "hsdp": (Layout(data=8, shard=4, sharding="zero3", checkpointing="alternate"), "fsdp"),
+    "zero2": (Layout(data=8, sharding="zero2", compiled=True), "fsdp"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITABLE)
+def test_what_is_written_of_a_layout_is_what_train_reads(name):
+    layout, strategy = WRITABLE[name]
+    keys = config_keys(layout)
+    config = load_config("jobs/digits.yaml", flags={f"{section}.{key}": value for section, values in keys.items() for key, value in values.items()}, environ={})  # fmt: skip
+    assert (config.strategy.name, config.scale.workers, config.batch.global_size) == (
+        strategy,
+        layout.num_gpus,
+        layout.global_batch,
+    )
+    assert config.model_parallel_size == layout.tensor * layout.pipeline
+    recipe = derive(config, DataSize(num_samples=1000))
+    assert (recipe.micro_batch_size, recipe.accumulation_steps) == (layout.micro_batch, layout.accumulation)
+    if layout.pipeline > 1:
+        assert (config.pipeline.data_axis == "fsdp") == (layout.sharding != "none")
+        assert config.pipeline.stages_of_each_worker == layout.chunks
+        schedule = config.pipeline.schedule
+        assert suits(schedule, num_workers=layout.pipeline, num_micro_batches=layout.accumulation)
+    if strategy == "fsdp":
+        assert config.fsdp.replicas == (layout.data // layout.shard if layout.sharding == "zero3" else 1)
+        assert config.fsdp.reshard_after_forward == (layout.sharding == "zero3")
 
 
 def test_tensor_and_pipeline_together_cannot_be_written():
