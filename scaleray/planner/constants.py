@@ -24,7 +24,7 @@ class Constants:
     unfused_attention_share: float = 0.65
     """Batched small products of attention without a fused kernel."""
     conv_share: float = 1.0
-    """fitted. Rate of convolutions over the largest matrix product's."""
+    """fitted. Rate of convolutions by the direct algorithm over the largest matrix product's, which the fit does not let them pass."""
     winograd: float = 2.0
     """Rate of small 32-bit filters over the direct algorithm's: 3x3 ones take 2.25 times fewer products (arXiv:1509.09308)."""
     channels_first_traffic: float = 1.57
