@@ -28,7 +28,8 @@ FOLDER = ROOT / ".demo"
 TRACKING_URI = f"sqlite:///{FOLDER / 'mlflow.db'}"
 LANGUAGE_MODEL_STEPS = 300
 STUDY = (
-    "study", "-c", "jobs/digits.yaml", "--world-sizes", "1,2", "--mode", "strong,weak", "--repeats", "3",
+    "study", "-c", "jobs/digits.yaml", "--world-sizes", "1,2", "--mode", "strong,weak", "--repeats", "8",
+    "--seconds", "1",  # many short turns tell more than few long ones: it is turns that differ, not their steps
     "--force",  # the demo measures, whatever an earlier one has found
     "--oversubscribe",  # on a machine with one core, whose figures are then marked
 )  # fmt: skip

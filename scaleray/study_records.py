@@ -62,6 +62,23 @@ class ToTarget:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NoiseCourse:
+    """The gradient noise scale over a training or its beginning, in samples: the batch size at which noise equals signal."""
+
+    scale: float | None
+    """Average at the end; None: larger than could be resolved."""
+    interval: tuple[float, float | None] | None = None
+    """95 %, by Fieller's method; None as its upper end is infinite. None for fewer than 3 measurements."""
+    way: str
+    """From what it was measured: `workers`, `first micro-batch`, or `consecutive steps`, which makes it too small."""
+    num_measurements: int
+    covers: str
+    """`its first steps`, or `the training to the target`."""
+    curve: list[tuple[int, float | None]] = field(default_factory=list)
+    """(samples trained on before, average so far) of each measurement, or of every second, fourth ... of many."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Turn:
     """One turn of a number of workers, as it was measured: raw, the warm-up included."""
 
@@ -82,7 +99,6 @@ class Turn:
     """A step, by the first worker."""
     peak_memory_bytes: int = 0
     """Of the worker that needed most."""
-    noise_scale: float | None = None
     hardware: list[dict[str, Any]] = field(default_factory=list)
     """Each kind of worker once."""
     is_emulated: bool = False
@@ -90,6 +106,13 @@ class Turn:
     """Seconds since 1970."""
     study: str = ""
     """Name of the study that measured it."""
+    round: int | None = None
+    """Of that study: turns of one round were taken one after the other, by the same workers. None for a turn launched alone."""
+
+    @property
+    def round_name(self) -> str:
+        """Equal for turns of one round and for no others; "" where nothing was measured beside it."""
+        return "" if self.round is None else f"{self.study}/{self.round}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +127,8 @@ class Point:
     accumulation_steps: int
     turns: list[list[float]]
     """Step times in steady state, a list for each turn."""
+    rounds: list[str] = field(default_factory=list)
+    """The round of each turn, see `Turn.round_name`; turns of two points in one round can be compared pair by pair."""
     num_warmup_steps: int
     """Steps left out in each turn."""
     step_time_s: Estimate
@@ -126,6 +151,8 @@ class Point:
     peak_memory_bytes: int = 0
     cost_per_million_samples: float | None = None
     noise_scale: float | None = None
+    noise: NoiseCourse | None = None
+    """How `noise_scale` was measured, and its course."""
     to_target: ToTarget | None = None
     marks: list[str] = field(default_factory=list)
     """Conditions that every figure of the point must show: `oversubscribed`, `emulated`, `relaunched`."""
@@ -295,7 +322,7 @@ class StudyRecord:
     words: list[str] = field(default_factory=list)
     """Every curve's verdict, and what else a reader should know."""
     noise: list[tuple[int, float]] = field(default_factory=list)
-    """(samples, noise scale) over the training of a point, where it was measured."""
+    """(samples, noise scale) over the training of the point with most measurements, where it was measured."""
     started_at: float
     duration_s: float
     tracking_uri: str = ""

@@ -14,16 +14,18 @@ MOST_MARKDOWN_ROWS = 60
 
 @dataclass(frozen=True)
 class Table:
-    """A title, columns with their units, and rows of text. notes: what a reader must know of the figures."""
+    """A title, columns with their units, and rows of text. notes: what a reader must know of the figures. has_words: there
+    are no figures in it, whatever its cells begin with."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
+    has_words: bool = False
 
     def is_text(self, column: int) -> bool:
         """Whether a column holds words, which begin at the left, rather than figures."""
-        return not any(row[column][:1].isdigit() for row in self.rows)
+        return self.has_words or not any(row[column][:1].isdigit() for row in self.rows)
 
     def markdown(self) -> str:
         """The table as Markdown, cut after MOST_MARKDOWN_ROWS rows with a word about it."""
@@ -48,13 +50,13 @@ def study_tables(record: StudyRecord, *, is_brief: bool = False) -> list[Table]:
 
 def sweep_table(record: SweepRecord) -> Table:
     """The best setting of each rule at each batch size."""
-    rows = []
+    rows, missed = [], "missed" if record.target else ""
     for rule, batches in best_by_batch(record).items():
         for batch, setting in batches.items():
             reached = f"{setting.num_reached} of {len(setting.trials)}"
             rows.append((
-                rule, str(batch), f"{setting.learning_rate:.3g}", figure(setting.value), count(setting.samples_to_target),
-                seconds(setting.time_to_target_s), reached if record.target else str(len(setting.trials)),
+                rule, str(batch), f"{setting.learning_rate:.3g}", figure(setting.value), count(setting.samples_to_target) or missed,
+                seconds(setting.time_to_target_s) or missed, reached if record.target else str(len(setting.trials)),
             ))  # fmt: skip
     metric = record.metric or "metric"
     ran = sum(len(s.trials) for batches in best_by_batch(record).values() for s in batches.values())
@@ -85,8 +87,8 @@ def _curve_table(record: StudyRecord, curve: Curve, *, is_brief: bool) -> Table:
         price: any(p.cost_per_million_samples is not None for p in points),
         "time to target": any(p.to_target for p in points),
         "samples to target": not is_brief and any(p.to_target for p in points),
-        # above a brief table stands what is true of the whole study
-        "marks": any(set(marks_of(at)) - (set(record.marks) if is_brief else set()) for at in curve.points),
+        # above the tables stands what is true of the whole study
+        "marks": any(set(marks_of(at)) - set(record.marks) for at in curve.points),
     }
     rows = []
     for at in curve.points:

@@ -300,7 +300,7 @@ class Stepper:
         )
         self.plan = self.job.train_plan()
 
-    def __call__(self, number: int) -> StepResult:
+    def __call__(self, number: int, *, want_norm: bool = True) -> StepResult:
         """Take step `number`, from 1; ranks meet where the strategy says."""
         shares = self.job.recipe.worker_shares
         rank, size = (
@@ -310,7 +310,7 @@ class Stepper:
         rows = self.sources[TRAIN].read(self.plan.rank_indices(number - 1, rank, size, shares))
         batch = RankBatch(number - 1, rows, len(next(iter(rows.values()))))
         meets = self.parallel.meets(number)
-        return self.step(batch, num_rows=self.plan.num_rows(number - 1), want_norm=True, meets=meets)
+        return self.step(batch, num_rows=self.plan.num_rows(number - 1), want_norm=want_norm, meets=meets)
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:

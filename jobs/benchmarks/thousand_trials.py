@@ -3,6 +3,7 @@
 A trial is one optimizer step of a model of five parameters, so that nothing but the sweep takes time.
 
     python jobs/benchmarks/thousand_trials.py --trials 1000
+    python jobs/benchmarks/thousand_trials.py --trials 1000 --keep FOLDER    # for page_loads.py: its database and its report
 """
 
 from __future__ import annotations
@@ -49,12 +50,15 @@ class Trivial(Workload):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=1000)
+    parser.add_argument("--keep", type=Path, help="where database, record and report stay; without it they go")
     parser.add_argument("--results", type=Path, default=harness.RESULTS)
     arguments = parser.parse_args()
     known = harness.conditions(["scaleray", "torch", "ray", "mlflow"])
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         os.environ.update(harness.ray_environment(folder))
-        measured = run(arguments.trials, folder)
+        kept = folder if arguments.keep is None else str(arguments.keep.resolve())
+        os.makedirs(kept, exist_ok=True)
+        measured = run(arguments.trials, kept)
     rows = [[name, f"{value:,.4g}"] for name, value in measured.items()]
     text = f"{RULES.format(trials=arguments.trials, cpus=CPUS)}\n\n{harness.table(('figure', 'value'), rows)}"
     record = {"conditions": known, "arguments": {"trials": arguments.trials}, "measurements": measured}

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_library
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from scaleray.errors import ConfigError, UsageError
+from scaleray.errors import ConfigError, StorageError, UsageError
 
 if TYPE_CHECKING:
+    from scaleray.planner.advise import Advice
+    from scaleray.planner.outlook import Outlook
     from scaleray.planner.to_target import Way
 
 plan_app = App(
@@ -148,9 +152,7 @@ def plan(
         for line in write_config(advice, config, write):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
     if html is not None:
-        from scaleray.reports.plan_page import plan_page
-
-        html.write_text(plan_page(advice, seen, rows=rows, kept=shown, ways=ways))
+        _write_page(html, advice, seen, rows=rows, kept=shown, ways=ways)
         console.print(f"page: {html}", highlight=False, markup=False, soft_wrap=True)
     if json:
         print(json_library.dumps(plan_record(advice, seen, rows=rows, kept=shown, ways=ways), indent=2))
@@ -303,3 +305,14 @@ def _observations(data: tuple[Path, ...]) -> tuple[list[Any], list[Any]]:
         if not folder.is_dir():
             raise UsageError("data folder", str(folder), "it is not a folder")
     return observations([row for folder in data for row in read_folder(folder)])
+
+
+def _write_page(path: Path, advice: Advice, seen: Outlook, **shown: Any) -> None:
+    from scaleray.config.base import without_password
+    from scaleray.reports.plan_page import plan_page
+
+    page = plan_page(advice, seen, command=f"scaleray {shlex.join(map(without_password, sys.argv[1:]))}", **shown)
+    try:
+        path.write_text(page)
+    except OSError as exc:
+        raise StorageError("--html", str(path), f"it cannot be written: {exc.strerror}", "choose another file") from exc

@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from scaleray.config import load_config
-from scaleray.errors import ConfigError, UsageError
+from scaleray.errors import ConfigError, StorageError
 from scaleray.planner.advise import Advice
 from scaleray.planner.write import config_keys, is_runnable
 
@@ -15,7 +15,7 @@ from scaleray.planner.write import config_keys, is_runnable
 def write_config(advice: Advice, config: Path | None, path: Path) -> list[str]:
     """Write the best layout that has a strategy in `scaleray train` onto `config`, and say what was written.
 
-    Raises ConfigError where there is none, or the config with it is one that `scaleray train` refuses; UsageError where `path` cannot be written.
+    Raises ConfigError where there is none, or the config with it is one that `scaleray train` refuses; StorageError where `path` cannot be written.
     """
 
     chosen = next((choice for choice in advice.choices if is_runnable(choice.layout)), None)
@@ -39,7 +39,7 @@ def write_config(advice: Advice, config: Path | None, path: Path) -> list[str]:
             load_config(partial, environ={})  # what train would refuse is not left lying about
         partial.replace(path)
     except OSError as exc:
-        raise UsageError("--write", str(path), f"it cannot be written: {exc.strerror}") from exc
+        raise StorageError("--write", str(path), f"it cannot be written: {exc.strerror}", "choose another file") from exc
     finally:
         partial.unlink(missing_ok=True)
     lines = [f"config: {path}, {chosen.layout.describe()}"]

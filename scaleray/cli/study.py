@@ -22,6 +22,7 @@ def study(
     steps: int = 40,
     seconds: float = 3.0,
     to_target: Annotated[bool, Parameter(negative="")] = False,
+    noise: Annotated[bool, Parameter(negative="")] = False,
     relaunch: Annotated[bool, Parameter(negative="")] = False,
     oversubscribe: Annotated[bool, Parameter(negative="")] = False,
     force: Annotated[bool, Parameter(negative="")] = False,
@@ -51,6 +52,9 @@ def study(
         Length of a turn, at least.
     to_target
         Train each size to the config's stop.at as well, and report time and samples to it.
+    noise
+        Measure the gradient noise scale of each size, as noise_scale.measure auto does: in the training to the target, or over
+        a turn's steps that are not timed.
     relaunch
         Launch each size on its own instead of as a part of the largest group.
     oversubscribe
@@ -79,7 +83,7 @@ def study(
     from scaleray.training.ladder import Effort
 
     question = Question(
-        world_sizes=sizes, modes=modes, repeats=repeats, effort=Effort(steps=steps, seconds=seconds), to_target=to_target,
+        world_sizes=sizes, modes=modes, repeats=repeats, effort=Effort(steps=steps, seconds=seconds), to_target=to_target, noise=noise,
         relaunch=relaunch, oversubscribe=oversubscribe, force=force, seed=seed,
     )  # fmt: skip
     from scaleray.launch.study import study as run
@@ -97,7 +101,7 @@ def study(
             resolved, question, local=local, say=say, base_dir=config.resolve().parent if config else None,
             command=command_of(
                 config, overrides, sizes=sizes, modes=modes, repeats=repeats, steps=steps, seconds=seconds, to_target=to_target,
-                relaunch=relaunch, oversubscribe=oversubscribe, points_of=points_of, seed=seed, local=local,
+                noise=noise, relaunch=relaunch, oversubscribe=oversubscribe, points_of=points_of, seed=seed, local=local,
             ),
             points_of=points_of, write_report=write_study_report,
         )  # fmt: skip
@@ -109,7 +113,7 @@ def study(
 
 def command_of(
     config: Path | None, overrides: tuple[str, ...], *, sizes: list[int], modes: list[str], repeats: int, steps: int,
-    seconds: float, to_target: bool, relaunch: bool, oversubscribe: bool, points_of: tuple[str, ...], seed: int, local: bool,
+    seconds: float, to_target: bool, noise: bool, relaunch: bool, oversubscribe: bool, points_of: tuple[str, ...], seed: int, local: bool,
 ) -> str:  # fmt: skip
     """The command that repeats a study, without passwords."""
     from scaleray.config.base import without_password
@@ -119,7 +123,7 @@ def command_of(
     for option, value, default in (("--steps", steps, 40), ("--seconds", seconds, 3.0), ("--seed", seed, 0)):
         words += [option, f"{value:g}"] if value != default else []
     for option, is_on in (
-        ("--to-target", to_target), ("--relaunch", relaunch), ("--oversubscribe", oversubscribe), ("--local", local)
+        ("--to-target", to_target), ("--noise", noise), ("--relaunch", relaunch), ("--oversubscribe", oversubscribe), ("--local", local)
     ):  # fmt: skip
         words += [option] if is_on else []
     for folder in points_of:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from scaleray.config.base import absolute_path
 from scaleray.errors import ConfigError
 
 
@@ -30,8 +31,8 @@ def sweep(
     metric: str | None = None,
     guided: Annotated[bool, Parameter(negative="")] = False,
     guided_share: float = 0.2,
-    against_grid: Path | None = None,
-    continue_: Annotated[Path | None, Parameter(name="--continue")] = None,
+    against_grid: str | None = None,
+    continue_: Annotated[str | None, Parameter(name="--continue")] = None,
     json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
     """Train a recipe at many batch sizes and learning rates under Ray Tune, and say which are fastest and cheapest.
@@ -94,6 +95,8 @@ def sweep(
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
+    if against_grid is not None and not guided and continue_ is None:
+        raise ConfigError("--against-grid", against_grid, "only a guided sweep makes a choice to judge", "add --guided")
     resolved, question, tracking_uri = None, None, None
     if continue_ is None:
         resolved = load_config(config, flags=overrides)
@@ -118,7 +121,7 @@ def sweep(
         from scaleray.reports.sweep_report import write_sweep_report
 
         record = run(
-            resolved, question, continue_folder=str(continue_) if continue_ else None, tracking_uri=tracking_uri,
+            resolved, question, continue_folder=continue_, tracking_uri=tracking_uri,
             say=say,
             command=f"scaleray {shlex.join(map(without_password, sys.argv[1:]))}",
             base_dir=config.resolve().parent if config else None, write_report=write_sweep_report,
@@ -130,13 +133,11 @@ def sweep(
     return 0
 
 
-def _grid(folder: Path) -> Any:
+def _grid(folder: str) -> Any:
     """The record of a finished sweep. Raises ConfigError for a folder that holds none."""
-    from scaleray.study_records import SweepRecord
+    from scaleray.launch.sweep_folder import finished_record
 
-    try:
-        return SweepRecord.read(folder / "record.json")
-    except (OSError, ValueError) as exc:
-        raise ConfigError(
-            "--against-grid", str(folder), f"there is no sweep's record: {str(exc).splitlines()[0]}", "give the folder of a finished sweep"
-        ) from exc  # fmt: skip
+    found = finished_record(absolute_path(folder), option="--against-grid")
+    if found is None:
+        raise ConfigError("--against-grid", folder, "there is no sweep's record", "give the folder of a finished sweep")
+    return found

@@ -193,7 +193,10 @@ Probability = Annotated[float, Field(ge=0, lt=1)]
 
 
 def absolute_path(value: str) -> str:
-    """Paths become absolute at once, since workers run in other directories; URIs such as s3://bucket stay."""
+    """Paths become absolute at once, since workers run in other directories; URIs such as s3://bucket stay, and file:// is a
+    path like any other."""
+    if value.startswith("file:///"):
+        return urllib.parse.unquote(value.removeprefix("file://"))
     return value if "://" in value else str(Path(value).expanduser().absolute())
 
 

@@ -16,11 +16,12 @@ from scaleray.reproducibility.fingerprint import environment
 from scaleray.study_records import Conditions
 from scaleray.workload import user_modules
 
-ELSEWHERE = ("tracking", "checkpoint", "study")
-"""Sections that decide nothing about a training."""
+ELSEWHERE = ("tracking", "checkpoint", "study", "noise_scale")
+"""Sections that decide nothing about a training: measuring noise changes none, and is left out of the turns that are timed."""
 OF_THE_GROUP = ("workers", "on_resize", "resize_interval_s", "max_failures", "launch_timeout_s", "collective_timeout_s")
 """Keys of `scale` that say how many workers there are, and what happens when one fails."""
 MOST_DIFFERENCES = 8
+Configs = tuple[Mapping[str, Any], Mapping[str, Any]]
 
 
 def conditions_of(
@@ -31,7 +32,7 @@ def conditions_of(
     facts = environment(folder)
     git = facts.pop("git", {})
     return Conditions(
-        config_hash=digest(training_of(config)),
+        config_hash=digest(training_of(config.to_dict())),
         code_hash=digest(
             {"scaleray": scaleray.__version__, "commit": git.get("commit"), "sources": _sources(workload)}
         ),
@@ -42,10 +43,10 @@ def conditions_of(
     )
 
 
-def training_of(config: RunConfig) -> dict[str, Any]:
-    """The config without what has no part in the training, and without the number of workers."""
-    values = {section: value for section, value in config.to_dict().items() if section not in ELSEWHERE}
-    values["scale"] = {key: value for key, value in values["scale"].items() if key not in OF_THE_GROUP}
+def training_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config, nested, without what has no part in the training, and without the number of workers."""
+    values = {section: value for section, value in config.items() if section not in ELSEWHERE}
+    values["scale"] = {key: value for key, value in values.get("scale", {}).items() if key not in OF_THE_GROUP}
     return values
 
 
@@ -59,31 +60,41 @@ def key_of(conditions: Conditions) -> str:
     return digest([getattr(conditions, f"{name}_hash") for name in ("config", "code", "environment", "topology")])
 
 
-def differences(here: Conditions, there: Conditions) -> list[str]:
-    """In what two conditions differ, a line each; empty where points may stand on one curve."""
+def differences(here: Conditions, there: Conditions, *, configs: Configs | None = None) -> list[str]:
+    """In what two conditions differ, a line each; empty where points may stand on one curve. configs: of both, nested, to show
+    the keys that differ."""
     found = []
-    for name in ("config", "code"):
-        mine, theirs = getattr(here, f"{name}_hash"), getattr(there, f"{name}_hash")
-        if mine != theirs:
-            found.append(f"{name}: {mine} here, {theirs} there")
+    if here.config_hash != there.config_hash:
+        mine, theirs = (training_of(config) for config in configs or ({}, {}))
+        found += _by_fact("config", mine, theirs) or [f"config: {here.config_hash} here, {there.config_hash} there"]
+    if here.code_hash != there.code_hash:
+        code = [f"{one.code_hash}{_commit(one)}" for one in (here, there)]
+        found.append(f"code: {code[0]} here, {code[1]} there")
     for name in ("environment", "topology"):
-        if getattr(here, f"{name}_hash") == getattr(there, f"{name}_hash"):
-            continue
-        mine, theirs = dict(leaves(getattr(here, name))), dict(leaves(getattr(there, name)))
-        keys = [k for k in sorted({*mine, *theirs}) if mine.get(k) != theirs.get(k) and not k.startswith("git.")]
-        found += [f"{name}: {k} is {mine.get(k, 'missing')} here, {theirs.get(k, 'missing')} there" for k in keys]
-        if not keys:
-            found.append(f"{name}: other hashes, and no fact that shows why")
+        if getattr(here, f"{name}_hash") != getattr(there, f"{name}_hash"):
+            facts = _by_fact(name, getattr(here, name), getattr(there, name))
+            found += facts or [f"{name}: other hashes, and no fact that shows why"]
     return found
 
 
-def check_same(here: Conditions, there: Conditions, *, whose: str) -> None:
+def _by_fact(name: str, here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    mine, theirs = (dict(leaves(jsonable(facts))) for facts in (here, there))
+    keys = [k for k in sorted({*mine, *theirs}) if mine.get(k) != theirs.get(k) and not k.startswith("git.")]
+    return [f"{name}: {k} is {mine.get(k, 'missing')} here, {theirs.get(k, 'missing')} there" for k in keys]
+
+
+def _commit(conditions: Conditions) -> str:
+    commit = (conditions.environment.get("git") or {}).get("commit")
+    return f" (commit {str(commit)[:12]})" if commit else ""
+
+
+def check_same(here: Conditions, there: Conditions, *, whose: str, configs: Configs | None = None) -> None:
     """Refuse to put points on one curve that were measured under other conditions. Raises ConfigError with the difference."""
-    found = differences(here, there)
+    found = differences(here, there, configs=configs)
     if found:
         more = [f"... and {len(found) - MOST_DIFFERENCES} more"] if len(found) > MOST_DIFFERENCES else []
         raise ConfigError(
-            f"the points of {whose}", "measured under other conditions",
+            f"the curve of {whose}", "measured under other conditions",
             "points of one curve need the same config, code, environment and topology",
             "\n  ".join([*found[:MOST_DIFFERENCES], *more, "measure all points here, or compare the two: scaleray compare"]),
         )  # fmt: skip

@@ -154,7 +154,10 @@ def _serve(rank: int, port: int, user_code: UserCode, pipe: Connection) -> None:
             message = (False, (exc if isinstance(exc, ScaleRayError) else None, traceback.format_exc()))
         if dist.is_initialized():
             dist.destroy_process_group()
-        pipe.send(message)
+        try:
+            pipe.send(message)
+        except ConnectionError:  # whoever asked is gone, killed most likely, and nobody wants to read about it here
+            return
 
 
 class _Tell:

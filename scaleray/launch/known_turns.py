@@ -12,13 +12,14 @@ from typing import TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from scaleray.checkpoints.storage import Store
-from scaleray.launch.conditions import key_of
+from scaleray.config.noise_scale import NoiseScaleSettings
+from scaleray.launch.conditions import digest, key_of
 from scaleray.records import jsonable
-from scaleray.study_records import Conditions, ToTarget, Turn
+from scaleray.study_records import Conditions, NoiseCourse, ToTarget, Turn
 
-Kept = TypeVar("Kept", Turn, ToTarget)
+Kept = TypeVar("Kept", Turn, ToTarget, NoiseCourse)
 FOLDER = "study_turns"
-TARGET = "target-"
+TARGET, NOISE = "target-", "noise-"
 
 
 class KnownTurns:
@@ -38,8 +39,11 @@ class KnownTurns:
 
     def to_target(self, rung: str) -> ToTarget | None:
         """What the newest training of a rung to the target took."""
-        names = [name for name in self.store.names(rung) if TARGET in name]
-        return self._read(names[-1], ToTarget) if names else None
+        return self._newest(f"{rung}/{TARGET}", ToTarget)
+
+    def noise(self, rung: str, settings: NoiseScaleSettings, *, is_to_target: bool) -> NoiseCourse | None:
+        """The newest noise of a rung that was measured with these settings, over the training to the target or its first steps."""
+        return self._newest(f"{rung}/{_noise_name(settings, is_to_target)}", NoiseCourse)
 
     def keep(self, rung: str, turn: Turn) -> None:
         """Write a turn, whole or not at all."""
@@ -49,7 +53,18 @@ class KnownTurns:
         """Write what a training to the target took. at: seconds since 1970."""
         self._write(f"{rung}/{TARGET}{at:.3f}.json", result)
 
-    def _write(self, name: str, value: Turn | ToTarget) -> None:
+    def keep_noise(
+        self, rung: str, result: NoiseCourse, settings: NoiseScaleSettings, *, is_to_target: bool, at: float
+    ) -> None:
+        """Write a rung's noise. at: seconds since 1970."""
+        self._write(f"{rung}/{_noise_name(settings, is_to_target)}{at:.3f}.json", result)
+
+    def _newest(self, start: str, kind: type[Kept]) -> Kept | None:
+        rung, _, stem = start.rpartition("/")
+        names = sorted(name for name in self.store.names(rung) if f"/{stem}" in f"/{name}")
+        return self._read(names[-1], kind) if names else None
+
+    def _write(self, name: str, value: Turn | ToTarget | NoiseCourse) -> None:
         self.store.write_text(name, json.dumps(jsonable(dataclasses.asdict(value))))
 
     def _read(self, name: str, kind: type[Kept]) -> Kept | None:
@@ -57,6 +72,10 @@ class KnownTurns:
             return TypeAdapter(kind).validate_json(self.store.read(name))
         except (OSError, ValidationError):
             return None
+
+
+def _noise_name(settings: NoiseScaleSettings, is_to_target: bool) -> str:
+    return f"{NOISE}{'target' if is_to_target else 'start'}-{digest(settings.model_dump())[:8]}-"
 
 
 def studies_of(turns: Iterable[Turn], *, own: str) -> str | None:

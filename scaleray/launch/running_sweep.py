@@ -180,8 +180,9 @@ class RunningSweep:
         workers = f"{plan.workers} worker{'s' if plan.workers > 1 else ''} each"
         fit = num_concurrent(plan.config(plan.candidates[0]), self.nodes)
         self.say(f"{start}: {plan.base.workload.name}")
+        planned = self._num_planned()
         self.say(
-            f"  {self._num_planned()} trials ({question.search}, {question.scheduler}), {workers}, up to {fit} at a time, "
+            f"  {planned} trial{'s' if planned > 1 else ''} ({question.search}, {question.scheduler}), {workers}, up to {fit} at a time, "
             f"judged by {plan.metric} ({plan.direction})"
         )
         if question.guided_share is not None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import random
 import statistics
 import time
@@ -19,19 +18,18 @@ import numpy as np
 
 from scaleray.config import RunConfig
 from scaleray.config.base import absolute_path, without_password
-from scaleray.errors import ClusterError, ConfigError, ScaleRayError, UsageError
-from scaleray.launch import cluster
+from scaleray.errors import ConfigError, ScaleRayError, UsageError
+from scaleray.launch import cluster, study_noise
 from scaleray.launch.certificate import Say
 from scaleray.launch.conditions import check_same, conditions_of
 from scaleray.launch.gloo import UserCode
-from scaleray.launch.known_turns import KnownTurns, studies_of
+from scaleray.launch.known_turns import KnownTurns
 from scaleray.launch.run import load_sources
 from scaleray.launch.run_folder import RunFolder
+from scaleray.launch.study_conclusions import Conclusions, Measurements
 from scaleray.launch.study_places import (
-    EMULATED,
-    OVERSUBSCRIBED,
-    RELAUNCHED,
     check_cores,
+    check_one_kind,
     launch_config,
     num_cores,
     topology_of,
@@ -40,10 +38,7 @@ from scaleray.launch.study_places import (
 from scaleray.launch.study_plan import MODES, OnCurve, Plan, Question, make_plan
 from scaleray.launch.study_workers import Climb, local_workers, ray_workers
 from scaleray.launch.verify import environment_of
-from scaleray.planner.hardware import find_gpu
-from scaleray.scaling.curves import as_curve
-from scaleray.scaling.points import Prices, as_point
-from scaleray.study_records import Conditions, Point, StudyRecord, ToTarget, Turn
+from scaleray.study_records import Conditions, NoiseCourse, StudyRecord
 from scaleray.tracking import store
 from scaleray.tracking.study_runs import ParentRun
 from scaleray.training.job import TRAIN
@@ -67,6 +62,7 @@ def study(
     started_at = time.time()
     storage = {"storage_path": absolute_path(config.checkpoint.storage_path)}
     config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=storage)})
+    config = study_noise.with_noise(config) if question.noise else config
     tracking_uri = store.resolve_uri(config.tracking.uri)
     store.check_reachable(tracking_uri)
     _check_place(config, local=local)
@@ -81,7 +77,7 @@ def study(
         spread = config if nodes is None else launch_config(config, plan.workers, nodes, shares_cores=shares_cores)
         conditions = conditions_of(config, workload, topology_of(config, nodes), base_dir or ".")
         for other in more:
-            check_same(conditions, other.conditions, whose=other.name)
+            check_same(conditions, other.conditions, whose=other.name, configs=(config.to_dict(), other.config))
         with _recorded(config, conditions, tracking_uri, started_at) as (folder, run):
             found = _Study(
                 config, question, plan, conditions, folder, run, say, command=command, started_at=started_at,
@@ -145,18 +141,17 @@ class _Study:
     ) -> None:  # fmt: skip
         self.config, self.question, self.plan, self.conditions = config, question, plan, conditions
         self.folder, self.mlflow, self.say = folder, run, say
-        self.command, self.started_at, self.cores = command, started_at, cores
-        self.workers_per_node = workers_per_node
+        self.command, self.started_at = command, started_at
         self.more, self.write_report = more, write_report
         self.known = KnownTurns(config.checkpoint.storage_path, conditions)
-        self.turns: dict[str, list[Turn]] = {name: [] for name in plan.rungs}
-        self.targets: dict[str, ToTarget] = {}
-        self.placements: dict[str, dict[str, int]] = {}
+        self.measured = Measurements({name: [] for name in plan.rungs})
+        self.conclusions = Conclusions(folder.name, config, question, plan, self.measured, cores, workers_per_node)
         self.said: set[str] = set()
-        self.flops_per_sample = (
-            self._count_flops() if config.study.peak_tflops or config.scale.gpus_per_worker else None
-        )
         self.logged: set[OnCurve] = set()
+        if config.study.peak_tflops or config.scale.gpus_per_worker:
+            self._count_operations()
+            if isinstance(self.measured.profile, str):
+                say(f"  without MFU, as the model's operations could not be counted: {self.measured.profile}")
 
     def run(self, climb: Climb) -> StudyRecord:
         """Measure what is missing, and conclude."""
@@ -167,7 +162,10 @@ class _Study:
                 self._take_over()
             for ascent in self._ascents():
                 climb(ascent, self._on_measured)
-                self._check_one_kind()
+                check_one_kind(self.measured.turns)
+            is_counted = not isinstance(self.measured.profile, str)
+            if len(self.question.sizes) > 1 and not is_counted and not self.measured.is_emulated:
+                self._count_operations()
             record = self.record()
             status = "FINISHED"
         except KeyboardInterrupt:
@@ -178,18 +176,16 @@ class _Study:
                 self._leave(status)
         return self._keep(record, status)
 
-    def _count_flops(self) -> float | None:
-        """Model FLOPs of a sample, for MFU; None where they cannot be counted."""
+    def _count_operations(self) -> None:
+        """Of a sample, for MFU and for the planner."""
         job, rows = next(iter(self.plan.rungs.values())).job, self.plan.sources[TRAIN]
         try:
             few = rows.read(np.arange(2))
-            found = profile_workload(
+            self.measured.profile = profile_workload(
                 job.workload, few, self.config.precision, gives_tuples=job.splits[TRAIN].gives_tuples
             )
         except UsageError as exc:
-            self.say(f"  without MFU, as the model's operations could not be counted: {str(exc).splitlines()[0]}")
-            return None
-        return found.flops or None
+            self.measured.profile = str(exc).splitlines()[0]
 
     def _announce(self) -> None:
         q, first = self.question, next(iter(self.plan.rungs.values()))
@@ -202,25 +198,36 @@ class _Study:
             f"in random order, each at least {q.effort.steps} steps and {q.effort.seconds:g} s; {first.job.recipe.global_batch_size} samples a step at the base"
         )
 
+        if why := study_noise.why_no_noise(self.plan.rungs):
+            self.say(f"  noise scale: not measured ({why})")
+
     def _take_over(self) -> None:
         for name in self.plan.rungs:
             turns = self.known.turns(name)[-self.question.repeats :]
-            self.turns[name] = turns
+            self.measured.turns[name] = turns
             if turns:
                 names = ", ".join(dict.fromkeys(turn.study for turn in turns))
                 self.say(f"  {name}: {len(turns)} turns reused from {names} (--force measures anew)")
             if self.question.to_target and (result := self.known.to_target(name)) is not None:
-                self.targets[name] = result
+                self.measured.targets[name] = result
                 self.say(f"  {name}: training to the target reused")
+            if self.plan.rungs[name].measures_noise:
+                noise = self.known.noise(name, self.config.noise_scale, is_to_target=self.question.to_target)
+                if noise is not None:
+                    self.measured.noises[name] = noise
+                    self.say(f"  {name}: noise scale reused")
 
     def _ascents(self) -> list[Ascent]:
         """What is still to be measured: in one group of workers, or each rung in its own."""
         rungs: list[Rung] = []
         for name, rung in self.plan.rungs.items():
-            missing = self.question.repeats - len(self.turns[name])
-            needs_target = rung.trains_to_target and name not in self.targets
-            if missing or needs_target:
-                rungs.append(dataclasses.replace(rung, num_turns=missing, trains_to_target=needs_target))
+            missing = self.question.repeats - len(self.measured.turns[name])
+            needs_noise = rung.measures_noise and name not in self.measured.noises
+            # the noise of a training to the target is measured in one
+            needs_target = rung.trains_to_target and (name not in self.measured.targets or needs_noise)
+            if missing or needs_target or needs_noise:
+                left = dataclasses.replace(rung, trains_to_target=needs_target, measures_noise=needs_noise)
+                rungs.append(dataclasses.replace(left, num_turns=missing))
         if not rungs:
             self.say("  everything was measured before; no worker is started")
             return []
@@ -239,18 +246,22 @@ class _Study:
             self.said.add(measured.said)
             self.say(f"  note ({_workers(rung.workers)}): {measured.said}")
         if measured.to_target is not None:
-            self.targets[rung.name] = measured.to_target
+            self.measured.targets[rung.name] = measured.to_target
             self.known.keep_target(rung.name, measured.to_target, at=time.time())
             result = measured.to_target
             how = "reached" if result.is_reached else "missed"
             self.say(
                 f"  {_workers(rung.workers)}: target {how} after {result.samples} samples and {result.time_s:.3g} s"
             )
+        if measured.noise is not None:
+            self._keep_noise(rung, measured.noise)
         if measured.turn is not None:
             turn = dataclasses.replace(measured.turn, study=self.folder.name)
-            self.turns[rung.name].append(turn)
+            if self.question.relaunch:  # what is measured by workers of its own shares nothing with others
+                turn = dataclasses.replace(turn, round=None)
+            self.measured.turns[rung.name].append(turn)
             self.known.keep(rung.name, turn)
-            self.placements[rung.name] = measured.placement
+            self.measured.placements[rung.name] = measured.placement
             self.done += 1
             ms = 1e3 * statistics.median(turn.step_times_s)
             self.say(
@@ -259,89 +270,39 @@ class _Study:
             )
         self._log_complete()
 
+    def _keep_noise(self, rung: Rung, noise: NoiseCourse) -> None:
+        self.measured.noises[rung.name] = noise
+        self.known.keep_noise(
+            rung.name, noise, self.config.noise_scale, is_to_target=rung.trains_to_target, at=time.time()
+        )
+        self.say(f"  {_workers(rung.workers)}: gradient noise scale {study_noise.in_words(noise)}")
+
     def _log_complete(self) -> None:
-        """Write to MLflow the points that have all their turns."""
+        """Write to MLflow the points of which everything is known."""
         for place in self.plan.places:
-            rung = self.plan.rungs[place.rung]
-            is_complete = len(self.turns[place.rung]) >= self.question.repeats
-            if rung.trains_to_target:
-                is_complete = is_complete and place.rung in self.targets
-            if is_complete and place not in self.logged:
+            if place not in self.logged and self.conclusions.is_complete(place):
                 self.logged.add(place)
-                self.mlflow.log_point(self._point(place))
-
-    def _check_one_kind(self) -> None:
-        """Rungs that were launched apart may have come to other machines. Raises ClusterError."""
-        kinds = {name: turns[-1].hardware for name, turns in self.turns.items() if turns}
-        distinct = {json.dumps(kind, sort_keys=True): name for name, kind in kinds.items()}
-        if len(distinct) > 1:
-            (first, one), (second, other), *_ = distinct.items()
-            raise ClusterError(
-                "the workers' hardware", f"{first} for {one} and {second} for {other}", "points of one curve need one kind",
-                "choose the nodes with scale.label_selector",
-            )  # fmt: skip
-
-    def _point(self, place: OnCurve) -> Point:
-        rung, turns = self.plan.rungs[place.rung], self.turns[place.rung]
-        is_emulated = any(turn.is_emulated for turn in turns)
-        marks = [EMULATED] if is_emulated else []
-        if self.cores is not None and rung.workers > self.cores and not is_emulated:  # sleeping workers need no core
-            marks.append(OVERSUBSCRIBED)
-        if self.question.relaunch:
-            marks.append(RELAUNCHED)
-        prices = Prices(
-            per_worker_hour=self.config.study.price_per_worker_hour, flops_per_sample=self.flops_per_sample,
-            peak_flops=peak_flops(self.config, turns),
-        )  # fmt: skip
-        return as_point(
-            place.mode, place.workers, rung.job.recipe, turns, period=rung.period, prices=prices, marks=marks,
-            tokens_per_sample=rung.job.splits[TRAIN].tokens_per_row, to_target=self.targets.get(rung.name),
-            reused_from=studies_of(turns, own=self.folder.name),
-        )  # fmt: skip
+                self.mlflow.log_point(self.conclusions.point(place))
 
     def record(self) -> StudyRecord:
         """The study as far as it is measured."""
-        points = [self._point(place) for place in self.plan.places if self.turns[place.rung]]
-        for other in self.more:
-            have = {(p.mode, p.workers) for p in points}
-            points += [
-                dataclasses.replace(at.point, reused_from=at.point.reused_from or other.name)
-                for curve in other.curves for at in curve.points
-                if curve.mode in self.question.modes and (curve.mode, at.point.workers) not in have
-            ]  # fmt: skip
-        marks = list(dict.fromkeys(mark for point in points for mark in point.marks))
-        price = self.config.study.price_per_worker_hour
-        # workers that sleep or share cores stay where they are, however many
-        stays = EMULATED in marks or OVERSUBSCRIBED in marks
-        curves = [
-            as_curve(
-                mode, found, price_per_worker_hour=price, workers_per_node=None if stays else self.workers_per_node
-            )
-            for mode in MODES
-            if (found := [point for point in points if point.mode == mode])
-        ]
-        hardware = {
-            json.dumps(kind, sort_keys=True): kind
-            for turns in self.turns.values()
-            for t in turns
-            for kind in t.hardware
-        }
         topology = {
             **self.conditions.topology,
-            "placement of workers": self.placements,
-            "workers": list(hardware.values()),
+            "placement of workers": self.measured.placements,
+            "workers": self.measured.hardware,
         }
         return StudyRecord(
             name=self.folder.name, command=self.command, config=self.config.to_dict(),
-            conditions=dataclasses.replace(self.conditions, topology=topology), curves=curves, price_per_worker_hour=price,
-            currency=self.config.study.currency, marks=marks, words=[curve.verdict for curve in curves if curve.verdict],
+            conditions=dataclasses.replace(self.conditions, topology=topology),
+            price_per_worker_hour=self.config.study.price_per_worker_hour, currency=self.config.study.currency,
             started_at=self.started_at, duration_s=time.time() - self.started_at,
             tracking_uri=self.mlflow.tracking_uri, folder=without_password(self.folder.path),
+            **self.conclusions.values(self.more),
         )  # fmt: skip
 
     def _leave(self, status: str) -> None:
         """Keep what was measured until the end came, and say how to go on; what ended the study matters more."""
-        count = sum(map(len, self.turns.values()))
+        count = self.measured.num_turns
         record = None
         with contextlib.suppress(ScaleRayError):
             record = self.record() if count else None
@@ -365,22 +326,6 @@ class _Study:
         if lacking:
             self.say(f"  warning: {lacking}; everything is in {record.folder}")
         return record
-
-
-def peak_flops(config: RunConfig, turns: Sequence[Turn]) -> float | None:
-    """Dense peak of one worker's device in FLOP/s: the config's, or the catalogue's for its GPU; None where neither knows."""
-    if config.study.peak_tflops is not None:
-        return config.study.peak_tflops * 1e12
-    names = [
-        name for turn in turns for kind in turn.hardware for name in (kind.get("accelerators") or {}).get("names", ())
-    ]
-    precision = "tf32" if config.precision.tf32 and config.precision.dtype == "fp32" else config.precision.dtype
-    if not names or not config.scale.gpus_per_worker or precision == "fp64":
-        return None
-    try:
-        return find_gpu(names[0]).peak_flops(precision)
-    except UsageError:
-        return None
 
 
 def _workers(count: int) -> str:

@@ -1,16 +1,19 @@
-"""Where a study's workers find room: cores, Ray's CPUs, and what is measured although there are too few."""
+"""Where a study's workers find room: cores, Ray's CPUs, what is measured although there are too few, and on what hardware."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
 
 from scaleray.config import RunConfig
-from scaleray.errors import ClusterError
+from scaleray.errors import ClusterError, UsageError
 from scaleray.launch import cluster
 from scaleray.launch.cluster import Node
+from scaleray.planner.hardware import find_gpu
+from scaleray.study_records import Turn
 
 OVERSUBSCRIBED, EMULATED, RELAUNCHED = "oversubscribed", "emulated", "relaunched"
 """Marks of points."""
@@ -101,6 +104,36 @@ def launch_config(config: RunConfig, workers: int, nodes: Sequence[Node], *, sha
     except ClusterError as exc:
         raise ClusterError(
             "--world-sizes", f"{workers}, which needs {exc.found}", exc.allowed,
-            "leave the size out, or measure on this machine alone with --local",
+            "leave the size out, or measure without GPUs: --scale.gpus-per-worker 0"
+            if config.scale.gpus_per_worker
+            else "leave the size out, or measure on this machine alone with --local",
         ) from exc  # fmt: skip
     return spread
+
+
+def check_one_kind(turns: Mapping[str, Sequence[Turn]]) -> None:
+    """Rungs that were launched apart may have come to other machines. turns: by rung. Raises ClusterError."""
+    kinds = {name: own[-1].hardware for name, own in turns.items() if own}
+    distinct = {json.dumps(kind, sort_keys=True): name for name, kind in kinds.items()}
+    if len(distinct) > 1:
+        (first, one), (second, other), *_ = distinct.items()
+        raise ClusterError(
+            "the workers' hardware", f"{first} for {one} and {second} for {other}", "points of one curve need one kind",
+            "choose the nodes with scale.label_selector",
+        )  # fmt: skip
+
+
+def peak_flops(config: RunConfig, turns: Sequence[Turn]) -> float | None:
+    """Dense peak of one worker's device in FLOP/s: the config's, or the catalogue's for its GPU; None where neither knows."""
+    if config.study.peak_tflops is not None:
+        return config.study.peak_tflops * 1e12
+    names = [
+        name for turn in turns for kind in turn.hardware for name in (kind.get("accelerators") or {}).get("names", ())
+    ]
+    precision = "tf32" if config.precision.tf32 and config.precision.dtype == "fp32" else config.precision.dtype
+    if not names or not config.scale.gpus_per_worker or precision == "fp64":
+        return None
+    try:
+        return find_gpu(names[0]).peak_flops(precision)
+    except UsageError:
+        return None

@@ -10,10 +10,12 @@ from typing import Any
 from scaleray.config import RunConfig
 from scaleray.config.base import Duration
 from scaleray.config.compression import CompressionSettings
+from scaleray.config.shares import SharesSettings
 from scaleray.data.sources import Source
 from scaleray.errors import ConfigError, DataError
 from scaleray.launch.run import data_size
-from scaleray.scaling.recipe import derive, nearest_multiples
+from scaleray.launch.study_noise import way_of
+from scaleray.scaling.recipe import DataSize, Recipe, derive, nearest_multiples
 from scaleray.study_records import Mode
 from scaleray.training.job import TRAIN, Split, TrainJob
 from scaleray.training.ladder import Effort, Rung
@@ -31,6 +33,8 @@ class Question:
     repeats: int = 5
     effort: Effort = field(default_factory=Effort)
     to_target: bool = False
+    noise: bool = False
+    """Measure the gradient noise scale although the config does not."""
     relaunch: bool = False
     oversubscribe: bool = False
     force: bool = False
@@ -92,16 +96,29 @@ def make_plan(config: RunConfig, question: Question, workload: Any, sources: Map
             batch = _batch(config, mode, workers, question)
             is_as_given = batch == config.batch.global_size
             spread = on_workers(config, workers, batch, as_given=is_as_given or question.to_target)
-            job = TrainJob(spread, derive(spread, size), workload, splits, time.time())
-            recipe = job.recipe
+            recipe = _derived(spread, size, mode, workers, question)
+            job = TrainJob(spread, recipe, workload, splits, time.time())
             name = f"w{workers:03d}-b{recipe.global_batch_size}-m{recipe.micro_batch_size}-{recipe.strategy}"
             name += "-relaunched" if question.relaunch else ""
             rungs[name] = Rung(
                 name=name, workers=workers, job=job, num_turns=question.repeats, period=period_of(spread, recipe.strategy),
-                trains_to_target=question.to_target,
+                trains_to_target=question.to_target, measures_noise=way_of(spread, recipe, workers).way is not None,
             )  # fmt: skip
             places.append(OnCurve(mode, workers, name))
     return Plan(rungs, places, sources)
+
+
+def _derived(config: RunConfig, size: DataSize, mode: Mode, workers: int, question: Question) -> Recipe:
+    try:
+        return derive(config, size)
+    except DataError as exc:
+        if mode == "strong" or workers == question.sizes[0]:
+            raise
+        # what is advised for a training's own batch would be multiplied by the number of workers here
+        raise DataError(
+            "--world-sizes", workers, f"with --mode weak {exc.allowed} there, and {exc.what} is {exc.found}",
+            "leave the size out, or begin with a smaller batch.global_size",
+        ) from exc  # fmt: skip
 
 
 def on_workers(config: RunConfig, workers: int, batch_size: int, *, as_given: bool) -> RunConfig:
@@ -113,6 +130,7 @@ def on_workers(config: RunConfig, workers: int, batch_size: int, *, as_given: bo
     }
     if workers == 1:
         updates["compression"] = CompressionSettings()  # one process sends nothing
+        updates["shares"] = SharesSettings()
     if not as_given:
         updates["optimizer"] = config.optimizer.model_copy(update={"rule": "none"})
         updates["schedule"] = config.schedule.model_copy(update={"warmup": Duration(0, "steps"), "length": None})
@@ -127,18 +145,15 @@ def period_of(config: RunConfig, strategy: str) -> int:
 def _check(config: RunConfig, question: Question, splits: Mapping[str, Split]) -> None:
     if splits[TRAIN].is_streamed:
         raise DataError(
-            "the train data", "a Ray Dataset", "it is dealt out once, for a fixed number of workers",
+            "the train data", "a Ray Dataset", "it is dealt out once, for a fixed number of workers, while every turn begins anew with another",
             "study rows that can be read by index: arrays, ParquetSource, TokenSource or a torch Dataset",
         )  # fmt: skip
     if config.memory.find_micro_size:
         raise ConfigError(
-            "memory.find_micro_size", True, "every turn would search anew, and rungs would differ in their micro-batches",
-            "give batch.micro_size, and leave it out",
+            "memory.find_micro_size", True, "every turn would search anew, and sizes with other micro-batches make no curve",
+            "give batch.micro_size what a training on the smallest size has found, and leave it out",
         )  # fmt: skip
-    if config.shares.by != "equal":
-        raise ConfigError(
-            "shares.by", config.shares.by, "uneven shares are those of one number of workers", "use equal shares"
-        )
+    _check_shares(config, question)
     if question.to_target and config.stop.at is None:
         raise ConfigError(
             "stop.at", None, "--to-target needs a target to train to",
@@ -147,6 +162,20 @@ def _check(config: RunConfig, question: Question, splits: Mapping[str, Split]) -
     most = max(question.sizes)
     if config.scale.gpus_per_worker and config.scale.gpus_per_worker < 1 and most > 1:
         raise ConfigError("scale.gpus_per_worker", config.scale.gpus_per_worker, "several workers need a GPU each")
+
+
+def _check_shares(config: RunConfig, question: Question) -> None:
+    if config.shares.by == "speed":
+        raise ConfigError(
+            "shares.by", "speed", "a turn is over before its shares have settled, and every turn would settle on others",
+            "use equal shares, or give those that a training has settled on: shares.by given with shares.speeds",
+        )  # fmt: skip
+    speeds = config.shares.speeds
+    if speeds is not None and (other := [n for n in question.sizes if n not in (1, len(speeds))]):
+        raise ConfigError(
+            "shares.speeds", list(speeds), f"there is no speed for each of {other[0]} workers",
+            f"measure 1 and {len(speeds)} workers, or use equal shares",
+        )  # fmt: skip
 
 
 def _batch(config: RunConfig, mode: Mode, workers: int, question: Question) -> int:

@@ -82,15 +82,16 @@ class SweepFolder:
             Path(self.folder.work_dir, RECORD_FILE).write_text(record.to_json())
 
 
-def finished_record(path: str) -> SweepRecord | None:
-    """The record of a sweep that is finished; None for one that is not."""
+def finished_record(path: str, *, option: str = "--continue") -> SweepRecord | None:
+    """The record of a sweep that is finished; None for one that is not. Raises ConfigError, in the name of `option`, for a
+    damaged one."""
     try:
         return TypeAdapter(SweepRecord).validate_json(Store(path).read(RECORD_FILE))
-    except OSError:
-        return None
     except ValidationError as exc:
         file = Store(path).path(RECORD_FILE)
-        raise ConfigError("--continue", file, f"it is not a sweep's record: {str(exc).splitlines()[0]}") from exc
+        raise ConfigError(option, file, f"it is not a sweep's record: {str(exc).splitlines()[0]}") from exc
+    except (OSError, ValueError):  # a URI of an unknown kind, of which `read_asked` says so
+        return None
 
 
 def read_asked(path: str) -> AskedSweep:

@@ -164,7 +164,8 @@ def make_plan(
     )
     if not candidates.chosen:
         _, reason = candidates.refused[0]
-        raise ConfigError("the sweep", f"{len(candidates.refused)} combinations", f"none of them can run: {reason}")
+        number = len(candidates.refused)
+        raise ConfigError("the sweep", f"{number} combination{'s' * (number > 1)}", f"none can run: {reason}")
     return dataclasses.replace(plan, candidates=candidates.chosen), candidates
 
 

@@ -81,7 +81,7 @@ def sweep_verdict(label: str, record: SweepRecord, base: SweepRecord, *, base_la
     change = change_of_pairs([(1 / mine[key], 1 / theirs[key]) for key in common])
     what = f"time per sample of {len(common)} trials with the same settings"
     if change is None:
-        text = "nothing can be said: it takes at least 3 trials that both sweeps have"
+        text = "nothing can be said: it takes at least 3 trials with a measured speed that both sweeps have"
         return SpeedVerdict(label, base_label, what, text)
     return _verdict(label, base_label, what, change, [])
 

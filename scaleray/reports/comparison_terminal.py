@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from scaleray.reports.comparison import Comparison
-from scaleray.reports.record_terminal import WIDTH, as_rich
+from scaleray.reports.record_terminal import as_rich, print_whole, width_of
 from scaleray.study_tables import Table
 
 LONGEST_VALUE = 60
@@ -18,8 +18,6 @@ MOST_DIFFERENCES = 25
 
 def show_comparison(console: Console, comparison: Comparison) -> None:
     """Print it."""
-    if not console.is_terminal:
-        console.width = WIDTH
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -31,7 +29,7 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     if not comparison.differences:
         say("no differences in config, code, environment, topology and data")
     for table in tables(comparison):
-        console.print(as_rich(table))
+        print_whole(console, as_rich(table, width=width_of(console)))
     for note in comparison.notes:
         say(note)
     for verdict in comparison.verdicts:
@@ -45,7 +43,7 @@ def tables(comparison: Comparison) -> list[Table]:
     more = len(comparison.differences) - len(shown)
     rows = tuple((d.section, d.key, *_short(d.values)) for d in shown)
     notes = (f"{more} more differences are in --json.",) if more else ()
-    found = [Table("Differences", ("of", "key", *labels), rows, notes)] if rows else []
+    found = [Table("Differences", ("of", "key", *labels), rows, notes, has_words=True)] if rows else []
     figures = tuple((row.name, *row.shown) for row in comparison.figures)
     return [*found, Table("Figures", ("", *labels), figures)]
 

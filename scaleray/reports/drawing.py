@@ -19,6 +19,9 @@ INK, MUTED, GRID, PALE = "#1f2933", "#616e7c", "#e4e7eb", "#c3cad2"
 PALETTE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 AMBER = "#8a4b00"
 
+LEAST_CONTRAST = 4.5
+"""Of words."""
+
 WIDTH_IN, HEIGHT_IN = 5.0, 3.25
 PNG_DPI = 200
 
@@ -160,8 +163,23 @@ def label_ends(ax: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
         placed.append((x_px, at))
         ax.annotate(
             text, (x, y), xytext=(7, (at - y_px) * 72 / figure.dpi), textcoords="offset points", va="center", ha="left", fontsize=8.5,
-            color=colour, annotation_clip=False,
+            color=readable(colour), annotation_clip=False,
         )  # fmt: skip
+
+
+def readable(colour: str) -> str:
+    """The colour as words on white may have it: darkened until its contrast is LEAST_CONTRAST (WCAG 2.1, success criterion 1.4.3)."""
+    from matplotlib.colors import to_hex, to_rgb
+
+    rgb = to_rgb(colour)
+    while 1.05 / (_luminance(rgb) + 0.05) < LEAST_CONTRAST:
+        rgb = (rgb[0] * 0.95, rgb[1] * 0.95, rgb[2] * 0.95)
+    return to_hex(rgb)
+
+
+def legend_beside(ax: Any, title: str, **more: Any) -> None:
+    """The legend right of the axes, where it covers no data."""
+    ax.legend(title=title, title_fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=1.2, **more)
 
 
 def colours_of(names: Sequence[str]) -> Mapping[str, str]:
@@ -176,6 +194,12 @@ def shades(count: int) -> list[str]:
 
     scale = matplotlib.colormaps["viridis"]
     return [to_hex(scale(0.78 - 0.76 * i / max(1, count - 1))) for i in range(count)]
+
+
+def _luminance(rgb: tuple[float, float, float]) -> float:
+    """Relative luminance of sRGB, as WCAG defines it."""
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def _pixels(figure: Any) -> bytes:

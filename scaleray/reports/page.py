@@ -27,7 +27,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with figures and tables under it. words: sentences, the first of them large where `is_verdict`."""
+    """A heading with sentences, figures and tables under it."""
 
     title: str
     words: Sequence[str] = ()
@@ -39,14 +39,15 @@ class Section:
 class Page:
     """Everything that a page shows. Text comes from configs and is escaped by the template.
 
-    kind: what the page is about, such as `Scaling study`. verdict: the result in a sentence. words: what follows from it.
-    marks: conditions that a reader must know of. facts: by heading, names with values for the end of the page.
+    kind: what the page is about, such as `Scaling study`. headline: the result in a line. verdicts: it in full, a paragraph
+    each. words: what follows from it. marks: conditions that a reader must know of. facts: by heading, names with values for the end of the page.
     """
 
     kind: str
     name: str
     when: str
-    verdict: str
+    headline: str
+    verdicts: Sequence[str] = ()
     words: Sequence[str] = ()
     marks: Sequence[str] = ()
     figures: Sequence[Fact] = ()
@@ -54,6 +55,7 @@ class Page:
     command: str = ""
     facts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    closing: str = "This page needs no network; figures as PNG and numbers as CSV lie beside it."
 
     @property
     def drawings(self) -> list[Drawing]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import textwrap
 
 from rich import box
@@ -9,34 +10,49 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from scaleray.study_headlines import study_headline, sweep_headline
 from scaleray.study_records import StudyRecord, SweepRecord
 from scaleray.study_tables import Table, study_tables, sweep_table
 
-WIDTH = 132
-"""Columns where there is no terminal, such as in a job's log."""
+PIPE_WIDTH = 4000
+"""Columns where there is no terminal, such as in a job's log: nothing is left out or wrapped."""
 MOST_ROWS = 40
 
 
 def show_record(console: Console, record: StudyRecord | SweepRecord) -> None:
-    """Print the tables, the sentences and the last lines of a record."""
-    if not console.is_terminal:
-        console.width = WIDTH
-    console.print(record_view(record, width=console.width))
+    """Print the tables, the headline, the sentences and the last lines of a record."""
+    print_whole(console, record_view(record, width=width_of(console)))
     for line in last_lines(record):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def record_view(record: StudyRecord | SweepRecord, *, width: int = WIDTH) -> RenderableType:
-    """Marks, tables and sentences, for a console of `width` columns."""
+def width_of(console: Console) -> int:
+    """Columns that there are for a table; a file or a pipe has room for every one."""
+    return console.width if console.is_terminal else PIPE_WIDTH
+
+
+def print_whole(console: Console, view: RenderableType) -> None:
+    """Print as wide as the terminal is; into a file or a pipe every sentence is one line, and none ends in spaces."""
+    if console.is_terminal:
+        console.print(view)
+        return
+    plain = Console(file=io.StringIO(), width=PIPE_WIDTH, color_system=None)
+    with plain.capture() as captured:
+        plain.print(view)
+    for line in captured.get().splitlines():
+        console.print(line.rstrip(), highlight=False, markup=False, soft_wrap=True)
+
+
+def record_view(record: StudyRecord | SweepRecord, *, width: int) -> RenderableType:
+    """Marks, tables, the headline and sentences, for a console of `width` columns."""
     tables = study_tables(record, is_brief=True) if isinstance(record, StudyRecord) else [sweep_table(record)]
+    headline = study_headline(record) if isinstance(record, StudyRecord) else sweep_headline(record)
     parts: list[RenderableType] = []
     if record.marks:
         parts.append(Text(", ".join(record.marks), style="bold yellow"))
     parts += [as_rich(table, width=width) for table in tables if table.rows]
-    parts += [
-        Text(sentence, style="bold" if number == 0 else "")
-        for number, sentence in enumerate(dict.fromkeys(record.words))
-    ]
+    parts.append(Text(headline, style="bold"))
+    parts += [Text(sentence) for sentence in dict.fromkeys(record.words)]
     return Group(*parts)
 
 
@@ -55,7 +71,7 @@ def last_lines(record: StudyRecord | SweepRecord) -> list[str]:
     return lines
 
 
-def as_rich(table: Table, *, width: int = WIDTH) -> RichTable:
+def as_rich(table: Table, *, width: int) -> RenderableType:
     """The table for a console; intervals stand below their values. What does not fit into `width` is named below it."""
     cells = [
         [cell if table.is_text(n) else cell.replace(" (", "\n(") for n, cell in enumerate(row)]
@@ -75,14 +91,12 @@ def as_rich(table: Table, *, width: int = WIDTH) -> RichTable:
         notes.append(f"In the report, for want of room here: {', '.join(left_out)}.")
     if len(table.rows) > MOST_ROWS:
         notes.append(f"{len(table.rows) - MOST_ROWS} more rows are in the report.")
-    made = RichTable(
-        title=Text(table.title, style="bold"), caption=Text(" ".join(notes)), box=box.SIMPLE, padding=(0, 1), title_justify="left",
-        caption_justify="left", caption_style="dim",
-    )  # fmt: skip
+    made = RichTable(title=Text(table.title, style="bold"), box=box.SIMPLE, padding=(0, 1), title_justify="left")
     for n in fitting:
         is_text = table.is_text(n)
         heading = Text(textwrap.fill(table.columns[n], widths[n], break_long_words=False))
         made.add_column(heading, justify="left" if n == 0 or is_text else "right", no_wrap=not is_text)
     for row in cells:
         made.add_row(*(Text(row[n]) for n in fitting))
-    return made
+    # not the table's caption, which would be as narrow as the table
+    return Group(made, *(Text(note, style="dim") for note in notes))

@@ -14,12 +14,14 @@ from scaleray.records import RunRecord
 from scaleray.reports import drawing
 from scaleray.reports.drawing import BLUE, ORANGE, VERMILION, Drawing, draw
 from scaleray.reports.page import Fact, Page, Section, write
-from scaleray.reports.study_report import where
+from scaleray.reports.study_report import sentence_case, where
 from scaleray.study_tables import Table, count, figure, memory, seconds
 from scaleray.tracking.study_values import thinned
 
 MOST_POINTS = 600
 """Of a line; a window's mean stands for each beyond."""
+LONGEST_HEADLINE = 80
+"""Characters of a verdict that stands in the headline, such as `target reached`; an error has a paragraph."""
 
 
 def write_run_report(
@@ -41,7 +43,9 @@ def run_page(
 ) -> Page:
     """What the page shows."""
     learning = [_line("loss", "Loss", rows, "loss", "loss", evaluations=_of(evaluations, "loss"))] if rows else []
-    learning += [_evaluations(name, at) for name, at in sorted(evaluations.items()) if at and not name.endswith("loss")]
+    learning += [
+        _evaluations(name, at) for name, at in sorted(evaluations.items()) if len(at) > 1 and not name.endswith("loss")
+    ]
     if any(math.isfinite(row["grad_norm"]) for row in rows):
         learning.append(_line("grad-norm", "Gradient norm", rows, "grad_norm", "gradient norm before clipping"))
     if rows:
@@ -58,12 +62,14 @@ def run_page(
         if record.events
         else []
     )
-    values = " · ".join(f"{name} {value:.4g}" for name, value in sorted(record.metrics.items()))
-    verdict = f"{record.verdict.capitalize()} after {record.steps} steps in {seconds(record.total_time_s)}" + (
-        f": {values}" if values else ""
-    )
+    values = ", ".join(f"{name} {value:.4g}" for name, value in sorted(record.metrics.items()))
+    verdict, _, reason = record.verdict.partition("\n")
+    if len(verdict) > LONGEST_HEADLINE:
+        verdict, reason = record.status.lower(), record.verdict
+    headline = f"{sentence_case(verdict)} after {record.steps} steps in {seconds(record.total_time_s)}"
     return Page(
-        kind="Training", name=record.name, when=f"{record.status.lower()}, took {seconds(record.total_time_s)}", verdict=verdict,
+        kind="Training", name=record.name, when=f"{record.status.lower()}, took {seconds(record.total_time_s)}", headline=headline,
+        verdicts=[text for text in (reason, f"At the end: {values}." if values else "") if text],
         words=[f"Resumed after step {step}." for step in record.resumed_after],
         marks=["emulated"] if record.config.get("emulation") else [], figures=_facts(record),
         sections=[s for s in sections if s.drawings] + events,
@@ -195,7 +201,7 @@ def _step_times(rows: Sequence[Mapping[str, float]]) -> Drawing:
         ax.set_ylim(0, top)
         drawing.plain_axis(ax.xaxis)
         drawing.plain_axis(ax.yaxis)
-        ax.set(xlabel="step", ylabel="ms")
+        ax.set(xlabel="step", ylabel="step time in ms")
         last = times[-1][0]
         drawing.label_ends(
             ax,

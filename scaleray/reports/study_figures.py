@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from scaleray.reports import drawing
-from scaleray.reports.drawing import BLUE, GRID, INK, MUTED, ORANGE, PALE, VERMILION, Drawing, draw
-from scaleray.study_records import Curve, CurvePoint, Estimate, StudyRecord
-from scaleray.study_tables import marks_of, seconds
+from scaleray.reports.drawing import BLUE, INK, MUTED, ORANGE, PALE, VERMILION, Drawing, draw
+from scaleray.reports.speedup_figures import efficiency, marks_by_size, speedup, workers_in_words
+from scaleray.study_records import Curve, StudyRecord
+from scaleray.study_tables import seconds
 from scaleray.tracking.study_values import thinned
 
 PARTS = (
@@ -31,101 +31,6 @@ def study_drawings(record: StudyRecord, curve: Curve) -> list[Drawing]:
     if any(at.point.to_target and at.point.to_target.curve for at in curve.points):
         made += [convergence(curve, "samples"), convergence(curve, "time")]
     return made
-
-
-def speedup(curve: Curve) -> Drawing:
-    """Speed-up over the number of workers, on two logarithmic axes, with the ideal line and the fitted law's band."""
-    fit = next((fit for fit in curve.fits if fit.law == curve.best_law and fit.band), None)
-    workers = [at.point.workers for at in curve.points]
-    next_one = curve.next_doubling
-    last = max([*workers, *([next_one.workers] if next_one else [])])
-    measured = [at.speedup for at in curve.points]
-    values = [curve.base_workers, last, *(e.value for e in measured)]
-    # an interval that says nothing must not press the curve flat
-    bottom = max(min(values) / 2.5, min([min(values) / 1.45, *(e.low / 1.1 for e in measured)]))
-    top = min(max(values) * 2, max([max(values) * 1.2, *(e.high * 1.1 for e in measured)]))
-
-    def paint(ax: Any) -> None:
-        drawing.log2_axis(ax.xaxis, [*workers, *([next_one.workers] if next_one else [])])
-        drawing.log2_axis(ax.yaxis, _powers(curve.base_workers, last))
-        ends = [(float(last), float(last), "ideal", MUTED)]
-        ax.plot(
-            [curve.base_workers, last], [curve.base_workers, last], color=MUTED, linestyle=(0, (4, 3)), linewidth=1.2
-        )
-        if fit:
-            x = [n for n, _ in fit.band if n <= last]
-            band = [e for n, e in fit.band if n <= last]
-            within = [_clipped(e, bottom / 2, top * 2) for e in band]
-            ax.fill_between(x, [e.low for e in within], [e.high for e in within], color=BLUE, alpha=0.16, linewidth=0)
-            inside = [n for n in x if n <= max(workers)]
-            ax.plot(inside, [e.value for e in band[: len(inside)]], color=BLUE, alpha=0.75)
-            ax.plot(
-                x[len(inside) - 1 :],
-                [e.value for e in band[len(inside) - 1 :]],
-                color=BLUE,
-                alpha=0.75,
-                linestyle=(0, (2, 2)),
-            )
-            if band:
-                ends.append((x[-1], band[-1].value, f"{fit.law} fit", BLUE))
-        _points(ax, curve.points, [_clipped(e, bottom / 2, top * 2) for e in measured], BLUE)
-        if next_one and curve.points:
-            here = curve.points[-1].speedup.value * next_one.gain.value
-            ax.plot(
-                [next_one.workers],
-                [here],
-                marker="D",
-                markerfacecolor="white",
-                markeredgecolor=BLUE,
-                markersize=6.5,
-                zorder=4,
-            )
-        _labels(ax, curve.points, measured, lambda v: f"{v:.3g}×", is_below=True)
-        ax.set_ylim(bottom, top)
-        ax.set(xlabel="workers", ylabel="speed-up")
-        _room(ax, workers, last)
-        drawing.label_ends(ax, ends)
-
-    law = f" Line and band: the {fit.law} law with its 95% interval, dashed beyond what was measured." if fit else ""
-    hollow = " Diamond: the next doubling." if next_one else ""
-    wide = _leaving(measured, bottom, top)
-    caption = f"{_what(curve)} relative to {_workers(curve.base_workers)}; bars are 95% intervals.{wide}{law}{hollow}"
-    return draw(f"speedup-{curve.mode}", "Speed-up", caption, paint, marks=_marks(curve))
-
-
-def efficiency(curve: Curve) -> Drawing:
-    """Efficiency over the number of workers."""
-    workers = [at.point.workers for at in curve.points]
-    values = [_times(at.efficiency, 100) for at in curve.points]
-    least, most = min(v.value for v in values), max([100.0, *(v.value for v in values)])
-    low = max(least - 45, min(v.low for v in values), 0.0)
-    bottom = 0.0 if low < 45 else min(75.0, low - 12)
-    top = 7 + min(most + 45, max([100.0, *(v.high for v in values)]))
-
-    def paint(ax: Any) -> None:
-        drawing.log2_axis(ax.xaxis, workers)
-        ax.plot([min(workers), max(workers)], [100, 100], color=MUTED, linestyle=(0, (4, 3)), linewidth=1.2)
-        ax.plot(workers, [v.value for v in values], color=BLUE, alpha=0.75)
-        _points(ax, curve.points, values, BLUE)
-        ax.set_ylim(bottom, top)
-        drawing.plain_axis(ax.yaxis, show=lambda v: f"{v:.0f}%")
-        _labels(ax, curve.points, values, lambda v: f"{v:.0f}%", is_below=False)
-        ax.set(xlabel="workers", ylabel=f"{curve.mode} efficiency")
-        _room(ax, workers, max(workers))
-        drawing.label_ends(ax, [(max(workers), 100.0, "ideal", MUTED)])
-
-    meaning = (
-        "The same work by n workers in 1/n of the time is 100%."
-        if curve.mode == "strong"
-        else "n times the work by n workers in the same time is 100%."
-    )
-    return draw(
-        f"efficiency-{curve.mode}",
-        "Efficiency",
-        f"{meaning} Bars are 95% intervals.{_leaving(values, bottom, top)}",
-        paint,
-        marks=_marks(curve),
-    )
 
 
 def time_parts(curve: Curve) -> Drawing:
@@ -179,7 +84,7 @@ def time_parts(curve: Curve) -> Drawing:
         )
 
     caption = "Parts of an optimizer step as the workers measured them; above each bar the step's median time."
-    return draw(f"time-{curve.mode}", "Where the time goes", caption, paint, marks=_marks(curve))
+    return draw(f"time-{curve.mode}", "Where the time goes", caption, paint, marks=marks_by_size(curve))
 
 
 def step_times(curve: Curve) -> Drawing:
@@ -221,7 +126,7 @@ def step_times(curve: Curve) -> Drawing:
     cut = f" {drawn} of {len(every)} steps are drawn." if drawn < len(every) else ""
     cut += f" {over} {'step is' if over == 1 else 'steps are'} slower than the frame shows." if over else ""
     caption = f"Each step in steady state, turn by turn from left to right; the line is the median.{cut}"
-    return draw(f"steps-{curve.mode}", "How steady the steps are", caption, paint, marks=_marks(curve))
+    return draw(f"steps-{curve.mode}", "How steady the steps are", caption, paint, marks=marks_by_size(curve))
 
 
 def cost(record: StudyRecord, curve: Curve) -> Drawing:
@@ -245,8 +150,10 @@ def cost(record: StudyRecord, curve: Curve) -> Drawing:
     price = (
         f" at {record.price_per_worker_hour:g} {money} for a worker and hour" if record.price_per_worker_hour else ""
     )
-    caption = f"What a million samples cost{price}, and how much more than with {_workers(priced[0].point.workers)}."
-    return draw(f"cost-{curve.mode}", "Cost", caption, paint, marks=_marks(curve))
+    caption = (
+        f"What a million samples cost{price}, and how much more than with {workers_in_words(priced[0].point.workers)}."
+    )
+    return draw(f"cost-{curve.mode}", "Cost", caption, paint, marks=marks_by_size(curve))
 
 
 def convergence(curve: Curve, against: str) -> Drawing:
@@ -257,21 +164,25 @@ def convergence(curve: Curve, against: str) -> Drawing:
     column = 0 if against == "samples" else 1
 
     def paint(ax: Any) -> None:
-        ends = []
-        for at, colour in zip(shown, colours, strict=True):
+        for number, (at, colour) in enumerate(zip(shown, colours, strict=True)):
             target = at.point.to_target
             assert target is not None
             few = thinned(target.curve, 200)
             x, y = [row[column] for row in few], [row[2] for row in few]
-            ax.plot(x, y, color=colour)
-            ax.plot(x[-1:], y[-1:], marker="o" if target.is_reached else "x", color=colour, linestyle="")
-            ends.append((x[-1], y[-1], f"{at.point.workers} " + ("" if target.is_reached else "missed"), colour))
+            # the first are broader, so that those below others are seen where lines coincide
+            ax.plot(x, y, color=colour, linewidth=3.6 - 2.4 * number / max(1, len(shown) - 1))
+            is_reached = target.is_reached
+            ax.plot(
+                x[-1:], y[-1:], marker="o" if is_reached else "x", markersize=7, color=colour, linestyle="", zorder=4
+            )
+            label = f"{at.point.workers}" + ("" if is_reached else " missed")
+            ax.plot([], [], color=colour, linewidth=2.4, label=label, marker="" if is_reached else "x")
         drawing.plain_axis(ax.xaxis)
         drawing.plain_axis(ax.yaxis)
         ax.set(
-            xlabel="samples" if against == "samples" else "seconds of training", ylabel=shown[0].point.to_target.metric
+            xlabel="samples" if against == "samples" else "training time in s", ylabel=shown[0].point.to_target.metric
         )
-        drawing.label_ends(ax, ends)
+        drawing.legend_beside(ax, "workers")
 
     left = f" {len(shown)} of {len(trained)} are drawn." if len(shown) < len(trained) else ""
     words = (
@@ -281,7 +192,7 @@ def convergence(curve: Curve, against: str) -> Drawing:
     )
     return draw(
         f"convergence-{against}-{curve.mode}", f"Training to the target, against {against}",
-        f"A line for each number of workers, named at its end. {words}{left}", paint, marks=_marks(curve),
+        f"A line for each number of workers; a cross where it ended without the target. {words}{left}", paint, marks=marks_by_size(curve),
     )  # fmt: skip
 
 
@@ -289,85 +200,23 @@ def noise_scale(record: StudyRecord) -> Drawing:
     """The gradient noise scale over the training."""
     few = thinned(record.noise, 400)
 
+    batch = next((at.point.global_batch_size for curve in record.curves for at in curve.points), None)
+
     def paint(ax: Any) -> None:
         ax.plot([samples for samples, _ in few], [value for _, value in few], color=BLUE)
         drawing.plain_axis(ax.xaxis)
+        ends = [(few[-1][0], few[-1][1], drawing.number(few[-1][1]), BLUE)]
         if min(value for _, value in few) > 0:
             drawing.log_axis(ax.yaxis)
-        ax.set(xlabel="samples", ylabel="noise scale in samples")
-        drawing.label_ends(ax, [(few[-1][0], few[-1][1], drawing.number(few[-1][1]), BLUE)])
+            if batch is not None:
+                ax.axhline(batch, color=MUTED, linestyle=(0, (4, 3)), linewidth=1.2)
+                ends.append((few[-1][0], float(batch), f"batch {batch}", MUTED))
+                drawing.log_axis(ax.yaxis)
+        ax.set(xlabel="samples trained on", ylabel="noise scale in samples")
+        drawing.label_ends(ax, ends)
 
     caption = (
-        "Near this batch size a larger one begins to need more samples; well below it, more data in a step costs none."
+        "Near this batch size a larger one begins to need more samples; well below it, more data in a step costs none. "
+        "Dashed: the batch size of the smallest point."
     )
     return draw("noise-scale", "Gradient noise scale", caption, paint, marks=record.marks)
-
-
-def _points(ax: Any, points: Sequence[CurvePoint], values: Sequence[Estimate], colour: str) -> None:
-    for at, value in zip(points, values, strict=True):
-        ax.errorbar(
-            [at.point.workers], [value.value], yerr=[[max(0.0, value.value - value.low)], [max(0.0, value.high - value.value)]],
-            fmt="o", color=colour, capsize=2.5, elinewidth=1.1, zorder=3,
-            markerfacecolor="white" if at.point.reused_from else colour, markeredgecolor=colour,
-        )  # fmt: skip
-
-
-def _labels(
-    ax: Any, points: Sequence[CurvePoint], values: Sequence[Estimate], show: Callable[[float], str], *, is_below: bool
-) -> None:
-    """Each value at the right of its point: below a rising line, above a falling one, where there is room."""
-    for at, value in zip(points, values, strict=True):
-        ax.annotate(
-            show(value.value), (at.point.workers, value.value), xytext=(6, -4 if is_below else 4), textcoords="offset points", ha="left",
-            va="top" if is_below else "bottom", fontsize=8.5, color=INK,
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.6},
-        )  # fmt: skip
-
-
-def _clipped(estimate: Estimate, low: float, high: float) -> Estimate:
-    """The interval's part that a logarithmic axis can hold."""
-    return Estimate(estimate.value, min(max(estimate.low, low), high), max(low, min(estimate.high, high)))
-
-
-def _leaving(values: Sequence[Estimate], bottom: float, top: float) -> str:
-    """A word about intervals that are not drawn to their ends."""
-    return " Bars that touch the frame go on." if any(v.low < bottom or v.high > top for v in values) else ""
-
-
-def _room(ax: Any, workers: Sequence[int], last: int) -> None:
-    """Space beside the first and the last point on a logarithmic axis."""
-    ax.set_xlim(min(workers) / 1.22, last * 1.12)
-    ax.grid(color=GRID)
-
-
-def _powers(first: int, last: int) -> list[float]:
-    found = [float(first)]
-    while found[-1] * 2 <= last:
-        found.append(found[-1] * 2)
-    return found
-
-
-def _times(estimate: Estimate, factor: float) -> Estimate:
-    return Estimate(estimate.value * factor, estimate.low * factor, estimate.high * factor)
-
-
-def _what(curve: Curve) -> str:
-    return (
-        "Throughput of a fixed global batch"
-        if curve.mode == "strong"
-        else "Throughput with a fixed batch for each worker"
-    )
-
-
-def _workers(count: int) -> str:
-    return f"{count} worker" if count == 1 else f"{count} workers"
-
-
-def _marks(curve: Curve) -> list[str]:
-    """Each mark with the numbers of workers that it is true of."""
-    found: dict[str, list[str]] = {}
-    for at in curve.points:
-        for mark in marks_of(at):
-            found.setdefault(mark, []).append(str(at.point.workers))
-    everywhere = len(curve.points)
-    return [mark if len(sizes) == everywhere else f"{mark}: {', '.join(sizes)}" for mark, sizes in found.items()]

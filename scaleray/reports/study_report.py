@@ -9,6 +9,7 @@ from typing import Any
 
 from scaleray.reports.page import Fact, Page, Section, write
 from scaleray.reports.study_figures import noise_scale, study_drawings
+from scaleray.study_headlines import study_headline
 from scaleray.study_records import Conditions, Curve, StudyRecord
 from scaleray.study_tables import Table, count, figure, marks_of, seconds, study_tables
 
@@ -20,17 +21,15 @@ def write_study_report(record: StudyRecord, folder: str | Path) -> list[Path]:
 
 def study_page(record: StudyRecord) -> Page:
     """What the page shows."""
-    verdicts = [curve.verdict for curve in record.curves if curve.verdict]
-    verdict = verdicts[0] if verdicts else (record.words[0] if record.words else "No curve was measured.")
+    verdicts = list(dict.fromkeys(sentence_case(curve.verdict) for curve in record.curves if curve.verdict))
     sections = [
-        _section(record, curve, table, verdict)
-        for curve, table in zip(record.curves, study_tables(record), strict=True)
+        _section(record, curve, table) for curve, table in zip(record.curves, study_tables(record), strict=True)
     ]
     if record.noise:
         sections.append(Section("Noise of the gradient", drawings=[noise_scale(record)]))
     return Page(
-        kind="Scaling study", name=record.name, when=when(record.started_at, record.duration_s), verdict=verdict[:1].upper() + verdict[1:],
-        words=[sentence for sentence in dict.fromkeys(record.words) if sentence not in verdicts and sentence != verdict],
+        kind="Scaling study", name=record.name, when=when(record.started_at, record.duration_s), headline=study_headline(record),
+        verdicts=verdicts, words=[word for word in dict.fromkeys(map(sentence_case, record.words)) if word not in verdicts],
         marks=record.marks or sorted({m for c in record.curves for at in c.points for m in at.point.marks}),
         figures=_facts(record), sections=sections, command=record.command,
         facts=facts(record.conditions, record.config), notes=where(record.mlflow_link, record.folder),
@@ -79,15 +78,15 @@ def where(mlflow_link: str, folder: str) -> list[str]:
     return ([f"MLflow: {mlflow_link}"] if mlflow_link else []) + ([f"Record: {folder}/record.json"] if folder else [])
 
 
-def _section(record: StudyRecord, curve: Curve, table: Table, said: str) -> Section:
+def sentence_case(text: str) -> str:
+    """The text as a sentence begins."""
+    return text[:1].upper() + text[1:]
+
+
+def _section(record: StudyRecord, curve: Curve, table: Table) -> Section:
     drawings = study_drawings(record, curve) if curve.points else []
     tables = [table, *([_fits(curve)] if curve.fits else [])]
-    return Section(
-        f"{curve.mode.capitalize()} scaling",
-        [curve.verdict] if curve.verdict not in ("", said) else [],
-        drawings,
-        tables,
-    )
+    return Section(f"{curve.mode.capitalize()} scaling", drawings=drawings, tables=tables)
 
 
 def _fits(curve: Curve) -> Table:

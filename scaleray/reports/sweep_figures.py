@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from scaleray.reports import drawing
-from scaleray.reports.drawing import BLUE, GREEN, INK, MUTED, VERMILION, Drawing, draw
+from scaleray.reports.drawing import BLUE, GREEN, INK, MUTED, PALE, VERMILION, Drawing, draw
+from scaleray.reports.rule_limits import ended_at, rule_limits
+from scaleray.scaling.sweep_result import find_knee
 from scaleray.study_records import SweepRecord, Trial
 from scaleray.study_tables import seconds
 from scaleray.sweep_settings import BROKEN, Setting, best_by_batch, settings
@@ -19,8 +21,12 @@ MOST_CURVE_POINTS = 60
 """Evaluations of one line."""
 MOST_MARKS = 1500
 """Settings of all maps together, and trials of one scatter."""
-PANELS = 3
+PANELS = 4
 """Rules side by side in one map."""
+MOST_BESIDE = 3.0
+"""Factor by which the frame of noise scales goes beyond the measured ones, however wide their intervals are."""
+MOST_ARROWS = 60
+"""Trials of one figure whose intervals end in an arrow where they go on."""
 
 
 def sweep_drawings(record: SweepRecord) -> list[Drawing]:
@@ -34,7 +40,7 @@ def sweep_drawings(record: SweepRecord) -> list[Drawing]:
         made += [curves(record, "samples"), curves(record, "time")]
     if record.goodput:
         made.append(goodput(record))
-    if any(t.noise_scale for t in record.trials):
+    if any((t.noise_scale or t.noise_interval) and t.samples for t in record.trials):
         made.append(noise(record))
     return made
 
@@ -52,7 +58,8 @@ def maps(record: SweepRecord) -> list[Drawing]:
     known = [v for s in found if (v := value_of(s)) is not None]
     what = "samples to the target" if by_target else record.metric
     failed = [t for t in record.trials if t.status in ("failed", "diverged")]
-    panels = [rules[i : i + PANELS] for i in range(0, len(rules), PANELS)]
+    rows = math.ceil(len(rules) / PANELS)
+    panels = [rules[len(rules) * i // rows : len(rules) * (i + 1) // rows] for i in range(rows)]
     return [
         _map(record, group, number, found, failed, value_of, known, what, left) for number, group in enumerate(panels)
     ]
@@ -71,6 +78,9 @@ def _map(
     scale = "viridis" if by_target or record.direction == "min" else "viridis_r"
     batches = sorted({s.batch_size for s in found} | {t.batch_size for t in failed})
     best = {(s.rule, s.batch_size): s for rule in best_by_batch(record).values() for s in rule.values()}
+    limits = rule_limits(record) if by_target else {}
+    knee = find_knee(record) if by_target else None
+    is_knee_shown = knee is not None and batches[0] <= knee.batch_size <= batches[-1]
 
     def paint(axes: Any) -> None:
         panels = axes if isinstance(axes, list) else [axes]
@@ -107,11 +117,17 @@ def _map(
             )
             ax.scatter([s.batch_size for s in chosen], [s.learning_rate for s in chosen], s=size * 1.5, facecolors="none", edgecolors=INK,
                        linewidths=1.3, zorder=4)  # fmt: skip
-            drawing.log2_axis(ax.xaxis, batches, most=7)
+            drawing.log2_axis(ax.xaxis, batches, most=7 if len(rules) < 4 else 5)
             drawing.log_axis(ax.yaxis)
+            ax.margins(0.09)
+            right = ax.get_xlim()[1]
+            if (ended := ended_at(limits.get(rule))) is not None:
+                ax.axvspan(ended / math.sqrt(2), right, color=PALE, alpha=0.35, linewidth=0, zorder=0)
+            if knee is not None and is_knee_shown:
+                ax.axvline(knee.batch_size, color=INK, linestyle=(0, (1, 2)), linewidth=1.2, zorder=1)
+            ax.set_xlim(right=right)
             ax.set_title(rule, loc="left", fontsize=10, color=INK, fontweight="bold")
             ax.set(xlabel="batch size")
-            ax.margins(0.09)
         panels[0].set_ylabel("learning rate")
         if drawn is not None and known:
             bar = panels[-1].figure.colorbar(
@@ -128,6 +144,16 @@ def _map(
         else []
     )
     signs += ["cross: failed or diverged"] if failed else []
+    signs += (
+        ["shaded: from the first batch size on at which the rule missed the target"]
+        if any(ended_at(limits.get(r)) for r in rules)
+        else []
+    )
+    signs += (
+        [f"dotted: the critical batch size of these trials, about {knee.batch_size:,.0f}"]
+        if knee is not None and is_knee_shown
+        else []
+    )
     caption = f"Colour: {what}, the median over seeds; {'; '.join(signs)}.{left}"
     title = "Batch size and learning rate, by rule" if len(rules) > 1 else f"Batch size and learning rate, {rules[0]}"
     return draw(
@@ -210,9 +236,7 @@ def curves(record: SweepRecord, against: str) -> Drawing:
         ax.set(xlabel="samples" if against == "samples" else "training time", ylabel=record.metric)
         for batch in batches:
             ax.plot([], [], color=shade[batch], label=str(batch), linewidth=2.4)
-        ax.legend(
-            title="batch size", title_fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=1.2
-        )
+        drawing.legend_beside(ax, "batch size")
 
     left = (
         f" {len(chosen)} of {len(trained)} trials are drawn: the best of each rule and batch size, then evenly over the rest."
@@ -273,35 +297,48 @@ def goodput(record: SweepRecord) -> Drawing:
 
 
 def noise(record: SweepRecord) -> Drawing:
-    """The noise scale at the end of each trial over the samples that it had trained on."""
-    measured = [t for t in record.trials if t.noise_scale and t.samples]
+    """The noise scale of each trial with its interval, over the samples that it had trained on."""
+    measured = [t for t in record.trials if (t.noise_scale or t.noise_interval) and t.samples]
     shown = thinned(measured, MOST_MARKS // 3)
     batches = sorted({t.batch_size for t in shown})
     shade = dict(zip(batches, drawing.shades(len(batches)), strict=True))
+    values = [v for t in shown if (v := t.noise_scale or (t.noise_interval or (0.0,))[0]) > 0] or [1.0]
+    ends = [end for t in shown for end in t.noise_interval or () if end is not None and end > 0]
+    low = max(min(values) / MOST_BESIDE, min([min(values) / 1.2, *(e / 1.1 for e in ends)]))
+    high = min(max(values) * MOST_BESIDE, max([max(values) * 1.2, *(e * 1.1 for e in ends)]))
 
     def paint(ax: Any) -> None:
+        for t in shown:
+            if t.noise_interval is not None:
+                _noise_bar(ax, t, low, high, colour=shade[t.batch_size], has_arrows=len(shown) <= MOST_ARROWS)
         for batch in batches:
-            own = [t for t in shown if t.batch_size == batch]
+            own = [t for t in shown if t.batch_size == batch and t.noise_scale]
             ax.scatter(
-                [t.samples for t in own],
-                [t.noise_scale for t in own],
-                color=shade[batch],
-                s=16,
-                linewidths=0,
-                alpha=0.85,
-                label=str(batch),
-            )
-        if all((t.noise_scale or 0) > 0 for t in shown):
-            drawing.log_axis(ax.yaxis)
+                [t.samples for t in own], [t.noise_scale for t in own], color=shade[batch], s=16, linewidths=0, alpha=0.85,
+                label=str(batch), zorder=3,
+            )  # fmt: skip
+        ax.set_yscale("log")
+        ax.set_ylim(low, high)
+        drawing.log_axis(ax.yaxis)
         drawing.log_axis(ax.xaxis)
         ax.set(xlabel="samples trained on", ylabel="noise scale in samples")
-        ax.legend(
-            title="batch size", title_fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=0.6
-        )
+        drawing.legend_beside(ax, "batch size")
 
     left = f" {len(shown)} of {len(measured)} trials are drawn." if len(shown) < len(measured) else ""
-    caption = f"A dot for each trial at its end. Batches far below the noise scale waste no samples.{left}"
+    bars = " Bars: 95% intervals; those that reach the frame go on." if ends else ""
+    open_ = " A bar without a dot: larger than could be resolved." if any(not t.noise_scale for t in shown) else ""
+    caption = f"A dot for each trial at its end. Batches far below the noise scale waste no samples.{bars}{open_}{left}"
     return draw("noise-scale", "Gradient noise scale", caption, paint, marks=record.marks)
+
+
+def _noise_bar(ax: Any, trial: Trial, low: float, high: float, *, colour: str, has_arrows: bool) -> None:
+    begin, end = trial.noise_interval or (low, high)
+    bottom, top = min(max(begin, low), high), high if end is None else min(max(end, low), high)
+    ax.plot([trial.samples] * 2, [bottom, top], color=colour, linewidth=1.0, alpha=0.55, zorder=2)
+    if has_arrows and (end is None or end > high):
+        ax.plot([trial.samples], [top], marker="^", markersize=5, color=colour, clip_on=False, zorder=3)
+    if has_arrows and begin < low:
+        ax.plot([trial.samples], [bottom], marker="v", markersize=5, color=colour, clip_on=False, zorder=3)
 
 
 def _chosen(record: SweepRecord, trained: Sequence[Trial]) -> list[Trial]:

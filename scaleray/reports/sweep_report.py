@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.reports.page import Fact, Page, Section, write
+from scaleray.reports.rule_limits import reference_batch_size, rule_table
 from scaleray.reports.study_report import facts, when, where
 from scaleray.reports.sweep_figures import sweep_drawings
+from scaleray.scaling.sweep_result import rule_sentences
+from scaleray.study_headlines import sweep_headline
 from scaleray.study_records import SweepRecord
 from scaleray.study_tables import Table, count, figure, seconds, sweep_table
 from scaleray.sweep_settings import best, settings
@@ -23,19 +26,22 @@ def write_sweep_report(record: SweepRecord, folder: str | Path) -> list[Path]:
 
 def sweep_page(record: SweepRecord) -> Page:
     """What the page shows."""
-    drawings = sweep_drawings(record)
+    drawings, rules = sweep_drawings(record), rule_table(record)
+    reference = reference_batch_size(record)
+    # a table says the same of the rules
+    in_table = rule_sentences(record, reference_batch_size=reference) if rules.rows and reference else []
     ways = [d for d in drawings if d.name.startswith("map")]
     to_target = [d for d in drawings if d.name.startswith(("target", "goodput"))]
     rest = [d for d in drawings if d not in ways and d not in to_target]
     sections = [
-        Section("Where each rule works", drawings=ways, tables=[sweep_table(record)]),
+        Section("Where each rule works", drawings=ways, tables=[rules, sweep_table(record)]),
         Section("Choosing a batch size", drawings=to_target),
         Section("Training", drawings=rest),
         Section("Trials", tables=[_outcomes(record), *_causes(record)]),
     ]
     return Page(
         kind="Sweep", name=record.name, when=when(record.started_at, record.duration_s),
-        verdict=record.words[0] if record.words else "No trial ran to its end.", words=list(dict.fromkeys(record.words))[1:],
+        headline=sweep_headline(record), words=[word for word in dict.fromkeys(record.words) if word not in in_table],
         marks=record.marks, figures=_facts(record), sections=[s for s in sections if s.drawings or any(t.rows for t in s.tables)],
         command=record.command, facts=facts(record.conditions, record.config), notes=where(record.mlflow_link, record.folder),
     )  # fmt: skip
@@ -49,7 +55,8 @@ def trial_rows(record: SweepRecord) -> list[dict[str, Any]]:
             "optimizer": t.optimizer, "warmup": t.warmup, "seed": t.seed, "workers": t.workers, t.metric or "value": t.value,
             "samples_to_target": t.samples_to_target, "time_to_target_s": t.time_to_target_s, "samples": t.samples,
             "training_time_s": t.training_time_s, "total_time_s": t.total_time_s, "samples_per_s": t.samples_per_s,
-            "noise_scale": t.noise_scale, "goodput": t.goodput, "error": t.error, "run_id": t.run_id,
+            "noise_scale": t.noise_scale, "noise_scale_low": t.noise_interval[0] if t.noise_interval else None,
+            "noise_scale_high": t.noise_interval[1] if t.noise_interval else None, "goodput": t.goodput, "error": t.error, "run_id": t.run_id,
         }
         for t in record.trials
     ]  # fmt: skip

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scaleray.scaling.efficiency import CONFIDENCE, Draws, log_throughput, widening
+from scaleray.scaling.efficiency import CONFIDENCE, MOST_LOG, Draws, log_throughputs, widening
 from scaleray.scaling.fitting import NUM_FITS, FittedLaw
 from scaleray.study_records import CurvePoint, Estimate, NextDoubling
 
@@ -65,7 +65,7 @@ def next_doubling(points: list[CurvePoint], fitted: FittedLaw) -> NextDoubling:
     largest = points[-1]
     workers = 2 * largest.point.workers
     growth, draws = _growth(fitted, _loss(points), largest.point.workers, workers)
-    measured, base = log_throughput(largest.point), log_throughput(points[0].point)
+    base, *_, measured = log_throughputs([at.point for at in points])
     noise = (measured.deviations - base.deviations)[:NUM_FITS] * widening([measured, base])
     efficiency = growth + math.log(largest.efficiency.value / 2)
     return NextDoubling(
@@ -86,7 +86,7 @@ def band(points: list[CurvePoint], fitted: FittedLaw) -> list[tuple[float, Estim
     first, last = points[0].point, points[-1].point
     grid = np.geomspace(first.workers, 2 * last.workers, NUM_BAND_POINTS)
     places = sorted({*(float(p.point.workers) for p in points), *(round(float(n), 3) for n in grid)})
-    known = log_throughput(first)
+    known = log_throughputs([at.point for at in points])[0]
     noise = known.deviations[:NUM_FITS] * widening([known])
     at_last, last_draws = fitted.log_throughput(last.workers)
     found = []
@@ -117,13 +117,14 @@ def _loss(points: list[CurvePoint]) -> float:
 
 def _estimate(log_value: float, log_draws: Draws) -> Estimate:
     value = math.exp(log_value)
-    low, high = np.exp(np.quantile(log_draws, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]))
+    ends = np.quantile(log_draws, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    low, high = np.exp(ends.clip(log_value - MOST_LOG, log_value + MOST_LOG))
     return Estimate(value, min(float(low), value), max(float(high), value))
 
 
 def _drop(points: list[CurvePoint]) -> str:
     """Words for a throughput that falls with more workers beyond noise, or ""."""
-    rates = [log_throughput(point.point) for point in points]
+    rates = log_throughputs([at.point for at in points])
     for number in range(1, len(points)):
         gain = rates[number].over(rates[number - 1])
         if gain.high < 1:

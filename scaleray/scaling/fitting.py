@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scaleray.scaling.efficiency import CONFIDENCE, Draws, log_throughput, widening
+from scaleray.scaling.efficiency import CONFIDENCE, Draws, log_throughputs, widening
 from scaleray.scaling.laws import Array, GivenLaw, Law, laws_for
 from scaleray.study_records import Estimate, Point
 
@@ -34,7 +34,7 @@ class Measured:
     @classmethod
     def of(cls, points: Sequence[Point]) -> Measured:
         """Of points in order of workers."""
-        parts = [log_throughput(point) for point in points]
+        parts = log_throughputs(points)
         factor = widening(parts)
         deviations = np.array([part.deviations[:NUM_FITS] * factor for part in parts])
         values = np.array([part.value for part in parts])

@@ -10,7 +10,7 @@ from scaleray.errors import RunFailedError
 from scaleray.scaling.efficiency import median_step_time, throughput
 from scaleray.scaling.recipe import Recipe
 from scaleray.scaling.steady_state import steady_state
-from scaleray.study_records import Mode, Point, ToTarget, Turn
+from scaleray.study_records import Mode, NoiseCourse, Point, ToTarget, Turn
 from scaleray.workload_profile import ImpossibleUtilisation, mfu
 
 NOT_STEADY = "not steady"
@@ -38,7 +38,8 @@ class Split:
 
 def as_point(
     mode: Mode, workers: int, recipe: Recipe, turns: Sequence[Turn], *, period: int = 1, tokens_per_sample: int | None = None,
-    prices: Prices | None = None, marks: Sequence[str] = (), to_target: ToTarget | None = None, reused_from: str | None = None,
+    prices: Prices | None = None, marks: Sequence[str] = (), to_target: ToTarget | None = None, noise: NoiseCourse | None = None,
+    reused_from: str | None = None,
 ) -> Point:  # fmt: skip
     """The point that these turns measured. period: steps after which they repeat; each counts by the mean over a period.
 
@@ -68,6 +69,7 @@ def as_point(
         micro_batch_size=recipe.micro_batch_size,
         accumulation_steps=recipe.accumulation_steps,
         turns=kept,
+        rounds=[turn.round_name for turn in turns],
         num_warmup_steps=max(firsts),
         step_time_s=step_time,
         samples_per_s=samples_per_s,
@@ -83,7 +85,8 @@ def as_point(
         mfu=_mfu(samples_per_s.value, workers, prices),
         peak_memory_bytes=max(turn.peak_memory_bytes for turn in turns),
         cost_per_million_samples=cost_per_million_samples(samples_per_s.value, workers, prices.per_worker_hour),
-        noise_scale=_noise_scale(turns),
+        noise_scale=noise.scale if noise else None,
+        noise=noise,
         to_target=to_target,
         marks=[*marks, *([NOT_STEADY] if 2 * unsteady >= len(turns) else [])],
         reused_from=reused_from,
@@ -126,8 +129,3 @@ def _mfu(samples_per_s: float, workers: int, prices: Prices) -> float | None:
         raise RunFailedError(
             f"{exc}. Correct study.peak_tflops, which is the peak of one worker; the turns are kept"
         ) from exc
-
-
-def _noise_scale(turns: Sequence[Turn]) -> float | None:
-    found = [turn.noise_scale for turn in turns if turn.noise_scale is not None]
-    return statistics.median(found) if found else None

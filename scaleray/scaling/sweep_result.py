@@ -87,10 +87,16 @@ def sentences(record: SweepRecord, *, has_own_target: bool, reference_batch_size
     if knee is not None:
         found.append(_knee_in_words(knee))
     if reached:
-        ranges = [rule_range(record, rule, reference_batch_size=reference_batch_size) for rule in _rules(record)]
-        found += [_rule_in_words(record, each, knee, reference_batch_size) for each in ranges if each.num_sizes]
+        found += rule_sentences(record, reference_batch_size=reference_batch_size)
         found += _resolution(record, reached)
     return [*found, *_problems(record)]
+
+
+def rule_sentences(record: SweepRecord, *, reference_batch_size: int) -> list[str]:
+    """For each rule, where it stopped holding and what theory says."""
+    knee = find_knee(record)
+    ranges = [rule_range(record, rule, reference_batch_size=reference_batch_size) for rule in _rules(record)]
+    return [_rule_in_words(record, each, knee, reference_batch_size) for each in ranges if each.num_sizes]
 
 
 def find_knee(record: SweepRecord) -> Knee | None:
@@ -207,10 +213,11 @@ def _rule_in_words(record: SweepRecord, found: RuleRange, knee: Knee | None, ref
         held = f"{start}at {found.stopped_at} the scheduler stopped its trials before they could tell"
     if found.refused_at is not None:
         held += f"; from {found.refused_at} on it does not exist"
-    return f"Rule {found.rule} {held}. In theory {_theory(record, found.rule, knee, reference)}."
+    return f"Rule {found.rule} {held}. In theory {theory(record, found.rule, knee, reference)}."
 
 
-def _theory(record: SweepRecord, rule: str, knee: Knee | None, reference: int) -> str:
+def theory(record: SweepRecord, rule: str, knee: Knee | None, reference: int) -> str:
+    """How far a rule should hold, as the end of a sentence. reference: batch size at which the learning rate was tuned."""
     critical = "the critical batch size"
     if knee is not None:
         where = {"within": "about", "above": "above", "below": "below"}[knee.where]

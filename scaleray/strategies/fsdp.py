@@ -83,6 +83,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         full_state_dict=full_state_dict,
         close=lambda: unshard_for_good(model, keeps_shards=settings.build_gib is not None),
         total_norm=total_norm,
+        share_of_square=lambda gradients: share_of_square(gradients, mesh),
         forward_is_collective=True,
         after_update=after_update,
         bytes_sent=lambda: sharded.sent.num_bytes,
@@ -154,6 +155,16 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     if not squares:
         return torch.zeros((), dtype=torch.float64)
     return torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
+
+
+def share_of_square(gradients: Sequence[torch.Tensor], mesh: DeviceMesh) -> float:
+    """This rank's share of the squared norm of gradients that are all sharded over `mesh`. Not collective."""
+    if not gradients:
+        return 0.0
+    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    norms = torch._foreach_norm(local, 2, dtype=torch.float64)
+    replicas = mesh.size(0) if mesh.ndim == 2 else 1
+    return torch.stack(list(norms)).square().sum().item() / replicas
 
 
 def whole_state_dict(module: nn.Module, *, keeps: bool) -> dict[str, Any]:

@@ -54,6 +54,9 @@ class Parallel:
         torch.linalg.vector_norm(gradients[0]) if len(gradients) == 1 else torch.nn.utils.get_total_norm(gradients)
     )
     """Norm of the whole model's gradient, of which this rank has these. Collective where gradients are sharded."""
+    share_of_square: Callable[[Sequence[torch.Tensor]], float] | None = None
+    """This rank's share of the squared norm of the whole model's gradient, in float64: the shares of all ranks add up to it.
+    For those who sum something else anyway. None: there is only `total_norm`."""
     forward_is_collective: bool = False
     """A forward pass communicates, so that all ranks must run equally many."""
     owns: Callable[[nn.Parameter], bool] = lambda parameter: True

@@ -22,6 +22,8 @@ from scaleray.tracking.store import check_reachable, open_client, resolve_uri, s
 FILE = "record.json"
 STEPS = "steps.csv"
 
+PARENT_TAG = "mlflow.parentRunId"
+
 AnyRecord = RunRecord | StudyRecord | SweepRecord
 
 
@@ -100,9 +102,10 @@ def _in_mlflow(run: str, uri: str) -> FoundRun:
     check_reachable(uri)
     try:
         client = open_client(uri)
-        found = _candidates(client, run)
+        known = _candidates(client, run)
+        found = [one for one in known if PARENT_TAG not in one.data.tags]
         if not found:
-            raise unknown
+            raise _part_of_another(client, run, known[0]) if known else unknown
         chosen = found[0].info.run_id
         with tempfile.TemporaryDirectory() as folder:
             names = {file.path for file in client.list_artifacts(chosen)}
@@ -125,7 +128,7 @@ def _in_mlflow(run: str, uri: str) -> FoundRun:
 
 
 def _candidates(client: Any, run: str) -> Sequence[Any]:
-    """Runs of this id or name, the newest first; children of studies and sweeps have no record and are left out."""
+    """Runs of this id or name, the newest first."""
     if re.fullmatch(r"[0-9a-f]{32}", run):
         with contextlib.suppress(Exception):
             return [client.get_run(run)]
@@ -133,8 +136,19 @@ def _candidates(client: Any, run: str) -> Sequence[Any]:
         return []
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     query = f"attributes.run_name = '{run}'"
-    found = client.search_runs(experiments, query, order_by=["attributes.start_time DESC"], max_results=100)
-    return [one for one in found if "mlflow.parentRunId" not in one.data.tags]
+    found: Sequence[Any] = client.search_runs(
+        experiments, query, order_by=["attributes.start_time DESC"], max_results=100
+    )
+    return found
+
+
+def _part_of_another(client: Any, run: str, child: Any) -> TrackingError:
+    """For a point of a study or a trial of a sweep, which its parent's record holds."""
+    parent = child.data.tags[PARENT_TAG]
+    with contextlib.suppress(Exception):
+        parent = client.get_run(parent).info.run_name
+    kind = child.data.tags.get("scaleray.kind", "part")
+    return TrackingError("RUN", run, f"it is a {kind} of {parent}, whose record holds it", f"give {parent}")
 
 
 def _with_evaluations(found: FoundRun) -> FoundRun:

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 
 from scaleray.errors import TrackingError
 from scaleray.records import RunRecord
+from scaleray.study_headlines import study_headline, sweep_headline
 from scaleray.study_records import Point, StudyRecord, SweepRecord, Trial
 from scaleray.study_tables import escaped, study_tables, sweep_table
 from scaleray.sweep_settings import BROKEN
@@ -330,12 +331,13 @@ def send_record(path: str | Path, *, uri: str | None = None) -> str | None:
 
 
 def description(record: StudyRecord | SweepRecord) -> str:
-    """The result in Markdown, for the run's page: the sentences, then the tables."""
+    """The result in Markdown, for the run's page, which shows its first lines: the headline, the sentences, then the tables."""
     tables = study_tables(record, is_brief=True) if isinstance(record, StudyRecord) else [sweep_table(record)]
-    parts = [f"- {escaped(sentence)}" for sentence in dict.fromkeys(record.words)]
-    marks = record.marks if isinstance(record, StudyRecord) else []
-    if marks:
-        parts.insert(0, f"**{escaped(', '.join(marks))}**\n")
+    headline = study_headline(record) if isinstance(record, StudyRecord) else sweep_headline(record)
+    parts = [f"**{escaped(headline)}**\n"]
+    if record.marks:
+        parts.append(f"**{escaped(', '.join(record.marks))}**\n")
+    parts += [f"- {escaped(sentence)}" for sentence in dict.fromkeys(record.words)]
     return "\n".join([*parts, "", *(table.markdown() + "\n" for table in tables), f"Repeat: `{record.command}`"])
 
 

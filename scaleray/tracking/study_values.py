@@ -53,7 +53,7 @@ def trial_params(trial: Trial) -> dict[str, Any]:
 
 
 def point_values(point: Point) -> list[Value]:
-    """A point's single values at step 0, and its training to the target with the number of samples as step."""
+    """A point's single values at step 0, and its training to the target and noise with the number of samples as step."""
     singles = {
         names.WORLD_SIZE: point.workers, names.POINT_SAMPLES_PER_S: point.samples_per_s.value,
         names.POINT_TOKENS_PER_S: point.tokens_per_s.value if point.tokens_per_s else None,
@@ -68,6 +68,8 @@ def point_values(point: Point) -> list[Value]:
         singles[names.POINT_SAMPLES_TO_TARGET] = reached.samples
         singles[names.POINT_TIME_TO_TARGET_S] = reached.time_s
     curve = curve_values(point.to_target.metric, point.to_target.curve) if point.to_target else []
+    noise = thinned(point.noise.curve, MOST_CURVE_POINTS) if point.noise else []
+    curve += list(_finite((names.NOISE_SCALE.name, value, samples) for samples, value in noise))
     return list(_finite((metric.name, value, 0) for metric, value in singles.items())) + curve
 
 

@@ -18,9 +18,10 @@ from functools import partial
 
 from scaleray.errors import ConfigError
 from scaleray.records import EvaluationRecord, StepRecord, WorkerMessage
-from scaleray.study_records import ToTarget, Turn
+from scaleray.study_records import NoiseCourse, ToTarget, Turn
 from scaleray.training import loop
 from scaleray.training.job import OpenStream, TrainJob
+from scaleray.training.noise_course import course_of, measure_noise
 from scaleray.training.place import Place
 from scaleray.training.subgroups import LOOPBACK, SubGroups
 from scaleray.training.turn import shortened, take_turn
@@ -39,6 +40,8 @@ class Rung:
     """Turns still to be taken."""
     period: int = 1
     trains_to_target: bool = False
+    measures_noise: bool = False
+    """In the training to the target where there is one, else over a turn's number of steps that are not timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +60,12 @@ class Effort:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the first worker tells of a rung: a turn, a training to the target, or something said on the way."""
+    """What the first worker tells of a rung: a turn, a training to the target, its noise, or something said on the way."""
 
     rung: str
     turn: Turn | None = None
     to_target: ToTarget | None = None
+    noise: NoiseCourse | None = None
     placement: dict[str, int] = dataclasses.field(default_factory=dict)
     """Workers on each node."""
     said: str = ""
@@ -105,7 +109,9 @@ class _Ladder:
     def climb(self) -> None:
         rungs = self.ascent.rungs
         # the largest first: what does not run at all should say so before hours are spent on the others
-        wanted = sorted((r for r in rungs if r.num_turns), key=lambda r: -r.workers)
+        wanted = sorted(
+            (r for r in rungs if r.num_turns or (r.measures_noise and not r.trains_to_target)), key=lambda r: -r.workers
+        )
         num_steps = {rung.name: self._rehearse(rung) for rung in wanted}
         for number, rung in order_of_turns(rungs, self.ascent.seed):
             with self.groups.of(rung.workers) as place:
@@ -114,12 +120,22 @@ class _Ladder:
                         rung.job, place, num_steps=num_steps[rung.name], open_stream=self.open_stream,
                         say=partial(self._say, rung), is_alone_first=number % 2 == 1,
                     )  # fmt: skip
+                    turn = dataclasses.replace(turn, round=number)
                     self.tell(Measured(rung.name, turn=turn, placement=self.groups.placement(rung.workers)))
         for rung in rungs:
-            if rung.trains_to_target:
+            if rung.trains_to_target or rung.measures_noise:
                 with self.groups.of(rung.workers) as place:
                     if place is not None:
-                        self.tell(Measured(rung.name, to_target=train_to_target(rung.job, place, self.open_stream)))
+                        self.tell(self._train(rung, place, num_steps.get(rung.name, 0)))
+
+    def _train(self, rung: Rung, place: Place, num_steps: int) -> Measured:
+        """To the target, or so many steps for the noise."""
+        if rung.trains_to_target:
+            result, noise = train_to_target(rung.job, place, self.open_stream)
+            return Measured(rung.name, to_target=result, noise=noise)
+        say = partial(self._say, rung)
+        noise = measure_noise(rung.job, place, num_steps=num_steps, open_stream=self.open_stream, say=say)
+        return Measured(rung.name, noise=noise)
 
     def _rehearse(self, rung: Rung) -> int:
         """Steps of this rung's turns. A few steps that are not counted also warm caches, compilers and readers."""
@@ -141,8 +157,11 @@ class _Ladder:
         self.tell(Measured(rung.name, said=text))
 
 
-def train_to_target(job: TrainJob, place: Place, open_stream: OpenStream) -> ToTarget:
-    """Train until the config's target is reached, or to the end. Collective; rank 0's result is the group's."""
+def train_to_target(job: TrainJob, place: Place, open_stream: OpenStream) -> tuple[ToTarget, NoiseCourse | None]:
+    """Train until the config's target is reached, or to the end. Collective; rank 0's result is the group's.
+
+    The noise is None where the config does not measure it.
+    """
     target = job.config.stop.at
     if target is None:
         raise ConfigError("stop.at", None, "there is no target to train to", "for example --stop.at 'val/loss <= 1.0'")
@@ -164,9 +183,10 @@ def train_to_target(job: TrainJob, place: Place, open_stream: OpenStream) -> ToT
             curve.append((samples, seconds, message.metrics[target.metric]))
 
     job = dataclasses.replace(job, config=config, started_at=time.time())
-    loop.run(job, place, open_stream=open_stream, emit=emit)
+    summary = loop.run(job, place, open_stream=open_stream, emit=emit)
     value = curve[-1][2] if curve else math.nan
     is_reached = target.is_reached({target.metric: value}) if curve else False
-    return ToTarget(
+    result = ToTarget(
         is_reached=is_reached, steps=steps, samples=samples, time_s=seconds, metric=target.metric, value=value, curve=curve,
     )  # fmt: skip
+    return result, course_of(summary.noise, covers="the training to the target")

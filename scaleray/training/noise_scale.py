@@ -50,6 +50,8 @@ class NoiseMeter:
         self._parameters = trained(setup.parallel)
         self._view = Preconditioned(self._parameters, setup.optimizer) if settings.preconditioned else View()
         self._source = self._make_source(place)
+        # waiting for the ranks costs more than summing a number: the norm comes with the parts
+        self._shares_squares = way.way == "workers" and setup.parallel.share_of_square is not None
         self.averages = NoiseAverages(is_biased=way.way == "consecutive steps")
         self._last_added = 0
         self._sizes = _Sizes()
@@ -95,7 +97,7 @@ class NoiseMeter:
     @property
     def wants_norm(self) -> bool:
         """Whether `after_backward` needs the norm of the mean gradient."""
-        return self.is_measuring and not self.settings.preconditioned
+        return self.is_measuring and not self.settings.preconditioned and not self._shares_squares
 
     def after_backward(
         self, norm: float | None, *, correction: float, loss_scale: float, count: float, own_count: float, num_rows: int
@@ -103,12 +105,12 @@ class NoiseMeter:
         """The step's gradients lie in the parameters, unscaled and not clipped. norm: of the mean gradient, at least where
         it was wanted. Collective, unless the step is local."""
         if self.is_measuring:
+            share = 0.0
             if norm is None or self.settings.preconditioned:
-                gradients = self._view.all(gradients_in(self._parameters))
-                norm = float(self.setup.parallel.total_norm(gradients)) * correction
+                norm, share = self._norm(correction)
             step = StepGradients(
                 correction=correction, loss_scale=loss_scale, count=count, own_count=own_count, num_rows=num_rows,
-                is_local=self.is_local, square=norm**2,
+                is_local=self.is_local, square=norm**2, share_of_square=share,
             )  # fmt: skip
             self._pending = self._source.seen(step), step
             self._source.end()
@@ -116,6 +118,13 @@ class NoiseMeter:
         if self._is_kept and isinstance(self._source, ConsecutiveSteps):
             self._source.keep(correction=correction, num_rows=num_rows)
         self.is_measuring = False
+
+    def _norm(self, correction: float) -> tuple[float, float]:
+        """The norm of the mean gradient as it is measured; or 0, and this rank's share of its square."""
+        gradients, parallel = self._view.all(gradients_in(self._parameters)), self.setup.parallel
+        if self._shares_squares and parallel.share_of_square is not None:
+            return 0.0, parallel.share_of_square(gradients) * correction**2
+        return float(parallel.total_norm(gradients)) * correction, 0.0
 
     def count_samples(self, num_samples: int) -> None:
         """A step of so many samples is complete."""

@@ -37,6 +37,8 @@ class StepGradients:
     is_local: bool
     square: float
     """Squared norm of the mean gradient, as noise is measured on it."""
+    share_of_square: float = 0.0
+    """What this rank has to add to it: all ranks' shares are still to be summed."""
 
     @property
     def rows_per_count(self) -> float:
@@ -227,8 +229,13 @@ def _all_parts(own: Parts, place: Place, step: StepGradients) -> Callable[[], Se
     """With the parts of all ranks. Collective, unless the step is local."""
     if step.is_local or place.world_size == 1:
         return lambda: _in_samples(own, step)
-    total = _sum([own.weighted_squares, own.size, own.num_parts], place)
-    return lambda: _in_samples(Parts(*total()), step)
+    total = _sum([own.weighted_squares, own.size, own.num_parts, step.share_of_square], place)
+
+    def seen() -> Seen:
+        *parts, square = total()
+        return _in_samples(Parts(*parts), step, more_square=square)
+
+    return seen
 
 
 def _sum(values: list[float], place: Place) -> Callable[[], list[float]]:
@@ -243,8 +250,7 @@ def _sum(values: list[float], place: Place) -> Callable[[], list[float]]:
     return wait
 
 
-def _in_samples(parts: Parts, step: StepGradients) -> Seen:
+def _in_samples(parts: Parts, step: StepGradients, *, more_square: float = 0.0) -> Seen:
     per_count = step.rows_per_count
-    return Seen(
-        Parts(parts.weighted_squares * per_count, parts.size * per_count, parts.num_parts), step.square, step.num_rows
-    )
+    in_samples = Parts(parts.weighted_squares * per_count, parts.size * per_count, parts.num_parts)
+    return Seen(in_samples, step.square + more_square, step.num_rows)

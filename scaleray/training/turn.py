@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from scaleray.config.compression import CompressionSettings
+from scaleray.config.noise_scale import NoiseScaleSettings
 from scaleray.config.shares import SharesSettings
 from scaleray.data import RankBatch
 from scaleray.emulation import is_emulated
@@ -75,7 +76,6 @@ def take_turn(
         comm_s=_transfer_s(job, place, sent),
         sent_bytes=sent,
         peak_memory_bytes=max(fact["peak"] for fact in facts),
-        noise_scale=_noise_scale(steps),
         hardware=[kind for number, kind in enumerate(hardware) if kind not in hardware[:number]],
         is_emulated=watcher.is_emulated,
         measured_at=time.time(),
@@ -83,7 +83,8 @@ def take_turn(
 
 
 def shortened(job: TrainJob, num_steps: int) -> TrainJob:
-    """The first steps of a training, over its end if need be, as fast or slow as they are: no evaluations, no files."""
+    """The first steps of a training, over its end if need be, as fast or slow as they are: no evaluations, no files, and
+    no gradient noise, which a worker that does its share alone would measure in another way."""
     config = job.config
     updates = {
         "stop": config.stop.model_copy(update={"at": None}),
@@ -92,6 +93,7 @@ def shortened(job: TrainJob, num_steps: int) -> TrainJob:
             update={"save_final": False, "every": None, "every_minutes": None, "keep_every": None}
         ),
         "tracking": config.tracking.model_copy(update={"system_metrics": False}),
+        "noise_scale": NoiseScaleSettings(),
     }
     recipe = dataclasses.replace(
         job.recipe, total_steps=num_steps, evaluate_every_steps=None, checkpoint_every_steps=None,
@@ -135,6 +137,16 @@ def _train(
 ) -> tuple[list[StepRecord], WorkerSummary, _Watcher]:
     steps: list[StepRecord] = []
     watcher = watcher or _Watcher()
+    summary = loop.run(job, place, open_stream=open_stream, emit=emit_to(steps, say, place), probe=watcher)
+    if place.rank == 0 and len(steps) < job.recipe.total_steps:
+        raise RunFailedError(
+            f"the training ended after {len(steps)} of {job.recipe.total_steps} steps: {summary.verdict}"
+        )
+    return steps, summary, watcher
+
+
+def emit_to(steps: list[StepRecord], say: Say, place: Place) -> Callable[[WorkerMessage], None]:
+    """What collects a training's steps, and says what its first worker has to say."""
 
     def emit(message: WorkerMessage) -> None:
         if isinstance(message, StepRecord):
@@ -142,12 +154,7 @@ def _train(
         elif isinstance(message, EventRecord) and place.rank == 0:
             say(message.text)
 
-    summary = loop.run(job, place, open_stream=open_stream, emit=emit, probe=watcher)
-    if place.rank == 0 and len(steps) < job.recipe.total_steps:
-        raise RunFailedError(
-            f"the training ended after {len(steps)} of {job.recipe.total_steps} steps: {summary.verdict}"
-        )
-    return steps, summary, watcher
+    return emit
 
 
 def _step_alone(job: TrainJob, place: Place, open_stream: OpenStream) -> list[float] | None:
@@ -217,12 +224,6 @@ def _transfer_s(job: TrainJob, place: Place, sent_bytes: float) -> float | None:
             torch.cuda.synchronize(place.device)
         times.append(time.perf_counter() - started)
     return statistics.median(times[1:])
-
-
-def _noise_scale(steps: list[StepRecord]) -> float | None:
-    """As the training last found it, where it measures it."""
-    found = [step.more["train/noise_scale"] for step in steps if "train/noise_scale" in step.more]
-    return found[-1] if found and math.isfinite(found[-1]) else None
 
 
 def _hardware(summary: WorkerSummary) -> dict[str, Any]:

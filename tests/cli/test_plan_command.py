@@ -9,7 +9,7 @@ import yaml
 from scaleray.cli.main import run_command
 from scaleray.cli.plan_write import write_config
 from scaleray.config import load_config
-from scaleray.errors import ConfigError, UsageError
+from scaleray.errors import ConfigError, StorageError
 from scaleray.planner.advise import Advice, Question, predict
 from scaleray.planner.cluster_text import parse_cluster
 from scaleray.planner.layout import Layout
@@ -107,7 +107,7 @@ def test_where_train_has_no_strategy_the_best_it_has_is_written_and_the_price_sa
     assert any("selective" in line for line in lines)
     with pytest.raises(ConfigError, match="can run"):
         write_config(Advice(question=question, choices=[both], rejected=[], num_layouts=1), None, path)
-    with pytest.raises(UsageError, match="written"):
+    with pytest.raises(StorageError, match="written"):
         write_config(
             Advice(question=question, choices=[one], rejected=[], num_layouts=1),
             None,
@@ -147,14 +147,18 @@ def test_a_workload_that_cannot_be_counted_is_one_message(capsys, tmp_path, monk
     assert not list(tmp_path.rglob("*.json"))
 
 
+@pytest.mark.filterwarnings("error::UserWarning")  # matplotlib's, where a figure has no room for what it must show
 def test_the_page_holds_its_figures_and_loads_nothing(capsys, tmp_path):
     path = tmp_path / "plan.html"
     code, _, _ = run(capsys, *SMALL, "--html", str(path))
     page = path.read_text()
     assert code == 0 and page.startswith("<!doctype html>")
-    for words in ("recommended", "Memory of one GPU", "90 %", "next doubling", "<svg"):
+    for words in ("Recommended", "Memory of a GPU", "90% interval", "Next doubling"):
         assert words in page
+    assert page.count("<svg") == 4 and ">the card" in page and ">ideal<" in page and ">backward<" in page
     assert "http://" not in page.replace("http://www.w3.org", "") and "https://" not in page
+    code, _, err = run(capsys, *SMALL, "--html", str(tmp_path / "nowhere" / "plan.html"))
+    assert code == 2 and "cannot be written" in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize("what", ["constants", "intervals", "h100", "nvlink4", "dgx-h100"])

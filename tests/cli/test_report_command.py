@@ -62,6 +62,17 @@ def test_a_study_is_found_in_mlflow_by_its_name_and_id(tmp_path, uri, small, cap
         assert (tmp_path / str(number) / "report.html").exists()
 
 
+def test_a_point_of_a_study_in_mlflow_names_the_study_that_holds_it(uri, small, capsys):
+    run = ParentRun.open(uri, "studies", kind="scaling-study", name="named", config={})
+    run.log_point(small.curves[0].points[0].point)
+    known = run.identify(small)
+    assert run.finish(known) is None
+    point = known.curves[0].points[0].point
+    for name in ("weak-w001-ddp-b128", point.run_id):
+        assert run_command(["report", name, "--uri", uri]) == 2
+        assert "it is a scaling-point of named, whose record holds it" in capsys.readouterr().err
+
+
 def test_a_training_is_reported_with_its_steps(tmp_path, capsys):
     folder = saved(study_examples.run_record(), tmp_path / "run")
     (folder / "steps.csv").write_text(study_examples.steps_csv(50))

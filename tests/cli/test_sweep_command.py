@@ -28,6 +28,15 @@ DIGITS = ["sweep", "-c", str(ROOT / "jobs" / "digits.yaml")]
         ([*DIGITS, "--batch-size", "32"], "batch_size"),
         ([*DIGITS, "--continue", "somewhere"], "the sweep goes on as it was asked for"),
         (["sweep", "--continue", "/nowhere/at/all"], "/nowhere/at/all"),
+        (
+            ["sweep", "--continue", "nothing://bucket/sweep"],
+            "--continue is 'nothing://bucket/sweep/sweep.json', but it cannot be read",
+        ),
+        ([*DIGITS, "--against-grid", "/nowhere"], "--against-grid is '/nowhere', but only a guided sweep"),
+        (
+            [*DIGITS, "--guided", "--against-grid", "nothing://b/grid"],
+            "--against-grid is 'nothing://b/grid', but there is",
+        ),
     ],
 )
 def test_bad_usage_is_one_message_and_exit_code_2(words, message, capsys):

@@ -71,3 +71,4 @@ def test_paths_become_absolute_and_uris_stay(tmp_path, monkeypatch):
     assert absolute_path("runs") == str(tmp_path / "runs")
     assert absolute_path("~/runs") == "/home/someone/runs"
     assert absolute_path("s3://bucket/runs") == "s3://bucket/runs"
+    assert absolute_path("file:///data/a%20folder") == "/data/a folder"

@@ -25,7 +25,7 @@ def test_where_a_study_is_kept_and_on_how_many_workers_do_not_matter():
     plain = conditions()
     for flags in (
         {"scale.workers": 4}, {"tracking.experiment": "other"}, {"checkpoint.storage_path": "/elsewhere"},
-        {"study.price_per_worker_hour": 3.0}, {"scale.max_failures": 9},
+        {"study.price_per_worker_hour": 3.0}, {"scale.max_failures": 9}, {"noise_scale.measure": True},
     ):  # fmt: skip
         assert differences(plain, conditions(**flags)) == [], flags
     assert key_of(plain) == key_of(conditions())
@@ -42,12 +42,29 @@ def test_a_difference_of_environment_or_topology_is_shown_fact_by_fact():
     here = conditions()
     there = dataclasses.replace(here, environment_hash="other", environment={**here.environment, "python": "3.0"})
     assert differences(here, there) == [f"environment: python is {here.environment['python']} here, 3.0 there"]
-    with pytest.raises(ConfigError, match=r"the points of study-1 .*one curve need the same") as caught:
+    with pytest.raises(ConfigError, match=r"the curve of study-1 .*one curve need the same") as caught:
         check_same(here, there, whose="study-1")
     assert "3.0 there" in str(caught.value) and "scaleray compare" in str(caught.value)
     other = conditions({**NODES, "nodes": [{"cpus": 8, "gpus": 0, "accelerator": None}]})
     assert differences(here, other) == ["topology: nodes.0.cpus is 2 here, 8 there"]
     check_same(here, conditions(), whose="itself")
+
+
+def test_another_config_is_shown_key_by_key_and_other_code_with_its_commit():
+    here = conditions()
+    there = dataclasses.replace(
+        conditions(**{"batch.global_size": 16}),
+        code_hash="other",
+        environment={**here.environment, "git": {"commit": 40 * "a"}},
+    )
+    configs = [
+        load_config(flags={**DEFAULTS, "batch.global_size": size, "scale.workers": 2}, environ={}).to_dict()
+        for size in (8, 16)
+    ]
+    config, code = differences(here, there, configs=tuple(configs))
+    assert config == "config: batch.global_size is 8 here, 16 there"
+    assert code.startswith(f"code: {here.code_hash}") and code.endswith(f"other (commit {12 * 'a'}) there")
+    assert differences(here, there)[0] == f"config: {here.config_hash} here, {there.config_hash} there"
 
 
 def test_many_differences_are_counted_rather_than_listed():

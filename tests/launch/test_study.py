@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from scaleray.errors import ClusterError, ConfigError, PeerLostError, RunFailedE
 from scaleray.launch import gloo, study_places
 from scaleray.launch import study as studies
 from scaleray.launch.study_plan import Question
-from scaleray.study_records import StudyRecord, ToTarget, Turn
+from scaleray.study_records import NoiseCourse, StudyRecord, ToTarget, Turn
 from scaleray.training.ladder import Effort, Measured, order_of_turns
 
 HERE = Path(__file__).parent
@@ -49,23 +51,29 @@ class Workers:
 
     def climb(self, ascent, tell):
         self.ascents.append(ascent)
-        for _, rung in order_of_turns(ascent.rungs, ascent.seed):
+        for number, rung in order_of_turns(ascent.rungs, ascent.seed):
             if self.told == self.fails_after:
                 raise self.error()
             self.told += 1
-            tell(Measured(rung.name, turn=self.turn(rung), placement={"local": rung.workers}))
+            turn = dataclasses.replace(self.turn(rung), round=number)
+            tell(Measured(rung.name, turn=turn, placement={"local": rung.workers}))
         for rung in ascent.rungs:
             if rung.trains_to_target:
-                result = ToTarget(
-                    is_reached=True,
-                    steps=3,
-                    samples=48,
-                    time_s=1.5,
-                    metric="val/loss",
-                    value=0.4,
-                    curve=[(48, 1.5, 0.4)],
-                )
-                tell(Measured(rung.name, to_target=result))
+                tell(Measured(rung.name, to_target=self.target(rung)))
+            if rung.measures_noise:
+                tell(Measured(rung.name, noise=self.noise(rung)))
+
+    def target(self, rung):
+        return ToTarget(
+            is_reached=True, steps=3, samples=48, time_s=1.5, metric="val/loss", value=0.4, curve=[(48, 1.5, 0.4)]
+        )
+
+    def noise(self, rung):
+        count = 10 * rung.workers
+        return NoiseCourse(
+            scale=40.0, interval=(30.0, None), way="workers", num_measurements=count, covers="its first steps",
+            curve=[(16, None), (32, 50.0), (16 * count, 40.0)],
+        )  # fmt: skip
 
     def turn(self, rung):
         n = rung.workers
@@ -106,11 +114,14 @@ def test_a_study_ends_in_a_record_with_its_curves_verdict_and_place_in_mlflow(st
     assert sorted(found) == [(mode, n) for mode in ("strong", "weak") for n in (1, 2, 4)]
     assert {n: found["weak", n].global_batch_size for n in (1, 2, 4)} == {1: 16, 2: 32, 4: 64}
     assert found["strong", 1].turns == found["weak", 1].turns  # the base was measured once
+    assert {tuple(p.rounds) for p in found.values()} == {tuple(f"{record.name}/{number}" for number in range(3))}
     point = found["strong", 4]
     parts = point.compute_s + point.exposed_comm_s + point.input_wait_s + point.other_s
     assert parts == pytest.approx(point.step_time_s.value)
     assert point.cost_per_million_samples == pytest.approx(4 * 2.0 / 3600 * 1e6 / point.samples_per_s.value)
-    assert len(record.words) == 2 and record.words[0].startswith("Strong scaling: ")
+    assert len(record.words) == 3 and record.words[0].startswith("Strong scaling: ")
+    # a line of five parameters, said to take milliseconds
+    assert record.words[2].startswith("The planner's model is not among the laws: a step on 1 worker is 16")
     assert "8 workers would be the first to leave a node" in record.words[0]  # cpu_count is 4 here
     again = StudyRecord.read(Path(record.folder) / "record.json")
     assert again == record and again.command == "scaleray study -c x"
@@ -184,6 +195,7 @@ def test_each_rung_is_launched_on_its_own_with_relaunch(study):
     assert sorted(rung.workers for ascent in workers.ascents for rung in ascent.rungs) == [1, 2, 4]
     assert len(workers.ascents) == 3
     assert record.marks == ["relaunched"]
+    assert {name for p in points_of(record).values() for name in p.rounds} == {""}
     together = Workers()
     study(Question(world_sizes=[1, 2, 4], repeats=2), together)
     assert len(together.ascents) == 1  # a launch of its own is another measurement, which is not reused
@@ -216,6 +228,41 @@ def test_a_training_to_the_target_stands_beside_the_speed(study):
     assert workers.ascents == [] and points_of(again)["strong", 2].to_target.time_s == 1.5
 
 
+def test_noise_is_kept_reused_and_told_with_its_course(study):
+    from mlflow import MlflowClient
+
+    said: list[str] = []
+    question = Question(world_sizes=[1, 2, 4], repeats=2, noise=True)
+    record = study(question, said=said)
+    found = points_of(record)
+    # one worker without accumulation has nothing to compare
+    assert {n: p.noise_scale for (_, n), p in found.items()} == {1: None, 2: 40.0, 4: 40.0}
+    assert found["strong", 4].noise.interval == (30.0, None)
+    assert record.noise == [(32, 50.0), (640, 40.0)]
+    assert record.words[1].startswith(
+        "Gradient noise scale over its first steps on 4 workers, from the workers' gradients: 40 samples (30 to no bound); "
+        "the batch of 16 is well below it"
+    )
+    assert "  2 workers: gradient noise scale 40 samples (30 to no bound)" in said
+    client = MlflowClient(record.tracking_uri)
+    for run_id in (record.run_id, found["strong", 4].run_id):
+        history = client.get_metric_history(run_id, "train/noise_scale")
+        assert [(m.step, m.value) for m in history] == [(32, 50.0), (640, 40.0)]
+    workers = Workers()
+    again = study(question, workers, said)
+    assert workers.ascents == [] and again.noise == record.noise
+    other = {"noise_scale.measure": "auto", "noise_scale.averaging": 0.9}
+    study(question, workers, flags=other)  # measured in another way, but the turns are the same
+    assert [(rung.num_turns, rung.measures_noise) for rung in workers.ascents[0].rungs] == [(0, True), (0, True)]
+
+
+def test_noise_that_no_size_can_measure_is_said_to_be_missing(study):
+    said: list[str] = []
+    record = study(Question(world_sizes=[1], repeats=2, noise=True), said=said)
+    assert any("noise scale: not measured (one worker; no accumulation)" in line for line in said)
+    assert record.noise == [] and len(record.words) == 1  # one size needs no law either
+
+
 def test_points_of_another_study_stand_on_the_curve_if_it_is_the_same_measurement(study, tmp_path):
     first = study(Question(world_sizes=[4], repeats=2))
     record = study(Question(world_sizes=[1, 2], repeats=2), points_of=[first.folder])
@@ -227,6 +274,8 @@ def test_points_of_another_study_stand_on_the_curve_if_it_is_the_same_measuremen
     (tmp_path / "old" / "record.json").write_text(json.dumps(data))
     with pytest.raises(ConfigError, match=r"environment: python is .* here, 3\.0 there"):
         study(Question(world_sizes=[1, 2], repeats=2), points_of=[str(tmp_path / "old")])
+    with pytest.raises(ConfigError, match=r"config: batch\.micro_size is 2 here, None there"):
+        study(Question(world_sizes=[1, 2], repeats=2), points_of=[first.folder], flags={"batch.micro_size": 2})
     with pytest.raises(ConfigError, match="--points-of"):
         study(points_of=[str(tmp_path / "nothing")])
 
@@ -251,6 +300,17 @@ def test_one_size_makes_no_curve_and_says_so(study):
 def test_what_a_worker_raised_itself_is_read_before_what_the_others_heard_of_it():
     failures = {0: (PeerLostError("another worker failed in this turn"), ""), 1: (RunFailedError("mine"), "")}
     assert str(gloo._first_cause(failures)) == "mine"
+
+
+def test_a_process_whose_driver_was_killed_ends_without_a_word(monkeypatch):
+    monkeypatch.setattr(gloo.signal, "signal", lambda *_: None)
+    ours, theirs = multiprocessing.Pipe()
+    content = io.BytesIO()
+    gloo._Pickler(content, None).dump((str, ()))
+    ours.send((1, 1, 5.0))
+    ours.send_bytes(content.getvalue())
+    ours.close()
+    gloo._serve(0, 0, gloo.UserCode(None, {}, None, "a workload"), theirs)
 
 
 # real workers

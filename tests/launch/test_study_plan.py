@@ -56,6 +56,11 @@ def test_a_rule_that_refuses_a_batch_does_not_stop_a_study_of_speed():
         )
 
 
+def test_given_shares_are_those_of_their_number_of_workers_and_one_worker_has_all():
+    made = plan(Question(world_sizes=[1, 2]), **{"shares.by": "given", "shares.speeds": [3, 1]})
+    assert [made.rungs[p.rung].job.recipe.worker_shares for p in made.places] == [None, (6, 2)]
+
+
 def test_strategies_that_meet_now_and_then_are_measured_in_whole_periods():
     made = plan(Question(world_sizes=[1, 2]), **{"strategy.name": "local_sgd", "local_sgd.sync_every": 6})
     assert {r.workers: r.period for r in made.rungs.values()} == {1: 1, 2: 6}
@@ -71,9 +76,14 @@ def test_strategies_that_meet_now_and_then_are_measured_in_whole_periods():
         ({"repeats": 0}, {}, "1 to 1000"),
         ({"world_sizes": [1, 3]}, {}, "nearest: 6 or 9"),
         ({"world_sizes": [3, 4], "modes": ["weak"]}, {}, "multiple of 3"),
-        ({"world_sizes": [1, 64], "modes": ["weak"]}, {}, "400 samples"),
+        (
+            {"world_sizes": [1, 64], "modes": ["weak"]},
+            {},
+            r"--world-sizes is 64, but .* needs 512 there, .* 400 samples",
+        ),
         ({"to_target": True}, {}, "--to-target needs a target"),
-        ({}, {"shares.by": "speed"}, "use equal shares"),
+        ({}, {"shares.by": "speed"}, "before its shares have settled"),
+        ({"world_sizes": [1, 2, 3]}, {"shares.by": "given", "shares.speeds": [2, 1]}, "measure 1 and 2 workers"),
         ({}, {"memory.find_micro_size": True, "memory.limit_gib": 1.0}, "batch.micro_size"),
         ({"world_sizes": [1, 4]}, {"batch.micro_size": 3}, "must divide the 8 samples"),
     ],

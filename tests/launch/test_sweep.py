@@ -246,6 +246,29 @@ def test_a_cluster_that_others_use_is_waited_for(ray_session, tmp_path):
     assert [t.status for t in record.trials] == ["finished"] * 2
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_sweeps_on_one_cluster_end_both(ray_session, tmp_path):
+    # one sets trials aside and takes them up again, one stops them, and each alone would fill the cluster
+    rates = ("--learning-rates", "1e-4,1e-3,1e-2,2e-2", "--search", "grid", "--workers-per-trial", "2")
+    flags = {"stop.after": "4 epochs"}
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+    started = [
+        start(ray_session, command(folder, *rates, "--scheduler", scheduler, **flags))
+        for folder, scheduler in zip(folders, ("hyperband", "asha"), strict=True)
+    ]
+    for process, folder in zip(started, folders, strict=True):
+        output, _ = process.communicate(timeout=500)
+        assert process.returncode == 0, output
+        (sweep_folder,) = (folder / "runs").iterdir()
+        record = SweepRecord.read(sweep_folder / "record.json")
+        assert len(record.trials) == 4 and {t.status for t in record.trials} <= {"finished", "stopped early"}
+    wait_for(lambda: not placement_groups(), seconds=60)
+    wait_for_no_actors()
+
+
 def test_a_sweep_continues_on_its_own_data_alone():
     from scaleray.launch.sweep import check_same_data
     from scaleray.launch.sweep_folder import AskedSweep

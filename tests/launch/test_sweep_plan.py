@@ -84,7 +84,7 @@ class TrainOnly(Line):
         ({}, {"metric": "test/loss min"}, "no evaluation measures that"),
         ({}, {"batch_sizes": "16,24,33", "workers_per_trial": 2}, "2 workers a trial need a multiple of 2"),
         ({}, {"batch_sizes": "16..64", "workers_per_trial": 3}, "3 workers a trial need a multiple of 3"),
-        ({}, {"batch_sizes": "128..512"}, "none of them can run: the training data is 64 samples"),
+        ({}, {"batch_sizes": "128..512"}, "none can run: the training data is 64 samples"),
         ({"evaluation.every": None}, {"scheduler": "asha"}, "evaluation.every is not set"),
         ({}, {"scheduler": "pbt", "batch_sizes": "8,16", "learning_rates": "0.1,0.2"}, "may differ in its learning rate alone"),
         ({}, {"scheduler": "pbt"}, "a population needs at least two trials"),

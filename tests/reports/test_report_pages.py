@@ -12,17 +12,17 @@ from xml.etree import ElementTree
 
 import pytest
 import study_examples
-from rich.console import Console
 
+from scaleray.reports.drawing import PALETTE, readable, shades
 from scaleray.reports.page import LARGEST_PAGE_BYTES, Page, as_csv, render
-from scaleray.reports.record_terminal import as_rich, show_record
+from scaleray.reports.rule_limits import rule_table
 from scaleray.reports.run_report import run_page, step_rows, write_run_report
-from scaleray.reports.study_figures import efficiency, speedup
+from scaleray.reports.speedup_figures import speedup
 from scaleray.reports.study_report import study_page, write_study_report
-from scaleray.reports.sweep_figures import MOST_LINES
-from scaleray.reports.sweep_report import sweep_page, write_sweep_report
-from scaleray.study_records import Estimate
-from scaleray.study_tables import study_tables
+from scaleray.reports.sweep_figures import MOST_LINES, maps, noise
+from scaleray.reports.sweep_report import sweep_page, trial_rows, write_sweep_report
+from scaleray.scaling.sweep_result import rule_sentences
+from scaleray.study_headlines import study_headline
 
 NASTY = '<script>alert("1")</script> & $x_1$ \\frac |pipe| =1+1'
 
@@ -110,12 +110,16 @@ def test_every_figure_is_well_formed_svg_with_words_for_those_who_do_not_see_it(
         assert len(root.findall(".//{*}path")) > 5 and len(root.findall(".//{*}text")) > 5
 
 
-def test_the_verdict_stands_on_top_in_the_largest_words(pages):
+def test_a_short_headline_stands_on_top_and_the_verdict_below_it(pages):
     record = study_examples.study()
     _, html = pages["study"]
-    assert re.search(r"<h1[^>]*>(.*?)</h1>", html).group(1) == record.curves[0].verdict
-    assert html.index("<h1") < html.index("<svg")
-    assert pages["sweep"][0].verdict.startswith("Fastest")
+    headline = "Strong scaling: 6.05× on 8 workers, 76% of ideal; doubling to 16 would give 1.37×"
+    assert re.search(r"<h1[^>]*>(.*?)</h1>", html).group(1) == headline == study_headline(record)
+    assert html.index("<h1") < html.index(f'<p class="verdict">{record.curves[0].verdict}</p>') < html.index("<svg")
+    assert html.count(record.curves[0].verdict) == 1
+    assert pages["sweep"][0].headline == "Batch 512 is fastest, batch 32 cheapest to validation/loss <= 0.3"
+    for page, text in pages.values():
+        assert len(page.headline) < 110 and 'class="long"' not in text
 
 
 def test_every_figure_of_a_marked_study_shows_its_marks():
@@ -205,27 +209,13 @@ def test_a_study_of_any_number_of_points_has_a_page(sizes):
     Tags(render(study_page(study_examples.study(sizes=tuple(sizes), modes=("strong",)))))
 
 
-@pytest.mark.filterwarnings("error::UserWarning")
-def test_intervals_that_say_nothing_do_not_press_a_curve_flat():
-    record = study_examples.study(modes=("strong",), sizes=(1, 2))
-    curve = record.curves[0]
-    wild = Estimate(1.2, 1e-310, 3e302)
-    points = [curve.points[0], dataclasses.replace(curve.points[1], speedup=wild, efficiency=Estimate(0.6, 0.0, 1e300))]
-    fit = dataclasses.replace(curve.fits[0], band=[(n, Estimate(e.value, 0.0, 1e302)) for n, e in curve.fits[0].band])
-    wild_curve = dataclasses.replace(curve, points=points, fits=[fit])
-    for made, scale in ((speedup(wild_curve), 1.0), (efficiency(wild_curve), 100.0)):
-        assert "Bars that touch the frame go on." in made.caption
-        ticks = [float(text.rstrip("%")) for text in re.findall(r">(\d+(?:\.\d+)?%?)</text>", made.svg)]
-        assert max(ticks) <= 4 * scale
-
-
 def test_a_study_without_fit_price_noise_or_target_has_a_page_without_these():
     record = study_examples.study(modes=("weak",), price=None)
     curve = dataclasses.replace(record.curves[0], fits=[], best_law=None, next_doubling=None, verdict="")
     page = study_page(dataclasses.replace(record, curves=[curve], noise=[], words=[]))
     assert [d.name for d in page.drawings] == ["speedup-weak", "efficiency-weak", "time-weak", "steps-weak"]
     Tags(render(page))
-    assert study_page(dataclasses.replace(record, curves=[], noise=[], words=[])).verdict == "No curve was measured."
+    assert study_page(dataclasses.replace(record, curves=[], noise=[], words=[])).headline == "No curve was measured"
 
 
 def test_a_sweep_whose_trials_all_failed_says_why_once():
@@ -254,10 +244,50 @@ def test_a_sweep_without_a_target_is_coloured_by_its_metric():
 def test_more_rules_than_fit_side_by_side_get_a_map_each():
     record = study_examples.sweep(batches=(32, 64), rules=("sqrt",))
     trials = [dataclasses.replace(t, rule=f"rule {k}") for k in range(7) for t in record.trials]
+    maps = [d for d in sweep_page(dataclasses.replace(record, trials=trials)).drawings if d.name.startswith("map")]
+    assert [[f"rule {k}" in made.svg for k in range(7)] for made in maps] == [
+        [k < 3 for k in range(7)],
+        [k >= 3 for k in range(7)],
+    ]
+
+
+def test_where_a_rule_ended_is_in_the_map_and_in_a_table_beside_theory():
+    record = study_examples.sweep()
+    missed = [
+        dataclasses.replace(t, samples_to_target=None, time_to_target_s=None, status="target missed")
+        if t.rule == "linear" and t.batch_size >= 512
+        else t
+        for t in record.trials
+    ]
+    record = dataclasses.replace(record, trials=missed, words=[])
+    rows = {row[0]: row for row in rule_table(record).rows}
+    assert rows["linear"][1:3] == ("256", "missed the target at 512") and "SGD" in rows["linear"][3]
+    assert rows["sqrt"][1:3] == ("2048", "nothing up to the largest batch tried")
+    chart = maps(record)[0]
     assert (
-        len([d for d in sweep_page(dataclasses.replace(record, trials=trials)).drawings if d.name.startswith("map")])
-        == 3
+        "shaded: from the first batch size on" in chart.caption and "dotted: the critical batch size" in chart.caption
     )
+    assert "shaded" not in maps(study_examples.sweep())[0].caption
+    said = rule_sentences(record, reference_batch_size=64)
+    page = sweep_page(dataclasses.replace(record, words=["Fastest: x.", *said]))
+    assert page.words == ["Fastest: x."]  # the table says the rest
+
+
+def test_noise_scales_have_their_intervals_and_open_ends_an_arrow():
+    record = study_examples.sweep(batches=(32, 64), rules=("sqrt",), factors=(1.0,), seeds=(0,))
+    first, second = record.trials
+    plain = noise(record)
+    assert "intervals" not in plain.caption
+    trials = [
+        dataclasses.replace(first, noise_scale=300.0, noise_interval=(200.0, 450.0)),
+        dataclasses.replace(second, noise_scale=None, noise_interval=(250.0, None)),
+    ]
+    made = noise(dataclasses.replace(record, trials=trials))
+    assert "95% intervals" in made.caption and "larger than could be resolved" in made.caption
+    lines = [len(re.findall(r'id="noise-scale-line2d', drawn.svg)) for drawn in (plain, made)]
+    assert lines[1] > lines[0]
+    rows = trial_rows(dataclasses.replace(record, trials=trials))
+    assert [(row["noise_scale_low"], row["noise_scale_high"]) for row in rows] == [(200.0, 450.0), (250.0, None)]
 
 
 def test_a_long_training_keeps_its_page_small_and_says_what_is_drawn():
@@ -279,43 +309,18 @@ def test_rows_that_were_cut_are_left_out():
     assert [row["step"] for row in step_rows(text)] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("colour", [*PALETTE, *shades(8), "#ffffff"])
+def test_words_in_a_lines_colour_stand_out_from_white(colour):
+    text = readable(colour)
+    linear = [int(text[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in linear]
+    contrast = 1.05 / (0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05)
+    assert contrast >= 4.45  # the colour is rounded to 8 bits
+    assert readable("#0072b2") == "#0072b2"  # dark enough as it is
+
+
 def test_an_empty_page_is_a_page():
-    Tags(render(Page(kind="Study", name="n", when="now", verdict="nothing")))
-
-
-def test_the_terminal_shows_the_same_table_and_verdict_and_where_everything_is():
-    record = dataclasses.replace(
-        study_examples.study(marks=("oversubscribed",)), mlflow_link="http://x/#/y", tracking_uri="sqlite:///a.db"
-    )
-    buffer = io.StringIO()
-    show_record(Console(file=buffer, color_system=None), record)
-    text = buffer.getvalue()
-    assert "oversubscribed" in text and record.curves[0].verdict[:60] in text
-    assert "39.7 ms" in text and "(5.87–6.23)" in text
-    assert text.splitlines()[-3:] == [
-        "MLflow:  scaleray tracking ui --uri sqlite:///a.db   then open http://x/#/y",
-        "report:  runs/digits-study/report.html",
-        "record:  runs/digits-study/record.json",
-    ]
-    buffer = io.StringIO()
-    show_record(Console(file=buffer, color_system=None), study_examples.sweep())
-    assert "Fastest: batch 1024" in buffer.getvalue() and "2 of 2" in buffer.getvalue()
-
-
-@pytest.mark.parametrize("width", [40, 60, 80, 132])
-def test_a_narrow_terminal_names_the_columns_that_it_leaves_out_and_cuts_no_figure(width):
-    (table,) = study_tables(study_examples.study(modes=("strong",)), is_brief=True)
-    buffer = io.StringIO()
-    Console(file=buffer, color_system=None, width=width).print(as_rich(table, width=width))
-    text = buffer.getvalue()
-    left_out = re.sub(r"\s+", " ", text).partition("for want of room here: ")[2]
-    for number, column in enumerate(table.columns):
-        if column in left_out:
-            continue
-        for row in table.rows:
-            assert all(part in text for part in row[number].replace(" (", "\n(").split("\n")), (column, row[number])
-    assert ("EUR" in left_out) == (width < 132)
-    assert "…" not in text
+    Tags(render(Page(kind="Study", name="n", when="now", headline="nothing")))
 
 
 def test_a_record_read_from_its_file_gives_the_same_page(tmp_path):

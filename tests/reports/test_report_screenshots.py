@@ -11,7 +11,12 @@ import subprocess
 import pytest
 import study_examples
 
+from scaleray.planner.advise import Question, advise
+from scaleray.planner.cluster_text import parse_cluster
+from scaleray.planner.models import find_model
+from scaleray.planner.outlook import outlook
 from scaleray.reports.page import render
+from scaleray.reports.plan_page import plan_page
 from scaleray.reports.study_report import study_page
 from scaleray.reports.sweep_report import sweep_page
 
@@ -50,11 +55,17 @@ def measured(html, width, folder):
 
 @pytest.fixture(scope="module")
 def pages():
-    study = study_examples.study(modes=("strong",), marks=("oversubscribed",))
-    return {"study": render(study_page(study)), "sweep": render(sweep_page(study_examples.sweep()))}
+    study = study_examples.study(modes=("strong",), sizes=(1, 2, 4, 8, 16), marks=("oversubscribed",))
+    question = Question(model=find_model("gpt2"), cluster=parse_cluster("h100:4x2"), global_batch=64)
+    advice = advise(question)
+    return {
+        "study": render(study_page(study)),
+        "sweep": render(sweep_page(study_examples.sweep())),
+        "plan": plan_page(advice, outlook(advice), rows=5),
+    }
 
 
-@pytest.mark.parametrize(("name", "width"), [("study", 1280), ("study", 500), ("sweep", 1280)])
+@pytest.mark.parametrize(("name", "width"), [("study", 1280), ("study", 500), ("sweep", 1280), ("plan", 1280)])
 def test_figures_have_their_place_and_no_words_overlap_or_leave_them(pages, name, width, tmp_path):
     found = measured(pages[name], width, tmp_path)
     assert found["scroll"] <= found["width"]  # only tables and wide figures scroll, each by itself
@@ -78,17 +89,45 @@ def overlap(a, b):
     return width * height / min((box[2] - box[0]) * (box[3] - box[1]) for box in (a, b))
 
 
-def test_the_picture_of_a_page_is_not_blank(pages, tmp_path):
+def picture(html, height, folder):
+    """The page as pixels (height, 1280, 3) between 0 and 1."""
     import matplotlib.image
 
-    (tmp_path / "report.html").write_text(pages["study"])
-    picture = tmp_path / "report.png"
-    done = chromium(
-        "--window-size=1280,2400", f"--screenshot={picture}", f"file://{tmp_path / 'report.html'}", folder=tmp_path
-    )
-    assert picture.exists(), done.stderr[-2000:]
-    pixels = matplotlib.image.imread(picture)[:, :, :3]
-    assert pixels.shape[:2] == (2400, 1280)
+    (folder / "report.html").write_text(html)
+    path = folder / "report.png"
+    address = f"file://{folder / 'report.html'}"
+    done = chromium(f"--window-size=1280,{height}", f"--screenshot={path}", address, folder=folder)
+    assert path.exists(), done.stderr[-2000:]
+    pixels = matplotlib.image.imread(path)[:, :, :3]
+    assert pixels.shape[:2] == (height, 1280)
+    return pixels
+
+
+def blank_figures(html, folder):
+    """Numbers of the figures in whose frame next to nothing is drawn in colour."""
+    boxes = [figure["box"] for figure in measured(html, 1280, folder)["figures"]]
+    pixels = picture(html, int(boxes[-1][3]) + 40, folder)
+    found = []
+    for number, (left, top, right, bottom) in enumerate(boxes):
+        part = pixels[int(top) : int(bottom), int(left) : int(right)]
+        colour = part.max(axis=2) - part.min(axis=2) > 0.25
+        if colour.mean() < 0.0008:
+            found.append(number)
+    return found
+
+
+@pytest.mark.parametrize("name", ["study", "sweep", "plan"])
+def test_every_figure_of_a_page_has_something_drawn_in_it(pages, name, tmp_path):
+    html = pages[name]
+    figures = re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL)
+    # a figure whose lines were lost must be found, and no other
+    emptied = re.sub(r"<(path|use)\b[^>]*?/>|<image\b[^>]*?/>", "", figures[1])
+    assert emptied != figures[1]
+    assert blank_figures(html.replace(figures[1], emptied), tmp_path) == [1]
+
+
+def test_the_picture_of_a_page_is_not_blank(pages, tmp_path):
+    pixels = picture(pages["study"], 2400, tmp_path)
     parts = [pixels[top : top + 400] for top in range(0, 2400, 400)]
     assert all(0.005 < (part < 0.9).any(axis=2).mean() < 0.6 for part in parts)
     blue = (abs(pixels - (0.0, 0.447, 0.698)) < 0.05).all(axis=2)  # that of the curves and bars

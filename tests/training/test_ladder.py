@@ -141,6 +141,7 @@ def test_a_ladder_measures_every_turn_of_every_rung(gloo):
     assert {name: len(found) for name, found in turns.items()} == {"w1": 2, "w2": 2, "fsdp": 1}
     one, two, sharded = turns["w1"][0], turns["w2"][0], turns["fsdp"][0]
     assert len(one.step_times_s) == len(one.input_waits_s) == 4
+    assert [turn.round for turn in turns["w1"]] == [turn.round for turn in turns["w2"]] == [0, 1]
     assert one.alone_s is None and one.sent_bytes == 0 and one.comm_s is None
     num_parameters = 6 * 8 + 8 + 8 * 3 + 3
     assert two.sent_bytes == num_parameters * 8  # float64, each gradient once
@@ -184,9 +185,45 @@ def test_a_training_to_the_target_is_told_with_its_evaluations(gloo):
     assert all(value < 0.5 for _, _, value in result.curve[:-1])
 
 
+@pytest.mark.parametrize(
+    ("workers", "flags", "way"),
+    [(2, {}, "workers"), (1, {"batch.micro_size": 2}, "first micro-batch"), (1, {}, "consecutive steps")],
+)
+def test_noise_is_measured_apart_from_the_turns(gloo, workers, flags, way):
+    workload = Classify(num_rows=48)
+    flags = {"noise_scale.measure": True, **flags}
+    rungs = (rung(workers, workload, turns=1, flags=flags, measures_noise=True),)
+    run = [measure, Ascent(rungs=rungs, effort=Effort(steps=6, seconds=0.0)), workload]
+    told = gloo.run(workers, in_pool, *run)[0] if workers > 1 else gloo.run(1, *run)[0]
+    assert [(m.turn is not None, m.noise is not None) for m in told if not m.said] == [(True, False), (False, True)]
+    noise = told[-1].noise
+    assert (noise.way, noise.covers) == (way, "its first steps")
+    # in every step, although the config says every 20th; a first step has none before it
+    assert noise.num_measurements == (5 if way == "consecutive steps" else 6)
+    assert [samples for samples, _ in noise.curve] == [8 * step for step in range(6 - noise.num_measurements, 6)]
+    assert any("noise scale: from" in m.said for m in told)
+    assert noise.scale is None or noise.scale > 0
+
+
+def test_the_noise_of_a_training_to_the_target_is_that_of_its_whole_course(gloo):
+    workload = Classify(num_rows=48, num_val=16)
+    flags = {
+        "evaluation.every": "1 epoch", "stop.at": "val/accuracy >= 1.0", "stop.after": "5 epochs",
+        "noise_scale.measure": True, "noise_scale.every_steps": 3,
+    }  # fmt: skip
+    one = rung(2, workload, turns=0, flags=flags, trains_to_target=True, measures_noise=True)
+    told, _ = gloo.run(2, in_pool, measure, Ascent(rungs=(one,), effort=SHORT), workload)
+    (measured,) = told
+    assert measured.to_target.steps == 30
+    assert measured.noise.covers == "the training to the target"
+    assert measured.noise.num_measurements == 10 and measured.noise.curve[-1][0] == 8 * 29
+
+
 def test_alone_is_this_workers_share_as_a_training_of_one():
     job = rung(2, flags={"batch.micro_size": 2}).job
     own = alone(shortened(job, 40), rank=1)
+    assert rung(2, flags={"noise_scale.measure": True}).job.config.noise_scale.measure is True
+    assert shortened(rung(2, flags={"noise_scale.measure": True}).job, 4).config.noise_scale.measure is False
     recipe = own.recipe
     assert (recipe.strategy, recipe.global_batch_size, recipe.micro_batch_size, recipe.accumulation_steps) == (
         "single",
