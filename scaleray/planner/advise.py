@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from scaleray.errors import ConfigError
 from scaleray.planner.constants import DEFAULT, Constants
+from scaleray.planner.fits import HEADROOM, Verdict, verdict
 from scaleray.planner.hardware import Cluster, Network
 from scaleray.planner.layout import Checkpointing, Layout, Schedule, Sharding
 from scaleray.planner.memory import GIB, MemoryEstimate, memory
@@ -20,10 +21,8 @@ from scaleray.planner.step_time import Measured, StepTime, step_time
 from scaleray.planner.uncertainty import doubts, interval, is_trusted, spread_class
 from scaleray.study_records import Estimate
 
-STRATEGIES = ("ddp", "zero1", "fsdp", "hsdp", "tp", "pp")
+STRATEGIES = ("ddp", "zero1", "fsdp", "hsdp", "tp", "pp", "ep")
 RANKINGS = ("throughput", "cost", "time", "time-to-target", "memory")
-HEADROOM = 0.05
-"""Of the card, kept free: published runs failed whose reported memory was a tenth below the card's."""
 TIE = 1.02
 """Step times closer than this are the same to the planner; the plainer layout is put first."""
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -74,6 +73,7 @@ class Choice:
     step: StepTime
     step_time_s: Estimate
     memory: MemoryEstimate
+    fits: Verdict
     samples_per_s: float
     tokens_per_s: float
     mfu: float
@@ -160,6 +160,7 @@ def predict(
 ) -> Choice:
     """One layout of the question, whether it fits or not."""
     model, cluster = question.model, question.cluster
+    needed = needed or memory(model, layout)
     step = step_time(
         model,
         layout,
@@ -184,7 +185,7 @@ def predict(
     peak = cluster.gpu.peak_flops(layout.precision) * layout.num_gpus
     price = cluster.price_per_gpu_hour
     return Choice(
-        layout=layout, step=step, step_time_s=interval(total, kind, doubted=bool(unlike)), memory=needed or memory(model, layout), samples_per_s=rate,
+        layout=layout, step=step, step_time_s=interval(total, kind, doubted=bool(unlike)), memory=needed, fits=verdict(needed, cluster.gpu), samples_per_s=rate,
         tokens_per_s=rate * model.tokens_per_sample, mfu=model.train_flops * rate / peak, kind=kind, is_trusted=is_trusted(kind, doubted=bool(unlike)),
         doubts=unlike,
         cost_per_million_samples=None if price is None else 1e6 / rate * price * layout.num_gpus / 3600,
@@ -212,10 +213,11 @@ def layouts(question: Question) -> Iterator[Layout]:
                         continue
                     for checkpointing in _checkpointings(model, question.fused_attention):
                         for schedule, chunks in _schedules(pipeline, passes, model.num_layers):
-                            yield replace(
-                                base, data=data, shard=shard, tensor=tensor, pipeline=pipeline, micro_batch=micro_batch, accumulation=passes,
-                                sharding=sharding, checkpointing=checkpointing, schedule=schedule, chunks=chunks,
-                            )  # fmt: skip
+                            for expert in _expert_degrees(question, data * tensor):
+                                yield replace(
+                                    base, data=data, shard=shard, tensor=tensor, pipeline=pipeline, micro_batch=micro_batch, accumulation=passes,
+                                    sharding=sharding, checkpointing=checkpointing, schedule=schedule, chunks=chunks, expert=expert,
+                                )  # fmt: skip
 
 
 def _tensor_degrees(question: Question) -> list[int]:
@@ -229,6 +231,14 @@ def _tensor_degrees(question: Question) -> list[int]:
 def _pipeline_degrees(question: Question, rest: int) -> list[int]:
     limit = min(rest, question.model.num_layers, 64) if "pp" in question.strategies else 1
     return [d for d in range(1, max(1, limit) + 1) if rest % d == 0]
+
+
+def _expert_degrees(question: Question, ranks: int) -> list[int]:
+    """Whole on each rank, or spread over as many of a stage's ranks as divide both the experts and them, twice as many each time."""
+    experts = question.model.num_experts
+    if not experts or "ep" not in question.strategies:
+        return [1]
+    return [d for d in (2**power for power in range(11)) if experts % d == 0 and ranks % d == 0]
 
 
 def _shardings(question: Question, data: int, tensor: int, pipeline: int) -> list[tuple[Sharding, int]]:
@@ -296,7 +306,9 @@ def _fits_nowhere(question: Question, rejected: list[Rejected]) -> str:
 def _what_would_fit(question: Question, rejected: list[Rejected]) -> str:
     """The smallest number of nodes on which the state and one micro-batch fit, or another card."""
     closest = min(rejected, key=lambda one: one.missing_gib)
-    unused = [name for name in STRATEGIES if name not in question.strategies]
+    unused = [
+        name for name in STRATEGIES if name not in question.strategies and (name != "ep" or question.model.num_experts)
+    ]
     words = [f"{closest.missing_gib:.1f} GiB more per GPU"]
     if unused:
         words.append(f"or other strategies: --strategies {','.join((*question.strategies, *unused))}")

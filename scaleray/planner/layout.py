@@ -15,6 +15,7 @@ from scaleray.planner.hardware import Cluster
 
 Sharding = Literal["none", "zero1", "zero2", "zero3"]
 Checkpointing = Literal["none", "selective", "alternate", "full"]
+Engine = Literal["torch", "deepspeed", "planned"]
 Schedule = Literal["1f1b", "gpipe", "interleaved", "zero_bubble"]
 
 
@@ -54,8 +55,6 @@ class Layout:
     """16-bit compute on a 32-bit master copy; False trains in `precision` alone."""
     gradient_bytes: float = 2
     """Of one element when it is reduced; compression makes it less than 1."""
-    copies_gradients: bool = False
-    """16-bit gradients stay beside the 32-bit sums that they are added to (DeepSpeed with bf16); otherwise each goes once it is added."""
     optimizer_bytes: int = 8
     """Of state per parameter besides the parameter itself: 8 for Adam, 4 for momentum, 0 for plain SGD."""
     compiled: bool = False
@@ -77,8 +76,9 @@ class Layout:
     """Images lie in memory as convolutions in 16 bit want them; not PyTorch's default."""
     extra_s: float = 0.0
     """Work of the recipe in each step's backward pass that is known by other means, such as statistics of every gradient."""
-    plans_memory: bool = False
-    """Memory is laid out before the first step (XLA, OneFlow): what is not needed at the same time shares a place, and nothing is lost between."""
+    engine: Engine = "torch"
+    """Who lays out memory. `deepspeed` keeps gradients and what the optimizer updates in long rows; `planned` decides before the first step
+    where everything lies (XLA, OneFlow), so that what is not needed at the same time shares a place and nothing is lost between."""
     offloads: bool = False
     """Optimizer state lives in the host's memory."""
 

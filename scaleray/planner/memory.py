@@ -26,6 +26,8 @@ CONTEXT_BYTES = 1.0 * GIB
 """CUDA context with its kernels, cuBLAS workspace: 0.5 to 1.5 GiB."""
 COLLECTIVE_BYTES = 0.5 * GIB
 """NCCL's channels and buffers, for each group that a rank is in: two dozen channels with 10 MiB each in both directions."""
+LIVE_PARAMS = 1e9
+"""Parameters that DeepSpeed's ZeRO-3 lets be whole at a time (stage3_max_live_parameters)."""
 PIPELINE_GROUPS = 3
 """Of a rank in a pipeline: all stages, and those of two that it forms with the next and the previous one."""
 BUCKET_BYTES = 1e9
@@ -97,6 +99,8 @@ def activation_bytes(block: Block, layout: Layout) -> float:
     if layout.checkpointing == "alternate" and block.alternate_kept_bytes and block.count > 1:
         return samples * width * (block.boundary_bytes / unsplit + block.alternate_kept_bytes / tensor)
     kept = block.kept_bytes / unsplit + block.split_kept_bytes / tensor
+    if layout.compiled:
+        kept -= block.eager_kept_bytes / unsplit + block.eager_split_kept_bytes / tensor
     if layout.checkpointing != "selective":
         kept += block.score_kept_bytes / tensor
     if layout.sequence_parallel and layout.keeps_gathered:
@@ -154,21 +158,23 @@ def _moments(stage: list[Block], index: int, model: ModelProfile, layout: Layout
     unsharded, reduced = _unsharded(stage, model, layout)
     groups = sum(degree > 1 for degree in (layout.data, layout.tensor, layout.context))
     groups += PIPELINE_GROUPS if layout.pipeline > 1 else 0
-    last = 0.0 if layout.plans_memory else states.update
+    # a long row finds no place where activations lay, in blocks that are shorter, and keeps its own
+    row = states.update if layout.engine == "deepspeed" else 0.0
     for activations, loss, gradients, units, update, lost in (
-        (kept, logits, before, unsharded, 0.0, last),  # the loss is taken
-        (kept + again, 0.0, before, unsharded + reduced, 0.0, last),  # the last layer's backward pass
-        (again, 0.0, states.gradients, unsharded + reduced, 0.0, last),  # the first layer's
+        (kept, logits, before, unsharded, 0.0, row),  # the loss is taken
+        (kept + again, 0.0, before, unsharded + reduced, 0.0, row),  # the last layer's backward pass
+        (again, 0.0, states.gradients, unsharded + reduced, 0.0, row),  # the first layer's
         (0.0, 0.0, states.gradients, 0.0, states.update, 0.0),  # the optimizer steps
     ):
         pieces = {
             "parameters": states.parameters, "gradients": gradients, "optimizer": states.optimizer + update, "activations": activations,
             "logits": loss, "unsharded": units, "buckets": states.buckets,
         }  # fmt: skip
-        share = 0.0 if layout.plans_memory else FRAGMENTATION_SHARE
-        # the long rows of the update find no place where activations lay, in blocks that are smaller, and keep their own
+        share = 0.0 if layout.engine == "planned" else FRAGMENTATION_SHARE
         yield MemoryEstimate(
-            **pieces, fragmentation=share * sum(pieces.values()) + lost, context=CONTEXT_BYTES + COLLECTIVE_BYTES * groups
+            **pieces,
+            fragmentation=share * sum(pieces.values()) + lost,
+            context=CONTEXT_BYTES + COLLECTIVE_BYTES * groups,
         )
 
 
@@ -198,21 +204,23 @@ def _states(stage: list[Block], layout: Layout) -> _States:
         if layout.is_mixed
         else element_bytes(layout)
     )
-    if layout.sharding == "zero3" and layout.accumulates_whole and layout.accumulation > 1:
-        # what waits whole for the last micro-batch has the width that it is reduced in
+    waits_whole = layout.sharding in ("zero2", "zero3") and layout.accumulates_whole
+    if (waits_whole or (layout.sharding == "zero3" and layout.pipeline > 1)) and layout.accumulation > 1:
+        # what waits whole for the last micro-batch, as it does in a pipeline, has the width that it is reduced in
         gradient_bytes, cut_gradients = max(2.0, layout.gradient_bytes), 1
-    if layout.copies_gradients and gradient_bytes > 2:
-        gradient_bytes += 2
-    # 16-bit gradients are put in a row and widened for the update, of the part that this rank updates
+    is_in_rows = layout.engine == "deepspeed"
+    if is_in_rows and narrow and gradient_bytes > 2:
+        gradient_bytes += 2  # 16-bit gradients stay beside the 32-bit row that they are added to
+    # 16-bit gradients are widened for the update, of the part that this rank updates; DeepSpeed puts them in a row first
     is_widened = narrow and layout.gradient_bytes < 4
     # those of DDP are the gradients themselves (gradient_as_bucket_view)
     buckets = 0.0
-    if layout.sharding in ("zero1", "zero2") and is_widened:
+    if layout.sharding in ("zero1", "zero2") and is_widened and is_in_rows:
         buckets = min(BUCKET_BYTES, params * gradient_bytes)
     optimizer = 0.0 if layout.offloads else params * (master_bytes + layout.optimizer_bytes) / cut_states
     return _States(
         parameters=params * param_bytes / cut_params, gradients=params * gradient_bytes / cut_gradients, optimizer=optimizer,
-        update=params * (2 + 4) / cut_states if is_widened and not layout.offloads else 0.0, buckets=buckets,
+        update=params * (6 if is_in_rows else 4) / cut_states if is_widened and not layout.offloads else 0.0, buckets=buckets,
     )  # fmt: skip
 
 
@@ -225,10 +233,15 @@ def _unsharded(stage: list[Block], model: ModelProfile, layout: Layout) -> tuple
     )
     # what is in no layer, embedding and head, is a unit of its own that stays
     root = sum(held_params(block, layout) for block in stage if block.count == 1) if model.kind != "cnn" else 0.0
-    # of the layers' units, the one in use and the one that is fetched
-    # narrower ones on the wire are widened again before they are used
+    # of the layers' units, the one in use and the one that is fetched; narrower ones on the wire are widened again before they are used
     wide = 2.0 if layout.is_mixed else element_bytes(layout)
-    return (2 * unit + root) * wide, unit * (wide + max(2.0, layout.gradient_bytes))
+    whole = 2 * unit + root
+    if layout.pipeline > 1:
+        # a stage's units would be gathered again for each of the micro-batches that are under way: they stay
+        whole = sum(held_params(block, layout) for block in stage)
+    if layout.engine == "deepspeed":
+        whole = max(whole, min(LIVE_PARAMS, sum(held_params(block, layout) for block in stage)))
+    return whole * wide, unit * (wide + max(2.0, layout.gradient_bytes))
 
 
 def _sent_bytes(block: Block, layout: Layout) -> float:

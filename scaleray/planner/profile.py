@@ -63,6 +63,9 @@ class Block:
     split_kept_bytes: float = 0.0
     score_kept_bytes: float = 0.0
     """Attention scores kept by kernels that write them out; divided by tensor parallel, dropped by selective recomputation."""
+    eager_kept_bytes: float = 0.0
+    """The part of `kept_bytes` that a compiler computes again on the way rather than keeps; `eager_split_kept_bytes` of `split_kept_bytes`."""
+    eager_split_kept_bytes: float = 0.0
     alternate_kept_bytes: float = 0.0
     """Kept, besides what enters the block, by recomputation that keeps every other product's output and attention's; 0 where that is not known."""
     boundary_bytes: float = 0.0
@@ -113,6 +116,11 @@ class ModelProfile:
         """Those that take part in one token: of the routed experts only as many as a token visits."""
         idle = sum(block.expert_params * (1 - block.active_experts / block.num_experts) * block.count for block in self.blocks if block.num_experts)  # fmt: skip
         return self.num_params - idle
+
+    @property
+    def num_experts(self) -> int:
+        """Of a layer that has them; 0 in a dense model."""
+        return max(block.num_experts for block in self.blocks)
 
     @property
     def num_tensors(self) -> float:
@@ -278,6 +286,9 @@ def _layer(shape: TransformerShape, name: str, count: int, *, is_mixed: bool) ->
         traffic_bytes=token_bytes * (10 + (4 if shape.has_dropout else 0) + 4 * routed) * hidden,
         split_traffic_bytes=token_bytes * ((inputs + 1) * inside + 2 * attention_width), score_traffic_bytes=score_traffic,
         kept_bytes=token_bytes * unsplit_kept, split_kept_bytes=token_bytes * split_kept, score_kept_bytes=scores,
+        # a compiler fuses 32-bit norms and what stands before the gate's product into what needs them
+        eager_kept_bytes=token_bytes * 4 * hidden if shape.is_gated else 0.0,
+        eager_split_kept_bytes=token_bytes * inside if shape.is_gated else 0.0,
         alternate_kept_bytes=token_bytes * alternate_kept,
         boundary_bytes=token_bytes * hidden, num_kernels=(22 if shape.fused_attention else 30) + (20 if is_mixed else 0), num_all_reduces=2,
         num_experts=shape.experts if is_mixed else 0, active_experts=routed, expert_params=expert_params,
@@ -364,7 +375,9 @@ def resnet(depth: int, *, image: int = 224, num_classes: int = 1000, is_small_st
     return ModelProfile(name=f"ResNet-{depth}", blocks=(*parts, classes), kind="cnn")
 
 
-def _conv(name: str, channels_in: int, channels: int, kernel: int, size: int, *, stride: int = 1, copies: int = 2) -> Block:
+def _conv(
+    name: str, channels_in: int, channels: int, kernel: int, size: int, *, stride: int = 1, copies: int = 2
+) -> Block:
     """`copies` of the output stay: norm's input and, where an activation follows, its output."""
     outputs = channels * size * size
     return Block(

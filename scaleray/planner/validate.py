@@ -1,7 +1,7 @@
 """How well the planner predicts what other people measured, row by row, beside the model that knows nothing.
 
-Each row is predicted twice: from data sheets alone, and with the compute calibrated on the smallest point of its own series, which is what a user
-can measure on one GPU or node. The trivial model says that throughput per GPU stays what it is at that smallest point.
+Each row is predicted twice: from data sheets alone, and with compute and communication calibrated on the smallest point of its own series,
+which is what a user can measure on one GPU or node. The trivial model says that throughput per GPU stays what it is at that smallest point.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from dataclasses import dataclass
 
 from scaleray.planner.calibration import calibrate
 from scaleray.planner.constants import DEFAULT, Constants
+from scaleray.planner.fits import HEADROOM
 from scaleray.planner.memory import GIB, memory
 from scaleray.planner.pollux import PolluxModel, fit_pollux
 from scaleray.planner.published.rows import Observation
 from scaleray.planner.step_time import Measured, StepTime, step_time
 from scaleray.planner.uncertainty import doubts, interval, spread_class
-
-ROOM = 0.05
-"""Of the card: a row that ran out of memory is judged rightly if at most this much is predicted to be left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +216,7 @@ def score(name: str, judged: Sequence[Judged]) -> Score:
         pollux_median=_median([abs_error(one.pollux_s, one.seen.step_time_s) for one in beyond]),
         anchored_where_pollux_median=_median([abs_error(one.anchored_s, one.seen.step_time_s) for one in beyond]),
         num_memory=len(memories), memory_median=_median(memories), memory_p90=quantile(memories, 0.9), num_out_of_memory=len(failed),
-        num_out_of_memory_right=sum(one.spare_share is not None and one.spare_share < ROOM for one in failed),
+        num_out_of_memory_right=sum(one.spare_share is not None and one.spare_share <= HEADROOM for one in failed),
         inside_share=_share(_is_inside(one, one.anchored_s, one.kind) for one, _ in anchored),
         sheets_inside_share=_share(_is_inside(one, one.from_sheets_s, one.sheets_kind) for one, _ in sheets),
         rank_correlation=correlation, regret=regret,

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from scaleray.planner.advise import Advice, Choice
 from scaleray.planner.checkpoints import CheckpointCost
+from scaleray.planner.fits import memory_interval
 from scaleray.planner.memory import GIB
 from scaleray.planner.outlook import Outlook
 from scaleray.planner.published.rows import Skipped
@@ -27,7 +28,8 @@ def plan_table(advice: Advice, *, rows: int) -> Table:
         f"{question.model.name} ({_count(question.model.num_params)} parameters) on {cluster.num_nodes} x {cluster.gpus_per_node} {cluster.gpu.name}, "
         f"{question.global_batch} samples a step, {question.precision}",
         f"{len(advice.choices)} of {advice.num_layouts} layouts fit; intervals hold 90 % of published rows like these"
-        + ("" if all(choice.is_trusted for choice in advice.choices[:rows]) else "; ? marks what should not be trusted without a measurement"),
+        + ("" if all(choice.is_trusted for choice in advice.choices[:rows]) else "; ? marks what should not be trusted without a measurement")
+        + ("" if all(choice.fits == "fits" for choice in advice.choices[:rows]) else "; ! may not fit"),
     )  # fmt: skip
     for name in ("layout", "micro-\nbatch", "recompute", "step s", "90 % interval", "tokens/s" if question.model.tokens_per_sample > 1 else "samples/s", "MFU %", "GiB", "waits for\ncomm %"):  # fmt: skip
         made.add_column(name, justify="left" if name in ("layout", "recompute") else "right", no_wrap=True)
@@ -40,7 +42,7 @@ def plan_table(advice: Advice, *, rows: int) -> Table:
         cells = [
             _layout_words(choice), f"{layout.micro_batch} x {layout.accumulation}", layout.checkpointing, f"{step.value:.3g}",
             f"{step.low:.3g} to {step.high:.3g}{'' if choice.is_trusted else ' ?'}", _count(rate), f"{100 * choice.mfu:.1f}",
-            f"{choice.memory.device_bytes / GIB:.1f}", f"{100 * choice.step.exposed_comm_s / choice.step.total_s:.0f}",
+            f"{choice.memory.device_bytes / GIB:.1f}{'' if choice.fits == 'fits' else ' !'}", f"{100 * choice.step.exposed_comm_s / choice.step.total_s:.0f}",
         ]  # fmt: skip
         made.add_row(*cells, *([f"{choice.cost_per_million_samples:.2f}"] if priced else []))
     return made
@@ -55,6 +57,7 @@ def plan_lines(
     lines += [f"  assumed: {note}" for note in (*cluster.notes, *advice.question.model.notes)]
     lines += [f"  unlike the published rows, so that its interval is wider: {words}" for words in best.doubts]
     lines += ["", f"memory of one GPU, {cluster.gpu.memory_gib:.1f} GiB:"]
+    lines += _memory_doubt(advice)
     lines += _bars({name: value / GIB for name, value in best.memory.parts().items()}, cluster.gpu.memory_gib, "GiB")
     lines += ["", "time of one step:", *_bars(best.step.parts(), best.step.total_s, "s")]
     lines += ["", "GPUs   samples/s (90 % interval)        efficiency  layout"]
@@ -101,6 +104,22 @@ def checkpoint_lines(kept: CheckpointCost) -> list[str]:
             f"  an interruption every {kept.mtbf_s / 3600:.3g} hours, {kept.restart_s / 60:.3g} minutes to restart: {100 * kept.time_ratio:.1f} % of the time trains"
         )
     return [*lines, *(f"  assumed: {note}" for note in kept.notes)]
+
+
+def _memory_doubt(advice: Advice) -> list[str]:
+    """Where the recommended layout may need more than there is: how much, and the fastest that does not."""
+    best = advice.best
+    if best.fits == "fits":
+        return []
+    needed = memory_interval(best.memory)
+    found = [
+        f"  may not fit: {needed.value / GIB:.1f} GiB are predicted, {needed.high / GIB:.1f} are as many as rows like it took"
+    ]
+    safe = next((one for one in advice.choices if one.fits == "fits"), None)
+    if safe is not None:
+        slower = 100 * (safe.step_time_s.value / best.step_time_s.value - 1)
+        found.append(f"  the fastest that fits all the same, {slower:.0f} % slower: {safe.layout.describe()}")
+    return found
 
 
 def why(advice: Advice) -> str:

@@ -32,7 +32,9 @@ def test_a_step_that_is_mostly_a_slow_network_blames_the_network():
     slow, fast = taught(SLOW, SIXTEEN, 1.3), taught(FAST, SIXTEEN, 1.3)
     assert slow.comm_scale > 1.25 > 1.1 > slow.compute_scale > 1.0
     assert fast.compute_scale > 1.2
-    assert math.log(slow.comm_scale) / math.log(slow.compute_scale) > math.log(fast.comm_scale) / math.log(fast.compute_scale)
+    assert math.log(slow.comm_scale) / math.log(slow.compute_scale) > math.log(fast.comm_scale) / math.log(
+        fast.compute_scale
+    )
 
 
 def test_a_second_layout_is_predicted_better_than_by_compute_alone():

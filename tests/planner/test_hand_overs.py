@@ -37,8 +37,12 @@ def test_a_flow_between_nodes_has_one_adapters_speed_whatever_the_node_has():
 
 
 @settings(max_examples=30)
-@given(st.sampled_from([2, 4, 8, 16]), st.sampled_from([1, 2]), st.sampled_from([1, 4]), st.sampled_from(["10G", "8x400G"]))
-def test_a_step_is_never_shorter_than_its_hand_overs_and_a_faster_network_never_makes_it_longer(pipeline, data, micro_batch, net):
+@given(
+    st.sampled_from([2, 4, 8, 16]), st.sampled_from([1, 2]), st.sampled_from([1, 4]), st.sampled_from(["10G", "8x400G"])
+)
+def test_a_step_is_never_shorter_than_its_hand_overs_and_a_faster_network_never_makes_it_longer(
+    pipeline, data, micro_batch, net
+):
     layout = Layout(pipeline=pipeline, data=data, micro_batch=micro_batch, accumulation=16)
     cluster = parse_cluster(f"h100:8x4,net={net}")
     found = step_time(LLAMA, layout, cluster)
@@ -52,4 +56,6 @@ def test_interleaving_divides_the_bubble_and_hides_most_of_the_hand_overs():
     plain = Layout(pipeline=8)
     parts = replace(plain, schedule="interleaved", chunks=2)
     assert idle_micro_batches(plain) == 2 * idle_micro_batches(parts) == 7
-    assert sum(hand_overs_s(LLAMA, parts, NODES, DEFAULT)) == pytest.approx(0.6 * sum(hand_overs_s(LLAMA, plain, NODES, DEFAULT)))
+    assert sum(hand_overs_s(LLAMA, parts, NODES, DEFAULT)) == pytest.approx(
+        0.6 * sum(hand_overs_s(LLAMA, plain, NODES, DEFAULT))
+    )

@@ -90,7 +90,9 @@ def test_memory_is_the_sum_of_its_parts_and_grows_with_the_micro_batch(
     found = memory(model, layout)
     assert sum(found.parts().values()) == pytest.approx(found.device_bytes)
     assert all(value >= 0 for value in found.parts().values())
-    assert memory(model, replace(layout, micro_batch=2)).device_bytes > found.device_bytes
+    # where the optimizer's step needs most, a larger micro-batch costs nothing at first
+    assert memory(model, replace(layout, micro_batch=2)).device_bytes >= found.device_bytes
+    assert memory(model, replace(layout, micro_batch=512)).device_bytes > found.device_bytes
     assert found.allocated_bytes < found.reserved_bytes < found.device_bytes
 
 
@@ -142,7 +144,7 @@ def test_logits_that_are_gathered_for_the_loss_are_not_divided():
 
 def test_memory_that_is_planned_ahead_is_what_is_allocated():
     layout = Layout(precision="fp16", micro_batch=4)
-    found = memory(find_model("gpt2"), replace(layout, plans_memory=True))
+    found = memory(find_model("gpt2"), replace(layout, engine="planned"))
     assert found.fragmentation == 0 < memory(find_model("gpt2"), layout).fragmentation
 
 

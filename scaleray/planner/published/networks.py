@@ -142,7 +142,7 @@ def _logit_bytes(name: str, row: dict[str, Any], *, is_gated: bool) -> int:
     return 14 if is_gated and "nanotron" not in text(part(row, "parallelism"), "strategy") else 6
 
 
-def _experts_of(model: dict[str, Any], known: TransformerShape | None) -> dict[str, int]:
+def _experts_of(model: dict[str, Any], known: TransformerShape | None) -> dict[str, Any]:
     experts = whole(model, *EXPERT_FIELDS)
     if experts is None:
         if not (is_mixture(model) and known is not None and known.experts):
@@ -160,7 +160,11 @@ def _experts_of(model: dict[str, Any], known: TransformerShape | None) -> dict[s
         return {name: value for name in names if (value := getattr(known, name))}
     width = whole(model, "expert_ffn", "moe_ffn", "moe_intermediate_size", "ffn") or 4 * (whole(model, "hidden") or 1)
     shared = whole(model, "shared_ffn") or (whole(model, "shared_experts", "n_shared_experts") or 0) * width
-    found = {"experts": experts, "active_experts": whole(model, *ACTIVE_FIELDS) or min(2, experts), "expert_ffn": width}
+    found: dict[str, Any] = {
+        "experts": experts,
+        "active_experts": whole(model, *ACTIVE_FIELDS) or min(2, experts),
+        "expert_ffn": width,
+    }
     dense = whole(model, "dense_layers", "first_k_dense_replace") or 0
     return found | ({"shared_ffn": shared} if shared else {}) | ({"dense_layers": dense} if dense else {})
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from scaleray.errors import ConfigError
 from scaleray.planner.hardware import Cluster, Gpu
-from scaleray.planner.layout import Checkpointing, Layout, Schedule, Sharding
+from scaleray.planner.layout import Checkpointing, Engine, Layout, Schedule, Sharding
 from scaleray.planner.profile import ModelProfile
 from scaleray.planner.published.fields import number, part, text, whole
 
@@ -32,6 +32,12 @@ def layout_of(parallelism: dict[str, Any], model: ModelProfile, cluster: Cluster
     data = whole(parallelism, "dp") or (parts if parts > 1 else max(1, rest))
     if data * tensor * pipeline * context != num_gpus and data == rest * context:
         data = rest  # context parallel ranks counted among the replicas, as those that share out their state
+    expert = whole(parallelism, "ep", "expert_parallel", "expert") or 1
+    if expert > 1 and data * tensor * pipeline * context * expert == num_gpus:
+        # expert parallel ranks counted beside the replicas, whose batch they share out
+        data *= expert
+        if (whole(parallelism, "micro_batch", "mbs") or 0) % expert == 0:
+            parallelism = parallelism | {"micro_batch": (whole(parallelism, "micro_batch", "mbs") or 0) // expert}
     if data * tensor * pipeline * context != num_gpus:
         raise ConfigError(
             "degrees", data * tensor * pipeline * context, f"their product must be the number of GPUs, {num_gpus}"
@@ -43,18 +49,18 @@ def layout_of(parallelism: dict[str, Any], model: ModelProfile, cluster: Cluster
     # interleaved, but nothing says how finely: two parts a stage; four where the stages' sends are hidden as well
     unsaid = 4 if "PP" in overlap or is_core else 2 if "interleaved" in planned.lower() else 1
     chunks = (whole(parallelism, "interleave", "vp", "vpp", "virtual_pipeline") or unsaid) if pipeline > 1 else 1
+    precision = precision_of(parallelism.get("precision"), cluster.gpu)
+    gradient_bytes, gather_bits = _widths(said, precision, sharding, parallelism)
     if sharding == "zero3" and pipeline > 1:
-        # gathered once a step, not for each micro-batch: torchtitan keeps parameters whole under a pipeline, so does Llama 3
-        # (arXiv:2407.21783, section 3.3.2); gradients stay sharded
-        sharding, shard = "zero2", 1
+        # gathered and reduced once a step, not for each micro-batch: torchtitan keeps parameters whole under a pipeline, so does
+        # Llama 3 (arXiv:2407.21783, section 3.3.2), and gradients wait whole for the last micro-batch
+        sharding, shard = "zero1", 1
     if (
         sharding == "none"
         and data > 1
         and ("param gather" in overlap or is_core or any(word in framework for word in RECIPES))
     ):
         sharding = "zero1"
-    precision = precision_of(parallelism.get("precision"), cluster.gpu)
-    gradient_bytes, gather_bits = _widths(said, precision, sharding, parallelism)
     if is_core:
         gradient_bytes = 2  # its recipes reduce in the precision they train in
     # KempnerForge moves the whole model, and with it the moments, to 16 bit, and reduces once a step (training/grad.py); it gathers the
@@ -62,14 +68,15 @@ def layout_of(parallelism: dict[str, Any], model: ModelProfile, cluster: Cluster
     is_kempner, is_nanotron = "kempnerforge" in text(part(row, "model"), "name").lower(), "nanotron" in said
     is_titan = "FSDP2" in said and tensor > 1  # torchtitan's tensor parallel plans divide norms along the sequence
     return Layout(
-        filled_stages=is_nanotron, copies_gradients="DeepSpeed" in said and precision == "bf16", plans_memory="oneflow" in framework.lower(),
-        accumulates_whole=is_kempner, splits_logits=not is_kempner, optimizer_bytes=4 if is_kempner else 8,
+        filled_stages=is_nanotron, engine=_engine(f"{said} {framework} {row['file']}".lower()),
+        # torch reduces the gradients of a pipeline's stage after its last micro-batch
+        accumulates_whole=is_kempner or ("FSDP2" in said and pipeline > 1), splits_logits=not is_kempner, optimizer_bytes=4 if is_kempner else 8,
         data=data, shard=shard, tensor=tensor, pipeline=pipeline, context=context, micro_batch=micro_batch, accumulation=accumulation,
         expert=_expert_degree(parallelism, model, data * context * tensor),
         sharding=sharding,
         # billions of parameters on ZeRO-3 without a word about it: DeepSpeed's own examples recompute
         checkpointing=_checkpointing(parallelism.get("activation_checkpointing", "full" if sharding == "zero3" and "eepspeed" in row["file"] else None)),
-        sequence_parallel=bool(parallelism.get("sequence_parallel")) or is_titan or "reduce-scatter" in said or "with sequence" in said or "TP comm overlap" in overlap or is_core or any(word in framework for word in RECIPES),
+        sequence_parallel=bool(parallelism.get("sequence_parallel")) or is_titan or is_kempner or "reduce-scatter" in said or "with sequence" in said or "TP comm overlap" in overlap or is_core or any(word in framework for word in RECIPES),
         schedule=_schedule(f"{said} {planned}".lower(), pipeline, chunks), chunks=chunks, even_stages=is_megatron, keeps_gathered=not is_megatron and not said.startswith('TP x PP'), precision=precision,
         is_mixed=precision not in ("fp32", "tf32") and not is_kempner, gradient_bytes=gradient_bytes, gather_bits=gather_bits,
         compiled=bool(parallelism.get("compile")) or "nvfuser" in text(parallelism, "compiler") or "torchcompile" in text(parallelism, "compiler"),
@@ -79,15 +86,22 @@ def layout_of(parallelism: dict[str, Any], model: ModelProfile, cluster: Cluster
     )  # fmt: skip
 
 
+def _engine(said: str) -> Engine:
+    if "deepspeed" in said:
+        return "deepspeed"
+    return "planned" if any(word in said for word in ("oneflow", "maxtext", "jax")) else "torch"
+
+
 def _batch_of(parallelism: dict[str, Any], model: ModelProfile, data: int, pipeline: int, said: str) -> tuple[int, int]:
     """Samples of a micro-batch, and micro-batches of a step."""
     tokens = whole(parallelism, "tokens_per_gpu_per_micro_batch")
     micro_batch = max(1, tokens // model.tokens_per_sample) if tokens else whole(parallelism, "micro_batch", "mbs") or 0
     global_batch = whole(parallelism, "global_batch_seqs", "global_batch", "gbs")
     accumulation = whole(parallelism, "grad_accum") or 0
-    local_batch = whole(parallelism, "local_batch")
-    if local_batch and not micro_batch and not global_batch:
-        global_batch = local_batch * data
+    # a rank's whole batch, which a pipeline cuts below
+    local_batch = whole(parallelism, "local_batch", "local_batch_size")
+    if local_batch and not micro_batch and not accumulation:
+        micro_batch = local_batch
     if not micro_batch and global_batch:
         per_replica = max(1, global_batch // data)
         # not said: one sequence where many stages or shards wait, else all at once
@@ -98,7 +112,6 @@ def _batch_of(parallelism: dict[str, Any], model: ModelProfile, data: int, pipel
     if global_batch and not accumulation:
         accumulation = max(1, round(global_batch / (data * micro_batch)))
     if pipeline > 1 and accumulation <= 1 and micro_batch > 1:
-        # what is given is a rank's whole batch, which the pipeline cuts: into as many as it has stages, torchtitan's default
         accumulation = next(pieces for pieces in range(min(pipeline, micro_batch), 0, -1) if micro_batch % pieces == 0)
         micro_batch //= accumulation
     return micro_batch, max(1, accumulation)
@@ -107,7 +120,7 @@ def _batch_of(parallelism: dict[str, Any], model: ModelProfile, data: int, pipel
 def _expert_degree(parallelism: dict[str, Any], model: ModelProfile, ranks: int) -> int:
     """As given; 1 for a model without experts. Raises ConfigError where it does not divide experts or ranks."""
     degree = whole(parallelism, "ep", "expert_parallel", "expert") or 1
-    experts = next((block.num_experts for block in model.blocks if block.num_experts), 0)
+    experts = model.num_experts
     if degree == 1 or not experts:
         return 1
     if experts % degree or ranks % degree:
@@ -228,10 +241,13 @@ def _sharding(said: str, data: int, cluster: Cluster, parallelism: dict[str, Any
     if "hsdp" in said or "hybrid_shard" in said:
         inside = min(data, cluster.gpus_per_node)
         return "zero3", inside if data % inside == 0 else data
-    if any(word in said for word in ("zero-2", "zero 2", "zero2", "shard_grad_op")):
+    if any(word in said for word in ("zero-2", "zero 2", "zero2")):
         return "zero2", 1
+    # of SHARD_GRAD_OP, which gathers once and not twice, FSDP's units are kept and not that
     if any(word in said for word in ("fsdp", "zero-3", "zero 3", "zero3", "zero++", "full_shard", "fully sharded")):
-        return "zero3", data
+        # slices of TPUs are replicas of each other: parameters are not gathered over the data centre's network
+        is_sliced = cluster.gpu.name.startswith("tpu") and cluster.num_nodes > 1 and data % cluster.gpus_per_node == 0
+        return "zero3", cluster.gpus_per_node if is_sliced else data
     return (
         ("zero1", 1)
         if any(word in said for word in ("zero-1", "zero 1", "zero1", "distributed optimizer"))

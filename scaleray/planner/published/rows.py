@@ -31,6 +31,8 @@ NOT_SPEED = {
     "hardware": "is a data sheet, which the catalogue holds",
     "collectives": "times a collective, not a step",
 }
+BATCH_KEYS = ("micro_batch", "tokens_per_gpu_per_micro_batch", "global_batch_seqs", "local_batch", "max_batch")
+MEMORY_UNSAID = "the batch, what the optimizer keeps or how the loss is cut is not said"
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,10 @@ def observations(rows: list[dict[str, Any]]) -> tuple[list[Observation], list[Sk
             skipped.append(Skipped(row["file"], str(row.get("family")), name, reason))
         else:
             asked += found
+            if _memory_of(row.get("measured", {}))[0] and not any(one.memory_bytes for one in found):
+                skipped.append(
+                    Skipped(row["file"], str(row.get("family")), name, f"its memory is not judged: {MEMORY_UNSAID}")
+                )
     return asked, skipped
 
 
@@ -140,12 +146,14 @@ def _point(row: dict[str, Any]) -> Observation:
             raise ConfigError(
                 "the row", strategy, "its memory cannot be compared: optimizer state and loss are not described"
             )
+    if not any(parallelism.get(key) for key in BATCH_KEYS):
+        memory = None
     series = (
         row["file"], "LoRA" if "LoRA" in strategy else "", str(shape.get("name")), cluster.gpu.name, str(shape.get("seq_len")), layout.precision, str(parallelism.get("framework", "")),
         str(parallelism.get("compiler", "")) + str(parallelism.get("compile", "")), str(shape.get("hidden")) + "x" + str(shape.get("heads")),
     )  # fmt: skip
     return Observation(
-        source=row["file"], family=str(row["family"]), row=str(row.get("id", "")), series=series, model=model, layout=layout, cluster=cluster,
+        source=row["file"], family=str(row["family"]), row=str(row.get("id", "")), series=tuple(str(one) for one in series), model=model, layout=layout, cluster=cluster,
         fused_attention=fused_attention(row, cluster.gpu), step_time_s=step, memory_bytes=memory, memory_kind=kind,
         out_of_memory=failed, is_digitised=bool(row.get("digitised")),
     )  # fmt: skip
@@ -165,7 +173,7 @@ def _trace_point(row: dict[str, Any]) -> Observation:
                     is_mixed=precision in ("fp16", "bf16"), optimizer_bytes=8 if optimizer == "AdamW" else 4)  # fmt: skip
     series = (row["file"], row["model"]["name"], cluster.gpu.name, precision)
     return Observation(
-        source=row["file"], family=row["family"], row=str(row.get("id", "")), series=series, model=model, layout=layout, cluster=cluster,
+        source=row["file"], family=row["family"], row=str(row.get("id", "")), series=tuple(str(one) for one in series), model=model, layout=layout, cluster=cluster,
         fused_attention=False, step_time_s=float(measured["step_time_s"]), is_trace=True,
     )  # fmt: skip
 

@@ -1,0 +1,34 @@
+"""Whether a layout fits a card: what is predicted of its memory, and how far such predictions were off.
+
+Three verdicts. `does not fit`: less than the headroom would be left, a rule that published runs which failed are judged by. `fits`: it would also
+do so if the prediction were as far too low as it was for the worst twentieth of published rows. `may not fit`: between the two.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from scaleray.planner.hardware import Gpu
+from scaleray.planner.memory import GIB, MemoryEstimate
+from scaleray.planner.uncertainty import SPREADS
+from scaleray.study_records import Estimate
+
+Verdict = Literal["fits", "may not fit", "does not fit"]
+HEADROOM = 0.05
+"""Of the card, kept free. A published run failed that the planner's own figure says would leave 3.8 %."""
+
+
+def memory_interval(needed: MemoryEstimate) -> Estimate:
+    """Bytes that are gone from the card, with the interval that holds 90 % of published rows."""
+    spread = SPREADS["memory"]
+    value = needed.device_bytes
+    return Estimate(value, value * math.exp(spread.low), value * math.exp(spread.high))
+
+
+def verdict(needed: MemoryEstimate, gpu: Gpu) -> Verdict:
+    """Of the prediction and its interval against all of the card's memory that a process can have."""
+    card = gpu.memory_gib * GIB
+    if needed.spare_bytes(gpu) < HEADROOM * card:
+        return "does not fit"
+    return "fits" if memory_interval(needed).high <= card else "may not fit"
