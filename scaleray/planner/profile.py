@@ -370,7 +370,9 @@ def resnet(depth: int, *, image: int = 224, num_classes: int = 1000, is_small_st
     return ModelProfile(name=f"ResNet-{depth}", blocks=(*parts, classes), kind="cnn")
 
 
-def _conv(name: str, channels_in: int, channels: int, kernel: int, size: int, *, stride: int = 1, copies: int = 2) -> Block:
+def _conv(
+    name: str, channels_in: int, channels: int, kernel: int, size: int, *, stride: int = 1, copies: int = 2
+) -> Block:
     """`copies` of the output stay: norm's input and, where an activation follows, its output."""
     outputs = channels * size * size
     return Block(

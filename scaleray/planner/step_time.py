@@ -170,7 +170,11 @@ def _pass_of(block: Block, model: ModelProfile, layout: Layout, cluster: Cluster
     again_too = 1 if layout.checkpointing == "full" and is_layer else 0
     scale_comm = measured.comm_scale
     comm += scale_comm * expert_exchange_s(block, layout, cluster, constants) * (2 + again_too)
-    comm += scale_comm * key_value_exchange_s(block, layout, cluster, times.attention_s * scale, constants) * (3 + again_too)
+    comm += (
+        scale_comm
+        * key_value_exchange_s(block, layout, cluster, times.attention_s * scale, constants)
+        * (3 + again_too)
+    )
     # the forward pass is a third of a block's kernels, and what is repeated is launched again
     launches = times.launch_s * (1 + recompute / times.forward_s / 3 if times.forward_s else 1.0)
     return _Pass(

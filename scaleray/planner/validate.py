@@ -22,7 +22,6 @@ from scaleray.planner.step_time import Measured, StepTime, step_time
 from scaleray.planner.uncertainty import doubts, interval, spread_class
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class Judged:
     """A row with its predictions. Times in seconds, memory in bytes; None where a prediction cannot be made or compared."""

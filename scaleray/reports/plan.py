@@ -112,7 +112,9 @@ def _memory_doubt(advice: Advice) -> list[str]:
     if best.fits == "fits":
         return []
     needed = memory_interval(best.memory)
-    found = [f"  may not fit: {needed.value / GIB:.1f} GiB are predicted, {needed.high / GIB:.1f} are as many as rows like it took"]
+    found = [
+        f"  may not fit: {needed.value / GIB:.1f} GiB are predicted, {needed.high / GIB:.1f} are as many as rows like it took"
+    ]
     safe = next((one for one in advice.choices if one.fits == "fits"), None)
     if safe is not None:
         slower = 100 * (safe.step_time_s.value / best.step_time_s.value - 1)

@@ -80,7 +80,7 @@ def _table(choices: Sequence[Choice]) -> str:
     head = "<tr><th>layout</th><th>step s</th><th>90 % interval</th><th>samples/s</th><th>MFU %</th><th>GiB</th><th>waits for communication %</th></tr>"
     lines = [
         f"<tr><td>{escape(one.layout.describe())}</td><td>{one.step_time_s.value:.3g}</td><td>{one.step_time_s.low:.3g} to {one.step_time_s.high:.3g}</td>"
-        f"<td>{one.samples_per_s:.4g}</td><td>{100 * one.mfu:.1f}</td><td>{one.memory.device_bytes / GIB:.1f}</td>"
+        f"<td>{one.samples_per_s:.4g}</td><td>{100 * one.mfu:.1f}</td><td>{one.memory.device_bytes / GIB:.1f}{'' if one.fits == 'fits' else ' (may not fit)'}</td>"
         f"<td>{100 * one.step.exposed_comm_s / one.step.total_s:.0f}</td></tr>"
         for one in choices
     ]

@@ -45,7 +45,12 @@ def test_blooms_layouts_are_judged_as_they_went(model, pipeline, data, micro_bat
 
 
 @settings(max_examples=40)
-@given(st.sampled_from(["gpt2-xl", "llama-7b", "resnet-50"]), st.sampled_from([1, 8, 64]), st.integers(0, 8), st.floats(4, 300))
+@given(
+    st.sampled_from(["gpt2-xl", "llama-7b", "resnet-50"]),
+    st.sampled_from([1, 8, 64]),
+    st.integers(0, 8),
+    st.floats(4, 300),
+)
 def test_more_memory_never_makes_it_fit_less(name, data, doublings, card_gib):
     needed = memory(find_model(name), Layout(data=data, sharding="zero3", shard=data, micro_batch=2**doublings))
     small, large = (replace(A100, memory_gib=size) for size in (card_gib, 1.3 * card_gib))

@@ -109,9 +109,7 @@ class LlamaBlock(nn.Module):
 
     def rotated(self, x):
         first, second = x.chunk(2, dim=-1)
-        return torch.cat(
-            [first * self.cos - second * self.sin, second * self.cos + first * self.sin], dim=-1
-        )
+        return torch.cat([first * self.cos - second * self.sin, second * self.cos + first * self.sin], dim=-1)
 
     def forward(self, x):
         batch, length, width = x.shape
