@@ -216,7 +216,7 @@ def main() -> None:
         f"each later one {math.floor(statistics.median(fine_tune['written'][1:])):,}: {fine_tune['share']:.1%}."
     )
     text = f"{rules}\n\n{harness.table(header, rows)}\n\n{words}"
-    record = {"conditions": conditions, "arguments": {k: str(v) for k, v in vars(arguments).items()}, "measurements": measurements, "fine_tune": fine_tune}  # fmt: skip
+    record = {"conditions": conditions, "arguments": harness.arguments_of(arguments), "measurements": measurements, "fine_tune": fine_tune}  # fmt: skip
     harness.write_report(
         "checkpoint_stall",
         title="What a checkpoint costs the training",

@@ -254,7 +254,7 @@ def main() -> None:
         return
     record = {
         "conditions": conditions, "gpu": facts, "profiles": {size: dataclasses.asdict(p) for size, p in profiles.items()},
-        "arguments": {name: str(value) for name, value in vars(arguments).items()}, "measurements": found,
+        "arguments": harness.arguments_of(arguments), "measurements": found,
     }  # fmt: skip
     shown = "\n".join(f"- {name}: {value}" for name, value in facts.items())
     name = "gpu_training-without-ray" if arguments.without_ray else "gpu_training"

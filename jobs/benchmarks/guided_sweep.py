@@ -90,7 +90,7 @@ def main() -> None:
     ]
     rules = RULES.format(workers=arguments.workers, seeds=arguments.seeds, grid=found[0]["grid_settings"])
     words = "\n".join(f"- {m['job']}: {text}" for m in found for text in m["words"])
-    record = {"conditions": known, "arguments": {k: str(v) for k, v in vars(arguments).items()}, "measurements": found}
+    record = {"conditions": known, "arguments": harness.arguments_of(arguments), "measurements": found}
     harness.write_report(
         "guided_sweep", title="A guided sweep beside the whole grid", text=f"{rules}\n\n{harness.table(header, rows)}\n\n{words}",
         record=record, folder=arguments.results,

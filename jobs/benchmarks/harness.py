@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -110,6 +111,11 @@ def show(values: Sequence[float | None], pattern: str = "{:.0f}") -> str:
         return "-"
     s = {name: pattern.format(value) for name, value in spread(known).items()}
     return s["median"] if len(known) == 1 else f"{s['median']} ({s['min']}-{s['max']})"
+
+
+def arguments_of(given: argparse.Namespace) -> dict[str, str]:
+    """What a benchmark was asked for, without the folders that only this machine has."""
+    return {name: str(value) for name, value in vars(given).items() if not isinstance(value, Path)}
 
 
 def write_report(name: str, *, title: str, text: str, record: dict[str, Any], folder: Path) -> Path:

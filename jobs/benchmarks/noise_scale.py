@@ -32,13 +32,14 @@ from scaleray.scaling.recipe import DataSize, derive
 from scaleray.training import loop
 from scaleray.training.job import Split, TrainJob
 from scaleray.training.place import Place
+from scaleray.workload import load_workload
 
 EVERY = 4
 MODELS = {
-    "digits": ("jobs/digits.yaml", "jobs.digits:Digits", 240, {}),
-    "language_model": ("jobs/language_model.yaml", "jobs.language_model:LanguageModel", 60, {}),
+    "digits": ("jobs/digits.yaml", 240, {}),
+    "language_model": ("jobs/language_model.yaml", 60, {}),
 }
-"""Config, workload, steps, and flags of each."""
+"""Config, steps, and flags of each."""
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {}),
     "ddp, preconditioned": (2, {"noise_scale.preconditioned": True}),
@@ -57,9 +58,7 @@ difference between the plain steps one and two after a measured one, which is wh
 
 def make_job(model: str, way: str, steps: int | None) -> tuple[TrainJob, dict[str, Any]]:
     """A training of the model's own recipe, measured in this way."""
-    import importlib
-
-    path, name, usual, more = MODELS[model]
+    path, usual, more = MODELS[model]
     workers, flags = WAYS[way]
     flags = {**more, **flags}
     base = load_config(harness.REPOSITORY / path, flags={}, environ={})
@@ -75,8 +74,7 @@ def make_job(model: str, way: str, steps: int | None) -> tuple[TrainJob, dict[st
         },
         environ={},
     )  # fmt: skip
-    module, _, kind = name.partition(":")
-    workload = getattr(importlib.import_module(module), kind)(**config.workload.args)
+    workload = load_workload(config.workload.name, config.workload.args, base_dir=harness.REPOSITORY)
     sources = {"train": as_source(workload.datasets()["train"], split="train")}
     recipe = derive(config, DataSize(sources["train"].num_rows, sources["train"].tokens_per_row))
     splits = {split: Split.of(split, source) for split, source in sources.items()}
@@ -94,7 +92,8 @@ def train(place: Place, job: TrainJob, sources: Any) -> list[Any]:
 def measure(model: str, way: str, steps: int | None) -> harness.Measurement:
     """Cost and noise scale of one run."""
     job, sources = make_job(model, way, steps)
-    workers, code = job.world_size, UserCode(None, {}, None, job.workload)
+    name = job.config.workload
+    workers, code = job.world_size, UserCode(name.name, name.args, harness.REPOSITORY)
     with gloo_processes(workers, code, timeout_s=600) as processes:
         records = processes.run(workers, train, job, sources, workload=job.workload)
     times = {r.step: r.step_time_s for r in records if isinstance(r, StepRecord)}

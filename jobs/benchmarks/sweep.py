@@ -61,7 +61,7 @@ def main() -> None:
     )  # fmt: skip
     record = {
         "conditions": known,
-        "arguments": vars(arguments) | {"results": str(arguments.results)},
+        "arguments": harness.arguments_of(arguments),
         "measurements": found,
     }
     harness.write_report(

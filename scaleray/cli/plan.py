@@ -30,7 +30,7 @@ def plan(
     config: Annotated[Path | None, Parameter(name=["--config", "-c"], help="YAML file of the run.")] = None,
     model: str | None = None, profile: Path | None = None, cluster: str | None = None, here: Annotated[bool, Parameter(negative="")] = False,
     address: str | None = None, network: str | None = None,
-    global_batch: int | None = None, sequence: int | None = None, precision: str | None = None, strategies: str = "ddp,zero1,fsdp,hsdp,tp,pp",
+    global_batch: int | None = None, sequence: int | None = None, precision: str | None = None, strategies: str = "ddp,zero1,fsdp,hsdp,tp,pp,ep",
     optimizer: Literal["adam", "momentum", "sgd"] | None = None, compiled: Annotated[bool, Parameter(negative="")] = False,
     step_time: float | None = None, micro_batch: int | None = None, from_run: Path | None = None,
     input_rate: float | None = None,
@@ -62,7 +62,7 @@ def plan(
     precision
         bf16, fp16, fp8, tf32 or fp32; by default the GPU's usual 16 bits, or the config's.
     strategies
-        Names with commas: ddp, zero1, fsdp, hsdp, tp, pp.
+        Names with commas: ddp, zero1, fsdp, hsdp, tp, pp, ep (experts of a mixture, spread over GPUs).
     optimizer
         Decides the size of the state: adam 8 bytes a parameter, momentum 4, sgd none. The config's, or adam.
     compiled
@@ -159,7 +159,7 @@ def plan(
 
 @plan_app.command
 def explain(what: str = "constants", /, *, model: str | None = None, cluster: str | None = None, global_batch: int | None = None,
-            sequence: int | None = None, precision: str | None = None, strategies: str = "ddp,zero1,fsdp,hsdp,tp,pp", rows: int = 20) -> int:  # fmt: skip
+            sequence: int | None = None, precision: str | None = None, strategies: str = "ddp,zero1,fsdp,hsdp,tp,pp,ep", rows: int = 20) -> int:  # fmt: skip
     """Say what the planner's figures are and where they come from, why layouts were dropped, or what a step does when.
 
     Parameters

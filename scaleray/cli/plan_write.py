@@ -21,7 +21,10 @@ def write_config(advice: Advice, config: Path | None, path: Path) -> list[str]:
     chosen = next((choice for choice in advice.choices if is_runnable(choice.layout)), None)
     if chosen is None:
         raise ConfigError(
-            "--write", str(path), "no layout that scaleray train can run fits", "plan without tp or without pp"
+            "--write",
+            str(path),
+            "no layout that scaleray train can run fits",
+            "plan without tp or without pp, and without ep",
         )
     given = yaml.safe_load(config.read_text()) if config else {}
     in_tokens = (given.get("batch") or {}).get("unit") == "tokens"

@@ -21,7 +21,7 @@ from scaleray.planner.step_time import Measured, StepTime, step_time
 from scaleray.planner.uncertainty import doubts, interval, is_trusted, spread_class
 from scaleray.study_records import Estimate
 
-STRATEGIES = ("ddp", "zero1", "fsdp", "hsdp", "tp", "pp")
+STRATEGIES = ("ddp", "zero1", "fsdp", "hsdp", "tp", "pp", "ep")
 RANKINGS = ("throughput", "cost", "time", "time-to-target", "memory")
 TIE = 1.02
 """Step times closer than this are the same to the planner; the plainer layout is put first."""
@@ -213,12 +213,13 @@ def layouts(question: Question) -> Iterator[Layout]:
                         continue
                     for checkpointing in _checkpointings(model, question.fused_attention):
                         for schedule, chunks in _schedules(pipeline, passes, model.num_layers):
-                            yield replace(
-                                base, data=data, shard=shard, tensor=tensor, pipeline=pipeline, micro_batch=micro_batch, accumulation=passes,
-                                sharding=sharding, checkpointing=checkpointing, schedule=schedule, chunks=chunks,
-                                # the tensor strategy reduces once a step; plain FSDP is told to reduce each micro-batch's gradients
-                                accumulates_whole=sharding == "zero3" and tensor > 1,
-                            )  # fmt: skip
+                            for expert in _expert_degrees(question, data * tensor):
+                                yield replace(
+                                    base, data=data, shard=shard, tensor=tensor, pipeline=pipeline, micro_batch=micro_batch, accumulation=passes,
+                                    sharding=sharding, checkpointing=checkpointing, schedule=schedule, chunks=chunks, expert=expert,
+                                    # the tensor strategy reduces once a step; plain FSDP is told to reduce each micro-batch's gradients
+                                    accumulates_whole=sharding == "zero3" and tensor > 1,
+                                )  # fmt: skip
 
 
 def _tensor_degrees(question: Question) -> list[int]:
@@ -232,6 +233,14 @@ def _tensor_degrees(question: Question) -> list[int]:
 def _pipeline_degrees(question: Question, rest: int) -> list[int]:
     limit = min(rest, question.model.num_layers, 64) if "pp" in question.strategies else 1
     return [d for d in range(1, max(1, limit) + 1) if rest % d == 0]
+
+
+def _expert_degrees(question: Question, ranks: int) -> list[int]:
+    """Whole on each rank, or spread over as many of a stage's ranks as divide both the experts and them, twice as many each time."""
+    experts = question.model.num_experts
+    if not experts or "ep" not in question.strategies:
+        return [1]
+    return [d for d in (2**power for power in range(11)) if experts % d == 0 and ranks % d == 0]
 
 
 def _shardings(question: Question, data: int, tensor: int, pipeline: int) -> list[tuple[Sharding, int]]:
@@ -299,7 +308,9 @@ def _fits_nowhere(question: Question, rejected: list[Rejected]) -> str:
 def _what_would_fit(question: Question, rejected: list[Rejected]) -> str:
     """The smallest number of nodes on which the state and one micro-batch fit, or another card."""
     closest = min(rejected, key=lambda one: one.missing_gib)
-    unused = [name for name in STRATEGIES if name not in question.strategies]
+    unused = [
+        name for name in STRATEGIES if name not in question.strategies and (name != "ep" or question.model.num_experts)
+    ]
     words = [f"{closest.missing_gib:.1f} GiB more per GPU"]
     if unused:
         words.append(f"or other strategies: --strategies {','.join((*question.strategies, *unused))}")

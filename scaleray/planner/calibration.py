@@ -20,6 +20,8 @@ from scaleray.planner.step_time import Measured, step_time
 COMM_DOUBT = 2.5
 """Standard deviation of the logarithm of communication over that of compute: rates of products are known to 20 %, networks to a factor of
 one and a half, as the catalogue's sources differ among themselves."""
+PRECISION = 1e-5
+"""Share of the measured step to which it is met: no clock is better."""
 MOST_COMM = 4.0
 """Beyond this factor, something else than the network is wrong."""
 
@@ -46,20 +48,23 @@ def calibrate(
 
     blame = _blame(total_s) if layout.num_gpus > 1 else 0.0
 
-    def scales(compute: float) -> tuple[float, float]:
-        return compute, min(MOST_COMM, max(1 / MOST_COMM, compute**blame))
+    def scales(log_compute: float) -> tuple[float, float]:
+        most = math.log(MOST_COMM)
+        return math.exp(log_compute), math.exp(min(most, max(-most, blame * log_compute)))
 
     low, high = math.log(0.05), math.log(20.0)
-    guess = 0.0
+    guess, before, slope = 0.0, (0.0, 0.0), 1.0
     for _ in range(60):
-        off = total_s(*scales(math.exp(guess))) / measured_step_s
-        if abs(off - 1) < 1e-6 or high - low < 1e-9:
+        off = math.log(total_s(*scales(guess)) / measured_step_s)
+        if abs(off) < PRECISION or high - low < 1e-9:
             break
-        low, high = (guess, high) if off < 1 else (low, guess)
-        # as if the step grew in proportion; the middle where that leaves the bracket
-        nearer = guess - math.log(off)
+        low, high = (guess, high) if off < 0 else (low, guess)
+        # the secant through this guess and the one before; the middle where it leaves the bracket
+        if guess != before[0]:
+            slope = max(0.05, (off - before[1]) / (guess - before[0]))
+        nearer, before = guess - off / slope, (guess, off)
         guess = nearer if low < nearer < high else (low + high) / 2
-    compute, comm = scales(math.exp(guess))
+    compute, comm = scales(guess)
     return replace(start, compute_scale=compute, comm_scale=comm)
 
 

@@ -23,8 +23,8 @@ class Constants:
     """8-bit products with their scaling and casts over plain ones; assumption: fused casts read and write what the products read."""
     unfused_attention_share: float = 0.65
     """Batched small products of attention without a fused kernel."""
-    conv_share: float = 0.75
-    """fitted. Rate of convolutions over the largest matrix product's."""
+    conv_share: float = 1.0
+    """fitted. Rate of convolutions by the direct algorithm over the largest matrix product's, which the fit does not let them pass."""
     winograd: float = 2.0
     """Rate of small 32-bit filters over the direct algorithm's: 3x3 ones take 2.25 times fewer products (arXiv:1509.09308)."""
     channels_first_traffic: float = 1.57
@@ -55,7 +55,7 @@ class Constants:
     """fitted. Standard deviation of a rank's step over its mean; the slowest of n ranks is sqrt(2 ln n) of them behind."""
     straggler_share_input: float = 0.016
     """fitted. The same for models that read images, whose input comes from the host's processors."""
-    straggler_share_uneven: float = 0.054
+    straggler_share_uneven: float = 0.06
     """fitted. The same for samples of uneven length (speech, translation, detection): ranks have different work."""
     step_overhead_s: float = 0.004
     """Of an optimizer step, outside its passes: clipping, logging, the loss scale's check, the loader's hand-over."""

@@ -7,6 +7,7 @@ a time, by steps that shrink: few constants, smooth loss, and the way to the res
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -40,24 +41,45 @@ class Fit:
 
 
 def thinned(seen: Sequence[Observation], every: int = 9) -> list[Observation]:
-    """All observations but most of those on traces, of which one-GPU rows (the anchors) and every `every`-th stay."""
-    return [one for index, one in enumerate(seen) if not one.is_trace or one.num_gpus == 1 or index % every == 0]
+    """All observations but most of those on traces, of which one-GPU rows (the anchors) and every `every`-th of a source stay."""
+    kept = []
+    for rows in _by_source(seen).values():
+        kept += [one for index, one in enumerate(rows) if not one.is_trace or one.num_gpus == 1 or index % every == 0]
+    return kept
+
+
+class Losses:
+    """Mean over sources, and over the two ways to predict, of what constants miss by; see the module.
+
+    Remembers what each source said of which constants: fits without one source or the other mostly ask the same.
+    """
+
+    def __init__(self, seen: Sequence[Observation]) -> None:
+        self._rows = _by_source([one for one in seen if one.step_time_s])
+        self._known: dict[tuple[str, Constants], list[float]] = {}
+
+    def __call__(self, constants: Constants, *, without: str | None = None) -> float:
+        """`without`: a source that has no say."""
+        parts = [part for source in self._rows if source != without for part in self._parts(source, constants)]
+        return sum(parts) / max(1, len(parts))
+
+    def _parts(self, source: str, constants: Constants) -> list[float]:
+        if (source, constants) not in self._known:
+            judged = judge(self._rows[source], constants, with_pollux=False, with_memory=False)
+            self._known[source, constants] = [
+                _one([abs(log_error(found, measured)) for found, measured in pairs])
+                for pairs in (
+                    [(one.from_sheets_s, one.seen.step_time_s) for one in judged if one.from_sheets_s and one.seen.step_time_s],
+                    [(one.anchored_s, one.seen.step_time_s) for one in judged if one.anchored_s and one.seen.step_time_s],
+                )
+                if pairs
+            ]  # fmt: skip
+        return self._known[source, constants]
 
 
 def loss_of(seen: Sequence[Observation], constants: Constants) -> float:
-    """Mean over sources, and over the two ways to predict; see the module."""
-    sheets: dict[str, list[float]] = defaultdict(list)
-    anchored: dict[str, list[float]] = defaultdict(list)
-    for one in judge(seen, constants, with_pollux=False, with_memory=False):
-        measured = one.seen.step_time_s
-        if not measured:
-            continue
-        if one.from_sheets_s:
-            sheets[one.seen.source].append(abs(log_error(one.from_sheets_s, measured)))
-        if one.anchored_s:
-            anchored[one.seen.source].append(abs(log_error(one.anchored_s, measured)))
-    parts = [_one(errors) for group in (sheets, anchored) for errors in group.values()]
-    return sum(parts) / max(1, len(parts))
+    """Of all sources."""
+    return Losses(seen)(constants)
 
 
 def fit(
@@ -65,22 +87,7 @@ def fit(
     say: Callable[[str], None] = lambda text: None,
 ) -> Fit:  # fmt: skip
     """Constants with a smaller loss than `start`. Deterministic; a round moves each constant up and down once."""
-    best = start
-    least = start_loss = loss_of(seen, start)
-    step = 1.35
-    for turn in range(rounds):
-        for name in names:
-            low, high = BOUNDS[name]
-            for factor in (step, 1 / step):
-                value = min(high, max(low, getattr(best, name) * factor))
-                trial = replace(best, **{name: value})
-                loss = loss_of(seen, trial)
-                if loss < least - 1e-5:
-                    best, least = trial, loss
-                    break
-        say(f"round {turn + 1}: loss {least:.4f}")
-        step = 1 + (step - 1) * 0.55
-    return Fit(best, least, start_loss)
+    return _descend(Losses(seen), start=start, names=names, rounds=rounds, say=say)
 
 
 def leave_one_source_out(
@@ -92,13 +99,41 @@ def leave_one_source_out(
 ) -> list[Judged]:
     """Every observation judged with constants that were fitted without its source."""
     judged: list[Judged] = []
-    sources = sorted({one.source for one in seen})
-    for source in sources:
-        others = thinned([one for one in seen if one.source != source], every=25)
-        found = fit(others, start=start, rounds=rounds)
-        judged += judge([one for one in seen if one.source == source], found.constants, with_pollux=False)
-        say(f"{source}: fitted on the {len(sources) - 1} others, loss {found.loss:.4f}")
+    losses = Losses(thinned(seen, every=25))
+    by_source = _by_source(seen)
+    for source in sorted(by_source):
+        found = _descend(functools.partial(losses, without=source), start=start, names=FITTED, rounds=rounds)
+        judged += judge(by_source[source], found.constants, with_pollux=False)
+        say(f"{source}: fitted on the {len(by_source) - 1} others, loss {found.loss:.4f}")
     return judged
+
+
+def _descend(
+    loss_of: Callable[[Constants], float], *, start: Constants, names: Sequence[str], rounds: int,
+    say: Callable[[str], None] = lambda text: None,
+) -> Fit:  # fmt: skip
+    best = start
+    least = start_loss = loss_of(start)
+    step = 1.35
+    for turn in range(rounds):
+        for name in names:
+            low, high = BOUNDS[name]
+            for factor in (step, 1 / step):
+                trial = replace(best, **{name: min(high, max(low, getattr(best, name) * factor))})
+                loss = loss_of(trial)
+                if loss < least - 1e-5:
+                    best, least = trial, loss
+                    break
+        say(f"round {turn + 1}: loss {least:.4f}")
+        step = 1 + (step - 1) * 0.55
+    return Fit(best, least, start_loss)
+
+
+def _by_source(seen: Sequence[Observation]) -> dict[str, list[Observation]]:
+    found: dict[str, list[Observation]] = defaultdict(list)
+    for one in seen:
+        found[one.source].append(one)
+    return dict(found)
 
 
 def spreads(judged: Sequence[Judged]) -> dict[str, tuple[float, float, int]]:

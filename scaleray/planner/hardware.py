@@ -20,6 +20,15 @@ from scaleray.errors import ConfigError, UsageError
 from scaleray.planner.measured_collectives import MeasuredTable
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
+WIDER = {
+    "fp4": ("fp4", "fp8", "bf16", "fp16", "fp32"),
+    "fp8": ("fp8", "bf16", "fp16", "fp32"),
+    "bf16": ("bf16", "fp32"),
+    "fp16": ("fp16", "fp32"),
+    "tf32": ("tf32", "fp32"),
+    "fp32": ("fp32",),
+}
+"""Units that can do a precision's work; the first that a GPU has does it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,17 +87,9 @@ class Gpu:
 
     def executed_precision(self, precision: str) -> str:
         """The precision whose units do the work: bf16 products run as fp32 on a GPU without bf16 units."""
-        wider = {
-            "fp4": ("fp4", "fp8", "bf16", "fp16", "fp32"),
-            "fp8": ("fp8", "bf16", "fp16", "fp32"),
-            "bf16": ("bf16", "fp32"),
-            "fp16": ("fp16", "fp32"),
-            "tf32": ("tf32", "fp32"),
-            "fp32": ("fp32",),
-        }
-        if precision not in wider:
+        if precision not in WIDER:
             raise ConfigError("precision", precision, f"it must be one of {', '.join(PRECISIONS)}")
-        return next((name for name in wider[precision] if name in self.peak_tflops), next(iter(self.peak_tflops)))
+        return next((name for name in WIDER[precision] if name in self.peak_tflops), next(iter(self.peak_tflops)))
 
 
 @dataclass(frozen=True, kw_only=True)

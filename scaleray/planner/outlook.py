@@ -83,6 +83,7 @@ def limit_of(choice: Choice) -> str:
     share = parts[name] / choice.step.total_s
     words = {
         "recompute": "computing activations again; more memory per GPU or a smaller micro-batch would save it",
+        "exchange comm": "tokens on their way to experts, or keys and values of other ranks; a smaller degree, or one that stays inside the node",
         "tensor comm": "tensor parallel communication; a smaller degree or a faster link inside the node",
         "pipeline bubble": "the pipeline's bubble; more micro-batches, or fewer stages",
         "pipeline comm": "activations between pipeline stages; a faster network, or fewer stages",
@@ -98,7 +99,7 @@ def limit_of(choice: Choice) -> str:
 def kinds_of(question: Question, best: Choice) -> tuple[str, ...]:
     """The question's strategies that a choice uses, for a search on another size to be over soon."""
     uses = {
-        "tp": best.layout.tensor > 1, "pp": best.layout.pipeline > 1, "ddp": True, "zero1": best.layout.sharding == "zero1",
+        "tp": best.layout.tensor > 1, "pp": best.layout.pipeline > 1, "ep": best.layout.expert > 1, "ddp": True, "zero1": best.layout.sharding == "zero1",
         "fsdp": best.layout.sharding == "zero3", "hsdp": best.layout.sharding == "zero3" and best.layout.shard < best.layout.data,
     }  # fmt: skip
     return tuple(name for name in question.strategies if uses[name]) or question.strategies

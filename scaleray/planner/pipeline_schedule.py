@@ -70,12 +70,12 @@ def pipeline_order(schedule: Schedule, *, rank: int, num_ranks: int, num_micro: 
 
 
 def pipeline_tasks(
-    costs: Sequence[StageCost], *, schedule: Schedule, num_ranks: int, num_micro: int, send_s: float = 0.0, sends_block: bool = True
+    costs: Sequence[StageCost], *, schedule: Schedule, num_ranks: int, num_micro: int, send_s: Sequence[float] = (), sends_block: bool = True
 ) -> Iterator[Task]:  # fmt: skip
     """Tasks of all ranks, named (kind, micro, virtual stage), on streams (rank, "compute").
 
-    costs: of each virtual stage in the model's order, a multiple of the ranks. A send to a neighbour, of `send_s`, stops the compute of the
-    sender where `sends_block`, as in Megatron without overlap; otherwise it goes beside it, on a stream for each direction.
+    costs: of each virtual stage in the model's order, a multiple of the ranks. send_s: to a neighbour, over the boundary
+    after each rank, the last of which is passed from the last rank to the first; none where it is empty. A send stops the compute of the sender where `sends_block`, as in Megatron without overlap; otherwise it goes beside it, on a stream for each direction.
     """
     num_virtual = len(costs)
     for rank in range(num_ranks):
@@ -101,4 +101,5 @@ def pipeline_tasks(
             yield Task(name, compute, seconds, tuple(after))
             if 0 <= virtual + step < num_virtual:
                 stream = compute if sends_block else (rank, f"send {one.kind}")
-                yield Task(("sent", *name), stream, send_s, (name,))
+                over = rank if one.kind == "forward" else (rank - 1) % num_ranks
+                yield Task(("sent", *name), stream, send_s[over] if send_s else 0.0, (name,))

@@ -118,6 +118,11 @@ class ModelProfile:
         return self.num_params - idle
 
     @property
+    def num_experts(self) -> int:
+        """Of a layer that has them; 0 in a dense model."""
+        return max(block.num_experts for block in self.blocks)
+
+    @property
     def num_tensors(self) -> float:
         """About how many tensors the parameters are: 16 in a layer with biases, three for a convolution with its norm."""
         if self.kind == "transformer":

@@ -12,18 +12,20 @@ import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from scaleray.planner.communication import all_gather_s, all_reduce_s, send_s
-from scaleray.planner.compute import element_bytes, optimizer_s
+from scaleray.planner.communication import all_gather_s, all_reduce_s
+from scaleray.planner.compute import optimizer_s
 from scaleray.planner.constants import DEFAULT, Constants
 from scaleray.planner.data_schedule import COMPUTE, DATA, UnitCost, buckets, replicated_tasks, sharded_tasks
 from scaleray.planner.hardware import Cluster
 from scaleray.planner.layout import Layout, group_of
+from scaleray.planner.pipeline import hand_overs_s
 from scaleray.planner.pipeline_schedule import StageCost, pipeline_tasks
 from scaleray.planner.profile import ModelProfile
 from scaleray.planner.simulate import Task, Timeline, critical_path_s, simulate
 from scaleray.planner.stages import balanced_cuts, even_cuts
 from scaleray.planner.step_time import Measured, block_passes
 
+REPLICAS = "replica communication"
 WEIGHTS_SHARE = 0.5
 """Of a backward pass: the gradients of weights, as many products as those of inputs."""
 
@@ -64,6 +66,9 @@ def simulated_step(
     units = [_unit(one, layout, times) for times, one in passes for _ in range(times)]
     build = _pipeline if layout.pipeline > 1 else _replica
     tasks = build(units, model, layout, cluster, constants)
+    # what a measurement taught of communication is in the tensor parallel part already
+    scale = measured.comm_scale if measured else 1.0
+    tasks = [replace(task, duration_s=task.duration_s * scale) if _is_scaled(task) else task for task in tasks]
     return SimulatedStep(simulate(tasks), tasks)
 
 
@@ -71,6 +76,9 @@ def simulated_step(
 class _Unit:
     cost: UnitCost
     num_params: float
+    """That are gathered and reduced."""
+    owned_params: float
+    """That this rank's optimizer updates."""
     backward_alone_s: float
     """Without what is computed again."""
 
@@ -85,9 +93,9 @@ def _unit(one, layout: Layout, times: int) -> _Unit:  # type: ignore[no-untyped-
         UnitCost(
             forward_s=one.forward_s * stretch, backward_s=(one.backward_s + one.recompute_s) * stretch,
             forward_tensor_s=one.tensor_comm_s * forward_share, backward_tensor_s=one.tensor_comm_s * (1 - forward_share),
-            gradient_bytes=one.num_params * layout.gradient_bytes,
+            gradient_bytes=one.reduced_params * layout.gradient_bytes,
         ),
-        one.num_params, one.backward_s * stretch,
+        one.reduced_params, one.owned_params, one.backward_s * stretch,
     )  # fmt: skip
 
 
@@ -111,7 +119,7 @@ def _replica(
         seconds = [(index, _reduce_s(nbytes, layout, cluster, constants)) for index, nbytes in filled]
         tasks = list(replicated_tasks(costs, num_micro=layout.accumulation, buckets_s=seconds))
     tasks = [replace(task, stream=(0, task.stream)) for task in tasks]
-    return tasks + _update(sum(one.num_params for one in units), layout, cluster, constants, rank=0, after=_ends(tasks))
+    return tasks + _update(units, layout, cluster, constants, rank=0, after=_ends(tasks))
 
 
 def _between_shards(tasks: Sequence[Task], units: Sequence[_Unit], layout: Layout, cluster: Cluster, constants: Constants) -> list[Task]:  # fmt: skip
@@ -122,7 +130,7 @@ def _between_shards(tasks: Sequence[Task], units: Sequence[_Unit], layout: Layou
     between = group_of(cluster, replicas, layout.tensor * layout.num_shards, num_gpus=layout.num_gpus)
     last = layout.accumulation - 1
     return [
-        Task(("replicas", index), "replica communication",
+        Task(("replicas", index), REPLICAS,
              all_reduce_s(units[index].num_params * layout.gradient_bytes / layout.num_shards, between, cluster, constants),
              (("reduce", "backward", last, index),))
         for index in range(len(units) - 1, -1, -1)
@@ -148,13 +156,13 @@ def _pipeline(
         )
         for stage in stages
     ]
-    group = group_of(cluster, ranks, layout.tensor * layout.context * layout.data, num_gpus=layout.num_gpus)
-    boundary = max(block.boundary_bytes for block in model.blocks) * layout.micro_batch / layout.context
-    nbytes = boundary * element_bytes(layout) / 2 / (layout.tensor if layout.sequence_parallel else 1)
+    # one way of a boundary; what hides behind other parts of an interleaved schedule, the simulation knows by itself
+    plain = replace(layout, chunks=1, schedule="1f1b")
+    sends = [one / 2 for one in hand_overs_s(model, plain, cluster, constants)]
     schedule = "1f1b" if parts == ranks and layout.schedule == "interleaved" else layout.schedule
     tasks = list(pipeline_tasks(
         costs, schedule=schedule, num_ranks=ranks, num_micro=layout.accumulation, sends_block=parts == ranks,
-        send_s=send_s(nbytes, group, cluster, constants) + constants.handover_s,
+        send_s=[*sends, max(sends)],
     ))  # fmt: skip
     for rank in range(ranks):
         own = [task for task in tasks if task.stream[0] == rank]
@@ -168,8 +176,8 @@ def _pipeline(
             params = sum(one.num_params for one in stages[virtual])
             seconds = _reduce_s(params * layout.gradient_bytes, layout, cluster, constants)
             reduces.append(Task(("reduce", virtual), (rank, DATA), seconds, (final,)))
-        params = sum(one.num_params for virtual in held for one in stages[virtual])
-        tasks += [*reduces, *_update(params, layout, cluster, constants, rank=rank, after=_ends([*own, *reduces]))]
+        held_units = [one for virtual in held for one in stages[virtual]]
+        tasks += [*reduces, *_update(held_units, layout, cluster, constants, rank=rank, after=_ends([*own, *reduces]))]
     return tasks
 
 
@@ -179,16 +187,26 @@ def _reduce_s(nbytes: float, layout: Layout, cluster: Cluster, constants: Consta
     return reduce(nbytes, group, cluster, constants)
 
 
-def _update(num_params: float, layout: Layout, cluster: Cluster, constants: Constants, *, rank: int, after: tuple[Hashable, ...]) -> list[Task]:  # fmt: skip
+def _update(units: Sequence[_Unit], layout: Layout, cluster: Cluster, constants: Constants, *, rank: int, after: tuple[Hashable, ...]) -> list[Task]:  # fmt: skip
     """The optimizer, and with ZeRO-1 and 2 the parameters that come back from the others."""
-    is_sharded = layout.sharding != "none" and layout.data > 1
-    states = num_params / (layout.num_shards if is_sharded else 1)
-    made = [Task(("update", rank), (rank, COMPUTE), optimizer_s(states, layout, cluster.gpu, constants), after)]
+    seconds = optimizer_s(sum(one.owned_params for one in units), layout, cluster.gpu, constants)
+    made = [Task(("update", rank), (rank, COMPUTE), seconds, after)]
     if layout.sharding in ("zero1", "zero2") and layout.data > 1:
         group = group_of(cluster, layout.data * layout.context, layout.tensor, num_gpus=layout.num_gpus)
-        seconds = all_gather_s(num_params * layout.gather_bits / 8, group, cluster, constants)
-        made.append(Task(("gather updated", rank), (rank, DATA), seconds, (("update", rank),)))
+        nbytes = sum(one.num_params for one in units) * layout.gather_bits / 8
+        made.append(
+            Task(
+                ("gather updated", rank),
+                (rank, DATA),
+                all_gather_s(nbytes, group, cluster, constants),
+                (("update", rank),),
+            )
+        )
     return made
+
+
+def _is_scaled(task: Task) -> bool:
+    return task.stream[1] in (DATA, REPLICAS) or task.name[0] == "sent"
 
 
 def _ends(tasks: Sequence[Task]) -> tuple[Hashable, ...]:

@@ -49,6 +49,8 @@ class StepTime:
     optimizer_s: float
     straggler_s: float
     overhead_s: float
+    exchange_comm_s: float = 0.0
+    """Tokens on their way to experts and back, keys and values of context parallel ranks."""
     hidden_comm_s: float = 0.0
     """Communication that runs beside compute; not a part of the total."""
     sent_bytes: float = 0.0
@@ -62,7 +64,7 @@ class StepTime:
     @property
     def exposed_comm_s(self) -> float:
         """All communication that the step waits for."""
-        return self.tensor_comm_s + self.pipeline_comm_s + self.data_comm_s
+        return self.tensor_comm_s + self.exchange_comm_s + self.pipeline_comm_s + self.data_comm_s
 
     @property
     def total_s(self) -> float:
@@ -74,7 +76,7 @@ class StepTime:
     def parts(self) -> dict[str, float]:
         """By name, in the order of a step."""
         return {
-            "forward": self.forward_s, "backward": self.backward_s, "recompute": self.recompute_s, "tensor comm": self.tensor_comm_s,
+            "forward": self.forward_s, "backward": self.backward_s, "recompute": self.recompute_s, "tensor comm": self.tensor_comm_s, "exchange comm": self.exchange_comm_s,
             "pipeline bubble": self.bubble_s, "pipeline comm": self.pipeline_comm_s, "data comm": self.data_comm_s,
             "optimizer": self.optimizer_s, "stragglers": self.straggler_s, "overhead": self.overhead_s,
         }  # fmt: skip
@@ -88,6 +90,9 @@ class _Pass:
     backward_s: float = 0.0
     recompute_s: float = 0.0
     tensor_comm_s: float = 0.0
+    """All that waits inside the layers, with the next."""
+    exchange_comm_s: float = 0.0
+    """Of experts and context parallelism."""
     launch_s: float = 0.0
     reduced_params: float = 0.0
     """That gather and reduction move; fewer than are held where experts have fewer replicas than the rest."""
@@ -98,14 +103,14 @@ class _Pass:
         # written out: the planner spends a tenth of its time here
         return _Pass(
             self.forward_s + other.forward_s, self.backward_s + other.backward_s, self.recompute_s + other.recompute_s,
-            self.tensor_comm_s + other.tensor_comm_s, self.launch_s + other.launch_s,
+            self.tensor_comm_s + other.tensor_comm_s, self.exchange_comm_s + other.exchange_comm_s, self.launch_s + other.launch_s,
             self.reduced_params + other.reduced_params, self.owned_params + other.owned_params,
         )  # fmt: skip
 
     def times(self, count: float) -> _Pass:
         return _Pass(
             self.forward_s * count, self.backward_s * count, self.recompute_s * count, self.tensor_comm_s * count,
-            self.launch_s * count, self.reduced_params * count, self.owned_params * count,
+            self.exchange_comm_s * count, self.launch_s * count, self.reduced_params * count, self.owned_params * count,
         )  # fmt: skip
 
     @property
@@ -139,7 +144,7 @@ def step_time(
     compute = (forward + backward + recompute) * passes
     return StepTime(
         forward_s=forward * passes, backward_s=backward * passes, recompute_s=recompute * passes,
-        tensor_comm_s=stage.tensor_comm_s * passes, bubble_s=bubbles * (forward + backward + recompute + stage.tensor_comm_s),
+        tensor_comm_s=(stage.tensor_comm_s - stage.exchange_comm_s) * passes, exchange_comm_s=stage.exchange_comm_s * passes, bubble_s=bubbles * (forward + backward + recompute + stage.tensor_comm_s),
         pipeline_comm_s=wait * passes + sum(hand_overs), data_comm_s=data.exposed_s, hidden_comm_s=data.hidden_s,
         sent_bytes=data.sent_bytes, optimizer_s=update, straggler_s=compute * behind, overhead_s=constants.step_overhead_s,
     )  # fmt: skip
@@ -168,18 +173,15 @@ def _pass_of(block: Block, model: ModelProfile, layout: Layout, cluster: Cluster
         )
     # back as often as forth, and once more where the layer is computed again; ring attention passes on gradients of keys and values too
     again_too = 1 if layout.checkpointing == "full" and is_layer else 0
-    scale_comm = measured.comm_scale
-    comm += scale_comm * expert_exchange_s(block, layout, cluster, constants) * (2 + again_too)
-    comm += (
-        scale_comm
-        * key_value_exchange_s(block, layout, cluster, times.attention_s * scale, constants)
-        * (3 + again_too)
-    )
+    keys_and_values = key_value_exchange_s(block, layout, cluster, times.attention_s * scale, constants)
+    tokens = expert_exchange_s(block, layout, cluster, constants)
+    exchange = measured.comm_scale * (tokens * (2 + again_too) + keys_and_values * (3 + again_too))
     # the forward pass is a third of a block's kernels, and what is repeated is launched again
     launches = times.launch_s * (1 + recompute / times.forward_s / 3 if times.forward_s else 1.0)
     return _Pass(
-        times.forward_s * scale, times.backward_s * scale, recompute * scale, comm, launches * scale, reduced, owned
-    )
+        forward_s=times.forward_s * scale, backward_s=times.backward_s * scale, recompute_s=recompute * scale, tensor_comm_s=comm + exchange,
+        exchange_comm_s=exchange, launch_s=launches * scale, reduced_params=reduced, owned_params=owned,
+    )  # fmt: skip
 
 
 def block_passes(

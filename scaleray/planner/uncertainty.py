@@ -57,7 +57,8 @@ def doubts(layout: Layout, cluster: Cluster) -> tuple[str, ...]:
         f"a pipeline of {layout.pipeline} stages": layout.pipeline > 16,
         f"{layout.data} replicas": layout.data > 512,
         "state in the host's memory": layout.offloads,
-        "8-bit products": layout.precision == "fp8",
+        "8- or 4-bit products": layout.precision in ("fp8", "fp4"),
+        "experts spread over GPUs": layout.expert > 1,
         "context parallel": layout.context > 1,
         f"no published row used {cluster.gpu.name}": cluster.gpu.name not in SEEN_GPUS,
     }

@@ -1,7 +1,7 @@
 """How well the planner predicts what other people measured, row by row, beside the model that knows nothing.
 
-Each row is predicted twice: from data sheets alone, and with the compute calibrated on the smallest point of its own series, which is what a user
-can measure on one GPU or node. The trivial model says that throughput per GPU stays what it is at that smallest point.
+Each row is predicted twice: from data sheets alone, and with compute and communication calibrated on the smallest point of its own series,
+which is what a user can measure on one GPU or node. The trivial model says that throughput per GPU stays what it is at that smallest point.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "tf32": "fp32", "f
 
 
 def is_runnable(layout: Layout) -> bool:
-    """Whether `scaleray train` has a strategy for it: tensor or pipeline parallel, not both, and no context parallel."""
-    return not (layout.tensor > 1 and layout.pipeline > 1) and layout.context == 1
+    """Whether `scaleray train` has a strategy for it: tensor or pipeline parallel, not both, and neither context nor expert parallel."""
+    return not (layout.tensor > 1 and layout.pipeline > 1) and layout.context == 1 and layout.expert == 1
 
 
 def config_keys(layout: Layout, *, tokens_per_sample: int | None = None) -> dict[str, Any]:
@@ -24,8 +24,8 @@ def config_keys(layout: Layout, *, tokens_per_sample: int | None = None) -> dict
         raise ConfigError(
             "layout",
             layout.describe(),
-            "scaleray train runs tensor or pipeline parallel, not both, and no context parallel",
-            "plan with --strategies without tp or without pp",
+            "scaleray train runs tensor or pipeline parallel, not both, and neither context nor expert parallel",
+            "plan with --strategies without tp or without pp, and without ep",
         )
     keys: dict[str, Any] = {
         "scale": {"workers": layout.num_gpus, "gpus_per_worker": 1},

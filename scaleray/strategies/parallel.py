@@ -50,8 +50,8 @@ class Parallel:
     close: Callable[[], None] = lambda: None
     """Take every hook off the user's model, and make sharded parameters whole where they fit. Collective."""
 
-    total_norm: Callable[[Sequence[torch.Tensor]], torch.Tensor] = lambda gradients: torch.nn.utils.get_total_norm(
-        gradients
+    total_norm: Callable[[Sequence[torch.Tensor]], torch.Tensor] = lambda gradients: (
+        torch.linalg.vector_norm(gradients[0]) if len(gradients) == 1 else torch.nn.utils.get_total_norm(gradients)
     )
     """Norm of the whole model's gradient, of which this rank has these. Collective where gradients are sharded."""
     forward_is_collective: bool = False

@@ -25,8 +25,10 @@ from scaleray.training.noise_sources import (
     Source,
     StepGradients,
     Workers,
-    preconditioned,
+    gradients_in,
+    trained,
 )
+from scaleray.training.noise_view import Preconditioned, View
 from scaleray.training.place import Place
 
 FIRST_PRECONDITIONED_STEP = 6
@@ -45,7 +47,8 @@ class NoiseMeter:
         self.way, self.setup, self.settings = way, setup, settings
         reference = config.optimizer.reference_batch_size or config.batch.global_size
         self._kappa = config.batch.global_size / reference
-        self._see = preconditioned(setup.optimizer) if settings.preconditioned else lambda parameter, gradient: gradient
+        self._parameters = trained(setup.parallel)
+        self._view = Preconditioned(self._parameters, setup.optimizer) if settings.preconditioned else View()
         self._source = self._make_source(place)
         self.averages = NoiseAverages(is_biased=way.way == "consecutive steps")
         self._last_added = 0
@@ -61,20 +64,22 @@ class NoiseMeter:
     def _make_source(self, place: Place) -> Source:
         parallel = self.setup.parallel
         if self.way.way == "workers":
-            return Workers(parallel, place, self._see)
+            return Workers(parallel, place, self._view)
         if self.way.way == "first micro-batch":
-            return FirstMicroBatch(parallel, place, self._see)
-        return ConsecutiveSteps(parallel, self._see)
+            return FirstMicroBatch(parallel, place, self._view)
+        return ConsecutiveSteps(parallel, self._view)
 
     def begin(self, step: int, *, is_local: bool) -> None:
         """Step `step`, from 1, begins, or begins anew with smaller micro-batches."""
         every = self.settings.every_steps
+        if self.is_measuring:  # the step before did not come to its end
+            self._source.end()
         is_ready = not self.settings.preconditioned or step >= FIRST_PRECONDITIONED_STEP
         self.step, self.is_local = step, is_local
         self.is_measuring = is_ready and step % every == 0
         self._is_kept = self.way.way == "consecutive steps" and (step + 1) % every == 0
-        self._source.end()
         if self.is_measuring:
+            self._view.begin()
             self._source.begin(is_local=is_local)
 
     def before_pass(self, weight: int, count: torch.Tensor) -> None:
@@ -90,28 +95,26 @@ class NoiseMeter:
     @property
     def wants_norm(self) -> bool:
         """Whether `after_backward` needs the norm of the mean gradient."""
-        return (self.is_measuring or self._is_kept) and not self.settings.preconditioned
+        return self.is_measuring and not self.settings.preconditioned
 
     def after_backward(
         self, norm: float | None, *, correction: float, loss_scale: float, count: float, own_count: float, num_rows: int
     ) -> None:
         """The step's gradients lie in the parameters, unscaled and not clipped. norm: of the mean gradient, at least where
         it was wanted. Collective, unless the step is local."""
-        if not (self.is_measuring or self._is_kept):
-            return
-        parameters = [p for p in self.setup.parallel.module.parameters() if p.grad is not None]
-        if norm is None or self.settings.preconditioned:
-            whole = self.setup.parallel.total_norm([self._see(p, p.grad) for p in parameters if p.grad is not None])
-            norm = float(whole) * correction
-        step = StepGradients(
-            correction=correction, loss_scale=loss_scale, count=count, own_count=own_count, num_rows=num_rows,
-            is_local=self.is_local, square=norm**2,
-        )  # fmt: skip
         if self.is_measuring:
+            if norm is None or self.settings.preconditioned:
+                gradients = self._view.all(gradients_in(self._parameters))
+                norm = float(self.setup.parallel.total_norm(gradients)) * correction
+            step = StepGradients(
+                correction=correction, loss_scale=loss_scale, count=count, own_count=own_count, num_rows=num_rows,
+                is_local=self.is_local, square=norm**2,
+            )  # fmt: skip
             self._pending = self._source.seen(step), step
             self._source.end()
+            self._view.end()
         if self._is_kept and isinstance(self._source, ConsecutiveSteps):
-            self._source.keep(parameters, step)
+            self._source.keep(correction=correction, num_rows=num_rows)
         self.is_measuring = False
 
     def count_samples(self, num_samples: int) -> None:
@@ -177,6 +180,7 @@ class NoiseMeter:
     def close(self) -> None:
         """Take every hook off."""
         self._source.end()
+        self._view.end()
 
 
 class _Sizes:

@@ -13,15 +13,13 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from scaleray.scaling.noise_scale import Parts
 from scaleray.strategies.parallel import Parallel
+from scaleray.training.noise_view import OwnNorm, View, norm
 from scaleray.training.place import Place
 
 NOTHING = Parts(0.0, 0.0, 0.0)
-See = Callable[[nn.Parameter, torch.Tensor], torch.Tensor]
-"""A parameter's gradient as noise is measured on it: itself, or preconditioned."""
 
 
 @dataclass(frozen=True)
@@ -76,17 +74,18 @@ class Source(Protocol):
 class Workers:
     """Every worker's own gradient before it meets the others'."""
 
-    def __init__(self, parallel: Parallel, place: Place, see: See) -> None:
-        self.parallel, self.place, self._see = parallel, place, see
-        self._norms: list[torch.Tensor] = []
-        self._parts: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # (squared norm, count before the next part)
+    def __init__(self, parallel: Parallel, place: Place, view: View) -> None:
+        self.parallel, self.place = parallel, place
+        self._parameters, self._own = trained(parallel), OwnNorm(view)
+        self._parts: list[tuple[list[torch.Tensor], torch.Tensor | None]] = []  # (norms, count before the next part)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def begin(self, *, is_local: bool) -> None:
         self.end()
-        self._norms, self._parts = [], []
+        self._own.forget()
+        self._parts = []
         if self.parallel.show_own_gradients is not None:
-            self.parallel.show_own_gradients(lambda piece, factor: self._norms.append(norm(piece) * factor))
+            self.parallel.show_own_gradients(lambda piece, factor: self._own.add_norm(norm(piece) * factor))
 
     def before_pass(self, weight: int, count: torch.Tensor) -> None:
         self._close_part(count)  # of a strategy that reduces every micro-batch
@@ -94,15 +93,15 @@ class Workers:
     def before_last_backward(self) -> None:
         if self.parallel.show_own_gradients is not None:
             return
-        for parameter in self.parallel.module.parameters():
-            if parameter.requires_grad:
-                # runs before DDP's own hook, which fills the bucket; accumulated gradients are in there too
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._look_at))
+        # they run before DDP's own, which fill the buckets; accumulated gradients are in there too
+        self._hooks = [p.register_post_accumulate_grad_hook(self._own.add) for p in self._parameters]
 
     def seen(self, step: StepGradients) -> Callable[[], Seen]:
         self.end()
         self._close_part(None)
-        squares = torch.stack([square for square, _ in self._parts]).tolist() if self._parts else []
+        # at once, as each alone would wait for a GPU; Python's numbers are float64
+        norms = iter(torch.stack([n for part, _ in self._parts for n in part]).tolist() if self._parts else [])
+        squares = [sum(next(norms) ** 2 for _ in part) for part, _ in self._parts]
         edges = [0.0, *(float(c) for _, c in self._parts if c is not None), step.own_count]
         # what a part adds to the mean gradient, times this, is its own mean gradient times its count
         factor = step.correction * step.count / (self.parallel.gradient_divisor * step.loss_scale)
@@ -118,22 +117,17 @@ class Workers:
         if self.parallel.show_own_gradients is not None:
             self.parallel.show_own_gradients(None)
 
-    def _look_at(self, parameter: nn.Parameter) -> None:
-        assert parameter.grad is not None
-        self._norms.append(norm(self._see(parameter, parameter.grad)))
-
     def _close_part(self, count: torch.Tensor | None) -> None:
-        if self._norms:
-            square = torch.stack(self._norms).double().square().sum()
-            self._parts.append((square, None if count is None else count.clone()))
-            self._norms = []
+        if norms := self._own.take():
+            self._parts.append((norms, None if count is None else count.clone()))
 
 
 class FirstMicroBatch:
     """The gradient of a step's first micro-batch, which lies alone in the parameters before the second one adds to it."""
 
-    def __init__(self, parallel: Parallel, place: Place, see: See) -> None:
-        self.parallel, self.place, self._see = parallel, place, see
+    def __init__(self, parallel: Parallel, place: Place, view: View) -> None:
+        self.parallel, self.place, self._view = parallel, place, view
+        self._parameters = trained(parallel)
         # gradients that are reduced in each pass are of all ranks' first micro-batches
         self._is_reduced = parallel.forward_is_collective
         self.begin(is_local=False)
@@ -146,7 +140,7 @@ class FirstMicroBatch:
     def before_pass(self, weight: int, count: torch.Tensor) -> None:
         # where the norm is collective all ranks look at the same time; alone, a rank looks at its first real rows
         if self._norm is None and (self._passes if self._is_reduced else self._weight):
-            gradients = [self._see(p, p.grad) for p in self.parallel.module.parameters() if p.grad is not None]
+            gradients = self._view.all(gradients_in(self._parameters))
             self._norm, self._count = self.parallel.total_norm(gradients), count.clone()
         self._passes += 1
         self._weight += weight
@@ -171,15 +165,16 @@ class FirstMicroBatch:
 class ConsecutiveSteps:
     """This step's gradient and the last one's, as halves of a batch of two steps. Biased, as parameters move in between."""
 
-    def __init__(self, parallel: Parallel, see: See) -> None:
-        self.parallel, self._see = parallel, see
+    def __init__(self, parallel: Parallel, view: View) -> None:
+        self.parallel, self._view = parallel, view
+        self._parameters = trained(parallel)
         self._before: dict[nn.Parameter, torch.Tensor] = {}
         self._before_rows = 0
 
-    def keep(self, parameters: Sequence[nn.Parameter], step: StepGradients) -> None:
+    def keep(self, *, correction: float, num_rows: int) -> None:
         """Remember this step's mean gradient for the next one."""
-        self._before = {p: p.grad.detach() * step.correction for p in parameters if p.grad is not None}
-        self._before_rows = step.num_rows
+        self._before = {p: gradient * correction for p, gradient in gradients_in(self._parameters).items()}
+        self._before_rows = num_rows
 
     def begin(self, *, is_local: bool) -> None:
         pass
@@ -195,51 +190,32 @@ class ConsecutiveSteps:
         return lambda: seen
 
     def _seen(self, step: StepGradients) -> Seen:
-        parameters = [p for p in self.parallel.module.parameters() if p.grad is not None]
-        if self._before.keys() != set(parameters):  # none yet, or a model that used others
+        gradients = gradients_in(self._parameters)
+        if self._before.keys() != gradients.keys():  # none yet, or a model that used others
             self._before = {}
             return Seen(NOTHING, step.square, step.num_rows)
-        before = [self._see(p, self._before.pop(p)) for p in parameters]
-        first = float(self.parallel.total_norm(before)) ** 2
+        before, self._before = self._before, {}
+        first = float(self.parallel.total_norm(self._view.all(before))) ** 2
         both = self._before_rows + step.num_rows
-        torch._foreach_mul_(before, self._before_rows / both)
-        now = [self._see(p, p.grad) for p in parameters if p.grad is not None]
-        torch._foreach_add_(before, now, alpha=step.correction * step.num_rows / both)
-        whole = float(self.parallel.total_norm(before)) ** 2
+        # added before they are divided, which comes to the same
+        torch._foreach_mul_(list(before.values()), self._before_rows / both)
+        now = [gradients[p] for p in before]
+        torch._foreach_add_(list(before.values()), now, alpha=step.correction * step.num_rows / both)
+        whole = float(self.parallel.total_norm(self._view.all(before))) ** 2
         return Seen(Parts.of(self._before_rows, first) + Parts.of(step.num_rows, step.square), whole, both)
 
     def end(self) -> None:
         pass
 
 
-def norm(gradient: torch.Tensor) -> torch.Tensor:
-    """Euclidean norm on the gradient's device; 16 bits are summed in float32."""
-    if gradient.is_sparse:
-        gradient = gradient.coalesce().values()
-    dtype = torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else None
-    return torch.linalg.vector_norm(gradient.detach(), dtype=dtype)
+def trained(parallel: Parallel) -> list[nn.Parameter]:
+    """This rank's parameters that have gradients. Going through all modules in each step would cost more than some norms."""
+    return [p for p in parallel.module.parameters() if p.requires_grad]
 
 
-def preconditioned(optimizer: torch.optim.Optimizer) -> See:
-    """Gradients divided by Adam's sqrt(v / (1 - beta_2^t)) + epsilon, as they are now; without state yet as they are."""
-    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-
-    def see(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-        state = optimizer.state.get(parameter) or {}
-        if "exp_avg_sq" not in state:
-            return gradient
-        group, moment = groups[parameter], state["exp_avg_sq"]
-        # shards alone, as the step's count is no DTensor; float64, as 1 - 0.999^t has few digits in float32
-        local, second = (t.to_local() if isinstance(t, DTensor) else t for t in (gradient, moment))
-        root = (second / (1 - group["betas"][1] ** state["step"].to(second.device).double())).sqrt_().add_(group["eps"])
-        divided = local / root
-        if not isinstance(gradient, DTensor):
-            return divided
-        return DTensor.from_local(
-            divided, gradient.device_mesh, gradient.placements, run_check=False, shape=gradient.shape, stride=gradient.stride()
-        )  # fmt: skip
-
-    return see
+def gradients_in(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
+    """What lies in the parameters."""
+    return {p: p.grad for p in parameters if p.grad is not None}
 
 
 def _part(square_times_count: float, count: float) -> Parts:

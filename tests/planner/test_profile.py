@@ -1,11 +1,16 @@
 """What models cost, against parameter counts that their makers publish and formulas that papers print."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaleray.errors import ConfigError, UsageError
+from scaleray.planner.catalogue import CATALOGUE
+from scaleray.planner.compute import block_times
 from scaleray.planner.counted import from_workload, read_profile
+from scaleray.planner.layout import Layout
 from scaleray.planner.models import TRANSFORMERS, find_model, usual_shape
 from scaleray.planner.profile import TransformerShape, resnet, transformer
 from scaleray.workload_profile import PartProfile, Product, WorkloadProfile
@@ -38,6 +43,21 @@ def test_resnets_have_torchvisions_parameters_and_multiply_adds(depth, params, m
     found = resnet(depth)
     assert found.num_params == params
     assert found.forward_flops / 2 == pytest.approx(macs, rel=0.01)
+
+
+def test_small_filters_are_told_from_others_and_only_32_bit_gains_by_them():
+    # a bottleneck of width w does 9 w^2 of its 17 w^2 in 3x3 filters, of which the first of a stage strides
+    fifty, cifar = resnet(50), resnet(18, image=32, num_classes=10, is_small_stem=True)
+    share = sum(b.winograd_flops * b.count for b in fifty.blocks) / fifty.forward_flops
+    assert 0.35 < share < 9 / 17
+    assert sum(b.winograd_flops * b.count for b in cifar.blocks) / cifar.forward_flops > 0.85
+    v100 = CATALOGUE.find_gpu("v100")
+    for block in fifty.blocks:
+        assert 0 <= block.winograd_flops <= block.conv_flops
+        without = replace(block, winograd_flops=0.0)
+        for precision in ("fp16", "fp32"):
+            times = [block_times(one, Layout(precision=precision), v100).forward_s for one in (block, without)]
+            assert times[0] < times[1] if precision == "fp32" and block.winograd_flops else times[0] == times[1]
 
 
 def test_the_cifar_variant_has_the_parameters_that_pollux_gives():

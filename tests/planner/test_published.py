@@ -5,11 +5,12 @@ The rows are short copies of published ones, each with its source; the folder of
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
 from scaleray.errors import DataError
-from scaleray.planner.fit import FIRST_GUESSES, fit, leave_one_source_out, spreads
+from scaleray.planner.fit import FIRST_GUESSES, Losses, fit, leave_one_source_out, spreads
 from scaleray.planner.pollux import fit_pollux
 from scaleray.planner.published import observations, read_folder
 from scaleray.planner.validate import judge, quantile, score, scores
@@ -96,7 +97,7 @@ def test_every_row_is_asked_or_skipped_with_a_reason(folder, asked):
         ("b-2", "Abacus"),
         ("b-3", "its own rate"),
         ("b-4", "read in a source"),
-        ("b-5", "KeyError"),
+        ("b-5", "no such model"),
     ):
         assert words in reasons[row]
 
@@ -173,6 +174,16 @@ def test_leaving_sources_out_judges_every_row_once(asked):
     judged = leave_one_source_out(few, rounds=1)
     assert sorted(one.seen.row for one in judged) == ["k-0", "t-0"]
     assert set(spreads(judged)) == {"unmeasured"}
+
+
+def test_a_source_that_is_left_out_has_no_say_and_what_is_remembered_is_what_would_be_found(asked):
+    losses = Losses(asked[0])
+    slower = replace(FIRST_GUESSES, matmul_practice=0.7)
+    for source in {one.source for one in asked[0]}:
+        others = [one for one in asked[0] if one.source != source]
+        for constants in (FIRST_GUESSES, slower, FIRST_GUESSES):
+            assert losses(constants, without=source) == Losses(others)(constants)
+    assert losses(slower) != losses(FIRST_GUESSES)
 
 
 @pytest.mark.parametrize("text", ["[", "{}", "[]", '{"records": [], "tables": [{"columns": ["a"]}]}'])

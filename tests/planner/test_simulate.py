@@ -86,19 +86,22 @@ def test_unequal_stages_lie_between_the_busiest_and_all_being_the_slowest(
 ):
     costs = [StageCost(forward_s, backward_s, backward_s / 2) for forward_s, backward_s in times]
     ranks = len(costs)
-    found = pipeline_s(costs, schedule, ranks, micro, send_s=send_s, sends_block=blocks)
+    found = pipeline_s(costs, schedule, ranks, micro, send_s=[send_s] * ranks, sends_block=blocks)
     first_through = sum(one.forward_s + one.backward_s / 2 for one in costs) + 2 * (ranks - 1) * send_s
     assert found >= max(micro * (one.forward_s + one.backward_s) for one in costs) - 1e-9
     assert found >= first_through - 1e-9
     slowest = StageCost(
         max(one.forward_s for one in costs), max(one.backward_s for one in costs), max(one.weights_s for one in costs)
     )
-    assert found <= pipeline_s([slowest] * ranks, schedule, ranks, micro, send_s=send_s, sends_block=blocks) + 1e-9
+    assert (
+        found
+        <= pipeline_s([slowest] * ranks, schedule, ranks, micro, send_s=[send_s] * ranks, sends_block=blocks) + 1e-9
+    )
     which %= ranks
     slower = [
         replace(one, forward_s=one.forward_s * factor) if index == which else one for index, one in enumerate(costs)
     ]
-    assert pipeline_s(slower, schedule, ranks, micro, send_s=send_s, sends_block=blocks) >= found - 1e-9
+    assert pipeline_s(slower, schedule, ranks, micro, send_s=[send_s] * ranks, sends_block=blocks) >= found - 1e-9
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])

@@ -119,15 +119,22 @@ def test_a_tuple_of_columns_and_too_few_rows_are_enough():
     assert found.forward_flops == profile(Classify()).forward_flops
 
 
-def test_convolutions_are_counted():
+@pytest.mark.parametrize(
+    ("kernel", "stride", "side", "is_small"), [(3, 1, 5, True), (3, 2, 3, False), (1, 1, 5, False)]
+)
+def test_convolutions_are_counted_and_small_filters_told_apart(kernel, stride, side, is_small):
     class Images(Classify):
         def build_model(self):
-            return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 25, 3))
+            conv = nn.Conv2d(1, 4, kernel, padding=kernel // 2, stride=stride)
+            return nn.Sequential(conv, nn.ReLU(), nn.Flatten(), nn.Linear(4 * side**2, 3))
 
         def datasets(self):
             return {"train": {"x": np.zeros((4, 1, 5, 5), np.float32), "y": np.zeros(4, np.int64)}}
 
-    assert profile(Images()).forward_flops == 2 * 25 * 4 * 9 + 2 * 100 * 3
+    found, conv = profile(Images()), 2 * side**2 * 4 * kernel**2
+    assert found.forward_flops == conv + 2 * 4 * side**2 * 3
+    assert sum(part.convolution_flops for part in found.parts) == conv
+    assert sum(part.winograd_flops for part in found.parts) == (conv if is_small else 0)
 
 
 def test_a_profile_is_the_same_after_writing_and_reading():

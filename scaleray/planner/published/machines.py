@@ -33,8 +33,13 @@ def cluster_of(hardware: dict[str, Any], *, num_gpus: int | None = None) -> Clus
     )
     if not gpus:
         raise ConfigError("hardware.gpus", None, "a row must say how many GPUs it used")
-    # chips of a TPU slice are all joined by the same links
-    usual = gpus if gpu.name.startswith("tpu") else gpu.gpus_per_node
+    usual = gpu.gpus_per_node
+    if gpu.name.startswith("tpu"):
+        # chips of a TPU slice are all joined by the same links, whatever hosts they sit on
+        size = gpus // (whole(hardware, "slices", "num_slices") or 1) or 1
+        size = min(size, gpu.gpus_per_node)
+    if gpu.name == "mi250x" and size == 8:
+        gpu = CATALOGUE.find_gpu("mi250x-gcd")  # a node has four packages: eight are dies
     per_node = min(gpus, size or usual)
     if size is None and gpus % per_node:
         # part of each rack, the same of all: 64 of 72 GPUs that NVLink joins

@@ -46,9 +46,9 @@ def layout_of(parallelism: dict[str, Any], model: ModelProfile, cluster: Cluster
     precision = precision_of(parallelism.get("precision"), cluster.gpu)
     gradient_bytes, gather_bits = _widths(said, precision, sharding, parallelism)
     if sharding == "zero3" and pipeline > 1:
-        # gathered once a step, not for each micro-batch: torchtitan keeps parameters whole under a pipeline, so does Llama 3
-        # (arXiv:2407.21783, section 3.3.2); gradients stay sharded
-        sharding, shard = "zero2", 1
+        # gathered and reduced once a step, not for each micro-batch: torchtitan keeps parameters whole under a pipeline, so does
+        # Llama 3 (arXiv:2407.21783, section 3.3.2), and gradients wait whole for the last micro-batch
+        sharding, shard = "zero1", 1
     if (
         sharding == "none"
         and data > 1
@@ -92,11 +92,10 @@ def _batch_of(parallelism: dict[str, Any], model: ModelProfile, data: int, pipel
     micro_batch = max(1, tokens // model.tokens_per_sample) if tokens else whole(parallelism, "micro_batch", "mbs") or 0
     global_batch = whole(parallelism, "global_batch_seqs", "global_batch", "gbs")
     accumulation = whole(parallelism, "grad_accum") or 0
-    local_batch = whole(parallelism, "local_batch")
-    if local_batch and not micro_batch and pipeline > 1:
-        micro_batch = max(1, local_batch // pipeline)  # torchtitan's default: as many micro-batches as stages
-    if local_batch and not micro_batch and not global_batch:
-        global_batch = local_batch * data
+    # a rank's whole batch, which a pipeline cuts below
+    local_batch = whole(parallelism, "local_batch", "local_batch_size")
+    if local_batch and not micro_batch and not accumulation:
+        micro_batch = local_batch
     if not micro_batch and global_batch:
         per_replica = max(1, global_batch // data)
         # not said: one sequence where many stages or shards wait, else all at once
@@ -107,7 +106,6 @@ def _batch_of(parallelism: dict[str, Any], model: ModelProfile, data: int, pipel
     if global_batch and not accumulation:
         accumulation = max(1, round(global_batch / (data * micro_batch)))
     if pipeline > 1 and accumulation <= 1 and micro_batch > 1:
-        # what is given is a rank's whole batch, which the pipeline cuts: into as many as it has stages, torchtitan's default
         accumulation = next(pieces for pieces in range(min(pipeline, micro_batch), 0, -1) if micro_batch % pieces == 0)
         micro_batch //= accumulation
     return micro_batch, max(1, accumulation)
@@ -116,7 +114,7 @@ def _batch_of(parallelism: dict[str, Any], model: ModelProfile, data: int, pipel
 def _expert_degree(parallelism: dict[str, Any], model: ModelProfile, ranks: int) -> int:
     """As given; 1 for a model without experts. Raises ConfigError where it does not divide experts or ranks."""
     degree = whole(parallelism, "ep", "expert_parallel", "expert") or 1
-    experts = next((block.num_experts for block in model.blocks if block.num_experts), 0)
+    experts = model.num_experts
     if degree == 1 or not experts:
         return 1
     if experts % degree or ranks % degree:
@@ -237,10 +235,13 @@ def _sharding(said: str, data: int, cluster: Cluster, parallelism: dict[str, Any
     if "hsdp" in said or "hybrid_shard" in said:
         inside = min(data, cluster.gpus_per_node)
         return "zero3", inside if data % inside == 0 else data
-    if any(word in said for word in ("zero-2", "zero 2", "zero2", "shard_grad_op")):
+    if any(word in said for word in ("zero-2", "zero 2", "zero2")):
         return "zero2", 1
+    # of SHARD_GRAD_OP, which gathers once and not twice, FSDP's units are kept and not that
     if any(word in said for word in ("fsdp", "zero-3", "zero 3", "zero3", "zero++", "full_shard", "fully sharded")):
-        return "zero3", data
+        # slices of TPUs are replicas of each other: parameters are not gathered over the data centre's network
+        is_sliced = cluster.gpu.name.startswith("tpu") and cluster.num_nodes > 1 and data % cluster.gpus_per_node == 0
+        return "zero3", cluster.gpus_per_node if is_sliced else data
     return (
         ("zero1", 1)
         if any(word in said for word in ("zero-1", "zero 1", "zero1", "distributed optimizer"))

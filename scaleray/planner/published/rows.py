@@ -153,7 +153,7 @@ def _point(row: dict[str, Any]) -> Observation:
         str(parallelism.get("compiler", "")) + str(parallelism.get("compile", "")), str(shape.get("hidden")) + "x" + str(shape.get("heads")),
     )  # fmt: skip
     return Observation(
-        source=row["file"], family=str(row["family"]), row=str(row.get("id", "")), series=series, model=model, layout=layout, cluster=cluster,
+        source=row["file"], family=str(row["family"]), row=str(row.get("id", "")), series=tuple(str(one) for one in series), model=model, layout=layout, cluster=cluster,
         fused_attention=fused_attention(row, cluster.gpu), step_time_s=step, memory_bytes=memory, memory_kind=kind,
         out_of_memory=failed, is_digitised=bool(row.get("digitised")),
     )  # fmt: skip
@@ -173,7 +173,7 @@ def _trace_point(row: dict[str, Any]) -> Observation:
                     is_mixed=precision in ("fp16", "bf16"), optimizer_bytes=8 if optimizer == "AdamW" else 4)  # fmt: skip
     series = (row["file"], row["model"]["name"], cluster.gpu.name, precision)
     return Observation(
-        source=row["file"], family=row["family"], row=str(row.get("id", "")), series=series, model=model, layout=layout, cluster=cluster,
+        source=row["file"], family=row["family"], row=str(row.get("id", "")), series=tuple(str(one) for one in series), model=model, layout=layout, cluster=cluster,
         fused_attention=False, step_time_s=float(measured["step_time_s"]), is_trace=True,
     )  # fmt: skip
 

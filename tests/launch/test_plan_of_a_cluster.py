@@ -1,0 +1,33 @@
+"""`scaleray plan --here --address` on a real Ray cluster."""
+
+import json
+
+import pytest
+
+from scaleray.cli.main import run_command
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+
+
+def test_the_nodes_of_a_running_cluster_are_planned_on(ray_session, capsys):
+    words = [
+        "plan",
+        "--model",
+        "resnet-18",
+        "--here",
+        "--address",
+        ray_session.address,
+        "--global-batch",
+        "64",
+        "--precision",
+        "fp32",
+        "--json",
+    ]
+    import ray
+
+    cores = sum(int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"])
+    code = run_command(words)
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    record = json.loads(captured.out)
+    assert record["gpu"] == "cpu" and record["num_gpus"] == cores
