@@ -142,7 +142,7 @@ def _logit_bytes(name: str, row: dict[str, Any], *, is_gated: bool) -> int:
     return 14 if is_gated and "nanotron" not in text(part(row, "parallelism"), "strategy") else 6
 
 
-def _experts_of(model: dict[str, Any], known: TransformerShape | None) -> dict[str, int]:
+def _experts_of(model: dict[str, Any], known: TransformerShape | None) -> dict[str, Any]:
     experts = whole(model, *EXPERT_FIELDS)
     if experts is None:
         if not (is_mixture(model) and known is not None and known.experts):
