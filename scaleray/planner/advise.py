@@ -217,6 +217,8 @@ def layouts(question: Question) -> Iterator[Layout]:
                                 yield replace(
                                     base, data=data, shard=shard, tensor=tensor, pipeline=pipeline, micro_batch=micro_batch, accumulation=passes,
                                     sharding=sharding, checkpointing=checkpointing, schedule=schedule, chunks=chunks, expert=expert,
+                                    # the tensor strategy reduces once a step; plain FSDP is told to reduce each micro-batch's gradients
+                                    accumulates_whole=sharding == "zero3" and tensor > 1,
                                 )  # fmt: skip
 
 

@@ -2,13 +2,16 @@
 
 Model states as in ZeRO (arXiv:1910.02054), activations as in Korthikanti et al. 2022 (arXiv:2205.05198), the unsharded unit of FSDP as in
 Zhao et al. 2023 (arXiv:2304.11277). `allocated` is what torch.cuda.max_memory_allocated would say, `reserved` adds what the caching
-allocator loses to fragmentation, `device` adds the context and the communication library, as nvidia-smi counts.
+allocator loses to fragmentation, `device` adds the context and the communication library, as nvidia-smi counts. A step has several moments that
+can be its fullest, and what is there at one of them is not all there at another: logits at the loss, a recomputed layer in the backward pass,
+widened gradients in the optimizer's step.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -38,7 +41,7 @@ ALTERNATE_SHARE = 1 / 3
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes on the fullest GPU."""
+    """Bytes on the fullest GPU, at its fullest moment: a part that is not there then is 0."""
 
     parameters: float
     gradients: float
@@ -138,14 +141,16 @@ def _cuts(model: ModelProfile, pipeline: int, is_even: bool, is_filled: bool) ->
 
 
 def _moments(stage: list[Block], index: int, model: ModelProfile, layout: Layout) -> Iterator[MemoryEstimate]:
-    """What the stage holds when the loss is taken, when the last layer's gradients are, and when the optimizer steps."""
+    """What the stage holds at each of the moments of a step that can be its fullest."""
     states = _states(stage, layout)
     layers = [block for block in stage if block is not model.blocks[-1] or model.kind == "cnn"]
     head = [block for block in stage if block is model.blocks[-1] and model.kind != "cnn"]
     in_flight = micro_batches_in_flight(layout)
     if layout.schedule == "1f1b":
         in_flight = min(layout.accumulation, max(1, layout.pipeline - index))
-    kept = in_flight * sum(activation_bytes(block, layout) for block in layers)
+    kinds = Counter(map(id, layers))  # equal layers are one object
+    distinct = list({id(block): block for block in layers}.values())
+    kept = in_flight * sum(kinds[id(block)] * activation_bytes(block, layout) for block in distinct)
     if layout.pipeline > 1 and layers and not head:
         # what was sent on is kept too: the backward pass begins at it
         kept += in_flight * _sent_bytes(layers[-1], layout)
@@ -153,8 +158,7 @@ def _moments(stage: list[Block], index: int, model: ModelProfile, layout: Layout
     waits = layout.accumulation > 1 or layout.pipeline > 1 or (layout.data > 1 and layout.sharding != "zero3")
     before = states.gradients if waits else 0.0
     logits = sum(activation_bytes(block, layout) for block in head)
-    widest = max(layers, key=lambda block: _again_bytes(block, layout), default=None)
-    again = _again_bytes(widest, layout) if widest is not None else 0.0
+    again = max((_again_bytes(block, layout) for block in distinct), default=0.0)
     unsharded, reduced = _unsharded(stage, model, layout)
     groups = sum(degree > 1 for degree in (layout.data, layout.tensor, layout.context))
     groups += PIPELINE_GROUPS if layout.pipeline > 1 else 0

@@ -90,11 +90,12 @@ def _layouts(advice: Advice, shown: Sequence[Choice], *, is_trusted: bool) -> Ta
     rows = [
         (
             str(number), one.layout.describe(), with_interval(one.step_time_s, seconds) + ("" if one.is_trusted else " ?"), count(one.samples_per_s),
-            f"{one.mfu:.1%}", memory(one.memory.device_bytes), f"{one.step.exposed_comm_s / one.step.total_s:.0%}",
+            f"{one.mfu:.1%}", memory(one.memory.device_bytes) + ("" if one.fits == "fits" else " !"), f"{one.step.exposed_comm_s / one.step.total_s:.0%}",
         )
         for number, one in enumerate(shown, 1)
     ]  # fmt: skip
     note = f"{len(advice.choices)} of {advice.num_layouts} layouts fit. In brackets the interval that holds 90% of published rows like these."
+    note += "" if all(one.fits == "fits" for one in shown) else " ! marks a layout whose memory may not fit."
     note += "" if is_trusted else " ? marks what should not be trusted without a measurement."
     columns = ("rank", "layout", "step time", "samples/s", "MFU", "memory", "waits for comm")
     return Table("The best layouts", columns, tuple(rows), (note,))

@@ -205,3 +205,14 @@ def test_a_row_without_a_cell_for_each_column_is_skipped_alone(tmp_path):
 def test_an_empty_folder_is_one_message(tmp_path):
     with pytest.raises(DataError, match="JSON files"):
         read_folder(tmp_path)
+
+
+def test_memory_without_a_batch_is_not_judged_and_listed(tmp_path):
+    row = {
+        "id": "m-0", "family": "ddp_transformer", "verified": True, "model": {"name": "about 1B"}, "hardware": {"gpu": "H100", "gpus": 8},
+        "parallelism": {"strategy": "pure data parallel", "dp": 8}, "measured": {"tokens_per_s_per_gpu": 4e4, "memory_gb": 36.7},
+    }  # fmt: skip
+    (tmp_path / "one.json").write_text(json.dumps({"records": [row]}))
+    seen, skipped = observations(read_folder(tmp_path))
+    assert [one.memory_bytes for one in seen] == [None] and seen[0].step_time_s
+    assert ["memory is not judged" in one.reason for one in skipped] == [True]
