@@ -20,7 +20,7 @@ from scaleray.scaling.grid_comparison import compare_with_grid
 from scaleray.scaling.guidance import Cell, Guide, Outlook, Result
 from scaleray.scaling.search_space import BATCH_SIZE, LEARNING_RATE, OPTIMIZER, RULE, SEED, Settings
 from scaleray.scaling.sweep_question import SweepQuestion
-from scaleray.study_records import GoodputPoint, SweepRecord, Trial
+from scaleray.study_records import Estimate, GoodputPoint, SweepRecord, Trial
 
 THEORY = {
     "sgd": ("linear", "legw", "sqrt", "none"),
@@ -205,12 +205,13 @@ def _words(guide: Guide, outlook: Outlook, record: SweepRecord) -> list[str]:
 
 
 def _noise_in_words(noises: list[Result]) -> str:
-    shown = [
-        f"{_scale(result.noise.value)} ({_scale(result.noise.low)} to {_scale(result.noise.high)}) at batch {result.cell.batch_size}"
-        for result in sorted(noises, key=lambda r: r.cell.batch_size)
-        if result.noise is not None
-    ]
-    return f"Gradient noise scale over a training, in samples: {'; '.join(dict.fromkeys(shown))}."
+    known: dict[int, Estimate] = {}  # at each batch size the surest
+    for result in sorted(noises, key=lambda r: r.cell.batch_size):
+        size, noise = result.cell.batch_size, result.noise
+        if noise is not None and (size not in known or noise.high - noise.low < known[size].high - known[size].low):
+            known[size] = noise
+    shown = [f"{_scale(n.value)} ({_scale(n.low)} to {_scale(n.high)}) at batch {size}" for size, n in known.items()]
+    return f"Gradient noise scale over a training, in samples: {'; '.join(shown)}."
 
 
 def _gain_in_words(guide: Guide, chosen: Result, noises: list[Result], *, optimizer: str) -> list[str]:
