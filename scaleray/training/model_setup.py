@@ -38,6 +38,9 @@ class Setup:
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LambdaLR
     precision: precision.Precision
+    parameters: list[nn.Parameter]
+    """Of this rank, those that are trained; their gradients lie in them after a backward pass. Listed before the first
+    pass: FSDP hides them while a unit is whole, as the last one is after an evaluation."""
     num_parameters: int
     initial_hash: str
     pruning: pruning.Pruning | None = None
@@ -140,6 +143,7 @@ def _prepare(
         optimizer=optimizer,
         schedule=schedule,
         precision=arithmetic,
+        parameters=[p for p in parallel.module.parameters() if p.requires_grad],
         num_parameters=num_parameters,
         initial_hash=initial_hash,
         pruning=masks,

@@ -26,7 +26,6 @@ from scaleray.training.noise_sources import (
     StepGradients,
     Workers,
     gradients_in,
-    trained,
 )
 from scaleray.training.noise_view import Preconditioned, View
 from scaleray.training.place import Place
@@ -47,8 +46,7 @@ class NoiseMeter:
         self.way, self.setup, self.settings = way, setup, settings
         reference = config.optimizer.reference_batch_size or config.batch.global_size
         self._kappa = config.batch.global_size / reference
-        self._parameters = trained(setup.parallel)
-        self._view = Preconditioned(self._parameters, setup.optimizer) if settings.preconditioned else View()
+        self._view = Preconditioned(setup.parameters, setup.optimizer) if settings.preconditioned else View()
         self._source = self._make_source(place)
         # waiting for the ranks costs more than summing a number: the norm comes with the parts
         self._shares_squares = way.way == "workers" and setup.parallel.share_of_square is not None
@@ -64,12 +62,12 @@ class NoiseMeter:
         self._pending: tuple[Callable[[], Seen], StepGradients] | None = None
 
     def _make_source(self, place: Place) -> Source:
-        parallel = self.setup.parallel
+        parallel, parameters = self.setup.parallel, self.setup.parameters
         if self.way.way == "workers":
-            return Workers(parallel, place, self._view)
+            return Workers(parallel, parameters, place, self._view)
         if self.way.way == "first micro-batch":
-            return FirstMicroBatch(parallel, place, self._view)
-        return ConsecutiveSteps(parallel, self._view)
+            return FirstMicroBatch(parallel, parameters, place, self._view)
+        return ConsecutiveSteps(parallel, parameters, self._view)
 
     def begin(self, step: int, *, is_local: bool) -> None:
         """Step `step`, from 1, begins, or begins anew with smaller micro-batches."""
@@ -121,7 +119,7 @@ class NoiseMeter:
 
     def _norm(self, correction: float) -> tuple[float, float]:
         """The norm of the mean gradient as it is measured; or 0, and this rank's share of its square."""
-        gradients, parallel = self._view.all(gradients_in(self._parameters)), self.setup.parallel
+        gradients, parallel = self._view.all(gradients_in(self.setup.parameters)), self.setup.parallel
         if self._shares_squares and parallel.share_of_square is not None:
             return 0.0, parallel.share_of_square(gradients) * correction**2
         return float(parallel.total_norm(gradients)) * correction, 0.0

@@ -76,9 +76,9 @@ class Source(Protocol):
 class Workers:
     """Every worker's own gradient before it meets the others'."""
 
-    def __init__(self, parallel: Parallel, place: Place, view: View) -> None:
+    def __init__(self, parallel: Parallel, parameters: Sequence[nn.Parameter], place: Place, view: View) -> None:
         self.parallel, self.place = parallel, place
-        self._parameters, self._own = trained(parallel), OwnNorm(view)
+        self._parameters, self._own = parameters, OwnNorm(view)
         self._parts: list[tuple[list[torch.Tensor], torch.Tensor | None]] = []  # (norms, count before the next part)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -127,9 +127,9 @@ class Workers:
 class FirstMicroBatch:
     """The gradient of a step's first micro-batch, which lies alone in the parameters before the second one adds to it."""
 
-    def __init__(self, parallel: Parallel, place: Place, view: View) -> None:
+    def __init__(self, parallel: Parallel, parameters: Sequence[nn.Parameter], place: Place, view: View) -> None:
         self.parallel, self.place, self._view = parallel, place, view
-        self._parameters = trained(parallel)
+        self._parameters = parameters
         # gradients that are reduced in each pass are of all ranks' first micro-batches
         self._is_reduced = parallel.forward_is_collective
         self.begin(is_local=False)
@@ -167,9 +167,9 @@ class FirstMicroBatch:
 class ConsecutiveSteps:
     """This step's gradient and the last one's, as halves of a batch of two steps. Biased, as parameters move in between."""
 
-    def __init__(self, parallel: Parallel, view: View) -> None:
+    def __init__(self, parallel: Parallel, parameters: Sequence[nn.Parameter], view: View) -> None:
         self.parallel, self._view = parallel, view
-        self._parameters = trained(parallel)
+        self._parameters = parameters
         self._before: dict[nn.Parameter, torch.Tensor] = {}
         self._before_rows = 0
 
@@ -208,11 +208,6 @@ class ConsecutiveSteps:
 
     def end(self) -> None:
         pass
-
-
-def trained(parallel: Parallel) -> list[nn.Parameter]:
-    """This rank's parameters that have gradients. Going through all modules in each step would cost more than some norms."""
-    return [p for p in parallel.module.parameters() if p.requires_grad]
 
 
 def gradients_in(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:

@@ -82,7 +82,6 @@ class TrainStep:
         self.back_off = BackOff(config, setup, place)
         self.gives_tuples, self.probe = gives_tuples, probe
         self.signals, self.before_update, self.enter = signals, before_update, enter
-        self.parameters = [p for p in setup.parallel.module.parameters() if p.requires_grad]
         self.num_updates = 0  # steps taken; the loop says how many came before
         self.count_per_row = 1.0  # learned from each step; only a guess that saves a pass over the gradients
         self.nonfinite_steps = self.nonfinite_in_a_row = 0  # since the last meeting, and up to now
@@ -228,7 +227,7 @@ class TrainStep:
             setup.pruning.mask_gradients()  # before anybody looks at them
         if self.probe is not None:
             self.probe.on_gradients(correction)
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        gradients = [p.grad for p in setup.parameters if p.grad is not None]
         grad_norm = norm = None
         factor = correction
         loss_scale = scaler.get_scale()

@@ -21,11 +21,24 @@ FLAGS = {**MEASURED, "batch.global_size": 12, "stop.after": "6 steps"}
 ADAM = {"optimizer.name": "adamw", "optimizer.learning_rate": 0.01}
 
 
+def look_without_gradients(stepper):
+    rows = stepper.sources[TRAIN].read(stepper.plan.rank_indices(0, stepper.place.rank, stepper.place.world_size, None))
+    batch = {name: torch.from_numpy(values) for name, values in rows.items()}
+    with torch.no_grad():
+        stepper.job.workload.loss(
+            stepper.parallel.model, {n: v.double() if v.is_floating_point() else v for n, v in batch.items()}
+        )
+
+
 def measured_and_expected(place, workload, flags, at_step, whose):
     """(averages after one measurement in step `at_step`, the same from plain torch, the way). whose: parts of the batch."""
     stepper = Stepper(place, workload, {**FLAGS, **flags})
     job, setup = stepper.job, stepper.setup
     place = dataclasses.replace(place, model_parallel_size=job.config.model_parallel_size)
+    if setup.parallel.forward_is_collective:
+        look_without_gradients(
+            stepper
+        )  # an evaluation leaves FSDP's root whole, which a meter that is made then must not mind
     meter = stepper.step.noise = NoiseMeter(job.config, setup, place, find_way(job.config, job.recipe, place))
     for number in range(1, at_step):
         stepper(number)
