@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scaleray.planner.profile import TransformerShape
+from scaleray.planner.transformers import TransformerShape
 
 
 def _llama(layers: int, hidden: int, heads: int, ffn: int, vocab: int, kv_heads: int | None = None, *, tied: bool = False, sequence: int = 4096, head_dim: int | None = None) -> TransformerShape:  # fmt: skip

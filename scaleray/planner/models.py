@@ -10,8 +10,10 @@ import re
 from dataclasses import replace
 
 from scaleray.errors import UsageError
+from scaleray.planner.convolutions import convolutional, resnet
 from scaleray.planner.model_shapes import ALIASES, CONVOLUTIONAL, SIZES, TRANSFORMERS
-from scaleray.planner.profile import ModelProfile, TransformerShape, convolutional, of_size, resnet, transformer
+from scaleray.planner.profile import ModelProfile, of_size
+from scaleray.planner.transformers import TransformerShape, transformer
 
 
 def find_model(name: str, *, sequence: int | None = None, image: int = 224) -> ModelProfile:

@@ -13,8 +13,8 @@ from scaleray.planner.experts import all_to_all_s, expert_replicas, held_params,
 from scaleray.planner.layout import Layout, group_of
 from scaleray.planner.memory import memory
 from scaleray.planner.models import find_model, find_shape, usual_mixture
-from scaleray.planner.profile import TransformerShape, transformer
 from scaleray.planner.step_time import step_time
+from scaleray.planner.transformers import TransformerShape, transformer
 from scaleray.planner.write import config_keys
 
 # total and active parameters in 10^9, from the models' cards and papers; active ones of gpt-oss are given without embeddings

@@ -11,7 +11,7 @@ from scaleray.planner.fits import HEADROOM, memory_interval, verdict
 from scaleray.planner.layout import Layout
 from scaleray.planner.memory import GIB, memory
 from scaleray.planner.models import find_model
-from scaleray.planner.profile import TransformerShape, transformer
+from scaleray.planner.transformers import TransformerShape, transformer
 
 A100 = CATALOGUE.find_gpu("a100-80")
 ORDER = ("fits", "may not fit", "does not fit")

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from scaleray.planner.convolutions import resnet
 from scaleray.planner.layout import Layout
 from scaleray.planner.memory import activation_bytes
-from scaleray.planner.profile import TransformerShape, resnet, transformer
+from scaleray.planner.transformers import TransformerShape, transformer
 
 MICRO_BATCH = 2
 PLAIN = TransformerShape(layers=2, hidden=128, heads=4, vocab=64, sequence=64)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from scaleray.planner.layout import Layout
 from scaleray.planner.memory import GIB, activation_bytes, memory, micro_batches_in_flight
 from scaleray.planner.models import find_model
-from scaleray.planner.profile import TransformerShape, transformer
 from scaleray.planner.stages import filled_cuts
+from scaleray.planner.transformers import TransformerShape, transformer
 
 
 def gpt(layers, hidden, heads):

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from scaleray.errors import ConfigError, UsageError
 from scaleray.planner.catalogue import CATALOGUE
 from scaleray.planner.compute import block_times
+from scaleray.planner.convolutions import resnet
 from scaleray.planner.counted import from_workload, read_profile
 from scaleray.planner.layout import Layout
 from scaleray.planner.models import TRANSFORMERS, find_model, usual_shape
-from scaleray.planner.profile import TransformerShape, resnet, transformer
+from scaleray.planner.transformers import TransformerShape, transformer
 from scaleray.workload_profile import PartProfile, Product, WorkloadProfile
 
 # from the model cards on the Hugging Face hub

@@ -16,12 +16,14 @@ from scaleray.planner.calibration import calibrate
 from scaleray.planner.cluster_text import parse_cluster
 from scaleray.planner.compute import alignment, product_rate
 from scaleray.planner.constants import DEFAULT
+from scaleray.planner.convolutions import resnet
 from scaleray.planner.hardware import find_gpu
 from scaleray.planner.layout import Layout
 from scaleray.planner.models import find_model
-from scaleray.planner.profile import TransformerShape, of_size, resnet, transformer
+from scaleray.planner.profile import of_size
 from scaleray.planner.stages import balanced_cuts, even_cuts
 from scaleray.planner.step_time import step_time
+from scaleray.planner.transformers import TransformerShape, transformer
 from scaleray.planner.uncertainty import SPREADS
 
 A100 = parse_cluster("a100-80:8x16")

@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from scaleray.errors import ConfigError, UsageError
+from scaleray.planner.convolutions import resnet
 from scaleray.planner.hardware import Gpu
 from scaleray.planner.models import find_model, find_shape, usual_mixture, usual_shape
-from scaleray.planner.profile import ModelProfile, TransformerShape, of_size, resnet, transformer
+from scaleray.planner.profile import ModelProfile, of_size
 from scaleray.planner.published.fields import number, part, text, whole
+from scaleray.planner.transformers import TransformerShape, transformer
 
 GATED = ("llama", "mistral", "qwen", "mixtral", "gemma", "olmo", "deepseek", "nanotron", "smollm", "kimi", "gpt-oss", "glm", "grok", "dbrx", "intellect")  # fmt: skip
 
