@@ -125,16 +125,15 @@ def step_time(
     """One optimizer step of `layout`. `measured` scales the compute to what was seen on a GPU."""
     measured = measured or Measured()
     hand_overs = [measured.comm_scale * one for one in hand_overs_s(model, layout, cluster, constants)]
-    stage, wait = _slowest_stage(model, layout, cluster, measured, fused_attention, hand_overs, constants)
+    stages = _stages(model, layout, cluster, measured, fused_attention, constants)
+    stage, wait = _slowest(stages, hand_overs)
     passes = layout.accumulation
-    # the host launches kernels while the GPU runs them: a stage cannot be faster than its launches
-    stretch = max(1.0, stage.launch_s / max(stage.forward_s + stage.backward_s + stage.recompute_s, 1e-12))
-    # statistics of gradients are taken as these appear, so that communication goes on beside them
-    forward, backward = stage.forward_s * stretch, stage.backward_s * stretch + layout.extra_s / passes
-    recompute = stage.recompute_s * stretch
-    data = _data_comm(model, stage, layout, cluster, forward, backward + recompute, constants, measured.comm_scale)
+    forward, backward, recompute = _stretched(stage, layout)
+    # all stages keep the pace of the slowest, and the step ends where most is left to be done: often at the embedding
+    ends = [(_data_comm(model, one, layout, cluster, constants, measured.comm_scale), optimizer_s(one.owned_params, layout, cluster.gpu, constants))
+            for one in dict.fromkeys(stages)]  # fmt: skip
+    data, update = max(ends, key=lambda end: end[0].exposed_s + end[1])
     bubbles = idle_micro_batches(layout)
-    update = optimizer_s(stage.owned_params, layout, cluster.gpu, constants) if layout.num_gpus else 0.0
     shares = {
         "transformer": constants.straggler_share,
         "cnn": constants.straggler_share_input,
@@ -196,24 +195,44 @@ def block_passes(
     ]
 
 
-def _slowest_stage(
-    model: ModelProfile, layout: Layout, cluster: Cluster, measured: Measured, fused: bool, hand_overs: list[float], constants: Constants
-) -> tuple[_Pass, float]:  # fmt: skip
-    """The stage with most to compute, and what hand-overs add to each micro-batch, there or at a stage that they make slower still."""
+def _stages(
+    model: ModelProfile, layout: Layout, cluster: Cluster, measured: Measured, fused: bool, constants: Constants
+) -> list[_Pass]:  # fmt: skip
+    """What each stage of the pipeline has to do for a micro-batch."""
     passes = block_passes(model, layout, cluster, measured=measured, fused_attention=fused, constants=constants)
     if layout.pipeline == 1:
-        return sum((one.times(count) for count, one in passes), _Pass()), 0.0
+        return [sum((one.times(count) for count, one in passes), _Pass())]
     singles = [one for count, one in passes for _ in range(count)]
-    cuts = (
-        even_cuts(model, layout.pipeline)
-        if layout.even_stages
-        else balanced_cuts([one.total_s for one in singles], layout.pipeline)
-    )
-    stages = [sum(singles[start:end], _Pass()) for start, end in itertools.pairwise(cuts)]
-    waits = [max(beside) for beside in zip([0.0, *hand_overs], [*hand_overs, 0.0], strict=True)]
+    if layout.even_stages:
+        cuts = even_cuts(model, layout.pipeline)
+    else:
+        # as they are planned, before anything is measured: else a step's time would jump where a block changes its stage
+        planned = (
+            block_passes(model, layout, cluster, fused_attention=fused, constants=constants)
+            if model.has_flops
+            else passes
+        )
+        cuts = balanced_cuts([one.total_s for count, one in planned for _ in range(count)], layout.pipeline)
+    return [sum(singles[start:end], _Pass()) for start, end in itertools.pairwise(cuts)]
+
+
+def _slowest(stages: list[_Pass], hand_overs: list[float]) -> tuple[_Pass, float]:
+    """The stage with most to compute, and what hand-overs add to each micro-batch, there or at a stage that they make slower still."""
     slowest = max(stages, key=lambda stage: stage.total_s)
+    if len(stages) == 1:
+        return slowest, 0.0
+    waits = [max(beside) for beside in zip([0.0, *hand_overs], [*hand_overs, 0.0], strict=True)]
     period = max(stage.total_s + wait for stage, wait in zip(stages, waits, strict=True))
     return slowest, period - slowest.total_s
+
+
+def _stretched(stage: _Pass, layout: Layout) -> tuple[float, float, float]:
+    """Seconds of the forward pass, the backward pass and what is computed again, of one micro-batch."""
+    # the host launches kernels while the GPU runs them: a stage cannot be faster than its launches
+    stretch = max(1.0, stage.launch_s / max(stage.forward_s + stage.backward_s + stage.recompute_s, 1e-12))
+    # statistics of gradients are taken as these appear, so that communication goes on beside them
+    backward = stage.backward_s * stretch + layout.extra_s / layout.accumulation
+    return stage.forward_s * stretch, backward, stage.recompute_s * stretch
 
 
 @dataclass(frozen=True)
@@ -224,11 +243,12 @@ class _DataComm:
 
 
 def _data_comm(
-    model: ModelProfile, stage: _Pass, layout: Layout, cluster: Cluster, forward_s: float, backward_s: float, constants: Constants,
-    scale: float,
-) -> _DataComm:  # fmt: skip
-    if layout.data == 1:
+    model: ModelProfile, stage: _Pass, layout: Layout, cluster: Cluster, constants: Constants, scale: float
+) -> _DataComm:
+    if layout.data == 1 or not stage.reduced_params:
         return _DataComm()
+    forward_s, backward_s, recompute_s = _stretched(stage, layout)
+    backward_s += recompute_s
     stride = layout.tensor  # a context parallel group shards its state like replicas
     group = group_of(cluster, layout.data * layout.context, layout.tensor, num_gpus=layout.num_gpus)
     if layout.sharding == "zero3":
