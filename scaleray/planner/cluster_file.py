@@ -96,7 +96,7 @@ def _fields_of(path: Path) -> ClusterFile:
     missing = [name for name in ("gpu", "num_nodes") if name not in content]
     if missing:
         raise ConfigError(
-            f"cluster file {path}: {missing[0]}", None, "it is missing", "for example gpu: h100, num_nodes: 16"
+            f"cluster file {path}: {missing[0]}", None, "a cluster needs it", "for example gpu: h100, num_nodes: 16"
         )
     try:
         return TypeAdapter(ClusterFile).validate_python(content)

@@ -34,7 +34,8 @@ def find_model(name: str, *, sequence: int | None = None, image: int = 224) -> M
                 known, num_params=params, forward_macs=macs, outputs=outputs, num_layers=layers, largest_params=largest,
                 winograd_share=winograd_share, has_norms=has_norms,
             )  # fmt: skip
-    match = re.search(r"(\d+(?:\.\d+)?)([bm])$", key)
+    # a bare size or GPT's; another name with a size is more likely a slip, for which another shape must not be planned
+    match = re.fullmatch(r"(?:gpt-)?(\d+(?:\.\d+)?)([bm])", key)
     if match:
         params = float(match[1]) * (1e9 if match[2] == "b" else 1e6)
         return transformer(usual_shape(params, sequence=sequence or 2048), name)

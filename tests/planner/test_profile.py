@@ -105,7 +105,7 @@ def test_a_size_alone_becomes_a_model_of_that_size(params):
 
 def test_an_unknown_model_is_refused_with_the_nearest_names():
     with pytest.raises(UsageError, match="llama-70b"):
-        find_model("lama-70c")
+        find_model("lama-70b")
     assert find_model("Llama 3.1 8B").num_params == find_model("llama-3-8b").num_params
     assert find_model("gpt-13b").num_params == pytest.approx(13e9, rel=0.05)
     assert all(find_model(name).has_flops for name in TRANSFORMERS)
