@@ -138,7 +138,8 @@ class Layout:
 
     def describe(self) -> str:
         """The strategy with what else decides memory and time."""
-        shard = f" shard {self.shard}" if self.sharding != "none" and self.shard != self.data else ""
+        # ZeRO-1 and 2 always share out over all replicas
+        shard = f" shard {self.shard}" if self.sharding == "zero3" and self.shard != self.data else ""
         recompute = {
             "none": "",
             "selective": ", selective recompute",
