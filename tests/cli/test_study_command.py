@@ -85,7 +85,7 @@ def test_a_study_prints_its_table_and_where_everything_is_and_the_record_as_json
     [
         (["--world-sizes", "1,two"], "whole numbers with commas"),
         (["--world-sizes", ""], "--world-sizes"),
-        (["--world-sizes", "1,3"], "nearest: 6 or 9"),
+        (["--world-sizes", "1,3", "--oversubscribe"], "nearest: 6 or 9"),
         (["--world-sizes", "1,256", "--batch.global-size", "256"], "256"),
         (["--mode", "diagonal"], "strong, weak, or both"),
         (["--repeats", "0"], "--repeats"),

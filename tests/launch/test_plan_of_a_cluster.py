@@ -10,6 +10,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
 
 def test_the_nodes_of_a_running_cluster_are_planned_on(ray_session, capsys):
+    import ray
+
+    cores = sum(int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"])
     words = [
         "plan",
         "--model",
@@ -17,15 +20,11 @@ def test_the_nodes_of_a_running_cluster_are_planned_on(ray_session, capsys):
         "--here",
         "--address",
         ray_session.address,
-        "--global-batch",
-        "64",
         "--precision",
         "fp32",
         "--json",
     ]
-    import ray
-
-    cores = sum(int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"])
+    words += ["--global-batch", str(16 * cores)]
     code = run_command(words)
     captured = capsys.readouterr()
     assert code == 0, captured.err

@@ -275,7 +275,7 @@ def clipped_before_synchronisation():
         init(self, *args, **kwargs)
         limit = self.config.optimizer.clip_norm
         if many() and limit is not None:
-            for p in self.parameters:
+            for p in self.setup.parameters:
                 p.register_hook(lambda g: g * torch.clamp(limit / 4 / g.norm(), max=1.0))
 
     with knows_who_trains(), mock.patch.object(TrainStep, "__init__", clipping):

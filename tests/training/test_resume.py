@@ -125,7 +125,7 @@ def test_a_run_resumes_on_another_number_of_workers(gloo, tmp_path, before, afte
 
 
 def test_every_field_of_the_setup_is_saved_or_has_no_state():
-    stateless = {"num_parameters", "initial_hash", "compilation", "undo"}
+    stateless = {"parameters", "num_parameters", "initial_hash", "compilation", "undo"}
     fields = {field.name for field in dataclasses.fields(Setup)}
     assert fields == SETUP_ITEMS.keys() | stateless, "a new field of Setup holds state or not: say which"
     assert set(SETUP_ITEMS.values()) <= set(ITEMS)
@@ -199,7 +199,7 @@ EVALUATIONS_STATELESS = {"place", "open_stream", "enter", "setup", "target", "ev
 STEP_SAVED = {"count_per_row", "num_updates", "nonfinite_in_a_row", "noise"}
 STEP_STATELESS = {
     "nonfinite_steps",  # 0 after every meeting, and only then there are checkpoints
-    "workload", "setup", "config", "recipe", "place", "gives_tuples", "probe", "signals", "before_update", "enter", "parameters",
+    "workload", "setup", "config", "recipe", "place", "gives_tuples", "probe", "signals", "before_update", "enter",
     "_scale", "_totals", "back_off", "on_halved",
 }  # fmt: skip
 
