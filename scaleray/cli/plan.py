@@ -111,8 +111,9 @@ def plan(
     from scaleray.planner.checkpoints import checkpoint_cost, is_asked
     from scaleray.planner.outlook import outlook
     from scaleray.planner.to_target import best_way, ways_to
-    from scaleray.reports.plan import WIDTH, plan_lines, plan_table
+    from scaleray.reports.plan import plan_lines, plan_table
     from scaleray.reports.plan_target import way_table
+    from scaleray.reports.record_terminal import print_whole
 
     question = question_of(
         overrides=overrides, config=config, model=model, profile=profile, cluster=cluster, here=here, global_batch=global_batch, sequence=sequence,
@@ -141,11 +142,9 @@ def plan(
     shown = kept if is_asked(question.cluster, interval_s) or waits_for_checkpoints else None
     seen = outlook(advice)
     console = Console(stderr=json)
-    if not console.is_terminal:
-        console.width = WIDTH + 20
     if ways:
-        console.print(way_table(ways, target, num_gpus=question.cluster.num_gpus))
-    console.print(plan_table(advice, rows=rows))
+        print_whole(console, way_table(ways, target, num_gpus=question.cluster.num_gpus))
+    print_whole(console, plan_table(advice, rows=rows))
     for line in plan_lines(advice, seen, num_samples=samples, kept=shown):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if write is not None:
