@@ -57,7 +57,7 @@ def plan_lines(
     lines += [f"  assumed: {note}" for note in (*cluster.notes, *advice.question.model.notes)]
     lines += [f"  unlike the published rows, so that its interval is wider: {words}" for words in best.doubts]
     lines += ["", f"memory of one GPU, {cluster.gpu.memory_gib:.1f} GiB:"]
-    lines += _memory_doubt(advice)
+    lines += memory_doubt(advice)
     lines += _bars({name: value / GIB for name, value in best.memory.parts().items()}, cluster.gpu.memory_gib, "GiB")
     lines += ["", "time of one step:", *_bars(best.step.parts(), best.step.total_s, "s")]
     lines += ["", "GPUs   samples/s (90 % interval)        efficiency  layout"]
@@ -106,7 +106,7 @@ def checkpoint_lines(kept: CheckpointCost) -> list[str]:
     return [*lines, *(f"  assumed: {note}" for note in kept.notes)]
 
 
-def _memory_doubt(advice: Advice) -> list[str]:
+def memory_doubt(advice: Advice) -> list[str]:
     """Where the recommended layout may need more than there is: how much, and the fastest that does not."""
     best = advice.best
     if best.fits == "fits":

@@ -11,9 +11,10 @@ from scaleray.planner.memory import GIB
 from scaleray.planner.outlook import Outlook
 from scaleray.planner.to_target import Way
 from scaleray.reports.page import Fact, Page, Section, render
-from scaleray.reports.plan import checkpoint_lines, why
+from scaleray.reports.plan import checkpoint_lines, memory_doubt, why
 from scaleray.reports.plan_figures import curve, frontier, memory_bars, time_bars
 from scaleray.reports.plan_target import WAY_CAPTION, WAY_COLUMNS, shown_ways, way_cells
+from scaleray.reports.study_report import sentence_case
 from scaleray.study_tables import Table, count, memory, seconds, with_interval
 
 MOST_REASONS = 6
@@ -73,7 +74,8 @@ def _facts(advice: Advice) -> list[Fact]:
 
 
 def _doubts(advice: Advice) -> list[str]:
-    found = [f"Unlike the published rows, so that its interval is wider: {words}." for words in advice.best.doubts]
+    found = [f"{sentence_case(line.strip())}." for line in memory_doubt(advice)]
+    found += [f"Unlike the published rows, so that its interval is wider: {words}." for words in advice.best.doubts]
     if not advice.best.is_trusted:
         found.append(
             "One step measured on one GPU narrows the intervals: --step-time with --micro-batch, or --from-run."
