@@ -147,15 +147,15 @@ def test_a_workload_that_cannot_be_counted_is_one_message(capsys, tmp_path, monk
     assert not list(tmp_path.rglob("*.json"))
 
 
-@pytest.mark.filterwarnings("error::UserWarning")  # matplotlib's, where a figure has no room for what it must show
 def test_the_page_says_that_the_recommended_layout_may_not_fit(capsys, tmp_path):
     words = ["--model", "llama-3-8b", "--cluster", "h100:8x16", "--global-batch", "256"]
     code, out, _ = run(capsys, *words, "--html", str(tmp_path / "plan.html"))
-    assert code == 0 and "may not fit:" in out
+    (line,) = [line.strip() for line in out.splitlines() if line.strip().startswith("may not fit:")]
     page = (tmp_path / "plan.html").read_text()
-    assert "May not fit: 66." in page and "The fastest that fits all the same" in page
+    assert code == 0 and "M" + line[1:] in page and "The fastest that fits all the same" in page
 
 
+@pytest.mark.filterwarnings("error::UserWarning")  # matplotlib's, where a figure has no room for what it must show
 def test_the_page_holds_its_figures_and_loads_nothing(capsys, tmp_path):
     path = tmp_path / "plan.html"
     code, _, _ = run(capsys, *SMALL, "--html", str(path))
