@@ -156,7 +156,7 @@ def memory(value: float | None) -> str:
     """Bytes as MiB or GiB."""
     if not value:
         return ""
-    return f"{value / 2**30:.3g} GiB" if value >= 2**30 else f"{value / 2**20:.3g} MiB"
+    return f"{value / 2**30:.3g} GiB" if value >= 999.5 * 2**20 else f"{value / 2**20:.3g} MiB"
 
 
 def count(value: float | None) -> str:

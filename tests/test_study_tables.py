@@ -89,6 +89,7 @@ def test_units_are_said_once_in_an_interval():
     assert with_interval(Estimate(2.0, 2.0, 2.0), seconds) == "2 s"
     assert with_interval(Estimate(0.5, 0.4, 0.6), lambda v: f"{v:.0%}") == "50% (40%–60%)"
     assert memory(3 * 2**30) == "3 GiB" and memory(5 * 2**20) == "5 MiB" and memory(0) == ""
+    assert memory(1013 * 2**20) == "0.989 GiB" and memory(999.4 * 2**20) == "999 MiB"
 
 
 @given(st.text(max_size=60))
