@@ -95,6 +95,7 @@ def start_sweep(tmp_path, *words):
     """The command on a cluster of its own, whose workers know of the bucket too."""
     flags = {
         "workload.name": f"{HERE / 'workloads.py'}:Sweepable", "workload.args": '{"seconds": 0.05}', "batch.global_size": 8,
+        "optimizer.learning_rate": 0.01,
         "stop.after": "6 epochs", "evaluation.every": "1 epoch", "optimizer.name": "sgd", "optimizer.momentum": 0.0,
         "tracking.uri": f"sqlite:///{tmp_path / 'mlflow.db'}", "checkpoint.storage_path": "s3://bucket/sweeps",
     }  # fmt: skip
