@@ -91,13 +91,17 @@ def test_a_bucket_that_does_not_exist_is_named(bucket, tmp_path):
         )
 
 
+def sweeps_of(tmp_path):
+    return f"s3://bucket/{tmp_path.name}"  # the server keeps what other tests have left in the bucket
+
+
 def start_sweep(tmp_path, *words):
     """The command on a cluster of its own, whose workers know of the bucket too."""
     flags = {
         "workload.name": f"{HERE / 'workloads.py'}:Sweepable", "workload.args": '{"seconds": 0.05}', "batch.global_size": 8,
         "optimizer.learning_rate": 0.01,
         "stop.after": "6 epochs", "evaluation.every": "1 epoch", "optimizer.name": "sgd", "optimizer.momentum": 0.0,
-        "tracking.uri": f"sqlite:///{tmp_path / 'mlflow.db'}", "checkpoint.storage_path": "s3://bucket/sweeps",
+        "tracking.uri": f"sqlite:///{tmp_path / 'mlflow.db'}", "checkpoint.storage_path": sweeps_of(tmp_path),
     }  # fmt: skip
     given = [] if "--continue" in words else [word for key, value in flags.items() for word in (f"--{key}", str(value))]
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
@@ -116,24 +120,26 @@ def trials_in(store):
 @pytest.mark.timeout(600)
 def test_a_sweep_in_a_bucket_is_interrupted_and_continued(bucket, tmp_path):
     process = start_sweep(tmp_path, "--batch-sizes", "8,16", "--seeds", "3", "--workers-per-trial", "2")
-    store = Store("s3://bucket/sweeps")
+    store = Store(sweeps_of(tmp_path))
     deadline = time.monotonic() + 200
     while process.poll() is None and len(trials_in(store)) < 2 and time.monotonic() < deadline:
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=120)
-    assert process.returncode == 1 and "to continue: scaleray sweep --continue s3://bucket/sweeps/" in output, output
+    assert process.returncode == 1 and f"to continue: scaleray sweep --continue {sweeps_of(tmp_path)}/" in output, (
+        output
+    )
     before = trials_in(store)
     assert 2 <= len(before) < 6
     (name,) = store.names()
-    process = start_sweep(tmp_path, "--continue", f"s3://bucket/sweeps/{name}")
+    process = start_sweep(tmp_path, "--continue", f"{sweeps_of(tmp_path)}/{name}")
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     after = trials_in(store)
     assert len(after) == 6 and {n: text for n, text in after.items() if n in before} == before
     record = TypeAdapter(SweepRecord).validate_json(store.read(f"{name}/record.json"))
     assert [t.number for t in record.trials] == list(range(6)) and {t.status for t in record.trials} == {"finished"}
-    assert "report.html" in store.names(name)
+    assert f"{name}/report.html" in store.names(name)
 
 
 @pytest.mark.ray
@@ -143,9 +149,9 @@ def test_states_of_a_population_lie_in_the_bucket_and_are_removed(bucket, tmp_pa
     process = start_sweep(tmp_path, "--learning-rates", "1e-6,1e-5,1e-4,1e-2", "--scheduler", "pbt")
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
-    store = Store("s3://bucket/sweeps")
+    store = Store(sweeps_of(tmp_path))
     (name,) = store.names()
     record = TypeAdapter(SweepRecord).validate_json(store.read(f"{name}/record.json"))
     assert {t.status for t in record.trials} == {"finished"}
     assert any(t.settings.get("mutations") for t in record.trials)
-    assert not {"states", "ray_tune"} & set(store.names(name))
+    assert not {f"{name}/states", f"{name}/ray_tune"} & set(store.names(name))
