@@ -24,7 +24,7 @@ from scaleray.planner.pipeline_schedule import StageCost, pipeline_tasks
 from scaleray.planner.profile import ModelProfile
 from scaleray.planner.simulate import Task, Timeline, critical_path_s, simulate
 from scaleray.planner.stages import balanced_cuts, even_cuts
-from scaleray.planner.step_time import Measured, block_passes
+from scaleray.planner.step_time import BlockPass, Measured, block_passes
 
 REPLICAS = "replica communication"
 WEIGHTS_SHARE = 0.5
@@ -84,7 +84,7 @@ class _Unit:
     """Without what is computed again."""
 
 
-def _unit(one, layout: Layout, times: int) -> _Unit:  # type: ignore[no-untyped-def]
+def _unit(one: BlockPass, layout: Layout, times: int) -> _Unit:
     compute = one.forward_s + one.backward_s + one.recompute_s
     stretch = max(1.0, one.launch_s / max(compute, 1e-12))
     # one all-reduce in the forward pass, one in the backward, and the forward's again where it is repeated

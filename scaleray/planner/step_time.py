@@ -83,7 +83,7 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class _Pass:
+class BlockPass:
     """One micro-batch through one stage (or a block)."""
 
     forward_s: float = 0.0
@@ -99,16 +99,16 @@ class _Pass:
     owned_params: float = 0.0
     """That the optimizer of this rank updates."""
 
-    def __add__(self, other: _Pass) -> _Pass:
+    def __add__(self, other: BlockPass) -> BlockPass:
         # written out: the planner spends a tenth of its time here
-        return _Pass(
+        return BlockPass(
             self.forward_s + other.forward_s, self.backward_s + other.backward_s, self.recompute_s + other.recompute_s,
             self.tensor_comm_s + other.tensor_comm_s, self.exchange_comm_s + other.exchange_comm_s, self.launch_s + other.launch_s,
             self.reduced_params + other.reduced_params, self.owned_params + other.owned_params,
         )  # fmt: skip
 
-    def times(self, count: float) -> _Pass:
-        return _Pass(
+    def times(self, count: float) -> BlockPass:
+        return BlockPass(
             self.forward_s * count, self.backward_s * count, self.recompute_s * count, self.tensor_comm_s * count,
             self.exchange_comm_s * count, self.launch_s * count, self.reduced_params * count, self.owned_params * count,
         )  # fmt: skip
@@ -149,12 +149,12 @@ def step_time(
     )  # fmt: skip
 
 
-def _pass_of(block: Block, model: ModelProfile, layout: Layout, cluster: Cluster, measured: Measured, fused: bool, constants: Constants) -> _Pass:  # fmt: skip
+def _pass_of(block: Block, model: ModelProfile, layout: Layout, cluster: Cluster, measured: Measured, fused: bool, constants: Constants) -> BlockPass:  # fmt: skip
     reduced, owned = reduced_params(block, layout), owned_params(block, layout)
     if measured.sample_s is not None:
         # all that is known is a step: a third is forward
         share = block.num_params / model.num_params * measured.sample_s * layout.micro_batch * measured.compute_scale
-        return _Pass(share / 3, share * 2 / 3, reduced_params=reduced, owned_params=owned)
+        return BlockPass(share / 3, share * 2 / 3, reduced_params=reduced, owned_params=owned)
     times = block_times(block, layout, cluster.gpu, fused_attention=fused, constants=constants)
     is_layer = block.count > 1 or model.kind == "cnn"
     again = {"none": 0.0, "selective": times.attention_s, "alternate": 0.5 * times.forward_s, "full": times.forward_s}
@@ -177,7 +177,7 @@ def _pass_of(block: Block, model: ModelProfile, layout: Layout, cluster: Cluster
     exchange = measured.comm_scale * (tokens * (2 + again_too) + keys_and_values * (3 + again_too))
     # the forward pass is a third of a block's kernels, and what is repeated is launched again
     launches = times.launch_s * (1 + recompute / times.forward_s / 3 if times.forward_s else 1.0)
-    return _Pass(
+    return BlockPass(
         forward_s=times.forward_s * scale, backward_s=times.backward_s * scale, recompute_s=recompute * scale, tensor_comm_s=comm + exchange,
         exchange_comm_s=exchange, launch_s=launches * scale, reduced_params=reduced, owned_params=owned,
     )  # fmt: skip
@@ -186,7 +186,7 @@ def _pass_of(block: Block, model: ModelProfile, layout: Layout, cluster: Cluster
 def block_passes(
     model: ModelProfile, layout: Layout, cluster: Cluster, *, measured: Measured | None = None, fused_attention: bool = True,
     constants: Constants = DEFAULT,
-) -> list[tuple[int, _Pass]]:  # fmt: skip
+) -> list[tuple[int, BlockPass]]:  # fmt: skip
     """How often each block is repeated, and one micro-batch through one of them."""
     measured = measured or Measured()
     return [
@@ -197,11 +197,11 @@ def block_passes(
 
 def _stages(
     model: ModelProfile, layout: Layout, cluster: Cluster, measured: Measured, fused: bool, constants: Constants
-) -> list[_Pass]:  # fmt: skip
+) -> list[BlockPass]:  # fmt: skip
     """What each stage of the pipeline has to do for a micro-batch."""
     passes = block_passes(model, layout, cluster, measured=measured, fused_attention=fused, constants=constants)
     if layout.pipeline == 1:
-        return [sum((one.times(count) for count, one in passes), _Pass())]
+        return [sum((one.times(count) for count, one in passes), BlockPass())]
     singles = [one for count, one in passes for _ in range(count)]
     if layout.even_stages:
         cuts = even_cuts(model, layout.pipeline)
@@ -213,10 +213,10 @@ def _stages(
             else passes
         )
         cuts = balanced_cuts([one.total_s for count, one in planned for _ in range(count)], layout.pipeline)
-    return [sum(singles[start:end], _Pass()) for start, end in itertools.pairwise(cuts)]
+    return [sum(singles[start:end], BlockPass()) for start, end in itertools.pairwise(cuts)]
 
 
-def _slowest(stages: list[_Pass], hand_overs: list[float]) -> tuple[_Pass, float]:
+def _slowest(stages: list[BlockPass], hand_overs: list[float]) -> tuple[BlockPass, float]:
     """The stage with most to compute, and what hand-overs add to each micro-batch, there or at a stage that they make slower still."""
     slowest = max(stages, key=lambda stage: stage.total_s)
     if len(stages) == 1:
@@ -226,7 +226,7 @@ def _slowest(stages: list[_Pass], hand_overs: list[float]) -> tuple[_Pass, float
     return slowest, period - slowest.total_s
 
 
-def _stretched(stage: _Pass, layout: Layout) -> tuple[float, float, float]:
+def _stretched(stage: BlockPass, layout: Layout) -> tuple[float, float, float]:
     """Seconds of the forward pass, the backward pass and what is computed again, of one micro-batch."""
     # the host launches kernels while the GPU runs them: a stage cannot be faster than its launches
     stretch = max(1.0, stage.launch_s / max(stage.forward_s + stage.backward_s + stage.recompute_s, 1e-12))
@@ -243,7 +243,7 @@ class _DataComm:
 
 
 def _data_comm(
-    model: ModelProfile, stage: _Pass, layout: Layout, cluster: Cluster, constants: Constants, scale: float
+    model: ModelProfile, stage: BlockPass, layout: Layout, cluster: Cluster, constants: Constants, scale: float
 ) -> _DataComm:
     if layout.data == 1 or not stage.reduced_params:
         return _DataComm()
@@ -284,7 +284,7 @@ def _data_comm(
 
 
 def _sharded_comm(
-    model: ModelProfile, stage: _Pass, layout: Layout, cluster: Cluster, forward_s: float, backward_s: float, stride: int,
+    model: ModelProfile, stage: BlockPass, layout: Layout, cluster: Cluster, forward_s: float, backward_s: float, stride: int,
     constants: Constants, scale: float,
 ) -> _DataComm:  # fmt: skip
     shards = layout.num_shards

@@ -17,8 +17,6 @@ from scaleray.planner.outlook import Outlook
 from scaleray.planner.published.rows import Skipped
 from scaleray.planner.validate import Score
 
-WIDTH = 118
-
 
 def plan_table(advice: Advice, *, rows: int) -> Table:
     """The first `rows` choices."""
