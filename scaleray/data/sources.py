@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from scaleray.errors import DataError
+from scaleray.workload import no_exit
 
 Columns = dict[str, np.ndarray]
 """Rows by column: arrays with the rows along dimension 0."""
@@ -297,7 +298,8 @@ class DatasetSource:
         }
 
     def _row(self, index: int) -> Columns:
-        row = self.dataset[index]
+        with no_exit(f"{type(self.dataset).__name__}.__getitem__({index})"):
+            row = self.dataset[index]
         items = row.items() if isinstance(row, Mapping) else enumerate(row if isinstance(row, tuple | list) else (row,))
         return {str(name): _as_numpy(str(name), value) for name, value in items}
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scaleray.checkpoints.storage import Store
+from scaleray.parsing import load_json
 from scaleray.tracking.store import Operation, RunStore, without_password
 
 RETRY_FIRST_S, RETRY_MOST_S = 2.0, 30.0
@@ -48,7 +49,7 @@ class Spool:
         _, *lines = self.path.read_text().splitlines() or [""]
         for line in lines:
             with contextlib.suppress(ValueError):  # the last line of a process that was killed may be cut
-                operation = json.loads(line)
+                operation = load_json(line)
                 if operation["op"] == "metrics":  # sent already, but not forgotten yet
                     operation["points"] = [p for p in operation["points"] if p[3] > known.get(p[0], -1)]
                     known.update({p[0]: p[3] for p in operation["points"]})
@@ -79,7 +80,7 @@ class Spool:
             return False
         for number, line in enumerate(self._kept):
             try:
-                self._require_store().send(json.loads(line))
+                self._require_store().send(load_json(line))
             except Exception:  # still away: what was sent is forgotten, the rest stays
                 if number:
                     del self._kept[:number]

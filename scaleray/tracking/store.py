@@ -15,6 +15,7 @@ from typing import Any
 
 from scaleray.config.base import without_password
 from scaleray.errors import TrackingError
+from scaleray.parsing import load_json
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
@@ -215,7 +216,7 @@ def replay(path: str | Path, *, uri: str | None = None) -> int:
     """
     path = Path(path)
     try:
-        lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        lines = [load_json(line) for line in path.read_text().splitlines() if line.strip()]
         head = lines[0]
         uri, run_id, experiment_id = uri or head["tracking_uri"], head["run_id"], head["experiment_id"]
     except FileNotFoundError:
