@@ -57,16 +57,17 @@ class BoundedLoader(yaml.SafeLoader):
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Put what `<<` names before a mapping's own pairs, so that those win; of a list of mappings, the first wins."""
         own: list[tuple[yaml.Node, yaml.Node]] = []
-        sources: list[yaml.Node] = []
+        sources: list[yaml.MappingNode] = []
         for key, value in node.value:
             if key.tag != MERGE:
                 own.append((key, value))
                 continue
             found = value.value[::-1] if isinstance(value, yaml.SequenceNode) else [value]
-            sources += found
-            if not all(isinstance(one, yaml.MappingNode) for one in found):
-                problem = "<< needs a mapping or a list of mappings"
-                raise yaml.constructor.ConstructorError("while merging", node.start_mark, problem, value.start_mark)
+            for one in found:
+                if not isinstance(one, yaml.MappingNode):
+                    problem = "<< needs a mapping or a list of mappings"
+                    raise yaml.constructor.ConstructorError("while merging", node.start_mark, problem, value.start_mark)
+                sources.append(one)
         if not sources:
             return
         node.value = own  # before the sources are looked at, of which this may be one
