@@ -33,12 +33,11 @@ from scaleray.training import loop
 from scaleray.training.checkpointing import Checkpointing, Control
 from scaleray.training.job import TRAIN, OpenStream, Split, TrainJob
 from scaleray.training.place import Place
-from scaleray.training.progress import HANG, Progress, Tail, TailHandler, Watchdog
+from scaleray.training.progress import HANG, WATCHDOG_SHARE, Progress, Tail, TailHandler, Watchdog
 from scaleray.training.weights import save_weights
 
 MIB = 2**20
 BEAT_S = 0.5  # between two signs of life
-WATCHDOG_SHARE = 0.9  # of the time that a collective may take
 TAIL_LINES = 20
 HANG_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
 
@@ -122,7 +121,6 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
     progress = Progress()
     watchdog = Watchdog(
         progress, interval_s=max(BEAT_S, place.world_size / 100), beat=beat,
-        # before its peers give up on it, as only this worker knows where it hangs
         limit_s=WATCHDOG_SHARE * job.config.scale.collective_timeout_s,
         on_leave=control.wants_leave.set, on_hang=die,
     )  # fmt: skip
@@ -150,9 +148,8 @@ def stream_opener(
         chunk_bytes = data.chunk_mib * MIB
         source = ray.get(reference)
         if split.name != TRAIN and split.num_rows * split.row_bytes <= chunk_bytes:
-            return local_blocks(
-                source, part, chunk_bytes=chunk_bytes, may_draw=may_draw
-            )  # less than one task would read
+            # less than one task would read
+            return local_blocks(source, part, chunk_bytes=chunk_bytes, may_draw=may_draw)
         step_bytes = split.row_bytes * part.rows_per_step
         here = local_blocks(
             source, part, chunk_bytes=min(chunk_bytes, step_bytes * LOCAL_CHUNK_STEPS), may_draw=may_draw
