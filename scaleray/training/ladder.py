@@ -167,7 +167,7 @@ def train_to_target(job: TrainJob, place: Place, open_stream: OpenStream) -> tup
         raise ConfigError("stop.at", None, "there is no target to train to", "for example --stop.at 'val/loss <= 1.0'")
     samples, seconds, steps = 0, 0.0, 0
     curve: list[tuple[int, float, float]] = []
-    files = {"save_final": False, "every": None, "every_minutes": None, "keep_every": None}
+    files = {"save_final": False, "every": None, "every_minutes": None, "keep_every": None, "best": None}
     config = job.config.model_copy(
         update={
             "checkpoint": job.config.checkpoint.model_copy(update=files),

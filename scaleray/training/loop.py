@@ -112,15 +112,14 @@ class _Run:
                     self.checkpointing.begin(self.state(setup))
                     self._say_notes(setup)
                 verdict = self._steps(setup, stream, plan)
-                metrics = self.evaluations.metrics
                 if verdict is None:
                     setup.close()
                     raise LeftEarly(f"left in good order after step {self.step}, whose checkpoint is complete")
                 has_evaluated = self._evaluate_if_due(setup, at_end=True)
-                if not has_evaluated and metrics and self.step == self.first_step and self.place.rank == 0:
-                    self.emit(EvaluationRecord(self.step, dict(metrics), 0.0))  # resumed after its end
+                if not has_evaluated and self.evaluations.step == self.step == self.first_step and self.place.rank == 0:
+                    self.emit(EvaluationRecord(self.step, dict(self.evaluations.metrics), 0.0))  # resumed after its end
                 if self.checkpointing is not None:
-                    self.checkpointing.finish(self.step, metrics)
+                    self.checkpointing.finish(self.step)
                 self.compiled = setup.compilation.report() if setup.compilation else {}
                 weights = setup.parallel.full_state_dict() if self.config.checkpoint.save_final else {}
                 if self.save_weights is not None and self.place.rank == 0 and weights:
@@ -269,7 +268,7 @@ class _Run:
                 if verdict := self.evaluations.target_reached(self.step):
                     return verdict
             self.progress.enter("checkpoint")
-            if saves and result.signals and saves.after_step(self.step, result.signals, self.evaluations.metrics):
+            if saves and result.signals and saves.after_step(self.step, result.signals):
                 return None
         return "done"
 
@@ -377,6 +376,9 @@ class _Run:
         record = self.evaluations.run(self.step)
         if self.place.rank == 0:
             self.emit(record)
+        if self.checkpointing is not None:
+            is_last = self.step >= self.recipe.total_steps
+            self.checkpointing.evaluated(self.step, self.evaluations.metrics, is_last=at_end or is_last)
         return True
 
     def _sample_system(self) -> None:
