@@ -14,7 +14,7 @@ import yaml
 from scaleray import metric_names as names
 from scaleray.config.base import without_password
 from scaleray.launch.run_folder import RunFolder
-from scaleray.records import RunRecord
+from scaleray.records import EMULATED, RunRecord
 from scaleray.reproducibility.fingerprint import environment_hash
 from scaleray.tracking.recorder import Recording, RunIdentity
 from scaleray.tracking.run_description import RunDescription
@@ -121,6 +121,7 @@ def make_record(
         compilation=summary.compilation if summary else {},
         noise=summary.noise if summary else {},
         memory=[s.memory for s in summaries],
+        marks=[EMULATED] if summary and summary.model.get("is_emulated") else [],
     )
 
 

@@ -15,9 +15,8 @@ from typing import Any
 
 from scaleray.config.idle import idle_settings
 from scaleray.data import Part, PartStream, RankBatch, StepPlan
-from scaleray.errors import (
-    LeftEarly,
-)
+from scaleray.emulation import is_emulated
+from scaleray.errors import LeftEarly
 from scaleray.records import EvaluationRecord, EventRecord, StepRecord, SystemRecord, WorkerMessage, WorkerSummary
 from scaleray.reproducibility.fingerprint import accelerators, cpu_model
 from scaleray.scaling.recipe import Recipe, with_micro_size
@@ -421,7 +420,11 @@ class _Run:
             sample_order=plan.promise,
             strategy=self.recipe.strategy,
             device=str(self.place.device),
-            model={"num_parameters": setup.num_parameters, "initial_hash": setup.initial_hash},
+            model={
+                "num_parameters": setup.num_parameters,
+                "initial_hash": setup.initial_hash,
+                "is_emulated": is_emulated(setup.parallel.module),
+            },
             hardware={"cpu": cpu_model(), "accelerators": accelerators()},
             compilation=self.compiled,
             memory={**self.memory, **({"micro_batch": self.search} if self.search else {})},
