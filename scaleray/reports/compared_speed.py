@@ -135,10 +135,10 @@ def _launches(points: Sequence[Point], *, per_sample: bool) -> list[Turns]:
 
 
 def _trials(record: SweepRecord) -> dict[tuple[object, ...], float]:
-    """Seconds per sample by settings, of trials that measured it; of two alike, the first."""
+    """Seconds per sample by settings, of trials that measured it themselves; of two alike, the first."""
     found: dict[tuple[object, ...], float] = {}
     for trial in record.trials:
-        if trial.samples_per_s:
+        if trial.samples_per_s and trial.same_as is None:
             found.setdefault(_settings(trial), 1 / trial.samples_per_s)
     return found
 
