@@ -47,7 +47,7 @@ def trial_params(trial: Trial) -> dict[str, Any]:
     own = {
         "trial.batch_size": trial.batch_size, "trial.rule": trial.rule, "trial.learning_rate": trial.learning_rate,
         "trial.optimizer": trial.optimizer, "trial.warmup": trial.warmup, "trial.seed": trial.seed,
-        "trial.workers": trial.workers,
+        "trial.workers": trial.workers, **({} if trial.same_as is None else {"trial.same_as": trial.same_as}),
     }  # fmt: skip
     return {**{safe_name(key): value for key, value in trial.settings.items()}, **own}
 
