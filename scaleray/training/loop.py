@@ -106,6 +106,8 @@ class _Run:
                 self._say_notes(setup)
                 for note in self._first_notes(setup) if self.place.rank == 0 else ():
                     self.emit(EventRecord(note))
+                for text in self.job.data_warnings() if self.place.rank == 0 else ():
+                    self.emit(EventRecord(text, kind="warning"))
                 self.shares.watch(setup.parallel.module)
                 if self.checkpointing is not None:
                     self.checkpointing.begin(self.state(setup))
@@ -417,7 +419,7 @@ class _Run:
             training_time_s=self.clock.total_s,
             peak_memory_bytes=memory_report.peak_memory_bytes(self.place.device),
             nonfinite_steps=self.nonfinite_steps,
-            sample_order=plan.promise,
+            sample_order=self.job.sample_order,
             strategy=self.recipe.strategy,
             device=str(self.place.device),
             model={
