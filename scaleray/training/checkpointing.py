@@ -161,6 +161,9 @@ class Checkpointing:
         if self.job.recipe.checkpoint_every_steps is not None and self.saver.last_saved != step:
             self.save(step, metrics)
             self.saver.wait()
+        if self.group is not None:
+            # rank 0 may be removing old ones still, for longer than the training's own collectives wait
+            dist.barrier(group=self.group)
 
     def _is_notice_new(self) -> bool:
         self.asked_at = time.monotonic()
