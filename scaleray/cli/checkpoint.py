@@ -16,6 +16,7 @@ from scaleray.errors import CheckpointError, StorageError, UsageError
 
 if TYPE_CHECKING:
     from scaleray.checkpoints.catalog import Catalog, Damage
+    from scaleray.checkpoints.hugging_face import ModelFolder
     from scaleray.checkpoints.manifest import Manifest
 
 checkpoint_app = App(
@@ -178,7 +179,7 @@ def rebuild(path: Where, *, step: Step = None, copy_path: CopyPath = None, json:
 def export(
     path: Where, file: str, *, step: Step = None, overwrite: bool = False, copy_path: CopyPath = None, json: Json = False,
 ) -> int:  # fmt: skip
-    """Write a checkpoint's weights to one plain file: .pt for torch.load, or .safetensors.
+    """Write a checkpoint's weights, or the final ones of a sharded run (RUN/weights), to one plain file: .pt or .safetensors.
 
     Parameters
     ----------
@@ -188,16 +189,24 @@ def export(
         Replace a file that exists.
     """
     from scaleray.checkpoints.consolidated import export as write
-    from scaleray.checkpoints.consolidated import model_tensors
+    from scaleray.checkpoints.consolidated import model_tensors, write_file
     from scaleray.config.base import absolute_path
 
-    with _chosen(path, step, copy_path) as (catalog, manifest), _written(file):
-        num_bytes = write(catalog, manifest, absolute_path(file), overwrite=overwrite)
-    count = len(model_tensors(manifest))
-    if json:
-        print(json_library.dumps({"step": manifest.step, "file": file, "tensors": count, "bytes": num_bytes}))
+    found_step: int | None = None
+    folder = _weights_folder(path) if step is None else None
+    if folder is not None:
+        tensors = folder.shapes()
+        with _written(file):
+            num_bytes = write_file(absolute_path(file), tensors, folder.tensor, {}, overwrite=overwrite)
     else:
-        print(f"wrote {count} tensors of step {manifest.step}, {_size(num_bytes)}, to {file}")
+        with _chosen(path, step, copy_path) as (catalog, manifest), _written(file):
+            num_bytes = write(catalog, manifest, absolute_path(file), overwrite=overwrite)
+        found_step, tensors = manifest.step, model_tensors(manifest)
+    if json:
+        print(json_library.dumps({"step": found_step, "file": file, "tensors": len(tensors), "bytes": num_bytes}))
+    else:
+        source = f"of step {found_step}" if folder is None else f"of {folder.path}"
+        print(f"wrote {len(tensors)} tensors {source}, {_size(num_bytes)}, to {file}")
     return 0
 
 
@@ -225,6 +234,15 @@ def import_(file: str, path: str, *, json: Json = False) -> int:
     return 0
 
 
+def _weights_folder(path: str) -> ModelFolder | None:
+    """The folder of safetensors files that a path means, or, of a run without checkpoints, that it has inside."""
+    from scaleray.checkpoints.hugging_face import ModelFolder, is_model_folder
+    from scaleray.training.weights import model_folder
+
+    where = model_folder(_meant(path))
+    return ModelFolder.open(where) if is_model_folder(where) else None
+
+
 @contextlib.contextmanager
 def _opened(path: str, copy_path: str | None) -> Iterator[tuple[Catalog, int | None]]:
     """The catalog of a path, and the step if it names one. Storage that does not answer becomes one message."""
@@ -233,9 +251,7 @@ def _opened(path: str, copy_path: str | None) -> Iterator[tuple[Catalog, int | N
     from scaleray.checkpoints.catalog import FOLDER, Catalog
     from scaleray.config.base import absolute_path
 
-    where = absolute_path(path)
-    if "/" not in path and not Path(where).exists():
-        where = f"{_storage_path()}/{path}"
+    where = _meant(path)
     if "://" not in where and not _exists(where):
         raise CheckpointError("the path", path, "there is nothing", f"folders of runs lie in {_storage_path()}")
     try:
@@ -274,6 +290,14 @@ def _written(path: str) -> Iterator[None]:
         yield
     except (OSError, ArrowInvalid) as exc:
         raise StorageError("the path", path, f"it cannot be written: {_first_line(exc)}") from exc
+
+
+def _meant(path: str) -> str:
+    """A path or URI, or the folder of a run's name in the storage path."""
+    from scaleray.config.base import absolute_path
+
+    where = absolute_path(path)
+    return f"{_storage_path()}/{path}" if "/" not in path and not Path(where).exists() else where
 
 
 def _exists(where: str) -> bool:

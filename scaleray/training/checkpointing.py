@@ -201,6 +201,9 @@ class Checkpointing:
         elif self.job.recipe.checkpoint_every_steps is not None or self._best_step == step:
             self.save(step)
             self.saver.wait()
+        if self.group is not None:
+            # rank 0 may be removing old ones still, for longer than the training's own collectives wait
+            dist.barrier(group=self.group)
 
     def _best_until(self, step: int) -> dict[int, Mapping[str, float]]:
         """The metrics of the best checkpoints that there are, of those up to `step`."""

@@ -29,6 +29,7 @@ from scaleray.launch.run_folder import RunFolder
 from scaleray.records import RunRecord
 from scaleray.reproducibility.fingerprint import environment, environment_hash
 from scaleray.tracking import store
+from scaleray.training.weights import read_weights
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("mlflow_database")]
 
@@ -103,7 +104,7 @@ def assert_same_run(record, whole):
     """Nothing of an interrupted run tells that it was interrupted."""
     assert record.status == "FINISHED"
     assert losses(record) == losses(whole)
-    one, other = (torch.load(Path(r.run_dir) / "weights.pt") for r in (record, whole))
+    one, other = (read_weights(r.run_dir) for r in (record, whole))
     assert all(torch.equal(one[name], other[name]) for name in other)
     found, expected = points(record), points(whole)
     for name, values in found.items():
@@ -169,7 +170,7 @@ def test_a_run_goes_on_with_another_number_of_workers(ray_session, tmp_path):
     for (step, loss), (same, expected) in zip(losses(record), losses(whole), strict=True):
         assert step == same
         assert math.isclose(float(loss), float(expected), rel_tol=1e-4), step
-    one, other = (torch.load(Path(r.run_dir) / "weights.pt") for r in (record, whole))
+    one, other = (read_weights(r.run_dir) for r in (record, whole))
     for name in other:
         torch.testing.assert_close(one[name], other[name], rtol=1e-3, atol=1e-5)
     plan = StepPlan(num_samples=ROWS, global_batch_size=BATCH)

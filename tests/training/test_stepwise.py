@@ -44,7 +44,7 @@ class Stepwise:
 
             with same_generators():
                 return loop.run(
-                    job, Place(), open_stream=open_stream, emit=watch, save_weights=self.weights.update,
+                    job, Place(), open_stream=open_stream, emit=watch, save_weights=lambda share: self.weights.update(share.tensors),
                     checkpointing=make_checkpointing(job, Place()),
                 )  # fmt: skip
 
