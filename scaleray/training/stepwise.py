@@ -158,7 +158,7 @@ class StepwiseTraining:
         self._thread = threading.Thread(target=self._run, name="scaleray-training", daemon=True)
         self._checkpointing: AskingCheckpointing | None = None
         self._seen_pauses_s = 0.0
-        self.curve: list[tuple[int, float, dict[str, float]]] = []
+        self.curve: list[tuple[int, float, dict[str, float], float]] = []
         self.ended: Ended | None = None
         self._is_given_up = False
 
@@ -245,6 +245,6 @@ class StepwiseTraining:
             course.step_times.append((message.num_samples, step_s))
         elif isinstance(message, EvaluationRecord):
             course.step, course.metrics = message.step, dict(message.metrics)
-            self.curve.append((course.samples, course.seconds, dict(message.metrics)))
+            self.curve.append((course.samples, course.seconds, dict(message.metrics), message.recorded_at))
         elif isinstance(message, EventRecord) and message.kind == "warning":
             self.events.append(message.text)

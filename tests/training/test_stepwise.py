@@ -72,16 +72,16 @@ def test_it_is_the_training_that_does_not_wait_to_the_bit(pauses):
     assert [h.step for h in happened[:-1]] == ([2, 4, 6, 8] if pauses else [])
     course = stepwise.training.course
     assert (course.step, course.samples) == (9, sum(m.num_samples for m in expected.steps))
-    assert [m for _, _, m in stepwise.training.curve] == [e.metrics for e in expected.evaluations]
+    assert [m for _, _, m, _ in stepwise.training.curve] == [e.metrics for e in expected.evaluations]
 
 
 def test_the_curve_counts_samples_and_seconds_of_training():
     stepwise = Stepwise()
     stepwise.to_the_end()
-    samples = [n for n, _, _ in stepwise.training.curve]
+    samples = [n for n, _, _, _ in stepwise.training.curve]
     per_step = [8, 8, 8, 2] * 3  # 26 rows: the last step of an epoch has two
     assert samples == [sum(per_step[:step]) for step in (2, 4, 6, 8, 9)]
-    seconds = [s for _, s, _ in stepwise.training.curve]
+    seconds = [s for _, s, _, _ in stepwise.training.curve]
     assert seconds == sorted(seconds) and seconds[0] > 0
     assert stepwise.training.course.samples_per_s > 0
 
