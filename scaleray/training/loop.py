@@ -223,9 +223,12 @@ class _Run:
         if first is None:
             return "done"  # resumed after its last step
         with eagerly() if setup.compilation else contextlib.nullcontext():
-            check_first_batch(
+            counted = check_first_batch(
                 self.job.workload, setup.parallel.module, first, setup, self.place, gives_tuples=split.gives_tuples
             )
+        if self.first_step == 0 and counted is not None:
+            # the loss scale of fp16 is meant for a mean: over a sum of many tokens the first steps would overflow
+            step.count_per_row = counted
         step.recipe = self._find_micro_size(setup, first, gives_tuples=split.gives_tuples)
         step.noise = self.noise = self._noise_meter(setup)
         scaler = setup.precision.scaler
