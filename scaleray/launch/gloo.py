@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.errors import PeerLostError, RunFailedError, ScaleRayError
+from scaleray.guarded import end_with_parent
 from scaleray.training.place import Place
 from scaleray.workload import load_workload
 
@@ -132,6 +133,7 @@ def gloo_processes(world_size: int, user_code: UserCode, *, timeout_s: float) ->
 def _serve(rank: int, port: int, user_code: UserCode, pipe: Connection, environment: dict[str, str]) -> None:
     os.environ.clear()  # that of the process it was forked from is as old as the first group
     os.environ.update(environment)
+    end_with_parent()  # one that was killed does not end its processes, and these may be in the middle of a step
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the driver ends its processes
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo may pick an address that the machine cannot reach

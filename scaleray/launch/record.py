@@ -104,7 +104,7 @@ def make_record(
         total_time_s=time.time() - job.started_at,
         peak_memory_bytes=[s.peak_memory_bytes for s in summaries],
         nonfinite_steps=summary.nonfinite_steps if summary else 0,
-        sample_order=job.train_plan().promise,
+        sample_order=job.sample_order,
         config=config.to_dict(),
         config_hash=config.hash(),
         derived=_plain(job.recipe.values()),
