@@ -1,9 +1,14 @@
-"""Frozen results that cross process borders: from a worker to the recorder, and from a run to its reader."""
+"""Frozen results that cross process borders: from a worker to the recorder, and from a run to its reader.
+
+`recorded_at` is the wall clock of the process where something happened, in seconds since 1970, read when its record is
+made: charts over time must not show when a record arrived, which may be much later and many at once.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +44,7 @@ class StepRecord:
     """What rank 0 gave to collectives in this step for gradients, parameters and activations."""
     more: dict[str, float] = field(default_factory=dict)
     """Figures of the strategy or a transform, by metric name."""
+    recorded_at: float = field(default_factory=time.time, compare=False)
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,7 @@ class EvaluationRecord:
     step: int
     metrics: dict[str, float]
     duration_s: float
+    recorded_at: float = field(default_factory=time.time, compare=False)
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,7 @@ class SystemRecord:
     node: str
     step: int
     metrics: dict[str, float]
+    recorded_at: float = field(default_factory=time.time, compare=False)
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,7 @@ class CheckpointRecord:
     """From its beginning to its manifest, beside the training."""
     stall_s: float
     """How long training waited for it on rank 0."""
+    recorded_at: float = field(default_factory=time.time, compare=False)
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,7 @@ class EventRecord:
     kind: str = "info"
     """`info`, `warning`, `hint`, or `resumed`, which says after which step a run went on."""
     step: int | None = None
+    recorded_at: float = field(default_factory=time.time, compare=False)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`scaleray`: one noun a command. Exit codes: 0 done, 1 failed, 2 bad usage."""
+"""`scaleray`: one noun a command. Exit codes: 0 done, 1 failed, 2 bad usage; 3 of `compare`, see there."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ MIB = 2**20
 
 def run_here(
     job: TrainJob, sources: Mapping[str, Source], recorder: Recorder, *,
-    run_path: str, weights_path: str, facts: Mapping[str, Any], show: Show,
+    run_path: str, facts: Mapping[str, Any], show: Show,
 ) -> None:  # fmt: skip
     """Train with one worker in this process and this thread."""
     streamed = [name for name, split in job.splits.items() if split.is_streamed]
@@ -53,7 +53,7 @@ def run_here(
         with _leaving_on_sigterm(control):
             loop.run(
                 job, place, open_stream=stream_opener(job, sources, emit), emit=emit, checkpointing=checkpointing,
-                save_weights=lambda weights: save_weights(weights, weights_path),
+                save_weights=lambda share: save_weights(share, run_path, rank=0),
             )  # fmt: skip
     finally:
         torch.set_num_threads(threads)

@@ -359,7 +359,7 @@ def short_job(job: TrainJob, *, steps: int, precision: str | None = None) -> Tra
         "stop": config.stop.model_copy(update={"at": None}),
         "evaluation": config.evaluation.model_copy(update={"every": None}),
         "checkpoint": config.checkpoint.model_copy(
-            update={"save_final": False, "every": None, "every_minutes": None, "keep_every": None}
+            update={"save_final": False, "every": None, "every_minutes": None, "keep_every": None, "best": None}
         ),
         "tracking": config.tracking.model_copy(update={"system_metrics": False, "every_steps": 1}),
     }

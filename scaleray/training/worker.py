@@ -50,7 +50,6 @@ class Assignment:
     sources: Mapping[str, Any]
     recorder: Any
     input_cpus: float
-    weights_path: str
     run_path: str
     facts: Mapping[str, Any]
     """What every checkpoint says of the run beside its state."""
@@ -128,7 +127,7 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
         with watchdog:
             return loop.run(
                 job, place, open_stream=open_stream, emit=sender, checkpointing=checkpointing, progress=progress,
-                save_weights=lambda w: save_weights(w, assignment.weights_path),
+                save_weights=lambda share: save_weights(share, assignment.run_path, rank=place.rank),
             )  # fmt: skip
     finally:
         sender.flush()
