@@ -21,7 +21,7 @@ from scaleray.launch import cluster
 from scaleray.launch import resume as interrupted
 from scaleray.launch.local import run_here
 from scaleray.launch.record import as_yaml, describe, end_tags, make_record, point_metrics
-from scaleray.launch.remote_recorder import RemoteRecorder, spawn_recorder
+from scaleray.launch.remote_recorder import RemoteRecorder
 from scaleray.launch.run_folder import RunFolder
 from scaleray.launch.trainer import Interrupted, Show, fit
 from scaleray.records import EventRecord, RunRecord
@@ -200,7 +200,7 @@ class _Run:
             )  # fmt: skip
         else:
             _ship_user_code(self.job.workload)
-            recorder = RemoteRecorder(spawn_recorder(description))
+            recorder = RemoteRecorder(description)
             work = lambda: fit(
                 self.job,
                 self.sources,
