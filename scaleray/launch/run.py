@@ -66,16 +66,16 @@ def train(
         base_dir = base_dir or Path(config).resolve().parent
         config = load_config(config)
     config = _absolute(config) if config is not None else None
-    before = interrupted.find(resume, config, base_dir) if resume is not None else None
+    before = interrupted.find(resume, config, base_dir, say=say) if resume is not None else None
     if config is None:
         if before is None:
             raise ConfigError("config", None, "it is needed to start a run", "give a file with -c")
-        config = RunConfig.model_validate(before.config)
+        config = before.valid_config()
     changed = interrupted.check_changes(before, config, allow_change) if before is not None else []
     if before is not None and base_dir is None and before.about.get("base_dir"):
         base_dir = Path(before.about["base_dir"])
     if before is not None and not any(change.alters_training for change in changed):
-        finished = before.finished_record()
+        finished = before.finished_record(say)
         if finished is not None:
             say(f"run {finished.name} is finished already, after {finished.steps} steps; nothing is left to do")
             return finished
