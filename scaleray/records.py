@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+EMULATED = "emulated"
+"""Mark of figures whose compute was a timed sleep (`scaleray.emulation`)."""
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -130,7 +133,7 @@ class WorkerSummary:
     strategy: str
     device: str
     model: dict[str, Any] = field(default_factory=dict)
-    """Number of parameters and the hash of their initial values."""
+    """Number of parameters, the hash of their initial values, and whether its compute is emulated."""
     hardware: dict[str, Any] = field(default_factory=dict)
     """Processor and accelerators of this worker's node."""
     compilation: dict[str, Any] = field(default_factory=dict)
@@ -189,6 +192,8 @@ class RunRecord:
     """What filled the memory of each worker, by rank."""
     noise: dict[str, Any] = field(default_factory=dict)
     """The gradient noise scale as rank 0 measured it, see WorkerSummary."""
+    marks: list[str] = field(default_factory=list)
+    """What sets the run's figures apart, such as `emulated`."""
     unsent_file: str | None = None
     """Metrics that MLflow did not take; `scaleray tracking replay FILE` sends them."""
 

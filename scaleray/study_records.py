@@ -258,6 +258,8 @@ class Trial:
     """Samples of the reference batch that a second of this training was worth, by samples to the target."""
     error: str = ""
     run_id: str = ""
+    same_as: int | None = None
+    """Number of the trial whose training this one's settings come to as well: it was trained once, and the figures are that one's."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from scaleray.config import RunConfig, load_config
 from scaleray.config.base import absolute_path, without_password
 from scaleray.config.changes import Change, changes, training_values
 from scaleray.config.scale import CheckpointSettings
-from scaleray.errors import CheckpointError, ConfigError
+from scaleray.errors import CheckpointError, ConfigError, first_line
 from scaleray.records import RunRecord
 
 Say = Callable[[str], None]
@@ -55,7 +55,7 @@ class Interrupted:
             return None
         except (ValueError, TypeError) as exc:
             say(
-                f"warning: record.json of {without_password(self.path)} is damaged ({_first_line(exc)}); "
+                f"warning: record.json of {without_password(self.path)} is damaged ({first_line(exc)}); "
                 "whether the run had ended is decided by its newest checkpoint, and its end writes the record anew"
             )
             return None
@@ -94,7 +94,7 @@ def find(
         except OSError:
             continue
         except (ValueError, KeyError, TypeError, AttributeError) as exc:
-            say(f"warning: {without_password(folder.root)} is passed over: its {FILE} is damaged ({_first_line(exc)})")
+            say(f"warning: {without_password(folder.root)} is passed over: its {FILE} is damaged ({first_line(exc)})")
     return _open(max(found)[1], config) if found else None
 
 
@@ -136,13 +136,9 @@ def check_changes(before: Interrupted, config: RunConfig, allowed: Sequence[str]
 
 def _damaged(path: str, exc: Exception) -> CheckpointError:
     return CheckpointError(
-        f"{FILE} of the run", without_password(path), f"it is damaged: {_first_line(exc)}",
+        f"{FILE} of the run", without_password(path), f"it is damaged: {first_line(exc)}",
         f"put a whole one there, or start a new run from its weights: --workload.weights {without_password(path)}",
     )  # fmt: skip
-
-
-def _first_line(exc: Exception) -> str:
-    return (str(exc).strip().splitlines() or [type(exc).__name__])[0][:200]
 
 
 def _exists(path: str) -> bool:

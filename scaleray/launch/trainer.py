@@ -56,7 +56,7 @@ class Interrupted(Exception):
 
 def fit(
     job: TrainJob, sources: dict[str, Source], recorder: RemoteRecorder, *,
-    run_path: str, weights_path: str, facts: Mapping[str, Any], can_be_preempted: bool, show: Show,
+    run_path: str, facts: Mapping[str, Any], can_be_preempted: bool, show: Show,
 ) -> None:  # fmt: skip
     """Run the job's workers to the end. Raises UsageError, RunFailedError or Interrupted.
 
@@ -73,7 +73,6 @@ def fit(
         sources={name: ray.put(source) for name, source in sources.items() if name not in streamed},
         recorder=recorder.actor,
         input_cpus=input_cpus(config),
-        weights_path=weights_path,
         run_path=run_path,
         facts=facts,
         can_be_preempted=can_be_preempted,

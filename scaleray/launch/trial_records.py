@@ -61,4 +61,6 @@ def trial_line(trial: Trial, number: int, total: int) -> str:
         f"{trial.optimizer:<5} | {f'{others} | ' if others else ''}seed {trial.seed} | {trial.metric} {value} | {trial.samples:,} samples | "
         f"{trial.training_time_s:.3g} s | {trial.status}"
     )
+    if trial.same_as is not None:
+        return f"{line}, the same training as of {trial.same_as}"
     return f"{line}: {trial.error.splitlines()[0]}" if trial.error else line

@@ -23,9 +23,10 @@ from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
 from scaleray.strategies.buffers import broadcast
 from scaleray.strategies.counting import CountedAllGather, CountedReduceScatter, Counter, Window
-from scaleray.strategies.parallel import Parallel, full
+from scaleray.strategies.parallel import Parallel
 from scaleray.strategies.units import Units, choose_units, prefetch_distance
 from scaleray.strategies.unsharding import unshard_for_good
+from scaleray.strategies.weight_shares import WeightShare, share_among
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -71,8 +72,9 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         if buffers:
             share_buffers()  # as DDP does at the start of a forward pass
 
-    def full_state_dict() -> dict[str, Any]:
-        return whole_state_dict(model, keeps=dist.get_rank() == 0)
+    def weights() -> WeightShare:
+        share_buffers()
+        return share_among(model, range(dist.get_world_size()), rank=dist.get_rank())
 
     return Parallel(
         model=model,
@@ -80,8 +82,9 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         gradient_divisor=mesh.size(),  # fully_shard averages, over both axes of HSDP
         no_sync=sharded.no_sync if settings.accumulate == "whole" else contextlib.nullcontext,
         before_evaluation=share_buffers,
-        full_state_dict=full_state_dict,
+        weights=weights,
         close=lambda: unshard_for_good(model, keeps_shards=settings.build_gib is not None),
+        let_go=lambda: unshard_for_good(model, keeps_shards=True),
         total_norm=total_norm,
         share_of_square=lambda gradients: share_of_square(gradients, mesh),
         forward_is_collective=True,
@@ -167,22 +170,6 @@ def share_of_square(gradients: Sequence[torch.Tensor], mesh: DeviceMesh) -> floa
     return torch.stack(list(norms)).square().sum().item() / replicas
 
 
-def whole_state_dict(module: nn.Module, *, keeps: bool) -> dict[str, Any]:
-    """The module's state with sharded tensors whole, on the CPU, for a rank that keeps it; empty for others. Collective:
-    one tensor after another is gathered."""
-    state: dict[str, Any] = {}
-    gathered: dict[int, torch.Tensor] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.Tensor):
-            state[name] = value
-            continue
-        if id(value) not in gathered:  # tied ones once
-            whole = full(on_mesh_device(value.detach()))
-            gathered[id(value)] = whole.to("cpu", copy=True) if keeps else torch.empty(0)
-        state[name] = gathered[id(value)]
-    return state if keeps else {}
-
-
 def check_one_dtype(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.dtype:
     """The dtype of those that need a gradient. Raises WorkloadError where there are several."""
     dtypes = {p.dtype: name for name, p in parameters if p.requires_grad}
@@ -193,13 +180,6 @@ def check_one_dtype(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.dty
             "fsdp reduces the gradients of a unit together", "convert them to one type, or use --strategy.name zero1",
         )  # fmt: skip
     return next(iter(dtypes), torch.float32)
-
-
-def on_mesh_device(tensor: torch.Tensor) -> torch.Tensor:
-    """A sharded tensor with its shard on the device of its mesh, whose collectives may know no other (CPU offload)."""
-    if not isinstance(tensor, DTensor) or tensor.device.type == tensor.device_mesh.device_type:
-        return tensor
-    return tensor.to(tensor.device_mesh.device_type)
 
 
 def _precision(config: RunConfig, dtype: torch.dtype) -> tuple[MixedPrecisionPolicy, list[str]]:

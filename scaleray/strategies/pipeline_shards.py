@@ -101,9 +101,10 @@ class Shards:
                 group.post_backward()
             state._root_post_backward_final_callback()
 
-    def close(self, module: nn.Module) -> None:
-        """Whole plain parameters again in `module`, which holds all units, and nothing of FSDP on it. Collective."""
-        unshard_for_good(module, keeps_shards=False)
+    def close(self, module: nn.Module, *, keeps_shards: bool) -> None:
+        """Nothing of FSDP on `module`, which holds all units, and parameters whole and plain again: collective, unless they
+        stay shards."""
+        unshard_for_good(module, keeps_shards=keeps_shards)
         self._units.clear()
 
     @property

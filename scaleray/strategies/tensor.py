@@ -23,8 +23,10 @@ from torch.utils._pytree import tree_leaves
 
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
-from scaleray.strategies.parallel import MicroBatch, Objective, Parallel, full
+from scaleray.strategies.parallel import MicroBatch, Objective, Parallel
 from scaleray.strategies.traffic import Traffic
+from scaleray.strategies.unsharding import unshard_for_good
+from scaleray.strategies.weight_shares import WeightShare, share_among
 from scaleray.workload import call_user_code
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
@@ -85,31 +87,34 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
                 known[shapes, is_last] = traffic.num_bytes
             sent += known[shapes, is_last]
 
-    def full_state_dict() -> dict[str, Any]:
-        whole = {n: full(v.detach()) if isinstance(v, torch.Tensor) else v for n, v in model.state_dict().items()}
-        if dist.get_rank() != 0:
-            return {}
-        return {n: v.to("cpu", copy=True) if isinstance(v, torch.Tensor) else v for n, v in whole.items()}
-
     def share_buffers() -> None:
         for buffer in model.buffers():
             local = buffer.to_local() if isinstance(buffer, DTensor) else buffer
             dist.broadcast(local, src=0)
 
-    def close() -> None:
+    def weights() -> WeightShare:
+        share_buffers()
+        return share_among(model, range(dist.get_world_size()), rank=dist.get_rank())
+
+    def let_go() -> None:
+        if isinstance(model, FSDPModule):
+            unshard_for_good(model, keeps_shards=True)
         for parameter in model.parameters():
             parameter.grad = None
-        if not isinstance(model, FSDPModule):  # which has no way back of its own
-            hooks.take_off()
-            _make_plain(model)
+        hooks.take_off()
+
+    def close() -> None:
+        let_go()
+        _make_plain(model)
 
     return Parallel(
         model=model,
         module=model,
         gradient_divisor=replicas.size(),
         before_evaluation=share_buffers,
-        full_state_dict=full_state_dict,
+        weights=weights,
         close=close,
+        let_go=let_go,
         total_norm=lambda gradients: total_norm(gradients, device=torch.device(mesh.device_type)),
         forward_is_collective=True,
         run_micro_batches=run_micro_batches,

@@ -16,7 +16,7 @@ import yaml
 
 from scaleray import metric_names as names
 from scaleray.checkpoints.storage import Store
-from scaleray.errors import TrackingError
+from scaleray.errors import TrackingError, first_line
 from scaleray.records import StepRecord
 from scaleray.tracking.points import Point, Points
 from scaleray.tracking.run_description import RunDescription
@@ -62,9 +62,8 @@ class Recovery:
             steps = {step for *_, step in store.history(names.LOSS.name)}
             return KnownRun(store.last_steps(), steps, store.tags("scaleray."))
         except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
-            first = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
             raise TrackingError(
-                "MLflow at", without_password(store.uri), f"it does not say what run {store.run_id} has: {first}",
+                "MLflow at", without_password(store.uri), f"it does not say what run {store.run_id} has: {first_line(exc)}",
                 "resume when it answers",
             ) from exc  # fmt: skip
 

@@ -47,7 +47,7 @@ def trial_params(trial: Trial) -> dict[str, Any]:
     own = {
         "trial.batch_size": trial.batch_size, "trial.rule": trial.rule, "trial.learning_rate": trial.learning_rate,
         "trial.optimizer": trial.optimizer, "trial.warmup": trial.warmup, "trial.seed": trial.seed,
-        "trial.workers": trial.workers,
+        "trial.workers": trial.workers, **({} if trial.same_as is None else {"trial.same_as": trial.same_as}),
     }  # fmt: skip
     return {**{safe_name(key): value for key, value in trial.settings.items()}, **own}
 
@@ -155,24 +155,27 @@ def _study_values(record: StudyRecord) -> Iterator[tuple[str, float | None, int,
         fit = next((fit for fit in curve.fits if fit.law == curve.best_law), None)
         for workers, estimate in fit.band if fit else ():
             if workers == int(workers):  # MLflow's steps are whole numbers
-                yield f"scaling/{curve.mode}_fit", estimate.value, int(workers), end
+                yield names.scaling_curve(curve.mode, "fit"), estimate.value, int(workers), end
     noise = thinned(record.noise, MOST_CURVE_POINTS)
     yield from ((names.NOISE_SCALE.name, value, samples, end) for samples, value in noise)
 
 
 def _curve_values(curve: Curve, at: CurvePoint) -> Iterator[tuple[str, float | None]]:
-    name, point = f"scaling/{curve.mode}_", at.point
+    def name(what: str) -> str:
+        return names.scaling_curve(curve.mode, what)
+
+    point = at.point
     for what, estimate in (("speedup", at.speedup), ("efficiency", at.efficiency)):
-        yield f"{name}{what}", estimate.value
-        yield f"{name}{what}_low", estimate.low
-        yield f"{name}{what}_high", estimate.high
-    yield f"{name}samples_per_s", point.samples_per_s.value
-    yield f"{name}step_time_s", point.step_time_s.value
+        yield name(what), estimate.value
+        yield name(f"{what}_low"), estimate.low
+        yield name(f"{what}_high"), estimate.high
+    yield name("samples_per_s"), point.samples_per_s.value
+    yield name("step_time_s"), point.step_time_s.value
     if point.step_time_s.value and point.exposed_comm_s is not None:
-        yield f"{name}exposed_comm_share", point.exposed_comm_s / point.step_time_s.value
-    yield f"{name}cost_per_million_samples", point.cost_per_million_samples
+        yield name("exposed_comm_share"), point.exposed_comm_s / point.step_time_s.value
+    yield name("cost_per_million_samples"), point.cost_per_million_samples
     if point.to_target and point.to_target.is_reached:
-        yield f"{name}time_to_target_s", point.to_target.time_s
+        yield name("time_to_target_s"), point.to_target.time_s
 
 
 def _sweep_values(record: SweepRecord) -> Iterator[tuple[str, float | None, int]]:
@@ -182,12 +185,12 @@ def _sweep_values(record: SweepRecord) -> Iterator[tuple[str, float | None, int]
     for rule, batches in best_by_batch(record).items():
         name = safe_name(rule)
         for batch, setting in batches.items():
-            yield f"batch/best_value_{name}", setting.value, batch
-            yield f"batch/best_learning_rate_{name}", setting.learning_rate, batch
-            yield f"batch/samples_to_target_{name}", setting.samples_to_target, batch
-            yield f"batch/time_to_target_s_{name}", setting.time_to_target_s, batch
+            yield names.batch_curve("best_value", name), setting.value, batch
+            yield names.batch_curve("best_learning_rate", name), setting.learning_rate, batch
+            yield names.batch_curve("samples_to_target", name), setting.samples_to_target, batch
+            yield names.batch_curve("time_to_target_s", name), setting.time_to_target_s, batch
             if setting.samples_to_target is not None:
-                yield f"batch/steps_to_target_{name}", setting.samples_to_target / batch, batch
+                yield names.batch_curve("steps_to_target", name), setting.samples_to_target / batch, batch
     for at in record.goodput:
         yield names.BATCH_SAMPLES_PER_S.name, at.samples_per_s.value, at.batch_size
         yield names.BATCH_EFFICIENCY.name, at.statistical_efficiency.value, at.batch_size

@@ -168,7 +168,7 @@ def train_to_target(job: TrainJob, place: Place, open_stream: OpenStream) -> tup
     samples, seconds, steps = 0, 0.0, 0
     curve: list[tuple[int, float, float]] = []
     recorded_at: list[float] = []
-    files = {"save_final": False, "every": None, "every_minutes": None, "keep_every": None}
+    files = {"save_final": False, "every": None, "every_minutes": None, "keep_every": None, "best": None}
     config = job.config.model_copy(
         update={
             "checkpoint": job.config.checkpoint.model_copy(update=files),

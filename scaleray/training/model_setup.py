@@ -49,8 +49,14 @@ class Setup:
     """Takes back, in reverse order, what was done to the user's model and to torch before the strategy."""
 
     def close(self) -> None:
-        """Leave the user's model as `build_model` made it, but trained."""
+        """Leave the user's model as `build_model` made it, but trained. Collective."""
         self.parallel.close()
+        self.undo.close()
+
+    def let_go(self) -> None:
+        """End a set-up whose model is not wanted back: `close` without what communicates, so that this rank waits for none.
+        Of an unsharded model it is the same."""
+        (self.parallel.let_go or self.parallel.close)()
         self.undo.close()
 
 

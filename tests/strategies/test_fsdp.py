@@ -258,7 +258,7 @@ def trained_then_closed(place, flags):
     step = TrainStep(job.workload, setup, job.config, job.recipe, place, gives_tuples=False)
     rows = sources["train"].read(job.train_plan().rank_indices(0, place.rank, place.world_size))
     step(RankBatch(0, rows, len(rows["tokens"])), num_rows=8, want_norm=False)
-    weights = setup.parallel.full_state_dict()
+    weights = setup.parallel.weights().tensors
     model = setup.parallel.module
     setup.parallel.close()
     hooks = [h for m in model.modules() for h in (m._forward_hooks, m._forward_pre_hooks, m._state_dict_pre_hooks, m._load_state_dict_pre_hooks)]  # fmt: skip
@@ -266,7 +266,7 @@ def trained_then_closed(place, flags):
     marks = [key for m in model.modules() for key in vars(m) if "fsdp" in key or "compos" in key]
     sharded = {isinstance(p, DTensor) for p in model.parameters()}
     is_tied = model.head.weight is model.embedding.weight
-    same = not weights or sharded == {True} or all(torch.equal(weights[n], v) for n, v in model.state_dict().items())
+    same = sharded == {True} or all(torch.equal(model.state_dict()[n], v) for n, v in weights.items())
     again = sharded == {True} or isinstance(fully_shard(model), FSDPModule)
     return has_hooks, names, marks, sharded, is_tied, same, again
 

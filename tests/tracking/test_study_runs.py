@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import time
 
 import pytest
 import study_examples
 
+from scaleray import metric_names
 from scaleray.errors import TrackingError
 from scaleray.tracking import saved_views, store, study_runs
 from scaleray.tracking.study_runs import ParentRun, send_record
-from scaleray.tracking.study_values import MOST_CURVE_POINTS, curve_values, point_name, safe_name, thinned, trial_name
+from scaleray.tracking.study_values import (
+    MOST_CURVE_POINTS,
+    curve_values,
+    point_name,
+    record_values,
+    safe_name,
+    thinned,
+    trial_name,
+)
 from scaleray.tracking.study_views import view_of
 
 
@@ -413,3 +423,12 @@ class _Made:
 
     def __init__(self, number):
         self.info = type("Info", (), {"run_id": f"{number:032x}"})()
+
+
+@pytest.mark.parametrize(
+    "record", [study_examples.study(), study_examples.sweep(batches=(32, 64))], ids=["study", "sweep"]
+)
+def test_every_curve_of_a_parent_stands_in_the_table_of_metrics(record):
+    known = [re.compile(re.escape(metric.name).replace("RULE", ".+")) for metric in metric_names.ALL]
+    made = {name for name, *_ in record_values(record)}
+    assert made and all(any(pattern.fullmatch(name) for pattern in known) for name in made)
