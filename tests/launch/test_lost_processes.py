@@ -81,7 +81,7 @@ def fit(monkeypatch):
 
         monkeypatch.setattr(trainer, "_trainer", make)
         trainer.fit(
-            Job(max_failures), {}, recorder, run_path="", weights_path="", facts={}, can_be_preempted=False, show=lambda messages: None
+            Job(max_failures), {}, recorder, run_path="", facts={}, can_be_preempted=False, show=lambda messages: None
         )  # fmt: skip
         assert not left
         return actors
