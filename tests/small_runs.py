@@ -249,9 +249,8 @@ def train_job(
     weights: dict[str, torch.Tensor] = {}
 
     def open_stream(split: Split, part: Part) -> StepStream:
-        return StepStream(
-            local_blocks(sources[split.name], part, chunk_bytes=64), part, timeout_s=job.config.data.timeout_s
-        )
+        blocks = local_blocks(sources[split.name], part, chunk_bytes=64, may_draw=job.config.deterministic)
+        return StepStream(blocks, part, timeout_s=job.config.data.timeout_s)
 
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     try:

@@ -50,6 +50,8 @@ def list_(path: Where, *, copy_path: CopyPath = None, json: Json = False) -> int
         if row["complete"]:
             at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["created_at"]))
             metrics = ", ".join(f"{name} {value:.4g}" for name, value in sorted(row["metrics"].items()))
+            if metrics and (of := row["evaluated_at"]) != row["step"]:
+                metrics += " (of an unknown step)" if of is None else f" (of step {of})"
             sizes = [_size(row["bytes_written"]), _size(row["total_bytes"]), str(row["chain"] or "full")]
             table.append([str(row["step"]), at, str(row["world_size"]), row["strategy"], *sizes, metrics])
         else:
@@ -125,7 +127,7 @@ def prune(
     keep_best
         Best that stay as well, by --best.
     best
-        Metric and direction, such as "val/loss min".
+        Metric and direction, such as "val/loss min"; it counts for a checkpoint only if it was measured at its step.
     keep_every
         One every so many steps stays.
     dry_run
@@ -141,11 +143,15 @@ def prune(
     with _opened(path, copy_path) as (catalog, only):
         if only is not None:
             raise CheckpointError("the folder to prune", path, "it is a single checkpoint", "name the run folder")
-        before = [m.step for m in catalog.complete()]
-        if not before:
+        complete = list(catalog.complete())
+        if not complete:
             raise _empty(path)
+        measured = {name for manifest in complete for name in manifest.own_metrics}
+        if metric is not None and metric not in measured:  # else a slip would remove what it was meant to keep
+            known = f"there are: {', '.join(sorted(measured)) or 'none'}"
+            raise UsageError("--best", metric, "no checkpoint was evaluated at its own step with that metric", known)
         done = catalog.prune(retention, spared_s=LEFTOVER_S, is_dry_run=dry_run)
-    kept = [step for step in before if step not in done.steps]
+    kept = [m.step for m in complete if m.step not in done.steps]
     if json:
         print(json_library.dumps({"removed": done.steps, "kept": kept, "bytes": done.num_bytes, "dry_run": dry_run}, indent=2))  # fmt: skip
         return 0
@@ -328,7 +334,7 @@ def _row(catalog: Catalog, step: int) -> dict[str, Any]:
     return {
         "step": step, "complete": True, "created_at": found.created_at, "world_size": found.world_size,
         "strategy": found.strategy, "bytes_written": found.bytes_written, "total_bytes": found.total_bytes, "chain": found.chain,
-        "metrics": {k: v for k, v in found.facts.get("metrics", {}).items() if isinstance(v, (int, float))},
+        "metrics": found.metrics, "evaluated_at": found.evaluated_at,
     }  # fmt: skip
 
 

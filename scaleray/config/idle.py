@@ -51,6 +51,8 @@ NEEDS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     "shares.measure_every": (lambda config: config.shares.by == "speed", "without shares.by speed"),
     "shares.smallest": (lambda config: config.shares.by != "equal", "with equal shares"),
     "pipeline.data_axis": (lambda config: config.scale.max_workers > config.pipeline.size, "with one replica"),
+    "checkpoint.best": (lambda config: config.checkpoint.keep_best > 0, "with checkpoint.keep_best 0"),
+    "checkpoint.keep_best": (lambda config: config.checkpoint.best is not None, "without checkpoint.best"),
     "precision.float8_leave_out": (lambda config: config.precision.float8 != "none", "without precision.float8"),
     "precision.emulate_float8": (lambda config: config.precision.float8 != "none", "without precision.float8"),
     "precision.initial_loss_scale": (lambda config: config.precision.dtype == "fp16", "without precision.dtype fp16"),

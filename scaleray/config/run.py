@@ -13,6 +13,7 @@ from scaleray.config.base import Settings, without_password
 from scaleray.config.batch import BatchSettings
 from scaleray.config.compilation import CompilationSettings
 from scaleray.config.compression import CompressionSettings
+from scaleray.config.decides import is_beside_training
 from scaleray.config.fine_tuning import FineTuningSettings
 from scaleray.config.fsdp import FsdpSettings
 from scaleray.config.gossip import GossipSettings
@@ -31,12 +32,12 @@ from scaleray.config.scale import (
 )
 from scaleray.config.schedule import EvaluationSettings, ScheduleSettings, StopSettings
 from scaleray.config.shares import SharesSettings
-from scaleray.config.strategy import StrategySettings
+from scaleray.config.strategy import APART, StrategySettings
 from scaleray.config.study import StudySettings
 from scaleray.config.tensor import TensorSettings
 from scaleray.config.workload import WorkloadSettings
 
-APART = ("local_sgd", "diloco", "gossip", "async_sgd", "pipeline")
+NOT_REPEATABLE = (*APART, "pipeline")
 """Strategies under which a step cannot be repeated on all workers."""
 
 
@@ -99,7 +100,7 @@ class RunConfig(Settings):
     def _micro_batches_may_change(self) -> RunConfig:
         for key, is_on, apart in (
             ("memory.find_micro_size", self.memory.find_micro_size, ("async_sgd", "pipeline")),
-            ("memory.on_out_of_memory", self.memory.on_out_of_memory == "halve", APART),
+            ("memory.on_out_of_memory", self.memory.on_out_of_memory == "halve", NOT_REPEATABLE),
         ):
             if is_on and self.strategy.name in apart:
                 raise ValueError(
@@ -152,7 +153,5 @@ class RunConfig(Settings):
 
     def hash(self) -> str:
         """SHA-256 (16 hex digits) of what decides the training; where it is stored and what is recorded does not count."""
-        values = self.to_dict()
-        for section in ("tracking", "checkpoint", "noise_scale", "study"):
-            values.pop(section)
+        values = {section: value for section, value in self.to_dict().items() if not is_beside_training(section)}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

@@ -122,7 +122,8 @@ class CheckpointSettings(Settings):
     keep_best: Annotated[int, Field(ge=0, le=1000)] = 1
     """Best checkpoints that stay as well, by `best`."""
     best: Annotated[str, Field(pattern=r"^[\w./-]+ (min|max)$")] | None = None
-    """Metric of an evaluation and its direction, such as `val/loss min`. None: no checkpoint is better than another."""
+    """Metric of an evaluation and its direction, such as `val/loss min`: a state that evaluates as one of the `keep_best` best
+    so far is saved at once. None: no checkpoint is better than another."""
     keep_every: Duration | None = None
     """A checkpoint every so far stays for good, such as `10 epochs`."""
     full_every: Count = 16
@@ -135,6 +136,16 @@ class CheckpointSettings(Settings):
     """After SIGTERM, how long the last checkpoint may take before the workers are ended. `ray job stop` kills after 3 s."""
 
     _check_every = field_validator("every", "keep_every")(above_zero)
+
+    @property
+    def best_metric(self) -> str | None:
+        """The metric that `best` names."""
+        return self.best.partition(" ")[0] if self.best is not None else None
+
+    @property
+    def is_higher_better(self) -> bool:
+        """Its direction."""
+        return self.best is not None and self.best.endswith(" max")
 
     @model_validator(mode="after")
     def _copies_have_a_place(self) -> CheckpointSettings:

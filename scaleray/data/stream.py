@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from scaleray.data.sources import Columns, Source
+from scaleray.data.row_values import read_alone, row_values_of
+from scaleray.data.sources import STORED, Columns, Source
 from scaleray.data.step_plan import StepPlan, stream_key
 from scaleray.errors import InputStarvedError, ScaleRayError
 
@@ -57,11 +58,16 @@ class Part:
         size = self.plan.global_batch_size
         return max(1, size // self.world_size if self.shares is None else self.shares[self.rank])
 
-    def indices(self, steps: range) -> np.ndarray:
-        """Rows to read for these steps, in order; one placeholder row for a step where the rank has none."""
+    def positions(self, steps: range) -> np.ndarray:
+        """Where the rows to read for these steps lie in the plan's order; one placeholder row for a step where the rank
+        has none."""
         positions = (self.plan.positions(step, self.rank, self.world_size, self.shares) for step in steps)
         own = [p if len(p) else self.plan.positions(step)[:1] for step, p in zip(steps, positions, strict=True)]
-        return self.plan.samples_at(np.concatenate(own))
+        return np.concatenate(own)
+
+    def indices(self, steps: range) -> np.ndarray:
+        """Rows to read for these steps, in order."""
+        return self.plan.samples_at(self.positions(steps))
 
     def num_rows(self, step: int) -> int:
         """Rows of this step that count."""
@@ -90,10 +96,36 @@ def read_chunk(source: Source, part: Part, steps: range) -> Columns:
     return source.read(part.indices(steps))
 
 
-def local_blocks(source: Source, part: Part, *, chunk_bytes: float) -> Iterator[Columns]:
+def read_chunk_alone(source: Source, part: Part, steps: range) -> Columns:
+    """The same, with the random numbers that user code draws for a row seeded for it. Nobody else in this process may
+    draw any meanwhile."""
+    if type(source) in STORED:
+        return read_chunk(source, part, steps)
+    positions = part.positions(steps)
+    return read_alone(source, part.plan.samples_at(positions), lambda: part.plan.row_seeds(positions))
+
+
+class LocalBlocks(Iterator[Columns]):
+    """The chunks of a part, read in this process.
+
+    may_draw: take it that user code draws random numbers, although a first look at a few rows has not shown it.
+    """
+
+    def __init__(self, source: Source, part: Part, *, chunk_bytes: float, may_draw: bool = False) -> None:
+        self.is_read_alone = type(source) not in STORED and (may_draw or row_values_of(source).draw_random_numbers)
+        """Whoever reads must see to it that nobody else in this process draws random numbers meanwhile."""
+        # a step at a time, as training stands still while it is read
+        steps = chunks(part, row_bytes=source.row_bytes, chunk_bytes=0.0 if self.is_read_alone else chunk_bytes)
+        read = read_chunk_alone if self.is_read_alone else read_chunk
+        self._blocks = (read(source, part, those) for those in steps)
+
+    def __next__(self) -> Columns:
+        return next(self._blocks)
+
+
+def local_blocks(source: Source, part: Part, *, chunk_bytes: float, may_draw: bool = False) -> LocalBlocks:
     """The chunks of a part, read in this process."""
-    for steps in chunks(part, row_bytes=source.row_bytes, chunk_bytes=chunk_bytes):
-        yield read_chunk(source, part, steps)
+    return LocalBlocks(source, part, chunk_bytes=chunk_bytes, may_draw=may_draw)
 
 
 def ray_blocks(
@@ -212,7 +244,8 @@ def _read_in_task(ids: Columns, source_ref: Any, part: Part, segment: list[range
     import ray
 
     source = ray.get(source_ref)
-    pieces = [read_chunk(source, part, segment[int(i)]) for i in ids["id"]]
+    # a task has its process for itself while it runs
+    pieces = [read_chunk_alone(source, part, segment[int(i)]) for i in ids["id"]]
     return pieces[0] if len(pieces) == 1 else {name: np.concatenate([p[name] for p in pieces]) for name in pieces[0]}
 
 
@@ -277,6 +310,9 @@ def rebatch(blocks: Iterable[Columns], sizes: Iterable[int]) -> Iterator[Columns
 class StepStream:
     """Iterates over the RankBatches of a part; a thread reads ahead. `waited_s` is the time spent waiting so far.
 
+    LocalBlocks that are to be read alone are not read ahead: the thread reads a batch while whoever asks for it waits,
+    and so draws no random numbers of its own. Everything else stays as it is, such as the limit on the wait.
+
     demand: the one that `blocks` watches, if it watches any. explain_wait: called when the first batches are late;
     returns a sentence for the user, or None.
     """
@@ -303,6 +339,8 @@ class StepStream:
         self._demand = demand or Demand()
         self._demand.is_hungry = lambda: self._queue.qsize() < LOCAL_CHUNK_STEPS // 2
         self._closed = self._demand.is_closed
+        self._reads_ahead = not (isinstance(blocks, LocalBlocks) and blocks.is_read_alone)
+        self._asked = threading.Semaphore(0)
         self._thread = threading.Thread(target=self._fill, args=(blocks,), name="scaleray-input", daemon=True)
         self._thread.start()
 
@@ -314,6 +352,7 @@ class StepStream:
             raise StopIteration
         self._demand.has_begun.set()
         started = time.perf_counter()
+        self._asked.release()
         item = self._get(started)
         self.waited_s += time.perf_counter() - started
         self._is_finished = not isinstance(item, RankBatch)
@@ -349,10 +388,15 @@ class StepStream:
 
     def _fill(self, blocks: Iterable[Columns]) -> None:
         steps = range(self._part.first_step, self._part.last_step)
+        delivered = self._part.first_step
         try:
-            sizes = (max(1, self._part.num_rows(step)) for step in steps)
-            delivered = self._part.first_step
-            for step, columns in zip(steps, rebatch(blocks, sizes), strict=False):
+            pieces = rebatch(blocks, (max(1, self._part.num_rows(step)) for step in steps))
+            for step in steps:
+                if not self._reads_ahead and not self._wait_until_asked():
+                    return
+                columns = next(pieces, None)
+                if columns is None:
+                    break
                 _put(self._queue, RankBatch(step, columns, self._part.num_rows(step)), self._demand)
                 delivered = step + 1
                 if self._closed.is_set():
@@ -364,6 +408,13 @@ class StepStream:
             _put(self._queue, exc, self._demand)
         finally:
             _close(blocks)
+
+    def _wait_until_asked(self) -> bool:
+        """Whether the next batch is asked for, rather than the stream closed."""
+        while not self._closed.is_set():
+            if self._asked.acquire(timeout=0.5):
+                return True
+        return False
 
 
 def _original_error(exc: BaseException) -> BaseException:

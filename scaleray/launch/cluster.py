@@ -20,7 +20,7 @@ import psutil
 
 from scaleray.config import RunConfig
 from scaleray.config.scale import ScaleSettings
-from scaleray.errors import ClusterError
+from scaleray.errors import ClusterError, first_line
 
 DRIVER_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -127,7 +127,7 @@ def _connect(address: str, *, name: str = "RAY_ADDRESS") -> None:
         ray.init(address=address, runtime_env=runtime_env(_gcs_address(address)), logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as exc:
         raise ClusterError(
-            name, address, f"no Ray cluster answers there: {str(exc).splitlines()[0]}",
+            name, address, f"no Ray cluster answers there: {first_line(exc)}",
             "check the address and the token (RAY_AUTH_MODE), or leave it out for this machine alone",
         ) from exc  # fmt: skip
 

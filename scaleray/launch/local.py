@@ -81,12 +81,12 @@ def _leaving_on_sigterm(control: Control) -> Iterator[None]:
 
 def stream_opener(job: TrainJob, sources: Mapping[str, Source], emit: loop.Emit) -> OpenStream:
     """Opens a split's batches by reading them in a thread of this process."""
-    data = job.config.data
+    data, may_draw = job.config.data, job.config.deterministic
 
     def open_stream(split: Split, part: Part) -> StepStream:
         return StepStream(
-            local_blocks(sources[split.name], part, chunk_bytes=data.chunk_mib * MIB), part, row_bytes=split.row_bytes,
-            prefetch_bytes=data.prefetch_mib * MIB / 2, timeout_s=data.timeout_s,
+            local_blocks(sources[split.name], part, chunk_bytes=data.chunk_mib * MIB, may_draw=may_draw), part,
+            row_bytes=split.row_bytes, prefetch_bytes=data.prefetch_mib * MIB / 2, timeout_s=data.timeout_s,
             warn=lambda text: emit(EventRecord(text, kind="warning")),
         )  # fmt: skip
 

@@ -250,7 +250,7 @@ class _Run:
             f"  {config.scale.workers!s} worker{'s' if config.scale.max_workers > 1 else ''}, {r.strategy}, {config.precision.dtype}, "
             f"global batch {r.global_batch_size} = {config.scale.max_workers} x {r.accumulation_steps} x {r.micro_batch_size}, "
             f"{r.total_steps} steps ({r.steps_per_epoch} an epoch), learning rate {r.learning_rate:g}{rule}",
-            f"  sample order: {self.job.train_plan().promise}",
+            f"  sample order: {self.job.sample_order}",
             "  starting the workers ..." if self.topology[0]["node"] != "local" else "  in this process, without Ray",
         ]
 

@@ -8,12 +8,13 @@ from typing import Any
 
 from scaleray.config import RunConfig
 from scaleray.errors import UsageError
-from scaleray.launch.study_places import EMULATED, OVERSUBSCRIBED
+from scaleray.launch.study_places import OVERSUBSCRIBED
 from scaleray.planner.catalogue import CATALOGUE
 from scaleray.planner.counted import from_workload
 from scaleray.planner.curve_law import Size, foretold_throughput
 from scaleray.planner.hardware import Cluster
 from scaleray.planner.layout import Layout, Sharding
+from scaleray.records import EMULATED
 from scaleray.scaling.curves import GivenLaw
 from scaleray.study_records import Point
 from scaleray.workload_profile import WorkloadProfile

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from scaleray.errors import UsageError
+from scaleray.errors import UsageError, first_line
 from scaleray.planner.profile import Block, Matmul, ModelProfile
 from scaleray.workload_profile import PartProfile, WorkloadProfile
 
@@ -17,9 +17,7 @@ def read_profile(path: Path) -> ModelProfile:
     try:
         return from_workload(WorkloadProfile.from_json(path.read_text()), name=path.stem)
     except (OSError, UnicodeDecodeError, ValidationError) as exc:
-        raise UsageError(
-            "--profile", str(path), f"it cannot be read as a counted workload: {str(exc).splitlines()[0]}"
-        ) from exc
+        raise UsageError("--profile", str(path), f"it cannot be read as a counted workload: {first_line(exc)}") from exc
 
 
 def from_workload(profile: WorkloadProfile, *, name: str) -> ModelProfile:

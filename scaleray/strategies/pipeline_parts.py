@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from scaleray.config import RunConfig
-from scaleray.errors import WorkloadError
+from scaleray.errors import WorkloadError, first_line
 from scaleray.scaling.pipeline_bubble import bubble_share
 from scaleray.strategies.fsdp import total_norm
 from scaleray.strategies.pipeline_costs import measured_costs
@@ -137,7 +137,7 @@ class Parts:
                 except WorkloadError:
                     raise
                 except Exception as exc:
-                    raise _not_a_chain(f"fails with {type(exc).__name__}: {str(exc).strip().splitlines()[0]}") from exc
+                    raise _not_a_chain(f"fails with {type(exc).__name__}: {first_line(exc)}") from exc
         finally:
             for part, was_training in modes:
                 part.training = was_training

@@ -27,7 +27,7 @@ from scaleray.records import (
     WorkerMessage,
     WorkerSummary,
 )
-from scaleray.tracking.points import Points, now_ms
+from scaleray.tracking.points import Points, in_ms
 from scaleray.tracking.run_description import RunDescription
 from scaleray.tracking.spool import Spool
 from scaleray.tracking.steps_file import StepsFile
@@ -177,7 +177,7 @@ class Recorder:
 
     def mark_killed(self) -> None:
         """End the run as KILLED now, before the driver does so in good order, which it may not live long enough for."""
-        self._queue.put({"op": "status", "status": "KILLED", "end_time": now_ms()})
+        self._queue.put({"op": "status", "status": "KILLED", "end_time": in_ms(time.time())})
         self._has_message.set()
 
     def close(self) -> None:
@@ -210,7 +210,7 @@ class Recorder:
         """
         if self._is_continued and not self._has_new_steps and status != "FINISHED":
             status, metrics, tags, files = self._require_store().status_before or status, {}, {}, {}
-        now = now_ms()
+        now = in_ms(time.time())
         if metrics:
             step = max(self.steps.last_step, 0)
             points = [(k, v, now, step) for k, v in metrics.items() if step > self.points.known.get(k, -1)]
@@ -330,13 +330,14 @@ class Recorder:
             if not is_new:
                 return  # a restarted worker group repeats steps that were shown already
         elif isinstance(message, EvaluationRecord):
-            self.points.add(message.metrics, message.step)
+            self.points.add(message.metrics, message.step, at=message.recorded_at)
             self._metrics.update(message.metrics)
             if message.step <= self._last_evaluation:
                 return  # shown already
             self._last_evaluation = message.step
         elif isinstance(message, SystemRecord):
-            self.points.add({f"system/{message.node}/{k}": v for k, v in message.metrics.items()}, message.step)
+            values = {f"system/{message.node}/{k}": v for k, v in message.metrics.items()}
+            self.points.add(values, message.step, at=message.recorded_at)
         elif isinstance(message, CheckpointRecord):
             self.points.add_checkpoint(message)
         elif isinstance(message, WorkerSummary):
@@ -349,7 +350,9 @@ class Recorder:
             self._events.append(message.text)
             if self._started.is_set():
                 number = f"{EVENT_TAG}{len(self._events):03d}"
-                self._queue.put({"op": "tags", "values": {number: f"{_clock()} | {message.text}"[:4000]}})
+                self._queue.put(
+                    {"op": "tags", "values": {number: f"{_clock(message.recorded_at)} | {message.text}"[:4000]}}
+                )
         self._shown.append(message)
         if len(self._shown) > 20_000:  # nobody shows them: a driver's memory must not grow with the number of steps
             self._shown_from += 10_000
@@ -394,5 +397,5 @@ class _Marker:
     problem: str | None = None
 
 
-def _clock() -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S")
+def _clock(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))

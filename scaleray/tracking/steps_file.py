@@ -23,7 +23,10 @@ STEP_COLUMNS = (
     "epoch",
     "is_finite",
     "world_size",
+    "recorded_at",
 )
+OLD_COLUMNS = STEP_COLUMNS[:-1]
+"""Of files from before rows had a time; it is empty in these rows when such a run goes on."""
 
 
 class StepsFile:
@@ -40,6 +43,9 @@ class StepsFile:
             with contextlib.suppress(FileNotFoundError):
                 path.write_bytes(Store(run_path).read(path.name))
         lines = path.read_text().splitlines(keepends=True) if is_continued and path.exists() else []
+        if lines and lines[0].strip() == ",".join(OLD_COLUMNS):
+            old = [line for line in lines[1:] if line.endswith("\n")]
+            lines = [",".join(STEP_COLUMNS) + "\n", *(line.rstrip("\n") + ",\n" for line in old)]
         whole = [line for line in lines if line.endswith("\n") and line.count(",") == len(STEP_COLUMNS) - 1]
         if len(whole) > 1:
             values = whole[-1].split(",")

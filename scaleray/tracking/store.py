@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.config.base import without_password
-from scaleray.errors import TrackingError
+from scaleray.errors import TrackingError, first_line
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
@@ -131,7 +131,7 @@ class RunStore:
         except TrackingError:
             raise
         except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
-            first = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
+            first = first_line(exc)
             hint = (
                 "run: mlflow db upgrade URI (after a backup)"
                 if "out-of-date" in str(exc)
@@ -155,7 +155,7 @@ class RunStore:
         except TrackingError:
             raise
         except Exception as exc:  # as above: no common base class
-            first = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
+            first = first_line(exc)
             raise TrackingError(
                 "MLflow at", without_password(uri), f"the run {run_id} cannot be continued: {first}",
                 "check --tracking.uri, which must be that of the interrupted run",
@@ -234,7 +234,7 @@ def replay(path: str | Path, *, uri: str | None = None) -> int:
         raise TrackingError(
             "MLflow at",
             without_password(uri),
-            f"it refused: {str(exc).splitlines()[0] if str(exc) else type(exc).__name__}",
+            f"it refused: {first_line(exc)}",
         ) from exc
     path.unlink()
     return len(lines) - 1

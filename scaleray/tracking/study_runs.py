@@ -23,15 +23,19 @@ from scaleray.study_tables import escaped, study_tables, sweep_table
 from scaleray.sweep_settings import BROKEN
 from scaleray.tracking import saved_views
 from scaleray.tracking.found_run import record_of
+from scaleray.tracking.points import in_ms
 from scaleray.tracking.store import LONGEST_PARAM, RunStore, check_reachable, resolve_uri, run_link, without_password
 from scaleray.tracking.study_values import (
     Value,
+    end_of,
+    point_duration_s,
     point_name,
     point_params,
     point_values,
     record_values,
     relative_values,
     safe_name,
+    trial_duration_s,
     trial_name,
     trial_params,
     trial_values,
@@ -131,25 +135,26 @@ class ParentRun:
         self._later(
             lambda: self._write_child(
                 key, key, point_params(point), point_values(point), ended_at=point.measured_at,
-                duration_s=sum(map(sum, point.turns)), tags={"scaleray.marks": ", ".join(point.marks)},
+                duration_s=point_duration_s(point), tags={"scaleray.marks": ", ".join(point.marks)},
             )
         )  # fmt: skip
 
     def log_trial(self, trial: Trial) -> None:
         """Write a trial that has ended as a child. Returns at once. A trial that is there already is left as it is."""
-        now = time.time()
+        ended = time.time() if trial.ended_at is None else trial.ended_at
         tags = {"scaleray.status": trial.status, "scaleray.error": trial.error}
         status = "FAILED" if trial.status in BROKEN else "FINISHED"
         self._later(
             lambda: self._write_child(
-                str(trial.number), trial_name(trial), trial_params(trial), trial_values(trial), ended_at=now,
-                duration_s=trial.total_time_s or trial.training_time_s, tags=tags, status=status,
+                str(trial.number), trial_name(trial), trial_params(trial), trial_values(trial, ended_at=ended),
+                ended_at=ended, duration_s=trial_duration_s(trial), tags=tags, status=status,
             )
         )  # fmt: skip
 
     def log_progress(self, values: Mapping[str, float], *, step: int) -> None:
         """Write metrics of the parent under `progress/`, such as the number of finished trials. Returns at once."""
-        made: list[Value] = [(f"progress/{safe_name(key)}", float(value), step, 0.0) for key, value in values.items()]
+        now = time.time()
+        made: list[Value] = [(f"progress/{safe_name(key)}", float(value), step, now) for key, value in values.items()]
         self._later(lambda: self._log_new(made))
 
     def identify(self, record: Record, *, timeout_s: float = LONGEST_WAIT_S) -> Record:
@@ -178,12 +183,12 @@ class ParentRun:
 
     def finish(
         self, record: StudyRecord | SweepRecord | None, *, status: str = "FINISHED", files: Sequence[str | Path] = (),
-        timeout_s: float = LONGEST_WAIT_S,
+        ended_at: float | None = None, timeout_s: float = LONGEST_WAIT_S,
     ) -> str | None:  # fmt: skip
         """End the run with its curves, tables, chart page and files; returns what MLflow lacks in words, None for nothing.
 
         record: None for a study that failed before it had one. status: `FINISHED`, `FAILED` or `KILLED`. files: local
-        files, or folders that are kept as such. Never raises.
+        files, or folders that are kept as such. ended_at: wall clock in s; None is now. Never raises.
         """
         if record is not None:
             self._later(lambda: self._log_new(record_values(record)))
@@ -193,7 +198,7 @@ class ParentRun:
             self._later(lambda: self._save_view(record))
         for path in files:
             self._later(lambda path=path: self._store.send({"op": "artifact", "path": str(path)}))  # type: ignore[misc]
-        end_time = int(time.time() * 1000)
+        end_time = in_ms(time.time() if ended_at is None else ended_at)
         self._later(lambda: self._store.send({"op": "status", "status": status, "end_time": end_time}))
         self._drain(timeout_s)
         with self._has_work:
@@ -265,9 +270,9 @@ class ParentRun:
             "mlflow.parentRunId": self.run_id, KEY_TAG: self.run_id, CHILD_TAG: key, "scaleray.kind": CHILD_KIND[self.kind],
             "mlflow.source.name": "scaleray", **{k: v[:LONGEST_TAG] for k, v in tags.items() if v},
         }  # fmt: skip
-        made = client.create_run(self.experiment_id, start_time=int(started_at * 1000), tags=own, run_name=name)
-        _log(client, made.info.run_id, values, params, started_at=started_at)
-        client.set_terminated(made.info.run_id, status, int(ended_at * 1000))
+        made = client.create_run(self.experiment_id, start_time=in_ms(started_at), tags=own, run_name=name)
+        _log(client, made.info.run_id, values, params)
+        client.set_terminated(made.info.run_id, status, in_ms(ended_at))
         self._children[key] = made.info.run_id
 
     def _learn_children(self) -> None:
@@ -289,13 +294,13 @@ class ParentRun:
     def _log_new(self, values: Sequence[Value]) -> None:
         """Values of the parent; MLflow keeps both values of a key and step that is written twice."""
         new = [value for value in values if value[2] > self._known.get(value[0], -1)]
-        _log(self._store.client, self.run_id, new, {}, started_at=time.time())
+        _log(self._store.client, self.run_id, new, {})
 
     def _log_relative(self, record: StudyRecord) -> None:
         """Speed-up and efficiency of the points, which are known when the curve is."""
         for at in (at for curve in record.curves for at in curve.points):
             if run_id := self._children.get(point_name(at.point)):
-                _log(self._store.client, run_id, relative_values(at), {}, started_at=time.time())
+                _log(self._store.client, run_id, relative_values(at), {})
 
     def _save_view(self, record: StudyRecord | SweepRecord | None) -> None:
         with contextlib.suppress(Exception):  # MLflow's own format, which may change: the link still shows the runs
@@ -327,7 +332,7 @@ def send_record(path: str | Path, *, uri: str | None = None) -> str | None:
     else:
         for trial in record.trials:
             run.log_trial(trial)
-    return run.finish(record, files=[path])
+    return run.finish(record, files=[path], ended_at=end_of(record))
 
 
 def description(record: StudyRecord | SweepRecord) -> str:
@@ -352,11 +357,11 @@ def _closing_tags(record: StudyRecord | SweepRecord) -> dict[str, str]:
     }
 
 
-def _log(client: Any, run_id: str, values: Sequence[Value], params: Mapping[str, Any], *, started_at: float) -> None:
+def _log(client: Any, run_id: str, values: Sequence[Value], params: Mapping[str, Any]) -> None:
     """Values and params in as few calls as the server's limits of 1000 metrics and 100 params allow."""
     from mlflow.entities import Metric, Param
 
-    metrics = [Metric(key, value, int(1000 * (started_at + after_s)), step) for key, value, step, after_s in values]
+    metrics = [Metric(key, value, in_ms(at), step) for key, value, step, at in values]
     given = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in params.items()]
     while metrics or given:
         batch = metrics[: 1000 - len(given[:100])]

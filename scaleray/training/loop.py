@@ -15,9 +15,8 @@ from typing import Any
 
 from scaleray.config.idle import idle_settings
 from scaleray.data import Part, PartStream, RankBatch, StepPlan
-from scaleray.errors import (
-    LeftEarly,
-)
+from scaleray.emulation import is_emulated
+from scaleray.errors import LeftEarly
 from scaleray.records import EvaluationRecord, EventRecord, StepRecord, SystemRecord, WorkerMessage, WorkerSummary
 from scaleray.reproducibility.fingerprint import accelerators, cpu_model
 from scaleray.scaling.recipe import Recipe, with_micro_size
@@ -109,20 +108,21 @@ class _Run:
                 self._say_notes(setup)
                 for note in self._first_notes(setup) if self.place.rank == 0 else ():
                     self.emit(EventRecord(note))
+                for text in self.job.data_warnings() if self.place.rank == 0 else ():
+                    self.emit(EventRecord(text, kind="warning"))
                 self.shares.watch(setup.parallel.module)
                 if self.checkpointing is not None:
                     self.checkpointing.begin(self.state(setup))
                     self._say_notes(setup)
                 verdict = self._steps(setup, stream, plan)
-                metrics = self.evaluations.metrics
                 if verdict is None:
                     setup.let_go()
                     raise LeftEarly(f"left in good order after step {self.step}, whose checkpoint is complete")
                 has_evaluated = self._evaluate_if_due(setup, at_end=True)
-                if not has_evaluated and metrics and self.step == self.first_step and self.place.rank == 0:
-                    self.emit(EvaluationRecord(self.step, dict(metrics), 0.0))  # resumed after its end
+                if not has_evaluated and self.evaluations.step == self.step == self.first_step and self.place.rank == 0:
+                    self.emit(EvaluationRecord(self.step, dict(self.evaluations.metrics), 0.0))  # resumed after its end
                 if self.checkpointing is not None:
-                    self.checkpointing.finish(self.step, metrics)
+                    self.checkpointing.finish(self.step)
                 self.compiled = setup.compilation.report() if setup.compilation else {}
                 self.progress.enter("end")
                 share = setup.parallel.weights() if self._saves_weights else WeightShare()
@@ -223,9 +223,12 @@ class _Run:
         if first is None:
             return "done"  # resumed after its last step
         with eagerly() if setup.compilation else contextlib.nullcontext():
-            check_first_batch(
+            counted = check_first_batch(
                 self.job.workload, setup.parallel.module, first, setup, self.place, gives_tuples=split.gives_tuples
             )
+        if self.first_step == 0 and counted is not None:
+            # the loss scale of fp16 is meant for a mean: over a sum of many tokens the first steps would overflow
+            step.count_per_row = counted
         step.recipe = self._find_micro_size(setup, first, gives_tuples=split.gives_tuples)
         step.noise = self.noise = self._noise_meter(setup)
         scaler = setup.precision.scaler
@@ -285,7 +288,7 @@ class _Run:
                 if verdict := self.evaluations.target_reached(self.step):
                     return verdict
             self.progress.enter("checkpoint")
-            if saves and result.signals and saves.after_step(self.step, result.signals, self.evaluations.metrics):
+            if saves and result.signals and saves.after_step(self.step, result.signals):
                 return None
         return "done"
 
@@ -393,6 +396,9 @@ class _Run:
         record = self.evaluations.run(self.step)
         if self.place.rank == 0:
             self.emit(record)
+        if self.checkpointing is not None:
+            is_last = self.step >= self.recipe.total_steps
+            self.checkpointing.evaluated(self.step, self.evaluations.metrics, is_last=at_end or is_last)
         return True
 
     def _sample_system(self) -> None:
@@ -432,10 +438,14 @@ class _Run:
             training_time_s=self.clock.total_s,
             peak_memory_bytes=memory_report.peak_memory_bytes(self.place.device),
             nonfinite_steps=self.nonfinite_steps,
-            sample_order=plan.promise,
+            sample_order=self.job.sample_order,
             strategy=self.recipe.strategy,
             device=str(self.place.device),
-            model={"num_parameters": setup.num_parameters, "initial_hash": setup.initial_hash},
+            model={
+                "num_parameters": setup.num_parameters,
+                "initial_hash": setup.initial_hash,
+                "is_emulated": is_emulated(setup.parallel.module),
+            },
             hardware={"cpu": cpu_model(), "accelerators": accelerators()},
             compilation=self.compiled,
             memory={**self.memory, **({"micro_batch": self.search} if self.search else {})},

@@ -142,20 +142,26 @@ def stream_opener(
     import ray
     import ray.train
 
-    data = job.config.data
+    data, may_draw = job.config.data, job.config.deterministic
 
     def planned_blocks(split: Split, part: Part, demand: Demand) -> Iterator[Columns]:
         reference = sources[split.name]
         chunk_bytes = data.chunk_mib * MIB
         source = ray.get(reference)
         if split.name != TRAIN and split.num_rows * split.row_bytes <= chunk_bytes:
-            return local_blocks(source, part, chunk_bytes=chunk_bytes)  # less than one task would read
+            return local_blocks(
+                source, part, chunk_bytes=chunk_bytes, may_draw=may_draw
+            )  # less than one task would read
         step_bytes = split.row_bytes * part.rows_per_step
-        here = local_blocks(source, part, chunk_bytes=min(chunk_bytes, step_bytes * LOCAL_CHUNK_STEPS))
+        here = local_blocks(
+            source, part, chunk_bytes=min(chunk_bytes, step_bytes * LOCAL_CHUNK_STEPS), may_draw=may_draw
+        )
         tasks = ray_blocks(
             reference, part, row_bytes=split.row_bytes, chunk_bytes=chunk_bytes,
             memory_bytes=data.prefetch_mib * MIB, cpus=input_cpus,
         )  # fmt: skip
+        if here.is_read_alone:
+            return tasks  # here the model is being built and trained meanwhile, which draws random numbers too
         return start_locally(here, tasks, demand, patience_s=min(LOCAL_START_S, data.timeout_s))
 
     def open_stream(split: Split, part: Part) -> StepStream:

@@ -61,7 +61,25 @@ def test_list_as_json(run, capsys):
     code, out, _ = command(capsys, "list", run, "--json")
     rows = json.loads(out)
     assert code == 0 and [row["step"] for row in rows] == [40, 30, 20, 10]
-    assert rows[0]["metrics"] == {"val/loss": 0.3} and rows[0]["chain"] == 3 and rows[0]["complete"]
+    assert rows[0]["metrics"] == {"val/loss": 0.3} and rows[0]["evaluated_at"] == 40
+    assert rows[0]["chain"] == 3 and rows[0]["complete"]
+
+
+def test_list_says_of_which_step_metrics_are(run, capsys):
+    saver = make_saver(catalog_of(run))
+    save(saver, 50, {"head": HEAD}, metrics={"val/loss": 0.05}, evaluated_at=40)
+    lines = command(capsys, "list", run)[1].splitlines()
+    assert lines[1].endswith("val/loss 0.05 (of step 40)") and lines[2].endswith("val/loss 0.3")
+    assert json.loads(command(capsys, "list", run, "--json")[1])[0]["evaluated_at"] == 40
+    code, out, _ = command(capsys, "prune", run, "--keep-last", "1", "--best", "val/loss min", "--dry-run")
+    assert code == 0 and "kept: steps 20, 50" in out
+
+
+def test_prune_refuses_a_metric_that_no_checkpoint_has(run, capsys):
+    before = snapshot(run)
+    code, _, err = command(capsys, "prune", run, "--keep-last", "1", "--best", "val/los min")
+    assert code == 2 and "there are: val/loss" in err
+    assert snapshot(run) == before
 
 
 def test_a_run_is_found_by_its_name(run, capsys, monkeypatch):

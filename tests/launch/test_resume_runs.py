@@ -19,12 +19,15 @@ import yaml
 
 import scaleray
 from scaleray import Workload
+from scaleray.checkpoints.catalog import Catalog
 from scaleray.config import load_config
 from scaleray.data import StepPlan
 from scaleray.errors import CheckpointError, ConfigError, DataError, RunFailedError, StorageError, TrackingError
 from scaleray.launch import resume
+from scaleray.launch.run import load_sources
 from scaleray.launch.run_folder import RunFolder
 from scaleray.records import RunRecord
+from scaleray.reproducibility.fingerprint import environment, environment_hash
 from scaleray.tracking import store
 from scaleray.training.weights import read_weights
 
@@ -261,6 +264,13 @@ def test_other_data_is_refused(tmp_path):
     x = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
     np.save(path, x)
     folder = interrupted(tmp_path, path=str(path))
+    settings, about = load_config(flags=config(tmp_path)), json.loads((folder / "run.json").read_text())
+    (data,) = load_sources(Stumbling(path=str(path))).values()
+    assert Catalog.of_run(str(folder)).newest().facts == {
+        "run": folder.name, "config": settings.to_dict(), "config_hash": settings.hash(),
+        "environment_hash": environment_hash({"environment": environment()}), "data": {"train": data.describe()["sha256"]},
+        "mlflow": {key: about[key] for key in ("run_id", "experiment_id")}, "metrics": {}, "evaluated_at": None,
+    }  # fmt: skip
     before = contents(folder)
     np.save(path, x + 1)
     with pytest.raises(DataError, match="the interrupted run read other data"):
