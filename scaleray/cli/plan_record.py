@@ -27,7 +27,8 @@ def plan_record(
 
     return {
         "model": advice.question.model.name, "num_params": advice.question.model.num_params, "num_gpus": advice.question.cluster.num_gpus,
-        "gpu": advice.question.cluster.gpu.name, "global_batch": advice.question.global_batch, "num_layouts": advice.num_layouts,
+        "gpu": advice.question.cluster.gpu.name, "global_batch": advice.question.global_batch,
+        "assumed": [*advice.question.cluster.notes, *advice.question.model.notes], "num_layouts": advice.num_layouts,
         "choices": [choice(one) for one in advice.choices[:rows]],
         "recommended": advice.best.layout.describe(), "surely_fits": advice.best.fits == "fits",
         "faster_but_may_not_fit": None if advice.faster is None else choice(advice.faster) | {"gain": advice.faster.samples_per_s / advice.best.samples_per_s - 1},

@@ -21,6 +21,7 @@ from scaleray.data.row_values import read_alone, row_values_of
 from scaleray.data.sources import STORED, Columns, Source
 from scaleray.data.step_plan import StepPlan, stream_key
 from scaleray.errors import InputStarvedError, ScaleRayError
+from scaleray.workload import no_exit
 
 CHUNKS_PER_EXECUTION = 512  # task descriptions are made when an execution starts, so a long run uses several
 LOCAL_START_S = 30.0  # how long a worker reads for itself before a late pipeline counts as late
@@ -94,7 +95,8 @@ def chunks(part: Part, *, row_bytes: int, chunk_bytes: float) -> Iterator[range]
 
 def read_chunk(source: Source, part: Part, steps: range) -> Columns:
     """The rows of these steps, one after another, in the exact order of the plan."""
-    return source.read(part.indices(steps))
+    with no_exit("the source of the data"):
+        return source.read(part.indices(steps))
 
 
 def read_chunk_alone(source: Source, part: Part, steps: range) -> Columns:

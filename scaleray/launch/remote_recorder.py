@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 from collections.abc import Callable
 from typing import Any
 
 from scaleray.checkpoints.storage import Store
 from scaleray.launch.worker_failures import cause_of
+from scaleray.parsing import load_json
 from scaleray.tracking.run_description import RunDescription
 
 WAIT_FOR_WORKERS_S = 30.0  # of the recorder, before it makes the MLflow run all the same
@@ -52,7 +52,7 @@ class RemoteRecorder:
         self.close()
         before = None
         with contextlib.suppress(OSError, ValueError):  # lost before it had begun
-            before = json.loads(Store(self.description.work_dir).read("run.json"))
+            before = load_json(Store(self.description.work_dir).read("run.json"))
         self._spawn(dataclasses.replace(self.description, continues=before))
 
     def is_lost(self) -> bool:

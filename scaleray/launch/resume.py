@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from scaleray.config.base import absolute_path, without_password
 from scaleray.config.changes import Change, changes, training_values
 from scaleray.config.scale import CheckpointSettings
 from scaleray.errors import CheckpointError, ConfigError, first_line
+from scaleray.parsing import load_json
 from scaleray.records import RunRecord
 
 Say = Callable[[str], None]
@@ -87,7 +87,7 @@ def find(
     for name in root.names():
         folder = root.child(name)
         try:
-            about = json.loads(folder.read(FILE))
+            about = load_json(folder.read(FILE))
             same_place = about.get("base_dir") == (str(base_dir) if base_dir else None)
             if training_values(about["config"]) == wanted and same_place and not is_finished(folder):
                 found.append((about.get("started_at") or 0.0, folder.root))
@@ -111,7 +111,7 @@ def config_of(where: str, flags: Sequence[str]) -> RunConfig:
 def is_finished(folder: Store) -> bool:
     """Whether the run in this folder has reached its end."""
     try:
-        return bool(json.loads(folder.read("record.json"))["status"] == "FINISHED")
+        return bool(load_json(folder.read("record.json"))["status"] == "FINISHED")
     except (OSError, ValueError, KeyError):
         return False
 
@@ -148,7 +148,7 @@ def _exists(path: str) -> bool:
 def _open(path: str, config: RunConfig | None) -> Interrupted:
     folder = Store(path)
     try:
-        about = json.loads(folder.read(FILE))
+        about = load_json(folder.read(FILE))
         if not isinstance(about["config"], dict):
             raise TypeError("it has no config")
     except OSError as exc:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import tempfile
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from scaleray.checkpoints.storage import Store
 from scaleray.config.base import absolute_path
 from scaleray.config.scale import CheckpointSettings
 from scaleray.errors import TrackingError
+from scaleray.parsing import load_json
 from scaleray.records import RunRecord
 from scaleray.study_records import StudyRecord, SweepRecord
 from scaleray.tracking.store import check_reachable, open_client, resolve_uri, sqlite_path, without_password
@@ -59,7 +59,7 @@ def record_of(text: str | bytes, *, where: str) -> AnyRecord:
     from pydantic import TypeAdapter
 
     try:
-        data = json.loads(text)
+        data = load_json(text)
         if "trials" in data:
             return TypeAdapter(SweepRecord).validate_json(text)
         if "curves" in data:

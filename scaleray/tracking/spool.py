@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scaleray.checkpoints.storage import Store
+from scaleray.parsing import load_json
 from scaleray.tracking import unsent_file
 from scaleray.tracking.points import Point
 from scaleray.tracking.store import Operation, RunStore, without_password
@@ -95,7 +96,7 @@ class Spool:
             return False
         for number, line in enumerate(self._kept):
             try:
-                self._send(json.loads(line))
+                self._send(load_json(line))
             except Exception:  # still away: what was sent is forgotten, the rest stays
                 if number:
                     del self._kept[:number]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from scaleray.parsing import load_json
 
 NEEDED = {
     "metrics": ("points",), "params": ("values",), "tags": ("values",), "artifact": ("path",), "status": ("status", "end_time"),
@@ -64,6 +65,6 @@ def _is_point(value: Any) -> bool:
 
 def _value(line: bytes) -> Any:
     try:
-        return json.loads(line)
+        return load_json(line)
     except ValueError:
         return None

@@ -41,6 +41,7 @@ from scaleray.training.shares import WorkerShares
 from scaleray.training.state import PROGRESS, TrainState
 from scaleray.training.step import Probe, TrainStep
 from scaleray.training.system_metrics import SystemMetrics
+from scaleray.workload import no_exit
 
 Emit = Callable[[WorkerMessage], None]
 
@@ -436,7 +437,8 @@ class _Run:
     @contextlib.contextmanager
     def _located(self) -> Iterator[None]:
         try:
-            yield
+            with no_exit("the workload's code"):
+                yield
         except Exception as exc:
             steps_done = self.progress.steps_done
             error = located(exc, self.place, self.config, self.recipe, step=self.step, steps_done=steps_done)

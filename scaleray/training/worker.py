@@ -35,6 +35,7 @@ from scaleray.training.job import TRAIN, OpenStream, Split, TrainJob
 from scaleray.training.place import Place
 from scaleray.training.progress import HANG, WATCHDOG_SHARE, Progress, Tail, TailHandler, Watchdog
 from scaleray.training.weights import save_weights
+from scaleray.workload import no_exit
 
 MIB = 2**20
 BEAT_S = 0.5  # between two signs of life
@@ -125,7 +126,7 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
         on_leave=control.wants_leave.set, on_hang=die,
     )  # fmt: skip
     try:
-        with watchdog:
+        with watchdog, no_exit("the workload's code"):
             return loop.run(
                 job, place, open_stream=open_stream, emit=sender, checkpointing=checkpointing, progress=progress,
                 save_weights=lambda share: save_weights(share, assignment.run_path, rank=place.rank),
