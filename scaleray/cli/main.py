@@ -1,4 +1,4 @@
-"""`scaleray`: one noun a command. Exit codes: 0 done, 1 failed, 2 bad usage."""
+"""`scaleray`: one noun a command. Exit codes: 0 done, 1 failed, 2 bad usage; 3 of `compare`, see there."""
 
 from __future__ import annotations
 
@@ -154,25 +154,19 @@ def show(*overrides: Overrides, config: ConfigFile = None, json: Json = False, d
 @config_app.command
 def keys(*, json: Json = False) -> int:
     """List every key of the config with its type, default and meaning."""
+    import dataclasses
     import json as json_library
     import textwrap
 
-    from pydantic_core import PydanticUndefined
+    from scaleray.config.reference import key_rows
 
-    from scaleray.config.loading import known_keys, type_name
-
-    rows = []
-    for key, info in known_keys().items():
-        default = info.get_default(call_default_factory=True)
-        shown = "required" if default is PydanticUndefined else "null" if default is None else str(default)
-        meaning = " ".join((info.description or "").split())
-        rows.append({"key": key, "type": type_name(info.annotation), "default": shown, "meaning": meaning})
+    rows = key_rows()
     if json:
-        print(json_library.dumps(rows, indent=2))
+        print(json_library.dumps([dataclasses.asdict(row) for row in rows], indent=2))
         return 0
     for row in rows:
-        print(f"{row['key']}  {row['type']} = {row['default']}")
-        print(textwrap.fill(row["meaning"], width=100, initial_indent="    ", subsequent_indent="    "))
+        print(f"{row.key}  {row.type} = {row.default}")
+        print(textwrap.fill(row.meaning, width=100, initial_indent="    ", subsequent_indent="    "))
     return 0
 
 
@@ -223,7 +217,13 @@ def ui(*, uri: str | None = None, port: int = 5000) -> int:
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit with its code."""
     _make_early_ends_failures()
-    sys.exit(run_command(sys.argv[1:] if arguments is None else arguments))
+    try:
+        code = run_command(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output has seen enough, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more when it exits
+        code = 1
+    sys.exit(code)
 
 
 def _make_early_ends_failures() -> None:

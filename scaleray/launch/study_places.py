@@ -16,7 +16,7 @@ from scaleray.launch.cluster import Node
 from scaleray.planner.hardware import find_gpu
 from scaleray.study_records import Turn
 
-OVERSUBSCRIBED, EMULATED, RELAUNCHED = "oversubscribed", "emulated", "relaunched"
+OVERSUBSCRIBED, RELAUNCHED = "oversubscribed", "relaunched"
 """Marks of points."""
 
 

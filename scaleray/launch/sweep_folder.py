@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from scaleray.checkpoints.storage import Store
 from scaleray.config import RunConfig
-from scaleray.errors import ConfigError
+from scaleray.errors import ConfigError, first_line
 from scaleray.launch.run_folder import RunFolder
 from scaleray.parsing import load_json
 from scaleray.records import jsonable
@@ -71,7 +71,7 @@ class SweepFolder:
                 found.append(adapter.validate_json(self.store.read(name)))
             except (OSError, ValidationError) as exc:
                 raise ConfigError(
-                    "--continue", self.store.path(name), f"it cannot be read: {str(exc).splitlines()[0]}",
+                    "--continue", self.store.path(name), f"it cannot be read: {first_line(exc)}",
                     "remove the file to run this trial again",
                 ) from exc  # fmt: skip
         return sorted(found, key=lambda trial: trial.number)
@@ -90,7 +90,7 @@ def finished_record(path: str, *, option: str = "--continue") -> SweepRecord | N
         return TypeAdapter(SweepRecord).validate_json(Store(path).read(RECORD_FILE))
     except ValidationError as exc:
         file = Store(path).path(RECORD_FILE)
-        raise ConfigError(option, file, f"it is not a sweep's record: {str(exc).splitlines()[0]}") from exc
+        raise ConfigError(option, file, f"it is not a sweep's record: {first_line(exc)}") from exc
     except (OSError, ValueError):  # a URI of an unknown kind, of which `read_asked` says so
         return None
 

@@ -31,9 +31,9 @@ from scaleray.scaling.search_space import Settings
 from scaleray.training import loop
 from scaleray.training.job import TrainJob
 from scaleray.training.place import Place
-from scaleray.training.progress import Progress, Watchdog
+from scaleray.training.progress import WATCHDOG_SHARE, Progress, Watchdog
 from scaleray.training.stepwise import AskingCheckpointing, Decision, Ended, Paused, StepwiseTraining
-from scaleray.training.worker import HANG_EXIT_CODE, WATCHDOG_SHARE
+from scaleray.training.worker import HANG_EXIT_CODE
 from scaleray.workload import no_exit
 
 GRACE_S = 15.0  # after a rank's error, for what the others have to say

@@ -87,7 +87,7 @@ def _read(place: Store, text: bytes) -> FoundRun:
     steps = None
     if isinstance(record, RunRecord):
         with contextlib.suppress(OSError):
-            steps = place.read(STEPS).decode()
+            steps = place.read(STEPS).decode(errors="replace")  # whoever reads it leaves damaged lines out
     return FoundRun(record, where, Path(place.root) if place.is_local else None, steps)
 
 
@@ -118,7 +118,11 @@ def _in_mlflow(run: str, uri: str) -> FoundRun:
                     "only what has ended has one",
                 )
             text = Path(client.download_artifacts(chosen, FILE, folder)).read_bytes()
-            steps = Path(client.download_artifacts(chosen, STEPS, folder)).read_text() if STEPS in names else None
+            steps = (
+                Path(client.download_artifacts(chosen, STEPS, folder)).read_text(errors="replace")
+                if STEPS in names
+                else None
+            )
     except TrackingError:
         raise
     except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class

@@ -90,7 +90,7 @@ def shortened(job: TrainJob, num_steps: int) -> TrainJob:
         "stop": config.stop.model_copy(update={"at": None}),
         "evaluation": config.evaluation.model_copy(update={"every": None}),
         "checkpoint": config.checkpoint.model_copy(
-            update={"save_final": False, "every": None, "every_minutes": None, "keep_every": None}
+            update={"save_final": False, "every": None, "every_minutes": None, "keep_every": None, "best": None}
         ),
         "tracking": config.tracking.model_copy(update={"system_metrics": False}),
         "noise_scale": NoiseScaleSettings(),

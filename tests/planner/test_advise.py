@@ -157,6 +157,8 @@ def test_what_is_written_of_a_layout_is_what_train_reads(name):
     assert config.model_parallel_size == layout.tensor * layout.pipeline
     recipe = derive(config, DataSize(num_samples=1000))
     assert (recipe.micro_batch_size, recipe.accumulation_steps) == (layout.micro_batch, layout.accumulation)
+    if config.shards_replicas:  # 16 bits are gathered and used, as time and memory are counted
+        assert (recipe.parameter_dtype, layout.gather_bits, layout.is_mixed) == (layout.precision, 16, True)
     if layout.pipeline > 1:
         assert (config.pipeline.data_axis == "fsdp") == (layout.sharding != "none")
         assert config.pipeline.stages_of_each_worker == layout.chunks
