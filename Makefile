@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint types floors unit on-ray without-ray coverage slow ui clean
+.PHONY: demo test lint types floors unit on-ray without-ray coverage slow docs ui clean
 .DEFAULT_GOAL := test
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -41,6 +41,9 @@ coverage: $(INSTALLED)  ## which lines the tests reach; takes about 1.4 times as
 
 slow: $(INSTALLED)  ## minutes-long tests
 	$(BIN)/python -m pytest -m slow
+
+docs: $(INSTALLED)  ## docs/config.md and docs/metrics.md, from the code
+	$(BIN)/python docs/generate.py
 
 ui: $(INSTALLED)  ## MLflow's pages for the runs of `make demo`
 	$(BIN)/scaleray tracking ui --uri sqlite:///.demo/mlflow.db

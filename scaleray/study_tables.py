@@ -176,6 +176,11 @@ def figure(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
+def sentence_case(text: str) -> str:
+    """The text as a sentence begins."""
+    return text[:1].upper() + text[1:]
+
+
 def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(escaped(cell) for cell in cells) + " |"
 

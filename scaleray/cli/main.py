@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import psutil
 from cyclopts import App, CycloptsError, Parameter
@@ -153,25 +154,19 @@ def show(*overrides: Overrides, config: ConfigFile = None, json: Json = False, d
 @config_app.command
 def keys(*, json: Json = False) -> int:
     """List every key of the config with its type, default and meaning."""
+    import dataclasses
     import json as json_library
     import textwrap
 
-    from pydantic_core import PydanticUndefined
+    from scaleray.config.reference import key_rows
 
-    from scaleray.config.loading import known_keys, type_name
-
-    rows = []
-    for key, info in known_keys().items():
-        default = info.get_default(call_default_factory=True)
-        shown = "required" if default is PydanticUndefined else "null" if default is None else str(default)
-        meaning = " ".join((info.description or "").split())
-        rows.append({"key": key, "type": type_name(info.annotation), "default": shown, "meaning": meaning})
+    rows = key_rows()
     if json:
-        print(json_library.dumps(rows, indent=2))
+        print(json_library.dumps([dataclasses.asdict(row) for row in rows], indent=2))
         return 0
     for row in rows:
-        print(f"{row['key']}  {row['type']} = {row['default']}")
-        print(textwrap.fill(row["meaning"], width=100, initial_indent="    ", subsequent_indent="    "))
+        print(f"{row.key}  {row.type} = {row.default}")
+        print(textwrap.fill(row.meaning, width=100, initial_indent="    ", subsequent_indent="    "))
     return 0
 
 
@@ -221,11 +216,33 @@ def ui(*, uri: str | None = None, port: int = 5000) -> int:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit with its code."""
-    sys.exit(run_command(sys.argv[1:] if arguments is None else arguments))
+    _make_early_ends_failures()
+    try:
+        code = run_command(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output has seen enough, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more when it exits
+        code = 1
+    sys.exit(code)
+
+
+def _make_early_ends_failures() -> None:
+    """Let os._exit(0) in this process, of user code that runs in it, not look like a command that is done."""
+    real, own = os._exit, os.getpid()
+
+    def end(status: int) -> NoReturn:
+        if os.getpid() == own and status == 0:  # in children of a fork it is how they end
+            os.write(2, b"RunFailedError: the command was ended by a call of os._exit(0) before it was done\n")
+            status = 1
+        real(status)
+
+    os._exit = end
 
 
 def run_command(arguments: list[str]) -> int:
     """The exit code of a command line; errors that were raised on purpose print one message and no traceback."""
+    if nul := next((word for word in arguments if "\0" in word), None):
+        return _fail(f"UsageError: an argument is {nul!r:.200}, but no argument can hold a NUL character", 2)
     try:
         result: Any = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
         return result if isinstance(result, int) else 0
@@ -233,6 +250,8 @@ def run_command(arguments: list[str]) -> int:
         return _fail(f"{type(exc).__name__.removesuffix('Error')}: {exc}\n  see scaleray --help", 2)
     except ScaleRayError as exc:
         return _fail(f"{type(exc).__name__}: {exc}", exc.exit_code)
+    except SystemExit as exc:  # of user code, in a place that nobody thought of: nothing of ours calls it
+        return _fail(f"RunFailedError: the command was ended by a call of sys.exit({exc.code!r}) before it was done", 1)
     except KeyboardInterrupt:
         return _fail("stopped; the MLflow run is marked KILLED", 1)
 

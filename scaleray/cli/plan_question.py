@@ -14,6 +14,7 @@ from typing import Any
 
 from scaleray.config import RunConfig, load_config
 from scaleray.errors import ConfigError, UsageError
+from scaleray.guarded import guarded
 from scaleray.planner.advise import Question
 from scaleray.planner.catalogue import CATALOGUE
 from scaleray.planner.cluster_file import is_cluster_file, read_cluster_file
@@ -137,7 +138,7 @@ def _counted(config: RunConfig, path: Path, overrides: Sequence[str]) -> ModelPr
     if not kept.exists():
         command = [sys.executable, "-m", "scaleray.launch.count_workload", str(path), *overrides]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=COUNTING_LIMIT_S)
+            done = subprocess.run(guarded(command), capture_output=True, text=True, timeout=COUNTING_LIMIT_S)
         except subprocess.TimeoutExpired:
             raise UsageError(
                 "counting the workload", f"longer than {COUNTING_LIMIT_S} s", "it must end", "name the model: --model"

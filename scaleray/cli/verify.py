@@ -88,7 +88,7 @@ def verify(
         return 0 if answer.passed else 1
     with quiet:
         certificate = run(resolved, question, local=local, say=say, render=as_text, base_dir=base_dir)
-    console.print(table(certificate))
+    console.print(table(certificate, width=console.width))
     for line in lines(certificate):
         say(line)
     if json:

@@ -18,7 +18,7 @@ import numpy as np
 
 from scaleray.config import RunConfig
 from scaleray.config.base import absolute_path, without_password
-from scaleray.errors import ConfigError, ScaleRayError, UsageError
+from scaleray.errors import ConfigError, ScaleRayError, UsageError, first_line
 from scaleray.launch import cluster, study_noise
 from scaleray.launch.certificate import Say
 from scaleray.launch.conditions import check_same, conditions_of
@@ -186,7 +186,7 @@ class _Study:
                 job.workload, few, self.config.precision, gives_tuples=job.splits[TRAIN].gives_tuples
             )
         except UsageError as exc:
-            self.measured.profile = str(exc).splitlines()[0]
+            self.measured.profile = first_line(exc)
 
     def _announce(self) -> None:
         q, first = self.question, next(iter(self.plan.rungs.values()))

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scaleray.config import RunConfig
-from scaleray.errors import UsageError
+from scaleray.errors import UsageError, first_line
 from scaleray.launch import study_noise
 from scaleray.launch.known_turns import studies_of
-from scaleray.launch.study_places import EMULATED, OVERSUBSCRIBED, RELAUNCHED, peak_flops
+from scaleray.launch.study_places import OVERSUBSCRIBED, RELAUNCHED, peak_flops
 from scaleray.launch.study_plan import MODES, OnCurve, Plan, Question
 from scaleray.launch.study_planner import planner_law
+from scaleray.records import EMULATED
 from scaleray.scaling.curves import as_curve
 from scaleray.scaling.points import Prices, as_point
 from scaleray.scaling.rounds import launch_of
@@ -136,7 +137,7 @@ class Conclusions:
                 )
                 laws.append(law)
             except UsageError as exc:
-                note = f"The planner's model is not among the laws: {str(exc).splitlines()[0].rstrip('.')}."
+                note = f"The planner's model is not among the laws: {first_line(exc).rstrip('.')}."
         # workers that sleep or share cores stay where they are, however many
         stays = any(mark in (EMULATED, OVERSUBSCRIBED) for point in points for mark in point.marks)
         curve = as_curve(

@@ -9,6 +9,7 @@ from typing import Any
 
 from scaleray.config import RunConfig
 from scaleray.config.compression import CompressionSettings
+from scaleray.data.row_values import UNSEEDED
 from scaleray.data.sources import Source
 from scaleray.errors import ConfigError, DataError
 from scaleray.launch.run import data_size
@@ -61,6 +62,11 @@ def make_plan(config: RunConfig, question: Question, workload: Any, sources: Map
         raise DataError(
             "the train data", "a Ray Dataset", "its order depends on the number of workers, so that runs cannot be compared",
             "verify with rows that can be read by index: arrays, ParquetSource, TokenSource or a torch Dataset",
+        )  # fmt: skip
+    if not splits[TRAIN].row_values.are_repeatable:
+        raise DataError(
+            "the train data", "not repeatable", f"runs are compared on the same values: {splits[TRAIN].row_values.difference}",
+            f"{UNSEEDED}: draw from those",
         )  # fmt: skip
     size = data_size(sources)
     batch_size = derive(_spread(config, "auto", 1, micro_size=None), size).global_batch_size

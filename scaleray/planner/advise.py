@@ -7,7 +7,7 @@ whose intervals overlap are not told apart.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from scaleray.errors import ConfigError
@@ -96,7 +96,7 @@ class Rejected:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """The ranked choices, best first, and what was dropped."""
+    """The recommended choice, then all others in their ranking, and what was dropped."""
 
     question: Question
     choices: list[Choice]
@@ -105,8 +105,14 @@ class Advice:
 
     @property
     def best(self) -> Choice:
-        """The first choice."""
+        """The recommended choice: the fastest (or smallest) whose memory surely fits, or the fastest where none surely does."""
         return self.choices[0]
+
+    @property
+    def faster(self) -> Choice | None:
+        """The fastest choice that may not fit, where it is faster than the recommended one by more than a tie."""
+        fastest = min(self.choices, key=lambda one: one.step_time_s.value)
+        return fastest if fastest.step_time_s.value * TIE < self.best.step_time_s.value else None
 
 
 def advise(question: Question, constants: Constants = DEFAULT) -> Advice:
@@ -147,12 +153,21 @@ def survey(question: Question, constants: Constants = DEFAULT) -> Advice:
         choices.append(predict(question, layout, needed=needed, constants=constants))
     if question.rank_by == "memory":
         choices.sort(key=lambda one: one.memory.device_bytes)
-    elif choices:
+    else:
         # on given GPUs the fastest is the cheapest and the soonest done as well
         choices.sort(key=lambda one: one.step_time_s.value)
-        nearly = [one for one in choices if one.step_time_s.value <= TIE * choices[0].step_time_s.value]
-        choices[: len(nearly)] = sorted(nearly, key=_plainness)
+    if choices:
+        best = recommended(choices, is_by_time=question.rank_by != "memory")
+        choices = [best, *(one for one in choices if one is not best)]
     return Advice(question=question, choices=choices, rejected=rejected, num_layouts=count)
+
+
+def recommended(choices: Sequence[Choice], *, is_by_time: bool = True) -> Choice:
+    """Of ranked choices the first that surely fits, or the first where none does; the plainest of those that are as fast."""
+    safe = [one for one in choices if one.fits == "fits"] or list(choices)
+    if not is_by_time:
+        return safe[0]
+    return min((one for one in safe if one.step_time_s.value <= TIE * safe[0].step_time_s.value), key=_plainness)
 
 
 def predict(

@@ -5,12 +5,12 @@ Read from a study's record (its smallest point) or a run's, or given by hand.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from scaleray.errors import ConfigError, UsageError
+from scaleray.parsing import load_json
 from scaleray.planner.calibration import calibrate, calibrate_link
 from scaleray.planner.hardware import Cluster
 from scaleray.planner.layout import Layout, Sharding
@@ -39,7 +39,7 @@ def read_measurement(path: Path) -> Measurement | None:
     """
     path = path / "record.json" if path.is_dir() else path
     try:
-        record = json.loads(path.read_text())
+        record = load_json(path.read_text())
         if isinstance(record, dict) and "trials" in record:
             return None
         points = (

@@ -34,6 +34,7 @@ class Cause(StrEnum):
     MODEL = "another model"
     DTYPE = "dtype"
     INITIAL_PARAMETERS = "initial parameters"
+    DATA_NOT_REPEATABLE = "data not repeatable"
     DATA_ORDER = "data order"
     LOSS_NORMALISATION = "loss normalisation"
     MISSING_SYNCHRONISATION = "missing gradient synchronisation"
@@ -84,6 +85,18 @@ def from_traces(reference: Trace, other: Trace, divergence: Divergence, layout: 
         or _clipping(other, divergence, theirs)
         or _uniform_ratio(ours, theirs, divergence, layout)
     )
+
+
+def from_repetition(reference: Trace, again: Trace) -> Finding | None:
+    """The class, where the reference itself reads other values when it is run again: no order could be judged by them."""
+    for ours, theirs in zip(reference.steps, again.steps, strict=False):
+        if not same_rows(ours.rows, theirs.rows, in_order=True):
+            return Finding(
+                Cause.DATA_NOT_REPEATABLE,
+                f"one process alone, run again, reads other values in step {ours.step}: rows are not the same when they "
+                "are read again, whatever their order",
+            )
+    return None
 
 
 def _before_training(reference: Trace, other: Trace, divergence: Divergence) -> Finding:

@@ -229,8 +229,7 @@ def _first_above(
 
 def signature_differences(ours: np.ndarray, theirs: np.ndarray, scale: np.ndarray | None = None) -> np.ndarray:
     """About |a - b| / |a| for every parameter (parameters,), from signatures. scale: to divide by in place of |a|."""
-    apart = np.abs(ours - theirs).max(axis=1)
-    apart[np.isnan(ours).any(axis=1) & np.isnan(theirs).any(axis=1)] = 0.0  # both lost in the same way
+    apart = _apart(ours, theirs).max(axis=1)
     below = ours[:, 0] if scale is None else scale
     with np.errstate(divide="ignore", invalid="ignore"):
         relative = np.where(apart == 0, 0.0, apart / below)
@@ -263,15 +262,21 @@ def final_differences(reference: Trace, other: Trace) -> dict[str, float]:
         if theirs is None or theirs.shape != ours.shape:
             found[name] = math.inf
             continue
-        apart = np.abs(ours.astype(np.float64) - theirs.astype(np.float64))
-        apart = np.where(np.isnan(ours) & np.isnan(theirs), 0.0, apart)
+        apart = _apart(ours.astype(np.float64), theirs.astype(np.float64))
         found[name] = _ratio(float(apart.max(initial=0.0)), widest if name in idle else largest[name])
     return found
 
 
+def _apart(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    """|a - b| one by one; 0 where both are the same infinity, or both NaN: an overflow is a value, as fp16 skips its step."""
+    with np.errstate(invalid="ignore"):
+        return np.where((ours == theirs) | (np.isnan(ours) & np.isnan(theirs)), 0.0, np.abs(ours - theirs))
+
+
 def _is_idle(reference: Trace) -> np.ndarray:
     """Parameters that have a gradient, and never one above rounding: a relative difference would compare noise."""
-    shares = np.array([s.gradients[:, 0] / (s.grad_norm or 1.0) for s in reference.steps])
+    finite = [s for s in reference.steps if math.isfinite(s.grad_norm)]
+    shares = np.array([s.gradients[:, 0] / (s.grad_norm or 1.0) for s in finite])
     most = shares.max(axis=0) if len(shares) else np.zeros(len(reference.names))
     return np.asarray((most > 0) & (most < IDLE_GRADIENT))
 

@@ -24,10 +24,11 @@ from scaleray.workload import call_user_code
 
 def check_first_batch(
     workload: Any, module: nn.Module, batch: RankBatch, setup: Setup, place: Place, *, gives_tuples: bool
-) -> None:
+) -> float | None:
     """Run a few rows of the first batch and say what is wrong with the data or the loss, before training hides it.
 
-    Changes neither parameters nor buffers nor random numbers. Raises DataError or WorkloadError.
+    Gives how much a row counts, over the rows that all ranks looked at; None where none of them counts. Changes neither
+    parameters nor buffers nor random numbers. Collective. Raises DataError or WorkloadError.
     """
     bad = next((n for n, v in batch.columns.items() if v.dtype.kind == "f" and not np.isfinite(v).all()), None)
     if bad is not None:
@@ -78,6 +79,8 @@ def check_first_batch(
                 "it must return the sum over the micro-batch",
                 "use reduction='sum'; scaleray divides by the count of all workers",
             )
+    counted, looked_at = place.all_reduce([count, float(rows)])
+    return counted / looked_at if 0 < counted < math.inf else None
 
 
 def _with_explanation(call: Any) -> Any:

@@ -27,6 +27,7 @@ from scaleray.reproducibility.causes import (
     Finding,
     Layout,
     from_experiment,
+    from_repetition,
     from_shares,
     from_traces,
     needs_experiments,
@@ -234,7 +235,9 @@ class _Group:
             config = variant.job.config
             broken = next((d for d in found if not promise.is_kept_by(d, config)), None)
             broken = broken or promise.disagreement(trace, config, self.assignment.bound)
-            finding = from_traces(reference, trace, broken, self._layout(variant)) if broken else None
+            finding = self._unrepeatable(broken) if broken else None
+            if broken and finding is None:
+                finding = from_traces(reference, trace, broken, self._layout(variant))
             return compare(reference, trace, bound=self.assignment.bound), broken, finding
 
         comparison, broken, finding = self._on_first(first_broken)
@@ -248,7 +251,9 @@ class _Group:
         """The class of a mismatch: from the traces, from runs with something taken out, or from the gradient's parts."""
         layout = self._layout(variant)
         finding: Finding | None = self._on_first(
-            lambda: from_traces(self._reference(self.quiet), trace, divergence, layout)
+            lambda: (
+                self._unrepeatable(divergence) or from_traces(self._reference(self.quiet), trace, divergence, layout)
+            )
         )
         if finding is not None:
             return finding
@@ -263,6 +268,14 @@ class _Group:
                 or Finding(Cause.UNKNOWN, "none of the known classes fits")
             )
         )
+
+    def _unrepeatable(self, divergence: Divergence) -> Finding | None:
+        """Whether other rows are the data's own doing: the reference is run once more. Only on rank 0."""
+        if divergence.quantity != "rows":
+            return None
+        alone = Place(device=self.place.device)
+        again = self._trace(self.assignment.reference.job, quiet=self.quiet, place=alone)
+        return from_repetition(self._reference(self.quiet), again)
 
     def _layout(self, variant: Variant) -> Layout:
         is_right = any(
@@ -346,7 +359,7 @@ def short_job(job: TrainJob, *, steps: int, precision: str | None = None) -> Tra
         "stop": config.stop.model_copy(update={"at": None}),
         "evaluation": config.evaluation.model_copy(update={"every": None}),
         "checkpoint": config.checkpoint.model_copy(
-            update={"save_final": False, "every": None, "every_minutes": None, "keep_every": None}
+            update={"save_final": False, "every": None, "every_minutes": None, "keep_every": None, "best": None}
         ),
         "tracking": config.tracking.model_copy(update={"system_metrics": False, "every_steps": 1}),
     }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import textwrap
 
 import numpy as np
@@ -288,3 +291,12 @@ def test_a_nonfinite_run_fails_with_exit_code_1(folder, capsys):
     assert code == 1
     assert "NonFiniteLossError" in err
     assert "step 2" in err
+
+
+def test_a_reader_that_has_seen_enough_gets_no_traceback():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "scaleray", "config", "keys"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")

@@ -244,3 +244,34 @@ def test_a_mean_of_the_ranks_means_is_seen_whatever_each_counts():
     weights = np.broadcast_to(5.0 / counts.sum(axis=1, keepdims=True), (2, 2))
     finding = from_shares(shares(weights), counts, Layout(2, 2))
     assert finding.cause == "loss normalisation" and "mean of means" in finding.why
+
+
+# what overflowed
+
+
+OVERFLOWED = np.array([[math.inf, math.inf, -math.inf, math.nan], [0.2, 0.2, 0.2, 0.2]])
+
+
+def test_the_same_overflow_in_both_runs_is_no_difference():
+    lost = {"gradients": OVERFLOWED, "grad_norm": math.inf, "used_norm": math.inf}
+    final = {"first.weight": np.array([1.0, math.inf, math.nan]), "first.bias": np.array([4.0])}
+    ours, theirs = (trace(at=1, change=lost, final=dict(final)) for _ in range(2))
+    comparison = compare(ours, theirs, bound=0)
+    assert comparison.is_equal and comparison.largest == 0
+
+
+@pytest.mark.parametrize("other", [math.nan, -math.inf, 3.0])
+def test_an_overflow_on_one_side_or_to_the_other_side_is_a_difference(other):
+    lost = {"grad_norm": math.inf, "used_norm": math.inf}
+    changed = OVERFLOWED.copy()
+    changed[0, 1] = other
+    ours, theirs = (trace(at=1, change={**lost, "gradients": g}) for g in (OVERFLOWED, changed))
+    divergence = compare(ours, theirs, bound=0).divergence
+    assert (divergence.step, divergence.quantity, divergence.parameter) == (1, "gradient", "first.weight")
+
+
+def test_a_step_that_overflowed_does_not_hide_which_parameters_are_idle():
+    idle = {"gradients": signatures([0.3, -0.4, 0.1], [1e-14])}
+    steps = tuple(step(n, **idle, **({"grad_norm": math.inf} if n == 1 else {})) for n in (1, 2, 3))
+    other = tuple(dataclasses.replace(s, parameters=signatures([1.0, 2.0, 3.0], [4.0 + 1e-9])) for s in steps)
+    assert compare(trace(steps=steps), trace(steps=other), bound=4e-10).is_equal

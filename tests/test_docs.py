@@ -1,0 +1,153 @@
+"""The words of README and docs: workloads run as written, commands and options exist, files and links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from scaleray.cli.main import run_command
+from scaleray.config.loading import known_keys
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"<!-- docs-test: (\S+) -->\n```\w*\n(.*?)```", re.S)
+LARGEST_README = 250
+
+
+def blocks(page: str, name: str) -> list[str]:
+    """The marked blocks of a page, in order."""
+    return [text.strip() for found, text in BLOCK.findall((ROOT / page).read_text()) if found == name]
+
+
+@pytest.fixture
+def folder(tmp_path, mlflow_database, monkeypatch):
+    """The test's folder as the current one, with runs and database in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SCALERAY_TRACKING__URI", f"sqlite:///{mlflow_database}")
+    monkeypatch.setenv("SCALERAY_CHECKPOINT__STORAGE_PATH", str(tmp_path / "runs"))
+    return tmp_path
+
+
+def write(folder: Path, page: str, *names: str) -> None:
+    for name in names:
+        (folder / name).write_text(blocks(page, name)[0])
+
+
+def run(line: str, *more: str) -> int:
+    program, *words = shlex.split(line)
+    assert program == "scaleray"
+    return run_command([*words, *more])
+
+
+def test_the_readme_can_be_read_in_one_sitting():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= LARGEST_README
+
+
+def test_bringing_a_workload_takes_under_40_lines():
+    text = "\n".join(blocks("README.md", "iris.py") + blocks("README.md", "iris.yaml"))
+    assert len([line for line in text.splitlines() if line.strip()]) < 40
+
+
+def test_the_readmes_workload_trains_as_written(folder, capsys):
+    write(folder, "README.md", "iris.py", "iris.yaml")
+    [command] = blocks("README.md", "command")
+    # without Ray here; whole runs on two workers are tested in tests/launch
+    assert run(command, "--local", "--scale.workers", "1") == 0
+    assert "target reached: val/accuracy >= 0.95" in capsys.readouterr().out
+
+
+def test_the_tutorials_commands_run_as_written(folder, capsys):
+    write(folder, "docs/tutorial.md", "my_digits.py", "my_digits.yaml")
+    for command in blocks("docs/tutorial.md", "command"):
+        assert run(command) == 0, command
+    assert "test/accuracy" in capsys.readouterr().out
+
+
+def test_the_tutorials_plain_script_runs(folder, capsys):
+    [script] = blocks("docs/tutorial.md", "plain.py")
+    exec(compile(script, "plain.py", "exec"), {})
+    assert float(capsys.readouterr().out.split()[-1]) > 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_tutorials_longer_commands_run_as_written(folder):
+    write(folder, "docs/tutorial.md", "my_digits.py", "my_digits.yaml")
+    for command in [*blocks("docs/tutorial.md", "on-ray"), *blocks("docs/tutorial.md", "slow")]:
+        assert run(command) == 0, command
+
+
+def commands() -> set[tuple[str, str]]:
+    """Every command of scaleray's on every page, with the page: in blocks of their own, and between backticks."""
+    found = set()
+    for page in PAGES:
+        text = page.read_text()
+        fenced = "\n".join(re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S))
+        written = re.findall(r"^(?:.* -m )?(scaleray .+)$", fenced, re.M) + re.findall(r"`(scaleray [^`]+)`", text)
+        found |= {(page.name, line.partition("   #")[0].replace("\n", " ")) for line in written}
+    return found
+
+
+@pytest.mark.parametrize(("page", "line"), sorted(commands()))
+def test_a_command_exists_with_its_options(page, line, capsys):
+    known = set(known_keys())
+    words = [word.strip("[]`,();") for word in line.split()[1:]]
+    nouns = []
+    for word in words:
+        if not re.fullmatch(r"[a-z]+", word) or len(nouns) == 2:
+            break
+        nouns.append(word)
+    while nouns and run_command([*nouns, "--help"]) != 0:
+        nouns.pop()  # the argument of a command, or the rest of a sentence
+    assert nouns or "--help" in words or "--install-completion" in words, line
+    capsys.readouterr()
+    run_command([*nouns, "--help"])
+    options = set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out))
+    for word in words:
+        name = re.match(r"--([A-Za-z_.-]+)", word)
+        if name is None:
+            continue
+        key = name[1].replace("-", "_")
+        negative = f"--{name[1].removeprefix('no-')}"
+        assert f"--{name[1]}" in options or negative in options or key in known or key == "section.key", (word, line)
+
+
+def test_every_file_named_on_a_page_exists():
+    for page in PAGES:
+        for name in re.findall(r"`((?:scaleray|jobs|tests|docs|cluster)/[\w/.-]+\.\w+)`", page.read_text()):
+            assert (ROOT / name).exists(), (page.name, name)
+
+
+def test_every_link_between_pages_leads_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), (page.name, target)
+
+
+def test_every_page_is_reached_from_the_readme():
+    texts = "\n".join(page.read_text() for page in PAGES)
+    for page in PAGES[1:]:
+        assert f"({page.name})" in texts or f"(docs/{page.name})" in texts, page.name
+
+
+def test_config_keys_between_backticks_exist():
+    known = set(known_keys())
+    sections = {key.partition(".")[0] for key in known}
+    for page in PAGES:
+        for key in re.findall(r"`([a-z_]+\.[a-z_]+)(?:: [^`]*)?`", page.read_text()):
+            section, _, name = key.partition(".")
+            if section in sections and name not in ("py", "csv", "json", "yaml", "md", "pt"):
+                assert key in known, (page.name, key)
+
+
+def test_generated_pages_are_what_the_code_says():
+    spec = importlib.util.spec_from_file_location("generate_docs", ROOT / "docs" / "generate.py")
+    assert spec is not None and spec.loader is not None
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    for name, page in generate.PAGES.items():
+        assert (ROOT / "docs" / name).read_text() == page(), f"{name} is out of date: make docs"
