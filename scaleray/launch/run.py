@@ -21,7 +21,7 @@ from scaleray.launch import cluster
 from scaleray.launch import resume as interrupted
 from scaleray.launch.local import run_here
 from scaleray.launch.record import as_yaml, describe, end_tags, make_record, point_metrics
-from scaleray.launch.remote_recorder import RemoteRecorder, spawn_recorder
+from scaleray.launch.remote_recorder import RemoteRecorder
 from scaleray.launch.run_folder import RunFolder
 from scaleray.launch.trainer import Interrupted, Show, fit
 from scaleray.records import EventRecord, RunRecord
@@ -67,16 +67,16 @@ def train(
         base_dir = base_dir or Path(config).resolve().parent
         config = load_config(config)
     config = _absolute(config) if config is not None else None
-    before = interrupted.find(resume, config, base_dir) if resume is not None else None
+    before = interrupted.find(resume, config, base_dir, say=say) if resume is not None else None
     if config is None:
         if before is None:
             raise ConfigError("config", None, "it is needed to start a run", "give a file with -c")
-        config = RunConfig.model_validate(before.config)
+        config = before.valid_config()
     changed = interrupted.check_changes(before, config, allow_change) if before is not None else []
     if before is not None and base_dir is None and before.about.get("base_dir"):
         base_dir = Path(before.about["base_dir"])
     if before is not None and not any(change.alters_training for change in changed):
-        finished = before.finished_record()
+        finished = before.finished_record(say)
         if finished is not None:
             say(f"run {finished.name} is finished already, after {finished.steps} steps; nothing is left to do")
             return finished
@@ -200,7 +200,7 @@ class _Run:
             )  # fmt: skip
         else:
             _ship_user_code(self.job.workload)
-            recorder = RemoteRecorder(spawn_recorder(description))
+            recorder = RemoteRecorder(description)
             work = lambda: fit(
                 self.job,
                 self.sources,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from scaleray.config.idle import idle_settings
-from scaleray.data import Part, PartStream, RankBatch, StepPlan
+from scaleray.data import Part, PartStream, RankBatch, StepPlan, StepStream
 from scaleray.emulation import is_emulated
 from scaleray.errors import LeftEarly
 from scaleray.records import EvaluationRecord, EventRecord, StepRecord, SystemRecord, WorkerMessage, WorkerSummary
@@ -25,21 +25,23 @@ from scaleray.strategies.weight_shares import WeightShare
 from scaleray.training import memory_report, micro_batch_finder
 from scaleray.training.checkpointing import Checkpointing
 from scaleray.training.clock import Clock
+from scaleray.training.collective_limits import limit_collectives
 from scaleray.training.compilation import eagerly
 from scaleray.training.evaluation import Evaluations
 from scaleray.training.failures import located
 from scaleray.training.fine_tuning import merged_share
 from scaleray.training.first_batch import check_first_batch
-from scaleray.training.job import TRAIN, OpenStream, TrainJob
+from scaleray.training.job import TRAIN, OpenStream, Split, TrainJob
 from scaleray.training.model_setup import Setup, prepare
 from scaleray.training.noise_scale import NoiseMeter, find_way
 from scaleray.training.nonfinite import stops_at, what_was_nonfinite
 from scaleray.training.place import Place
-from scaleray.training.progress import Progress
+from scaleray.training.progress import WATCHDOG_SHARE, Progress
 from scaleray.training.shares import WorkerShares
 from scaleray.training.state import PROGRESS, TrainState
 from scaleray.training.step import Probe, TrainStep
 from scaleray.training.system_metrics import SystemMetrics
+from scaleray.workload import no_exit
 
 Emit = Callable[[WorkerMessage], None]
 
@@ -64,16 +66,17 @@ class _Run:
         self, job: TrainJob, place: Place, open_stream: OpenStream, emit: Emit, save_weights: Any, probe: Probe | None,
         checkpointing: Checkpointing | None, progress: Progress,
     ) -> None:  # fmt: skip
-        self.job, self.open_stream, self.emit = job, open_stream, emit
+        self.job, self.emit = job, emit
         self.place = dataclasses.replace(place, model_parallel_size=job.config.model_parallel_size)
         self.save_weights, self.probe, self.checkpointing = save_weights, probe, checkpointing
         self.config, self.recipe = job.config, job.recipe
         self.step = self.first_step = 0
         self.count_per_row = 1.0
         self.progress = progress
+        self.open_stream = self._in_time(open_stream)
         self.clock = Clock()
         self.nonfinite_steps = self.nonfinite_in_a_row = 0
-        self.evaluations = Evaluations(self.place, open_stream, self.progress.enter)
+        self.evaluations = Evaluations(self.place, self.open_stream, self.progress.enter)
         self.verdict: str | None = None
         self.train_step: TrainStep | None = None
         self.first_step_s = math.nan
@@ -89,6 +92,7 @@ class _Run:
         self.sampled_at = time.monotonic()
 
     def train(self) -> WorkerSummary:
+        self._limit_collectives()
         with self._located():
             if self.checkpointing is not None:
                 self.first_step = self.step = self.checkpointing.find()
@@ -105,6 +109,7 @@ class _Run:
         try:
             with self._located():
                 setup = prepare(self.job.workload, self.config, self.recipe, self.place, is_resumed=self.first_step > 0)
+                self._limit_collectives()  # of the groups that the strategy has made, too
                 self._say_notes(setup)
                 for note in self._first_notes(setup) if self.place.rank == 0 else ():
                     self.emit(EventRecord(note))
@@ -139,6 +144,24 @@ class _Run:
         summary = self._summary(setup, plan, stream, verdict)
         self.emit(summary)
         return summary
+
+    def _limit_collectives(self) -> None:
+        """Before the first step for long, as a worker may compile while others wait for it; then as the config says."""
+        limit_collectives(self.progress.others_wait_s(self.config.scale.collective_timeout_s))
+
+    def _in_time(self, open_stream: OpenStream) -> OpenStream:
+        """Streams on which a worker waits less long than the others wait for it, so that it is the one that says why."""
+
+        def others_wait_s() -> float:
+            return WATCHDOG_SHARE * self.progress.others_wait_s(self.config.scale.collective_timeout_s)
+
+        def open_in_time(split: Split, part: Part) -> StepStream:
+            stream = open_stream(split, part)
+            if self.place.world_size > 1:
+                stream.others_wait_s = others_wait_s
+            return stream
+
+        return open_in_time
 
     @property
     def _saves_weights(self) -> bool:
@@ -219,7 +242,9 @@ class _Run:
             return self.verdict  # it had stopped for good before it was interrupted
         if verdict := self.evaluations.target_reached(self.step):
             return verdict
+        self.progress.enter("input")
         first = next(stream, None)
+        self.progress.enter("start")
         if first is None:
             return "done"  # resumed after its last step
         with eagerly() if setup.compilation else contextlib.nullcontext():
@@ -249,6 +274,8 @@ class _Run:
                 setup.schedule.step()
             self.step = batch.step + 1
             self.progress.finish_step(self.step)
+            if self.progress.steps_done == 1:
+                self._limit_collectives()
             if self.noise is not None:
                 self.noise.count_samples(plan.num_rows(batch.step))
             if changed := self.shares.end_step(self.step, batch.num_rows):
@@ -410,7 +437,8 @@ class _Run:
     @contextlib.contextmanager
     def _located(self) -> Iterator[None]:
         try:
-            yield
+            with no_exit("the workload's code"):
+                yield
         except Exception as exc:
             steps_done = self.progress.steps_done
             error = located(exc, self.place, self.config, self.recipe, step=self.step, steps_done=steps_done)
