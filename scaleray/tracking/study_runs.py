@@ -71,7 +71,7 @@ class ParentRun:
         self._begun: dict[str, str | None] = {}
         self._known: dict[str, int] = {}
         self._waiting: deque[Callable[[], None]] = deque()
-        self._problem = ""
+        self._problem = "no answer in time"
         self._num_refused = 0
         self._has_work = threading.Condition()
         self._is_closed = self._is_last_try = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import threading
 import time
 
 import pytest
@@ -432,3 +433,18 @@ def test_every_curve_of_a_parent_stands_in_the_table_of_metrics(record):
     known = [re.compile(re.escape(metric.name).replace("RULE", ".+")) for metric in metric_names.ALL]
     made = {name for name, *_ in record_values(record)}
     assert made and all(any(pattern.fullmatch(name) for pattern in known) for name in made)
+
+
+def test_a_server_that_never_answers_is_named_as_such_at_the_end():
+    is_over = threading.Event()
+
+    class Silent:
+        """Does not come back from whatever it is asked for until the test is over."""
+
+        def __getattr__(self, name):
+            is_over.wait()
+            raise ConnectionError
+
+    run = ParentRun(Silent(), "sweep", "s")
+    assert run.finish(None, timeout_s=0.0).endswith("did not reach MLflow (no answer in time)")
+    is_over.set()
