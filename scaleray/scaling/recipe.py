@@ -195,6 +195,7 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
     check_float8(config, strategy)
     if strategy == "fsdp":
         check_fsdp(config, workers)
+    why["parameter_dtype"] = "nothing is sharded"
     if is_sharded := strategy == config.strategy.name and config.shards_replicas:
         check_shard_dtypes(config)
         why["parameter_dtype"] = "fsdp.parameter_dtype" if config.fsdp.parameter_dtype else "that of precision.dtype"

@@ -8,7 +8,7 @@ import pytest
 
 import scaleray
 from scaleray.errors import PeerLostError, RunFailedError, StepFailedError
-from scaleray.launch.worker_failures import fatal_error, what_failed
+from scaleray.launch.worker_failures import cause_of, fatal_error, what_failed
 from scaleray.records import Heartbeat
 from scaleray.training.failures import is_lost_peer
 
@@ -128,3 +128,11 @@ def raised_in(file, text):
 )
 def test_a_lost_peer_is_told_from_an_error_of_the_workload(file, text, is_lost):
     assert is_lost_peer(raised_in(file, text)) is is_lost
+
+
+def test_the_cause_of_errors_that_cause_each_other_is_the_first_of_them():
+    first, second = RuntimeError("first"), RuntimeError("second")
+    first.__cause__, second.__cause__ = second, first
+    assert cause_of(first) is first
+    second.__cause__ = PeerLostError("gone")
+    assert cause_of(first) is second.__cause__
