@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from scaleray.tracking.run_description import RunDescription
 from scaleray.tracking.spool import Spool
 from scaleray.tracking.steps_file import StepsFile
 from scaleray.tracking.store import Operation, RunStore, run_link, without_password
+from scaleray.watchers import Guard, Watcher
 
 FLUSH_S = 1.0
 EVENT_TAG = "scaleray.event."
@@ -295,32 +297,40 @@ class Recorder:
 
     def _write_all(self) -> None:
         flushed_at = time.monotonic()
+        # a slip in one message must not end the recording of all others
+        look = partial(Guard(self._event), Watcher.RECORDING)
+        problem: str | None = None
+
+        def flush() -> None:
+            nonlocal problem
+            problem = look(self._flush, "steps or points could not be written")
+
         while True:
             try:
                 item = self._queue.get(timeout=FLUSH_S)
             except queue.Empty:
                 item = {"op": "tick"}
             if item is None:
-                self._flush()
+                flush()
                 return
             if isinstance(item, dict):
                 if item["op"] in ("tick", "marker") or time.monotonic() - flushed_at > FLUSH_S:
-                    self._flush()
+                    flush()
                     flushed_at = time.monotonic()
                 if item["op"] == "marker":
                     marker = item["marker"]
-                    marker.problem = self._publish() if marker.is_published else None
+                    if marker.is_published:
+                        marker.problem = problem or look(
+                            self._publish, "the record could not be brought to the run's folder"
+                        )
                     marker.done.set()
                 elif item["op"] != "tick":
-                    self._flush()  # order: points before the status that ends the run
-                    self.spool.send(item)
+                    flush()  # order: points before the status that ends the run
+                    look(partial(self.spool.send, item), None)
                 continue
-            try:
-                self._take(item)
-            except Exception as exc:  # one bad message must not end the recording of all others
-                self._event(f"a message could not be recorded ({type(exc).__name__}: {exc}): {type(item).__name__}")
+            look(partial(self._take, item), None, part=type(item).__name__)
             if time.monotonic() - flushed_at > FLUSH_S:
-                self._flush()
+                flush()
                 flushed_at = time.monotonic()
 
     def _take(self, message: WorkerMessage) -> None:
