@@ -23,7 +23,7 @@ from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
 from scaleray.strategies.buffers import broadcast
 from scaleray.strategies.counting import CountedAllGather, CountedReduceScatter, Counter, Window
-from scaleray.strategies.parallel import Parallel, full
+from scaleray.strategies.parallel import Computation, OnModel, Parallel, full
 from scaleray.strategies.units import Units, choose_units, prefetch_distance
 from scaleray.strategies.unsharding import unshard_for_good
 
@@ -35,6 +35,7 @@ class Sharded:
     """A model whose parameters are shards now. sent: counts what its collectives are given; window: shows it."""
 
     model: nn.Module
+    root: Root
     units: Units
     sent: Counter
     window: Window
@@ -48,6 +49,39 @@ class Sharded:
             yield
         finally:
             _wrapped(self.model).set_requires_gradient_sync(True)
+
+
+class Root(OnModel):
+    """Runs the user's code while what of his model is in no unit is whole; units are gathered where they are called.
+
+    Without parameters of its own. torch calls the outermost `fully_shard` module the root, gathers and completes in its
+    forward pass alone, and would do neither for a method of the model, or a part of it, that is called without the model.
+    """
+
+    @classmethod
+    def over(cls, model: nn.Module, mesh: DeviceMesh) -> Root:
+        """The root over a model that `fully_shard` has seen, with its units."""
+        root = cls(model)
+        # inputs and results are the user's, who gets them as they are; the model casts its own
+        fully_shard(
+            root, mesh=mesh, reshard_after_forward=False, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False)
+        )
+        return root
+
+    def forward(self, computation: Computation) -> Any:
+        _wrapped(self.module).unshard()
+        return super().forward(computation)
+
+    def run_alone(self, computation: Computation) -> Any:
+        """The result of a computation that no backward pass follows."""
+        try:
+            result = self(computation)
+        except BaseException:
+            _wrapped(self).reset_iter_state()  # it is in the middle of a forward pass
+            raise
+        if torch.is_grad_enabled():
+            _wrapped(self).reset_iter_state()  # it waits for the backward pass
+        return result
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
@@ -75,13 +109,14 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         return whole_state_dict(model, keeps=dist.get_rank() == 0)
 
     return Parallel(
-        model=model,
+        model=sharded.root,
         module=model,
+        alone=sharded.root.run_alone,
         gradient_divisor=mesh.size(),  # fully_shard averages, over both axes of HSDP
         no_sync=sharded.no_sync if settings.accumulate == "whole" else contextlib.nullcontext,
         before_evaluation=share_buffers,
         full_state_dict=full_state_dict,
-        close=lambda: unshard_for_good(model, keeps_shards=settings.build_gib is not None),
+        close=lambda: unshard_for_good(sharded.root, keeps_shards=settings.build_gib is not None),
         total_norm=total_norm,
         share_of_square=lambda gradients: share_of_square(gradients, mesh),
         forward_is_collective=True,
@@ -110,9 +145,9 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) 
         fully_shard(
             module, mesh=mesh, reshard_after_forward=settings.reshard_after_forward, mp_policy=policy, offload_policy=offload
         )  # fmt: skip
-    # None: the root is used at the start of the backward pass, so that freeing it before would only gather it again
     fully_shard(
-        model, mesh=mesh, reshard_after_forward=None if settings.reshard_after_forward else False,
+        # used at the start of the backward pass, so that freeing it before would only gather it again
+        model, mesh=mesh, reshard_after_forward=False,
         # the loss is computed in the model's own type
         mp_policy=_with_output(policy, dtype), offload_policy=offload,
     )  # fmt: skip
@@ -124,7 +159,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) 
         if mesh.ndim == 2:  # torch calls it after its own all-reduce over the replicas, with what that was given
             unit.set_all_reduce_hook(sent.count)
     _prefetch(wrapped, _wrapped(model), distance)
-    return Sharded(model, units, sent, window, notes)
+    return Sharded(model, Root.over(model, mesh), units, sent, window, notes)
 
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

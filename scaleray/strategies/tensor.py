@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves
 
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
-from scaleray.strategies.parallel import MicroBatch, Objective, Parallel, full
+from scaleray.strategies.fsdp import Root
+from scaleray.strategies.parallel import MicroBatch, Objective, OnModel, Parallel, full
 from scaleray.strategies.traffic import Traffic
 from scaleray.workload import call_user_code
 
@@ -57,7 +58,9 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         blocks = workload.blocks(model) if callable(getattr(workload, "blocks", None)) else None
         for block in blocks or ():
             fully_shard(block, mesh=replicas, reshard_after_forward=config.fsdp.reshard_after_forward)
-        fully_shard(model, mesh=replicas, reshard_after_forward=config.fsdp.reshard_after_forward)
+        fully_shard(model, mesh=replicas, reshard_after_forward=False)
+    root = Root.over(model, replicas) if replicas.size() > 1 else None
+    on_model = root or OnModel(model)
 
     @contextlib.contextmanager
     def no_sync() -> Iterator[None]:
@@ -80,7 +83,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
             shapes = tuple((tuple(t.shape), t.dtype) for t in tree_leaves(piece.batch) if isinstance(t, torch.Tensor))
             traffic = None if (shapes, is_last) in known else Traffic()
             with contextlib.nullcontext() if is_last else no_sync(), traffic or contextlib.nullcontext():
-                objective(model, piece).backward()
+                objective(on_model, piece).backward()
             if traffic is not None:
                 known[shapes, is_last] = traffic.num_bytes
             sent += known[shapes, is_last]
@@ -104,8 +107,9 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
             _make_plain(model)
 
     return Parallel(
-        model=model,
+        model=root or model,
         module=model,
+        alone=root.run_alone if root else None,
         gradient_divisor=replicas.size(),
         before_evaluation=share_buffers,
         full_state_dict=full_state_dict,

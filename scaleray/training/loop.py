@@ -206,10 +206,13 @@ class _Run:
         first = next(stream, None)
         if first is None:
             return "done"  # resumed after its last step
+        # while the size is still to be found, two rows: the config's may be more than fits
+        most = 2 if self.config.memory.find_micro_size else self.recipe.micro_batch_size
         with eagerly() if setup.compilation else contextlib.nullcontext():
             check_first_batch(
-                self.job.workload, setup.parallel.module, first, setup, self.place, gives_tuples=split.gives_tuples
-            )
+                self.job.workload, self.config, first, setup, self.place, gives_tuples=split.gives_tuples,
+                micro_batch_size=min(most, self.micro_batch_size or most), evaluated=[e.name for e in self.evaluations.evaluators],
+            )  # fmt: skip
         step.recipe = self._find_micro_size(setup, first, gives_tuples=split.gives_tuples)
         step.noise = self.noise = self._noise_meter(setup)
         scaler = setup.precision.scaler
