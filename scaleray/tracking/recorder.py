@@ -19,6 +19,7 @@ from scaleray.checkpoints.storage import Store
 from scaleray.errors import TrackingError
 from scaleray.records import (
     CheckpointRecord,
+    DerivedRecord,
     EvaluationRecord,
     EventRecord,
     Heartbeat,
@@ -58,6 +59,8 @@ class Recording:
     resumed_after: list[int]
     last_step: int
     unsent_file: str | None = None
+    derived: dict[str, Any] = field(default_factory=dict)
+    """Derived values as the workers said that they are in use."""
 
 
 class Recorder:
@@ -81,6 +84,7 @@ class Recorder:
         self._metrics: dict[str, float] = {}
         self._summaries: dict[int, WorkerSummary] = {}
         self._events: list[str] = []
+        self._derived: dict[str, Any] = {}
         self._resumed_after: list[int] = []
         self._is_noted = False
         self._is_continued = self._has_new_steps = False
@@ -198,6 +202,7 @@ class Recorder:
             events=list(self._events),
             resumed_after=list(self._resumed_after),
             last_step=self.steps.last_step,
+            derived=dict(self._derived),
             unsent_file=self.spool.unsent_file(),
         )
 
@@ -339,6 +344,11 @@ class Recorder:
             self.points.add({f"system/{message.node}/{k}": v for k, v in message.metrics.items()}, message.step)
         elif isinstance(message, CheckpointRecord):
             self.points.add_checkpoint(message)
+        elif isinstance(message, DerivedRecord):
+            if not self._derived and not self._is_continued:  # params are written once and stay
+                self._queue.put({"op": "params", "values": {f"derived.{k}": v for k, v in message.values.items()}})
+            self._derived = dict(message.values)
+            return  # a warning says it where something is to be seen
         elif isinstance(message, WorkerSummary):
             self._summaries[message.rank] = message
         elif isinstance(message, EventRecord):

@@ -18,8 +18,17 @@ from scaleray.data import Part, PartStream, RankBatch, StepPlan
 from scaleray.errors import (
     LeftEarly,
 )
-from scaleray.records import EvaluationRecord, EventRecord, StepRecord, SystemRecord, WorkerMessage, WorkerSummary
+from scaleray.records import (
+    DerivedRecord,
+    EvaluationRecord,
+    EventRecord,
+    StepRecord,
+    SystemRecord,
+    WorkerMessage,
+    WorkerSummary,
+)
 from scaleray.reproducibility.fingerprint import accelerators, cpu_model
+from scaleray.scaling.lr_rules import MOVED_BY_RULES
 from scaleray.scaling.recipe import Recipe, with_micro_size
 from scaleray.scaling.shares import described
 from scaleray.training import memory_report, micro_batch_finder
@@ -40,6 +49,7 @@ from scaleray.training.shares import WorkerShares
 from scaleray.training.state import PROGRESS, TrainState
 from scaleray.training.step import Probe, TrainStep
 from scaleray.training.system_metrics import SystemMetrics
+from scaleray.workload import brings_optimizer
 
 Emit = Callable[[WorkerMessage], None]
 
@@ -103,10 +113,15 @@ class _Run:
         setup: Setup | None = None
         try:
             with self._located():
-                setup = prepare(self.job.workload, self.config, self.recipe, self.place, is_resumed=self.first_step > 0)
+                setup = prepare(
+                    self.job.workload, self.config, self.recipe, self.place, is_resumed=self.first_step > 0,
+                    varied=self.job.varied,
+                )  # fmt: skip
                 self._say_notes(setup)
-                for note in self._first_notes(setup) if self.place.rank == 0 else ():
-                    self.emit(EventRecord(note))
+                if self.place.rank == 0:
+                    self._say_what_is_in_use(setup)
+                    for note in self._first_notes(setup):
+                        self.emit(EventRecord(note))
                 self.shares.watch(setup.parallel.module)
                 if self.checkpointing is not None:
                     self.checkpointing.begin(self.state(setup))
@@ -293,6 +308,14 @@ class _Run:
     def _first_notes(self, setup: Setup) -> list[str]:
         compilation = setup.compilation.notes if setup.compilation is not None else []
         return [*idle_settings(self.config, self.recipe.strategy), *compilation]
+
+    def _say_what_is_in_use(self, setup: Setup) -> None:
+        """What became of the derived values in an optimizer of the workload's own."""
+        if brings_optimizer(self.job.workload):
+            derived = {name: getattr(self.recipe, name) for name in MOVED_BY_RULES}
+            self.emit(DerivedRecord({**derived, **setup.in_use.values}))
+        for text in setup.in_use.warnings:
+            self.emit(EventRecord(text, kind="warning"))
 
     def _say_notes(self, setup: Setup) -> None:
         """Emit what the strategy has noted since the last time."""
