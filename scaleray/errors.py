@@ -112,6 +112,11 @@ class LeftEarly(RunFailedError):
     """The run was asked to stop and did so in good order: its last step is saved, and it can be resumed."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the name of its type where it has none, as a bare `assert` has."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def _shown(found: object) -> str:
     if found is None:
         return "missing"

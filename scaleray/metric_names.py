@@ -128,7 +128,34 @@ CURVES = tuple(
     )
 )
 
-ALL = tuple(value for value in list(globals().values()) if isinstance(value, Metric)) + COMPRESSION_SHARES + CURVES
+BY_RULE = {
+    name: Metric(f"batch/{name}_RULE", unit, f"{help}, by learning-rate rule; step: batch size")
+    for name, unit, help in (
+        ("best_value", "unit of the metric", "best value of the sweep's metric at a batch size"),
+        ("best_learning_rate", "1", "learning rate of the best setting at a batch size"),
+        ("samples_to_target", "samples", "fewest samples to the target at a batch size"),
+        ("time_to_target_s", "s", "time of training to the target, of the same setting"),
+        ("steps_to_target", "steps", "steps to the target, of the same setting"),
+    )
+}
+"""Curves of a sweep, of which MLflow has one for each rule, with the rule's name in place of RULE."""
+
+ALL = (
+    tuple(value for value in list(globals().values()) if isinstance(value, Metric))
+    + COMPRESSION_SHARES
+    + CURVES
+    + tuple(BY_RULE.values())
+)
+
+
+def scaling_curve(mode: str, what: str) -> str:
+    """Name of a study's curve, such as `efficiency_low` of mode `strong`. Raises StopIteration for one that CURVES lacks."""
+    return next(metric.name for metric in CURVES if metric.name == f"scaling/{mode}_{what}")
+
+
+def batch_curve(what: str, rule: str) -> str:
+    """Name of a sweep's curve for one learning-rate rule. Raises KeyError for one that BY_RULE lacks."""
+    return BY_RULE[what].name.replace("RULE", rule)
 
 
 def compression_share(method: str) -> Metric:

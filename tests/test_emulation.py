@@ -106,6 +106,7 @@ class Sleepy(Classify):
 def test_a_model_of_emulated_layers_trains_on_two_workers_as_in_plain_torch(gloo, micro_size):
     flags = {"batch.micro_size": micro_size}
     finished, plain = gloo.run(2, train, Sleepy(), flags)[0], train_in_plain_torch(Sleepy())
+    assert finished.summary.model["is_emulated"]
     assert max(relative_differences(plain.losses, finished.losses)) <= 1e-9
     assert largest_difference(plain.weights, finished.weights) <= 1e-9
 

@@ -52,3 +52,11 @@ def test_a_message_without_a_hint_is_one_line():
 def test_a_config_error_knows_its_key_without_the_place():
     assert ConfigError("job.yaml:3 batch.global_size", 0, "no").key == "batch.global_size"
     assert ConfigError("seed", 0, "no").key == "seed"
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [(ValueError("one\ntwo"), "one"), (ValueError("\n one"), "one"), (AssertionError(), "AssertionError")],
+)
+def test_the_first_line_of_an_error_without_words_is_its_type(error, line):
+    assert errors.first_line(error) == line

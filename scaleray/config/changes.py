@@ -6,15 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from scaleray.config.decides import Decides, decides
 from scaleray.config.run import RunConfig
 from scaleray.config.strategy import EXACT
-
-HARMLESS = (
-    "scale.", "strategy.", "fsdp.", "tensor.", "pipeline.", "shares.", "activations.", "compilation.", "memory.",
-    "checkpoint.", "tracking.", "evaluation.", "noise_scale.", "batch.micro_size", "fine_tuning.merge",
-    "data.chunk_mib", "data.prefetch_mib", "data.reserved_cpus", "data.timeout_s",
-)  # fmt: skip
-"""Keys that decide how a training runs, not what it computes: it may be resumed with others."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +24,7 @@ class Change:
         """Whether the run would go on as another training."""
         if self.key == "strategy.name":
             return not {self.before, self.after} <= set(EXACT)
-        return not self.key.startswith(HARMLESS)
+        return decides(self.key) is Decides.RESULT
 
     def __str__(self) -> str:
         return f"{self.key}: {self.before} -> {self.after}"
@@ -51,7 +45,7 @@ def changes(before: Mapping[str, Any], after: RunConfig) -> list[Change]:
 
 def training_values(config: Mapping[str, Any]) -> dict[str, Any]:
     """The flat keys that decide what is computed: equal for two runs of the same training."""
-    return {key: value for key, value in _flat(config) if not key.startswith(HARMLESS)}
+    return {key: value for key, value in _flat(config) if decides(key) is Decides.RESULT}
 
 
 def _defaults(config: RunConfig) -> dict[str, Any]:

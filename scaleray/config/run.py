@@ -13,6 +13,7 @@ from scaleray.config.base import Settings, without_password
 from scaleray.config.batch import BatchSettings
 from scaleray.config.compilation import CompilationSettings
 from scaleray.config.compression import CompressionSettings
+from scaleray.config.decides import is_beside_training
 from scaleray.config.fine_tuning import FineTuningSettings
 from scaleray.config.fsdp import FsdpSettings
 from scaleray.config.gossip import GossipSettings
@@ -31,12 +32,12 @@ from scaleray.config.scale import (
 )
 from scaleray.config.schedule import EvaluationSettings, ScheduleSettings, StopSettings
 from scaleray.config.shares import SharesSettings
-from scaleray.config.strategy import StrategySettings
+from scaleray.config.strategy import APART, StrategySettings
 from scaleray.config.study import StudySettings
 from scaleray.config.tensor import TensorSettings
 from scaleray.config.workload import WorkloadSettings
 
-APART = ("local_sgd", "diloco", "gossip", "async_sgd", "pipeline")
+NOT_REPEATABLE = (*APART, "pipeline")
 """Strategies under which a step cannot be repeated on all workers."""
 
 
@@ -99,7 +100,7 @@ class RunConfig(Settings):
     def _micro_batches_may_change(self) -> RunConfig:
         for key, is_on, apart in (
             ("memory.find_micro_size", self.memory.find_micro_size, ("async_sgd", "pipeline")),
-            ("memory.on_out_of_memory", self.memory.on_out_of_memory == "halve", APART),
+            ("memory.on_out_of_memory", self.memory.on_out_of_memory == "halve", NOT_REPEATABLE),
         ):
             if is_on and self.strategy.name in apart:
                 raise ValueError(
@@ -121,6 +122,21 @@ class RunConfig(Settings):
         sizes = {"tensor": self.tensor.size, "pipeline": self.pipeline.size}
         return sizes.get(self.strategy.name, 1)
 
+    @property
+    def shards_replicas(self) -> bool:
+        """Whether the strategy shards parameters over workers with data of their own, by the rules of `fsdp`."""
+        has_replicas = self.scale.max_workers > self.model_parallel_size
+        kinds = {"fsdp": True, "tensor": has_replicas, "pipeline": has_replicas and self.pipeline.data_axis == "fsdp"}
+        return kinds.get(self.strategy.name, False)
+
+    @property
+    def gathered_dtype(self) -> Literal["fp32", "bf16", "fp16"] | None:
+        """dtype in which sharded parameters are gathered and used; None is their own."""
+        if self.fsdp.parameter_dtype is not None:
+            return self.fsdp.parameter_dtype
+        # wider ones would be cast where they are used, and the copies kept until the backward pass
+        return self.precision.dtype if self.precision.dtype in ("bf16", "fp16") else None
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they would stand in a YAML file; passwords in URIs are stars, as these values are stored."""
         values = self.model_dump(mode="json")
@@ -137,7 +153,5 @@ class RunConfig(Settings):
 
     def hash(self) -> str:
         """SHA-256 (16 hex digits) of what decides the training; where it is stored and what is recorded does not count."""
-        values = self.to_dict()
-        for section in ("tracking", "checkpoint", "noise_scale", "study"):
-            values.pop(section)
+        values = {section: value for section, value in self.to_dict().items() if not is_beside_training(section)}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

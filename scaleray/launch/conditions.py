@@ -10,14 +10,13 @@ from typing import Any
 
 import scaleray
 from scaleray.config import RunConfig
+from scaleray.config.decides import is_beside_training
 from scaleray.errors import ConfigError
 from scaleray.records import jsonable, leaves
 from scaleray.reproducibility.fingerprint import environment
 from scaleray.study_records import Conditions
 from scaleray.workload import user_modules
 
-ELSEWHERE = ("tracking", "checkpoint", "study", "noise_scale")
-"""Sections that decide nothing about a training: measuring noise changes none, and is left out of the turns that are timed."""
 OF_THE_GROUP = ("workers", "on_resize", "resize_interval_s", "max_failures", "launch_timeout_s", "collective_timeout_s")
 """Keys of `scale` that say how many workers there are, and what happens when one fails."""
 MOST_DIFFERENCES = 8
@@ -45,7 +44,7 @@ def conditions_of(
 
 def training_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config, nested, without what has no part in the training, and without the number of workers."""
-    values = {section: value for section, value in config.items() if section not in ELSEWHERE}
+    values = {section: value for section, value in config.items() if not is_beside_training(section)}
     values["scale"] = {key: value for key, value in values.get("scale", {}).items() if key not in OF_THE_GROUP}
     return values
 

@@ -14,7 +14,7 @@ import yaml
 from scaleray import metric_names as names
 from scaleray.config.base import without_password
 from scaleray.launch.run_folder import RunFolder
-from scaleray.records import RunRecord
+from scaleray.records import EMULATED, RunRecord
 from scaleray.reproducibility.fingerprint import environment_hash
 from scaleray.scaling.lr_rules import MOVED_BY_RULES
 from scaleray.tracking.recorder import Recording, RunIdentity
@@ -109,7 +109,7 @@ def make_record(
         total_time_s=time.time() - job.started_at,
         peak_memory_bytes=[s.peak_memory_bytes for s in summaries],
         nonfinite_steps=summary.nonfinite_steps if summary else 0,
-        sample_order=job.train_plan().promise,
+        sample_order=job.sample_order,
         config=config.to_dict(),
         config_hash=config.hash(),
         derived=_plain({**job.recipe.values(), **recording.derived}),
@@ -126,6 +126,7 @@ def make_record(
         compilation=summary.compilation if summary else {},
         noise=summary.noise if summary else {},
         memory=[s.memory for s in summaries],
+        marks=[EMULATED] if summary and summary.model.get("is_emulated") else [],
     )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from scaleray.config import RunConfig
 from scaleray.config.base import absolute_path, without_password
-from scaleray.errors import ConfigError, ScaleRayError, UsageError
+from scaleray.errors import ConfigError, ScaleRayError, UsageError, first_line
 from scaleray.launch import cluster, study_noise
 from scaleray.launch.certificate import Say
 from scaleray.launch.conditions import check_same, conditions_of
@@ -185,8 +185,9 @@ class _Study:
             self.measured.profile = profile_workload(
                 job.workload, few, self.config.precision, gives_tuples=job.splits[TRAIN].gives_tuples
             )
-        except UsageError as exc:
-            self.measured.profile = str(exc).splitlines()[0]
+        except Exception as exc:  # whatever the counter cannot count, the study goes on without MFU
+            text = first_line(exc)
+            self.measured.profile = text if isinstance(exc, UsageError) else f"{type(exc).__name__}: {text}"
 
     def _announce(self) -> None:
         q, first = self.question, next(iter(self.plan.rungs.values()))

@@ -10,14 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scaleray.config import RunConfig
-from scaleray.errors import UsageError
+from scaleray.errors import UsageError, first_line
 from scaleray.launch import study_noise
 from scaleray.launch.known_turns import studies_of
-from scaleray.launch.study_places import EMULATED, OVERSUBSCRIBED, RELAUNCHED, peak_flops
+from scaleray.launch.study_places import OVERSUBSCRIBED, RELAUNCHED, peak_flops
 from scaleray.launch.study_plan import MODES, OnCurve, Plan, Question
 from scaleray.launch.study_planner import planner_law
+from scaleray.records import EMULATED
 from scaleray.scaling.curves import as_curve
 from scaleray.scaling.points import Prices, as_point
+from scaleray.scaling.rounds import launch_of
 from scaleray.study_records import Curve, Mode, NoiseCourse, Point, StudyRecord, ToTarget, Turn
 from scaleray.training.job import TRAIN
 from scaleray.workload_profile import WorkloadProfile
@@ -108,6 +110,7 @@ class Conclusions:
         noisy = study_noise.surest(points)
         words = [curve.verdict for curve in curves if curve.verdict]
         words += about_target(str(self.config.stop.at), points)
+        words += about_launches(points)
         words += [
             *([study_noise.sentence(noisy)] if noisy else []),
             *notes,
@@ -134,7 +137,7 @@ class Conclusions:
                 )
                 laws.append(law)
             except UsageError as exc:
-                note = f"The planner's model is not among the laws: {str(exc).splitlines()[0].rstrip('.')}."
+                note = f"The planner's model is not among the laws: {first_line(exc).rstrip('.')}."
         # workers that sleep or share cores stay where they are, however many
         stays = any(mark in (EMULATED, OVERSUBSCRIBED) for point in points for mark in point.marks)
         curve = as_curve(
@@ -161,6 +164,22 @@ def about_target(target: str, points: Sequence[Point]) -> list[str]:
         f"{point.mode} {_workers(point.workers)} (batch {point.global_batch_size})" for point, _ in missed
     )
     return [f"The target {target} was missed on {names}; the nearest of them is {last}."]
+
+
+def about_launches(points: Sequence[Point]) -> list[str]:
+    """A sentence where points of one curve were measured by different launches."""
+    apart: list[str] = []
+    for mode in MODES:
+        own = [(point, {launch_of(name) for name in point.rounds} - {""}) for point in points if point.mode == mode]
+        known = [launches for point, launches in own if launches or RELAUNCHED in point.marks]
+        if len(known) > 1 and not set.intersection(*known):
+            apart.append(mode)
+    if not apart:
+        return []
+    return [
+        f"Sizes of the {' and the '.join(apart)} curve were measured by different launches, and what two launches of the same "
+        "differ by is in no interval: to compare them, measure all in one (--force, without --relaunch)."
+    ]
 
 
 def _workers(count: int) -> str:

@@ -8,12 +8,13 @@ from typing import Any
 
 from scaleray.config import RunConfig
 from scaleray.errors import UsageError
-from scaleray.launch.study_places import EMULATED, OVERSUBSCRIBED
+from scaleray.launch.study_places import OVERSUBSCRIBED
 from scaleray.planner.catalogue import CATALOGUE
 from scaleray.planner.counted import from_workload
 from scaleray.planner.curve_law import Size, foretold_throughput
 from scaleray.planner.hardware import Cluster
 from scaleray.planner.layout import Layout, Sharding
+from scaleray.records import EMULATED
 from scaleray.scaling.curves import GivenLaw
 from scaleray.study_records import Point
 from scaleray.workload_profile import WorkloadProfile
@@ -38,7 +39,7 @@ def planner_law(
     layout = Layout(
         sharding=SHARDINGS[largest.strategy], precision=_precision(config), is_mixed=config.precision.dtype != "fp32",
         data=config.fsdp.replicas, gradient_bytes=GRADIENT_BYTES[config.compression.name],
-        gather_bits=16 if config.fsdp.parameter_dtype in ("bf16", "fp16") else 32,
+        gather_bits=16 if config.gathered_dtype in ("bf16", "fp16") else 32,
         reduces_every_micro_batch=config.fsdp.accumulate == "sharded" and largest.strategy == "fsdp",
         optimizer_bytes=STATE_BYTES.get(config.optimizer.name, 8), compiled=config.compilation.what != "nothing",
     )  # fmt: skip

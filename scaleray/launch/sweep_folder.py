@@ -14,8 +14,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from scaleray.checkpoints.storage import Store
 from scaleray.config import RunConfig
-from scaleray.errors import ConfigError
+from scaleray.errors import ConfigError, first_line
 from scaleray.launch.run_folder import RunFolder
+from scaleray.parsing import load_json
 from scaleray.records import jsonable
 from scaleray.scaling.search_space import LogUniform, Settings, Space
 from scaleray.scaling.sweep_question import SweepQuestion
@@ -70,7 +71,7 @@ class SweepFolder:
                 found.append(adapter.validate_json(self.store.read(name)))
             except (OSError, ValidationError) as exc:
                 raise ConfigError(
-                    "--continue", self.store.path(name), f"it cannot be read: {str(exc).splitlines()[0]}",
+                    "--continue", self.store.path(name), f"it cannot be read: {first_line(exc)}",
                     "remove the file to run this trial again",
                 ) from exc  # fmt: skip
         return sorted(found, key=lambda trial: trial.number)
@@ -89,7 +90,7 @@ def finished_record(path: str, *, option: str = "--continue") -> SweepRecord | N
         return TypeAdapter(SweepRecord).validate_json(Store(path).read(RECORD_FILE))
     except ValidationError as exc:
         file = Store(path).path(RECORD_FILE)
-        raise ConfigError(option, file, f"it is not a sweep's record: {str(exc).splitlines()[0]}") from exc
+        raise ConfigError(option, file, f"it is not a sweep's record: {first_line(exc)}") from exc
     except (OSError, ValueError):  # a URI of an unknown kind, of which `read_asked` says so
         return None
 
@@ -99,7 +100,7 @@ def read_asked(path: str) -> AskedSweep:
     store = Store(path)
     file = store.path(ASKED_FILE)
     try:
-        values = json.loads(store.read(ASKED_FILE))
+        values = load_json(store.read(ASKED_FILE))
     except FileNotFoundError:
         raise ConfigError("--continue", path, f"there is no {ASKED_FILE}, so that it is no sweep's folder") from None
     except (OSError, ValueError) as exc:

@@ -14,7 +14,7 @@ class Constants:
     """See the module; every field says what it means and where its value comes from."""
 
     wave_half: float = 0.34
-    """Waves of tiles that a product loses at its end: the last wave is half full on average."""
+    """fitted. Waves of tiles that a product loses at its end: the last wave is half full on average."""
     inner_half: float = 400.0
     """fitted. Elements of a product's inner dimension that cost as much as they bring, on an A100 in 16 bit: each tile starts and ends."""
     matmul_practice: float = 0.92
@@ -22,7 +22,7 @@ class Constants:
     eight_bit_share: float = 0.95
     """8-bit products with their scaling and casts over plain ones; assumption: fused casts read and write what the products read."""
     unfused_attention_share: float = 0.65
-    """Batched small products of attention without a fused kernel."""
+    """fitted. Batched small products of attention without a fused kernel."""
     conv_share: float = 1.0
     """fitted. Rate of convolutions by the direct algorithm over the largest matrix product's, which the fit does not let them pass."""
     winograd: float = 2.0
@@ -32,7 +32,7 @@ class Constants:
     handover_s: float = 0.0028
     """fitted. Of a stage that waits for a micro-batch or its gradient: the host notices, and launches."""
     traffic_share: float = 0.9
-    """Share of the memory bandwidth that elementwise kernels reach; STREAM-like kernels report 0.85 to 0.92."""
+    """fitted. Share of the memory bandwidth that elementwise kernels reach; STREAM-like kernels report 0.85 to 0.92."""
     compiled_traffic: float = 0.75
     """Memory traffic of a compiled model over an eager one's: neighbouring elementwise kernels become one. torchtitan's 16 % gain;
     a fit has too few compiled rows to move it."""
@@ -60,7 +60,7 @@ class Constants:
     step_overhead_s: float = 0.004
     """Of an optimizer step, outside its passes: clipping, logging, the loss scale's check, the loader's hand-over."""
     two_node_tcp_share: float = 0.62
-    """NCCL over sockets between exactly two nodes, over what it gets between more. Pollux's traces have 0.40 against 0.65 GB/s."""
+    """fitted. NCCL over sockets between exactly two nodes, over what it gets between more. Pollux's traces have 0.40 against 0.65 GB/s."""
     switch_sum_us: float = 75.0
     """Of an all-reduce that switches add up, before its bytes: 8 H200 with NVLS need 73 us for 16 MiB beyond what they need for each byte
     of 16 GiB (ml-engineering's plot)."""

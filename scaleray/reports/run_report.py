@@ -71,7 +71,7 @@ def run_page(
         kind="Training", name=record.name, when=f"{record.status.lower()}, took {seconds(record.total_time_s)}", headline=headline,
         verdicts=[text for text in (reason, f"At the end: {values}." if values else "") if text],
         words=[f"Resumed after step {step}." for step in record.resumed_after],
-        marks=["emulated"] if record.config.get("emulation") else [], figures=_facts(record),
+        marks=record.marks, figures=_facts(record),
         sections=[s for s in sections if s.drawings] + events,
         facts={"Environment": record.environment, "Data": record.data, "Derived": record.derived, "Config": record.config},
         notes=where(record.mlflow_link, record.run_dir),

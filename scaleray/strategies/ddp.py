@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from scaleray.config import RunConfig
 from scaleray.strategies.compression import Compression
-from scaleray.strategies.parallel import OnModel, Parallel, cpu_state_dict
+from scaleray.strategies.parallel import OnModel, Parallel
+from scaleray.strategies.weight_shares import WeightShare, whole
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
@@ -59,9 +60,9 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         for buffer in model.buffers():
             dist.broadcast(buffer, group=group, group_src=0)
 
-    def full_state_dict() -> dict[str, Any]:
+    def weights() -> WeightShare:
         share_buffers()
-        return cpu_state_dict(model) if dist.get_rank(group) == 0 else {}
+        return whole(model, keeps=dist.get_rank(group) == 0)
 
     def close() -> None:
         for parameter in model.parameters():
@@ -76,7 +77,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         no_sync=wrapped.no_sync,
         abandon=abandon,
         before_evaluation=share_buffers,
-        full_state_dict=full_state_dict,
+        weights=weights,
         after_update=count,
         bytes_sent=lambda: sent,
         close=close,

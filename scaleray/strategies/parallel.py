@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from scaleray.strategies.weight_shares import WeightShare
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -69,10 +71,13 @@ class Parallel:
     """Forget a step none of whose backward passes has communicated yet, so that it can be repeated. None: it cannot."""
     before_evaluation: Callable[[], None] = lambda: None
     """Make buffers equal on all ranks. Collective."""
-    full_state_dict: Callable[[], dict[str, Any]] = dict
-    """Unsharded weights on the CPU, on rank 0; empty elsewhere. Collective."""
+    weights: Callable[[], WeightShare] = WeightShare
+    """What this rank is to write of the final weights: of an unsharded model rank 0 has them all. Collective."""
     close: Callable[[], None] = lambda: None
     """Take every hook off the user's model, and make sharded parameters whole where they fit. Collective."""
+    let_go: Callable[[], None] | None = None
+    """What of `close` the next run in this process needs, where nobody keeps the model: sharded parameters stay shards. Not
+    collective. None: `close` waits for nobody."""
 
     total_norm: Callable[[Sequence[torch.Tensor]], torch.Tensor] = lambda gradients: (
         torch.linalg.vector_norm(gradients[0]) if len(gradients) == 1 else torch.nn.utils.get_total_norm(gradients)
@@ -146,11 +151,3 @@ class Parallel:
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor that may be sharded. Collective for a sharded one."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def cpu_state_dict(module: nn.Module) -> dict[str, Any]:
-    """The module's parameters and buffers, copied to the CPU; extra state, which is no tensor, as it is."""
-    return {
-        name: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-        for name, value in module.state_dict().items()
-    }

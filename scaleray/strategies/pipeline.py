@@ -51,8 +51,9 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         model=parts.module,
         module=parts.module,
         before_evaluation=parts.share_buffers,
-        full_state_dict=parts.full_state_dict,
+        weights=parts.weights,
         close=pipeline.close,
+        let_go=pipeline.let_go,
         total_norm=parts.total_norm,
         forward_is_collective=True,
         is_partitioned=True,
@@ -143,6 +144,14 @@ class Pipeline:
     def close(self) -> None:
         """Forget the gradients and the schedules, and give the user's model the values of all stages. Collective."""
         self.parts.give_back()
+        self._forget()
+
+    def let_go(self) -> None:
+        """Forget the gradients and the schedules, where nobody wants the model back. Not collective."""
+        self.parts.let_go()
+        self._forget()
+
+    def _forget(self) -> None:
         for parameter in self.parts.module.parameters():
             parameter.grad = None
         self._schedules.clear()
@@ -234,11 +243,14 @@ class _TimedStage(PipelineStage):
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self._busy.working():
-            return super().backward_one_chunk(*args, **kwargs)
+            result = super().backward_one_chunk(*args, **kwargs)
+            self._pipeline.parts.put_by_gradients()
+            return result
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self._busy.working():
-            return super().backward_weight_one_chunk(*args, **kwargs)
+            super().backward_weight_one_chunk(*args, **kwargs)
+            self._pipeline.parts.put_by_gradients()
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Nothing to clean up, as shapes are given. torch 2.13 would free the parameters that FSDP has gathered for this

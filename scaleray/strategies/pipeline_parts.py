@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
 from scaleray.scaling.pipeline_bubble import bubble_share
-from scaleray.strategies.fsdp import total_norm, whole_state_dict
+from scaleray.strategies.fsdp import total_norm
 from scaleray.strategies.pipeline_costs import measured_costs
 from scaleray.strategies.pipeline_shards import Shards
 from scaleray.strategies.pipeline_stages import (
@@ -29,6 +30,7 @@ from scaleray.strategies.pipeline_stages import (
     make_stage,
     stage_of_block,
 )
+from scaleray.strategies.weight_shares import Placed, WeightShare, share_of, shared_out, sizes
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Relative, of the chain of stages against the whole model: the same operations on the same worker. 1e-2 for other types."""
@@ -46,6 +48,7 @@ class Parts:
         settings = config.pipeline
         self.group: dist.ProcessGroup = mesh.get_group("pp")
         self.replicas: dist.ProcessGroup | None = mesh.get_group("dp") if mesh["dp"].size() > 1 else None
+        self._ranks: list[list[int]] = mesh.mesh.tolist()  # by replica and worker
         self.num_workers, self.worker = mesh["pp"].size(), mesh.get_local_rank("pp")
         self.num_stages = self.num_workers * settings.stages_of_each_worker
         self.device = next(model.parameters()).device
@@ -118,6 +121,11 @@ class Parts:
         for copied, original in zip(stage.containers, self._containers, strict=True):
             copied.training = original.training
 
+    def put_by_gradients(self) -> None:
+        """After each backward pass of a micro-batch. Not collective."""
+        if self.shards is not None:
+            self.shards.put_by()
+
     def sum_gradients(self) -> None:
         """Sum gradients over the replicas, and those of shared parameters over their stages. Collective, within `gathered`.
 
@@ -150,41 +158,30 @@ class Parts:
         dist.all_reduce(squared, group=self.group)
         return squared.sqrt()
 
-    def full_state_dict(self) -> dict[str, Any]:
-        """The whole model's state on rank 0, in its order; empty elsewhere. Collective over the first replica, and over all
-        where they hold shards."""
-        is_first = self.replicas is None or dist.get_rank(self.replicas) == 0
-        mine = whole_state_dict(self.module, keeps=is_first)
-        if not is_first:
-            return {}
-        shown = {n: (tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for n, v in mine.items()}
+    def weights(self) -> WeightShare:
+        """This rank's share of the whole model's weights: those of its stages are shared out among their replicas.
+        Collective over the replica, and over the replicas where they hold shards."""
         everyone: list[Any] = [None] * self.num_workers
-        dist.all_gather_object(everyone, shown, group=self.group)
-        whole: dict[str, Any] = {}
-        for name in self.state_names:
-            worker = next(w for w, theirs in enumerate(everyone) if name in theirs)
-            is_tensor = (
-                isinstance(mine[name], torch.Tensor)
-                if worker == self.worker
-                else isinstance(everyone[worker][name], tuple)
-            )
-            if worker == 0:
-                whole[name] = mine.get(name)
-            elif not is_tensor:
-                whole[name] = everyone[worker][name]
-            elif self.worker == worker:
-                dist.send(mine[name].to(self.device), group=self.group, group_dst=0)
-            elif self.worker == 0:
-                shape, dtype = everyone[worker][name]
-                tensor = torch.empty(shape, dtype=dtype, device=self.device)
-                dist.recv(tensor, group=self.group, group_src=worker)
-                whole[name] = tensor.cpu()
-        return whole if self.worker == 0 else {}
+        no_tensors = tuple(n for n, v in self.module.state_dict().items() if not isinstance(v, torch.Tensor))
+        dist.all_gather_object(everyone, (sizes(self.module), no_tensors), group=self.group)
+        layout: dict[str, Placed] = {}
+        for worker, (theirs, _) in enumerate(everyone):
+            first_here = {name: size for name, size in theirs.items() if name not in layout}
+            parts = shared_out(first_here, len(self._ranks))
+            layout |= {n: Placed(self._ranks[parts[n]][worker], size) for n, size in first_here.items()}
+        in_order = {name: layout[name] for name in self.state_names if name in layout}
+        share = share_of(self.module, in_order, rank=dist.get_rank())
+        return replace(share, left_out=tuple(dict.fromkeys(name for _, theirs in everyone for name in theirs)))
+
+    def let_go(self) -> None:
+        """Take what shards the stages off them, where nobody wants the model back. Not collective."""
+        if self.shards is not None:
+            self.shards.close(self.module, keeps_shards=True)
 
     def give_back(self) -> None:
         """Put all stages' values into the model that was cut, where every worker of the replica still has it. Collective."""
         if self.shards is not None:
-            self.shards.close(self.module)
+            self.shards.close(self.module, keeps_shards=False)
         whole = self._original()
         is_held = torch.tensor(whole is not None, dtype=torch.int32, device=self.device)
         dist.all_reduce(is_held, op=dist.ReduceOp.MIN, group=self.group)
@@ -227,7 +224,7 @@ class Parts:
         kept = {id(p) for name, p in self.module.named_parameters() if name in elsewhere}
         kept |= {id(p) for container in self._containers for p in container.parameters(recurse=False)}
         here = {id(unit.module): unit.module for unit in self.units if self._owner_of(unit) == self.worker}
-        return Shards(list(here.values()), replicas, kept_whole=kept)
+        return Shards(list(here.values()), replicas, self.config, kept_whole=kept)
 
     @property
     def _whole_parameters(self) -> list[nn.Parameter]:
@@ -302,7 +299,7 @@ def check_chain(whole: nn.Module, stages: list[Stage], call: Callable[[nn.Module
             except WorkloadError:
                 raise
             except Exception as exc:
-                raise _not_a_chain(f"fails with {type(exc).__name__}: {str(exc).strip().splitlines()[0]}") from exc
+                raise _not_a_chain(f"fails with {type(exc).__name__}: {first_line(exc)}") from exc
     finally:
         for part, was_training in modes:
             part.training = was_training

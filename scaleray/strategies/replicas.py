@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from scaleray.metric_names import CONSENSUS_DISTANCE
-from scaleray.strategies.parallel import Parallel, cpu_state_dict
+from scaleray.strategies.parallel import Parallel
+from scaleray.strategies.weight_shares import WeightShare, whole
 
 
 class Replicas:
@@ -91,7 +92,7 @@ class Replicas:
         return Parallel(
             model=model if model is not None else self.model,
             module=self.model,
-            full_state_dict=self.full_state_dict,
+            weights=self.weights,
             use_optimizer=self.use_optimizer,
             replicas_differ=True,
             averaged=self.averaged,
@@ -99,10 +100,10 @@ class Replicas:
             **course,
         )
 
-    def full_state_dict(self) -> dict[str, Any]:
-        """The mean of the replicas on the CPU, on rank 0; empty elsewhere."""
+    def weights(self) -> WeightShare:
+        """The mean of the replicas on the CPU, on rank 0; nothing elsewhere. Collective."""
         with self.averaged(False):
-            return cpu_state_dict(self.model) if dist.get_rank(self.group) == 0 else {}
+            return whole(self.model, keeps=dist.get_rank(self.group) == 0)
 
     @staticmethod
     def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from scaleray import metric_names as names
 from scaleray.metric_names import Metric
@@ -46,13 +47,13 @@ def _study_curves(record: StudyRecord) -> list[Chart]:
             charts.append(Chart("LINE", "Scaling", kept, title=title, x_log=x_log, y_log=y_log))
 
     for mode in (curve.mode for curve in record.curves):
-        start, title = f"scaling/{mode}_", mode.capitalize()
-        add(f"{title} speed-up", [f"{start}speedup", names.SCALING_IDEAL.name, f"{start}fit"], y_log=True)
-        add(f"{title} efficiency", [f"{start}efficiency", f"{start}efficiency_low", f"{start}efficiency_high"])
-        add(f"{title} samples/s", [f"{start}samples_per_s"], y_log=True)
-        add(f"{title}: share of the step that waits for communication", [f"{start}exposed_comm_share"])
-        add(f"{title}: cost of a million samples", [f"{start}cost_per_million_samples"])
-        add(f"{title}: time to target", [f"{start}time_to_target_s"])
+        curve, title = partial(names.scaling_curve, mode), mode.capitalize()
+        add(f"{title} speed-up", [curve("speedup"), names.SCALING_IDEAL.name, curve("fit")], y_log=True)
+        add(f"{title} efficiency", [curve("efficiency"), curve("efficiency_low"), curve("efficiency_high")])
+        add(f"{title} samples/s", [curve("samples_per_s")], y_log=True)
+        add(f"{title}: share of the step that waits for communication", [curve("exposed_comm_share")])
+        add(f"{title}: cost of a million samples", [curve("cost_per_million_samples")])
+        add(f"{title}: time to target", [curve("time_to_target_s")])
     add("Noise scale against samples", [names.NOISE_SCALE.name], x_log=False, y_log=True)
     return charts
 
@@ -80,15 +81,15 @@ def _sweep_curves(record: SweepRecord) -> list[Chart]:
     known = {key for key, *_ in record_values(record)}
 
     def chart(title: str, start: str, *, y_log: bool = False) -> Chart:
-        found = sorted(key for key in known if key.startswith(f"batch/{start}"))[:MOST_RULES]
+        found = sorted(key for key in known if key.startswith(start))[:MOST_RULES]
         return Chart("LINE", "Batch size", found, title=title, x_log=True, y_log=y_log)
 
     charts = [
-        chart("Samples to target", "samples_to_target_", y_log=True),
-        chart("Time to target", "time_to_target_s_", y_log=True),
-        chart(f"Best {record.metric}", "best_value_"),
-        chart("Best learning rate", "best_learning_rate_", y_log=True),
-        chart("Goodput", "goodput"),
+        chart("Samples to target", names.batch_curve("samples_to_target", ""), y_log=True),
+        chart("Time to target", names.batch_curve("time_to_target_s", ""), y_log=True),
+        chart(f"Best {record.metric}", names.batch_curve("best_value", "")),
+        chart("Best learning rate", names.batch_curve("best_learning_rate", ""), y_log=True),
+        chart("Goodput", names.BATCH_GOODPUT.name),
     ]
     return [made for made in charts if made.metrics]
 

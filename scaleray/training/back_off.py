@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from scaleray.config import RunConfig
+from scaleray.errors import first_line
 from scaleray.scaling.recipe import Recipe, largest_divisor, with_micro_size
 from scaleray.training.live_memory import free_unused, is_out_of_memory
 from scaleray.training.model_setup import Setup
@@ -47,7 +48,7 @@ class BackOff:
             if not (self.is_on and here and is_out_of_memory(exc)):
                 raise
             # the text, as the error itself would hold the activations
-            shortage.append(str(exc).partition("\n")[0] or type(exc).__name__)
+            shortage.append(first_line(exc))
 
     def agree_on(self, shortage: list[str]) -> None:
         """Raise MemoryRanOut on all ranks if memory ran out on any: no gradient has been communicated yet. Collective."""

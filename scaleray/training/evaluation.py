@@ -37,9 +37,8 @@ class Evaluations:
         """Evaluate this job from now on, with micro-batches of its size. Raises ConfigError for the target of no split."""
         self.setup, self.target, self.every = setup, job.config.stop.at, job.recipe.evaluate_every_steps
         self.evaluators = [self._evaluator(job, split) for split in job.evaluation_splits()]
-        names = [evaluator.name for evaluator in self.evaluators]
-        if self.target is not None and self.target.metric.partition("/")[0] not in names:
-            raise self._unknown_target([f"{name}/loss" for name in names])
+        if self.target is not None:
+            check_split("stop.at", str(self.target), job)
 
     def are_due(self, step: int, *, at_end: bool) -> bool:
         """Whether to evaluate after `step`, which may have been done already."""
@@ -52,19 +51,17 @@ class Evaluations:
         parallel = self.setup.parallel
         with parallel.averaged(False):
             parallel.before_evaluation()
-            measured: dict[str, float] = {}
+            found: dict[str, float] = {}
             for evaluator in self.evaluators:
                 self.enter("input")
-                measured.update(evaluator.run())
-        self.metrics.clear()  # names may depend on the data: what is not measured now is no metric of this step
-        self.metrics.update(measured)
-        self.step = step
+                found.update(evaluator.run())
+        self.metrics, self.step = found, step  # nothing of older evaluations: a metric belongs to its step
         return EvaluationRecord(step, dict(self.metrics), time.perf_counter() - started)
 
     def check_target(self) -> None:
         """Raise ConfigError if the target's metric is not among those that were measured."""
         if self.target is not None and self.target.metric not in self.metrics:
-            raise self._unknown_target(sorted(self.metrics))
+            raise unknown_metric("stop.at", str(self.target), self.metrics)
 
     def target_reached(self, step: int) -> str | None:
         """The verdict of a run whose evaluation after `step` has reached its target."""
@@ -80,11 +77,6 @@ class Evaluations:
             gives_tuples=split.gives_tuples, rank_bytes=split.num_rows * split.row_bytes // self.place.data_size,
             enter=self.enter,
         )  # fmt: skip
-
-    def _unknown_target(self, known: list[str]) -> ConfigError:
-        return ConfigError(
-            "stop.at", str(self.target), "no evaluation measures that", f"there are: {', '.join(known) or 'no splits'}"
-        )
 
 
 class Evaluator:
@@ -167,6 +159,19 @@ class Evaluator:
             return self._open_stream()
         self._kept = list(self._open_stream())
         return self._kept
+
+
+def check_split(key: str, text: str, job: TrainJob) -> None:
+    """Raise ConfigError where `text`, the value of `key`, begins with a metric of no split that is evaluated."""
+    names = [split.name for split in job.evaluation_splits()]
+    if text.partition("/")[0] not in names:
+        raise unknown_metric(key, text, [f"{name}/loss" for name in names])
+
+
+def unknown_metric(key: str, text: str, known: Iterable[str]) -> ConfigError:
+    """The error of a setting that names a metric which is not one of these."""
+    there_are = ", ".join(sorted(known)) or "no splits to evaluate"
+    return ConfigError(key, text, "no evaluation measures that", f"there are: {there_are}")
 
 
 @contextlib.contextmanager

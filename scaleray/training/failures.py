@@ -15,6 +15,7 @@ from scaleray.errors import (
     ScaleRayError,
     StepFailedError,
     WorkloadError,
+    first_line,
 )
 from scaleray.scaling.recipe import Recipe
 from scaleray.training.compilation import compile_error
@@ -39,7 +40,7 @@ def located(
     if isinstance(exc, ScaleRayError):
         return exc
     if place.world_size > 1 and is_lost_peer(exc):
-        first = str(exc).strip().splitlines()[0]
+        first = first_line(exc)
         return PeerLostError(f"{where}, step {step + 1}: another worker is gone or did not answer: {first}")
     text = f"{where}, step {step + 1}:\n  {user_traceback(exc)}"
     if is_out_of_memory(exc):

@@ -37,11 +37,12 @@ Result = TypeVar("Result")
 def check_first_batch(
     workload: Any, config: RunConfig, batch: RankBatch, setup: Setup, place: Place, *, gives_tuples: bool,
     micro_batch_size: int, evaluated: Sequence[str] = (),
-) -> None:  # fmt: skip
+) -> float | None:  # fmt: skip
     """Run a few rows of the first batch as training will, and say what is wrong with the data or the loss.
 
-    evaluated: names of the splits of which the loss will be wanted, in evaluation mode. Changes neither parameters nor
-    buffers nor random numbers nor gradients. Collective where forward passes are. Raises DataError or WorkloadError.
+    Gives how much a row counts, over the rows that all ranks looked at; None where none of them counts. evaluated: names of
+    the splits of which the loss will be wanted, in evaluation mode. Changes neither parameters nor buffers nor random
+    numbers nor gradients. Collective. Raises DataError or WorkloadError.
     """
     bad = next((n for n, v in batch.columns.items() if v.dtype.kind == "f" and not np.isfinite(v).all()), None)
     if bad is not None:
@@ -54,10 +55,12 @@ def check_first_batch(
         )
     look = _Look(workload, batch, setup, place, gives_tuples=gives_tuples, micro_batch_size=micro_batch_size)
     with unchanged_model(workload, setup.parallel.module), same_random_numbers(place.device):
-        look.as_in_training(config)
+        count = look.as_in_training(config)
         look.whether_it_is_a_sum()
         if evaluated:
             look.whether_it_can_be_evaluated(evaluated)
+    counted, looked_at = place.all_reduce([count or 0.0, 0.0 if count is None else float(look.rows_with_gradients)])
+    return counted / looked_at if 0 < counted < math.inf else None
 
 
 class _Look:
@@ -77,9 +80,9 @@ class _Look:
         self.can_be_evaluated = True
         self.model: nn.Module | None = None  # for the user's code, where it is not the one of the set-up
 
-    def as_in_training(self, config: RunConfig) -> None:
-        """One pass in the mode of training, with gradients. Raises what is wrong with it: on one worker, too, what the
-        strategy could not do on several."""
+    def as_in_training(self, config: RunConfig) -> float | None:
+        """One pass in the mode of training, with gradients: what was counted, or None where memory ran out. Raises what is
+        wrong with it: on one worker, too, what the strategy could not do on several."""
         module = self.setup.parallel.module
 
         def loss() -> tuple[float, float]:
@@ -92,10 +95,12 @@ class _Look:
                 return self._loss(np.arange(self.rows_with_gradients))
 
         try:
-            total, _ = call_user_code(lambda: _with_explanation(loss), what="loss()", doing="computing the first loss")
+            total, count = call_user_code(
+                lambda: _with_explanation(loss), what="loss()", doing="computing the first loss"
+            )
         except WorkloadError as exc:
             if exc.__cause__ is not None and is_out_of_memory(exc.__cause__):
-                return  # smaller micro-batches may be looked for, and training says what to do else
+                return None  # smaller micro-batches may be looked for, and training says what to do else
             raise
         if not math.isfinite(total):
             raise DataError(
@@ -104,6 +109,7 @@ class _Look:
                 "it must be finite",
                 "the inputs are finite: look at the initial parameters, a log of zero or a division in the loss",
             )
+        return count
 
     def whether_it_is_a_sum(self) -> None:
         """Raise WorkloadError where the loss is a mean. In evaluation mode if it can be had there: dropout, and statistics

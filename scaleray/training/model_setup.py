@@ -53,8 +53,14 @@ class Setup:
     """Takes back, in reverse order, what was done to the user's model and to torch before the strategy."""
 
     def close(self) -> None:
-        """Leave the user's model as `build_model` made it, but trained."""
+        """Leave the user's model as `build_model` made it, but trained. Collective."""
         self.parallel.close()
+        self.undo.close()
+
+    def let_go(self) -> None:
+        """End a set-up whose model is not wanted back: `close` without what communicates, so that this rank waits for none.
+        Of an unsharded model it is the same."""
+        (self.parallel.let_go or self.parallel.close)()
         self.undo.close()
 
 
@@ -91,7 +97,8 @@ def _prepare(
         # device before optimizer, which holds references to the parameters
         model.to(place.device)
         # dtype before the strategy: DDP sizes its buckets by the parameters it is given
-        arithmetic = precision.prepare(model, place.device, config.precision)
+        keeps_casts = config.activations.checkpointing == "none"
+        arithmetic = precision.prepare(model, place.device, config.precision, keeps_casts=keeps_casts)
         # before what wraps forward passes, and before the strategy, which may replace the parameters that layers hold
         notes = float8.convert(model, place.device, config.precision, workload, undo)
         num_parameters = sum(p.numel() for p in model.parameters())

@@ -83,7 +83,9 @@ class TrainStep:
         self.gives_tuples, self.probe = gives_tuples, probe
         self.signals, self.before_update, self.enter = signals, before_update, enter
         self.num_updates = 0  # steps taken; the loop says how many came before
-        self.count_per_row = 1.0  # learned from each step; only a guess that saves a pass over the gradients
+        self.count_per_row = (
+            1.0  # the loop knows better; learned from each step, a guess that saves a pass over the gradients
+        )
         self.nonfinite_steps = self.nonfinite_in_a_row = 0  # since the last meeting, and up to now
         self.noise: NoiseMeter | None = None
 

@@ -6,6 +6,8 @@ import pytest
 
 from scaleray.config import load_config
 from scaleray.config.changes import changes, training_values
+from scaleray.config.decides import Decides, decides
+from scaleray.launch.conditions import training_of
 
 BASE = {"workload.name": "m:V", "batch.global_size": 16, "optimizer.learning_rate": 0.1, "stop.after": "1 epochs"}
 
@@ -24,6 +26,7 @@ def config(**more):
         ("tracking.every_steps", 3, False),
         ("evaluation.every", "1 epochs", False),
         ("data.prefetch_mib", 1.0, False),
+        ("study.price_per_worker_hour", 2.5, False),
         ("batch.global_size", 32, True),
         ("optimizer.learning_rate", 0.2, True),
         ("optimizer.clip_norm", 1.0, True),
@@ -42,6 +45,20 @@ def test_a_change_is_named_with_both_values_and_judged(key, value, alters):
     assert str(change).startswith(f"{key}: ")
     same = training_values(config().to_dict()) == training_values(config(**{key.replace(".", "__"): value}).to_dict())
     assert same != alters
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("study.price_per_worker_hour", 2.5), ("tracking.every_steps", 3), ("checkpoint.every", "5 steps"), ("seed", 5), ("scale.workers", 4)],
+)  # fmt: skip
+def test_hash_resume_and_curves_agree_on_what_a_key_decides(key, value):
+    before, after = config(), config(**{key.replace(".", "__"): value})
+    (change,) = changes(before.to_dict(), after)
+    decides_nothing = decides(key) is Decides.NOTHING
+    assert (before.hash() == after.hash()) == decides_nothing
+    assert not (decides_nothing and change.alters_training)
+    on_one_curve = training_of(before.to_dict()) == training_of(after.to_dict())
+    assert on_one_curve == (decides_nothing or key == "scale.workers")
 
 
 def test_equal_configs_have_no_changes():

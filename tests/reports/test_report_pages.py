@@ -150,6 +150,12 @@ def test_a_thousand_trials_say_what_is_drawn_of_them(pages):
     assert len(re.findall(r'id="curves-samples-line2d', curves.svg)) < 2 * MOST_LINES
 
 
+def test_a_page_says_where_a_trainings_compute_was_emulated():
+    for marks in (["emulated"], []):
+        page = render(run_page(study_examples.run_record(marks=marks), rows=[], evaluations={}))
+        assert ("emulated" in page) == bool(marks)
+
+
 def test_text_of_a_config_is_text_on_the_page_in_figures_and_files(tmp_path):
     record = study_examples.study(modes=("strong",))
     at = record.curves[0].points[0]

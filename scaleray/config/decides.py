@@ -1,0 +1,41 @@
+"""Which keys of the config decide what a training computes, which only how it runs, and which neither.
+
+The one table behind the config's hash, what may change when a run is resumed, and what points of one curve must share.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Decides(Enum):
+    """What a key of the config decides."""
+
+    RESULT = "result"
+    """The values that are computed."""
+    COURSE = "course"
+    """How the training runs: its speed, its memory, its number of workers. The result is the same within rounding."""
+    NOTHING = "nothing"
+    """Neither: what is recorded, stored or measured beside the training."""
+
+
+BY_PREFIX = {
+    "scale.": Decides.COURSE, "strategy.": Decides.COURSE, "fsdp.": Decides.COURSE, "tensor.": Decides.COURSE,
+    "pipeline.": Decides.COURSE, "shares.": Decides.COURSE, "activations.": Decides.COURSE, "compilation.": Decides.COURSE,
+    "memory.": Decides.COURSE, "evaluation.": Decides.COURSE, "batch.micro_size": Decides.COURSE,
+    "fine_tuning.merge": Decides.COURSE, "data.chunk_mib": Decides.COURSE, "data.prefetch_mib": Decides.COURSE,
+    "data.reserved_cpus": Decides.COURSE, "data.timeout_s": Decides.COURSE,
+    "checkpoint.": Decides.NOTHING, "tracking.": Decides.NOTHING, "noise_scale.": Decides.NOTHING, "study.": Decides.NOTHING,
+}  # fmt: skip
+"""By the beginning of a dotted key. What is not here decides the result. Two strategies that are not both exact differ in
+their result all the same: `Change.alters_training` knows."""
+
+
+def decides(key: str) -> Decides:
+    """What the dotted key decides."""
+    return next((what for prefix, what in BY_PREFIX.items() if key.startswith(prefix)), Decides.RESULT)
+
+
+def is_beside_training(section: str) -> bool:
+    """Whether nothing in this section of the config decides anything about a training."""
+    return BY_PREFIX.get(f"{section}.") is Decides.NOTHING
