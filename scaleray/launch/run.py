@@ -33,7 +33,7 @@ from scaleray.tracking.recorder import Recorder
 from scaleray.training import weights as final_weights
 from scaleray.training.job import TRAIN, Split, TrainJob, rescaled
 from scaleray.watchers import Guard, Watcher
-from scaleray.workload import build_workload, call_user_code, load_workload, user_modules
+from scaleray.workload import brings_optimizer, build_workload, call_user_code, load_workload, user_modules
 
 
 def train(
@@ -245,6 +245,8 @@ class _Run:
             if config.optimizer.rule == "none"
             else f" (rule {config.optimizer.rule} from {config.optimizer.learning_rate:g})"
         )
+        if brings_optimizer(self.job.workload):
+            rule += " for the workload's own optimizer()"
         start = "run"
         if self.before is not None:
             newest = self.before.newest

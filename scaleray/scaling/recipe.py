@@ -24,7 +24,7 @@ from scaleray.scaling.combinations import (
     check_shard_dtypes,
     check_training_apart,
 )
-from scaleray.scaling.lr_rules import RULES, Hyperparameters
+from scaleray.scaling.lr_rules import MOVED_BY_RULES, RULES, Hyperparameters
 from scaleray.scaling.noise_way import check_noise_scale
 from scaleray.scaling.shares import shares_by_speed
 
@@ -134,7 +134,7 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
     scaled = RULES[rule](
         Hyperparameters(config.optimizer.learning_rate, config.optimizer.betas, config.optimizer.epsilon), kappa
     )
-    for name in ("learning_rate", "betas", "epsilon"):
+    for name in MOVED_BY_RULES:
         why[name] = (
             "as tuned (rule none)"
             if rule == "none"

@@ -16,11 +16,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import TrackingError
 from scaleray.records import (
     CheckpointRecord,
+    DerivedRecord,
     EvaluationRecord,
     EventRecord,
     StepRecord,
@@ -64,6 +66,8 @@ class Recording:
     resumed_after: list[int]
     last_step: int
     unsent_file: str | None = None
+    derived: dict[str, Any] = field(default_factory=dict)
+    """Derived values as the workers said that they are in use."""
 
 
 class Recorder(SignsOfLife):
@@ -89,6 +93,7 @@ class Recorder(SignsOfLife):
         self._metrics: dict[str, float] = {}
         self._summaries: dict[int, WorkerSummary] = {}
         self._events: list[str] = []
+        self._derived: dict[str, Any] = {}
         self._resumed_after: dict[float, int] = {}
         self._previous_step = -1
         self._key: str | None = (
@@ -190,6 +195,7 @@ class Recorder(SignsOfLife):
             events=list(self._events),
             resumed_after=list(self._resumed_after.values()),
             last_step=self.steps.last_step,
+            derived=dict(self._derived),
             unsent_file=self.spool.unsent_file(),
         )
 
@@ -351,6 +357,11 @@ class Recorder(SignsOfLife):
             self.points.add(values, message.step, at=message.recorded_at)
         elif isinstance(message, CheckpointRecord):
             self.points.add_checkpoint(message)
+        elif isinstance(message, DerivedRecord):
+            if not self._derived and not self._is_continued:  # params are written once and stay
+                self._queue.put({"op": "params", "values": {f"derived.{k}": v for k, v in message.values.items()}})
+            self._derived = dict(message.values)
+            return  # a warning says it where something is to be seen
         elif isinstance(message, WorkerSummary):
             self._summaries[message.rank] = message
         elif isinstance(message, EventRecord):

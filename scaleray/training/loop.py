@@ -18,8 +18,17 @@ from scaleray.config.idle import idle_settings
 from scaleray.data import Part, PartStream, RankBatch, StepPlan, StepStream
 from scaleray.emulation import is_emulated
 from scaleray.errors import LeftEarly
-from scaleray.records import EvaluationRecord, EventRecord, StepRecord, SystemRecord, WorkerMessage, WorkerSummary
+from scaleray.records import (
+    DerivedRecord,
+    EvaluationRecord,
+    EventRecord,
+    StepRecord,
+    SystemRecord,
+    WorkerMessage,
+    WorkerSummary,
+)
 from scaleray.reproducibility.fingerprint import accelerators, cpu_model
+from scaleray.scaling.lr_rules import MOVED_BY_RULES
 from scaleray.scaling.recipe import Recipe, with_micro_size
 from scaleray.scaling.shares import described
 from scaleray.strategies.weight_shares import WeightShare
@@ -43,7 +52,7 @@ from scaleray.training.state import PROGRESS, TrainState
 from scaleray.training.step import Probe, TrainStep
 from scaleray.training.system_metrics import SystemMetrics
 from scaleray.watchers import Guard, Watcher
-from scaleray.workload import no_exit
+from scaleray.workload import brings_optimizer, no_exit
 
 Emit = Callable[[WorkerMessage], None]
 
@@ -115,9 +124,14 @@ class _Run:
         setup: Setup | None = None
         try:
             with self._located():
-                setup = prepare(self.job.workload, self.config, self.recipe, self.place, is_resumed=self.first_step > 0)
+                setup = prepare(
+                    self.job.workload, self.config, self.recipe, self.place, is_resumed=self.first_step > 0,
+                    varied=self.job.varied,
+                )  # fmt: skip
                 self._limit_collectives()  # of the groups that the strategy has made, too
                 self._say_notes(setup)
+                if self.place.rank == 0:
+                    self._say_what_is_in_use(setup)
                 self._say_first_notes(setup)
                 for text in self.job.data_warnings() if self.place.rank == 0 else ():
                     self.emit(EventRecord(text, kind="warning"))
@@ -254,10 +268,13 @@ class _Run:
         self.progress.enter("start")
         if first is None:
             return "done"  # resumed after its last step
+        # while the size is still to be found, two rows: the config's may be more than fits
+        most = 2 if self.config.memory.find_micro_size else self.recipe.micro_batch_size
         with eagerly() if setup.compilation else contextlib.nullcontext():
             counted = check_first_batch(
-                self.job.workload, setup.parallel.module, first, setup, self.place, gives_tuples=split.gives_tuples
-            )
+                self.job.workload, self.config, first, setup, self.place, gives_tuples=split.gives_tuples,
+                micro_batch_size=min(most, self.micro_batch_size or most), evaluated=[e.name for e in self.evaluations.evaluators],
+            )  # fmt: skip
         if self.first_step == 0 and counted is not None:
             # the loss scale of fp16 is meant for a mean: over a sum of many tokens the first steps would overflow
             step.count_per_row = counted
@@ -356,6 +373,14 @@ class _Run:
         compilation = setup.compilation.notes if setup.compilation is not None else []
         for note in [*idle, *compilation] if self.place.rank == 0 else ():
             self.emit(EventRecord(note))
+
+    def _say_what_is_in_use(self, setup: Setup) -> None:
+        """What became of the derived values in an optimizer of the workload's own."""
+        if brings_optimizer(self.job.workload):
+            derived = {name: getattr(self.recipe, name) for name in MOVED_BY_RULES}
+            self.emit(DerivedRecord({**derived, **setup.in_use.values}))
+        for text in setup.in_use.warnings:
+            self.emit(EventRecord(text, kind="warning"))
 
     def _say_notes(self, setup: Setup) -> None:
         """Emit what the strategy has noted since the last time."""

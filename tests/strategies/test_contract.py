@@ -120,7 +120,8 @@ def initial_batches(place, strategy):
     for step in range(3):
         indices = plan.rank_indices(step, place.rank, place.world_size)
         batch = {n: torch.from_numpy(v) for n, v in sources["train"].read(indices).items()}
-        total, _ = job.workload.loss(setup.parallel.model, {**batch, "x": batch["x"].double()})
+        batch["x"] = batch["x"].double()
+        total, _ = setup.parallel.run(lambda model, batch=batch: job.workload.loss(model, batch))
         total.backward()
     before = {name: value.clone() for name, value in setup.parallel.module.named_buffers()}
     with setup.parallel.averaged(False):

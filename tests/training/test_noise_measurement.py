@@ -26,9 +26,8 @@ def look_without_gradients(stepper):
     rows = stepper.sources[TRAIN].read(stepper.plan.rank_indices(0, stepper.place.rank, stepper.place.world_size, None))
     batch = {name: torch.from_numpy(values) for name, values in rows.items()}
     with torch.no_grad():
-        stepper.job.workload.loss(
-            stepper.parallel.model, {n: v.double() if v.is_floating_point() else v for n, v in batch.items()}
-        )
+        batch = {n: v.double() if v.is_floating_point() else v for n, v in batch.items()}
+        stepper.parallel.run_alone(lambda model: stepper.job.workload.loss(model, batch))
 
 
 def measured_and_expected(place, workload, flags, at_step, whose):
