@@ -89,4 +89,4 @@ def print_table(report, kinds: Sequence[str]) -> None:  # type: ignore[no-untype
 
 if __name__ == "__main__":
     # a cluster of several nodes: none of its processes may be left, however this one ends
-    sys.exit(main() if is_guarded() else subprocess.call(guarded(sys.orig_argv)))
+    sys.exit(main() if is_guarded() else subprocess.call(guarded([sys.executable, *sys.orig_argv[1:]])))

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from scaleray.parsing import load_json
+
 EMULATED = "emulated"
 """Mark of figures whose compute was a timed sleep (`scaleray.emulation`)."""
 
@@ -209,7 +211,7 @@ class RunRecord:
     @classmethod
     def from_json(cls, text: str | bytes) -> RunRecord:
         """The record in the text of a record.json. Raises ValueError or TypeError for anything else."""
-        return cls(**json.loads(text))
+        return cls(**load_json(text))
 
 
 def jsonable(value: Any) -> Any:

@@ -14,6 +14,7 @@ Exit code 1 when less than --least of the mutants were killed.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from jobs.mutation import results
 from jobs.mutation.choice import ROOMS, candidates, draw
-from jobs.mutation.coverage_map import CoverageMap, record
+from jobs.mutation.coverage_map import CoverageMap, KnownTest, record
 from jobs.mutation.judge import Judge, copy_of
 from jobs.mutation.mutants import Mutant
 
@@ -39,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("command", choices=("record", "run", "planted", "page"))
     parser.add_argument("--number", type=int, default=120, help="mutants to draw")
+    parser.add_argument("--most", type=int, default=10**6, help="mutants to judge in this call; the next one goes on")
     parser.add_argument("--seed", type=int, default=0, help="decides which")
     parser.add_argument("--rooms", default=",".join(ROOMS), help=f"comma between them: {', '.join(ROOMS)}")
     parser.add_argument(
@@ -75,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             mutants = draw(candidates(recorded, known, rooms), options.number, seed=options.seed, tree=recorded)
         else:
             mutants = planted(recorded)
-        judge_all(mutants, known, work, rows_file)
+        judge_all(mutants, known, work, rows_file, most=options.most)
     rows = _latest(rows_file)
     about = [
         f"{len(rows)} mutants, seed {options.seed}, commit {_commit()}, {time.strftime('%Y-%m-%d')}; tests: fast ones without Ray."
@@ -101,8 +103,8 @@ def planted(tree: Path = TREE) -> list[Mutant]:
     return found
 
 
-def judge_all(mutants: Sequence[Mutant], known: CoverageMap, work: Path, rows_file: Path) -> None:
-    """Judge those that have no row yet, survivors again: a test may have come."""
+def judge_all(mutants: Sequence[Mutant], known: CoverageMap, work: Path, rows_file: Path, *, most: int) -> None:
+    """Judge at most so many of those that have no row yet, and survivors whose tests are others now."""
     tree = copy_of(work / "recorded", work / "judged")
     judge, reasons = Judge(tree), results.equivalent_ones()
     have = {_key(row): row for row in _latest(rows_file)}
@@ -113,8 +115,13 @@ def judge_all(mutants: Sequence[Mutant], known: CoverageMap, work: Path, rows_fi
             continue
         lines = mutant.before.count("\n")
         tests = known.tests_of(mutant.file, mutant.line, mutant.line + lines)
+        if before is not None and before["names"] == digest(tests):
+            continue
+        if most <= 0:
+            break
+        most -= 1
         outcome = judge.judge(mutant.file, mutant.applied((tree / mutant.file).read_text()), tests)
-        row = results.row_of(mutant, outcome, reasons)
+        row = results.row_of(mutant, outcome, reasons) | {"names": digest(tests)}
         results.append(rows_file, row)
         name = f"{mutant.file}:{mutant.line}"
         print(
@@ -122,6 +129,11 @@ def judge_all(mutants: Sequence[Mutant], known: CoverageMap, work: Path, rows_fi
             f"{' '.join(mutant.before.split())[:40]} -> {mutant.after[:40]}  ({outcome.seconds:.0f} s, {outcome.num_tests} tests) {outcome.by}",
             flush=True,
         )
+
+
+def digest(tests: Sequence[KnownTest]) -> str:
+    """Of their names: a survivor needs no second look by the same tests."""
+    return hashlib.sha256("\n".join(sorted(test.name for test in tests)).encode()).hexdigest()[:12]
 
 
 def _changed(recorded: Path) -> str:

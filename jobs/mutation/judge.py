@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import re
@@ -10,7 +11,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
@@ -29,16 +30,10 @@ COPIED = (
     "LICENSE",
     "constraints.txt",
 )
-PRELOADED = (
-    "numpy",
-    "torch",
-    "torch.distributed",
-    "torch.distributed.tensor.parallel",
-    "torch.distributed.fsdp",
-    "pytest",
-)
-"""What takes seconds to import and is never mutated."""
-LEAST_LIMIT_S, PER_TEST_S = 120.0, 6.0
+PRELOADED = ("numpy", "torch", "torch.distributed", "torch.distributed.tensor.parallel", "torch.distributed.fsdp")
+"""What takes seconds to import and is never mutated; for the pool's processes too."""
+FOR_TESTS = ("pytest", "hypothesis", "scipy.stats", "pyarrow.parquet", "pydantic", "pandas", "ray.tune", "mlflow")
+LEAST_LIMIT_S, PER_TEST_S = 300.0, 4.0
 """A mutant may take so long, and so many times what its tests took; beyond, it hangs, which kills it too."""
 
 
@@ -75,11 +70,12 @@ class Judge:
         if "scaleray" in sys.modules:
             raise RuntimeError("scaleray is imported already, and its mutants would not be")
         os.environ["OMP_NUM_THREADS"] = "1"
-        for name in PRELOADED:
-            __import__(name)
+        for name in (*PRELOADED, *FOR_TESTS):
+            importlib.import_module(name)
         # pool processes are forked too, from a server that has torch and no threads
         multiprocessing.set_forkserver_preload(list(PRELOADED))
-        forkserver.ensure_running()
+        with _silent():
+            forkserver.ensure_running()
 
     def judge(self, file: str, source: str, tests: Sequence[KnownTest]) -> Outcome:
         """Run these tests on the tree with `source` in `file`."""
@@ -117,6 +113,21 @@ class Judge:
         found = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
         by = found[1] if found and verdict == "killed" else ""
         return Outcome(verdict, by, len(tests), round(time.monotonic() - started, 1))
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """What is started inside has nowhere to print to."""
+    kept, nowhere = [os.dup(1), os.dup(2)], os.open(os.devnull, os.O_WRONLY)
+    try:
+        for number in (1, 2):
+            os.dup2(nowhere, number)
+        yield
+    finally:
+        for number, before in enumerate(kept, start=1):
+            os.dup2(before, number)
+            os.close(before)
+        os.close(nowhere)
 
 
 def _in_child(tree: Path, log: Path, names: Sequence[str]) -> None:

@@ -9,7 +9,6 @@ Source: https://huggingface.co/docs/safetensors, and the index that transformers
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from scaleray.checkpoints.consolidated import check_fit, with_a_source
 from scaleray.checkpoints.manifest import Tensor
 from scaleray.errors import CheckpointError
+from scaleray.parsing import load_json
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 WRITTEN_BY = "scaleray"
@@ -148,7 +148,7 @@ def _fill(tensor: torch.Tensor, file: Any, name: str) -> None:
 
 def _json(path: Path, why: str) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
+        content = load_json(path.read_text())
     except FileNotFoundError as exc:
         raise CheckpointError(str(path), "not there", why, "copy the whole folder") from exc
     except (OSError, ValueError) as exc:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scaleray.errors import CheckpointError
+from scaleray.parsing import load_json
 
 FORMAT = 1
 FILE_NAME = "manifest.json"
@@ -113,7 +114,7 @@ class Manifest:
         if bytes(text[:head]) != (HASH % _digest(rest)).encode():
             raise Incomplete(f"{where} is cut short or changed: it does not have the hash that it states")
         try:
-            body = json.loads(b"{" + rest)
+            body = load_json(b"{" + rest)
             number = body["format"]
             if not isinstance(number, int) or number > FORMAT:
                 raise CheckpointError(

@@ -308,8 +308,10 @@ def _exists(where: str) -> bool:
 
 
 def _copy_path_of(run: Any) -> str | None:
+    from scaleray.parsing import load_json
+
     try:
-        found = json_library.loads(run.read("run.json"))["config"]["checkpoint"]["copy_path"]
+        found = load_json(run.read("run.json"))["config"]["checkpoint"]["copy_path"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return found if isinstance(found, str) else None

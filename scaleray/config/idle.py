@@ -21,6 +21,8 @@ USERS: dict[str, tuple[str, ...]] = {
     "strategy.find_unused_parameters": (*DDP, *WITH_WARM_UP),
     "fsdp": ("fsdp",),
     "fsdp.reshard_after_forward": ("fsdp", "tensor"),
+    "fsdp.parameter_dtype": ("fsdp", "tensor", "pipeline"),
+    "fsdp.reduce_dtype": ("fsdp", "tensor", "pipeline"),
     "tensor": ("tensor",),
     "pipeline": ("pipeline",),
     "local_sgd": WITH_WARM_UP,
@@ -36,6 +38,10 @@ NEEDS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     "gossip.max_staleness": (
         lambda config: config.strategy.name == "async_sgd" or config.gossip.is_asynchronous,
         "without gossip.is_asynchronous",
+    ),
+    **dict.fromkeys(
+        ("fsdp.parameter_dtype", "fsdp.reduce_dtype"),
+        (lambda config: config.shards_replicas, "without replicas that are sharded"),
     ),
     "fsdp.wrap_min_parameters": (lambda config: config.fsdp.wrap == "size", "without fsdp.wrap size"),
     **dict.fromkeys(

@@ -35,7 +35,7 @@ class ScaleSettings(Settings):
     """How long the worker group may take to start before the launch counts as failed."""
     collective_timeout_s: Positive = 180.0
     """How long a worker may hang, in a collective or anywhere else in a step, before its group is started again
-    (torch's own default is half an hour)."""
+    (torch's own default is half an hour). Three times as long until the first step is complete, and while it compiles."""
 
     @property
     def max_workers(self) -> int:
@@ -101,7 +101,8 @@ class DataSettings(Settings):
     reserved_cpus: NonNegative = 1.0
     """Ray CPUs kept free for input tasks. With 0 the input can starve when training takes every CPU."""
     timeout_s: Positive = 300.0
-    """How long a step may wait for its input before the run fails; the wait is explained long before that."""
+    """How long a step may wait for its input before the run fails; the wait is explained long before that. Of several
+    workers, one fails a little before the others give up on it, which is after `scale.collective_timeout_s`."""
 
 
 class CheckpointSettings(Settings):

@@ -17,6 +17,7 @@ import numpy as np
 from scaleray.data.row_values import generators_kept, look_at_rows, spread_rows, with_row_values
 from scaleray.errors import DataError
 from scaleray.reproducibility.seeding import seed_row
+from scaleray.workload import no_exit
 
 Columns = dict[str, np.ndarray]
 """Rows by column: arrays with the rows along dimension 0."""
@@ -315,7 +316,8 @@ class DatasetSource:
         }
 
     def _row(self, index: int) -> Columns:
-        return _columns_of(self.dataset[index])
+        with no_exit(f"{type(self.dataset).__name__}.__getitem__({index})"):
+            return _columns_of(self.dataset[index])
 
 
 class StreamSource:

@@ -7,6 +7,7 @@ node; without Ray a thread reads the same chunks. One execution runs across epoc
 from __future__ import annotations
 
 import itertools
+import math
 import queue
 import threading
 import time
@@ -20,6 +21,7 @@ from scaleray.data.row_values import read_alone, row_values_of
 from scaleray.data.sources import STORED, Columns, Source
 from scaleray.data.step_plan import StepPlan, stream_key
 from scaleray.errors import InputStarvedError, ScaleRayError
+from scaleray.workload import no_exit
 
 CHUNKS_PER_EXECUTION = 512  # task descriptions are made when an execution starts, so a long run uses several
 LOCAL_START_S = 30.0  # how long a worker reads for itself before a late pipeline counts as late
@@ -93,7 +95,8 @@ def chunks(part: Part, *, row_bytes: int, chunk_bytes: float) -> Iterator[range]
 
 def read_chunk(source: Source, part: Part, steps: range) -> Columns:
     """The rows of these steps, one after another, in the exact order of the plan."""
-    return source.read(part.indices(steps))
+    with no_exit("the source of the data"):
+        return source.read(part.indices(steps))
 
 
 def read_chunk_alone(source: Source, part: Part, steps: range) -> Columns:
@@ -313,7 +316,8 @@ class StepStream:
     LocalBlocks that are to be read alone are not read ahead: the thread reads a batch while whoever asks for it waits,
     and so draws no random numbers of its own. Everything else stays as it is, such as the limit on the wait.
 
-    demand: the one that `blocks` watches, if it watches any. explain_wait: called when the first batches are late;
+    others_wait_s: how long the other workers wait for this one at the moment, which the wait for a batch stays below: else
+    they would be the first to fail, over a collective. demand: the one that `blocks` watches, if it watches any. explain_wait: called when the first batches are late;
     returns a sentence for the user, or None.
     """
 
@@ -325,12 +329,14 @@ class StepStream:
         row_bytes: int = 1,
         prefetch_bytes: float = 2**28,
         timeout_s: float = 300.0,
+        others_wait_s: Callable[[], float] = lambda: math.inf,
         demand: Demand | None = None,
         explain_wait: Callable[[], str | None] = lambda: None,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.waited_s = 0.0
         self._is_finished = False
+        self.others_wait_s = others_wait_s
         self._part, self._timeout_s, self._explain_wait, self._warn = part, timeout_s, explain_wait, warn
         step_bytes = max(1, part.rows_per_step * row_bytes)
         self._queue: queue.Queue[RankBatch | BaseException | None] = queue.Queue(
@@ -371,20 +377,23 @@ class StepStream:
 
     def _get(self, started: float) -> RankBatch | BaseException | None:
         explained = False
+        waited = 0.0
         while True:
+            limit_s = min(self._timeout_s, self.others_wait_s())
             try:
-                return self._queue.get(timeout=1.0)
+                return self._queue.get(timeout=min(1.0, max(0.0, limit_s - waited) + 0.01))
             except queue.Empty:
                 waited = time.perf_counter() - started
-                if not explained and waited > min(FIRST_EXPLANATION_S, self._timeout_s / 2):
+                if not explained and waited > min(FIRST_EXPLANATION_S, limit_s / 2):
                     explained = True
                     reason = self._explain_wait() or "its source is slow"
                     self._warn(f"the input has delivered nothing for {waited:.0f} s: {reason}")
-                if waited > self._timeout_s:
+                if waited > limit_s:
                     reason = self._explain_wait() or "its source is slow"
-                    raise InputStarvedError(
-                        f"no input for {waited:.0f} s (data.timeout_s is {self._timeout_s:g}): {reason}"
-                    ) from None
+                    limit = f"data.timeout_s is {self._timeout_s:g}"
+                    if limit_s < self._timeout_s:
+                        limit += f", but the other workers wait no longer: {limit_s:g} s follow from scale.collective_timeout_s"
+                    raise InputStarvedError(f"no input for {waited:.0f} s ({limit}): {reason}") from None
 
     def _fill(self, blocks: Iterable[Columns]) -> None:
         steps = range(self._part.first_step, self._part.last_step)

@@ -20,7 +20,7 @@ from typing import Any
 from scaleray.errors import PeerLostError, RunFailedError, ScaleRayError
 from scaleray.guarded import end_with_parent
 from scaleray.training.place import Place
-from scaleray.workload import load_workload
+from scaleray.workload import load_workload, no_exit
 
 HOST = "127.0.0.1"
 GRACE_S = 10.0  # after a rank's error, for what the others have to say
@@ -156,7 +156,8 @@ def _serve(rank: int, port: int, user_code: UserCode, pipe: Connection, environm
                     "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
                 )
             place = Place(rank, world_size, local_rank=rank, local_world_size=world_size)
-            result = function(place, *args)
+            with no_exit("the workload's code"):
+                result = function(place, *args)
             message = (True, result if rank == 0 else None)
         except Exception as exc:
             message = (False, (exc if isinstance(exc, ScaleRayError) else None, traceback.format_exc()))

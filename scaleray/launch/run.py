@@ -7,6 +7,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from scaleray.launch import cluster
 from scaleray.launch import resume as interrupted
 from scaleray.launch.local import run_here
 from scaleray.launch.record import as_yaml, describe, end_tags, make_record, point_metrics
-from scaleray.launch.remote_recorder import RemoteRecorder, spawn_recorder
+from scaleray.launch.remote_recorder import RemoteRecorder
 from scaleray.launch.run_folder import RunFolder
 from scaleray.launch.trainer import Interrupted, Show, fit
 from scaleray.records import EventRecord, RunRecord
@@ -31,6 +32,7 @@ from scaleray.tracking import store
 from scaleray.tracking.recorder import Recorder
 from scaleray.training import weights as final_weights
 from scaleray.training.job import TRAIN, Split, TrainJob, rescaled
+from scaleray.watchers import Guard, Watcher
 from scaleray.workload import build_workload, call_user_code, load_workload, user_modules
 
 
@@ -61,22 +63,24 @@ def train(
     the MLflow run is then FAILED or KILLED.
     """
     started_at = started_at or time.time()
+    display = Guard()
+    show, say, expect_steps = (display.wrapped(Watcher.DISPLAY, tell) for tell in (show, say, expect_steps))
     if isinstance(config, Mapping):
         config = load_config(flags=config)
     elif config is not None and not isinstance(config, RunConfig):
         base_dir = base_dir or Path(config).resolve().parent
         config = load_config(config)
     config = _absolute(config) if config is not None else None
-    before = interrupted.find(resume, config, base_dir) if resume is not None else None
+    before = interrupted.find(resume, config, base_dir, say=say) if resume is not None else None
     if config is None:
         if before is None:
             raise ConfigError("config", None, "it is needed to start a run", "give a file with -c")
-        config = RunConfig.model_validate(before.config)
+        config = before.valid_config()
     changed = interrupted.check_changes(before, config, allow_change) if before is not None else []
     if before is not None and base_dir is None and before.about.get("base_dir"):
         base_dir = Path(before.about["base_dir"])
     if before is not None and not any(change.alters_training for change in changed):
-        finished = before.finished_record()
+        finished = before.finished_record(say)
         if finished is not None:
             say(f"run {finished.name} is finished already, after {finished.steps} steps; nothing is left to do")
             return finished
@@ -200,7 +204,7 @@ class _Run:
             )  # fmt: skip
         else:
             _ship_user_code(self.job.workload)
-            recorder = RemoteRecorder(spawn_recorder(description))
+            recorder = RemoteRecorder(description)
             work = lambda: fit(
                 self.job,
                 self.sources,
@@ -292,12 +296,12 @@ class _Run:
             folder=self.folder, tracking_uri=self.tracking_uri,
         )  # fmt: skip
         recorder.log_files(self.folder.local(weights), "model")
+        look = partial(Guard(lambda text: self.show([EventRecord(text, kind="warning")])), Watcher.RECORD)
+        extras = look(lambda: {"environment.yaml": as_yaml(record.environment)}, {}, part="environment.yaml")
         unsent = recorder.finish(
-            status,
-            metrics=point_metrics(record),
-            tags=end_tags(record),
-            files={"record.json": record.to_json(), "environment.yaml": as_yaml(record.environment)},
-        )
+            status, metrics=look(lambda: point_metrics(record), {}, part="metrics"),
+            tags=look(lambda: end_tags(record), {}, part="tags"), files={"record.json": record.to_json(), **extras},
+        )  # fmt: skip
         record = dataclasses.replace(record, unsent_file=unsent)
         self.folder.complete()
         if unsent:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from scaleray.config.decides import is_beside_training
 from scaleray.errors import ScaleRayError
 from scaleray.launch.sweep_plan import SweepPlan, full_settings
 from scaleray.launch.trial_records import make_trial
@@ -21,8 +22,6 @@ DERIVED = {
     "stop": ("after",), "evaluation": ("every", "micro_size"), "batch": ("global_size", "unit", "micro_size"), "strategy": ("name",),
 }  # fmt: skip
 """Keys of the config of which a training knows what was derived from them alone."""
-ELSEWHERE = ("tracking", "checkpoint", "noise_scale", "study")
-"""Sections that change no bit of a training."""
 WITHOUT_BETAS = ("sgd", "lars")
 DIGITS = 12
 """Of derived numbers: two ways to the same one may differ in the last bit."""
@@ -31,7 +30,7 @@ DIGITS = 12
 def training_key(plan: SweepPlan, settings: Settings) -> str:
     """Equal for settings whose trainings are the same, the seed included. Raises ConfigError or DataError for what does not fit."""
     job = plan.job(settings)
-    config = {section: values for section, values in job.config.to_dict().items() if section not in ELSEWHERE}
+    config = {section: values for section, values in job.config.to_dict().items() if not is_beside_training(section)}
     for section, names in DERIVED.items():
         config[section] = {name: value for name, value in config[section].items() if name not in names}
     derived = job.recipe.values()

@@ -58,9 +58,6 @@ def config_keys(layout: Layout, *, tokens_per_sample: int | None = None) -> dict
         }
         if layout.accumulation > 1 and not layout.accumulates_whole:
             keys["fsdp"]["accumulate"] = "sharded"
-        if layout.is_mixed:
-            # as the planner counts them, in time and in memory: autocast alone would gather 32 bits, and keep 16-bit copies of all units
-            keys["fsdp"]["parameter_dtype"] = PRECISIONS[layout.precision]
     return keys
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn.modules.batchnorm import _NormBase
 
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
@@ -101,7 +102,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) 
     settings = config.fsdp
     dtype = _check_parameters(model)
     units = choose_units(model, settings, workload)
-    policy, notes = _precision(config, dtype)
+    policy, notes = mixed_precision(config, dtype)
     gathered = (policy.param_dtype or dtype).itemsize
     distance = prefetch_distance(units, settings, bytes_per_parameter=gathered)
     if distance < min(settings.prefetch, len(units.modules)):
@@ -109,24 +110,28 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) 
     offload = CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy()
     sent, window = Counter(), Window()
     replicas = mesh.get_group(0) if mesh.ndim == 2 else None
-    for module in reversed(units.modules):  # inner units first: each takes what no other has taken
+    statistics = shard_statistics(model, policy, mesh=mesh, offload_policy=offload)
+    # inner units first: each takes what no other has taken
+    for module in (m for m in reversed(units.modules) if m not in statistics):
         fully_shard(
             module, mesh=mesh, reshard_after_forward=settings.reshard_after_forward, mp_policy=policy, offload_policy=offload
         )  # fmt: skip
     # None: the root is used at the start of the backward pass, so that freeing it before would only gather it again
     fully_shard(
         model, mesh=mesh, reshard_after_forward=None if settings.reshard_after_forward else False,
-        # the loss is computed in the model's own type
-        mp_policy=_with_output(policy, dtype), offload_policy=offload,
+        mp_policy=with_output(policy, dtype), offload_policy=offload,
     )  # fmt: skip
     wrapped = [_wrapped(module) for module in units.modules]
-    for unit in (*wrapped, _wrapped(model)):
+    own = [_wrapped(module) for module in statistics if module not in units.modules]
+    for unit in (*wrapped, *own, _wrapped(model)):
         unit.set_custom_all_gather(CountedAllGather(sent))
         unit.set_custom_reduce_scatter(CountedReduceScatter(sent, window, replicas=replicas))
         unit.set_reduce_scatter_unused_params(settings.reduce_unused, recurse=False)
         if mesh.ndim == 2:  # torch calls it after its own all-reduce over the replicas, with what that was given
             unit.set_all_reduce_hook(sent.count)
     _prefetch(wrapped, _wrapped(model), distance)
+    for unit in own:
+        unit.set_modules_to_backward_prefetch([unit])  # itself, which is gathered already: nothing
     return Sharded(model, units, sent, window, notes)
 
 
@@ -182,22 +187,41 @@ def check_one_dtype(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.dty
     return next(iter(dtypes), torch.float32)
 
 
-def _precision(config: RunConfig, dtype: torch.dtype) -> tuple[MixedPrecisionPolicy, list[str]]:
+def mixed_precision(config: RunConfig, dtype: torch.dtype) -> tuple[MixedPrecisionPolicy, list[str]]:
+    """In which types parameters of `dtype` are gathered and their gradients reduced, and what to tell the user."""
     settings = config.fsdp
     if config.precision.dtype == "fp64":
         ignored = [k for k in ("parameter_dtype", "reduce_dtype") if getattr(settings, k) is not None]
         return MixedPrecisionPolicy(), [f"fsdp.{key} has no effect with precision.dtype fp64" for key in ignored]
-    parameter_dtype = DTYPES[settings.parameter_dtype] if settings.parameter_dtype else None
+    parameter_dtype = DTYPES[config.gathered_dtype] if config.gathered_dtype else None
     reduce_dtype = DTYPES[settings.reduce_dtype] if settings.reduce_dtype else dtype
     # a unit's inputs are cast with its parameters, under autocast too: a normalisation that gets both as they come may
     # refuse the mixture (layer_norm on the CPU does)
     return MixedPrecisionPolicy(parameter_dtype, reduce_dtype), []
 
 
-def _with_output(policy: MixedPrecisionPolicy, dtype: torch.dtype) -> MixedPrecisionPolicy:
+def with_output(policy: MixedPrecisionPolicy, dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """The policy of the model itself, whose output is of the model's own type: the loss is computed in it."""
     if policy.param_dtype is None:
         return policy
     return MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, output_dtype=dtype)
+
+
+def has_statistics(module: nn.Module) -> bool:
+    """Whether a layer keeps running statistics beside its parameters, which must be of one type with them."""
+    return isinstance(module, _NormBase) and module.track_running_stats
+
+
+def shard_statistics(model: nn.Module, policy: MixedPrecisionPolicy, **options: Any) -> list[nn.Module]:
+    """Make units of the layers with running statistics, which keep their own type while their inputs are narrower, as
+    autocast leaves them. Before any module around them. None where parameters are gathered in their own type."""
+    if policy.param_dtype is None:
+        return []
+    found = [m for m in model.modules() if has_statistics(m) and any(True for _ in m.parameters(recurse=False))]
+    own = MixedPrecisionPolicy(None, policy.reduce_dtype, cast_forward_inputs=False)
+    for module in found:
+        fully_shard(module, reshard_after_forward=False, mp_policy=own, **options)
+    return found
 
 
 def _prefetch(units: list[FSDPModule], root: FSDPModule, distance: int) -> None:

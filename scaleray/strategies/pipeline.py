@@ -241,11 +241,14 @@ class _TimedStage(PipelineStage):
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self._busy.working():
-            return super().backward_one_chunk(*args, **kwargs)
+            result = super().backward_one_chunk(*args, **kwargs)
+            self._pipeline.parts.put_by_gradients()
+            return result
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self._busy.working():
-            return super().backward_weight_one_chunk(*args, **kwargs)
+            super().backward_weight_one_chunk(*args, **kwargs)
+            self._pipeline.parts.put_by_gradients()
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Nothing to clean up, as shapes are given. torch 2.13 would free the parameters that FSDP has gathered for this

@@ -153,6 +153,11 @@ class Parts:
         for copied, original in zip(stage.containers, self._containers, strict=True):
             copied.training = original.training
 
+    def put_by_gradients(self) -> None:
+        """After each backward pass of a micro-batch. Not collective."""
+        if self.shards is not None:
+            self.shards.put_by()
+
     def sum_gradients(self) -> None:
         """Sum gradients over the replicas, and those of shared parameters over their stages. Collective, within `gathered`.
 
@@ -251,7 +256,7 @@ class Parts:
         kept = {id(p) for name, p in self.module.named_parameters() if name in elsewhere}
         kept |= {id(p) for container in self._containers for p in container.parameters(recurse=False)}
         here = {id(unit.module): unit.module for unit in self.units if self._owner_of(unit) == self.worker}
-        return Shards(list(here.values()), replicas, kept_whole=kept)
+        return Shards(list(here.values()), replicas, self.config, kept_whole=kept)
 
     @property
     def _whole_parameters(self) -> list[nn.Parameter]:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
+from scaleray.strategies.fsdp import check_one_dtype, mixed_precision, shard_statistics, with_output
 from scaleray.strategies.parallel import MicroBatch, Objective, Parallel
 from scaleray.strategies.traffic import Traffic
 from scaleray.strategies.unsharding import unshard_for_good
@@ -43,6 +44,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         raise ValueError("tensor needs a device mesh with the axes 'dp' and 'tp'")
     groups, replicas = mesh["tp"], mesh["dp"]
     plan = _plan(model, config, workload, size=groups.size())
+    notes = [f"tensor: {len(plan)} entries of the plan, each layer on {groups.size()} workers"]
     hooks = _Hooks(model)
     trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
     ties = _ties(model)
@@ -56,10 +58,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         if parameter.requires_grad and replicas.size() == 1:
             parameter.register_post_accumulate_grad_hook(_complete)
     if replicas.size() > 1:
-        blocks = workload.blocks(model) if callable(getattr(workload, "blocks", None)) else None
-        for block in blocks or ():
-            fully_shard(block, mesh=replicas, reshard_after_forward=config.fsdp.reshard_after_forward)
-        fully_shard(model, mesh=replicas, reshard_after_forward=config.fsdp.reshard_after_forward)
+        notes += _shard(model, replicas, config, workload)
 
     @contextlib.contextmanager
     def no_sync() -> Iterator[None]:
@@ -120,7 +119,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         run_micro_batches=run_micro_batches,
         counts_loss=mesh.get_local_rank("tp") == 0,
         bytes_sent=lambda: sent,
-        notes=[f"tensor: {len(plan)} entries of the plan, each layer on {groups.size()} workers"],
+        notes=notes,
     )
 
 
@@ -196,6 +195,20 @@ def _plan(model: nn.Module, config: RunConfig, workload: Any, *, size: int) -> M
                 "it must be a style of torch.distributed.tensor.parallel",
             )
     return plan
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) -> list[str]:
+    """Shard the parts of a replica over the replicas; what to tell the user."""
+    dtype = check_one_dtype(model.named_parameters())
+    policy, notes = mixed_precision(config, dtype)
+    blocks = workload.blocks(model) if callable(getattr(workload, "blocks", None)) else None
+    statistics = shard_statistics(model, policy, mesh=mesh)
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": config.fsdp.reshard_after_forward}
+    for block in blocks or ():
+        if block not in statistics:
+            fully_shard(block, mp_policy=policy, **options)
+    fully_shard(model, mp_policy=with_output(policy, dtype), **options)
+    return notes
 
 
 def _replicate_the_rest(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:

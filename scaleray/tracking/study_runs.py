@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import threading
 import time
 from collections import deque
@@ -67,9 +68,10 @@ class ParentRun:
         self.kind, self.name = kind, name
         self._store = store
         self._children: dict[str, str] = {}
+        self._begun: dict[str, str | None] = {}
         self._known: dict[str, int] = {}
         self._waiting: deque[Callable[[], None]] = deque()
-        self._problem = ""
+        self._problem = "no answer in time"
         self._num_refused = 0
         self._has_work = threading.Condition()
         self._is_closed = self._is_last_try = False
@@ -93,11 +95,13 @@ class ParentRun:
             store = RunStore.reopen(uri, continue_run_id, "")
             store.experiment_id = store.client.get_run(continue_run_id).info.experiment_id
         else:
-            store = RunStore.create(uri, experiment=experiment, run_name=name, tags=own, started_at=started_at)
+            # one that was killed before it could write down the run's id is continued under the same name and beginning
+            key = hashlib.sha256(f"{name} {started_at}".encode()).hexdigest()[:16] if started_at is not None else None
+            store = RunStore.create(uri, experiment=experiment, run_name=name, tags=own, started_at=started_at, key=key)
         run = cls(store, kind, name)
-        if continue_run_id:
+        if not store.is_new:
             run._later(run._learn_children)
-        else:
+        if not continue_run_id:
             params = {safe_name(key): value for key, value in _leaves(config) if value is not None}
             run._later(lambda: store.send({"op": "params", "values": params}))
             run._later(lambda: store.send({"op": "tags", "values": {KEY_TAG: store.run_id}}))
@@ -196,6 +200,7 @@ class ParentRun:
                 self._later(lambda: self._log_relative(record))
             self._later(lambda: self._store.send({"op": "tags", "values": _closing_tags(record)}))
             self._later(lambda: self._save_view(record))
+        self._later(self._remove_half_written)
         for path in files:
             self._later(lambda path=path: self._store.send({"op": "artifact", "path": str(path)}))  # type: ignore[misc]
         end_time = in_ms(time.time() if ended_at is None else ended_at)
@@ -270,26 +275,42 @@ class ParentRun:
             "mlflow.parentRunId": self.run_id, KEY_TAG: self.run_id, CHILD_TAG: key, "scaleray.kind": CHILD_KIND[self.kind],
             "mlflow.source.name": "scaleray", **{k: v[:LONGEST_TAG] for k, v in tags.items() if v},
         }  # fmt: skip
-        made = client.create_run(self.experiment_id, start_time=in_ms(started_at), tags=own, run_name=name)
-        _log(client, made.info.run_id, values, params)
-        client.set_terminated(made.info.run_id, status, in_ms(ended_at))
-        self._children[key] = made.info.run_id
+        run_id = self._begun.get(key)  # by a try that failed after it was made
+        if run_id is None:
+            run_id = next((run.info.run_id for run in self._find_children(key)), None) if key in self._begun else None
+            self._begun[key] = run_id  # from now on there may be one, although no answer says so
+            if run_id is None:
+                made = client.create_run(self.experiment_id, start_time=in_ms(started_at), tags=own, run_name=name)
+                run_id = self._begun[key] = str(made.info.run_id)
+        _log(client, run_id, values, params)
+        client.set_terminated(run_id, status, in_ms(ended_at))
+        self._children[key] = run_id
 
-    def _learn_children(self) -> None:
-        """Of a run that is continued: those that were written whole; the others are removed and made anew."""
-        query = f"tags.`mlflow.parentRunId` = '{self.run_id}'"
+    def _find_children(self, key: str | None = None) -> Iterator[Any]:
+        """Those in MLflow, all or of one name."""
+        query = f"tags.`mlflow.parentRunId` = '{self.run_id}'" + (f" and tags.`{CHILD_TAG}` = '{key}'" if key else "")
         token = None
         while True:
             page = self._store.client.search_runs([self.experiment_id], query, page_token=token, max_results=1000)
-            for run in page:
-                if run.info.status == "RUNNING":
-                    self._store.client.delete_run(run.info.run_id)
-                elif key := run.data.tags.get(CHILD_TAG):
-                    self._children[key] = run.info.run_id
+            yield from page
             token = page.token
             if not token:
-                break
+                return
+
+    def _learn_children(self) -> None:
+        """Of a run that is continued: those that were written whole; the others are removed and made anew."""
+        for run in list(self._find_children()):
+            if run.info.status == "RUNNING":
+                self._store.client.delete_run(run.info.run_id)
+            elif key := run.data.tags.get(CHILD_TAG):
+                self._children[key] = run.info.run_id
         self._known = self._store.last_steps()
+
+    def _remove_half_written(self) -> None:
+        """Children that a request made which MLflow's client had given up and repeated; nothing is in them."""
+        for run in list(self._find_children()):
+            if run.info.status == "RUNNING" and run.info.run_id not in self._children.values():
+                self._store.client.delete_run(run.info.run_id)
 
     def _log_new(self, values: Sequence[Value]) -> None:
         """Values of the parent; MLflow keeps both values of a key and step that is written twice."""

@@ -189,7 +189,7 @@ class _Search:
         with LiveTensors() as live:
             run()
         # gradients may lie in memory that was there before, such as DDP's buckets
-        return float(there + live.peak + storage_bytes(g for g in gradients(self.setup) if not live.knows(g)))
+        return float(there + live.counted().peak + storage_bytes(g for g in gradients(self.setup) if not live.knows(g)))
 
     def _rows(self, num: int) -> RankBatch:
         """So many copies of real rows."""

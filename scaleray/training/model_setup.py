@@ -89,7 +89,8 @@ def _prepare(
         # device before optimizer, which holds references to the parameters
         model.to(place.device)
         # dtype before the strategy: DDP sizes its buckets by the parameters it is given
-        arithmetic = precision.prepare(model, place.device, config.precision)
+        keeps_casts = config.activations.checkpointing == "none"
+        arithmetic = precision.prepare(model, place.device, config.precision, keeps_casts=keeps_casts)
         # before what wraps forward passes, and before the strategy, which may replace the parameters that layers hold
         notes = float8.convert(model, place.device, config.precision, workload, undo)
         num_parameters = sum(p.numel() for p in model.parameters())

@@ -197,7 +197,7 @@ def _fits_whole(job: TrainJob, place: Place) -> bool:
     with torch.device("meta"):
         try:
             parameters = sum(p.numel() for p in job.workload.build_model().parameters())
-        except Exception:  # a workload's code need not know that device: then nobody can tell
+        except (Exception, SystemExit):  # a workload's code need not know that device: then nobody can tell
             parameters = 0
     free = float(psutil.virtual_memory().available) / place.local_world_size
     if place.device.type == "cuda":

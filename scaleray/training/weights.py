@@ -22,6 +22,7 @@ from scaleray.checkpoints.hugging_face import INDEX, WRITTEN_BY, ModelFolder, is
 from scaleray.checkpoints.manifest import Tensor
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import CheckpointError, StorageError
+from scaleray.parsing import load_json
 from scaleray.strategies.weight_shares import Placed, WeightShare
 
 PLAIN, FOLDER = "weights.pt", "weights"
@@ -77,7 +78,7 @@ def complete(run_path: str) -> list[str]:
     folder = store.child(FOLDER)
     if folder.size(PENDING) is None:
         return [PLAIN] if store.size(PLAIN) is not None else []
-    index = json.loads(folder.read(PENDING))
+    index = load_json(folder.read(PENDING))
     files = sorted(set(index["weight_map"].values()))
     for file in files:
         expected = {name for name, place in index["weight_map"].items() if place == file}
@@ -141,7 +142,7 @@ def _tensors_in(folder: Store, file: str) -> set[str] | None:
     with folder.open(file) as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         try:
-            header = json.loads(stream.read(length)) if 8 + length <= size else None
+            header = load_json(stream.read(length)) if 8 + length <= size else None
         except ValueError:
             header = None
     if not isinstance(header, dict):

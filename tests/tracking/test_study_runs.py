@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import threading
 import time
 
 import pytest
@@ -294,6 +295,44 @@ def test_a_continued_study_keeps_its_points_and_makes_half_written_ones_anew(uri
     assert known.run_id == first.run_id
 
 
+def test_a_trial_whose_writing_failed_half_way_has_one_child(uri, monkeypatch):
+    from mlflow import MlflowClient
+
+    record = study_examples.sweep(batches=(32,), rules=("sqrt",))
+    run = ParentRun.open(uri, "sweeps", kind="sweep", name="sweep", config={})
+    run.identify(record)
+    monkeypatch.setattr(study_runs, "RETRY_FIRST_S", 0.0)
+    left = {"create_run": 1, "log_batch": 1, "set_terminated": 1}
+
+    def failing_once(name):
+        real = getattr(MlflowClient, name)
+
+        def call(*args, **more):
+            result = real(*args, **more)
+            left[name] -= 1
+            if left[name] == 0:
+                raise ConnectionError("the answer was lost")
+            return result
+
+        monkeypatch.setattr(MlflowClient, name, call)
+
+    for name in left:
+        failing_once(name)
+    run.log_trial(record.trials[0])
+    wait_until(lambda: left["set_terminated"] < 0)
+    assert run.finish(run.identify(record)) is None
+    (child,) = children(uri, run)
+    assert child.info.status == "FINISHED"
+
+
+def test_a_sweep_that_was_killed_before_it_knew_its_run_goes_on_with_it(uri):
+    first = ParentRun.open(uri, "sweeps", kind="sweep", name="sweep-1", config={"a": 1}, started_at=1.7e9)
+    again = ParentRun.open(uri, "sweeps", kind="sweep", name="sweep-1", config={"a": 1}, started_at=1.7e9)
+    other = ParentRun.open(uri, "sweeps", kind="sweep", name="sweep-1", config={"a": 1}, started_at=1.8e9)
+    assert first.run_id == again.run_id != other.run_id
+    assert again.finish(None) is None
+
+
 def test_what_is_logged_returns_at_once_although_mlflow_hangs(uri, monkeypatch):
     import threading
 
@@ -394,3 +433,18 @@ def test_every_curve_of_a_parent_stands_in_the_table_of_metrics(record):
     known = [re.compile(re.escape(metric.name).replace("RULE", ".+")) for metric in metric_names.ALL]
     made = {name for name, *_ in record_values(record)}
     assert made and all(any(pattern.fullmatch(name) for pattern in known) for name in made)
+
+
+def test_a_server_that_never_answers_is_named_as_such_at_the_end():
+    is_over = threading.Event()
+
+    class Silent:
+        """Does not come back from whatever it is asked for until the test is over."""
+
+        def __getattr__(self, name):
+            is_over.wait()
+            raise ConnectionError
+
+    run = ParentRun(Silent(), "sweep", "s")
+    assert run.finish(None, timeout_s=0.0).endswith("did not reach MLflow (no answer in time)")
+    is_over.set()

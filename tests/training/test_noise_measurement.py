@@ -15,6 +15,7 @@ from scaleray.scaling.noise_scale import NoiseAverages, Parts, estimate
 from scaleray.strategies.parallel import full
 from scaleray.training.job import TRAIN
 from scaleray.training.noise_scale import NoiseMeter, find_way
+from scaleray.watchers import Guard
 
 MEASURED = {"noise_scale.measure": True, "noise_scale.every_steps": 1}
 FLAGS = {**MEASURED, "batch.global_size": 12, "stop.after": "6 steps"}
@@ -39,7 +40,7 @@ def measured_and_expected(place, workload, flags, at_step, whose):
         look_without_gradients(
             stepper
         )  # an evaluation leaves FSDP's root whole, which a meter that is made then must not mind
-    meter = stepper.step.noise = NoiseMeter(job.config, setup, place, find_way(job.config, job.recipe, place))
+    meter = stepper.step.noise = NoiseMeter(job.config, setup, place, find_way(job.config, job.recipe, place), Guard())
     for number in range(1, at_step):
         stepper(number)
     meter.averages = NoiseAverages()
@@ -165,7 +166,7 @@ def from_two_steps(place):
     workload = Classify(num_rows=24)
     stepper = Stepper(place, workload, {**FLAGS, "optimizer.learning_rate": 1e-30})
     config, recipe = stepper.job.config, stepper.job.recipe
-    meter = stepper.step.noise = NoiseMeter(config, stepper.setup, place, find_way(config, recipe, place))
+    meter = stepper.step.noise = NoiseMeter(config, stepper.setup, place, find_way(config, recipe, place), Guard())
     weights = stepper.weights
     for number in (1, 2):
         stepper(number)
