@@ -71,6 +71,8 @@ class Layout:
     accumulation: int
     is_right_without_accumulation: bool = False
     """The same strategy on as many workers agrees when it does not accumulate."""
+    draws_by_itself: bool = False
+    """The strategy draws random numbers of its own, which say nothing about the model."""
 
 
 def from_traces(reference: Trace, other: Trace, divergence: Divergence, layout: Layout) -> Finding | None:
@@ -323,7 +325,7 @@ def from_experiment(name: str, reference: Trace, other: Trace) -> Finding:
     )
 
 
-def without_experiment(reference: Trace, other: Trace, divergence: Divergence) -> Finding:
+def without_experiment(reference: Trace, other: Trace, divergence: Divergence, layout: Layout) -> Finding:
     """The last resort, when neither experiments nor the gradient's parts say more."""
     if divergence.quantity == "evaluation":
         return Finding(
@@ -334,6 +336,11 @@ def without_experiment(reference: Trace, other: Trace, divergence: Divergence) -
             Cause.RANDOMNESS,
             "the step draws random numbers even in evaluation mode, which differ from rank to rank; "
             "use nn.Dropout, or look at module.training before drawing",
+        )
+    if any(s.draws_random_numbers for s in other.steps) and not layout.draws_by_itself:
+        return Finding(
+            Cause.RANDOMNESS,
+            "the step draws random numbers that it does not draw in one process, even in evaluation mode",
         )
     steps = {s.step for s in reference.steps} & {s.step for s in other.steps}
     if divergence.step in steps:

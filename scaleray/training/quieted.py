@@ -29,18 +29,19 @@ class Masks:
         self.draws: list[Draw] = []
         self.is_alone = True
         """Nobody else has drawn since `begin`."""
-        self._state = b""
+        self._known: set[bytes] = set()
 
     def begin(self) -> None:
         """A step begins."""
         self.draws.clear()
-        self.is_alone, self._state = True, self.state()
+        self.is_alone, state = True, self.state()
+        self._known = {state}
         if self.by_step:
-            self.draws.append((WHOLE_STEP, self._state))
+            self.draws.append((WHOLE_STEP, state))
 
     def end(self) -> bool:
         """Whether somebody beside dropout has drawn in this step."""
-        return not self.is_alone or self.state() != self._state
+        return not self.is_alone or self.state() not in self._known
 
     def state(self) -> bytes:
         """A digest of torch's generator."""
@@ -50,10 +51,11 @@ class Masks:
     def draw(self, layer: str) -> None:
         """A layer draws a mask: note from where, and move the generator on."""
         state = self.state()
-        self.is_alone = self.is_alone and state == self._state
+        # known, but not the last one: what is computed again in the backward pass begins where it did
+        self.is_alone = self.is_alone and state in self._known
         self.draws.append((layer, state))
         torch.rand((), device=self.device)
-        self._state = self.state()
+        self._known.add(self.state())
 
 
 @dataclass(frozen=True)

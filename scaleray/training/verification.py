@@ -324,7 +324,9 @@ class _Group:
             parts = probes[-1].parts
             if parts is not None and parts.shares is not None:
                 finding = from_shares(*parts.shares, layout, stale=parts.stale)
-        return finding or self._on_first(lambda: without_experiment(self.runs.reference(key), trace, divergence))
+        return finding or self._on_first(
+            lambda: without_experiment(self.runs.reference(key), trace, divergence, layout)
+        )
 
     def _without(self, experiment: str, key: Key, trace: Trace) -> Finding:
         return from_experiment(experiment, self.runs.reference(key), trace)
@@ -339,7 +341,10 @@ class _Group:
         is_right = any(
             o.verdict == "equal" and o.accumulation == 1 for o in self.outcomes if o.strategy == variant.strategy
         )
-        return Layout(variant.world_size, variant.accumulation, is_right_without_accumulation=is_right)
+        return Layout(
+            variant.world_size, variant.accumulation, is_right_without_accumulation=is_right,
+            draws_by_itself=variant.strategy == "pipeline",
+        )  # fmt: skip
 
     def _replica_size(self, variant: Variant) -> int:
         return variant.job.config.model_parallel_size if self.place.world_size > 1 else 1

@@ -219,18 +219,21 @@ def test_experiments_follow_from_what_a_step_does():
     assert from_experiment(EVALUATION_MODE, statistics, statistics).cause == "BatchNorm statistics"
     assert from_experiment(NO_CLIPPING, trace(), trace()).cause == "clipping on a local norm"
     unequal = Divergence(1, "gradient", 1.0)
-    assert without_experiment(trace(), trace(), unequal).cause == "not recognised"
-    assert without_experiment(noisy, trace(), unequal).cause == "dropout or random numbers"
+    assert without_experiment(trace(), trace(), unequal, Layout(2, 1)).cause == "not recognised"
+    assert without_experiment(noisy, trace(), unequal, Layout(2, 1)).cause == "dropout or random numbers"
     fewer = trace(at=1, change={"count": 7.0})
-    assert without_experiment(trace(), fewer, unequal).cause == "loss normalisation"
+    assert without_experiment(trace(), fewer, unequal, Layout(2, 1)).cause == "loss normalisation"
     measured = Divergence(1, "evaluation", 1.0, "val/loss")
-    assert without_experiment(trace(), trace(), measured).cause == "evaluation"
+    assert without_experiment(trace(), trace(), measured, Layout(2, 1)).cause == "evaluation"
 
 
 def test_random_numbers_of_a_strategy_do_not_make_dropout_of_everything():
     pipelined = trace(at=1, change={"draws_random_numbers": True})
     assert needs_experiments(trace(), pipelined) == []
-    assert without_experiment(trace(), pipelined, Divergence(1, "gradient", 1.0)).cause == "not recognised"
+    unequal = Divergence(1, "gradient", 1.0)
+    by_itself, by_the_model = (Layout(2, 1, draws_by_itself=draws) for draws in (True, False))
+    assert without_experiment(trace(), pipelined, unequal, by_itself).cause == "not recognised"
+    assert without_experiment(trace(), pipelined, unequal, by_the_model).cause == "dropout or random numbers"
 
 
 # causes, from the gradient's parts

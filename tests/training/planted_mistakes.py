@@ -92,7 +92,7 @@ def main() -> None:
         try:
             found = said(pool.run(mistake.world_size, judge_planted, mistake.name)[0])
         except Exception as exc:
-            found = f"({type(exc).__name__}: {str(exc).splitlines()[0][:60]})"
+            found = f"({type(exc).__name__}: {str(exc).splitlines()[-1][:90]})"
         rows.append((mistake, found))
         print(f"{mistake.name:<62} {mistake.expected:<38} {found or '-'}", flush=True)
     pool.stop()
