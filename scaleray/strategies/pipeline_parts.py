@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from scaleray.config import RunConfig
-from scaleray.errors import WorkloadError
+from scaleray.errors import WorkloadError, first_line
 from scaleray.scaling.pipeline_bubble import bubble_share
 from scaleray.strategies.fsdp import total_norm
 from scaleray.strategies.pipeline_costs import measured_costs
