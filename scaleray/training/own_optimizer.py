@@ -64,13 +64,14 @@ def build_own(
         return None, InUse()
     matter = [name for name in GROUP_KEYS if _matters(name, values, config, varied)]
     other = [name for name in matter if not _has(own, name, values)]
-    ignored = _unmoved(build, own, values, other) if other else {}
+    asked = [name for name in matter if name in other or f"optimizer.{name}" in varied]
+    ignored = _unmoved(build, own, values, asked) if asked else {}
     asks_for_name = _is_set("name", config, varied)
     if asks_for_name:
         changed = _try(build, dataclasses.replace(values, name="sgd" if values.name != "sgd" else "adamw"))
         if changed is not None and type(changed) is type(own):
             ignored["name"] = True
-    if other or asks_for_name:
+    if asked or asks_for_name:
         own = _checked(build(values))  # whatever it keeps of what it made is of this one
         assert own is not None
     for name in (name for name, is_certain in ignored.items() if is_certain):

@@ -255,8 +255,19 @@ class BadOnRank1(Classify):
         if torch.is_grad_enabled() and model.training:
             self.calls += 1
             if torch.distributed.get_rank() == 1 and self.calls in self.bad:
-                total = total * float("nan")
+                total = self.spoil(total)
         return total, count
+
+    def spoil(self, total):
+        return total * float("nan")
+
+
+class BadGradientOnRank1(BadOnRank1):
+    """The loss is finite, which the look at the first batch asks for, and its gradient is not."""
+
+    def spoil(self, total):
+        total.register_hook(lambda gradient: gradient * float("nan"))
+        return total
 
 
 def train_or_error(place, workload, flags):
@@ -302,7 +313,7 @@ def test_a_worker_without_optimizer_state_yet_takes_part(gloo):
         "optimizer.momentum": 0.9,
         "stop.after": "6 steps",
     }
-    first, _ = gloo.run(2, train_or_error, BadOnRank1((1, 2), num_rows=32), flags)
+    first, _ = gloo.run(2, train_or_error, BadGradientOnRank1((1, 2), num_rows=32), flags)
     assert len(first.steps) == 6 and all(value.isfinite().all() for value in first.weights.values())
 
 
