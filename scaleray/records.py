@@ -85,6 +85,13 @@ class CheckpointRecord:
 
 
 @dataclass(frozen=True)
+class DerivedRecord:
+    """Derived values as training uses them, where only the workers know: a workload's own optimizer may have others."""
+
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class EventRecord:
     """Something a user should know, said once: a warning, a restart, a promise that is weaker than usual."""
 
@@ -146,7 +153,9 @@ class WorkerSummary:
     """The gradient noise scale with its interval and how it was measured. Empty where it was not."""
 
 
-WorkerMessage = StepRecord | EvaluationRecord | SystemRecord | CheckpointRecord | EventRecord | WorkerSummary
+WorkerMessage = (
+    StepRecord | EvaluationRecord | SystemRecord | CheckpointRecord | DerivedRecord | EventRecord | WorkerSummary
+)
 
 
 @dataclass(frozen=True)

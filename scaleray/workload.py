@@ -140,6 +140,12 @@ def build_workload(factory: Any, args: Mapping[str, Any], *, name: str) -> Any:
     return call_user_code(lambda: factory(**args), what=f"workload {name}", doing="being built")
 
 
+def brings_optimizer(workload: Any) -> bool:
+    """Whether the workload may bring an optimizer of its own; its method may still return None."""
+    method = getattr(workload, "optimizer", None)
+    return callable(method) and getattr(method, "__func__", None) is not Workload.optimizer
+
+
 def call_user_code(call: Any, *, what: str, doing: str) -> Any:
     """Run the user's code; an exception becomes a WorkloadError that shows only the user's part of the traceback."""
     try:

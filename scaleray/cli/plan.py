@@ -205,7 +205,11 @@ def explain(what: str = "constants", /, *, model: str | None = None, cluster: st
 
 @plan_app.command
 def validate(
-    *data: Path, by: Literal["both", "source", "family"] = "both", skipped: bool = True, json: Json = False
+    *data: Path,
+    by: Literal["both", "source", "family"] = "both",
+    skipped: bool = True,
+    transfers: Annotated[bool, Parameter(negative="")] = False,
+    json: Json = False,
 ) -> int:
     """Run the planner over folders of published measurements, beside the model that knows nothing.
 
@@ -217,15 +221,25 @@ def validate(
         Lines for each source, each family, or both.
     skipped
         List the rows that were not judged, with the reason. --no-skipped leaves them out.
+    transfers
+        Judge the intervals instead where rows are predicted from others that are far from them: from another kind of GPU, from an eighth of the
+        GPUs, from another layout.
     """
     from rich.console import Console
 
+    from scaleray.planner.transfers import transfer_scores, transferred
     from scaleray.planner.validate import judge, score, scores
-    from scaleray.reports.plan import score_table, skipped_lines
+    from scaleray.reports.plan import score_table, skipped_lines, transfer_table
     from scaleray.reports.record_terminal import print_whole, width_of
     from scaleray.reports.terminal_tables import as_rich
 
     seen, left_out = _observations(data)
+    if transfers:
+        lines = transfer_scores(transferred(seen))
+        print_whole(console := Console(stderr=json), as_rich(transfer_table(lines), width=width_of(console)))
+        if json:
+            print(json_library.dumps({"transfers": [dataclasses.asdict(line) for line in lines]}, indent=2))
+        return 0
     judged = judge(seen)
     tables = {
         "source": scores(judged, lambda one: one.seen.source),

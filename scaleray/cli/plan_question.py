@@ -22,7 +22,7 @@ from scaleray.planner.cluster_text import parse_cluster
 from scaleray.planner.hardware import Catalogue, Cluster, read_hardware_file
 from scaleray.planner.layout import Layout
 from scaleray.planner.measured_collectives import read_measured_tables
-from scaleray.planner.measurement import Measurement, measurement_of, read_measurement
+from scaleray.planner.measurement import Measurement, anchor_of, measurement_of, read_measurement
 from scaleray.planner.models import find_model
 from scaleray.planner.profile import ModelProfile
 
@@ -86,7 +86,7 @@ def question_of(
     return Question(
         model=shape, cluster=target, global_batch=batch, precision=wanted, strategies=names or Question.strategies, optimizer_bytes=state,
         fused_attention=is_fused, compiled=compiled or bool(resolved and resolved.compilation.what != "nothing"),
-        measured=measured, measured_gpus=found.num_gpus if found else 1, input_samples_per_s=input_rate, rank_by=rank_by,
+        measured=measured, anchor=anchor_of(found, target, catalogue) if found else None, input_samples_per_s=input_rate, rank_by=rank_by,
     )  # fmt: skip
 
 

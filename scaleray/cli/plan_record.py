@@ -22,7 +22,7 @@ def plan_record(
             "layout": dataclasses.asdict(one.layout), "words": one.layout.describe(), "step_time_s": dataclasses.asdict(one.step_time_s),
             "parts_s": one.step.parts(), "hidden_comm_s": one.step.hidden_comm_s, "memory_bytes": one.memory.parts(),
             "device_bytes": one.memory.device_bytes, "fits": one.fits, "samples_per_s": one.samples_per_s, "tokens_per_s": one.tokens_per_s, "mfu": one.mfu,
-            "interval_class": one.kind, "is_trusted": one.is_trusted, "doubts": one.doubts, "cost_per_million_samples": one.cost_per_million_samples,
+            "interval_class": one.kind, "interval_reasons": [dataclasses.asdict(reason) for reason in one.reasons], "is_trusted": one.is_trusted, "doubts": one.doubts, "cost_per_million_samples": one.cost_per_million_samples,
         }  # fmt: skip
 
     return {

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ from scaleray.tracking import store
 from scaleray.tracking.recorder import Recorder
 from scaleray.training import weights as final_weights
 from scaleray.training.job import TRAIN, Split, TrainJob, rescaled
-from scaleray.workload import build_workload, call_user_code, load_workload, user_modules
+from scaleray.watchers import Guard, Watcher
+from scaleray.workload import brings_optimizer, build_workload, call_user_code, load_workload, user_modules
 
 
 def train(
@@ -61,6 +63,8 @@ def train(
     the MLflow run is then FAILED or KILLED.
     """
     started_at = started_at or time.time()
+    display = Guard()
+    show, say, expect_steps = (display.wrapped(Watcher.DISPLAY, tell) for tell in (show, say, expect_steps))
     if isinstance(config, Mapping):
         config = load_config(flags=config)
     elif config is not None and not isinstance(config, RunConfig):
@@ -241,6 +245,8 @@ class _Run:
             if config.optimizer.rule == "none"
             else f" (rule {config.optimizer.rule} from {config.optimizer.learning_rate:g})"
         )
+        if brings_optimizer(self.job.workload):
+            rule += " for the workload's own optimizer()"
         start = "run"
         if self.before is not None:
             newest = self.before.newest
@@ -292,12 +298,12 @@ class _Run:
             folder=self.folder, tracking_uri=self.tracking_uri,
         )  # fmt: skip
         recorder.log_files(self.folder.local(weights), "model")
+        look = partial(Guard(lambda text: self.show([EventRecord(text, kind="warning")])), Watcher.RECORD)
+        extras = look(lambda: {"environment.yaml": as_yaml(record.environment)}, {}, part="environment.yaml")
         unsent = recorder.finish(
-            status,
-            metrics=point_metrics(record),
-            tags=end_tags(record),
-            files={"record.json": record.to_json(), "environment.yaml": as_yaml(record.environment)},
-        )
+            status, metrics=look(lambda: point_metrics(record), {}, part="metrics"),
+            tags=look(lambda: end_tags(record), {}, part="tags"), files={"record.json": record.to_json(), **extras},
+        )  # fmt: skip
         record = dataclasses.replace(record, unsent_file=unsent)
         self.folder.complete()
         if unsent:

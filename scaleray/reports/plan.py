@@ -15,6 +15,7 @@ from scaleray.planner.fits import memory_interval
 from scaleray.planner.memory import GIB
 from scaleray.planner.outlook import Outlook
 from scaleray.planner.published.rows import Skipped
+from scaleray.planner.transfers import TransferScore
 from scaleray.planner.validate import Score
 from scaleray.planner.write import is_runnable, layout_options
 from scaleray.reports.terminal_tables import as_rich
@@ -34,7 +35,7 @@ def plan_view(
         *(f"  {line}" for line in faster_lines(advice)),
     ]
     why_lines += [f"  assumed: {note}" for note in (*cluster.notes, *question.model.notes)]
-    why_lines += [f"  unlike the published rows, so that its interval is wider: {words}" for words in best.doubts]
+    why_lines += [f"  {line}" for line in width_lines(best)]
     room = bar_width(width)
     memory_lines = [
         "",
@@ -122,7 +123,12 @@ def _closing(advice: Advice, seen: Outlook, num_samples: float | None, kept: Che
         lines.append(f"{num_samples:,.0f} samples take {hours:,.1f} hours{cost}")
     if not best.is_trusted:
         lines.append(
-            "do not trust the figures alone: nothing was measured on this model. One step on one GPU narrows them: --step-time, --from-run"
+            "do not trust the figures alone: "
+            + (
+                "nothing was measured on this model. One step on one GPU narrows them: --step-time, --from-run"
+                if best.kind == "unmeasured"
+                else "what was measured is far from what is asked"
+            )
         )
     return [*lines, f"next doubling: {seen.doubling}"]
 
@@ -152,6 +158,14 @@ def memory_doubt(advice: Advice) -> list[str]:
     if best.fits == "fits":
         return []
     return [f"no layout surely fits; this one may not fit: {_needed(best)}"]
+
+
+def width_lines(choice: Choice) -> list[str]:
+    """Why the interval of a choice is as wide as it is."""
+    found = [f"its interval is wider: {reason.words}" for reason in choice.reasons]
+    if choice.kind == "unmeasured":
+        found = ["its interval is wide: nothing was measured, all is from data sheets"]
+    return [*found, *(f"unlike the published rows, so that its interval is wider: {words}" for words in choice.doubts)]
 
 
 def faster_lines(advice: Advice) -> list[str]:
@@ -209,6 +223,33 @@ def score_table(title: str, lines: Sequence[Score]) -> Table:
     )  # fmt: skip
     note = "Errors in % of step time: median / 90th percentile. trivial: throughput per GPU stays that of the smallest point."
     return Table(title, columns, rows, (note,))
+
+
+def transfer_table(lines: Sequence[TransferScore]) -> Table:
+    """Coverage of the intervals, a line for each transfer."""
+    columns = (
+        "asked from",
+        "rows",
+        "sources",
+        "error %",
+        "inside %",
+        "mean of sources",
+        "near's interval %",
+        "its mean of sources",
+        "interval",
+    )
+    rows = tuple(
+        (
+            line.words, str(line.num_rows), str(line.num_sources), _percent(line.error_median), _percent(line.inside_share, 0), _percent(line.inside_by_source, 0),
+            _percent(line.near_share, 0), _percent(line.near_by_source, 0), "" if line.width_median is None else f"{line.width_median:.2f}",
+        )
+        for line in lines
+    )  # fmt: skip
+    note = (
+        "Rows inside the stated 90% interval; near's interval: what would be stated if the distance were not known. error: median. "
+        "interval: its upper end over its lower one, median."
+    )
+    return Table("intervals far from what was measured", columns, rows, (note,))
 
 
 def skipped_lines(skipped: Sequence[Skipped]) -> list[str]:

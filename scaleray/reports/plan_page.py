@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from scaleray.planner.advise import Advice
+from scaleray.planner.advise import Advice, Choice
 from scaleray.planner.checkpoints import CheckpointCost
 from scaleray.planner.memory import GIB
 from scaleray.planner.outlook import Outlook
 from scaleray.planner.to_target import Way
 from scaleray.reports.page import Fact, Page, Section, render
-from scaleray.reports.plan import checkpoint_lines, curve_table, faster_lines, layout_table, memory_doubt, why
+from scaleray.reports.plan import (
+    checkpoint_lines,
+    curve_table,
+    faster_lines,
+    layout_table,
+    memory_doubt,
+    why,
+    width_lines,
+)
 from scaleray.reports.plan_figures import curve, frontier, memory_bars, time_bars
 from scaleray.reports.plan_target import way_table
 from scaleray.study_tables import Table, count, memory, seconds, sentence_case, with_interval
@@ -35,7 +43,7 @@ def plan_page(
         kind="Plan", name=title, when=f"{question.global_batch} samples a step, {question.precision}",
         headline=f"{best.layout.strategy} on {cluster.num_gpus} GPUs: {with_interval(best.step_time_s, seconds)} a step",
         verdicts=[f"Recommended: {best.layout.describe()}; {why(advice)}. {seen.limit}.", f"Next doubling: {seen.doubling}."],
-        words=_doubts(advice), marks=[] if best.is_trusted else ["predicted without a measurement on this model: do not trust the figures alone"],
+        words=_doubts(advice), marks=_marks(best),
         figures=_facts(advice),
         sections=[
             *([Section("Time to the target", tables=[way_table(ways, num_gpus=cluster.num_gpus)])] if ways else []),
@@ -48,6 +56,15 @@ def plan_page(
         closing="Predicted, not measured. This page needs no network.",
     )  # fmt: skip
     return render(page)
+
+
+def _marks(best: Choice) -> list[str]:
+    if best.is_trusted:
+        return []
+    missing = (
+        "without a measurement on this model" if best.kind == "unmeasured" else "from a measurement that is far from it"
+    )
+    return [f"predicted {missing}: do not trust the figures alone"]
 
 
 def _facts(advice: Advice) -> list[Fact]:
@@ -73,8 +90,8 @@ def _facts(advice: Advice) -> list[Fact]:
 
 def _doubts(advice: Advice) -> list[str]:
     found = [f"{sentence_case(line)}." for line in (*memory_doubt(advice), *faster_lines(advice))]
-    found += [f"Unlike the published rows, so that its interval is wider: {words}." for words in advice.best.doubts]
-    if not advice.best.is_trusted:
+    found += [f"{sentence_case(line)}." for line in width_lines(advice.best)]
+    if advice.best.kind == "unmeasured":
         found.append(
             "One step measured on one GPU narrows the intervals: --step-time with --micro-batch, or --from-run."
         )

@@ -23,7 +23,13 @@ QUANTITIES = {
     "gradient": "the gradient",
     "run": "the outcome",
     "steps": "the number of steps",
-    "random state": "what ranks draw",
+    "masks": "what dropout draws",
+    "restored parameters": "the restored value",
+    "restored state": "the restored state",
+    "averaging": "what replicas made of their values",
+    "own gradient": "a replica's own gradient",
+    "sent gradient": "the gradient that was sent",
+    "evaluation": "the measured",
 }
 """What a divergence's quantity is called in a sentence."""
 PLURAL = {"rows"}
@@ -45,7 +51,7 @@ def table(certificate: EqualityCertificate, *, width: int) -> RenderableType:
         )
         for one in judged
     )  # fmt: skip
-    note = f"Relative differences to one process; in {own} for information, with the model as it is."
+    note = f"Relative differences to one process; in {own} all steps start from the initial parameters."
     styles = ["red" if one.verdict == "differs" else "" for one in judged]
     return as_rich(Table(title, columns, rows, (note,)), width=width, styles=styles)
 

@@ -24,7 +24,7 @@ from scaleray.scaling.combinations import (
     check_shard_dtypes,
     check_training_apart,
 )
-from scaleray.scaling.lr_rules import RULES, Hyperparameters
+from scaleray.scaling.lr_rules import MOVED_BY_RULES, RULES, Hyperparameters
 from scaleray.scaling.noise_way import check_noise_scale
 from scaleray.scaling.shares import shares_by_speed
 
@@ -134,7 +134,7 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
     scaled = RULES[rule](
         Hyperparameters(config.optimizer.learning_rate, config.optimizer.betas, config.optimizer.epsilon), kappa
     )
-    for name in ("learning_rate", "betas", "epsilon"):
+    for name in MOVED_BY_RULES:
         why[name] = (
             "as tuned (rule none)"
             if rule == "none"
@@ -195,6 +195,7 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
     check_float8(config, strategy)
     if strategy == "fsdp":
         check_fsdp(config, workers)
+    why["parameter_dtype"] = "nothing is sharded"
     if is_sharded := strategy == config.strategy.name and config.shards_replicas:
         check_shard_dtypes(config)
         why["parameter_dtype"] = "fsdp.parameter_dtype" if config.fsdp.parameter_dtype else "that of precision.dtype"

@@ -24,7 +24,7 @@ from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
 from scaleray.strategies.buffers import broadcast
 from scaleray.strategies.counting import CountedAllGather, CountedReduceScatter, Counter, Window
-from scaleray.strategies.parallel import Parallel
+from scaleray.strategies.parallel import Computation, OnModel, Parallel
 from scaleray.strategies.units import Units, choose_units, prefetch_distance
 from scaleray.strategies.unsharding import unshard_for_good
 from scaleray.strategies.weight_shares import WeightShare, share_among
@@ -37,6 +37,7 @@ class Sharded:
     """A model whose parameters are shards now. sent: counts what its collectives are given; window: shows it."""
 
     model: nn.Module
+    root: Root
     units: Units
     sent: Counter
     window: Window
@@ -50,6 +51,39 @@ class Sharded:
             yield
         finally:
             _wrapped(self.model).set_requires_gradient_sync(True)
+
+
+class Root(OnModel):
+    """Runs the user's code while what of his model is in no unit is whole; units are gathered where they are called.
+
+    Without parameters of its own. torch calls the outermost `fully_shard` module the root, gathers and completes in its
+    forward pass alone, and would do neither for a method of the model, or a part of it, that is called without the model.
+    """
+
+    @classmethod
+    def over(cls, model: nn.Module, mesh: DeviceMesh) -> Root:
+        """The root over a model that `fully_shard` has seen, with its units."""
+        root = cls(model)
+        # inputs and results are the user's, who gets them as they are; the model casts its own
+        fully_shard(
+            root, mesh=mesh, reshard_after_forward=False, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False)
+        )
+        return root
+
+    def forward(self, computation: Computation) -> Any:
+        _wrapped(self.module).unshard()
+        return super().forward(computation)
+
+    def run_alone(self, computation: Computation) -> Any:
+        """The result of a computation that no backward pass follows."""
+        try:
+            result = self(computation)
+        except BaseException:
+            _wrapped(self).reset_iter_state()  # it is in the middle of a forward pass
+            raise
+        if torch.is_grad_enabled():
+            _wrapped(self).reset_iter_state()  # it waits for the backward pass
+        return result
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
@@ -78,14 +112,15 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         return share_among(model, range(dist.get_world_size()), rank=dist.get_rank())
 
     return Parallel(
-        model=model,
+        model=sharded.root,
         module=model,
+        alone=sharded.root.run_alone,
         gradient_divisor=mesh.size(),  # fully_shard averages, over both axes of HSDP
         no_sync=sharded.no_sync if settings.accumulate == "whole" else contextlib.nullcontext,
         before_evaluation=share_buffers,
         weights=weights,
-        close=lambda: unshard_for_good(model, keeps_shards=settings.build_gib is not None),
-        let_go=lambda: unshard_for_good(model, keeps_shards=True),
+        close=lambda: unshard_for_good(sharded.root, keeps_shards=settings.build_gib is not None),
+        let_go=lambda: unshard_for_good(sharded.root, keeps_shards=True),
         total_norm=total_norm,
         share_of_square=lambda gradients: share_of_square(gradients, mesh),
         forward_is_collective=True,
@@ -116,9 +151,9 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) 
         fully_shard(
             module, mesh=mesh, reshard_after_forward=settings.reshard_after_forward, mp_policy=policy, offload_policy=offload
         )  # fmt: skip
-    # None: the root is used at the start of the backward pass, so that freeing it before would only gather it again
     fully_shard(
-        model, mesh=mesh, reshard_after_forward=None if settings.reshard_after_forward else False,
+        # used at the start of the backward pass, so that freeing it before would only gather it again
+        model, mesh=mesh, reshard_after_forward=False,
         mp_policy=with_output(policy, dtype), offload_policy=offload,
     )  # fmt: skip
     wrapped = [_wrapped(module) for module in units.modules]
@@ -132,7 +167,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) 
     _prefetch(wrapped, _wrapped(model), distance)
     for unit in own:
         unit.set_modules_to_backward_prefetch([unit])  # itself, which is gathered already: nothing
-    return Sharded(model, units, sent, window, notes)
+    return Sharded(model, Root.over(model, mesh), units, sent, window, notes)
 
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -24,10 +24,32 @@ class MicroBatch:
     weight: int
 
 
-class Objective(Protocol):
-    """The scaled loss of one micro-batch through `model`, ready for `backward()`; books sum and count on the way."""
+Computation = Callable[[nn.Module], Any]
+"""Code of the user's that computes with the model it is given, such as a call of the workload's loss."""
+Run = Callable[[Computation], Any]
+"""Runs a computation on a model, and gives its result."""
 
-    def __call__(self, model: Callable[..., Any], piece: MicroBatch) -> torch.Tensor: ...
+
+class OnModel(nn.Module):
+    """Runs the user's code on his own model: `on_model(computation)` is `computation(module)`.
+
+    This is what strategies wrap, and not the model itself: whatever the computation does with the model (calls it, once or
+    several times, or a method or a part of it, or reads a weight) then lies within what the wrapper sees as one forward
+    pass, and the code gets the model as `build_model` made it, with all its methods and attributes.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, computation: Computation) -> Any:
+        return computation(self.module)
+
+
+class Objective(Protocol):
+    """The scaled loss of one micro-batch, ready for `backward()`; books sum and count on the way. run: where it is computed."""
+
+    def __call__(self, run: Run, piece: MicroBatch) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -35,9 +57,11 @@ class Parallel:
     """A model spread over workers, and the few things the loop calls. "Collective": every worker calls it, in one order."""
 
     model: nn.Module
-    """What the forward pass calls."""
+    """`module` itself, or what is wrapped around it to synchronise backward passes: that takes a `Computation`. See `run`."""
     module: nn.Module
-    """The user's own model inside, for its state; for evaluation too, unless there is an `evaluation_model`."""
+    """The user's own model inside, whose state is trained; it has the user's methods and attributes."""
+    alone: Run | None = None
+    """What `run_alone` does, where it is more than to compute on `module`."""
     gradient_divisor: int = 1
     """By how much the strategy divides summed gradients: the world size where it averages, 1 where it sums. Of local
     steps nothing is summed."""
@@ -98,8 +122,6 @@ class Parallel:
     objective, autocast). The objective is called once a micro-batch, on ranks that count the loss."""
     counts_loss: bool = True
     """Whether this rank's losses count: where several ranks work on the same samples, one of them does."""
-    evaluation_model: nn.Module | None = None
-    """What evaluation calls instead of `module`, on all ranks in one order."""
 
     state: Callable[[], Tensors] = dict
     """State of the strategy's own on this rank (an outer momentum, error feedback), by reference, for checkpoints."""
@@ -115,6 +137,15 @@ class Parallel:
     """Figures of the last step by metric name, such as a consensus distance."""
     notes: list[str] = field(default_factory=list)
     """What a user should know about what was chosen; said once, in the run's events. May grow while training."""
+
+    def run(self, computation: Computation) -> Any:
+        """The result of the user's code on his model, as the forward pass of a micro-batch, whose backward pass is then
+        synchronised. Collective where `forward_is_collective`."""
+        return computation(self.module) if self.model is self.module else self.model(computation)
+
+    def run_alone(self, computation: Computation) -> Any:
+        """The same where no backward pass follows, as in evaluations. Collective where `forward_is_collective`."""
+        return computation(self.module) if self.alone is None else self.alone(computation)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

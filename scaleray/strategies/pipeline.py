@@ -46,7 +46,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     if mesh is None:
         raise ValueError("pipeline needs a device mesh with the axes 'dp' and 'pp'")
     parts = Parts(model, mesh, config, workload)
-    pipeline = Pipeline(parts, config, workload)
+    pipeline, whole = Pipeline(parts, config, workload), Whole(parts)
     return Parallel(
         model=parts.module,
         module=parts.module,
@@ -60,7 +60,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         parameter_names=tuple(parts.names),
         run_micro_batches=pipeline.run_micro_batches,
         counts_loss=parts.has_last,
-        evaluation_model=Whole(parts),
+        alone=lambda computation: computation(whole),
         bytes_sent=lambda: pipeline.sent_bytes + parts.sent_bytes,
         metrics=lambda: {BUBBLE_SHARE.name: pipeline.bubble_share},
         notes=[parts.note()],
@@ -131,7 +131,9 @@ class Pipeline:
             torch.manual_seed(_mixed(self._seed, self._first + number, 0))
             stage.entry.on_pass = lambda: _seed(_mixed(self._seed, self._first + number, 1 + stage.index))
             if stage.is_last:
-                result: torch.Tensor = stage.run(lambda module: self._objective(module, piece), received)
+                result: torch.Tensor = stage.run(
+                    lambda module: self._objective(lambda computation: computation(module), piece), received
+                )
                 return result
             with self._autocast():
                 result = stage.run(lambda module: self.workload.loss(module, piece.batch), received)

@@ -53,15 +53,7 @@ class Parts:
         self.num_stages = self.num_workers * settings.stages_of_each_worker
         self.device = next(model.parameters()).device
         self.config, self._sent_bytes = config, 0.0
-        _refuse(model)
-        blocks = find_blocks(model, workload)
-        if len(blocks) < self.num_stages:
-            raise WorkloadError(
-                "the model", f"made of {len(blocks)} blocks",
-                f"{self.num_workers} workers with {settings.stages_of_each_worker} stages each need {self.num_stages}",
-                "use a smaller pipeline.size or pipeline.stages_per_worker",
-            )  # fmt: skip
-        self.units = find_units(model, blocks)
+        blocks, self.units = cut(model, config, workload)
         costs = counted_costs(self.units, len(blocks))
         if settings.split == "measured":
             costs = measured_costs(model, self.units, len(blocks), config=config, workload=workload)
@@ -121,32 +113,8 @@ class Parts:
         """
         assert self._unchecked is not None
         with self.gathered():
-            self._check_chain(call, *self._unchecked)
+            check_chain(*self._unchecked, call, self.device)
         self._unchecked = None
-
-    def _check_chain(self, call: Callable[[nn.Module], Any], whole: nn.Module, stages: list[Stage]) -> None:
-        views = [whole, *(stage.module for stage in stages)]
-        modes = [(part, part.training) for view in views for part in view.modules()]
-        try:
-            for view in views:
-                view.eval()
-            with torch.no_grad():
-                expected = _alike(lambda: call(whole), self.device)
-                try:
-                    found = _alike(lambda: _chain(stages, call), self.device)
-                except WorkloadError:
-                    raise
-                except Exception as exc:
-                    raise _not_a_chain(f"fails with {type(exc).__name__}: {first_line(exc)}") from exc
-        finally:
-            for part, was_training in modes:
-                part.training = was_training
-        for ours, theirs in zip(_tensors(found), _tensors(expected), strict=False):
-            tolerance = TOLERANCES.get(theirs.dtype, 1e-2)
-            if ours.shape != theirs.shape or not torch.allclose(
-                ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True
-            ):
-                raise _not_a_chain("gives another result than the whole model")
 
     def in_mode_of_module(self, stage: Stage) -> None:
         """Put the copies of the modules around a stage's blocks into the mode of those of `module`."""
@@ -317,6 +285,57 @@ class Parts:
                 gradient.copy_(total.view_as(gradient))
 
 
+def check_chain(whole: nn.Module, stages: list[Stage], call: Callable[[nn.Module], Any], device: torch.device) -> None:
+    """Compare all stages of a model, one after the other on this worker, with the whole. Raises WorkloadError where they differ."""
+    views = [whole, *(stage.module for stage in stages)]
+    modes = [(part, part.training) for view in views for part in view.modules()]
+    try:
+        for view in views:
+            view.eval()
+        with torch.no_grad():
+            expected = _alike(lambda: call(whole), device)
+            try:
+                found = _alike(lambda: _chain(stages, call), device)
+            except WorkloadError:
+                raise
+            except Exception as exc:
+                raise _not_a_chain(f"fails with {type(exc).__name__}: {first_line(exc)}") from exc
+    finally:
+        for part, was_training in modes:
+            part.training = was_training
+    for ours, theirs in zip(_tensors(found), _tensors(expected), strict=False):
+        tolerance = TOLERANCES.get(theirs.dtype, 1e-2)
+        if ours.shape != theirs.shape or not torch.allclose(
+            ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True
+        ):
+            raise _not_a_chain("gives another result than the whole model")
+
+
+def cut(model: nn.Module, config: RunConfig, workload: Any) -> tuple[list[nn.Module], list[Unit]]:
+    """The blocks of a model and what is around them. Raises WorkloadError where stages cannot be made of them."""
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise WorkloadError(
+                f"the model's {name}", "with sparse gradients", "a pipeline sums dense ones", "use sparse=False"
+            )
+    blocks, each = find_blocks(model, workload), config.pipeline.stages_of_each_worker
+    if len(blocks) < config.pipeline.size * each:
+        raise WorkloadError(
+            "the model", f"made of {len(blocks)} blocks",
+            f"{config.pipeline.size} workers with {each} stages each need {config.pipeline.size * each}",
+            "use a smaller pipeline.size or pipeline.stages_per_worker",
+        )  # fmt: skip
+    return blocks, find_units(model, blocks)
+
+
+def all_stages(model: nn.Module, config: RunConfig, workload: Any) -> list[Stage]:
+    """All stages of a model on this worker, balanced by counted operations."""
+    blocks, units = cut(model, config, workload)
+    num_stages = config.pipeline.size * config.pipeline.stages_of_each_worker
+    stage_of = stage_of_block(balanced_bounds(counted_costs(units, len(blocks)), num_stages), len(blocks))
+    return [make_stage(model, units, stage_of, index) for index in range(num_stages)]
+
+
 def find_blocks(model: nn.Module, workload: Any) -> list[nn.Module]:
     """The workload's blocks; without, the children of an nn.Sequential. Raises WorkloadError."""
     given = workload.blocks(model) if callable(getattr(workload, "blocks", None)) else None
@@ -328,14 +347,6 @@ def find_blocks(model: nn.Module, workload: Any) -> list[nn.Module]:
         "the workload", "without blocks()", "a pipeline needs to know where the model can be cut",
         "return the model's repeated blocks from blocks(model), in the order of use",
     )  # fmt: skip
-
-
-def _refuse(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) is True:
-            raise WorkloadError(
-                f"the model's {name}", "with sparse gradients", "a pipeline sums dense ones", "use sparse=False"
-            )
 
 
 def _chain(stages: list[Stage], call: Callable[[nn.Module], Any]) -> Any:

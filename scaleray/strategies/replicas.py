@@ -68,7 +68,10 @@ class Replicas:
     def averaged(self, with_optimizer: bool) -> Iterator[None]:
         """Context in which the model holds the mean of the replicas, and the optimizer that of its state if asked; counters
         among the buffers are rank 0's. Afterwards every value is back to the bit."""
-        tensors = [*self.trained, *self.model.buffers(), *(t for _, t in self._optimizer_tensors())]
+        state = (
+            [tensor for _, tensor in self._optimizer_tensors()] if with_optimizer else []
+        )  # in memory twice otherwise
+        tensors = [*self.trained, *self.model.buffers(), *state]
         kept = [tensor.detach().clone() for tensor in tensors]
         try:
             self._average(self.moving(), self.group, weight=self.settle())
@@ -84,7 +87,7 @@ class Replicas:
                     tensor.copy_(value)
 
     def parallel(self, *, model: nn.Module | None = None, **course: Any) -> Parallel:
-        """What the loop gets of replicas that differ. model: what the forward pass calls, where it is not the replica
+        """What the loop gets of replicas that differ. model: what runs the user's code, where it is not the replica
         itself. course: when they meet, and what is the strategy's own. Not collective."""
         return Parallel(
             model=model if model is not None else self.model,

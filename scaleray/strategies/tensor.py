@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
-from scaleray.strategies.fsdp import check_one_dtype, mixed_precision, shard_statistics, with_output
-from scaleray.strategies.parallel import MicroBatch, Objective, Parallel
+from scaleray.strategies.fsdp import Root, check_one_dtype, mixed_precision, shard_statistics, with_output
+from scaleray.strategies.parallel import MicroBatch, Objective, OnModel, Parallel
 from scaleray.strategies.traffic import Traffic
 from scaleray.strategies.unsharding import unshard_for_good
 from scaleray.strategies.weight_shares import WeightShare, share_among
@@ -59,6 +59,8 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
             parameter.register_post_accumulate_grad_hook(_complete)
     if replicas.size() > 1:
         notes += _shard(model, replicas, config, workload)
+    root = Root.over(model, replicas) if replicas.size() > 1 else None
+    on_model = root or OnModel(model)
 
     @contextlib.contextmanager
     def no_sync() -> Iterator[None]:
@@ -81,7 +83,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
             shapes = tuple((tuple(t.shape), t.dtype) for t in tree_leaves(piece.batch) if isinstance(t, torch.Tensor))
             traffic = None if (shapes, is_last) in known else Traffic()
             with contextlib.nullcontext() if is_last else no_sync(), traffic or contextlib.nullcontext():
-                objective(model, piece).backward()
+                objective(on_model, piece).backward()
             if traffic is not None:
                 known[shapes, is_last] = traffic.num_bytes
             sent += known[shapes, is_last]
@@ -97,7 +99,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
 
     def let_go() -> None:
         if isinstance(model, FSDPModule):
-            unshard_for_good(model, keeps_shards=True)
+            unshard_for_good(root or model, keeps_shards=True)
         for parameter in model.parameters():
             parameter.grad = None
         hooks.take_off()
@@ -107,8 +109,9 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         _make_plain(model)
 
     return Parallel(
-        model=model,
+        model=root or model,
         module=model,
+        alone=root.run_alone if root else None,
         gradient_divisor=replicas.size(),
         before_evaluation=share_buffers,
         weights=weights,
@@ -207,7 +210,7 @@ def _shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any)
     for block in blocks or ():
         if block not in statistics:
             fully_shard(block, mp_policy=policy, **options)
-    fully_shard(model, mp_policy=with_output(policy, dtype), **options)
+    fully_shard(model, mp_policy=with_output(policy, dtype), **{**options, "reshard_after_forward": False})
     return notes
 
 

@@ -14,12 +14,15 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import TrackingError
 from scaleray.records import (
     CheckpointRecord,
+    DerivedRecord,
     EvaluationRecord,
     EventRecord,
     StepRecord,
@@ -34,6 +37,7 @@ from scaleray.tracking.signs_of_life import SignsOfLife
 from scaleray.tracking.spool import Spool
 from scaleray.tracking.steps_file import StepsFile
 from scaleray.tracking.store import Operation, RunStore, run_link, without_password
+from scaleray.watchers import Guard, Watcher
 
 FLUSH_S = 1.0
 STALLED_S = 1800.0
@@ -62,6 +66,8 @@ class Recording:
     resumed_after: list[int]
     last_step: int
     unsent_file: str | None = None
+    derived: dict[str, Any] = field(default_factory=dict)
+    """Derived values as the workers said that they are in use."""
 
 
 class Recorder(SignsOfLife):
@@ -87,6 +93,7 @@ class Recorder(SignsOfLife):
         self._metrics: dict[str, float] = {}
         self._summaries: dict[int, WorkerSummary] = {}
         self._events: list[str] = []
+        self._derived: dict[str, Any] = {}
         self._resumed_after: dict[float, int] = {}
         self._previous_step = -1
         self._key: str | None = (
@@ -188,6 +195,7 @@ class Recorder(SignsOfLife):
             events=list(self._events),
             resumed_after=list(self._resumed_after.values()),
             last_step=self.steps.last_step,
+            derived=dict(self._derived),
             unsent_file=self.spool.unsent_file(),
         )
 
@@ -297,34 +305,37 @@ class Recorder(SignsOfLife):
 
     def _write_all(self) -> None:
         flushed_at = time.monotonic()
+        # a slip in one message must not end the recording of all others
+        look = partial(Guard(self._event), Watcher.RECORDING)
+        problem: str | None = None
+
+        def flush() -> None:
+            nonlocal problem
+            problem = look(self._flush, "steps or points could not be written")
+
         while True:
             try:
                 item = self._queue.get(timeout=FLUSH_S)
             except queue.Empty:
-                self._flush()
+                flush()
                 continue
             if item is None:
-                self._flush()
+                flush()
                 return
             if isinstance(item, _Marker):
-                self._flush()
-                item.problem = self._publish() if item.is_published else None
+                flush()
+                if item.is_published:
+                    item.problem = problem or look(self._publish, "the record could not be brought to the run's folder")
                 item.done.set()
             elif isinstance(item, dict):
-                self._flush()  # order: points before the status that ends the run
-                self.spool.send(item)
+                flush()  # order: points before the status that ends the run
+                look(partial(self.spool.send, item), None)
             else:
-                self._take_whatever_it_is(item)
+                look(partial(self._take, item), None, part=type(item).__name__)
                 if time.monotonic() - flushed_at > FLUSH_S:
-                    self._flush()
+                    flush()
                     flushed_at = time.monotonic()
             self._written_at = time.monotonic()
-
-    def _take_whatever_it_is(self, message: WorkerMessage) -> None:
-        try:
-            self._take(message)
-        except Exception as exc:  # one bad message must not end the recording of all others
-            self._event(f"a message could not be recorded ({type(exc).__name__}: {exc}): {type(message).__name__}")
 
     def _take(self, message: WorkerMessage) -> None:
         if isinstance(message, StepRecord):
@@ -346,6 +357,11 @@ class Recorder(SignsOfLife):
             self.points.add(values, message.step, at=message.recorded_at)
         elif isinstance(message, CheckpointRecord):
             self.points.add_checkpoint(message)
+        elif isinstance(message, DerivedRecord):
+            if not self._derived and not self._is_continued:  # params are written once and stay
+                self._queue.put({"op": "params", "values": {f"derived.{k}": v for k, v in message.values.items()}})
+            self._derived = dict(message.values)
+            return  # a warning says it where something is to be seen
         elif isinstance(message, WorkerSummary):
             self._summaries[message.rank] = message
         elif isinstance(message, EventRecord):

@@ -24,6 +24,7 @@ from scaleray.training.evaluation import check_split, unknown_metric
 from scaleray.training.job import TrainJob
 from scaleray.training.place import Place
 from scaleray.training.state import PROGRESS, REPLICA, Rates, TrainState, as_json
+from scaleray.watchers import Guard, Watcher
 
 GROUP_TIMEOUT = timedelta(hours=1)  # an upload may take long; a lost peer closes its connections at once
 NOTICE_INTERVAL_S = 2.0
@@ -52,7 +53,8 @@ class Checkpointing:
         control: Control | None = None, facts: Mapping[str, Any] | None = None,
         before_publishing: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:  # fmt: skip
-        self.job, self.place, self.catalog, self.emit = job, place, catalog, emit
+        self.job, self.place, self.catalog = job, place, catalog
+        self.emit = emit = Guard().wrapped(Watcher.MESSAGES, emit)
         self.control, self.facts = control or Control(), dict(facts or {})
         settings = job.config.checkpoint
         # of its own: its collectives run in a thread beside those of the training

@@ -65,6 +65,8 @@ class TrainJob:
     """How many workers train; 0 is what the config says."""
     origin: Origin | None = None
     """Where the plan begins, when the global batch had another size before."""
+    varied: tuple[str, ...] = ()
+    """Keys of the config by which the trainings of a sweep differ."""
 
     def __post_init__(self) -> None:
         by = self.config.shares.by

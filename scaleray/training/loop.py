@@ -11,14 +11,24 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from scaleray.config.idle import idle_settings
 from scaleray.data import Part, PartStream, RankBatch, StepPlan, StepStream
 from scaleray.emulation import is_emulated
 from scaleray.errors import LeftEarly
-from scaleray.records import EvaluationRecord, EventRecord, StepRecord, SystemRecord, WorkerMessage, WorkerSummary
+from scaleray.records import (
+    DerivedRecord,
+    EvaluationRecord,
+    EventRecord,
+    StepRecord,
+    SystemRecord,
+    WorkerMessage,
+    WorkerSummary,
+)
 from scaleray.reproducibility.fingerprint import accelerators, cpu_model
+from scaleray.scaling.lr_rules import MOVED_BY_RULES
 from scaleray.scaling.recipe import Recipe, with_micro_size
 from scaleray.scaling.shares import described
 from scaleray.strategies.weight_shares import WeightShare
@@ -41,7 +51,8 @@ from scaleray.training.shares import WorkerShares
 from scaleray.training.state import PROGRESS, TrainState
 from scaleray.training.step import Probe, TrainStep
 from scaleray.training.system_metrics import SystemMetrics
-from scaleray.workload import no_exit
+from scaleray.watchers import Guard, Watcher
+from scaleray.workload import brings_optimizer, no_exit
 
 Emit = Callable[[WorkerMessage], None]
 
@@ -66,7 +77,9 @@ class _Run:
         self, job: TrainJob, place: Place, open_stream: OpenStream, emit: Emit, save_weights: Any, probe: Probe | None,
         checkpointing: Checkpointing | None, progress: Progress,
     ) -> None:  # fmt: skip
-        self.job, self.emit = job, emit
+        self.job = job
+        self.guard = Guard(lambda text: emit(EventRecord(text, kind="warning", step=self.step or None)))
+        self.emit = self.guard.wrapped(Watcher.MESSAGES, emit)
         self.place = dataclasses.replace(place, model_parallel_size=job.config.model_parallel_size)
         self.save_weights, self.probe, self.checkpointing = save_weights, probe, checkpointing
         self.config, self.recipe = job.config, job.recipe
@@ -88,7 +101,10 @@ class _Run:
         self.noise: NoiseMeter | None = None
         self.noise_state: dict[str, Any] | None = None
         self.micro_batch_size: int | None = None  # where it is not the config's
-        self.system = SystemMetrics() if self.config.tracking.system_metrics and place.local_rank == 0 else None
+        is_sampled = self.config.tracking.system_metrics and place.local_rank == 0
+        self.system = (
+            self.guard(Watcher.SYSTEM_METRICS, lambda: SystemMetrics(self.guard), None) if is_sampled else None
+        )
         self.sampled_at = time.monotonic()
 
     def train(self) -> WorkerSummary:
@@ -108,11 +124,15 @@ class _Run:
         setup: Setup | None = None
         try:
             with self._located():
-                setup = prepare(self.job.workload, self.config, self.recipe, self.place, is_resumed=self.first_step > 0)
+                setup = prepare(
+                    self.job.workload, self.config, self.recipe, self.place, is_resumed=self.first_step > 0,
+                    varied=self.job.varied,
+                )  # fmt: skip
                 self._limit_collectives()  # of the groups that the strategy has made, too
                 self._say_notes(setup)
-                for note in self._first_notes(setup) if self.place.rank == 0 else ():
-                    self.emit(EventRecord(note))
+                if self.place.rank == 0:
+                    self._say_what_is_in_use(setup)
+                self._say_first_notes(setup)
                 for text in self.job.data_warnings() if self.place.rank == 0 else ():
                     self.emit(EventRecord(text, kind="warning"))
                 self.shares.watch(setup.parallel.module)
@@ -128,7 +148,8 @@ class _Run:
                     self.emit(EvaluationRecord(self.step, dict(self.evaluations.metrics), 0.0))  # resumed after its end
                 if self.checkpointing is not None:
                     self.checkpointing.finish(self.step)
-                self.compiled = setup.compilation.report() if setup.compilation else {}
+                if (compilation := setup.compilation) is not None:
+                    self.compiled = self.guard(Watcher.NOTES, compilation.report, {}, part="compilation")
                 self.progress.enter("end")
                 share = setup.parallel.weights() if self._saves_weights else WeightShare()
                 # nothing below this line communicates: a slow disk costs the rank that has it, and nobody's time limit
@@ -193,7 +214,7 @@ class _Run:
             "nonfinite_steps": self.nonfinite_steps,
             "nonfinite_in_a_row": self.train_step.nonfinite_in_a_row if self.train_step else self.nonfinite_in_a_row,
             "metrics": self.evaluations.metrics, "evaluated_at": self.evaluations.step, "verdict": self.verdict,
-            "noise_scale": self.noise.state() if self.noise else self.noise_state,
+            "noise_scale": self._noise_state(),
             "training_time_s": self.clock.total_s, "shares": self.shares.state(), "micro_batch_size": self.micro_batch_size,
         }  # fmt: skip
 
@@ -247,10 +268,13 @@ class _Run:
         self.progress.enter("start")
         if first is None:
             return "done"  # resumed after its last step
+        # while the size is still to be found, two rows: the config's may be more than fits
+        most = 2 if self.config.memory.find_micro_size else self.recipe.micro_batch_size
         with eagerly() if setup.compilation else contextlib.nullcontext():
             counted = check_first_batch(
-                self.job.workload, setup.parallel.module, first, setup, self.place, gives_tuples=split.gives_tuples
-            )
+                self.job.workload, self.config, first, setup, self.place, gives_tuples=split.gives_tuples,
+                micro_batch_size=min(most, self.micro_batch_size or most), evaluated=[e.name for e in self.evaluations.evaluators],
+            )  # fmt: skip
         if self.first_step == 0 and counted is not None:
             # the loss scale of fp16 is meant for a mean: over a sum of many tokens the first steps would overflow
             step.count_per_row = counted
@@ -287,7 +311,7 @@ class _Run:
             if self.step == self.first_step + 1:
                 self.first_step_s = time.time() - self.job.started_at
                 self._check_compilation(setup)
-            sent_bytes = setup.parallel.bytes_sent()
+            sent_bytes = self.guard(Watcher.FIGURES, setup.parallel.bytes_sent, self.sent_bytes, part="bytes sent")
             if self.place.rank == 0:
                 self.emit(
                     StepRecord(
@@ -296,10 +320,7 @@ class _Run:
                         epoch=plan.epochs(self.step), is_finite=result.is_finite,
                         loss_scale=scaler.get_scale() if scaler.is_enabled() else None, world_size=self.place.world_size,
                         sent_bytes=sent_bytes - self.sent_bytes,
-                        more={
-                            **setup.parallel.metrics(), **(setup.pruning.metrics() if setup.pruning else {}),
-                            **(self.noise.metrics() if self.noise else {}),
-                        },
+                        more=self._figures(setup),
                     )
                 )  # fmt: skip
             self.sent_bytes = sent_bytes
@@ -328,14 +349,38 @@ class _Run:
             self.emit(EventRecord(str(way)))
         if way.way is None:
             return None
-        meter = NoiseMeter(self.config, setup, self.place, way)
-        if self.noise_state is not None:
-            meter.load_state(self.noise_state)
+        meter = self.guard(Watcher.NOISE, lambda: NoiseMeter(self.config, setup, self.place, way, self.guard), None)
+        if self.place.all_reduce([float(meter is None)])[0] > 0 or meter is None:
+            return None  # it sums over all ranks, so that all have one or none
+        if (state := self.noise_state) is not None:
+            self.guard(Watcher.NOISE, lambda: meter.load_state(state), None)
         return meter
 
-    def _first_notes(self, setup: Setup) -> list[str]:
+    def _noise_state(self) -> dict[str, Any] | None:
+        return self.guard(Watcher.NOISE, self.noise.state, self.noise_state) if self.noise else self.noise_state
+
+    def _figures(self, setup: Setup) -> dict[str, float]:
+        """What strategy, pruning and measurements add to the record of a step."""
+        look = partial(self.guard, Watcher.FIGURES)
+        return {
+            **look(setup.parallel.metrics, {}, part=self.recipe.strategy),
+            **(look(setup.pruning.metrics, {}, part="pruning") if setup.pruning else {}),
+            **(look(self.noise.metrics, {}, part="noise") if self.noise else {}),
+        }
+
+    def _say_first_notes(self, setup: Setup) -> None:
+        idle = self.guard(Watcher.NOTES, lambda: idle_settings(self.config, self.recipe.strategy), [], part="settings")
         compilation = setup.compilation.notes if setup.compilation is not None else []
-        return [*idle_settings(self.config, self.recipe.strategy), *compilation]
+        for note in [*idle, *compilation] if self.place.rank == 0 else ():
+            self.emit(EventRecord(note))
+
+    def _say_what_is_in_use(self, setup: Setup) -> None:
+        """What became of the derived values in an optimizer of the workload's own."""
+        if brings_optimizer(self.job.workload):
+            derived = {name: getattr(self.recipe, name) for name in MOVED_BY_RULES}
+            self.emit(DerivedRecord({**derived, **setup.in_use.values}))
+        for text in setup.in_use.warnings:
+            self.emit(EventRecord(text, kind="warning"))
 
     def _say_notes(self, setup: Setup) -> None:
         """Emit what the strategy has noted since the last time."""
@@ -348,7 +393,7 @@ class _Run:
         """Once a step has run: say what was not compiled, as nothing else would."""
         if setup.compilation is None:
             return
-        for text in setup.compilation.check():
+        for text in self.guard(Watcher.NOTES, setup.compilation.check, [], part="compilation"):
             if self.place.rank == 0:
                 self.emit(EventRecord(text, kind="warning", step=self.step))
 
@@ -397,7 +442,7 @@ class _Run:
         if self.memory or self.step != self.first_step + 1:
             yield
             return
-        with memory_report.watching(setup, self.place.device) as memory:
+        with memory_report.watching(setup, self.place.device, self.guard) as memory:
             yield
         self.memory = memory
 
@@ -432,7 +477,8 @@ class _Run:
         if self.system is None or time.monotonic() - self.sampled_at < max(5.0, self.config.tracking.interval_s):
             return
         self.sampled_at = time.monotonic()
-        self.emit(SystemRecord(self.place.node, self.step, self.system.sample()))
+        if found := self.guard(Watcher.SYSTEM_METRICS, self.system.sample, {}):
+            self.emit(SystemRecord(self.place.node, self.step, found))
 
     @contextlib.contextmanager
     def _located(self) -> Iterator[None]:
@@ -447,7 +493,8 @@ class _Run:
             raise error from exc
 
     def _summary(self, setup: Setup, plan: StepPlan, stream: PartStream, verdict: str) -> WorkerSummary:
-        steady = self.clock.steady_state()
+        look = partial(self.guard, Watcher.SUMMARY)
+        steady = look(self.clock.steady_state, None, part="steady state")
         samples_per_s = None
         if steady is not None:
             samples = sum(plan.num_rows(step) for step in range(self.first_step + steady.first, self.step))
@@ -464,7 +511,7 @@ class _Run:
             input_wait_share=steady.wait_share if steady else None,
             time_to_first_step_s=self.first_step_s,
             training_time_s=self.clock.total_s,
-            peak_memory_bytes=memory_report.peak_memory_bytes(self.place.device),
+            peak_memory_bytes=look(lambda: memory_report.peak_memory_bytes(self.place.device), 0, part="memory"),
             nonfinite_steps=self.nonfinite_steps,
             sample_order=self.job.sample_order,
             strategy=self.recipe.strategy,
@@ -474,8 +521,8 @@ class _Run:
                 "initial_hash": setup.initial_hash,
                 "is_emulated": is_emulated(setup.parallel.module),
             },
-            hardware={"cpu": cpu_model(), "accelerators": accelerators()},
+            hardware=look(lambda: {"cpu": cpu_model(), "accelerators": accelerators()}, {}, part="hardware"),
             compilation=self.compiled,
             memory={**self.memory, **({"micro_batch": self.search} if self.search else {})},
-            noise=self.noise.values() if self.noise else {},
+            noise=look(self.noise.values, {}, part="noise") if self.noise else {},
         )

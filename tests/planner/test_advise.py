@@ -191,7 +191,13 @@ def test_sixteen_thousand_gpus_are_as_easy_as_sixteen():
 
 def test_a_faster_layout_that_may_not_fit_is_not_recommended():
     advice = advise(
-        replace(LLAMA, cluster=parse_cluster("h100:8x16"), model=find_model("llama-3-8b"), global_batch=1024)
+        replace(
+            LLAMA,
+            cluster=parse_cluster("h100:8x16"),
+            model=find_model("llama-3-8b"),
+            global_batch=1024,
+            strategies=("fsdp", "zero1", "tp"),
+        )
     )
     assert advice.best.fits == "fits" and advice.faster.fits == "may not fit"
     assert advice.faster.step_time_s.value * 1.02 < advice.best.step_time_s.value
@@ -209,7 +215,17 @@ def test_where_no_layout_surely_fits_the_fastest_is_recommended():
 def test_efficiency_is_a_share_and_what_grows_faster_than_the_gpus_has_its_reason(name, cluster, batch):
     found = parse_cluster(cluster)
     precision = "bf16" if "bf16" in found.gpu.peak_tflops else "fp16"
-    seen = outlook(advise(Question(model=find_model(name), cluster=found, global_batch=batch, precision=precision)))
+    seen = outlook(
+        advise(
+            Question(
+                model=find_model(name),
+                cluster=found,
+                global_batch=batch,
+                precision=precision,
+                strategies=("ddp", "fsdp"),
+            )
+        )
+    )
     assert seen.points and all(0 < point.efficiency <= 1 + 1e-9 for point in seen.points)
     for before, after in itertools.pairwise(seen.points):
         words = f"from {before.num_gpus} to {after.num_gpus} GPUs"

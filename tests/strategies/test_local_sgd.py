@@ -16,6 +16,7 @@ from small_runs import (
 
 from scaleray.errors import ConfigError, NonFiniteLossError
 from scaleray.metric_names import CONSENSUS_DISTANCE
+from scaleray.training.live_memory import LiveTensors
 
 LOCAL = {"strategy.name": "local_sgd", "local_sgd.sync_every": 4, "batch.drop_last": True}
 DILOCO = {**LOCAL, "strategy.name": "diloco"}
@@ -328,3 +329,23 @@ def test_settings_of_the_other_strategy_are_reported(gloo):
     flags = {**LOCAL, "local_sgd.outer_momentum": 0.5, "stop.after": "2 steps"}
     events = gloo.run(2, train, Classify(), flags)[0].events
     assert "local_sgd.outer_momentum has no effect with strategy local_sgd" in events
+
+
+def bytes_kept(place):
+    """(bytes of parameters and buffers, what a mean of them keeps, what one with the optimizer's state keeps)."""
+    flags = {"strategy.name": "local_sgd", "optimizer.name": "adamw", "optimizer.learning_rate": 0.01}
+    stepper = Stepper(place, Classify(), flags)
+    stepper(1)
+    kept = []
+    for with_optimizer in (False, True):
+        with LiveTensors() as live, stepper.parallel.averaged(with_optimizer):
+            kept.append(live.bytes)
+    own = sum(t.numel() * t.element_size() for t in stepper.setup.parallel.module.state_dict().values())
+    stepper.setup.close()
+    return own, *kept
+
+
+def test_an_evaluation_of_the_mean_keeps_no_copy_of_the_optimizers_state(gloo):
+    for own, without, with_optimizer in gloo.run(2, bytes_kept):
+        assert without < 1.5 * own
+        assert with_optimizer >= without + 2 * own  # Adam's two averages

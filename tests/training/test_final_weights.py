@@ -25,10 +25,10 @@ from scaleray.data import StepStream
 from scaleray.data.stream import local_blocks
 from scaleray.errors import CheckpointError, StorageError
 from scaleray.launch import run
-from scaleray.strategies import fsdp
 from scaleray.strategies.weight_shares import Placed, WeightShare, shared_out
 from scaleray.training import fine_tuning, loop, weights
 from scaleray.training.checkpointing import Checkpointing
+from scaleray.training.progress import Progress
 
 SHARDED = {
     "fsdp": {"strategy.name": "fsdp"},
@@ -52,7 +52,7 @@ class KeepsModel(SmallTransformer):
         return self.model
 
 
-def run_loop(place, workload, flags, save, *, on_step=lambda job: None, checkpointing=None):
+def run_loop(place, workload, flags, save, *, on_step=lambda job: None, **options):
     """The loop alone, with what is done with this rank's weights."""
     job, sources = make_job(workload, {**ADAMW, **flags}, world_size=place.world_size)
 
@@ -77,7 +77,7 @@ def run_loop(place, workload, flags, save, *, on_step=lambda job: None, checkpoi
             emit=lambda m: None,
             save_weights=save,
             probe=Probe(),
-            checkpointing=checkpointing,
+            **options,
         )
 
 
@@ -131,17 +131,14 @@ def end_with_slow_removals(place, folder):
     flags = {**SHARDED["fsdp"], "checkpoint.every": "2 steps"}
     job, _ = make_job(SmallTransformer(), {**ADAMW, **flags}, world_size=place.world_size)
     checkpointing = Checkpointing(job, place, Slow([Store(folder)]), emit=lambda m: None)
-    gather = fsdp.share_among
 
-    def share_among(*args, **options):
-        came.touch()
-        return gather(*args, **options)
+    class AtTheEnd(Progress):
+        def enter(self, phase):
+            if phase == "end":
+                came.touch()
+            super().enter(phase)
 
-    fsdp.share_among = share_among
-    try:
-        run_loop(place, SmallTransformer(), flags, lambda share: None, checkpointing=checkpointing)
-    finally:
-        fsdp.share_among = gather
+    run_loop(place, SmallTransformer(), flags, lambda share: None, checkpointing=checkpointing, progress=AtTheEnd())
     return seen
 
 

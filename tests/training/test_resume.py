@@ -192,7 +192,7 @@ LOOP_SAVED = {
 LOOP_STATELESS = {
     "place", "open_stream", "emit", "save_weights", "probe", "checkpointing", "progress", "config", "recipe", "first_step",
     "train_step", "clock", "first_step_s", "system", "sampled_at", "evaluations", "_setup", "sent_bytes", "said",
-    "compiled", "memory", "search",
+    "compiled", "memory", "search", "guard",
 }  # fmt: skip
 EVALUATIONS_SAVED = {"metrics", "step"}
 EVALUATIONS_STATELESS = {"place", "open_stream", "enter", "setup", "target", "every", "evaluators"}

@@ -213,7 +213,7 @@ def test_the_look_at_the_first_batch_leaves_no_trace():
         before = {name: value.clone() for name, value in module.state_dict().items()}
         generator = torch.get_rng_state()
         batch = RankBatch(0, sources["train"].read(np.arange(8)), 8)
-        check_first_batch(workload, module, batch, setup, Place(), gives_tuples=False)
+        check_first_batch(workload, job.config, batch, setup, Place(), gives_tuples=False, micro_batch_size=4)
         assert torch.equal(torch.get_rng_state(), generator)
         assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
         assert all(p.grad is None for p in module.parameters()) and module.training
