@@ -14,7 +14,7 @@ from jobs.mutation import results
 from jobs.mutation.__main__ import planted
 from jobs.mutation.choice import draw
 from jobs.mutation.coverage_map import CoverageMap, KnownTest
-from jobs.mutation.judge import Outcome
+from jobs.mutation.judge import Outcome, verdict_of
 from jobs.mutation.mutants import Mutant, compiles, mutants_of
 
 ROOT = Path(__file__).parent.parent
@@ -126,8 +126,13 @@ def test_a_survivor_counts_against_the_tests_unless_it_is_argued_to_change_nothi
     assert [row["verdict"] for row in rows] == ["killed", "timed out", "survived", "equivalent"]
     assert results.share_killed(rows) == pytest.approx(2 / 3)
     page = results.page(rows, title="Pass", about=["today"])
-    assert "**66.7% killed** of 3." in page and "| data | 1 | 1 | 1 | 1 |" in page
+    assert "**66.7% killed** of 3." in page and "| data | 1 | 1 | 1 | 0 | 1 |" in page
     assert "both are 1 there" in page and "`test_a\\|b`" in page
+
+
+def test_only_a_test_that_fails_or_a_process_that_is_lost_kills_a_mutant():
+    codes = {0: "survived", 1: "killed", 2: "killed", 3: "not judged", 4: "not judged", 5: "not judged", -9: "killed"}
+    assert {code: verdict_of(code) for code in codes} == codes
 
 
 def test_planted_mutants_stand_in_the_code_and_are_python():

@@ -48,6 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--page", type=Path, help="Markdown file for the results; default WORK/results.md")
     parser.add_argument("--tests", default="", help="record: only these test files, with commas")
+    parser.add_argument(
+        "--tests-of-each",
+        type=int,
+        default=10**6,
+        help="tests that may judge a mutant, the nearest of those of its line",
+    )
     parser.add_argument("--least", type=float, default=0.98, help="share that must be killed")
     options = parser.parse_args(arguments)
     work = options.work.resolve()
@@ -77,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             mutants = draw(candidates(recorded, known, rooms), options.number, seed=options.seed, tree=recorded)
         else:
             mutants = planted(recorded)
-        judge_all(mutants, known, work, rows_file, most=options.most)
+        judge_all(mutants, known, work, rows_file, most=options.most, tests_of_each=options.tests_of_each)
     rows = _latest(rows_file)
     about = [
         f"{len(rows)} mutants, seed {options.seed}, commit {_commit()}, {time.strftime('%Y-%m-%d')}; tests: fast ones without Ray."
@@ -103,7 +109,9 @@ def planted(tree: Path = TREE) -> list[Mutant]:
     return found
 
 
-def judge_all(mutants: Sequence[Mutant], known: CoverageMap, work: Path, rows_file: Path, *, most: int) -> None:
+def judge_all(
+    mutants: Sequence[Mutant], known: CoverageMap, work: Path, rows_file: Path, *, most: int, tests_of_each: int
+) -> None:
     """Judge at most so many of those that have no row yet, and survivors whose tests are others now."""
     tree = copy_of(work / "recorded", work / "judged")
     judge, reasons = Judge(tree), results.equivalent_ones()
@@ -114,7 +122,7 @@ def judge_all(mutants: Sequence[Mutant], known: CoverageMap, work: Path, rows_fi
         if before is not None and before["verdict"] in ("killed", "timed out", "equivalent"):
             continue
         lines = mutant.before.count("\n")
-        tests = known.tests_of(mutant.file, mutant.line, mutant.line + lines)
+        tests = known.tests_of(mutant.file, mutant.line, mutant.line + lines)[:tests_of_each]
         if before is not None and before["names"] == digest(tests):
             continue
         if most <= 0:

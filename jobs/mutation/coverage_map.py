@@ -35,10 +35,17 @@ class CoverageMap:
     lines: dict[str, dict[int, list[int]]]
 
     def tests_of(self, file: str, first: int, last: int) -> list[KnownTest]:
-        """Those that run any of these lines, the quickest first."""
+        """Those that run any of these lines: first the module's own tests and those of its room, the quickest first."""
         known = self.lines.get(file, {})
         numbers = {number for line in range(first, last + 1) for number in known.get(line, ())}
-        return sorted((self.tests[n] for n in numbers), key=lambda test: (test.needs_pool, test.seconds, test.name))
+        room, stem = Path(file).parent.name, Path(file).stem
+
+        def order(test: KnownTest) -> tuple[bool, bool, bool, float, str]:
+            module = Path(test.name.partition("::")[0])
+            is_own, is_room = module.stem == f"test_{stem}", module.parent.name == room
+            return not is_own, test.needs_pool, not is_room, test.seconds, test.name
+
+        return sorted((self.tests[n] for n in numbers), key=order)
 
     def with_more(self, more: CoverageMap) -> CoverageMap:
         """This map of the same code with tests that were recorded later; one that both have is as it was later."""

@@ -42,7 +42,7 @@ class Outcome:
     """How a mutant ended. by: the test that failed, where one did."""
 
     verdict: str
-    """`killed`, `timed out` or `survived`."""
+    """`killed`, `timed out`, `survived` or `not judged`."""
     by: str
     num_tests: int
     seconds: float
@@ -101,7 +101,7 @@ class Judge:
         while time.monotonic() - started < limit_s:
             done, status = os.waitpid(process, os.WNOHANG)
             if done:
-                verdict = "survived" if os.waitstatus_to_exitcode(status) == 0 else "killed"
+                verdict = verdict_of(os.waitstatus_to_exitcode(status))
                 break
             time.sleep(0.05)
         with contextlib.suppress(ProcessLookupError):
@@ -113,6 +113,12 @@ class Judge:
         found = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
         by = found[1] if found and verdict == "killed" else ""
         return Outcome(verdict, by, len(tests), round(time.monotonic() - started, 1))
+
+
+def verdict_of(exit_code: int) -> str:
+    """By pytest's exit code: a test failed or could not be imported (1, 2), or the process was ended by the mutant. Of an
+    error of pytest's own (3), tests that it does not know (4) or none (5) nothing follows."""
+    return "survived" if exit_code == 0 else "not judged" if exit_code in (3, 4, 5) else "killed"
 
 
 @contextlib.contextmanager

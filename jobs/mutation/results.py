@@ -52,7 +52,7 @@ def page(rows: Sequence[Mapping[str, Any]], *, title: str, about: Iterable[str])
     """Markdown: the counts by room, then survivors and equivalent ones, then every mutant."""
     counts = Counter((_room(row), row["verdict"]) for row in rows)
     rooms = sorted({_room(row) for row in rows})
-    verdicts = ("killed", "timed out", "survived", "equivalent")
+    verdicts = ("killed", "timed out", "survived", "not judged", "equivalent")
     lines = [
         f"# {title}",
         "",

@@ -354,3 +354,17 @@ def test_micro_batches_that_make_no_equal_rounds_are_refused_before_anything_run
 def test_settings_that_fit_no_schedule_are_refused(settings, says):
     with pytest.raises(ValueError, match=says):
         PipelineSettings(**settings)
+
+
+class ThreeEqual(Classify):
+    def build_model(self):
+        return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)))
+
+
+def test_how_even_the_stages_are_is_said_in_numbers(gloo):
+    flags = {"strategy.name": "pipeline", "stop.after": "1 steps"}
+    events = gloo.run(2, train, ThreeEqual(), flags)[0].events
+    # two of three equal blocks on one worker, where one and a half were even
+    assert any(
+        "pipeline of 2 stages" in event and "the largest stage is 1.33 times the mean" in event for event in events
+    )
