@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.errors import ConfigError, UsageError
-from scaleray.parsing import load_json
 from scaleray.planner.to_target import Target
 from scaleray.scaling.goodput import Noise, is_trusted, predict_samples
 from scaleray.study_records import Estimate
@@ -61,7 +61,7 @@ def read_learned(path: Path) -> Learned:
     """
     path = path / "record.json" if path.is_dir() else path
     try:
-        record = load_json(path.read_text())
+        record = json.loads(path.read_text())
         if "trials" in record:
             return _of_sweep(record["trials"])
         if "curves" in record:

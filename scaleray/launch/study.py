@@ -185,9 +185,8 @@ class _Study:
             self.measured.profile = profile_workload(
                 job.workload, few, self.config.precision, gives_tuples=job.splits[TRAIN].gives_tuples
             )
-        except Exception as exc:  # whatever the counter cannot count, the study goes on without MFU
-            text = first_line(exc)
-            self.measured.profile = text if isinstance(exc, UsageError) else f"{type(exc).__name__}: {text}"
+        except UsageError as exc:
+            self.measured.profile = first_line(exc)
 
     def _announce(self) -> None:
         q, first = self.question, next(iter(self.plan.rungs.values()))

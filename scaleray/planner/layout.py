@@ -146,8 +146,9 @@ class Layout:
             "alternate": ", alternate recompute",
             "full": ", full recompute",
         }[self.checkpointing]
-        interleaved = ", interleaved" if self.chunks > 1 else ""
-        return f"{self.strategy}{shard}, data {self.data}, micro-batch {self.micro_batch} x {self.accumulation}{recompute}{interleaved}"
+        return (
+            f"{self.strategy}{shard}, data {self.data}, micro-batch {self.micro_batch} x {self.accumulation}{recompute}"
+        )
 
 
 @dataclass(frozen=True)
