@@ -1,4 +1,4 @@
-"""A Ray head on this machine to submit jobs to: own ports, loopback only, gone with Ctrl-C.
+"""A Ray head on this machine to submit jobs to: own ports, loopback only, gone with Ctrl-C, SIGTERM or its terminal.
 
     python cluster/local_head.py --cpus 4
 
@@ -13,6 +13,7 @@ import signal
 
 import psutil
 
+from scaleray.guarded import ending_like_ctrl_c
 from scaleray.launch.head import local_head
 
 
@@ -21,15 +22,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cpus", type=int, default=(psutil.cpu_count() or 1) + 1, help="CPUs that Ray hands out")
     cpus = parser.parse_args().cpus
-    with local_head(num_cpus=cpus) as head:
+    with contextlib.suppress(KeyboardInterrupt), ending_like_ctrl_c(), local_head(num_cpus=cpus) as head:
         print(f"Ray head with {cpus} CPUs, dashboard {head.dashboard}\n")
         print(
             f"  export RAY_AUTH_MODE=token RAY_ADDRESS={head.dashboard}   # for: ray job submit --working-dir . -- ..."
         )
         print(f"  export RAY_AUTH_MODE=token RAY_ADDRESS={head.address}   # for: scaleray train -c ...")
         print("\nCtrl-C ends it.", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.pause()
+        signal.pause()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from scaleray.guarded import ending_like_ctrl_c, guarded
 from scaleray.launch.head import Head, local_head
 from scaleray.records import RunRecord
 from scaleray.reproducibility.fingerprint import git_state
@@ -63,7 +64,7 @@ def main() -> int:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     console.print("starting a Ray head of its own on this machine ...")
     records = []
-    with local_head(num_cpus=CPUS) as head:
+    with ending_like_ctrl_c(), local_head(num_cpus=CPUS) as head:
         for number, job in enumerate(JOBS, start=1):
             name = f"{Path(job.config).stem}-w{job.options[1]}-{stamp}"
             words = ("train", "-c", job.config, *job.options)
@@ -106,7 +107,7 @@ def submit(words: tuple[str, ...], name: str, head: Head) -> bool:
     noise = FOLDER / f"{name}.ray.log"
     with open(noise, "w") as stderr:
         process = subprocess.Popen(
-            command, env=head.environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True
+            guarded(command), env=head.environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True
         )
         assert process.stdout is not None
         for line in process.stdout:

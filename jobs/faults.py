@@ -12,11 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from scaleray.guarded import guarded, is_guarded
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,4 +88,5 @@ def print_table(report, kinds: Sequence[str]) -> None:  # type: ignore[no-untype
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # a cluster of several nodes: none of its processes may be left, however this one ends
+    sys.exit(main() if is_guarded() else subprocess.call(guarded([sys.executable, *sys.orig_argv[1:]])))

@@ -1,13 +1,20 @@
-"""Frozen results that cross process borders: from a worker to the recorder, and from a run to its reader."""
+"""Frozen results that cross process borders: from a worker to the recorder, and from a run to its reader.
+
+`recorded_at` is the wall clock of the process where something happened, in seconds since 1970, read when its record is
+made: charts over time must not show when a record arrived, which may be much later and many at once.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from scaleray.parsing import load_json
 
 EMULATED = "emulated"
 """Mark of figures whose compute was a timed sleep (`scaleray.emulation`)."""
@@ -39,6 +46,7 @@ class StepRecord:
     """What rank 0 gave to collectives in this step for gradients, parameters and activations."""
     more: dict[str, float] = field(default_factory=dict)
     """Figures of the strategy or a transform, by metric name."""
+    recorded_at: float = field(default_factory=time.time, compare=False)
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,7 @@ class EvaluationRecord:
     step: int
     metrics: dict[str, float]
     duration_s: float
+    recorded_at: float = field(default_factory=time.time, compare=False)
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,7 @@ class SystemRecord:
     node: str
     step: int
     metrics: dict[str, float]
+    recorded_at: float = field(default_factory=time.time, compare=False)
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,14 @@ class CheckpointRecord:
     """From its beginning to its manifest, beside the training."""
     stall_s: float
     """How long training waited for it on rank 0."""
+    recorded_at: float = field(default_factory=time.time, compare=False)
+
+
+@dataclass(frozen=True)
+class DerivedRecord:
+    """Derived values as training uses them, where only the workers know: a workload's own optimizer may have others."""
+
+    values: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -81,6 +99,7 @@ class EventRecord:
     kind: str = "info"
     """`info`, `warning`, `hint`, or `resumed`, which says after which step a run went on."""
     step: int | None = None
+    recorded_at: float = field(default_factory=time.time, compare=False)
 
 
 @dataclass(frozen=True)
@@ -134,7 +153,9 @@ class WorkerSummary:
     """The gradient noise scale with its interval and how it was measured. Empty where it was not."""
 
 
-WorkerMessage = StepRecord | EvaluationRecord | SystemRecord | CheckpointRecord | EventRecord | WorkerSummary
+WorkerMessage = (
+    StepRecord | EvaluationRecord | SystemRecord | CheckpointRecord | DerivedRecord | EventRecord | WorkerSummary
+)
 
 
 @dataclass(frozen=True)
@@ -199,7 +220,7 @@ class RunRecord:
     @classmethod
     def from_json(cls, text: str | bytes) -> RunRecord:
         """The record in the text of a record.json. Raises ValueError or TypeError for anything else."""
-        return cls(**json.loads(text))
+        return cls(**load_json(text))
 
 
 def jsonable(value: Any) -> Any:

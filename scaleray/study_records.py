@@ -59,6 +59,8 @@ class ToTarget:
     value: float
     curve: list[tuple[int, float, float]] = field(default_factory=list)
     """(samples, seconds, value of the metric) of each evaluation."""
+    recorded_at: list[float] = field(default_factory=list)
+    """Wall clock of each of these, in seconds since 1970. Empty in older records."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,12 +239,16 @@ class Trial:
     """Last value of the metric."""
     curve: list[tuple[int, float, float]] = field(default_factory=list)
     """(samples, seconds of training, value of the metric) of each evaluation."""
+    recorded_at: list[float] = field(default_factory=list)
+    """Wall clock of each of these, in seconds since 1970. Empty in older records."""
     samples_to_target: int | None = None
     time_to_target_s: float | None = None
     samples: int = 0
     training_time_s: float = 0.0
     total_time_s: float = 0.0
     """From when the trial had its workers to its end."""
+    ended_at: float | None = None
+    """Seconds since 1970; None in older records."""
     samples_per_s: float | None = None
     noise_scale: float | None = None
     """The one that stands for the whole training, see `NoiseWindows.effective`; None with an interval: larger than could be resolved."""
@@ -252,6 +258,8 @@ class Trial:
     """Samples of the reference batch that a second of this training was worth, by samples to the target."""
     error: str = ""
     run_id: str = ""
+    same_as: int | None = None
+    """Number of the trial whose training this one's settings come to as well: it was trained once, and the figures are that one's."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,17 +57,19 @@ def sweep_table(record: SweepRecord) -> Table:
             rows.append((
                 rule, str(batch), f"{setting.learning_rate:.3g}", figure(setting.value), count(setting.samples_to_target) or missed,
                 seconds(setting.time_to_target_s) or missed, reached if record.target else str(len(setting.trials)),
+                ", ".join(setting.one_training_with),
             ))  # fmt: skip
-    metric = record.metric or "metric"
+    columns = ["rule", "batch size", "learning rate", record.metric or "metric", "samples to target", "time to target",
+               "seeds that reached it" if record.target else "seeds", "one training with"]  # fmt: skip
+    num_columns = len(columns) - (not any(row[-1] for row in rows))
     ran = sum(len(s.trials) for batches in best_by_batch(record).values() for s in batches.values())
     notes = [
         f"{len(record.trials)} trials; shown is the best learning rate of each rule and batch size ({ran} trials)."
     ]
     return Table(
         title=f"Best settings, target {record.target}" if record.target else "Best settings",
-        columns=("rule", "batch size", "learning rate", metric, "samples to target", "time to target",
-                 "seeds that reached it" if record.target else "seeds"),
-        rows=tuple(rows), notes=tuple(notes),
+        columns=tuple(columns[:num_columns]),
+        rows=tuple(row[:num_columns] for row in rows), notes=tuple(notes),
     )  # fmt: skip
 
 
@@ -172,6 +174,11 @@ def count(value: float | None) -> str:
 def figure(value: float | None) -> str:
     """Any other number; nothing for what is not known."""
     return "" if value is None else f"{value:.4g}"
+
+
+def sentence_case(text: str) -> str:
+    """The text as a sentence begins."""
+    return text[:1].upper() + text[1:]
 
 
 def _row(cells: Sequence[str]) -> str:

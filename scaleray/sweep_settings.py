@@ -35,10 +35,26 @@ class Setting:
     samples_to_target: float | None
     time_to_target_s: float | None
 
+    one_training_with: tuple[str, ...] = ()
+    """Other rules under which its settings come to the same training, which ran once."""
+
     @property
     def num_reached(self) -> int:
         """Trials that reached the target."""
         return sum(trial.samples_to_target is not None for trial in self.trials)
+
+
+def trained(record: SweepRecord) -> list[Trial]:
+    """The trials that were trained: those that another's training counts for are left out."""
+    return [trial for trial in record.trials if trial.same_as is None]
+
+
+def one_training(record: SweepRecord) -> list[list[Trial]]:
+    """Groups of trials that one training counts for, the trained one first."""
+    groups: dict[int, list[Trial]] = defaultdict(list)
+    for trial in sorted(record.trials, key=lambda t: t.same_as is not None):
+        groups[trial.number if trial.same_as is None else trial.same_as].append(trial)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def settings(record: SweepRecord) -> list[Setting]:
@@ -48,6 +64,7 @@ def settings(record: SweepRecord) -> list[Setting]:
         if t.status not in NEVER_RAN:
             others = repr(sorted((k, repr(v)) for k, v in t.settings.items() if not k.endswith("seed")))
             groups[t.rule, t.batch_size, t.learning_rate, t.optimizer, t.warmup, others].append(t)
+    rules = {t.number: [other.rule for other in group] for group in one_training(record) for t in group}
     return [
         Setting(
             *key[:5],
@@ -55,6 +72,7 @@ def settings(record: SweepRecord) -> list[Setting]:
             value=_median(t.value for t in trials),
             samples_to_target=_median_reached([t.samples_to_target for t in trials]),
             time_to_target_s=_median_reached([t.time_to_target_s for t in trials]),
+            one_training_with=tuple(sorted({r for t in trials for r in rules.get(t.number, ()) if r != key[0]})),
         )
         for key, trials in sorted(groups.items())
     ]

@@ -6,18 +6,19 @@ documents them, and any class with the same methods works. Nothing here imports 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from scaleray.errors import WorkloadError
+from scaleray.errors import ScaleRayError, WorkloadError
 
 if TYPE_CHECKING:
     import torch
@@ -139,16 +140,38 @@ def build_workload(factory: Any, args: Mapping[str, Any], *, name: str) -> Any:
     return call_user_code(lambda: factory(**args), what=f"workload {name}", doing="being built")
 
 
+def brings_optimizer(workload: Any) -> bool:
+    """Whether the workload may bring an optimizer of its own; its method may still return None."""
+    method = getattr(workload, "optimizer", None)
+    return callable(method) and getattr(method, "__func__", None) is not Workload.optimizer
+
+
 def call_user_code(call: Any, *, what: str, doing: str) -> Any:
     """Run the user's code; an exception becomes a WorkloadError that shows only the user's part of the traceback."""
-    from scaleray.errors import ScaleRayError
-
     try:
         return call()
     except ScaleRayError:
         raise
     except (Exception, SystemExit) as exc:  # a script without a main guard may end the process on import
         raise WorkloadError(what, f"failing while {doing}", "it must run", user_traceback(exc)) from exc
+
+
+@contextlib.contextmanager
+def no_exit(what: str) -> Iterator[None]:
+    """Let user code run that must not end the process: its sys.exit() becomes a WorkloadError, every other exception passes.
+
+    Otherwise a run in which nothing was trained would end with exit code 0, and a Ray task would take its process along.
+    """
+    try:
+        yield
+    except SystemExit as exc:
+        raise exit_error(exc, what=what) from exc
+
+
+def exit_error(exc: SystemExit, *, what: str) -> WorkloadError:
+    """What a sys.exit() in user code is reported as."""
+    allowed = "only scaleray ends its processes: return, or raise an exception"
+    return WorkloadError(what, f"calling sys.exit({exc.code!r})", allowed, user_traceback(exc))
 
 
 def user_traceback(exc: BaseException) -> str:

@@ -19,10 +19,13 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from scaleray.launch import gloo
+
 LARGEST_WORLD = 4
 HOST = "127.0.0.1"
 COLLECTIVE_TIMEOUT_S = 60.0
 GRACE_S = 15.0
+PRELOADED = (*gloo.PRELOADED, "hypothesis")  # one forking process serves the product's groups as well
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,8 @@ class GlooPool:
         import torch.distributed as dist
 
         self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOADED))
         for rank in range(LARGEST_WORLD):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, theirs), name=f"gloo-{rank}", daemon=True)

@@ -21,10 +21,11 @@ def make_saver(catalog, *, group=None, world_size=1, messages=None, full_every=1
     )  # fmt: skip
 
 
-def save(saver, step, tensors, *, metrics=None):
-    """One checkpoint, written when this returns."""
+def save(saver, step, tensors, *, metrics=None, evaluated_at=None):
+    """One checkpoint, written when this returns. metrics: of its own step, or of `evaluated_at`."""
     named = {f"model.{name}": tensor for name, tensor in tensors.items()}
-    saver.save(step, named, volatile=set(), values={"progress": {"step": step}}, facts={"metrics": metrics or {}})
+    facts = {"metrics": metrics or {}, "evaluated_at": step if evaluated_at is None else evaluated_at}
+    saver.save(step, named, volatile=set(), values={"progress": {"step": step}}, facts=facts)
     saver.wait()
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Replicate
@@ -27,6 +28,7 @@ from scaleray.records import CheckpointRecord, EvaluationRecord, EventRecord, St
 from scaleray.reproducibility.seeding import seed_everything, stream_seed
 from scaleray.scaling.recipe import DataSize, derive
 from scaleray.strategies.tensor import Replicated
+from scaleray.strategies.weight_shares import WeightShare
 from scaleray.training import loop
 from scaleray.training.checkpointing import Checkpointing
 from scaleray.training.job import TRAIN, Split, TrainJob
@@ -247,9 +249,8 @@ def train_job(
     weights: dict[str, torch.Tensor] = {}
 
     def open_stream(split: Split, part: Part) -> StepStream:
-        return StepStream(
-            local_blocks(sources[split.name], part, chunk_bytes=64), part, timeout_s=job.config.data.timeout_s
-        )
+        blocks = local_blocks(sources[split.name], part, chunk_bytes=64, may_draw=job.config.deterministic)
+        return StepStream(blocks, part, timeout_s=job.config.data.timeout_s)
 
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     try:
@@ -258,7 +259,7 @@ def train_job(
             place,
             open_stream=open_stream,
             emit=messages.append,
-            save_weights=weights.update,
+            save_weights=lambda share: weights.update(brought_together(share, place)),
             checkpointing=checkpointing,
             probe=KillAt(kill_at, checkpointing) if kill_at is not None else None,
         )
@@ -267,6 +268,16 @@ def train_job(
     finally:
         torch.use_deterministic_algorithms(was_deterministic)
     return Finished(messages, weights, summary)
+
+
+def brought_together(share: WeightShare, place: Place) -> dict[str, torch.Tensor]:
+    """All ranks' final weights on rank 0, in the model's order; nothing elsewhere."""
+    if not share.layout:
+        return share.tensors
+    everyone: list[Any] = [None] * place.world_size
+    dist.gather_object(share.tensors, everyone if place.rank == 0 else None, group=place.group)
+    found = {name: value for theirs in everyone if theirs for name, value in theirs.items()}
+    return {name: found[name] for name in share.layout} if place.rank == 0 else {}
 
 
 def train_alone(workload: Any, flags: Mapping[str, Any] | None = None, **options: Any) -> Finished:

@@ -33,6 +33,16 @@ def test_forty_faults_leave_no_trace(tmp_path):
     assert "every run ended as if undisturbed" in output
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_workers_with_their_controller_three_times_and_the_recorder_leave_one_run_without_a_gap(tmp_path):
+    kinds = ["workers and controller killed", "recorder killed"]
+    faults, _ = suite(tmp_path, "--faults", "6", "--kinds", ",".join(kinds), seconds=1400)
+    injected = [fault for fault in faults if fault["is_injected"]]
+    assert sorted(fault["kind"] for fault in injected) == sorted(3 * kinds)
+    assert {fault["run"] for fault in injected} == {1}, "all in one run"
+
+
 @pytest.mark.ray
 @pytest.mark.timeout(360)
 def test_a_killed_worker_a_flipped_bit_and_a_hang_leave_no_trace(tmp_path):

@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 from scaleray.errors import DataError, WorkloadError
-from scaleray.workload import Workload, build_workload, call_user_code, load_workload, user_modules, user_traceback
+from scaleray.workload import (
+    Workload,
+    build_workload,
+    call_user_code,
+    load_workload,
+    no_exit,
+    user_modules,
+    user_traceback,
+)
 
 GOOD = """
 class Small:
@@ -197,3 +205,11 @@ def test_the_users_modules_travel_and_installed_ones_do_not(project):
     assert not names & {"numpy", "pytest", "scaleray", "json"}
     assert all(Path(module.__file__).is_file() for module in user_modules(workload))
     assert user_modules(Workload()) == []
+
+
+def test_an_exit_in_user_code_is_a_workload_error_and_any_other_exception_passes():
+    with pytest.raises(WorkloadError, match=r"sys\.exit\(0\)") as caught, no_exit("loss()"):
+        sys.exit(0)
+    assert "test_workload.py" in str(caught.value)
+    with pytest.raises(KeyError), no_exit("loss()"):
+        raise KeyError("a")

@@ -80,13 +80,13 @@ class Scheduled(Checkpointing):
         super().__init__(*args, **kwargs)
         self.schedule, self.folder = schedule, folder
 
-    def after_step(self, step: int, signals: tuple[float, ...], metrics: Any) -> bool:
+    def after_step(self, step: int, signals: tuple[float, ...]) -> bool:
         side = self.schedule.get(step)
         if side == "torch_save":
             self._torch_save()
         elif side is not None:
             self.saver.is_asynchronous = side == "asynchronous"
-            self.save(step, metrics)
+            self.save(step)
         return False
 
     def _torch_save(self) -> None:

@@ -29,6 +29,7 @@ import harness
 
 from scaleray.config.scale import PrecisionSettings
 from scaleray.errors import UsageError
+from scaleray.guarded import guarded
 from scaleray.workload import load_workload
 from scaleray.workload_profile import WorkloadProfile, mfu
 
@@ -98,7 +99,7 @@ def measure(name: str, size: str, arguments: argparse.Namespace) -> harness.Meas
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, places), *filter(None, given)])}
         try:
             done = subprocess.run(
-                [sys.executable, str(SIDE), str(task_file)], capture_output=True, text=True, timeout=TIMEOUT_S, env=environment,
+                guarded([sys.executable, str(SIDE), str(task_file)]), capture_output=True, text=True, timeout=TIMEOUT_S, env=environment,
                 cwd=harness.REPOSITORY, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:

@@ -28,6 +28,8 @@ from typing import Any
 import aiohttp
 import harness
 
+from scaleray.guarded import guarded
+
 RULES = """\
 From the request of a page until the browser has drawn what the line names, median (smallest to largest) of {repeats} loads in random
 order, each with an empty cache. The report is a file; MLflow's pages come from its server with one worker on the same machine, over SQLite."""
@@ -85,8 +87,8 @@ async def chromium() -> AsyncIterator[Browser]:
     # its last processes may still write when it is asked to end
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as profile:
         process = subprocess.Popen(
-            [program, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", f"--window-size={WINDOW}",
-             "--remote-debugging-port=0", "about:blank"],
+            guarded([program, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", f"--window-size={WINDOW}",
+             "--remote-debugging-port=0", "about:blank"]),
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         try:
@@ -117,7 +119,7 @@ def mlflow_server(folder: Path) -> Iterator[str]:
     ]
     environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     process = subprocess.Popen(
-        [*command, "--port", str(port), "--workers", "1"],
+        guarded([*command, "--port", str(port), "--workers", "1"]),
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -22,6 +22,8 @@ from typing import Any
 
 import harness
 
+from scaleray.guarded import guarded
+
 SIDES = ("scaleray", "tune")
 BATCH_SIZES = (32, 64, 128, 256, 512, 1024)
 CPUS = 3  # two workers and a driver, whatever the machine has
@@ -79,7 +81,7 @@ def in_a_process(side: str, workers: int, arguments: argparse.Namespace) -> harn
         ]  # fmt: skip
         environment = {**os.environ, **harness.ray_environment(folder), "OMP_NUM_THREADS": "1", "BENCH_FOLDER": folder}
         done = subprocess.run(
-            words, env=environment, cwd=harness.REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT_S
+            guarded(words), env=environment, cwd=harness.REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT_S
         )
         if done.returncode or not out.exists():
             harness.log(done.stderr[-4000:])

@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from scaleray.config import load_config
+from scaleray.guarded import end_with_parent
 from scaleray.records import StepRecord
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,7 +101,7 @@ def in_own_process(function: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """The figures of a function that starts with an empty memory."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_send, args=(function, settings, theirs))
+    process = context.Process(target=_send, args=(function, settings, theirs), daemon=True)
     process.start()
     theirs.close()
     found: dict[str, Any] = ours.recv()
@@ -109,6 +110,7 @@ def in_own_process(function: Any, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _send(function: Any, settings: dict[str, Any], pipe: Any) -> None:
+    end_with_parent()
     pipe.send(function(settings))
 
 

@@ -14,7 +14,6 @@ import csv
 import importlib.util
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from typing import Any
 import harness
 
 from scaleray.config.loading import load_config
+from scaleray.guarded import guarded
 
 SIDES = ("scaleray", "torchrun", "ray_train", "lightning", "accelerate")
 BASELINE = "torchrun"
@@ -127,11 +127,11 @@ def run(side: str, job: Job) -> harness.Measurement:
 
 
 def execute(command: Sequence[str]) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr. The command has a process group of its own, which ends with it."""
+    """Exit code, stdout and stderr. All processes of the command end with it, and with this one."""
     places = [harness.REPOSITORY / "jobs" / "benchmarks", harness.REPOSITORY / "jobs" / "benchmarks" / "sides"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, places))}
     with subprocess.Popen(
-        command,
+        guarded(command),
         cwd=harness.REPOSITORY,
         env=environment,
         stdout=subprocess.PIPE,
@@ -146,7 +146,7 @@ def execute(command: Sequence[str]) -> tuple[int, str, str]:
             return 124, "", f"not done after {TIMEOUT_S:.0f} s"
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                process.terminate()
 
 
 def reason(text: str) -> str:

@@ -14,6 +14,7 @@ import torch
 from fault_suite.run import BATCH, Entry, Run
 from scaleray.data import StepPlan
 from scaleray.records import RunRecord
+from scaleray.training.weights import read_weights
 
 EXACT_METRICS = ("train/loss", "train/grad_norm", "train/learning_rate", "train/epoch", "val/loss")
 """Others are times, which no two runs share."""
@@ -36,8 +37,7 @@ def outcome(run: Run, record: RunRecord) -> Outcome:
     with open(folder / "steps.csv", newline="") as file:
         losses = [(int(row["step"]), row["loss"]) for row in csv.DictReader(file)]
     points = _points(run.tracking_uri, record.run_id)
-    weights: dict[str, torch.Tensor] = torch.load(folder / "weights.pt")
-    return Outcome(_status(run.tracking_uri, record.run_id), weights, losses, points, record.metrics)
+    return Outcome(_status(run.tracking_uri, record.run_id), read_weights(folder), losses, points, record.metrics)
 
 
 def same_weights(undisturbed: Outcome, disturbed: Outcome) -> list[str]:

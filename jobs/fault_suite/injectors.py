@@ -89,6 +89,21 @@ def kill_controller(scene: Scene) -> float:
     return kill(found[0].pid)
 
 
+def kill_workers_and_controller(scene: Scene) -> float:
+    """SIGKILL to every worker and, while Ray Train still deals with that, to its controller."""
+    for entry in scene.run.workers().values():
+        kill(entry.process)
+    return kill_controller(scene)
+
+
+def kill_recorder(scene: Scene) -> float:
+    """SIGKILL to the process that writes MLflow and steps.csv."""
+    found = [actor for actor in scene.nodes.actors() if actor.class_name.endswith("PoliteRecorder")]
+    if len(found) != 1:
+        raise NotInjected(f"{len(found)} recorders")
+    return kill(found[0].pid)
+
+
 def kill_driver(scene: Scene) -> float:
     """SIGKILL to the command, then the same command again."""
     assert scene.run.driver is not None
@@ -310,6 +325,8 @@ LOCAL: dict[str, Callable[[Scene], float]] = {
     "worker killed": kill_worker,
     "node killed": kill_node,
     "controller killed": kill_controller,
+    "workers and controller killed": kill_workers_and_controller,
+    "recorder killed": kill_recorder,
     "driver killed": kill_driver,
     "hang in user code": hang_in_code,
     "process stopped": stop_process,

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from scaleray.guarded import guarded
 from scaleray.launch.cluster import free_port
 
 
@@ -84,7 +85,7 @@ class TrackingServer:
             "--workers", "1",
         ]  # fmt: skip
         self.process = subprocess.Popen(
-            command, env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}, stdout=subprocess.DEVNULL,
+            guarded(command), env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         deadline = time.monotonic() + 120

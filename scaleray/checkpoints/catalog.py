@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,8 @@ FOLDER = "checkpoints"  # of a run folder
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay. keep_every: also one every so many steps. best: a metric of the run, such as val/loss."""
+    """Which checkpoints stay. keep_every: also one every so many steps. best: a metric of the run, such as val/loss, which
+    counts for a checkpoint only if it was measured at that step."""
 
     keep_last: int = 2
     keep_best: int = 0
@@ -40,19 +41,20 @@ class Retention:
         """Steps of those that stay."""
         ordered = sorted(manifests, key=lambda m: m.step)
         kept = {m.step for m in ordered[max(0, len(ordered) - self.keep_last) :]}
-        if self.best is not None and self.keep_best:
-            sign = -1 if self.is_higher_better else 1
-            measured = [m for m in ordered if _metric(m, self.best) is not None]
-            measured.sort(key=lambda m: (sign * (_metric(m, self.best) or 0.0), m.step))
-            kept |= {m.step for m in measured[: self.keep_best]}
+        kept |= set(self.best_of({m.step: m.own_metrics for m in ordered}))
         if self.keep_every is not None:
             kept |= {m.step for m in ordered if m.step % self.keep_every == 0}
         return kept
 
-
-def _metric(manifest: Manifest, name: str | None) -> float | None:
-    value = manifest.facts.get("metrics", {}).get(name)
-    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
+    def best_of(self, measured: Mapping[int, Mapping[str, float]]) -> list[int]:
+        """The `keep_best` best steps by the metrics that were measured on them, best first; of equal ones the older. Steps
+        without a finite value of `best` are none of them."""
+        if self.best is None:
+            return []
+        sign = -1 if self.is_higher_better else 1
+        values = {step: sign * metrics.get(self.best, math.nan) for step, metrics in measured.items()}
+        finite = [step for step, value in values.items() if math.isfinite(value)]
+        return sorted(finite, key=lambda step: (values[step], step))[: self.keep_best]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import pickle
 import sys
 import time
@@ -55,25 +56,38 @@ def export(catalog: Catalog, manifest: Manifest, path: str, *, overwrite: bool =
     path: local or a URI. It appears when it is complete. Raises CheckpointError for a file that exists unless `overwrite`,
     for another ending, and for damage that no copy can mend.
     """
+    tensors = model_tensors(manifest)
+    about = {"step": manifest.step, "config_hash": manifest.facts.get("config_hash"), "strategy": manifest.strategy}
+    about = {key: value for key, value in about.items() if value is not None}
+    try:
+        return write_file(
+            path, tensors, lambda name: sharded.read_tensor(catalog.stores, tensors[name]), about, overwrite=overwrite
+        )
+    except Incomplete as exc:
+        raise _damaged(manifest, exc) from exc
+
+
+def write_file(
+    path: str, tensors: Mapping[str, Tensor], get: Callable[[str], torch.Tensor], about: Mapping[str, Any], *,
+    overwrite: bool = False,
+) -> int:  # fmt: skip
+    """Write tensors to one file, by its ending `.pt` or `.safetensors`; gives its bytes.
+
+    get: gives one on the CPU when its turn comes. about: what the file says of itself. It appears when it is complete. Raises
+    CheckpointError for a file that exists unless `overwrite`, and for another ending.
+    """
     ending = _ending(path, "the file to export to")
     target = Store(path)
     folder, name = target.parent, target.name
     if folder.size(name) is not None and not overwrite:
         raise CheckpointError("the file to export to", path, "it exists already", "name another, or add --overwrite")
-    tensors = model_tensors(manifest)
-    about = {"step": manifest.step, "config_hash": manifest.facts.get("config_hash"), "strategy": manifest.strategy}
-    about = {key: value for key, value in about.items() if value is not None}
-
-    def get(tensor: Tensor) -> memoryview:
-        return _contents(sharded.read_tensor(catalog.stores, tensor))
-
-    pieces = _safetensors(tensors, get, about) if ending == ".safetensors" else _torch(tensors, get, about)
+    layout = safetensors_file if ending == ".safetensors" else _torch
     try:
-        return folder.write(name, pieces)[1]
-    except Incomplete as exc:
+        return folder.write(name, layout(tensors, get, about))[1]
+    except Incomplete:
         if not folder.is_local:
             folder.delete(name)  # a bucket takes what there is so far for the whole
-        raise _damaged(manifest, exc) from exc
+        raise
 
 
 def import_weights(path: str, run_path: str) -> Manifest:
@@ -84,7 +98,10 @@ def import_weights(path: str, run_path: str) -> Manifest:
     """
     ending = _ending(path, "the file to import")
     if not Path(path).is_file():
-        raise CheckpointError("the file to import", path, "it does not exist or is a folder")
+        raise CheckpointError(
+            "the file to import", path, "it does not exist or is a folder",
+            "a folder of safetensors files needs no import: --workload.weights FOLDER",
+        )  # fmt: skip
     catalog, _ = Catalog.at(run_path)
     if catalog.steps():
         raise CheckpointError(
@@ -212,9 +229,11 @@ def _contents(tensor: torch.Tensor) -> memoryview:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _safetensors(
-    tensors: Mapping[str, Tensor], get: Callable[[Tensor], memoryview], about: Mapping[str, Any]
+def safetensors_file(
+    tensors: Mapping[str, Tensor], get: Callable[[str], torch.Tensor], about: Mapping[str, Any]
 ) -> Iterator[Any]:
+    """The bytes of a `.safetensors` file, in pieces; each tensor is asked for when its turn comes. Raises CheckpointError for
+    a dtype that the format does not know."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **{key: str(value) for key, value in about.items()}}}
     position = 0
     # widest first, so that each tensor begins at a multiple of its element's size
@@ -224,7 +243,7 @@ def _safetensors(
             raise CheckpointError(
                 f"the model's {name}", tensor.dtype, "safetensors does not know this dtype", "export to a .pt file"
             )
-        length = sum(chunk.length for chunk in tensor.chunks)
+        length = math.prod(tensor.shape) * sharded.dtype_of(tensor).itemsize
         header[name] = {
             "dtype": _SAFETENSORS[tensor.dtype], "shape": tensor.shape, "data_offsets": [position, position + length]
         }  # fmt: skip
@@ -232,8 +251,8 @@ def _safetensors(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
-    for _, tensor in ordered:
-        yield get(tensor)
+    for name, _ in ordered:
+        yield _contents(get(name))
 
 
 class _Storage:
@@ -274,7 +293,7 @@ def _storage_class(dtype: torch.dtype) -> Any:
 
 
 def _torch(
-    tensors: Mapping[str, Tensor], get: Callable[[Tensor], memoryview], about: Mapping[str, Any]
+    tensors: Mapping[str, Tensor], get: Callable[[str], torch.Tensor], about: Mapping[str, Any]
 ) -> Iterator[Any]:
     names = sorted(tensors)
     pickled = io.BytesIO()
@@ -290,7 +309,7 @@ def _torch(
                 member.write(text)
             yield from stream.take()
         for number, name in enumerate(names):
-            content = get(tensors[name])
+            content = _contents(get(name))
             with archive.open(_member(f"data/{number}", stream), "w", force_zip64=True) as member:
                 for start in range(0, len(content), 2**24):
                     member.write(content[start : start + 2**24])

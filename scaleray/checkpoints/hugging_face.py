@@ -1,14 +1,14 @@
 """Weights in the layout of a Hugging Face model folder: config.json beside model.safetensors, or several files and an index.
 
 Only safetensors is read, never a pickle. Each rank reads no more than the parts that it holds. Used by
-training.fine_tuning; which name in the files belongs to which of the model's is the workload's to say.
+training.fine_tuning; which name in the files belongs to which of the model's is the workload's to say. A folder that
+training.weights wrote has the model's own names, and needs no config.json.
 Source: https://huggingface.co/docs/safetensors, and the index that transformers' `save_pretrained` writes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +21,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from scaleray.checkpoints.consolidated import check_fit, with_a_source
 from scaleray.checkpoints.manifest import Tensor
 from scaleray.errors import CheckpointError
+from scaleray.parsing import load_json
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+WRITTEN_BY = "scaleray"
+"""Of the index's metadata `written_by`: names in the files are the model's own."""
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "I16": "int16",
     "I8": "int8", "U8": "uint8", "BOOL": "bool",
@@ -36,19 +39,25 @@ def is_model_folder(where: str) -> bool:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder that can be read. files: in which file each tensor is."""
+    """A folder that can be read. files: in which file each tensor is. has_own_names: those are the model's names."""
 
     path: Path
     config: dict[str, Any]
     files: dict[str, str]
+    has_own_names: bool = False
 
     @classmethod
     def open(cls, where: str) -> ModelFolder:
         """Read config and index. Raises CheckpointError for what is missing or cannot be read."""
         path = Path(where)
-        config = _json(path / CONFIG, 'it says what the weights mean, such as {"hidden_size": 128, ...}')
-        if (path / INDEX).is_file():
-            files = _json(path / INDEX, "it says which file holds which tensor").get("weight_map")
+        config: dict[str, Any] = {}
+        index = _json(path / INDEX, "it says which file holds which tensor") if (path / INDEX).is_file() else None
+        metadata = index.get("metadata") if index is not None else None
+        is_own = isinstance(metadata, dict) and metadata.get("written_by") == WRITTEN_BY
+        if not is_own:
+            config = _json(path / CONFIG, 'it says what the weights mean, such as {"hidden_size": 128, ...}')
+        if index is not None:
+            files = index.get("weight_map")
             if not isinstance(files, dict) or not all(isinstance(n, str) and Path(n).name == n for n in files.values()):
                 raise CheckpointError(
                     str(path / INDEX), "without a weight_map of names in the same folder", "the layout needs one"
@@ -56,7 +65,7 @@ class ModelFolder:
         else:
             with _opened(path / WEIGHTS) as file:
                 files = dict.fromkeys(file.keys(), WEIGHTS)
-        return cls(path, config, files)
+        return cls(path, config, files, is_own)
 
     def load(
         self, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str], *, optional: Set[str] = frozenset(),
@@ -73,7 +82,7 @@ class ModelFolder:
             raise CheckpointError(
                 f"the model's {wrong[0]}", "not there", "weight_names() of the workload gives it a source"
             )
-        shapes = self._shapes()
+        shapes = self.shapes()
         # by the model's names, as a user knows them; what has no place keeps the name of the file
         own_names = {theirs: own for own, theirs in names.items()}
         saved = {own: shapes[theirs] for own, theirs in names.items() if theirs in shapes}
@@ -97,7 +106,19 @@ class ModelFolder:
             name == "lm_head.weight" and self.config.get("tie_word_embeddings") is True
         )
 
-    def _shapes(self) -> dict[str, Tensor]:
+    def read(self) -> dict[str, torch.Tensor]:
+        """All tensors on the CPU, in the index's order; of a large model, more than one wants."""
+        self.shapes()
+        return {name: self.tensor(name) for name in self.files}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor on the CPU, by its name in the files."""
+        with _opened(self.path / self.files[name]) as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+            return tensor
+
+    def shapes(self) -> dict[str, Tensor]:
+        """Shape and dtype of each tensor. Raises CheckpointError for a file that is missing, cut off or not the index's."""
         found: dict[str, Tensor] = {}
         for name in sorted(set(self.files.values())):
             with _opened(self.path / name) as file:
@@ -127,7 +148,7 @@ def _fill(tensor: torch.Tensor, file: Any, name: str) -> None:
 
 def _json(path: Path, why: str) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
+        content = load_json(path.read_text())
     except FileNotFoundError as exc:
         raise CheckpointError(str(path), "not there", why, "copy the whole folder") from exc
     except (OSError, ValueError) as exc:

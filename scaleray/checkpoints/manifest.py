@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scaleray.errors import CheckpointError
+from scaleray.parsing import load_json
 
 FORMAT = 1
 FILE_NAME = "manifest.json"
@@ -55,7 +56,8 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One checkpoint. step: optimizer steps taken. facts: config, hashes, MLflow run and metrics at that step."""
+    """One checkpoint. step: optimizer steps taken. facts: config, hashes, MLflow run, and `metrics` with the step that they
+    were measured at, `evaluated_at`, which may lie before this one."""
 
     step: int
     world_size: int
@@ -77,6 +79,24 @@ class Manifest:
         return folder_name(self.step)
 
     @property
+    def evaluated_at(self) -> int | None:
+        """After how many steps the metrics were measured; None where there are none, or nobody knows."""
+        # manifests of older versions say it in the state alone
+        step = self.facts.get("evaluated_at", self.values.get("progress", {}).get("evaluated_at"))
+        return step if isinstance(step, int) and step >= 0 and self.metrics else None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What the last evaluation before this checkpoint measured, in this step or an older one."""
+        found = self.facts.get("metrics")
+        return {k: v for k, v in found.items() if isinstance(v, (int, float))} if isinstance(found, dict) else {}
+
+    @property
+    def own_metrics(self) -> dict[str, float]:
+        """What was measured on this very state: nothing else says how good it is."""
+        return self.metrics if self.evaluated_at == self.step else {}
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of all tensors together, wherever they lie."""
         return sum(chunk.length for tensor in self.tensors.values() for chunk in tensor.chunks)
@@ -94,7 +114,7 @@ class Manifest:
         if bytes(text[:head]) != (HASH % _digest(rest)).encode():
             raise Incomplete(f"{where} is cut short or changed: it does not have the hash that it states")
         try:
-            body = json.loads(b"{" + rest)
+            body = load_json(b"{" + rest)
             number = body["format"]
             if not isinstance(number, int) or number > FORMAT:
                 raise CheckpointError(

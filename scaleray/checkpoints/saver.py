@@ -7,6 +7,7 @@ from changing a tensor that is not copied yet; what a forward pass may change (b
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
 import threading
@@ -52,9 +53,12 @@ class Saver:
         self.is_first = group is None or dist.get_rank(group) == 0
         self.stall_s = 0.0
         self.last_saved: int | None = None
+        self.failed: set[int] = set()
+        """Steps whose checkpoints could not be written, as far as it is known."""
         self._staging = sharded.Staging()
         self._base: dict[sharded.Key, Chunk] = {}
         self._base_files: dict[str, StoredFile] = {}
+        self._last: Manifest | None = None  # of `last_saved`; on rank 0
         self._since_full = -1  # checkpoints after the last full one; the same on every rank
         self._thread: threading.Thread | None = None
         self._is_staged = threading.Event()
@@ -66,7 +70,7 @@ class Saver:
             (name, chunk.offsets): chunk for name, tensor in manifest.tensors.items() for chunk in tensor.chunks
         }
         self._base_files, self._since_full = dict(manifest.files), manifest.chain
-        self.last_saved = manifest.step
+        self.last_saved, self._last = manifest.step, manifest
 
     def save(
         self, step: int, tensors: Mapping[str, torch.Tensor], *, volatile: set[str], values: Mapping[str, Any], facts: Mapping[str, Any],
@@ -87,6 +91,27 @@ class Saver:
         if not self.is_asynchronous:
             self._thread.join()
         self.stall_s += time.perf_counter() - started
+
+    def restate(self, values: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """Let the last checkpoint say these values and facts too, which became known after it: its manifest is written anew,
+        its tensors stay. On rank 0; elsewhere nothing happens."""
+        self.wait()
+        if not self.is_first or self._last is None:
+            return
+        manifest, step = self._last, self._last.step
+        if all(manifest.facts.get(name) == value for name, value in facts.items()):
+            return
+        try:
+            facts = {**manifest.facts, **facts, **self.before_publishing()}
+            manifest = dataclasses.replace(manifest, values={**manifest.values, **values}, facts=facts)
+            problems = self.catalog.publish(manifest)
+        except Exception as exc:  # as in `_write`: whatever a storage or a recorder raises
+            self._warn(f"the checkpoint at step {step} could not be told its metrics: {_reason(exc)}")
+            return
+        self._last = manifest
+        if problems:
+            self._warn(f"the checkpoint at step {step} is not in every place: {problems[0]}")
+        self._prune(step)
 
     def wait_staged(self) -> None:
         """Return when the optimizer may change the tensors."""
@@ -144,6 +169,7 @@ class Saver:
                 self._base, self._since_full = {}, -1
             if isinstance(exc, CheckpointException) and not any(isinstance(e, NotPublished) for e in inner):
                 writer.discard()
+            self.failed.add(step)
             if self.is_first:
                 self._warn(f"the checkpoint at step {step} could not be written: {_reason(inner[0])}")
             return
@@ -152,9 +178,10 @@ class Saver:
         self._base = writer.written
         self._since_full = 0 if is_full else since_full
         self.last_saved = step
+        self.failed.discard(step)
         if published:
             manifest = published[0]
-            self._base_files = dict(manifest.files)
+            self._base_files, self._last = dict(manifest.files), manifest
             self.emit(
                 CheckpointRecord(
                     step=step, path=self.catalog.stores[0].path(manifest.name), bytes_written=manifest.bytes_written,

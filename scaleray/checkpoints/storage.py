@@ -83,7 +83,7 @@ class Store:
         was there before is replaced.
         """
         digest, length = hashlib.sha256(), 0
-        with self._writing(name) as stream:
+        with self.writing(name) as stream:
             for piece in pieces:
                 view = memoryview(piece).cast("B")
                 for start in range(0, len(view), PIECE_BYTES):
@@ -177,7 +177,9 @@ class Store:
             yield info.path[len(root) :].strip("/"), info
 
     @contextlib.contextmanager
-    def _writing(self, name: str) -> Iterator[BinaryIO]:
+    def writing(self, name: str) -> Iterator[BinaryIO]:
+        """A stream to write a file through, which appears when the context ends well: a local one, flushed, in one piece. In a
+        bucket what there is so far may appear after an error."""
         if not self.is_local:
             filesystem, root = self._location
             with filesystem.open_output_stream(f"{root}/{name}") as stream:

@@ -16,6 +16,7 @@ from scaleray.errors import CheckpointError, StorageError, UsageError
 
 if TYPE_CHECKING:
     from scaleray.checkpoints.catalog import Catalog, Damage
+    from scaleray.checkpoints.hugging_face import ModelFolder
     from scaleray.checkpoints.manifest import Manifest
 
 checkpoint_app = App(
@@ -49,6 +50,8 @@ def list_(path: Where, *, copy_path: CopyPath = None, json: Json = False) -> int
         if row["complete"]:
             at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["created_at"]))
             metrics = ", ".join(f"{name} {value:.4g}" for name, value in sorted(row["metrics"].items()))
+            if metrics and (of := row["evaluated_at"]) != row["step"]:
+                metrics += " (of an unknown step)" if of is None else f" (of step {of})"
             sizes = [_size(row["bytes_written"]), _size(row["total_bytes"]), str(row["chain"] or "full")]
             table.append([str(row["step"]), at, str(row["world_size"]), row["strategy"], *sizes, metrics])
         else:
@@ -124,7 +127,7 @@ def prune(
     keep_best
         Best that stay as well, by --best.
     best
-        Metric and direction, such as "val/loss min".
+        Metric and direction, such as "val/loss min"; it counts for a checkpoint only if it was measured at its step.
     keep_every
         One every so many steps stays.
     dry_run
@@ -140,11 +143,15 @@ def prune(
     with _opened(path, copy_path) as (catalog, only):
         if only is not None:
             raise CheckpointError("the folder to prune", path, "it is a single checkpoint", "name the run folder")
-        before = [m.step for m in catalog.complete()]
-        if not before:
+        complete = list(catalog.complete())
+        if not complete:
             raise _empty(path)
+        measured = {name for manifest in complete for name in manifest.own_metrics}
+        if metric is not None and metric not in measured:  # else a slip would remove what it was meant to keep
+            known = f"there are: {', '.join(sorted(measured)) or 'none'}"
+            raise UsageError("--best", metric, "no checkpoint was evaluated at its own step with that metric", known)
         done = catalog.prune(retention, spared_s=LEFTOVER_S, is_dry_run=dry_run)
-    kept = [step for step in before if step not in done.steps]
+    kept = [m.step for m in complete if m.step not in done.steps]
     if json:
         print(json_library.dumps({"removed": done.steps, "kept": kept, "bytes": done.num_bytes, "dry_run": dry_run}, indent=2))  # fmt: skip
         return 0
@@ -172,7 +179,7 @@ def rebuild(path: Where, *, step: Step = None, copy_path: CopyPath = None, json:
 def export(
     path: Where, file: str, *, step: Step = None, overwrite: bool = False, copy_path: CopyPath = None, json: Json = False,
 ) -> int:  # fmt: skip
-    """Write a checkpoint's weights to one plain file: .pt for torch.load, or .safetensors.
+    """Write a checkpoint's weights, or the final ones of a sharded run (RUN/weights), to one plain file: .pt or .safetensors.
 
     Parameters
     ----------
@@ -182,16 +189,24 @@ def export(
         Replace a file that exists.
     """
     from scaleray.checkpoints.consolidated import export as write
-    from scaleray.checkpoints.consolidated import model_tensors
+    from scaleray.checkpoints.consolidated import model_tensors, write_file
     from scaleray.config.base import absolute_path
 
-    with _chosen(path, step, copy_path) as (catalog, manifest), _written(file):
-        num_bytes = write(catalog, manifest, absolute_path(file), overwrite=overwrite)
-    count = len(model_tensors(manifest))
-    if json:
-        print(json_library.dumps({"step": manifest.step, "file": file, "tensors": count, "bytes": num_bytes}))
+    found_step: int | None = None
+    folder = _weights_folder(path) if step is None else None
+    if folder is not None:
+        tensors = folder.shapes()
+        with _written(file):
+            num_bytes = write_file(absolute_path(file), tensors, folder.tensor, {}, overwrite=overwrite)
     else:
-        print(f"wrote {count} tensors of step {manifest.step}, {_size(num_bytes)}, to {file}")
+        with _chosen(path, step, copy_path) as (catalog, manifest), _written(file):
+            num_bytes = write(catalog, manifest, absolute_path(file), overwrite=overwrite)
+        found_step, tensors = manifest.step, model_tensors(manifest)
+    if json:
+        print(json_library.dumps({"step": found_step, "file": file, "tensors": len(tensors), "bytes": num_bytes}))
+    else:
+        source = f"of step {found_step}" if folder is None else f"of {folder.path}"
+        print(f"wrote {len(tensors)} tensors {source}, {_size(num_bytes)}, to {file}")
     return 0
 
 
@@ -219,6 +234,15 @@ def import_(file: str, path: str, *, json: Json = False) -> int:
     return 0
 
 
+def _weights_folder(path: str) -> ModelFolder | None:
+    """The folder of safetensors files that a path means, or, of a run without checkpoints, that it has inside."""
+    from scaleray.checkpoints.hugging_face import ModelFolder, is_model_folder
+    from scaleray.training.weights import model_folder
+
+    where = model_folder(_meant(path))
+    return ModelFolder.open(where) if is_model_folder(where) else None
+
+
 @contextlib.contextmanager
 def _opened(path: str, copy_path: str | None) -> Iterator[tuple[Catalog, int | None]]:
     """The catalog of a path, and the step if it names one. Storage that does not answer becomes one message."""
@@ -227,9 +251,7 @@ def _opened(path: str, copy_path: str | None) -> Iterator[tuple[Catalog, int | N
     from scaleray.checkpoints.catalog import FOLDER, Catalog
     from scaleray.config.base import absolute_path
 
-    where = absolute_path(path)
-    if "/" not in path and not Path(where).exists():
-        where = f"{_storage_path()}/{path}"
+    where = _meant(path)
     if "://" not in where and not _exists(where):
         raise CheckpointError("the path", path, "there is nothing", f"folders of runs lie in {_storage_path()}")
     try:
@@ -270,6 +292,14 @@ def _written(path: str) -> Iterator[None]:
         raise StorageError("the path", path, f"it cannot be written: {_first_line(exc)}") from exc
 
 
+def _meant(path: str) -> str:
+    """A path or URI, or the folder of a run's name in the storage path."""
+    from scaleray.config.base import absolute_path
+
+    where = absolute_path(path)
+    return f"{_storage_path()}/{path}" if "/" not in path and not Path(where).exists() else where
+
+
 def _exists(where: str) -> bool:
     try:
         return Path(where).exists()
@@ -278,8 +308,10 @@ def _exists(where: str) -> bool:
 
 
 def _copy_path_of(run: Any) -> str | None:
+    from scaleray.parsing import load_json
+
     try:
-        found = json_library.loads(run.read("run.json"))["config"]["checkpoint"]["copy_path"]
+        found = load_json(run.read("run.json"))["config"]["checkpoint"]["copy_path"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return found if isinstance(found, str) else None
@@ -304,7 +336,7 @@ def _row(catalog: Catalog, step: int) -> dict[str, Any]:
     return {
         "step": step, "complete": True, "created_at": found.created_at, "world_size": found.world_size,
         "strategy": found.strategy, "bytes_written": found.bytes_written, "total_bytes": found.total_bytes, "chain": found.chain,
-        "metrics": {k: v for k, v in found.facts.get("metrics", {}).items() if isinstance(v, (int, float))},
+        "metrics": found.metrics, "evaluated_at": found.evaluated_at,
     }  # fmt: skip
 
 

@@ -17,8 +17,11 @@ def compare(
     """Show what differs between two or more trainings, studies or sweeps, each beside the first.
 
     Differences in config, code, environment, topology and data; figures side by side; and whether step times differ beyond
-    noise, with the 95 % interval. Trainings of the same config, code and machines count as repeats of each other: with
-    several of each, what differs between two launches of the same is in the interval too.
+    noise, with the 95 % interval. Those of the same config, code and machines count as repeats of each other: with at
+    least two launches of each, what differs between two launches of the same is in the interval. Of single launches it is
+    not known, and what looks slower is `inconclusive`, with the number of launches that would tell.
+
+    Exit code 0 when done, 2 for bad usage; with --fail-if-slower 1 for a regression, 3 where it is inconclusive.
 
     Parameters
     ----------
@@ -27,7 +30,8 @@ def compare(
     uri
         MLflow's tracking URI, for runs that are found there.
     fail_if_slower
-        Exit with 1 when one is slower than the first by more than so many per cent, the whole interval beyond it.
+        Exit with 1 when one is slower than the first by more than so many per cent, the whole interval beyond it; with 3 when
+        one looks slower by that much and its launches are too few to tell, or have no step times.
     json
         Print the comparison as JSON on stdout; everything else goes to stderr.
     """
@@ -35,6 +39,7 @@ def compare(
         raise ConfigError("--fail-if-slower", fail_if_slower, "it must be per cent, 0 or more", "for example 3")
     from rich.console import Console
 
+    from scaleray.reports.comparison import EXIT_INCONCLUSIVE
     from scaleray.reports.comparison import compare as compare_records
     from scaleray.reports.comparison_terminal import show_comparison
     from scaleray.tracking.found_run import find_run
@@ -43,9 +48,16 @@ def compare(
     show_comparison(Console(stderr=json), comparison)
     if json:
         print(comparison.to_json())
-    slower = comparison.slower_by_more_than(fail_if_slower) if fail_if_slower is not None else []
+    if fail_if_slower is None:
+        return 0
+    slower, unclear = (find(fail_if_slower) for find in (comparison.slower_by_more_than, comparison.unclear_beyond))
     for verdict in slower:
         print(
             f"failed: {verdict.runs} is slower than {verdict.base} by more than {fail_if_slower:g} %", file=sys.stderr
         )
-    return 1 if slower else 0
+    for verdict in unclear:
+        print(
+            f"cannot tell whether {verdict.runs} is slower than {verdict.base} by more than {fail_if_slower:g} %: {verdict.words}",
+            file=sys.stderr,
+        )
+    return 1 if slower else EXIT_INCONCLUSIVE if unclear else 0

@@ -1,4 +1,4 @@
-"""`scaleray`: one noun a command. Exit codes: 0 done, 1 failed, 2 bad usage."""
+"""`scaleray`: one noun a command. Exit codes: 0 done, 1 failed, 2 bad usage; 3 of `compare`, see there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import psutil
 from cyclopts import App, CycloptsError, Parameter
@@ -216,6 +216,7 @@ def ui(*, uri: str | None = None, port: int = 5000) -> int:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit with its code."""
+    _make_early_ends_failures()
     try:
         code = run_command(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
@@ -225,8 +226,23 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(code)
 
 
+def _make_early_ends_failures() -> None:
+    """Let os._exit(0) in this process, of user code that runs in it, not look like a command that is done."""
+    real, own = os._exit, os.getpid()
+
+    def end(status: int) -> NoReturn:
+        if os.getpid() == own and status == 0:  # in children of a fork it is how they end
+            os.write(2, b"RunFailedError: the command was ended by a call of os._exit(0) before it was done\n")
+            status = 1
+        real(status)
+
+    os._exit = end
+
+
 def run_command(arguments: list[str]) -> int:
     """The exit code of a command line; errors that were raised on purpose print one message and no traceback."""
+    if nul := next((word for word in arguments if "\0" in word), None):
+        return _fail(f"UsageError: an argument is {nul!r:.200}, but no argument can hold a NUL character", 2)
     try:
         result: Any = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
         return result if isinstance(result, int) else 0
@@ -234,6 +250,8 @@ def run_command(arguments: list[str]) -> int:
         return _fail(f"{type(exc).__name__.removesuffix('Error')}: {exc}\n  see scaleray --help", 2)
     except ScaleRayError as exc:
         return _fail(f"{type(exc).__name__}: {exc}", exc.exit_code)
+    except SystemExit as exc:  # of user code, in a place that nobody thought of: nothing of ours calls it
+        return _fail(f"RunFailedError: the command was ended by a call of sys.exit({exc.code!r}) before it was done", 1)
     except KeyboardInterrupt:
         return _fail("stopped; the MLflow run is marked KILLED", 1)
 

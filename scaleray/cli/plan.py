@@ -111,9 +111,10 @@ def plan(
     from scaleray.planner.checkpoints import checkpoint_cost, is_asked
     from scaleray.planner.outlook import outlook
     from scaleray.planner.to_target import best_way, ways_to
-    from scaleray.reports.plan import plan_lines, plan_table
+    from scaleray.reports.plan import plan_view
     from scaleray.reports.plan_target import way_table
-    from scaleray.reports.record_terminal import print_whole
+    from scaleray.reports.record_terminal import print_whole, width_of
+    from scaleray.reports.terminal_tables import as_rich
 
     question = question_of(
         overrides=overrides, config=config, model=model, profile=profile, cluster=cluster, here=here, global_batch=global_batch, sequence=sequence,
@@ -142,11 +143,12 @@ def plan(
     shown = kept if is_asked(question.cluster, interval_s) or waits_for_checkpoints else None
     seen = outlook(advice)
     console = Console(stderr=json)
+    width = width_of(console)
     if ways:
-        print_whole(console, way_table(ways, target, num_gpus=question.cluster.num_gpus))
-    print_whole(console, plan_table(advice, rows=rows))
-    for line in plan_lines(advice, seen, num_samples=samples, kept=shown):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        print_whole(
+            console, as_rich(way_table(ways, num_gpus=question.cluster.num_gpus, words=target.words), width=width)
+        )
+    print_whole(console, plan_view(advice, seen, rows=rows, width=width, num_samples=samples, kept=shown))
     if write is not None:
         for line in write_config(advice, config, write):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -203,7 +205,11 @@ def explain(what: str = "constants", /, *, model: str | None = None, cluster: st
 
 @plan_app.command
 def validate(
-    *data: Path, by: Literal["both", "source", "family"] = "both", skipped: bool = True, json: Json = False
+    *data: Path,
+    by: Literal["both", "source", "family"] = "both",
+    skipped: bool = True,
+    transfers: Annotated[bool, Parameter(negative="")] = False,
+    json: Json = False,
 ) -> int:
     """Run the planner over folders of published measurements, beside the model that knows nothing.
 
@@ -215,13 +221,25 @@ def validate(
         Lines for each source, each family, or both.
     skipped
         List the rows that were not judged, with the reason. --no-skipped leaves them out.
+    transfers
+        Judge the intervals instead where rows are predicted from others that are far from them: from another kind of GPU, from an eighth of the
+        GPUs, from another layout.
     """
     from rich.console import Console
 
+    from scaleray.planner.transfers import transfer_scores, transferred
     from scaleray.planner.validate import judge, score, scores
-    from scaleray.reports.plan import score_table, skipped_lines
+    from scaleray.reports.plan import score_table, skipped_lines, transfer_table
+    from scaleray.reports.record_terminal import print_whole, width_of
+    from scaleray.reports.terminal_tables import as_rich
 
     seen, left_out = _observations(data)
+    if transfers:
+        lines = transfer_scores(transferred(seen))
+        print_whole(console := Console(stderr=json), as_rich(transfer_table(lines), width=width_of(console)))
+        if json:
+            print(json_library.dumps({"transfers": [dataclasses.asdict(line) for line in lines]}, indent=2))
+        return 0
     judged = judge(seen)
     tables = {
         "source": scores(judged, lambda one: one.seen.source),
@@ -229,11 +247,10 @@ def validate(
         "all": [score("all", judged)],
     }
     console = Console(stderr=json)
-    if not console.is_terminal:
-        console.width = 230
     for name in ("source", "family", "all"):
         if by in ("both", name) or name == "all":
-            console.print(score_table(f"by {name}" if name != "all" else "all rows", tables[name]))
+            made = score_table(f"by {name}" if name != "all" else "all rows", tables[name])
+            print_whole(console, as_rich(made, width=width_of(console)))
     if skipped:
         for line in (f"{len(left_out)} rows not judged:", *skipped_lines(left_out)):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -261,10 +278,10 @@ def fit(*data: Path, rounds: int = 3, leave_out: Annotated[bool, Parameter(negat
     from scaleray.planner.constants import DEFAULT, FITTED
     from scaleray.planner.validate import score, scores
     from scaleray.reports.plan import score_table
+    from scaleray.reports.record_terminal import print_whole, width_of
+    from scaleray.reports.terminal_tables import as_rich
 
     console = Console()
-    if not console.is_terminal:
-        console.width = 230
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -272,12 +289,9 @@ def fit(*data: Path, rounds: int = 3, leave_out: Annotated[bool, Parameter(negat
     seen, _ = _observations(data)
     if leave_out:
         judged = fitting.leave_one_source_out(seen, rounds=rounds, say=say)
-        console.print(
-            score_table(
-                "each source with constants fitted without it",
-                [*scores(judged, lambda one: one.seen.source), score("all", judged)],
-            )
-        )
+        lines = [*scores(judged, lambda one: one.seen.source), score("all", judged)]
+        made = score_table("each source with constants fitted without it", lines)
+        print_whole(console, as_rich(made, width=width_of(console)))
     else:
         found = fitting.fit(fitting.thinned(seen), rounds=rounds, say=say)
         own = fitting.loss_of(fitting.thinned(seen), DEFAULT)

@@ -22,20 +22,24 @@ def plan_record(
             "layout": dataclasses.asdict(one.layout), "words": one.layout.describe(), "step_time_s": dataclasses.asdict(one.step_time_s),
             "parts_s": one.step.parts(), "hidden_comm_s": one.step.hidden_comm_s, "memory_bytes": one.memory.parts(),
             "device_bytes": one.memory.device_bytes, "fits": one.fits, "samples_per_s": one.samples_per_s, "tokens_per_s": one.tokens_per_s, "mfu": one.mfu,
-            "interval_class": one.kind, "is_trusted": one.is_trusted, "doubts": one.doubts, "cost_per_million_samples": one.cost_per_million_samples,
+            "interval_class": one.kind, "interval_reasons": [dataclasses.asdict(reason) for reason in one.reasons], "is_trusted": one.is_trusted, "doubts": one.doubts, "cost_per_million_samples": one.cost_per_million_samples,
         }  # fmt: skip
 
     return {
         "model": advice.question.model.name, "num_params": advice.question.model.num_params, "num_gpus": advice.question.cluster.num_gpus,
-        "gpu": advice.question.cluster.gpu.name, "global_batch": advice.question.global_batch, "num_layouts": advice.num_layouts,
+        "gpu": advice.question.cluster.gpu.name, "global_batch": advice.question.global_batch,
+        "assumed": [*advice.question.cluster.notes, *advice.question.model.notes], "num_layouts": advice.num_layouts,
         "choices": [choice(one) for one in advice.choices[:rows]],
+        "recommended": advice.best.layout.describe(), "surely_fits": advice.best.fits == "fits",
+        "faster_but_may_not_fit": None if advice.faster is None else choice(advice.faster) | {"gain": advice.faster.samples_per_s / advice.best.samples_per_s - 1},
         "rejected": [{"words": one.layout.describe(), "reason": one.reason, "missing_gib": one.missing_gib} for one in advice.rejected[:200]],
         "curve": [{"num_gpus": point.num_gpus, "samples_per_s": dataclasses.asdict(point.samples_per_s), "efficiency": point.efficiency,
-                   "words": point.choice.layout.describe()} for point in seen.points],
+                   "words": point.choice.layout.describe(), "fits": point.choice.fits} for point in seen.points],
+        "curve_base": {"words": "one GPU alone, were its memory large enough", "samples_per_s": seen.alone.samples_per_s}, "curve_remarks": seen.remarks,
         "checkpoints": None if kept is None else dataclasses.asdict(kept),
         "to_target": [
             {"num_gpus": way.num_gpus, "batch_size": way.batch_size, "words": way.choice.layout.describe(), "samples": dataclasses.asdict(way.samples),
-             "steps": way.steps, "hours": dataclasses.asdict(way.hours), "gpu_hours": way.gpu_hours, "cost": way.cost, "time_ratio": way.time_ratio,
+             "steps": way.steps, "hours": dataclasses.asdict(way.hours), "gpu_hours": way.gpu_hours, "cost": way.cost, "time_ratio": way.time_ratio, "fits": way.choice.fits,
              "is_trusted": way.is_trusted, "is_on_frontier": way.is_on_frontier}
             for way in ways
         ],

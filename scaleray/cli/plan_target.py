@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.errors import ConfigError, UsageError
+from scaleray.parsing import load_json
 from scaleray.planner.to_target import Target
 from scaleray.scaling.goodput import Noise, is_trusted, predict_samples
 from scaleray.study_records import Estimate
@@ -61,7 +61,7 @@ def read_learned(path: Path) -> Learned:
     """
     path = path / "record.json" if path.is_dir() else path
     try:
-        record = json.loads(path.read_text())
+        record = load_json(path.read_text())
         if "trials" in record:
             return _of_sweep(record["trials"])
         if "curves" in record:

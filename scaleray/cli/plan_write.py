@@ -18,14 +18,15 @@ def write_config(advice: Advice, config: Path | None, path: Path) -> list[str]:
     Raises ConfigError where there is none, or the config with it is one that `scaleray train` refuses; StorageError where `path` cannot be written.
     """
 
-    chosen = next((choice for choice in advice.choices if is_runnable(choice.layout)), None)
-    if chosen is None:
+    runnable = [choice for choice in advice.choices if is_runnable(choice.layout)]
+    if not runnable:
         raise ConfigError(
             "--write",
             str(path),
             "no layout that scaleray train can run fits",
             "plan without tp or without pp, and without ep",
         )
+    chosen = next((choice for choice in runnable if choice.fits == "fits"), runnable[0])
     given = yaml.safe_load(config.read_text()) if config else {}
     in_tokens = (given.get("batch") or {}).get("unit") == "tokens"
     keys = config_keys(chosen.layout, tokens_per_sample=advice.question.model.tokens_per_sample if in_tokens else None)
@@ -49,6 +50,10 @@ def write_config(advice: Advice, config: Path | None, path: Path) -> list[str]:
         ratio = chosen.step_time_s.value / advice.best.step_time_s.value
         lines.append(
             f"  the recommended layout has no strategy in scaleray train; this one takes {ratio:.2f} times as long"
+        )
+    if chosen.fits != "fits":
+        lines.append(
+            "  it may not fit: no layout that scaleray train can run surely does; memory.on_out_of_memory halve is a way out"
         )
     if chosen.layout.checkpointing == "alternate":
         lines.append("  recompute alternate became activations.checkpointing selective, which keeps every matrix product and needs more memory; full is safe")  # fmt: skip

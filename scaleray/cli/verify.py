@@ -17,7 +17,7 @@ def verify(
     config: Annotated[Path | None, Parameter(name=["--config", "-c"], help="YAML file of the run.")] = None,
     strategies: str = "all",
     world_sizes: str = "1,2",
-    accumulation: str = "1,2",
+    accumulation: str = "1,3",
     steps: int = 20,
     bound: float = 1e-9,
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp64",
@@ -88,7 +88,7 @@ def verify(
         return 0 if answer.passed else 1
     with quiet:
         certificate = run(resolved, question, local=local, say=say, render=as_text, base_dir=base_dir)
-    console.print(table(certificate))
+    console.print(table(certificate, width=console.width))
     for line in lines(certificate):
         say(line)
     if json:

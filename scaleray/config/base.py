@@ -33,6 +33,20 @@ class Settings(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
+    def _no_nul_in_text(cls, values: Any) -> Any:
+        """No path, address or name can hold one, and what it is handed to fails late and in words of its own."""
+        if isinstance(values, dict):
+            for name, value in values.items():
+                info = cls.model_fields.get(name)
+                is_section = (
+                    info is not None and isinstance(info.annotation, type) and issubclass(info.annotation, Settings)
+                )
+                if not is_section and _holds_nul(value):  # a section looks for itself, and names its key
+                    raise ValueError(f"{name}: it holds a NUL character")
+        return values
+
+    @model_validator(mode="before")
+    @classmethod
     def _no_booleans_for_numbers(cls, values: Any) -> Any:
         if isinstance(values, dict):
             for name, value in values.items():
@@ -42,6 +56,19 @@ class Settings(BaseModel):
                 if has_boolean and info is not None and bool not in _leaf_types(info.annotation):
                     raise ValueError(f"{name}: a true/false value is not allowed here")
         return values
+
+
+def _holds_nul(value: Any) -> bool:
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str) and "\0" in item:
+            return True
+        if isinstance(item, dict):
+            waiting += [*item.keys(), *item.values()]
+        elif isinstance(item, (list, tuple, set)):
+            waiting += item
+    return False
 
 
 def _leaf_types(annotation: Any) -> set[Any]:

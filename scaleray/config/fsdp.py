@@ -41,11 +41,13 @@ class FsdpSettings(Settings):
     """Shards and the optimizer's work live on the CPU; only units in use are on the GPU."""
     parameter_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """dtype in which parameters are gathered and used; floating-point inputs of a unit are cast to it, so tables of
-    positions too, and the model's output back. None: their own. With `precision.dtype` bf16 or fp16 it halves what is
-    gathered, with fp32 it replaces autocast and its exceptions."""
+    positions too, and the model's output back. None: `precision.dtype` where that is bf16 or fp16, else their own; the record
+    has it as `derived.parameter_dtype`. fp32 with bf16 gathers twice the bytes, and autocast keeps a 16-bit copy of every
+    unit until the backward pass; 16 bits with `precision.dtype` fp32 replace autocast and its exceptions. Layers with
+    running statistics (batch normalisation) keep their own. Under `tensor` and `pipeline` too, where replicas are sharded."""
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """dtype in which gradients are reduced. None: the parameters' own, so fp32 for a model in fp32 whatever
-    `parameter_dtype` is."""
+    """dtype in which gradients are reduced, and wait for the last micro-batch. None: the parameters' own, so fp32 for a model
+    in fp32 whatever `parameter_dtype` is. Under `tensor` and `pipeline` too, where replicas are sharded."""
     build_gib: Positive | None = None
     """Build the model in about so much memory: what was not touched lately is kept as shards meanwhile. For models larger
     than one worker; the initial values are those of an ordinary build. None: every worker builds it whole, then shards."""

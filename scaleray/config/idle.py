@@ -21,6 +21,8 @@ USERS: dict[str, tuple[str, ...]] = {
     "strategy.find_unused_parameters": (*DDP, *WITH_WARM_UP),
     "fsdp": ("fsdp",),
     "fsdp.reshard_after_forward": ("fsdp", "tensor"),
+    "fsdp.parameter_dtype": ("fsdp", "tensor", "pipeline"),
+    "fsdp.reduce_dtype": ("fsdp", "tensor", "pipeline"),
     "tensor": ("tensor",),
     "pipeline": ("pipeline",),
     "local_sgd": WITH_WARM_UP,
@@ -37,6 +39,10 @@ NEEDS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
         lambda config: config.strategy.name == "async_sgd" or config.gossip.is_asynchronous,
         "without gossip.is_asynchronous",
     ),
+    **dict.fromkeys(
+        ("fsdp.parameter_dtype", "fsdp.reduce_dtype"),
+        (lambda config: config.shards_replicas, "without replicas that are sharded"),
+    ),
     "fsdp.wrap_min_parameters": (lambda config: config.fsdp.wrap == "size", "without fsdp.wrap size"),
     **dict.fromkeys(
         ("noise_scale.every_steps", "noise_scale.averaging", "noise_scale.preconditioned"),
@@ -45,6 +51,8 @@ NEEDS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     "shares.measure_every": (lambda config: config.shares.by == "speed", "without shares.by speed"),
     "shares.smallest": (lambda config: config.shares.by != "equal", "with equal shares"),
     "pipeline.data_axis": (lambda config: config.scale.max_workers > config.pipeline.size, "with one replica"),
+    "checkpoint.best": (lambda config: config.checkpoint.keep_best > 0, "with checkpoint.keep_best 0"),
+    "checkpoint.keep_best": (lambda config: config.checkpoint.best is not None, "without checkpoint.best"),
     "precision.float8_leave_out": (lambda config: config.precision.float8 != "none", "without precision.float8"),
     "precision.emulate_float8": (lambda config: config.precision.float8 != "none", "without precision.float8"),
     "precision.initial_loss_scale": (lambda config: config.precision.dtype == "fp16", "without precision.dtype fp16"),

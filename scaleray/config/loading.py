@@ -6,9 +6,7 @@ for `scale.workers`: two underscores between section and key.
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,13 +18,14 @@ from pydantic import BaseModel, ValidationError
 
 from scaleray.config.run import RunConfig
 from scaleray.errors import ConfigError
+from scaleray.parsing import MERGE, BoundedLoader, TooLarge, check_size, near_words
 
 ENV_PREFIX = "SCALERAY_"
 ARGS = "workload.args"
 # what PyYAML lets through for dates and numbers that do not exist, tags that do not fit, and values inside themselves
 UNREADABLE = (ValueError, OverflowError, RecursionError, TypeError, LookupError, AttributeError)
-DEEPEST = 100
-MAX_ENTRIES = 10_000  # a file of a few bytes can expand to billions of entries through YAML aliases
+MAX_ENTRIES = 10_000  # of one value, as aliases can make billions of a few bytes
+LONGEST_KEY = 200
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def read_file(path: Path) -> dict[str, Entry]:
         near = sorted(str(p) for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
         hint = f"YAML files there: {', '.join(near)}" if near else "give a file with -c"
         raise ConfigError("config file", str(path), "it does not exist", hint) from None
-    except (OSError, UnicodeDecodeError) as exc:
+    except (OSError, ValueError) as exc:  # a NUL in the path is a ValueError, as is text that is no UTF-8
         raise ConfigError("config file", str(path), f"it cannot be read: {exc}") from exc
     return parse_yaml(text, name=str(path))
 
@@ -98,8 +97,8 @@ def parse_yaml(text: str, *, name: str) -> dict[str, Entry]:
     """The entries of YAML text by dotted key; `name` is what messages call it."""
     loader = None
     try:
-        loader = yaml.SafeLoader(text)
-        node = _compose(loader, text)
+        loader = BoundedLoader(text)
+        node = loader.get_single_node()
         if node is None or (isinstance(node, yaml.ScalarNode) and not node.value):
             raise ConfigError(f"config file {name}", "empty", "it needs at least workload, batch, optimizer and stop")
         if not isinstance(node, yaml.MappingNode):
@@ -111,6 +110,9 @@ def parse_yaml(text: str, *, name: str) -> dict[str, Entry]:
         mark = getattr(exc, "problem_mark", None)
         place = f"{name}:{mark.line + 1}" if mark else name
         raise ConfigError(f"config file {place}", "not valid YAML", str(getattr(exc, "problem", None) or exc)) from exc
+    except (TooLarge, RecursionError) as exc:
+        problem = str(exc) if isinstance(exc, TooLarge) else "it is nested too deep"
+        raise ConfigError(f"config file {name}", "too large", problem, "long data belong into a file of the workload's own") from exc  # fmt: skip
     except UNREADABLE as exc:
         raise ConfigError(f"config file {name}", "not readable as values", f"{type(exc).__name__}: {exc}") from exc
     finally:
@@ -119,22 +121,14 @@ def parse_yaml(text: str, *, name: str) -> dict[str, Entry]:
 
 
 def _collect(
-    loader: yaml.SafeLoader, node: yaml.MappingNode, *, prefix: str, name: str, entries: dict[str, Entry]
+    loader: BoundedLoader, node: yaml.MappingNode, *, prefix: str, name: str, entries: dict[str, Entry]
 ) -> None:
     sections = {
         key
         for key, info in RunConfig.model_fields.items()
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
     }
-    seen: set[str] = set()
-    for key_node, value_node in node.value:
-        where = f"{name}:{key_node.start_mark.line + 1}"
-        key = prefix + str(getattr(key_node, "value", "?"))
-        if not isinstance(key_node, yaml.ScalarNode):
-            raise ConfigError(f"{where} a key", "not a word", "keys are words such as 'batch'")
-        if key in seen:
-            raise ConfigError(f"{where} {key}", "given twice", "each key may stand once", "remove one of the two")
-        seen.add(key)
+    for key, (where, value_node) in _own_keys(loader, node, prefix=prefix, name=name).items():
         if not prefix and key in sections and isinstance(value_node, yaml.MappingNode):
             _collect(loader, value_node, prefix=f"{key}.", name=name, entries=entries)
             continue
@@ -145,42 +139,32 @@ def _collect(
                 f"{where} {key}", _shown_node(value_node), f"it is a section with keys such as {_first_key(key)}"
             )
         value = loader.construct_object(value_node, deep=True)
-        _check_size(value)
+        check_size(value, most=MAX_ENTRIES)
         entries[key] = Entry(value, where)
 
 
-def _compose(loader: yaml.SafeLoader, text: str) -> yaml.Node | None:
-    """The document as nodes. Raises ValueError for what would take PyYAML minutes: deep brackets, merged mappings."""
-    depth = 0
-    for bracket in re.finditer(r"[][{}]", text):
-        depth = depth + 1 if bracket.group() in "[{" else max(0, depth - 1)
-        if depth > DEEPEST:
-            raise ValueError(f"brackets are nested more than {DEEPEST} deep")
-    document = loader.get_single_node()
-    waiting, seen = [document], set()
-    while waiting:
-        node = waiting.pop()
-        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
-            continue
-        seen.add(id(node))
-        for item in node.value:
-            if isinstance(item, tuple) and item[0].tag == "tag:yaml.org,2002:merge":
-                raise ValueError("merging with << is not supported; write the values out")
-            waiting.extend(item if isinstance(item, tuple) else [item])
-    return document
+def _own_keys(
+    loader: BoundedLoader, node: yaml.MappingNode, *, prefix: str, name: str
+) -> dict[str, tuple[str, yaml.Node]]:
+    """Each key of a mapping with its place and value; its own ones over those that `<<` merges into it."""
 
+    def read(pairs: list[tuple[yaml.Node, yaml.Node]], *, may_repeat: bool) -> dict[str, tuple[str, yaml.Node]]:
+        found: dict[str, tuple[str, yaml.Node]] = {}
+        for key_node, value_node in pairs:
+            where = f"{name}:{key_node.start_mark.line + 1}"
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ConfigError(f"{where} a key", "not a word", "keys are words such as 'batch'")
+            if len(key_node.value) > LONGEST_KEY:
+                raise ConfigError(f"{where} a key", key_node.value, f"keys have at most {LONGEST_KEY} characters")
+            key = prefix + key_node.value
+            if key in found and not may_repeat:
+                raise ConfigError(f"{where} {key}", "given twice", "each key may stand once", "remove one of the two")
+            found[key] = (where, value_node)
+        return found
 
-def _check_size(value: Any) -> None:
-    stack, total = [value], 0
-    while stack:
-        item = stack.pop()
-        total += 1
-        if total > MAX_ENTRIES:
-            raise ValueError(f"more than {MAX_ENTRIES} entries, or a value that contains itself")
-        if isinstance(item, dict):
-            stack.extend(item.values())
-        elif isinstance(item, (list, tuple, set)):
-            stack.extend(item)
+    own = read([pair for pair in node.value if pair[0].tag != MERGE], may_repeat=False)
+    loader.flatten_mapping(node)
+    return {**read(node.value, may_repeat=True), **own}
 
 
 def _shown_node(node: yaml.Node) -> str:
@@ -223,10 +207,10 @@ def read_flags(words: Sequence[str]) -> dict[str, Entry]:
 
 def _parse_word(text: str) -> Any:
     try:
-        loader = yaml.SafeLoader(text)
-        node = _compose(loader, text)
+        loader = BoundedLoader(text)
+        node = loader.get_single_node()
         value = loader.construct_document(node) if node is not None else None
-        _check_size(value)
+        check_size(value, most=MAX_ENTRIES)
     except (yaml.YAMLError, *UNREADABLE):
         return text  # such as a path with a colon: take the word as it stands
     return value
@@ -257,12 +241,13 @@ def validate(entries: Mapping[str, Entry]) -> RunConfig:
 
 def _unknown(key: str, where: str, known: list[str]) -> ConfigError:
     sections = sorted({k.partition(".")[0] for k in known})
-    near = difflib.get_close_matches(key, known if "." in key else [*known, *sections], n=1, cutoff=0.6)
+    near = near_words(key, known if "." in key else [*known, *sections])
     last = key.rpartition(".")[2]
     if not near:
-        near = [k for k in known if difflib.get_close_matches(last, [k.rpartition(".")[2]], cutoff=0.75)][:1]
+        near = [k for k in known if near_words(last, [k.rpartition(".")[2]], likeness=0.75)][:1]
     hint = f"did you mean {near[0]}?" if near else f"sections are {', '.join(sections)}; see scaleray config keys"
-    return ConfigError(f"{where} {key}", "an unknown key", "only known keys are allowed", hint)
+    shown = key if len(key) <= LONGEST_KEY else f"{key[:LONGEST_KEY]}..."
+    return ConfigError(f"{where} {shown}", "an unknown key", "only known keys are allowed", hint)
 
 
 def _as_config_error(exc: ValidationError, entries: Mapping[str, Entry]) -> ConfigError:

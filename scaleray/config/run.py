@@ -122,6 +122,21 @@ class RunConfig(Settings):
         sizes = {"tensor": self.tensor.size, "pipeline": self.pipeline.size}
         return sizes.get(self.strategy.name, 1)
 
+    @property
+    def shards_replicas(self) -> bool:
+        """Whether the strategy shards parameters over workers with data of their own, by the rules of `fsdp`."""
+        has_replicas = self.scale.max_workers > self.model_parallel_size
+        kinds = {"fsdp": True, "tensor": has_replicas, "pipeline": has_replicas and self.pipeline.data_axis == "fsdp"}
+        return kinds.get(self.strategy.name, False)
+
+    @property
+    def gathered_dtype(self) -> Literal["fp32", "bf16", "fp16"] | None:
+        """dtype in which sharded parameters are gathered and used; None is their own."""
+        if self.fsdp.parameter_dtype is not None:
+            return self.fsdp.parameter_dtype
+        # wider ones would be cast where they are used, and the copies kept until the backward pass
+        return self.precision.dtype if self.precision.dtype in ("bf16", "fp16") else None
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they would stand in a YAML file; passwords in URIs are stars, as these values are stored."""
         values = self.model_dump(mode="json")

@@ -35,7 +35,7 @@ class ScaleSettings(Settings):
     """How long the worker group may take to start before the launch counts as failed."""
     collective_timeout_s: Positive = 180.0
     """How long a worker may hang, in a collective or anywhere else in a step, before its group is started again
-    (torch's own default is half an hour)."""
+    (torch's own default is half an hour). Three times as long until the first step is complete, and while it compiles."""
 
     @property
     def max_workers(self) -> int:
@@ -101,7 +101,8 @@ class DataSettings(Settings):
     reserved_cpus: NonNegative = 1.0
     """Ray CPUs kept free for input tasks. With 0 the input can starve when training takes every CPU."""
     timeout_s: Positive = 300.0
-    """How long a step may wait for its input before the run fails; the wait is explained long before that."""
+    """How long a step may wait for its input before the run fails; the wait is explained long before that. Of several
+    workers, one fails a little before the others give up on it, which is after `scale.collective_timeout_s`."""
 
 
 class CheckpointSettings(Settings):
@@ -122,7 +123,8 @@ class CheckpointSettings(Settings):
     keep_best: Annotated[int, Field(ge=0, le=1000)] = 1
     """Best checkpoints that stay as well, by `best`."""
     best: Annotated[str, Field(pattern=r"^[\w./-]+ (min|max)$")] | None = None
-    """Metric of an evaluation and its direction, such as `val/loss min`. None: no checkpoint is better than another."""
+    """Metric of an evaluation and its direction, such as `val/loss min`: a state that evaluates as one of the `keep_best` best
+    so far is saved at once. None: no checkpoint is better than another."""
     keep_every: Duration | None = None
     """A checkpoint every so far stays for good, such as `10 epochs`."""
     full_every: Count = 16
@@ -135,6 +137,16 @@ class CheckpointSettings(Settings):
     """After SIGTERM, how long the last checkpoint may take before the workers are ended. `ray job stop` kills after 3 s."""
 
     _check_every = field_validator("every", "keep_every")(above_zero)
+
+    @property
+    def best_metric(self) -> str | None:
+        """The metric that `best` names."""
+        return self.best.partition(" ")[0] if self.best is not None else None
+
+    @property
+    def is_higher_better(self) -> bool:
+        """Its direction."""
+        return self.best is not None and self.best.endswith(" max")
 
     @model_validator(mode="after")
     def _copies_have_a_place(self) -> CheckpointSettings:

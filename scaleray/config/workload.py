@@ -20,8 +20,8 @@ class WorkloadSettings(Settings):
     """Keyword arguments of the class: numbers, text, true/false, none, and lists and mappings of them."""
 
     weights: str | None = None
-    """Weights to start from, for fine-tuning: a run folder, a folder of `scaleray checkpoint import`, one checkpoint, or a folder
-    in Hugging Face's layout (config.json and model.safetensors)."""
+    """Weights to start from, for fine-tuning: a run folder (its newest checkpoint), its folder `weights`, a folder of `scaleray
+    checkpoint import`, one checkpoint, or a folder in Hugging Face's layout (config.json and model.safetensors)."""
 
     @field_validator("args", mode="after")
     @classmethod

@@ -14,7 +14,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from scaleray.data.row_values import generators_kept, look_at_rows, spread_rows, with_row_values
 from scaleray.errors import DataError
+from scaleray.reproducibility.seeding import seed_row
+from scaleray.workload import no_exit
 
 Columns = dict[str, np.ndarray]
 """Rows by column: arrays with the rows along dimension 0."""
@@ -259,7 +262,7 @@ class ParquetSource:
 class DatasetSource:
     """A map-style torch Dataset whose items are tuples or dicts of numbers, arrays or tensors of one shape.
 
-    Tuples arrive in the loss as tuples, dicts as dicts.
+    Tuples arrive in the loss as tuples, dicts as dicts. Whether items draw random numbers is seen from a few of them.
     """
 
     group_sizes: tuple[int, ...] | None = None
@@ -268,12 +271,28 @@ class DatasetSource:
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self.num_rows = len(dataset)
-        first = self._row(0) if self.num_rows else {}
-        self.gives_tuples = self.num_rows > 0 and not isinstance(dataset[0], Mapping)
-        self.row_bytes = sum(v.nbytes for v in first.values()) or 1
+        with generators_kept():
+            first = dataset[0] if self.num_rows else ()
+        self.gives_tuples = self.num_rows > 0 and not isinstance(first, Mapping)
+        self.row_bytes = sum(v.nbytes for v in _columns_of(first).values()) or 1
+        self.row_values = look_at_rows(self._row, spread_rows(self.num_rows))
 
     def read(self, indices: np.ndarray) -> Columns:
-        rows = [self._row(int(i)) for i in indices]
+        """The rows at `indices` (n,), in that order; random transforms under one seed."""
+        if self.row_values.draw_random_numbers:
+            return self.read_seeded(indices, np.zeros(len(indices), np.uint64))
+        return self._stacked([self._row(int(i)) for i in indices])
+
+    def read_seeded(self, indices: np.ndarray, seeds: np.ndarray) -> Columns:
+        """The rows at `indices` (n,), each under its seed, uint64 (n,). Nobody else may draw random numbers meanwhile."""
+        rows = []
+        with generators_kept():
+            for index, seed in zip(indices, seeds, strict=True):
+                seed_row(int(seed))
+                rows.append(self._row(int(index)))
+        return self._stacked(rows)
+
+    def _stacked(self, rows: list[Columns]) -> Columns:
         columns = {}
         for name in rows[0]:
             shapes = {row[name].shape for row in rows}
@@ -297,9 +316,8 @@ class DatasetSource:
         }
 
     def _row(self, index: int) -> Columns:
-        row = self.dataset[index]
-        items = row.items() if isinstance(row, Mapping) else enumerate(row if isinstance(row, tuple | list) else (row,))
-        return {str(name): _as_numpy(str(name), value) for name, value in items}
+        with no_exit(f"{type(self.dataset).__name__}.__getitem__({index})"):
+            return _columns_of(self.dataset[index])
 
 
 class StreamSource:
@@ -326,11 +344,16 @@ class StreamSource:
         }
 
 
+STORED = (ArraySource, TokenSource, ParquetSource)
+"""Sources whose rows are read by scaleray alone, and are what is stored."""
+
+
 def as_source(value: Any, *, split: str) -> Source:
     """The source for what a workload's `datasets()` gave for one split. Raises DataError for anything else."""
     source: Source
     if isinstance(value, Source):
-        source = value
+        # those of this file know their rows already
+        source = value if type(value) in STORED or hasattr(value, "row_values") else with_row_values(value)
     elif isinstance(value, Mapping):
         source = ArraySource(value)
     elif type(value).__module__.startswith("ray.data"):
@@ -351,6 +374,13 @@ def as_source(value: Any, *, split: str) -> Source:
     if source.num_rows == 0:
         raise DataError(f"the {split} data", "empty", "at least one row is needed")
     return source
+
+
+def _columns_of(item: Any) -> Columns:
+    """The columns of a Dataset's item."""
+    if not isinstance(item, Mapping):
+        item = dict(enumerate(item if isinstance(item, tuple | list) else (item,)))
+    return {str(name): _as_numpy(str(name), value) for name, value in item.items()}
 
 
 def _as_numpy(name: str, value: Any) -> np.ndarray:

@@ -111,7 +111,10 @@ class StepPlan:
     def promise(self) -> str:
         """What a user can rely on, in words."""
         if self.is_streamed:
-            return "weak: a Ray Dataset is streamed, so the order of the samples depends on the number of workers"
+            return (
+                "weak: a Ray Dataset is streamed, so the order of the samples depends on the number of workers; "
+                "random numbers that its functions draw are not seeded"
+            )
         if not self.shuffle:
             return "exact: file order, the same for every number of workers"
         if self.group_sizes is None:
@@ -183,6 +186,16 @@ class StepPlan:
             chosen = epochs == epoch
             result[chosen] = self._order(int(epoch), positions[chosen] - epoch * self.num_samples)
         return result
+
+    def row_seeds(self, positions: np.ndarray) -> np.ndarray:
+        """A seed for reading the row at each position, uint64 (n,): it follows from seed, split, epoch and row alone."""
+        epochs = positions // self.num_samples
+        seeds = self.samples_at(positions).astype(np.uint64)
+        for epoch in np.unique(epochs):
+            key = np.uint64(stream_key(self.seed, "rows", self.name, int(epoch)))
+            chosen = epochs == epoch
+            seeds[chosen] = _mix(seeds[chosen] ^ key)
+        return seeds
 
     def _order(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         if not self.shuffle:

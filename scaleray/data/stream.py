@@ -7,6 +7,7 @@ node; without Ray a thread reads the same chunks. One execution runs across epoc
 from __future__ import annotations
 
 import itertools
+import math
 import queue
 import threading
 import time
@@ -16,9 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from scaleray.data.sources import Columns, Source
+from scaleray.data.row_values import read_alone, row_values_of
+from scaleray.data.sources import STORED, Columns, Source
 from scaleray.data.step_plan import StepPlan, stream_key
 from scaleray.errors import InputStarvedError, ScaleRayError
+from scaleray.workload import no_exit
 
 CHUNKS_PER_EXECUTION = 512  # task descriptions are made when an execution starts, so a long run uses several
 LOCAL_START_S = 30.0  # how long a worker reads for itself before a late pipeline counts as late
@@ -57,11 +60,16 @@ class Part:
         size = self.plan.global_batch_size
         return max(1, size // self.world_size if self.shares is None else self.shares[self.rank])
 
-    def indices(self, steps: range) -> np.ndarray:
-        """Rows to read for these steps, in order; one placeholder row for a step where the rank has none."""
+    def positions(self, steps: range) -> np.ndarray:
+        """Where the rows to read for these steps lie in the plan's order; one placeholder row for a step where the rank
+        has none."""
         positions = (self.plan.positions(step, self.rank, self.world_size, self.shares) for step in steps)
         own = [p if len(p) else self.plan.positions(step)[:1] for step, p in zip(steps, positions, strict=True)]
-        return self.plan.samples_at(np.concatenate(own))
+        return np.concatenate(own)
+
+    def indices(self, steps: range) -> np.ndarray:
+        """Rows to read for these steps, in order."""
+        return self.plan.samples_at(self.positions(steps))
 
     def num_rows(self, step: int) -> int:
         """Rows of this step that count."""
@@ -87,13 +95,40 @@ def chunks(part: Part, *, row_bytes: int, chunk_bytes: float) -> Iterator[range]
 
 def read_chunk(source: Source, part: Part, steps: range) -> Columns:
     """The rows of these steps, one after another, in the exact order of the plan."""
-    return source.read(part.indices(steps))
+    with no_exit("the source of the data"):
+        return source.read(part.indices(steps))
 
 
-def local_blocks(source: Source, part: Part, *, chunk_bytes: float) -> Iterator[Columns]:
+def read_chunk_alone(source: Source, part: Part, steps: range) -> Columns:
+    """The same, with the random numbers that user code draws for a row seeded for it. Nobody else in this process may
+    draw any meanwhile."""
+    if type(source) in STORED:
+        return read_chunk(source, part, steps)
+    positions = part.positions(steps)
+    return read_alone(source, part.plan.samples_at(positions), lambda: part.plan.row_seeds(positions))
+
+
+class LocalBlocks(Iterator[Columns]):
+    """The chunks of a part, read in this process.
+
+    may_draw: take it that user code draws random numbers, although a first look at a few rows has not shown it.
+    """
+
+    def __init__(self, source: Source, part: Part, *, chunk_bytes: float, may_draw: bool = False) -> None:
+        self.is_read_alone = type(source) not in STORED and (may_draw or row_values_of(source).draw_random_numbers)
+        """Whoever reads must see to it that nobody else in this process draws random numbers meanwhile."""
+        # a step at a time, as training stands still while it is read
+        steps = chunks(part, row_bytes=source.row_bytes, chunk_bytes=0.0 if self.is_read_alone else chunk_bytes)
+        read = read_chunk_alone if self.is_read_alone else read_chunk
+        self._blocks = (read(source, part, those) for those in steps)
+
+    def __next__(self) -> Columns:
+        return next(self._blocks)
+
+
+def local_blocks(source: Source, part: Part, *, chunk_bytes: float, may_draw: bool = False) -> LocalBlocks:
     """The chunks of a part, read in this process."""
-    for steps in chunks(part, row_bytes=source.row_bytes, chunk_bytes=chunk_bytes):
-        yield read_chunk(source, part, steps)
+    return LocalBlocks(source, part, chunk_bytes=chunk_bytes, may_draw=may_draw)
 
 
 def ray_blocks(
@@ -212,7 +247,8 @@ def _read_in_task(ids: Columns, source_ref: Any, part: Part, segment: list[range
     import ray
 
     source = ray.get(source_ref)
-    pieces = [read_chunk(source, part, segment[int(i)]) for i in ids["id"]]
+    # a task has its process for itself while it runs
+    pieces = [read_chunk_alone(source, part, segment[int(i)]) for i in ids["id"]]
     return pieces[0] if len(pieces) == 1 else {name: np.concatenate([p[name] for p in pieces]) for name in pieces[0]}
 
 
@@ -277,7 +313,11 @@ def rebatch(blocks: Iterable[Columns], sizes: Iterable[int]) -> Iterator[Columns
 class StepStream:
     """Iterates over the RankBatches of a part; a thread reads ahead. `waited_s` is the time spent waiting so far.
 
-    demand: the one that `blocks` watches, if it watches any. explain_wait: called when the first batches are late;
+    LocalBlocks that are to be read alone are not read ahead: the thread reads a batch while whoever asks for it waits,
+    and so draws no random numbers of its own. Everything else stays as it is, such as the limit on the wait.
+
+    others_wait_s: how long the other workers wait for this one at the moment, which the wait for a batch stays below: else
+    they would be the first to fail, over a collective. demand: the one that `blocks` watches, if it watches any. explain_wait: called when the first batches are late;
     returns a sentence for the user, or None.
     """
 
@@ -289,12 +329,14 @@ class StepStream:
         row_bytes: int = 1,
         prefetch_bytes: float = 2**28,
         timeout_s: float = 300.0,
+        others_wait_s: Callable[[], float] = lambda: math.inf,
         demand: Demand | None = None,
         explain_wait: Callable[[], str | None] = lambda: None,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.waited_s = 0.0
         self._is_finished = False
+        self.others_wait_s = others_wait_s
         self._part, self._timeout_s, self._explain_wait, self._warn = part, timeout_s, explain_wait, warn
         step_bytes = max(1, part.rows_per_step * row_bytes)
         self._queue: queue.Queue[RankBatch | BaseException | None] = queue.Queue(
@@ -303,6 +345,8 @@ class StepStream:
         self._demand = demand or Demand()
         self._demand.is_hungry = lambda: self._queue.qsize() < LOCAL_CHUNK_STEPS // 2
         self._closed = self._demand.is_closed
+        self._reads_ahead = not (isinstance(blocks, LocalBlocks) and blocks.is_read_alone)
+        self._asked = threading.Semaphore(0)
         self._thread = threading.Thread(target=self._fill, args=(blocks,), name="scaleray-input", daemon=True)
         self._thread.start()
 
@@ -314,6 +358,7 @@ class StepStream:
             raise StopIteration
         self._demand.has_begun.set()
         started = time.perf_counter()
+        self._asked.release()
         item = self._get(started)
         self.waited_s += time.perf_counter() - started
         self._is_finished = not isinstance(item, RankBatch)
@@ -332,27 +377,35 @@ class StepStream:
 
     def _get(self, started: float) -> RankBatch | BaseException | None:
         explained = False
+        waited = 0.0
         while True:
+            limit_s = min(self._timeout_s, self.others_wait_s())
             try:
-                return self._queue.get(timeout=1.0)
+                return self._queue.get(timeout=min(1.0, max(0.0, limit_s - waited) + 0.01))
             except queue.Empty:
                 waited = time.perf_counter() - started
-                if not explained and waited > min(FIRST_EXPLANATION_S, self._timeout_s / 2):
+                if not explained and waited > min(FIRST_EXPLANATION_S, limit_s / 2):
                     explained = True
                     reason = self._explain_wait() or "its source is slow"
                     self._warn(f"the input has delivered nothing for {waited:.0f} s: {reason}")
-                if waited > self._timeout_s:
+                if waited > limit_s:
                     reason = self._explain_wait() or "its source is slow"
-                    raise InputStarvedError(
-                        f"no input for {waited:.0f} s (data.timeout_s is {self._timeout_s:g}): {reason}"
-                    ) from None
+                    limit = f"data.timeout_s is {self._timeout_s:g}"
+                    if limit_s < self._timeout_s:
+                        limit += f", but the other workers wait no longer: {limit_s:g} s follow from scale.collective_timeout_s"
+                    raise InputStarvedError(f"no input for {waited:.0f} s ({limit}): {reason}") from None
 
     def _fill(self, blocks: Iterable[Columns]) -> None:
         steps = range(self._part.first_step, self._part.last_step)
+        delivered = self._part.first_step
         try:
-            sizes = (max(1, self._part.num_rows(step)) for step in steps)
-            delivered = self._part.first_step
-            for step, columns in zip(steps, rebatch(blocks, sizes), strict=False):
+            pieces = rebatch(blocks, (max(1, self._part.num_rows(step)) for step in steps))
+            for step in steps:
+                if not self._reads_ahead and not self._wait_until_asked():
+                    return
+                columns = next(pieces, None)
+                if columns is None:
+                    break
                 _put(self._queue, RankBatch(step, columns, self._part.num_rows(step)), self._demand)
                 delivered = step + 1
                 if self._closed.is_set():
@@ -364,6 +417,13 @@ class StepStream:
             _put(self._queue, exc, self._demand)
         finally:
             _close(blocks)
+
+    def _wait_until_asked(self) -> bool:
+        """Whether the next batch is asked for, rather than the stream closed."""
+        while not self._closed.is_set():
+            if self._asked.acquire(timeout=0.5):
+                return True
+        return False
 
 
 def _original_error(exc: BaseException) -> BaseException:

@@ -16,7 +16,7 @@ from scaleray import metric_names as names
 from scaleray.config import RunConfig
 from scaleray.data.sources import Source
 from scaleray.launch.run_folder import RunFolder
-from scaleray.launch.verification_plan import Plan, Question
+from scaleray.launch.verification_plan import Plan, Question, course
 from scaleray.records import jsonable
 from scaleray.reproducibility.fingerprint import environment, environment_hash
 from scaleray.tracking import store
@@ -67,6 +67,9 @@ class EqualityCertificate(Certificate):
     accumulation: list[int]
     global_batch_size: int
     data: dict[str, Any]
+    course: dict[str, int] = dataclasses.field(default_factory=dict)
+    """What lies on the way of the compared steps: rows of an epoch, the step of the resume, its batch size, rows of each
+    evaluation."""
 
 
 @contextlib.contextmanager
@@ -142,6 +145,7 @@ def make_certificate(
         global_batch_size=reference.recipe.global_batch_size,
         outcomes=outcomes,
         data={TRAIN: sources[TRAIN].describe()},
+        course=course(plan),
         **common_facts(config, folder, run, local=local, started_at=started_at),
     )
 

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -252,3 +252,25 @@ def _fewer(config: RunConfig, possible: int) -> str:
 def input_cpus(config: RunConfig) -> float:
     """Ray CPUs that the input tasks of one worker may use together."""
     return max(0.01, round(config.data.reserved_cpus / config.scale.max_workers, 2))
+
+
+def own_placement_groups() -> set[str]:
+    """Ids of the placement groups that this driver's actors have made and that hold or want resources."""
+    import ray
+
+    job = ray.get_runtime_context().get_job_id()  # an id ends with that of its job
+    table = ray.util.placement_group_table()
+    return {number for number, group in table.items() if number.endswith(job) and group["state"] != "REMOVED"}
+
+
+def remove_placement_groups(numbers: Iterable[str]) -> None:
+    """Give back what these hold, for actors that died without doing so: Ray itself waits for the end of the driver.
+
+    Ray Train's own cleaner knows a group only once its workers have started. A controller that dies before that would leave
+    a group behind that keeps the next one waiting for ever.
+    """
+    import ray
+    from ray.util.placement_group import PlacementGroup
+
+    for number in numbers:
+        ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(number))))

@@ -16,7 +16,7 @@ from scaleray.data.sources import Source
 from scaleray.errors import ScaleRayError
 from scaleray.launch.run import TRAIN, load_sources
 from scaleray.training.model_profile import profile_workload
-from scaleray.workload import load_workload
+from scaleray.workload import load_workload, no_exit
 
 NUM_ROWS = 4
 
@@ -28,8 +28,11 @@ def main(arguments: list[str]) -> int:
         config = load_config(path, flags=arguments[1:])
         with contextlib.redirect_stdout(sys.stderr):  # what a workload prints must not mix with the answer
             workload = load_workload(config.workload.name, config.workload.args, base_dir=path.resolve().parent)
-            source = load_sources(workload)[TRAIN]
-            profile = profile_workload(workload, _rows(source), config.precision, gives_tuples=_gives_tuples(source))
+            with no_exit("the workload's code"):
+                source = load_sources(workload)[TRAIN]
+                profile = profile_workload(
+                    workload, _rows(source), config.precision, gives_tuples=_gives_tuples(source)
+                )
     except ScaleRayError as exc:
         print(f"{type(exc).__name__}: {exc}", file=sys.stderr)
         return exc.exit_code

@@ -18,11 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.errors import PeerLostError, RunFailedError, ScaleRayError
+from scaleray.guarded import end_with_parent
 from scaleray.training.place import Place
-from scaleray.workload import load_workload
+from scaleray.workload import load_workload, no_exit
 
 HOST = "127.0.0.1"
 GRACE_S = 10.0  # after a rank's error, for what the others have to say
+PRELOADED = ("scaleray.training.verification", "scaleray.training.ladder", "scaleray.training.resume_check")
+"""What the processes run. It is imported once, by the process that they are forked from: torch alone takes seconds."""
 
 
 @dataclass(frozen=True)
@@ -101,14 +104,16 @@ def gloo_processes(world_size: int, user_code: UserCode, *, timeout_s: float) ->
     import torch.distributed as dist
 
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
     processes, pipes = [], []
     try:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, store.port, user_code, theirs), name=f"scaleray-gloo-{rank}", daemon=True
-            )
+                target=_serve, args=(rank, store.port, user_code, theirs, dict(os.environ)),
+                name=f"scaleray-gloo-{rank}", daemon=True,
+            )  # fmt: skip
             process.start()
             theirs.close()
             processes.append(process)
@@ -125,7 +130,10 @@ def gloo_processes(world_size: int, user_code: UserCode, *, timeout_s: float) ->
             pipe.close()
 
 
-def _serve(rank: int, port: int, user_code: UserCode, pipe: Connection) -> None:
+def _serve(rank: int, port: int, user_code: UserCode, pipe: Connection, environment: dict[str, str]) -> None:
+    os.environ.clear()  # that of the process it was forked from is as old as the first group
+    os.environ.update(environment)
+    end_with_parent()  # one that was killed does not end its processes, and these may be in the middle of a step
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the driver ends its processes
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo may pick an address that the machine cannot reach
@@ -148,7 +156,8 @@ def _serve(rank: int, port: int, user_code: UserCode, pipe: Connection) -> None:
                     "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
                 )
             place = Place(rank, world_size, local_rank=rank, local_world_size=world_size)
-            result = function(place, *args)
+            with no_exit("the workload's code"):
+                result = function(place, *args)
             message = (True, result if rank == 0 else None)
         except Exception as exc:
             message = (False, (exc if isinstance(exc, ScaleRayError) else None, traceback.format_exc()))

@@ -14,6 +14,7 @@ from typing import Any
 
 from scaleray.config import RunConfig
 from scaleray.errors import ConfigError
+from scaleray.launch.same_trainings import training_key, without_seed
 from scaleray.launch.sweep_plan import SweepPlan
 from scaleray.scaling.goodput import adascale_gain
 from scaleray.scaling.grid_comparison import compare_with_grid
@@ -75,7 +76,10 @@ class GuidedTrials:
                 say(f"  {text}")
                 said = text
             done = {trial.number for trial in get_trials()}
-            run_numbers([number for cell in cells for number in cell.numbers if number not in done])
+            numbers = [number for cell in cells for number in cell.numbers if number not in done]
+            if not numbers:
+                return
+            run_numbers(numbers)
 
     def conclude(self, record: SweepRecord) -> SweepRecord:
         """The record with goodput by batch size, that of each trial, and the choice in words."""
@@ -122,12 +126,8 @@ def make_guide(plan: SweepPlan, *, share: float) -> Guide:
 def _cell(plan: SweepPlan, numbers: list[int]) -> Cell:
     settings = plan.candidates[numbers[0]]
     recipe, (most, _, _) = plan.job(settings).recipe, plan.samples(settings)
-    others = {key: value for key, value in settings.items() if key not in (RULE, LEARNING_RATE, SEED)}
-    trained = [recipe.learning_rate, *recipe.betas, recipe.epsilon, recipe.warmup_steps]
-    cell = Cell(
-        tuple(numbers), recipe.global_batch_size, _arm(settings), most, same_as=json.dumps([others, trained], sort_keys=True)
-    )  # fmt: skip
-    return cell
+    same_as = training_key(plan, without_seed(settings))
+    return Cell(tuple(numbers), recipe.global_batch_size, _arm(settings), most, same_as=same_as)
 
 
 def _measuring(plan: SweepPlan, settings: Settings, cell: Cell) -> Settings:
@@ -178,8 +178,8 @@ def _words(guide: Guide, outlook: Outlook, record: SweepRecord) -> list[str]:
     chosen = outlook.fastest
     trial = next(t for t in record.trials if t.number == chosen.cell.numbers[0])
     rate = next(p.samples_per_s.value for p in outlook.points if p.batch_size == chosen.cell.batch_size)
-    ran = sum(t.samples > 0 for t in record.trials)
-    total = sum(len(cell.numbers) for cell in guide.cells)
+    ran = sum(t.samples > 0 and t.same_as is None for t in record.trials)
+    total = sum({(cell.batch_size, cell.same_as): len(cell.numbers) for cell in guide.cells}.values())
     found = [
         f"Guided: batch {chosen.cell.batch_size} with {trial.optimizer}, learning rate {trial.learning_rate:.3g} (rule {trial.rule}) "
         f"is the fastest to {record.target}, by {chosen.samples:,.0f} samples at {rate:,.0f} samples/s. {ran} of {total} trials ran, {spent / grid:.0%} of "

@@ -1,4 +1,4 @@
-"""A Ray head of one's own on this machine: own ports, own folder, loopback only, stopped by process id.
+"""A Ray head of one's own on this machine: own ports, own folder, loopback only, gone with whoever started it.
 
 For demos, benchmarks and tests that need a cluster to submit jobs to. It never touches another Ray on the machine,
 as `ray stop` would.
@@ -19,9 +19,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from scaleray.errors import ClusterError
+from scaleray.guarded import guarded
 from scaleray.launch.cluster import DRIVER_ENVIRONMENT, free_port, set_auth_mode, token_file
 
 START_TIMEOUT_S = 120.0
@@ -70,7 +69,7 @@ def local_head(
     log = folder / "head.log"
     with open(log, "wb") as output:
         process = subprocess.Popen(
-            command,
+            guarded(command),
             env=variables,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -82,7 +81,8 @@ def local_head(
         _wait_until_ready(process, url, log)
         yield Head(f"127.0.0.1:{port}", url, log, process.pid)
     finally:
-        _stop(process)
+        process.terminate()
+        process.wait()
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -120,24 +120,3 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> 
         f"it should answer at {url}",
         "last lines of its log:\n  " + "\n  ".join(lines),
     )
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the head and all processes below it, politely first; by id, so that nothing else is touched."""
-    family = _family(process.pid)
-    for member in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.terminate()
-    _, alive = psutil.wait_procs(family, timeout=5)
-    for survivor in alive:  # the control store ignores SIGTERM once its raylet is gone
-        with contextlib.suppress(psutil.NoSuchProcess):
-            survivor.kill()
-    psutil.wait_procs(alive, timeout=10)
-
-
-def _family(pid: int) -> list[psutil.Process]:
-    try:
-        parent = psutil.Process(pid)
-        return [*parent.children(recursive=True), parent]
-    except psutil.NoSuchProcess:
-        return []

@@ -29,7 +29,7 @@ MIB = 2**20
 
 def run_here(
     job: TrainJob, sources: Mapping[str, Source], recorder: Recorder, *,
-    run_path: str, weights_path: str, facts: Mapping[str, Any], show: Show,
+    run_path: str, facts: Mapping[str, Any], show: Show,
 ) -> None:  # fmt: skip
     """Train with one worker in this process and this thread."""
     streamed = [name for name, split in job.splits.items() if split.is_streamed]
@@ -53,7 +53,7 @@ def run_here(
         with _leaving_on_sigterm(control):
             loop.run(
                 job, place, open_stream=stream_opener(job, sources, emit), emit=emit, checkpointing=checkpointing,
-                save_weights=lambda weights: save_weights(weights, weights_path),
+                save_weights=lambda share: save_weights(share, run_path, rank=0),
             )  # fmt: skip
     finally:
         torch.set_num_threads(threads)
@@ -81,12 +81,12 @@ def _leaving_on_sigterm(control: Control) -> Iterator[None]:
 
 def stream_opener(job: TrainJob, sources: Mapping[str, Source], emit: loop.Emit) -> OpenStream:
     """Opens a split's batches by reading them in a thread of this process."""
-    data = job.config.data
+    data, may_draw = job.config.data, job.config.deterministic
 
     def open_stream(split: Split, part: Part) -> StepStream:
         return StepStream(
-            local_blocks(sources[split.name], part, chunk_bytes=data.chunk_mib * MIB), part, row_bytes=split.row_bytes,
-            prefetch_bytes=data.prefetch_mib * MIB / 2, timeout_s=data.timeout_s,
+            local_blocks(sources[split.name], part, chunk_bytes=data.chunk_mib * MIB, may_draw=may_draw), part,
+            row_bytes=split.row_bytes, prefetch_bytes=data.prefetch_mib * MIB / 2, timeout_s=data.timeout_s,
             warn=lambda text: emit(EventRecord(text, kind="warning")),
         )  # fmt: skip
 

@@ -16,9 +16,11 @@ from scaleray.config.base import without_password
 from scaleray.launch.run_folder import RunFolder
 from scaleray.records import EMULATED, RunRecord
 from scaleray.reproducibility.fingerprint import environment_hash
+from scaleray.scaling.lr_rules import MOVED_BY_RULES
 from scaleray.tracking.recorder import Recording, RunIdentity
 from scaleray.tracking.run_description import RunDescription
 from scaleray.training.job import TRAIN, TrainJob
+from scaleray.workload import brings_optimizer
 
 
 def describe(
@@ -29,7 +31,10 @@ def describe(
     interrupted run, changes: what differs from it, a line each."""
     config, recipe = job.config, job.recipe
     params: dict[str, Any] = dict(_flatten(config.to_dict()))
-    params.update({f"derived.{k}": v for k, v in recipe.values().items()})
+    # what an optimizer of the workload's own makes of them, its workers say
+    later = MOVED_BY_RULES if brings_optimizer(job.workload) else ()
+    params.update({f"derived.{k}": v for k, v in recipe.values().items() if k not in later})
+    how = {k: f"{v}, for the workload's own optimizer()" if k in later else v for k, v in recipe.explanations.items()}
     params.update({"topology.nodes": len(facts["topology"]), "topology.workers": str(config.scale.workers)})
     return RunDescription(
         tracking_uri=tracking_uri,
@@ -41,7 +46,7 @@ def describe(
         tags=_start_tags(job, facts),
         files={
             "config.yaml": as_yaml(config.to_dict()),
-            "derived.yaml": as_yaml({"values": recipe.values(), "how": recipe.explanations}),
+            "derived.yaml": as_yaml({"values": recipe.values(), "how": how}),
         },
         datasets=[
             {
@@ -104,10 +109,10 @@ def make_record(
         total_time_s=time.time() - job.started_at,
         peak_memory_bytes=[s.peak_memory_bytes for s in summaries],
         nonfinite_steps=summary.nonfinite_steps if summary else 0,
-        sample_order=job.train_plan().promise,
+        sample_order=job.sample_order,
         config=config.to_dict(),
         config_hash=config.hash(),
-        derived=_plain(job.recipe.values()),
+        derived=_plain({**job.recipe.values(), **recording.derived}),
         data=data,
         environment={**facts, "workers": workers},
         environment_hash=environment_hash({"environment": facts["environment"], "hardware": hardware}),

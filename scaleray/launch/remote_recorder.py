@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
 
+from scaleray.checkpoints.storage import Store
 from scaleray.launch.worker_failures import cause_of
+from scaleray.parsing import load_json
 from scaleray.tracking.run_description import RunDescription
 
 WAIT_FOR_WORKERS_S = 30.0  # of the recorder, before it makes the MLflow run all the same
@@ -36,16 +39,42 @@ def spawn_recorder(description: RunDescription) -> Any:
 class RemoteRecorder:
     """The recorder actor, called like the plain object."""
 
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
-        self.started = actor.start.remote(after_first_message_s=WAIT_FOR_WORKERS_S)
+    def __init__(self, description: RunDescription) -> None:
+        self.description = description
+        self._spawn(description)
+
+    def _spawn(self, description: RunDescription) -> None:
+        self.actor = spawn_recorder(description)
+        self.started = self.actor.start.remote(after_first_message_s=WAIT_FOR_WORKERS_S)
+
+    def respawn(self) -> None:
+        """Put another actor in the place of one that was lost. It goes on with the same MLflow run, which run.json names."""
+        self.close()
+        before = None
+        with contextlib.suppress(OSError, ValueError):  # lost before it had begun
+            before = load_json(Store(self.description.work_dir).read("run.json"))
+        self._spawn(dataclasses.replace(self.description, continues=before))
+
+    def is_lost(self) -> bool:
+        """Whether its process is gone for good, rather than busy or not to be reached for a moment."""
+        import ray
+
+        try:
+            ray.get(self.actor.silent_s.remote(), timeout=60)
+        except ray.exceptions.ActorDiedError:
+            return True
+        except ray.exceptions.RayError:
+            return False
+        return False
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         import ray
 
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
-                return ray.get(getattr(self.actor, name).remote(*args, **kwargs), timeout=180)
+                # what is written to MLflow at the end may take long; the recorder itself gives up what hangs
+                timeout = None if name in ("drain", "finish") else 180
+                return ray.get(getattr(self.actor, name).remote(*args, **kwargs), timeout=timeout)
             except ray.exceptions.RayTaskError as exc:
                 raise cause_of(exc) from exc
 

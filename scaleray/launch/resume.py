@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,14 @@ from scaleray.checkpoints.catalog import Catalog, require
 from scaleray.checkpoints.manifest import Manifest
 from scaleray.checkpoints.storage import Store
 from scaleray.config import RunConfig, load_config
-from scaleray.config.base import absolute_path
+from scaleray.config.base import absolute_path, without_password
 from scaleray.config.changes import Change, changes, training_values
 from scaleray.config.scale import CheckpointSettings
-from scaleray.errors import CheckpointError, ConfigError
+from scaleray.errors import CheckpointError, ConfigError, first_line
+from scaleray.parsing import load_json
 from scaleray.records import RunRecord
 
+Say = Callable[[str], None]
 AUTO = "auto"
 FILE = "run.json"
 
@@ -39,20 +40,35 @@ class Interrupted:
         config: dict[str, Any] = self.about["config"]
         return config
 
-    def finished_record(self) -> RunRecord | None:
-        """The record of this run if it has reached its end."""
+    def valid_config(self) -> RunConfig:
+        """The same, checked. Raises CheckpointError."""
+        try:
+            return RunConfig.model_validate(self.config)
+        except ValueError as exc:
+            raise _damaged(self.path, exc) from exc
+
+    def finished_record(self, say: Say = lambda text: None) -> RunRecord | None:
+        """The record of this run if it has reached its end. say: hears of one that is damaged."""
         try:
             record = RunRecord.from_json(Store(self.path).read("record.json"))
-        except (OSError, ValueError, TypeError):
+        except OSError:
+            return None
+        except (ValueError, TypeError) as exc:
+            say(
+                f"warning: record.json of {without_password(self.path)} is damaged ({first_line(exc)}); "
+                "whether the run had ended is decided by its newest checkpoint, and its end writes the record anew"
+            )
             return None
         return record if record.status == "FINISHED" else None
 
 
-def find(where: str, config: RunConfig | None, base_dir: Path | None = None) -> Interrupted | None:
+def find(
+    where: str, config: RunConfig | None, base_dir: Path | None = None, *, say: Say = lambda text: None
+) -> Interrupted | None:
     """The run to continue: a run folder, the name of one in the storage path, or `auto`.
 
     auto: the newest run of the same training there, of a workload from the same `base_dir`, that has not finished; None when there is none, which is a fresh start.
-    Raises CheckpointError for a folder that is no run.
+    say: hears of folders that are passed over, as their run.json is damaged. Raises CheckpointError for a folder that is no run.
     """
     if where != AUTO:
         path = absolute_path(where)
@@ -71,12 +87,14 @@ def find(where: str, config: RunConfig | None, base_dir: Path | None = None) -> 
     for name in root.names():
         folder = root.child(name)
         try:
-            about = json.loads(folder.read(FILE))
+            about = load_json(folder.read(FILE))
             same_place = about.get("base_dir") == (str(base_dir) if base_dir else None)
             if training_values(about["config"]) == wanted and same_place and not is_finished(folder):
                 found.append((about.get("started_at") or 0.0, folder.root))
-        except (OSError, ValueError, KeyError, TypeError):
+        except OSError:
             continue
+        except (ValueError, KeyError, TypeError, AttributeError) as exc:
+            say(f"warning: {without_password(folder.root)} is passed over: its {FILE} is damaged ({first_line(exc)})")
     return _open(max(found)[1], config) if found else None
 
 
@@ -93,7 +111,7 @@ def config_of(where: str, flags: Sequence[str]) -> RunConfig:
 def is_finished(folder: Store) -> bool:
     """Whether the run in this folder has reached its end."""
     try:
-        return bool(json.loads(folder.read("record.json"))["status"] == "FINISHED")
+        return bool(load_json(folder.read("record.json"))["status"] == "FINISHED")
     except (OSError, ValueError, KeyError):
         return False
 
@@ -116,6 +134,13 @@ def check_changes(before: Interrupted, config: RunConfig, allowed: Sequence[str]
     return found
 
 
+def _damaged(path: str, exc: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{FILE} of the run", without_password(path), f"it is damaged: {first_line(exc)}",
+        f"put a whole one there, or start a new run from its weights: --workload.weights {without_password(path)}",
+    )  # fmt: skip
+
+
 def _exists(path: str) -> bool:
     return Store(path).size(FILE) is not None
 
@@ -123,11 +148,15 @@ def _exists(path: str) -> bool:
 def _open(path: str, config: RunConfig | None) -> Interrupted:
     folder = Store(path)
     try:
-        about = json.loads(folder.read(FILE))
-    except (OSError, ValueError) as exc:
+        about = load_json(folder.read(FILE))
+        if not isinstance(about["config"], dict):
+            raise TypeError("it has no config")
+    except OSError as exc:
         raise CheckpointError(
             "--resume", path, "it is no run folder: it has no readable run.json", "folders of runs lie in checkpoint.storage_path"
         ) from exc  # fmt: skip
+    except (ValueError, KeyError, TypeError) as exc:
+        raise _damaged(path, exc) from exc
     copy_path = config.checkpoint.copy_path if config else about["config"]["checkpoint"].get("copy_path")
     catalog = Catalog.of_run(path, copy_path)
     newest = require(catalog, None, where=path) if catalog.newest() is not None else None

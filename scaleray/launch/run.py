@@ -7,6 +7,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from scaleray.launch import cluster
 from scaleray.launch import resume as interrupted
 from scaleray.launch.local import run_here
 from scaleray.launch.record import as_yaml, describe, end_tags, make_record, point_metrics
-from scaleray.launch.remote_recorder import RemoteRecorder, spawn_recorder
+from scaleray.launch.remote_recorder import RemoteRecorder
 from scaleray.launch.run_folder import RunFolder
 from scaleray.launch.trainer import Interrupted, Show, fit
 from scaleray.records import EventRecord, RunRecord
@@ -29,8 +30,10 @@ from scaleray.reproducibility.fingerprint import environment, environment_hash
 from scaleray.scaling.recipe import DataSize, derive, resolve_strategy
 from scaleray.tracking import store
 from scaleray.tracking.recorder import Recorder
+from scaleray.training import weights as final_weights
 from scaleray.training.job import TRAIN, Split, TrainJob, rescaled
-from scaleray.workload import build_workload, call_user_code, load_workload, user_modules
+from scaleray.watchers import Guard, Watcher
+from scaleray.workload import brings_optimizer, build_workload, call_user_code, load_workload, user_modules
 
 
 def train(
@@ -60,22 +63,24 @@ def train(
     the MLflow run is then FAILED or KILLED.
     """
     started_at = started_at or time.time()
+    display = Guard()
+    show, say, expect_steps = (display.wrapped(Watcher.DISPLAY, tell) for tell in (show, say, expect_steps))
     if isinstance(config, Mapping):
         config = load_config(flags=config)
     elif config is not None and not isinstance(config, RunConfig):
         base_dir = base_dir or Path(config).resolve().parent
         config = load_config(config)
     config = _absolute(config) if config is not None else None
-    before = interrupted.find(resume, config, base_dir) if resume is not None else None
+    before = interrupted.find(resume, config, base_dir, say=say) if resume is not None else None
     if config is None:
         if before is None:
             raise ConfigError("config", None, "it is needed to start a run", "give a file with -c")
-        config = RunConfig.model_validate(before.config)
+        config = before.valid_config()
     changed = interrupted.check_changes(before, config, allow_change) if before is not None else []
     if before is not None and base_dir is None and before.about.get("base_dir"):
         base_dir = Path(before.about["base_dir"])
     if before is not None and not any(change.alters_training for change in changed):
-        finished = before.finished_record()
+        finished = before.finished_record(say)
         if finished is not None:
             say(f"run {finished.name} is finished already, after {finished.steps} steps; nothing is left to do")
             return finished
@@ -195,26 +200,29 @@ class _Run:
             recorder = Recorder(description)
             recorder.start()
             work: Callable[[], None] = lambda: run_here(
-                self.job, self.sources, recorder, run_path=self.folder.path, weights_path=self.folder.weights_path,
-                facts=self._checkpoint_facts(), show=self.show,
+                self.job, self.sources, recorder, run_path=self.folder.path, facts=self._checkpoint_facts(), show=self.show,
             )  # fmt: skip
         else:
             _ship_user_code(self.job.workload)
-            recorder = RemoteRecorder(spawn_recorder(description))
+            recorder = RemoteRecorder(description)
             work = lambda: fit(
                 self.job,
                 self.sources,
                 recorder,
                 run_path=self.folder.path,
-                weights_path=self.folder.weights_path,
                 facts=self._checkpoint_facts(),
                 # one node alone has no other to go on with
                 can_be_preempted=len(self.topology) > 1,
                 show=self.show,
             )
+        weights: list[str] = []
         try:
+            if self.before is not None:
+                final_weights.forget(self.folder.path)
             work()
             recorder.wait_started()
+            if self.config.checkpoint.save_final:
+                weights = final_weights.complete(self.folder.path)  # every worker has ended, and nobody waits for this
         except (Interrupted, KeyboardInterrupt, LeftEarly) as exc:
             self._end(recorder, "KILLED", "stopped by the user")
             self._say_how_to_continue()
@@ -225,7 +233,7 @@ class _Run:
             self._say_how_to_continue()
             recorder.close()
             raise
-        record = self._finish(recorder, "FINISHED", "")
+        record = self._finish(recorder, "FINISHED", "", weights)
         recorder.close()
         return record
 
@@ -237,6 +245,8 @@ class _Run:
             if config.optimizer.rule == "none"
             else f" (rule {config.optimizer.rule} from {config.optimizer.learning_rate:g})"
         )
+        if brings_optimizer(self.job.workload):
+            rule += " for the workload's own optimizer()"
         start = "run"
         if self.before is not None:
             newest = self.before.newest
@@ -246,7 +256,7 @@ class _Run:
             f"  {config.scale.workers!s} worker{'s' if config.scale.max_workers > 1 else ''}, {r.strategy}, {config.precision.dtype}, "
             f"global batch {r.global_batch_size} = {config.scale.max_workers} x {r.accumulation_steps} x {r.micro_batch_size}, "
             f"{r.total_steps} steps ({r.steps_per_epoch} an epoch), learning rate {r.learning_rate:g}{rule}",
-            f"  sample order: {self.job.train_plan().promise}",
+            f"  sample order: {self.job.sample_order}",
             "  starting the workers ..." if self.topology[0]["node"] != "local" else "  in this process, without Ray",
         ]
 
@@ -280,21 +290,20 @@ class _Run:
             text = f"the run could not be marked {status} in MLflow: {type(exc).__name__}"
             self.show([EventRecord(text, kind="warning")])
 
-    def _finish(self, recorder: Any, status: str, reason: str) -> RunRecord:
+    def _finish(self, recorder: Any, status: str, reason: str, weights: Sequence[str] = ()) -> RunRecord:
         recording = recorder.drain()
         identity = recorder.identity()
         record = make_record(
             self.job, recording, identity, status=status, verdict=reason, data=self.data, facts=self.facts,
             folder=self.folder, tracking_uri=self.tracking_uri,
         )  # fmt: skip
-        if status == "FINISHED" and self.config.checkpoint.save_final:
-            recorder.log_files([self.folder.local_weights()], "model")
+        recorder.log_files(self.folder.local(weights), "model")
+        look = partial(Guard(lambda text: self.show([EventRecord(text, kind="warning")])), Watcher.RECORD)
+        extras = look(lambda: {"environment.yaml": as_yaml(record.environment)}, {}, part="environment.yaml")
         unsent = recorder.finish(
-            status,
-            metrics=point_metrics(record),
-            tags=end_tags(record),
-            files={"record.json": record.to_json(), "environment.yaml": as_yaml(record.environment)},
-        )
+            status, metrics=look(lambda: point_metrics(record), {}, part="metrics"),
+            tags=look(lambda: end_tags(record), {}, part="tags"), files={"record.json": record.to_json(), **extras},
+        )  # fmt: skip
         record = dataclasses.replace(record, unsent_file=unsent)
         self.folder.complete()
         if unsent:

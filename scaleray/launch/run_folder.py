@@ -8,6 +8,7 @@ import secrets
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -104,21 +105,18 @@ class RunFolder:
         """Whether the folder is on this machine rather than in a bucket."""
         return self.path == self.work_dir
 
-    @property
-    def weights_path(self) -> str:
-        """Where rank 0 writes the final weights."""
-        return f"{self.path}/weights.pt"
-
-    def local_weights(self) -> str:
-        """The final weights as a local file, which is what MLflow takes."""
+    def local(self, names: Sequence[str]) -> list[str]:
+        """Files of the run folder as local ones, which is what MLflow takes; those of a bucket until `complete`."""
         if self.is_local:
-            return self.weights_path
-        import pyarrow.fs
+            return [f"{self.path}/{name}" for name in names]
+        fetched = Store(self._fetched)
+        for name in names:
+            fetched.copy_from(Store(self.path), name)
+        return [f"{self._fetched}/{name}" for name in names]
 
-        local = f"{self.work_dir}/weights.pt"
-        filesystem, inner = pyarrow.fs.FileSystem.from_uri(self.weights_path)
-        pyarrow.fs.copy_files(inner, local, source_filesystem=filesystem)
-        return local
+    @property
+    def _fetched(self) -> str:
+        return f"{self.work_dir}-fetched"  # beside what will be uploaded
 
     def complete(self) -> None:
         """Upload what was written locally; nothing to do for a local folder."""
@@ -128,7 +126,8 @@ class RunFolder:
 
         filesystem, inner = pyarrow.fs.FileSystem.from_uri(self.path)
         pyarrow.fs.copy_files(self.work_dir, inner, destination_filesystem=filesystem)
-        shutil.rmtree(self.work_dir, ignore_errors=True)
+        for folder in (self.work_dir, self._fetched):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def remove_if_empty(self) -> None:
         """Take an unused local folder away; the files of a failed run are worth keeping."""

@@ -14,6 +14,7 @@ from scaleray.errors import RunFailedError
 from scaleray.launch import cluster
 from scaleray.launch.conditions import conditions_of
 from scaleray.launch.guided_sweep import GuidedTrials
+from scaleray.launch.same_trainings import SameTrainings, counted_for, trained_by_key, training_key
 from scaleray.launch.sweep_folder import RECORD_FILE, AskedSweep, SweepFolder
 from scaleray.launch.sweep_plan import SweepPlan
 from scaleray.launch.trial_capacity import num_concurrent
@@ -38,6 +39,7 @@ class RunningSweep:
         self, plan: SweepPlan, asked: AskedSweep, files: SweepFolder, nodes: list[cluster.Node], tracking_uri: str,
         say: Say, started_at: float, *, against: SweepRecord | None = None,
     ) -> None:  # fmt: skip
+        self.same = SameTrainings(plan)
         share = plan.question.guided_share
         self.guided = GuidedTrials(plan, share=share, against=against) if share is not None else None
         plan = self.guided.measured_plan() if self.guided is not None else plan
@@ -61,6 +63,8 @@ class RunningSweep:
         for trial in self.trials:
             self.run.log_trial(trial)
         self._announce()
+        for trial in list(self.trials):  # the sweep was interrupted before the record of another name
+            self._count_for_others(trial)
         if not self.trials:
             for number, (settings, reason) in enumerate(self.asked.refused, start=len(plan.candidates)):
                 self._keep(make_trial(plan, number, settings, status=NOT_STARTED, error=reason), is_said=False)
@@ -84,13 +88,13 @@ class RunningSweep:
             return
         done = {trial.number for trial in self.trials}
         if self.plan.question.search == "optuna":
-            ran = [t for t in self.trials if t.status != NOT_STARTED]
-            self._fit_searched(ran)
+            self._fit_searched([t for t in self.trials if t.status != NOT_STARTED])
             return
         self.run_numbers([n for n in range(len(self.plan.candidates)) if n not in done])
 
     def run_numbers(self, numbers: list[int]) -> None:
-        """Run these of the plan's candidates. Raises KeyboardInterrupt when stopped before all were done."""
+        """Run these of the plan's candidates, each training once. Raises KeyboardInterrupt when stopped before all were done."""
+        numbers = self.same.to_train(numbers, self.trials)
         if not numbers:
             return
         from scaleray.launch.sweep_search import listed, make_scheduler
@@ -130,17 +134,20 @@ class RunningSweep:
         question = self.plan.question
         seeds = question.space.num_seeds
         asked = question.num_trials or 0
-        left = asked - len(known) // seeds
+        left = asked - sum(trial.same_as is None for trial in known) // seeds
         if left <= 0:
             return
-        first = max((t.number + 1 for t in self.trials), default=0)
         searcher = OptunaSearcher(
-            self.plan, num_trials=left, first_number=first, known=[(t.settings, t.value) for t in known]
+            self.plan, num_trials=left, first_number=self._next_number(), known=[(t.settings, t.value) for t in known]
         )
         scheduler = make_scheduler(self.plan, self.plan.candidates)
         done = self._fit(space={}, scheduler=scheduler, searcher=searcher, num_samples=left * seeds)
+        trained = trained_by_key(self.plan, self.trials)
+        for settings in searcher.same:
+            if (trial := trained.get(training_key(self.plan, settings))) is not None:
+                self._keep(counted_for(self.plan, trial, self._next_number(), settings))
         for settings, reason in searcher.refused.values():
-            number = max((t.number + 1 for t in self.trials), default=0)
+            number = self._next_number()
             self._keep(make_trial(self.plan, number, settings, status=NOT_STARTED, error=reason), is_said=False)
         if len(done) < left * seeds:
             if searcher.left > 0 and not searcher.has_running:
@@ -160,6 +167,14 @@ class RunningSweep:
         if is_said:
             num_started = sum(t.status != NOT_STARTED for t in self.trials)
             self.say(trial_line(trial, num_started, self._num_planned()))
+        self._count_for_others(trial)
+
+    def _count_for_others(self, trial: Trial) -> None:
+        for other in self.same.counted(trial, self.trials):
+            self._keep(other)
+
+    def _next_number(self) -> int:
+        return max((t.number + 1 for t in self.trials), default=0)
 
     def _num_planned(self) -> int:
         question = self.plan.question
@@ -188,6 +203,11 @@ class RunningSweep:
         if question.guided_share is not None:
             self.say(
                 f"  guided: of these, those that are worth it, for at most {question.guided_share:.0%} of their samples"
+            )
+        if self.same.num_shared:
+            self.say(
+                f"  {self.same.num_shared} of them are the same training as another, such as under every rule at the reference batch: "
+                "each training runs once and counts for all"
             )
         if fit > 1:
             self.say(

@@ -185,8 +185,9 @@ class _Study:
             self.measured.profile = profile_workload(
                 job.workload, few, self.config.precision, gives_tuples=job.splits[TRAIN].gives_tuples
             )
-        except UsageError as exc:
-            self.measured.profile = first_line(exc)
+        except Exception as exc:  # whatever the counter cannot count, the study goes on without MFU
+            text = first_line(exc)
+            self.measured.profile = text if isinstance(exc, UsageError) else f"{type(exc).__name__}: {text}"
 
     def _announce(self) -> None:
         q, first = self.question, next(iter(self.plan.rungs.values()))

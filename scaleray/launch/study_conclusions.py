@@ -19,6 +19,7 @@ from scaleray.launch.study_planner import planner_law
 from scaleray.records import EMULATED
 from scaleray.scaling.curves import as_curve
 from scaleray.scaling.points import Prices, as_point
+from scaleray.scaling.rounds import launch_of
 from scaleray.study_records import Curve, Mode, NoiseCourse, Point, StudyRecord, ToTarget, Turn
 from scaleray.training.job import TRAIN
 from scaleray.workload_profile import WorkloadProfile
@@ -109,6 +110,7 @@ class Conclusions:
         noisy = study_noise.surest(points)
         words = [curve.verdict for curve in curves if curve.verdict]
         words += about_target(str(self.config.stop.at), points)
+        words += about_launches(points)
         words += [
             *([study_noise.sentence(noisy)] if noisy else []),
             *notes,
@@ -162,6 +164,22 @@ def about_target(target: str, points: Sequence[Point]) -> list[str]:
         f"{point.mode} {_workers(point.workers)} (batch {point.global_batch_size})" for point, _ in missed
     )
     return [f"The target {target} was missed on {names}; the nearest of them is {last}."]
+
+
+def about_launches(points: Sequence[Point]) -> list[str]:
+    """A sentence where points of one curve were measured by different launches."""
+    apart: list[str] = []
+    for mode in MODES:
+        own = [(point, {launch_of(name) for name in point.rounds} - {""}) for point in points if point.mode == mode]
+        known = [launches for point, launches in own if launches or RELAUNCHED in point.marks]
+        if len(known) > 1 and not set.intersection(*known):
+            apart.append(mode)
+    if not apart:
+        return []
+    return [
+        f"Sizes of the {' and the '.join(apart)} curve were measured by different launches, and what two launches of the same "
+        "differ by is in no interval: to compare them, measure all in one (--force, without --relaunch)."
+    ]
 
 
 def _workers(count: int) -> str:

@@ -104,7 +104,7 @@ def sleeps(workload: Any) -> bool:
     try:
         with torch.device("meta"):  # needs no memory; not every workload's code knows it
             return is_emulated(workload.build_model())
-    except Exception:
+    except (Exception, SystemExit):
         return is_emulated(call_user_code(workload.build_model, what="build_model()", doing="building the model"))
 
 

@@ -39,7 +39,7 @@ def planner_law(
     layout = Layout(
         sharding=SHARDINGS[largest.strategy], precision=_precision(config), is_mixed=config.precision.dtype != "fp32",
         data=config.fsdp.replicas, gradient_bytes=GRADIENT_BYTES[config.compression.name],
-        gather_bits=16 if config.fsdp.parameter_dtype in ("bf16", "fp16") else 32,
+        gather_bits=16 if config.gathered_dtype in ("bf16", "fp16") else 32,
         reduces_every_micro_batch=config.fsdp.accumulate == "sharded" and largest.strategy == "fsdp",
         optimizer_bytes=STATE_BYTES.get(config.optimizer.name, 8), compiled=config.compilation.what != "nothing",
     )  # fmt: skip

@@ -16,6 +16,7 @@ from scaleray.checkpoints.storage import Store
 from scaleray.config import RunConfig
 from scaleray.errors import ConfigError, first_line
 from scaleray.launch.run_folder import RunFolder
+from scaleray.parsing import load_json
 from scaleray.records import jsonable
 from scaleray.scaling.search_space import LogUniform, Settings, Space
 from scaleray.scaling.sweep_question import SweepQuestion
@@ -99,7 +100,7 @@ def read_asked(path: str) -> AskedSweep:
     store = Store(path)
     file = store.path(ASKED_FILE)
     try:
-        values = json.loads(store.read(ASKED_FILE))
+        values = load_json(store.read(ASKED_FILE))
     except FileNotFoundError:
         raise ConfigError("--continue", path, f"there is no {ASKED_FILE}, so that it is no sweep's folder") from None
     except (OSError, ValueError) as exc:

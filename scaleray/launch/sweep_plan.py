@@ -78,7 +78,9 @@ class SweepPlan:
         material = self.materials[material_key(config.workload.args)]
         train = material.splits[TRAIN]
         recipe = derive(config, DataSize(train.num_rows, train.tokens_per_row))
-        return TrainJob(config, recipe, material.workload, material.splits, started_at)
+        return TrainJob(
+            config, recipe, material.workload, material.splits, started_at, varied=self.question.space.varied
+        )
 
     def refuse(self, settings: Settings) -> str | None:
         """Why a trial can never run; None where it can."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ray import tune
@@ -18,13 +21,15 @@ from ray.tune.schedulers import (
 )
 from ray.tune.search import Searcher
 
-from scaleray.errors import ConfigError
+from scaleray.errors import ConfigError, ScaleRayError
+from scaleray.launch.same_trainings import training_key, without_seed
 from scaleray.launch.sweep_plan import SweepPlan
 from scaleray.launch.sweep_trial import EVALUATION, NUMBER, RATE, SAMPLES, SETTINGS, VALUE
 from scaleray.scaling.search_space import LEARNING_RATE, SEED, LogUniform, Settings
 
 REDUCTION_FACTOR = 3  # of ASHA and HyperBand: a third goes on
 MOST_ASKS = 200  # for one suggestion that can run
+MOST_KNOWN = 8  # of them of trainings that are known, before one is chosen that is not
 MUTATION_SPAN = 4.0  # how far beyond the first learning rates a population may go, as a factor
 PERTURBATIONS = 5  # of a population over a training
 
@@ -64,9 +69,25 @@ def listed(plan: SweepPlan, numbers: Sequence[int]) -> dict[str, Any]:
     return space
 
 
+@dataclass
+class _Training:
+    """What one or several combinations come to. asked: Optuna's trial that runs it, if one does; others: that wait for it."""
+
+    asked: Any = None
+    others: list[Any] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    is_done: bool = False
+
+    @property
+    def mean(self) -> float | None:
+        """Over the seeds; None where one came to no value."""
+        return sum(self.values) / len(self.values) if all(map(math.isfinite, self.values)) else None
+
+
 class OptunaSearcher(Searcher):
     """Asks Optuna for combinations, each of which runs with every seed; Optuna hears the mean.
 
+    A combination whose training is that of another one takes no trial: Optuna hears the other's value.
     known: (settings, value) of trials that are done already. first_number: of the first trial to suggest.
     """
 
@@ -79,9 +100,14 @@ class OptunaSearcher(Searcher):
         self.left = num_trials
         self.number = first_number
         self.refused: dict[str, tuple[Settings, str]] = {}
+        self.same: list[Settings] = []
+        """Of the combinations that were suggested and not run, every seed, as another one is the same training."""
+        self._trainings: dict[str, _Training] = {}
+        self._said: set[str] = set()
+        self.num_known = 0
+        """Suggestions whose training was known already."""
         self._waiting: list[tuple[Any, Settings]] = []
         self._running: dict[str, Any] = {}
-        self._values: dict[int, list[float]] = {}
         # concurrent trials: what runs counts as bad until it is known, so that it is not suggested again
         sampler = self.optuna.samplers.TPESampler(seed=plan.base.seed, constant_liar=True)
         self.study = self.optuna.create_study(
@@ -109,14 +135,13 @@ class OptunaSearcher(Searcher):
         if asked is None:
             return
         value = float((result or {}).get(VALUE, math.nan))
-        values = self._values.setdefault(asked.number, [])
-        values.append(value)
-        if len(values) < self.space.num_seeds:
+        training = next(t for t in self._trainings.values() if t.asked is asked)
+        training.values.append(value)
+        if len(training.values) < self.space.num_seeds:
             return
-        if all(map(math.isfinite, values)):
-            self.study.tell(asked, sum(values) / len(values))
-        else:
-            self.study.tell(asked, state=self.optuna.trial.TrialState.FAIL)
+        training.is_done = True
+        for one in (asked, *training.others):
+            self._tell(one, training.mean)
 
     @property
     def has_running(self) -> bool:
@@ -132,18 +157,66 @@ class OptunaSearcher(Searcher):
     def _ask(self) -> bool:
         if self.left <= 0:
             return False
+        known = self.num_known
         for _ in range(MOST_ASKS):
-            asked = self.study.ask()
-            settings = self._settings(asked)
-            reason = self.plan.refuse(settings)
-            if reason is None:
-                self.left -= 1
-                first = settings.get(SEED, self.space.first_seed)
-                self._waiting = [(asked, {**settings, SEED: first + n}) for n in range(self.space.num_seeds)]
+            if self._take(self.study.ask()):
                 return True
-            self.study.tell(asked, state=self.optuna.trial.TrialState.FAIL)
-            self.refused.setdefault(json.dumps({**settings, LEARNING_RATE: 0}, default=str), (settings, reason))
+            if self.space.is_finite and self.num_known - known >= MOST_KNOWN:
+                break  # a sampler that has found the best of a few combinations suggests nothing else
+        for params in self._untried():
+            self.study.enqueue_trial(params)
+            if self._take(self.study.ask()):
+                return True
         return False
+
+    def _take(self, asked: Any) -> bool:
+        """Whether what is asked for is to be trained."""
+        settings = self._settings(asked)
+        name = self._name(settings)
+        is_new = name not in self._said
+        self._said.add(name)
+        if (reason := self.plan.refuse(settings)) is not None:
+            self._tell(asked, None)
+            self.refused.setdefault(json.dumps({**settings, LEARNING_RATE: 0}, default=str), (settings, reason))
+            return False
+        first = settings.get(SEED, self.space.first_seed)
+        seeds = [{**settings, SEED: first + n} for n in range(self.space.num_seeds)]
+        key = training_key(self.plan, without_seed(settings))
+        training = self._trainings.get(key)
+        if training is None:
+            self._trainings[key] = _Training(asked)
+            self.left -= 1
+            self._waiting = [(asked, one) for one in seeds]
+            return True
+        self.num_known += 1
+        if is_new:
+            self.same += seeds
+        if training.is_done:
+            self._tell(asked, training.mean)
+        else:
+            training.others.append(asked)
+        return False
+
+    def _tell(self, asked: Any, value: float | None) -> None:
+        if value is None:
+            self.study.tell(asked, state=self.optuna.trial.TrialState.FAIL)
+        else:
+            self.study.tell(asked, value)
+
+    def _untried(self) -> Iterator[dict[str, Any]]:
+        """Optuna's parameters of combinations that were never suggested, where all can be listed."""
+        rates = self.space.learning_rates
+        if isinstance(rates, LogUniform):
+            return
+        combinations = self.space.combinations()
+        random.Random(self.number).shuffle(combinations)
+        for settings in combinations:
+            if self._name(settings) not in self._said:
+                places = {key: values.index(settings[key]) for key, values in self.space.choices.items()}
+                yield {**places, LEARNING_RATE: rates.index(settings[LEARNING_RATE])}
+
+    def _name(self, settings: Settings) -> str:
+        return json.dumps([settings.get(key) for key in (*self.space.choices, LEARNING_RATE)], default=str)
 
     def _settings(self, asked: Any) -> Settings:
         # places in the lists, as Optuna's categories can only be plain values
@@ -159,6 +232,12 @@ class OptunaSearcher(Searcher):
         return settings
 
     def _add_known(self, settings: Settings, value: float | None) -> None:
+        self._said.add(self._name(settings))
+        with contextlib.suppress(ScaleRayError):  # of an older sweep, and no longer allowed
+            training = self._trainings.setdefault(
+                training_key(self.plan, without_seed(settings)), _Training(is_done=True)
+            )
+            training.values.append(math.nan if value is None else value)
         distributions = self.optuna.distributions
         params: dict[str, Any] = {}
         kinds: dict[str, Any] = {}

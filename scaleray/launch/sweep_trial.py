@@ -114,7 +114,7 @@ class SweepTrial(tune.Trainable):
             status, error = _status(happened, plan, course.metrics)
         elif plan.metric not in course.metrics:  # nor would it be after the next evaluation
             status, error = "failed", _unknown_metric(plan, course.metrics)
-        points = [(samples, seconds, metrics.get(plan.metric)) for samples, seconds, metrics in training.curve]
+        points = [(samples, seconds, metrics.get(plan.metric), at) for samples, seconds, metrics, at in training.curve]
         self.evaluation += len(points)
         training.curve.clear()
         detail = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 import math
@@ -21,7 +22,7 @@ from scaleray.errors import (
     RunFailedError,
     ScaleRayError,
 )
-from scaleray.launch.cluster import input_cpus
+from scaleray.launch.cluster import input_cpus, own_placement_groups, remove_placement_groups
 from scaleray.launch.remote_recorder import RemoteRecorder
 from scaleray.launch.worker_failures import (
     SILENT_S,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 Show = Callable[[Sequence[WorkerMessage]], None]
 POLL_S = 0.5
 SAME_FAILURE_S = 3.0  # a new group of workers takes longer to start
+RECORDER_LOST = "the recorder's process was lost, again and again"
 CONTROLLER_FAILURE_LIMIT = 2  # Ray's default retries an impossible launch for ever
 
 
@@ -54,13 +56,13 @@ class Interrupted(Exception):
 
 def fit(
     job: TrainJob, sources: dict[str, Source], recorder: RemoteRecorder, *,
-    run_path: str, weights_path: str, facts: Mapping[str, Any], can_be_preempted: bool, show: Show,
+    run_path: str, facts: Mapping[str, Any], can_be_preempted: bool, show: Show,
 ) -> None:  # fmt: skip
     """Run the job's workers to the end. Raises UsageError, RunFailedError or Interrupted.
 
     run_path: the run's folder, for checkpoints and Ray Train's own files. facts: what every checkpoint says of the run.
     """
-    import ray
+    import ray.train
 
     config = job.config
     from scaleray.training.worker import Assignment
@@ -71,7 +73,6 @@ def fit(
         sources={name: ray.put(source) for name, source in sources.items() if name not in streamed},
         recorder=recorder.actor,
         input_cpus=input_cpus(config),
-        weights_path=weights_path,
         run_path=run_path,
         facts=facts,
         can_be_preempted=can_be_preempted,
@@ -79,22 +80,42 @@ def fit(
     # the watcher costs a process and prints an error at every start, so only where a node can be taken away
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "1" if can_be_preempted else "0"
     with _showing(recorder, show) as watcher, _stop_on_sigterm(recorder, config.checkpoint.grace_s):
+        others = own_placement_groups()
         for attempt in itertools.count(1):
+            may_repeat = attempt <= config.scale.max_failures
             try:
-                _trainer(assignment, streamed, recorder, storage_path=run_path, attempt=attempt).fit()
-                return
+                current = dataclasses.replace(assignment, recorder=recorder.actor)
+                _trainer(current, streamed, recorder, storage_path=run_path, attempt=attempt).fit()
+                if not recorder.is_lost():
+                    return
+                lost: BaseException = watcher.error or RunFailedError(RECORDER_LOST)
             except (KeyboardInterrupt, SystemExit) as exc:
-                raise (watcher.error or Interrupted()) from exc
+                if not watcher.has_lost_recorder:
+                    raise (watcher.error or Interrupted()) from exc
+                lost = exc
             # a controller that died is an actor error, which Ray does not count among training failures
             except (ray.train.TrainingFailedError, ray.exceptions.RayError) as exc:
-                recorder.wait_started(0)  # if MLflow was the reason, that is what the user must read
-                if isinstance(exc, ray.exceptions.RayActorError) and attempt <= config.scale.max_failures:
-                    text = f"Ray Train's controller was lost; starting again from the newest checkpoint, {attempt} of {config.scale.max_failures}"
-                    recorder.log([EventRecord(text, kind="warning")])
-                    _wait_for_silence(recorder)
-                    continue
-                error = explain(exc, recorder.heartbeats())
-                raise (Interrupted() if isinstance(error, LeftEarly) else error) from exc
+                lost = exc
+                if not recorder.is_lost():
+                    recorder.wait_started(0)  # if MLflow was the reason, that is what the user must read
+                    if not isinstance(exc, ray.exceptions.RayActorError) or not may_repeat:
+                        error = explain(exc, recorder.heartbeats())
+                        raise (Interrupted() if isinstance(error, LeftEarly) else error) from exc
+            if watcher.can_interrupt:
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # Ray's own would wait for the old controller
+            what = "Ray Train's controller"
+            if recorder.is_lost():
+                if not may_repeat:
+                    raise RunFailedError(RECORDER_LOST) from lost
+                what = "the recorder's process"
+                recorder.respawn()
+                watcher.begin_again()
+            text = (
+                f"{what} was lost; starting again from the newest checkpoint, {attempt} of {config.scale.max_failures}"
+            )
+            recorder.log([EventRecord(text, kind="warning")])
+            _wait_for_silence(recorder)
+            remove_placement_groups(own_placement_groups() - others)
 
 
 def _trainer(
@@ -152,7 +173,7 @@ def restart_callback(recorder: Any, max_failures: int) -> Any:
             if (fatal := fatal_error(worker_exceptions, self.failed_at, is_restart=before > 0)) is not None:
                 logging.getLogger("ray.train.v2").setLevel(logging.CRITICAL)  # the driver says it, once
                 if isinstance(fatal, RunFailedError) and not isinstance(fatal, LeftEarly):
-                    beats = ray.get(recorder.heartbeats.remote(), timeout=30)
+                    beats = last_beats()
                     failed = [r for r, e in worker_exceptions.items() if cause_of(e) is fatal]
                     last_lines = tail(next((b for b in beats if b.rank in failed), None))
                     fatal = type(fatal)(f"{fatal}{last_lines}")
@@ -168,10 +189,18 @@ def restart_callback(recorder: Any, max_failures: int) -> Any:
             text = f"{text}\n  starting again from the newest checkpoint, {count}"
             recorder.log.remote([EventRecord(text, kind="warning")])
 
+    def last_beats() -> list[Heartbeat]:
+        try:
+            return list(ray.get(recorder.heartbeats.remote(), timeout=30))
+        except (
+            ray.exceptions.RayError
+        ):  # it would end the run: Ray starts nothing again after an error of its callbacks
+            return []
+
     def heartbeats(failures: Mapping[int, BaseException]) -> list[Heartbeat]:
         deadline = time.monotonic() + 2 * SILENT_S
         while True:
-            beats: list[Heartbeat] = ray.get(recorder.heartbeats.remote(), timeout=30)
+            beats = last_beats()
             # where all that failed only miss somebody, that one falls silent in a moment, if it is not so already
             if (
                 not all(map(is_echo, failures.values()))
@@ -204,14 +233,35 @@ def worker_resources(config: RunConfig) -> dict[str, float]:
 
 
 class _Watcher:
-    """Polls the recorder while the driver waits for Ray, in a thread. error: why the recorder could not start."""
+    """Polls the recorder while the driver waits for Ray, in a thread. error: why the recorder could not start.
+
+    has_lost_recorder: its process is gone, and this interrupted the driver, or tried to.
+    """
 
     def __init__(self, recorder: RemoteRecorder, show: Show) -> None:
         self.recorder, self.show = recorder, show
         self.error: ScaleRayError | None = None
         self.position = 0
+        self.has_lost_recorder = False
         self.stop = threading.Event()
         self.can_interrupt = threading.current_thread() is threading.main_thread()
+        self._start()
+
+    def _start(self) -> None:
+        self.thread = threading.Thread(target=self.watch, name="scaleray-show", daemon=True)
+        self.thread.start()
+
+    def begin_again(self) -> None:
+        """Watch the recorder that took the place of a lost one."""
+        self.end()
+        self.stop.clear()
+        self.error, self.position, self.has_lost_recorder = None, 0, False
+        self._start()
+
+    def end(self) -> None:
+        """Watch no longer."""
+        self.stop.set()
+        self.thread.join(timeout=10)
 
     def show_new(self) -> None:
         self.position, messages = self.recorder.poll(self.position)
@@ -231,10 +281,11 @@ class _Watcher:
                 if self.can_interrupt:
                     signal.raise_signal(signal.SIGINT)
                 return
-            except ray.exceptions.RayActorError as exc:
+            except ray.exceptions.ActorDiedError as exc:
                 if self.stop.is_set():
                     return
                 # nothing would be recorded any more, and no checkpoint come to exist
+                self.has_lost_recorder = True
                 self.error = RunFailedError(f"the recorder's process was lost: {last_line(exc)}")
                 if self.can_interrupt:
                     signal.raise_signal(signal.SIGINT)
@@ -249,13 +300,10 @@ def _showing(recorder: RemoteRecorder, show: Show) -> Iterator[_Watcher]:
     import ray
 
     watcher = _Watcher(recorder, show)
-    thread = threading.Thread(target=watcher.watch, name="scaleray-show", daemon=True)
-    thread.start()
     try:
         yield watcher
     finally:
-        watcher.stop.set()
-        thread.join(timeout=10)
+        watcher.end()
         with contextlib.suppress(ray.exceptions.RayError, ScaleRayError):
             recorder.drain()
             watcher.show_new()

@@ -22,9 +22,9 @@ LONGEST_ERROR = 2000
 
 @dataclass
 class _Progress:
-    """A trial on its way. total_s: of the parts of its life in which it had workers."""
+    """A trial on its way. points: (samples, seconds, value, wall clock). total_s: of the parts of its life in which it had workers."""
 
-    points: list[tuple[int, float, float]] = field(default_factory=list)
+    points: list[tuple[int, float, float, float]] = field(default_factory=list)
     last: dict[str, Any] = field(default_factory=dict)
     earlier_s: float = 0.0
     began_at: float = 0.0
@@ -55,7 +55,7 @@ class TrialCollector(tune.Callback):
             at = result[EVALUATION]
             progress.mutations.append(f"learning rate {progress.rate:.4g} -> {rate:.4g} before evaluation {at}")
         progress.rate = rate
-        points = [(n, s, v) for n, s, v in detail["points"] if v is not None]
+        points = [(n, s, v, at) for n, s, v, at in detail["points"] if v is not None]
         if points:  # one that took over another's state goes on from that one's course
             progress.points = [p for p in progress.points if p[0] < points[0][0]] + points
         if detail["began_at"] != progress.began_at:
@@ -101,10 +101,10 @@ class TrialCollector(tune.Callback):
         self.done.add(number)
         self.on_trial(
             make_trial(
-                self.plan, number, settings, status=status, points=progress.points, error=error[:LONGEST_ERROR],
+                self.plan, number, settings, status=status, points=[p[:3] for p in progress.points], recorded_at=[p[3] for p in progress.points], error=error[:LONGEST_ERROR],
                 value=progress.last.get(VALUE), samples=progress.last.get(SAMPLES, 0), seconds=progress.last.get(SECONDS, 0.0),
                 total_s=progress.earlier_s + progress.last.get("part_s", 0.0), samples_per_s=detail.get("samples_per_s"),
-                noise_scale=detail.get("noise_scale"), noise_interval=detail.get("noise_interval"), mutations=progress.mutations,
+                noise_scale=detail.get("noise_scale"), noise_interval=detail.get("noise_interval"), mutations=progress.mutations, ended_at=detail.get("now"),
             )
         )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 
 from scaleray.errors import ScaleRayError
@@ -23,11 +24,12 @@ from scaleray.study_records import Trial
 
 def make_trial(
     plan: SweepPlan, number: int, settings: Settings, *, status: str, error: str = "",
-    points: Sequence[tuple[int, float, float]] = (), value: float | None = None, samples: int = 0, seconds: float = 0.0,
+    points: Sequence[tuple[int, float, float]] = (), recorded_at: Sequence[float] = (), value: float | None = None, samples: int = 0, seconds: float = 0.0,
     total_s: float = 0.0, samples_per_s: float | None = None, noise_scale: float | None = None,
     noise_interval: tuple[float, float | None] | None = None, mutations: Sequence[str] = (),
+    ended_at: float | None = None,
 ) -> Trial:  # fmt: skip
-    """A trial's record. points: (samples, seconds, value) of its evaluations."""
+    """A trial's record. points: (samples, seconds, value) of its evaluations, and `recorded_at` their wall clock. ended_at: None is now."""
     everything = full_settings(plan, settings)
     try:
         recipe = plan.job(settings).recipe
@@ -44,9 +46,9 @@ def make_trial(
         number=number, status=status, batch_size=batch_size, rule=str(everything[RULE]), learning_rate=rate,
         optimizer=str(everything[OPTIMIZER]), warmup=str(everything[WARMUP]), seed=int(everything[SEED]), workers=plan.workers,
         settings=everything, metric=plan.metric, value=value if value is not None and math.isfinite(value) else None,
-        curve=list(points), samples_to_target=hit[0] if hit else None, time_to_target_s=hit[1] if hit else None,
+        curve=list(points), recorded_at=list(recorded_at), samples_to_target=hit[0] if hit else None, time_to_target_s=hit[1] if hit else None,
         samples=samples, training_time_s=seconds, total_time_s=total_s, samples_per_s=samples_per_s, noise_scale=noise_scale, noise_interval=noise_interval,
-        error=error,
+        error=error, ended_at=time.time() if ended_at is None else ended_at,
     )  # fmt: skip
 
 
@@ -59,4 +61,6 @@ def trial_line(trial: Trial, number: int, total: int) -> str:
         f"{trial.optimizer:<5} | {f'{others} | ' if others else ''}seed {trial.seed} | {trial.metric} {value} | {trial.samples:,} samples | "
         f"{trial.training_time_s:.3g} s | {trial.status}"
     )
+    if trial.same_as is not None:
+        return f"{line}, the same training as of {trial.same_as}"
     return f"{line}: {trial.error.splitlines()[0]}" if trial.error else line

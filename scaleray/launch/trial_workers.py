@@ -31,9 +31,10 @@ from scaleray.scaling.search_space import Settings
 from scaleray.training import loop
 from scaleray.training.job import TrainJob
 from scaleray.training.place import Place
-from scaleray.training.progress import Progress, Watchdog
+from scaleray.training.progress import WATCHDOG_SHARE, Progress, Watchdog
 from scaleray.training.stepwise import AskingCheckpointing, Decision, Ended, Paused, StepwiseTraining
-from scaleray.training.worker import HANG_EXIT_CODE, WATCHDOG_SHARE
+from scaleray.training.worker import HANG_EXIT_CODE
+from scaleray.workload import no_exit
 
 GRACE_S = 15.0  # after a rank's error, for what the others have to say
 BEAT_S = 0.5
@@ -125,9 +126,10 @@ class TrialWorker:
 
         place = dataclasses.replace(place, device=_device(self.plan.base))
         try:
-            train_rank(
-                self.plan, settings, place, meeting, emit=lambda message: None, make_checkpointing=make_checkpointing, on_hang=die
-            )  # fmt: skip
+            with no_exit("the workload's code"):
+                train_rank(
+                    self.plan, settings, place, meeting, emit=lambda message: None, make_checkpointing=make_checkpointing, on_hang=die
+                )  # fmt: skip
         except Exception as exc:
             return as_own_error(exc, place.rank)
         return None

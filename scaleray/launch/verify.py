@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from scaleray.checkpoints.storage import Store
 from scaleray.config import RunConfig
 from scaleray.config.base import absolute_path
 from scaleray.data.sources import Source
@@ -26,16 +27,17 @@ from scaleray.launch.local import stream_opener
 from scaleray.launch.run import load_sources
 from scaleray.launch.run_folder import RunFolder
 from scaleray.launch.trainer import CONTROLLER_FAILURE_LIMIT, collective_backend, worker_resources
-from scaleray.launch.verification_plan import Plan, Question, make_plan
+from scaleray.launch.verification_plan import Plan, Question, course_in_words, make_plan
 from scaleray.launch.worker_failures import explain
 from scaleray.tracking import store
-from scaleray.training.job import TRAIN
 from scaleray.training.place import Place
 from scaleray.training.verification import Assignment, Outcome, References, verify_group
 from scaleray.workload import user_modules
 
 RunGroup = Callable[[int, Assignment, References], tuple[list[Outcome], References]]
 """Runs the variants of one number of workers."""
+CHECKPOINTS = "compared"
+"""The folder of the checkpoints that are passed on between numbers of workers; deleted at the end."""
 PARAMS = (
     "config_hash", "environment_hash", "bound", "precision", "own_precision", "steps", "strategies", "world_sizes",
     "accumulation", "global_batch_size", "where",
@@ -74,13 +76,21 @@ def verify(
             f"verify {config.workload.name}: {reference.recipe.total_steps} steps of {reference.recipe.global_batch_size} samples "
             f"in {question.precision}, bound {question.bound:g}"
         )
+        say(f"  {course_in_words(plan)}")
         if not local:
             cpus = reference.config.scale.cpus_per_worker
             say(f"  workers ask for {cpus:g} CPU each: numbers are compared, not speed")
         with recorded(config, tracking_uri, started_at) as (folder, run):
             groups = _local_groups(plan, sources, code, config) if local else _ray_groups(plan, sources, config, folder)
-            with groups as run_group:
-                outcomes = [*_outcomes(plan, question, run_group, say), *plan.refused]
+            try:
+                with groups as run_group:
+                    outcomes = [
+                        *_outcomes(plan, question, run_group, say, f"{folder.path}/{CHECKPOINTS}"),
+                        *plan.refused,
+                    ]
+            finally:
+                with contextlib.suppress(OSError):
+                    Store(folder.path).delete_folder(CHECKPOINTS)
             certificate = make_certificate(
                 config, question, plan, sources, outcomes, folder, run, local=local, started_at=started_at
             )
@@ -97,14 +107,16 @@ def verify(
     return certificate
 
 
-def _outcomes(plan: Plan, question: Question, run_group: RunGroup, say: Say) -> Iterator[Outcome]:
+def _outcomes(
+    plan: Plan, question: Question, run_group: RunGroup, say: Say, checkpoints: str
+) -> Iterator[Outcome]:  # fmt: skip
     references: References = {}
     for world_size, variants in plan.groups.items():
         labels = ", ".join(v.label for v in variants) or "the reference"
         say(f"  {world_size} worker{'s' if world_size > 1 else ''}: {labels} ...")
         started = time.monotonic()
         outcomes, references = run_group(
-            world_size, Assignment(plan.reference, tuple(variants), question.bound), references
+            world_size, Assignment(plan.reference, tuple(variants), question.bound, checkpoints), references
         )
         bad = sum(outcome.verdict == "differs" for outcome in outcomes)
         found = f"{bad} of {len(outcomes)} differ" if bad else "no mismatch"
@@ -118,13 +130,18 @@ def _outcomes(plan: Plan, question: Question, run_group: RunGroup, say: Say) -> 
 @contextlib.contextmanager
 def _local_groups(plan: Plan, sources: Mapping[str, Source], code: UserCode, config: RunConfig) -> Iterator[RunGroup]:
     timeout_s = config.scale.collective_timeout_s
-    workload, train = plan.reference.job.workload, {TRAIN: sources[TRAIN]}
+    workload, read = plan.reference.job.workload, _read(plan, sources)
     with gloo_processes(max(plan.groups), code, timeout_s=timeout_s) as processes:
 
         def run_group(world_size: int, assignment: Assignment, references: References) -> Any:
-            return processes.run(world_size, verify_here, assignment, references, train, workload=workload)
+            return processes.run(world_size, verify_here, assignment, references, read, workload=workload)
 
         yield run_group
+
+
+def _read(plan: Plan, sources: Mapping[str, Source]) -> dict[str, Source]:
+    """The sources of the splits that are read."""
+    return {name: sources[name] for name in plan.reference.job.splits}
 
 
 def verify_here(
@@ -148,10 +165,10 @@ def _ray_groups(plan: Plan, sources: Mapping[str, Source], config: RunConfig, fo
 
     for module in user_modules(plan.reference.job.workload):
         cloudpickle.register_pickle_by_value(module)
-    source = ray.put(sources[TRAIN])
+    read = ray.put(_read(plan, sources))
 
     def run_group(world_size: int, assignment: Assignment, references: References) -> Any:
-        task = {"function": verify_here, "arguments": (assignment, ray.put(references)), "source": source}
+        task = {"function": verify_here, "arguments": (assignment, ray.put(references)), "sources": read}
         config = (assignment.variants or (assignment.reference,))[0].job.config
         return fit_group(config, world_size, task, storage_path=folder.path)
 
@@ -165,8 +182,8 @@ def fit_group(
 ) -> Any:  # fmt: skip
     """Run a check on Ray Train workers; gives what rank 0 returned.
 
-    task: `function(place, *arguments, sources)` with arguments that may be object references, and the `source` of the
-    training rows; or whatever `worker` takes. name: of Ray Train's own folder, with the world size added.
+    task: `function(place, *arguments, sources)` with arguments that may be object references, and a reference to
+    the `sources` by split; or whatever `worker` takes. name: of Ray Train's own folder, with the world size added.
     """
     import ray
     import ray.train
@@ -230,7 +247,7 @@ def verify_worker(task: dict[str, Any]) -> Any:
         rank=context.get_world_rank(), world_size=context.get_world_size(), local_rank=context.get_local_rank(),
         local_world_size=context.get_local_world_size(), node=ray.util.get_node_ip_address(), device=device,
     )  # fmt: skip
-    return task["function"](place, *arguments, {TRAIN: ray.get(task["source"])})
+    return task["function"](place, *arguments, ray.get(task["sources"]))
 
 
 @contextlib.contextmanager

@@ -118,13 +118,13 @@ def _outcomes(
 
     for module in user_modules(workload):
         cloudpickle.register_pickle_by_value(module)
-    source = ray.put(sources[TRAIN])
+    read = ray.put(train)
     by_size: dict[int, list[Interruption]] = {}
     for interruption in todo:
         by_size.setdefault(interruption.world_size, []).append(interruption)
     with sigterm_like_ctrl_c():
         for world_size, group in by_size.items():
-            task = {"function": resumes_here, "arguments": (group,), "source": source}
+            task = {"function": resumes_here, "arguments": (group,), "sources": read}
             yield from fit_group(group[0].job.config, world_size, task, storage_path=path)
 
 

@@ -17,7 +17,7 @@ from scaleray.errors import (
     UsageError,
 )
 from scaleray.records import Heartbeat
-from scaleray.training.progress import HANG
+from scaleray.training.progress import COMPILING, HANG, INPUT, OWN_BUSINESS
 
 SILENT_S = 2.0  # without a sign of life, four times as long as between two of them
 
@@ -68,7 +68,7 @@ def what_failed(failures: Mapping[int, BaseException], heartbeats: Sequence[Hear
         step = max(b.step for b in heartbeats) + 1  # the others wait for it there
         state = f"hangs or was lost in step {step}: no sign of life for {missed.silent_s:.0f} s"
         if missed.silent_s < SILENT_S:
-            state = f"hangs: it has been in `{missed.phase}` of step {missed.step + 1} for {missed.since_s:.0f} s"
+            state = _held_up(missed)
         return f"rank {missed.rank} on {missed.node} (process {missed.process}) {state}{tail(missed)}"
     beat = next((b for b in heartbeats if b.rank == rank), None)
     if isinstance(error, ScaleRayError):
@@ -79,6 +79,16 @@ def what_failed(failures: Mapping[int, BaseException], heartbeats: Sequence[Hear
     if beat.phase.startswith(HANG):
         return f"{who} hangs: {beat.phase.removeprefix(HANG)}{tail(beat)}"
     return f"{who} was lost in step {beat.step + 1}, in `{beat.phase}`: {_death(error)}{tail(beat)}"
+
+
+def _held_up(beat: Heartbeat) -> str:
+    """What a worker is at that others have given up on."""
+    took = f"for {beat.since_s:.0f} s in step {beat.step + 1}, longer than the others waited for it"
+    if beat.phase == INPUT:
+        return f"has waited for its input {took}: make its rows quicker to read, or raise scale.collective_timeout_s"
+    if beat.phase == COMPILING:
+        return f"has compiled {took}: raise scale.collective_timeout_s"
+    return f"hangs: it has been in `{beat.phase}` of step {beat.step + 1} for {beat.since_s:.0f} s"
 
 
 def _death(error: BaseException) -> str:
@@ -96,7 +106,8 @@ def silent_worker(failures: Mapping[int, BaseException], heartbeats: Sequence[He
     if silent:
         return max(silent, key=lambda beat: beat.silent_s)
     stuck = [beat for beat in others if beat.phase != "synchronise" and beat.since_s >= 2 * SILENT_S]
-    return max(stuck, key=lambda beat: beat.since_s, default=None)
+    # whoever waits for input or compiles waits for no worker, and in any other phase one may be inside a collective
+    return max(stuck, key=lambda beat: (beat.phase in OWN_BUSINESS, beat.since_s), default=None)
 
 
 def tail(beat: Heartbeat | None) -> str:

@@ -7,7 +7,7 @@ whose intervals overlap are not told apart.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from scaleray.errors import ConfigError
@@ -18,7 +18,7 @@ from scaleray.planner.layout import Checkpointing, Layout, Schedule, Sharding
 from scaleray.planner.memory import GIB, MemoryEstimate, memory
 from scaleray.planner.profile import ModelProfile
 from scaleray.planner.step_time import Measured, StepTime, step_time
-from scaleray.planner.uncertainty import doubts, interval, is_trusted, spread_class
+from scaleray.planner.uncertainty import Anchor, Reason, doubts, interval, is_trusted, reasons
 from scaleray.study_records import Estimate
 
 STRATEGIES = ("ddp", "zero1", "fsdp", "hsdp", "tp", "pp", "ep")
@@ -41,8 +41,8 @@ class Question:
     fused_attention: bool = True
     compiled: bool = False
     measured: Measured | None = None
-    measured_gpus: int = 1
-    """That `measured` was taken on."""
+    anchor: Anchor | None = None
+    """The point that `measured` was calibrated on."""
     input_samples_per_s: float | None = None
     """What the input pipeline of one node delivers; None: enough."""
     rank_by: str = "throughput"
@@ -79,6 +79,8 @@ class Choice:
     mfu: float
     kind: str
     """The class of its interval."""
+    reasons: tuple[Reason, ...] = ()
+    """Why its interval is wider than the narrowest of the class."""
     is_trusted: bool
     doubts: tuple[str, ...] = ()
     """In what it is unlike the rows that its interval comes from."""
@@ -96,7 +98,7 @@ class Rejected:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """The ranked choices, best first, and what was dropped."""
+    """The recommended choice, then all others in their ranking, and what was dropped."""
 
     question: Question
     choices: list[Choice]
@@ -105,8 +107,14 @@ class Advice:
 
     @property
     def best(self) -> Choice:
-        """The first choice."""
+        """The recommended choice: the fastest (or smallest) whose memory surely fits, or the fastest where none surely does."""
         return self.choices[0]
+
+    @property
+    def faster(self) -> Choice | None:
+        """The fastest choice that may not fit, where it is faster than the recommended one by more than a tie."""
+        fastest = min(self.choices, key=lambda one: one.step_time_s.value)
+        return fastest if fastest.step_time_s.value * TIE < self.best.step_time_s.value else None
 
 
 def advise(question: Question, constants: Constants = DEFAULT) -> Advice:
@@ -147,12 +155,21 @@ def survey(question: Question, constants: Constants = DEFAULT) -> Advice:
         choices.append(predict(question, layout, needed=needed, constants=constants))
     if question.rank_by == "memory":
         choices.sort(key=lambda one: one.memory.device_bytes)
-    elif choices:
+    else:
         # on given GPUs the fastest is the cheapest and the soonest done as well
         choices.sort(key=lambda one: one.step_time_s.value)
-        nearly = [one for one in choices if one.step_time_s.value <= TIE * choices[0].step_time_s.value]
-        choices[: len(nearly)] = sorted(nearly, key=_plainness)
+    if choices:
+        best = recommended(choices, is_by_time=question.rank_by != "memory")
+        choices = [best, *(one for one in choices if one is not best)]
     return Advice(question=question, choices=choices, rejected=rejected, num_layouts=count)
+
+
+def recommended(choices: Sequence[Choice], *, is_by_time: bool = True) -> Choice:
+    """Of ranked choices the first that surely fits, or the first where none does; the plainest of those that are as fast."""
+    safe = [one for one in choices if one.fits == "fits"] or list(choices)
+    if not is_by_time:
+        return safe[0]
+    return min((one for one in safe if one.step_time_s.value <= TIE * safe[0].step_time_s.value), key=_plainness)
 
 
 def predict(
@@ -176,17 +193,15 @@ def predict(
         if waited > 0:
             step = replace(step, overhead_s=step.overhead_s + waited)
             total = step.total_s
-    kind = spread_class(
-        layout, cluster, is_anchored=question.measured is not None, exposed_share=step.exposed_comm_s / total,
-        doublings=math.log2(max(1.0, layout.num_gpus / question.measured_gpus)),
-    )  # fmt: skip
-    unlike = doubts(layout, cluster)
+    kind = "unmeasured" if question.anchor is None else "anchored"
+    why_wide = reasons(question.anchor, layout, cluster, exposed_share=step.exposed_comm_s / total)
+    unlike = doubts(layout, cluster, is_guessed=model.is_guessed)
     rate = layout.global_batch / total
     peak = cluster.gpu.peak_flops(layout.precision) * layout.num_gpus
     price = cluster.price_per_gpu_hour
     return Choice(
-        layout=layout, step=step, step_time_s=interval(total, kind, doubted=bool(unlike)), memory=needed, fits=verdict(needed, cluster.gpu), samples_per_s=rate,
-        tokens_per_s=rate * model.tokens_per_sample, mfu=model.train_flops * rate / peak, kind=kind, is_trusted=is_trusted(kind, doubted=bool(unlike)),
+        layout=layout, step=step, step_time_s=interval(total, kind, widened=why_wide, doubted=bool(unlike)), memory=needed, fits=verdict(needed, cluster.gpu), samples_per_s=rate,
+        tokens_per_s=rate * model.tokens_per_sample, mfu=model.train_flops * rate / peak, kind=kind, is_trusted=is_trusted(kind, widened=why_wide, doubted=bool(unlike)), reasons=why_wide,
         doubts=unlike,
         cost_per_million_samples=None if price is None else 1e6 / rate * price * layout.num_gpus / 3600,
     )  # fmt: skip

@@ -13,7 +13,6 @@ gpu_mtbf_hours: 50000         # interruptions: hours between two, times the GPUs
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,6 +20,7 @@ from typing import Literal
 from pydantic import TypeAdapter, ValidationError
 
 from scaleray.errors import ConfigError
+from scaleray.parsing import load_yaml, near_words
 from scaleray.planner.catalogue import CATALOGUE
 from scaleray.planner.cluster_text import parse_cluster
 from scaleray.planner.hardware import Catalogue, Cluster
@@ -79,18 +79,16 @@ def read_cluster_file(path: Path, catalogue: Catalogue = CATALOGUE) -> Cluster:
 
 
 def _fields_of(path: Path) -> ClusterFile:
-    import yaml
-
     try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
+        content = load_yaml(path.read_text())
+    except (OSError, ValueError) as exc:
         raise ConfigError("cluster file", str(path), f"it cannot be read: {exc}") from exc
     known = {one.name for one in dataclasses.fields(ClusterFile)}
     if not isinstance(content, dict):
         raise ConfigError(f"cluster file {path}", content, f"it must hold fields, of {', '.join(sorted(known))}")
     for name in content:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
+            near = near_words(str(name), known)
             raise ConfigError(f"cluster file {path}: {name}", content[name], f"the fields are {', '.join(sorted(known))}",
                               f"did you mean {near[0]}?" if near else "")  # fmt: skip
     missing = [name for name in ("gpu", "num_nodes") if name not in content]

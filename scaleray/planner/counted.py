@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from scaleray.errors import UsageError, first_line
 from scaleray.planner.profile import Block, Matmul, ModelProfile
 from scaleray.workload_profile import PartProfile, WorkloadProfile
@@ -16,7 +14,7 @@ def read_profile(path: Path) -> ModelProfile:
     """A profile that `WorkloadProfile.to_json` wrote. Raises UsageError for anything else."""
     try:
         return from_workload(WorkloadProfile.from_json(path.read_text()), name=path.stem)
-    except (OSError, UnicodeDecodeError, ValidationError) as exc:
+    except (OSError, ValueError) as exc:  # pydantic's errors are ValueErrors
         raise UsageError("--profile", str(path), f"it cannot be read as a counted workload: {first_line(exc)}") from exc
 
 

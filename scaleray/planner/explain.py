@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import textwrap
 from collections import Counter
@@ -14,7 +15,15 @@ from scaleray.planner.constants import DEFAULT, FITTED, Constants
 from scaleray.planner.hardware import TRANSPORTS
 from scaleray.planner.memory import GIB, memory
 from scaleray.planner.simulated_step import simulated_step
-from scaleray.planner.uncertainty import SPREADS, is_trusted
+from scaleray.planner.uncertainty import (
+    OF_A_DOUBLING,
+    OF_A_GPU,
+    OF_A_LAYOUT,
+    OF_A_MICRO_BATCH,
+    OF_A_NETWORK,
+    SPREADS,
+    is_trusted,
+)
 
 
 def explain_constants() -> list[str]:
@@ -36,10 +45,22 @@ def explain_intervals() -> list[str]:
     """Every class of interval with what it holds."""
     lines = ["90 % of published rows of each class lie between these factors of the prediction", ""]
     for kind, spread in SPREADS.items():
-        low, high = 2.718281828**spread.low, 2.718281828**spread.high
+        low, high = math.exp(spread.low), math.exp(spread.high)
         lines.append(
             f"{kind:<24} {low:.2f} to {high:.2f}  from {spread.num_rows} rows{'' if is_trusted(kind) else '; do not trust a single figure'}"
         )
+    lines += [
+        "",
+        "anchored is the interval near the measured point; it is wider, by the root of the sum of squares of these, for",
+    ]
+    for words, (down, up) in {
+        "each doubling of the GPUs beyond 1.5": OF_A_DOUBLING, "another layout": OF_A_LAYOUT,
+        "each doubling of the micro-batch beyond the first": OF_A_MICRO_BATCH, "another kind of GPU": OF_A_GPU,
+    }.items():  # fmt: skip
+        lines.append(f"  {words:<52} {math.exp(-down):.2f} to {math.exp(up):.2f}")
+    lines.append(
+        f"  {'a network that was not measured':<52} its share of the step off by a factor of {OF_A_NETWORK:.2g}"
+    )
     return lines
 
 

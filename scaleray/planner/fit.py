@@ -142,9 +142,9 @@ def spreads(judged: Sequence[Judged]) -> dict[str, tuple[float, float, int]]:
     for one in judged:
         measured = one.seen.step_time_s
         if measured and one.from_sheets_s:
-            found[one.sheets_kind][one.seen.source].append(log_error(one.from_sheets_s, measured))
-        if measured and one.anchored_s:
-            found[one.kind][one.seen.source].append(log_error(one.anchored_s, measured))
+            found["unmeasured"][one.seen.source].append(log_error(one.from_sheets_s, measured))
+        if measured and one.anchored_s and not one.reasons:
+            found["anchored"][one.seen.source].append(log_error(one.anchored_s, measured))
         if one.memory_bytes and one.seen.memory_bytes:
             found["memory"][one.seen.source].append(log_error(one.memory_bytes, one.seen.memory_bytes))
     result = {}

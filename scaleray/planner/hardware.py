@@ -7,7 +7,6 @@ Used by every part of the planner, and by whoever needs the peak of a device (MF
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from scaleray.errors import ConfigError, UsageError
+from scaleray.parsing import load_yaml, near_words
 from scaleray.planner.measured_collectives import MeasuredTable
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
@@ -269,11 +269,9 @@ def read_hardware_file(path: Path) -> Catalogue:
 
     Raises ConfigError for a file that cannot be read, an unknown or missing field, or a value of another type.
     """
-    import yaml
-
     try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
+        content = load_yaml(path.read_text())
+    except (OSError, ValueError) as exc:
         raise ConfigError("hardware file", str(path), f"it cannot be read: {exc}") from exc
     kinds: dict[str, Any] = {"gpus": Gpu, "links": Link, "networks": Network}
     if (
@@ -300,7 +298,7 @@ def read_hardware_file(path: Path) -> Catalogue:
 def _refuse_unknown_fields(path: Path, key: str, entries: Any, known: set[str]) -> None:
     for index, entry in enumerate(entries if isinstance(entries, list) else ()):
         for name in sorted(set(entry) - known) if isinstance(entry, dict) else ():
-            near = difflib.get_close_matches(str(name), known, n=1)
+            near = near_words(str(name), known)
             raise ConfigError(f"hardware file {path}: {key}.{index}.{name}", entry[name], f"the fields are {', '.join(sorted(known))}",
                               f"did you mean {near[0]}?" if near else "")  # fmt: skip
 
@@ -325,7 +323,7 @@ def _find(kind: str, name: str, entries: Iterable[Any]) -> Any:
         return max(fitting, key=lambda pair: pair[0])[1]
     names = [entry.name for entry in entries]
     every = {known.lower(): entry.name for entry in entries for known in (entry.name, *entry_aliases(entry))}
-    near = list(dict.fromkeys(every[key] for key in difflib.get_close_matches(name.lower(), every, n=3, cutoff=0.55)))
+    near = list(dict.fromkeys(every[key] for key in near_words(name.lower(), every, most=3, likeness=0.55)))
     hint = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(names)}"
     raise UsageError(
         kind, name, f"the catalogue has no such {kind}", f"{hint}. Your own go into a file: --hardware FILE"

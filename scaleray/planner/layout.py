@@ -146,9 +146,8 @@ class Layout:
             "alternate": ", alternate recompute",
             "full": ", full recompute",
         }[self.checkpointing]
-        return (
-            f"{self.strategy}{shard}, data {self.data}, micro-batch {self.micro_batch} x {self.accumulation}{recompute}"
-        )
+        interleaved = ", interleaved" if self.chunks > 1 else ""
+        return f"{self.strategy}{shard}, data {self.data}, micro-batch {self.micro_batch} x {self.accumulation}{recompute}{interleaved}"
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def read_measured_tables(path: Path) -> tuple[MeasuredTable, ...]:
     """Every group's table in a file. Raises ConfigError for a file that cannot be read or is neither of the two kinds."""
     try:
         text = path.read_text()
-    except (OSError, UnicodeDecodeError) as exc:
+    except (OSError, ValueError) as exc:
         raise ConfigError("collectives file", str(path), f"it cannot be read: {exc}") from exc
     lines = [line for line in text.splitlines() if line.strip()]
     if lines and [name.strip() for name in lines[0].split(",")] == list(COLUMNS):

@@ -5,17 +5,18 @@ Read from a study's record (its smallest point) or a run's, or given by hand.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from scaleray.errors import ConfigError, UsageError
+from scaleray.parsing import load_json
 from scaleray.planner.calibration import calibrate, calibrate_link
-from scaleray.planner.hardware import Cluster
+from scaleray.planner.hardware import Catalogue, Cluster
 from scaleray.planner.layout import Layout, Sharding
 from scaleray.planner.profile import ModelProfile
 from scaleray.planner.step_time import Measured
+from scaleray.planner.uncertainty import Anchor
 
 SHARDINGS: dict[str, Sharding] = {"zero1": "zero1", "fsdp": "zero3"}
 
@@ -27,6 +28,8 @@ class Measurement:
     step_time_s: float
     num_gpus: int
     layout: Layout
+    gpu: str | None = None
+    """Driver's name of what it was measured on; None where the record does not say."""
     larger: Measurement | None = None
     """The next larger point of the same study, which tells the link."""
 
@@ -39,7 +42,7 @@ def read_measurement(path: Path) -> Measurement | None:
     """
     path = path / "record.json" if path.is_dir() else path
     try:
-        record = json.loads(path.read_text())
+        record = load_json(path.read_text())
         if isinstance(record, dict) and "trials" in record:
             return None
         points = (
@@ -50,8 +53,8 @@ def read_measurement(path: Path) -> Measurement | None:
         if points:
             ordered = sorted(points, key=lambda point: point["workers"])
             next_one = next((point for point in ordered if point["workers"] > ordered[0]["workers"]), None)
-            return replace(_of_point(ordered[0]), larger=_of_point(next_one) if next_one else None)
-        return _of_run(record)
+            return replace(_of_point(ordered[0]), gpu=_gpu_of(record), larger=_of_point(next_one) if next_one else None)
+        return replace(_of_run(record), gpu=_gpu_of(record))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
         raise UsageError(
             "--from-run", str(path), f"it is no record of a study or run: {type(exc).__name__} {exc}"
@@ -83,6 +86,24 @@ def measurement_of(
         return measured, cluster
     link = calibrate_link(model, *part(larger), larger.step_time_s, measured=measured, fused_attention=fused_attention)
     return measured, replace(cluster, link=link)
+
+
+def anchor_of(found: Measurement, cluster: Cluster, catalogue: Catalogue) -> Anchor:
+    """The measured point for the intervals; on the cluster's kind of GPU where the record does not say, or names one that nobody knows."""
+    gpu = cluster.gpu.name
+    if found.gpu is not None:
+        try:
+            gpu = catalogue.find_gpu(found.gpu).name
+        except UsageError:
+            gpu = found.gpu
+    return Anchor(found.layout, gpu)
+
+
+def _gpu_of(record: dict[str, Any]) -> str | None:
+    """What a run's environment or a study's conditions say; None for an old record, and for processors."""
+    about = record.get("environment") or (record.get("conditions") or {}).get("environment") or {}
+    names = (about.get("accelerators") or {}).get("names") or ()
+    return str(names[0]) if names else None
 
 
 def _of_point(point: dict[str, Any]) -> Measurement:

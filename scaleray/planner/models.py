@@ -5,15 +5,18 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import replace
 
 from scaleray.errors import UsageError
+from scaleray.parsing import near_words
 from scaleray.planner.convolutions import convolutional, resnet
 from scaleray.planner.model_shapes import ALIASES, CONVOLUTIONAL, SIZES, TRANSFORMERS
 from scaleray.planner.profile import ModelProfile, of_size
 from scaleray.planner.transformers import TransformerShape, transformer
+
+LEAST_PARAMS, MOST_PARAMS = 3e7, 1e13
+"""Between which a size alone is taken for a transformer: the least of `usual_shape`'s, and several times the largest that were trained."""
 
 
 def find_model(name: str, *, sequence: int | None = None, image: int = 224) -> ModelProfile:
@@ -22,37 +25,40 @@ def find_model(name: str, *, sequence: int | None = None, image: int = 224) -> M
     Raises UsageError with the nearest names.
     """
     key = _key(name)
-    shape = find_shape(name)
-    if shape is not None:
-        return transformer(replace(shape, sequence=sequence or shape.sequence), name)
-    match = re.search(r"resnet-?(\d+)", key)
+    if (known_name := _known_name(key)) is not None:
+        shape = TRANSFORMERS[ALIASES.get(known_name, known_name)]
+        return _taken_for(transformer(replace(shape, sequence=sequence or shape.sequence), name), known_name, key)
+    match = re.search(r"resnet-?(\d{1,4})(?!\d)", key)
     if match and "resnext" not in key:
-        return resnet(int(match[1]), image=image)
+        return _taken_for(resnet(int(match[1]), image=image), match[0], key)
     for known, (params, macs, outputs, layers, largest, winograd_share, has_norms) in CONVOLUTIONAL.items():
         if known.replace("-", "") in key.replace("-", ""):
-            return convolutional(
+            made = convolutional(
                 known, num_params=params, forward_macs=macs, outputs=outputs, num_layers=layers, largest_params=largest,
                 winograd_share=winograd_share, has_norms=has_norms,
             )  # fmt: skip
+            return _taken_for(made, known, key)
     # a bare size or GPT's; another name with a size is more likely a slip, for which another shape must not be planned
     match = re.fullmatch(r"(?:gpt-)?(\d+(?:\.\d+)?)([bm])", key)
     if match:
-        params = float(match[1]) * (1e9 if match[2] == "b" else 1e6)
-        return transformer(usual_shape(params, sequence=sequence or 2048), name)
+        return _of_size_alone(name, float(match[1]) * (1e9 if match[2] == "b" else 1e6), sequence=sequence or 2048)
     for known, (params, largest) in sorted(SIZES.items(), key=lambda item: -len(item[0])):
         if known.replace("-", "") in key.replace("-", ""):
-            return of_size(name, params, num_layers=20, largest_params=largest)
+            return _taken_for(of_size(name, params, num_layers=20, largest_params=largest), known, key)
     every = [*TRANSFORMERS, *ALIASES, *CONVOLUTIONAL, *SIZES, *(f"resnet-{depth}" for depth in (18, 34, 50, 101, 152))]
-    near = difflib.get_close_matches(key, every, n=3, cutoff=0.5)
+    near = near_words(key, every, most=3, likeness=0.5)
     raise UsageError("model", name, "no such model is known", f"nearest: {', '.join(near)}" if near else f"known: {', '.join(every)}, or a size as in gpt-13b")  # fmt: skip
 
 
 def find_shape(name: str) -> TransformerShape | None:
     """The shape of a transformer by its name; None where the name is not one of those listed."""
-    key = _key(name)
-    key = ALIASES.get(key, key)
-    if key in TRANSFORMERS:
-        return TRANSFORMERS[key]
+    known = _known_name(_key(name))
+    return None if known is None else TRANSFORMERS[ALIASES.get(known, known)]
+
+
+def _known_name(key: str) -> str | None:
+    if key in TRANSFORMERS or key in ALIASES:
+        return key
     words = key.split("-")
     for known in sorted([*TRANSFORMERS, *ALIASES], key=lambda one: (-one.count("-"), -len(one))):
         parts = known.split("-")
@@ -61,8 +67,42 @@ def find_shape(name: str) -> TransformerShape | None:
         if at is not None and not any(
             _SIZE.fullmatch(word) or word in _SIZE_WORDS for word in words[:at] + words[at + len(parts) :]
         ):
-            return TRANSFORMERS[ALIASES.get(known, known)]
+            return known
     return None
+
+
+def _taken_for(model: ModelProfile, known: str, key: str) -> ModelProfile:
+    """The model, with a note where its name says more than the one it was found by: a version or a task, or another size."""
+    if known.replace("-", "") == key.replace("-", ""):
+        return model
+    return replace(model, notes=(*model.notes, f"the model is taken for {known}, by its name; if it is another, give its size as in gpt-13b, or a config with -c"))  # fmt: skip
+
+
+def _of_size_alone(name: str, num_params: float, *, sequence: int) -> ModelProfile:
+    """A transformer of usual proportions, with a note that it is one. Raises UsageError for a size that none has."""
+    if not LEAST_PARAMS <= num_params <= MOST_PARAMS:
+        raise UsageError(
+            "model", name, f"a size must be from {LEAST_PARAMS / 1e6:.0f}m to {MOST_PARAMS / 1e9:,.0f}b parameters",
+            "the largest that were trained have some thousand b; below, the vocabulary would be most of the model: use -c",
+        )  # fmt: skip
+    shape = usual_shape(num_params, sequence=sequence)
+    made = transformer(shape, name)
+    alike = [
+        f"{known} has {transformer(one, known).num_params / 1e9:.3g}b"
+        for known, one in TRANSFORMERS.items()
+        if _is_near(known, name)
+    ]
+    also = f" ({', '.join(alike)})" if alike else ""
+    note = (
+        f"the model is only known by its size: {shape.layers} layers of width {shape.hidden} with {shape.heads} heads and a vocabulary of "
+        f"{shape.vocab} ({made.num_params / 1e9:.3g}b), in GPT-3's proportions; a name from the catalogue{also} or -c CONFIG plans the model itself"
+    )  # fmt: skip
+    return replace(made, notes=(*made.notes, note), is_guessed=True)
+
+
+def _is_near(known: str, name: str) -> bool:
+    """Whether a catalogue name ends in the same size, as gpt3-13b does for gpt-13b."""
+    return known.rpartition("-")[2] == _key(name).rpartition("-")[2]
 
 
 def usual_mixture(num_params: float, active_params: float, *, sequence: int, vocab: int = 128256) -> TransformerShape:

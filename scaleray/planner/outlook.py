@@ -5,20 +5,23 @@ The global batch stays what it is (strong scaling), as a run's own does; the lay
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from scaleray.planner.advise import Advice, Choice, Question, survey
+from scaleray.planner.advise import TIE, Advice, Choice, Question, layouts, predict, survey
 from scaleray.planner.hardware import Cluster
 from scaleray.study_records import Estimate
 
 WORTH_IT = 1.6
 """Throughput that twice the GPUs should give; below, more than a fifth of what is added is lost."""
+ROUNDING = 1e-3
+"""By which figures may differ that are the same when they are printed."""
 
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """The best choice on a number of GPUs. `efficiency`: throughput per GPU over that of the smallest size that fits."""
+    """The best choice on a number of GPUs. `efficiency`: throughput per GPU over that of one GPU alone (`Outlook.alone`)."""
 
     num_gpus: int
     choice: Choice
@@ -31,9 +34,14 @@ class Outlook:
     """The curve up to twice the cluster, and the words for it."""
 
     points: list[CurvePoint]
+    alone: Choice
+    """The fastest layout on one GPU, were its memory large enough: what efficiency is measured by. Not the smallest size that fits, for that may
+    be slow for want of memory, and larger ones would look more than perfect beside it."""
     limit: str
     doubling: str
     doubling_gain: float | None
+    remarks: tuple[str, ...] = ()
+    """On figures that look impossible: where more GPUs are worth more than their number, and why."""
 
 
 def outlook(advice: Advice) -> Outlook:
@@ -47,15 +55,24 @@ def outlook(advice: Advice) -> Outlook:
         smaller = survey(replace(question, cluster=cluster, strategies=kinds_of(question, advice.best)))
         if smaller.choices:
             found.append((cluster.num_gpus, smaller.best))
-    base = found[0][1].samples_per_s / found[0][0]
+    lone = alone(question)
     points = []
     for gpus, choice in found:
         low, high = choice.step_time_s.low, choice.step_time_s.high
         batch = choice.layout.global_batch
         rate = Estimate(choice.samples_per_s, batch / high, batch / low)
-        points.append(CurvePoint(gpus, choice, rate, choice.samples_per_s / gpus / base))
+        points.append(CurvePoint(gpus, choice, rate, choice.samples_per_s / gpus / lone.samples_per_s))
     gain = _doubling_gain(points, question.cluster.num_gpus)
-    return Outlook(points, limit_of(advice.best), _doubling_words(question, gain), gain)
+    return Outlook(
+        points, lone, limit_of(advice.best), _doubling_words(question, gain), gain, tuple(remarks_on(points, lone))
+    )
+
+
+def alone(question: Question) -> Choice:
+    """The fastest layout of the question's batch on one of its GPUs, whether it fits or not."""
+    one = replace(question.cluster, gpus_per_node=1, num_nodes=1, network=None)
+    asked = replace(question, cluster=one, strategies=("ddp",))
+    return min((predict(asked, layout) for layout in layouts(asked)), key=lambda choice: choice.step_time_s.value)
 
 
 def sizes(cluster: Cluster) -> Iterator[Cluster]:
@@ -123,3 +140,35 @@ def _doubling_words(question: Question, gain: float | None) -> str:
         return f"{2 * gpus} GPUs: not predicted, {reason}"
     verdict = "worth it" if gain >= WORTH_IT else "not worth it at this batch"
     return f"{2 * gpus} GPUs: {gain:.2f} times the throughput at twice the price, {verdict}"
+
+
+def remarks_on(points: list[CurvePoint], lone: Choice) -> Iterator[str]:
+    """Of every size with an efficiency over 1, and of every step up to a size that is worth more than the GPUs it adds."""
+    for point in points:
+        if point.efficiency > 1 + ROUNDING:
+            yield f"efficiency over 100 % on {point.num_gpus} GPUs: {_saved(lone, point.choice)}"
+    for before, after in itertools.pairwise(points):
+        if after.efficiency > TIE * before.efficiency:
+            cause = _saved(before.choice, after.choice)
+            yield f"from {before.num_gpus} to {after.num_gpus} GPUs throughput grows more than the GPUs: {cause}"
+
+
+def _saved(before: Choice, after: Choice) -> str:
+    """What a sample takes least of in `after` compared with `before`, in words."""
+
+    def gpu_seconds(choice: Choice) -> dict[str, float]:
+        parts = choice.step.parts()
+        parts["passes"] = parts.pop("forward") + parts.pop("backward")
+        return {
+            name: seconds / choice.samples_per_s / choice.step.total_s * choice.layout.num_gpus
+            for name, seconds in parts.items()
+        }
+
+    spent, needed = gpu_seconds(before), gpu_seconds(after)
+    name = max(spent, key=lambda part: spent[part] - needed[part])
+    words = {
+        "recompute": "memory suffices to compute fewer activations twice",
+        "passes": "its kernels have better sizes, as micro-batches or experts are larger for each GPU",
+        "optimizer": "the optimizer's update is shared by more GPUs",
+    }
+    return words.get(name, f"more memory in all allows a layout that spends less on {name}")

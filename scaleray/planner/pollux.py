@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import minimize
 
+NUM_PARAMETERS = 7
 Point = tuple[int, int, float, float]
 """(nodes, replicas, local batch, step time in seconds)."""
 

@@ -99,6 +99,8 @@ class ModelProfile:
     largest_tensor_params: float = 0.0
     """Of the parameter whose gradient comes last and cannot be cut, a word embedding as a rule."""
     notes: tuple[str, ...] = ()
+    is_guessed: bool = False
+    """Only its size is known; the shape is a usual one."""
 
     @property
     def num_params(self) -> float:

@@ -79,8 +79,9 @@ def ways_to(
 
 
 def best_way(ways: Iterable[Way], *, num_gpus: int) -> Way | None:
-    """The soonest on a number of GPUs, of those whose batch size the noise is trusted at where there are any; None where none was found."""
+    """The soonest on a number of GPUs, of those that surely fit and those whose batch size the noise is trusted at, where there are any."""
     own = [way for way in ways if way.num_gpus == num_gpus]
+    own = [way for way in own if way.choice.fits == "fits"] or own
     return min([way for way in own if way.is_trusted] or own, key=_time, default=None)
 
 

@@ -16,10 +16,10 @@ from scaleray.planner.calibration import calibrate
 from scaleray.planner.constants import DEFAULT, Constants
 from scaleray.planner.fits import HEADROOM
 from scaleray.planner.memory import GIB, memory
-from scaleray.planner.pollux import PolluxModel, fit_pollux
+from scaleray.planner.pollux import NUM_PARAMETERS, PolluxModel, fit_pollux
 from scaleray.planner.published.rows import Observation
 from scaleray.planner.step_time import Measured, StepTime, step_time
-from scaleray.planner.uncertainty import doubts, interval, spread_class
+from scaleray.planner.uncertainty import Anchor, Reason, doubts, interval, reasons
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +40,8 @@ class Judged:
     memory_bytes: float | None
     spare_share: float | None
     """Of the card, left over by the prediction; negative where it does not fit, None where nothing is known."""
-    kind: str
-    """The class of its interval, with the anchor; `sheets_kind` without."""
-    sheets_kind: str
+    reasons: tuple[Reason, ...]
+    """Why the interval of the prediction with the anchor is wider than the narrowest."""
     parts: StepTime | None = None
 
 
@@ -71,7 +70,6 @@ def _judge(one: Observation, anchor: Observation | None, anchored: dict[int, Mea
            pollux: tuple[PolluxModel, int] | None, constants: Constants, with_memory: bool) -> Judged:  # fmt: skip
     sheets = _predict(one, None, constants) if one.model.has_flops and one.step_time_s else None
     with_anchor = trivial = efficiency = predicted_efficiency = pollux_s = None
-    doublings = 0.0
     if anchor is not None and anchor is not one and one.step_time_s and anchor.step_time_s:
         if id(anchor) not in anchored:
             anchored[id(anchor)] = calibrate(anchor.model, anchor.layout, anchor.cluster, anchor.step_time_s,
@@ -81,7 +79,6 @@ def _judge(one: Observation, anchor: Observation | None, anchored: dict[int, Mea
         trivial = one.layout.global_batch / (rate * one.num_gpus)
         efficiency = trivial / one.step_time_s
         predicted_efficiency = trivial / with_anchor.total_s
-        doublings = math.log2(max(1.0, one.num_gpus / anchor.num_gpus))
     if pollux is not None and one.step_time_s:
         pollux_s = pollux[0].step_time_s(one.cluster.num_nodes, one.num_gpus, one.layout.micro_batch)
     best = with_anchor or sheets
@@ -99,8 +96,7 @@ def _judge(one: Observation, anchor: Observation | None, anchored: dict[int, Mea
         pollux_s=pollux_s, is_pollux_fitted=pollux is not None and one.num_gpus <= pollux[1], efficiency=efficiency,
         anchored_efficiency=predicted_efficiency, memory_bytes=needed_bytes if one.memory_bytes or one.out_of_memory else None,
         spare_share=None if needed is None else needed.spare_bytes(one.cluster.gpu) / (one.cluster.gpu.memory_gib * GIB), parts=best,
-        kind=spread_class(one.layout, one.cluster, is_anchored=True, doublings=doublings, exposed_share=share),
-        sheets_kind=spread_class(one.layout, one.cluster, is_anchored=False, doublings=0.0, exposed_share=share),
+        reasons=reasons(anchor_of(anchor), one.layout, one.cluster, exposed_share=share) if with_anchor and anchor else (),
     )  # fmt: skip
 
 
@@ -124,6 +120,11 @@ def _anchor(one: Observation, group: Sequence[Observation]) -> Observation | Non
         if one.is_trace:
             return None  # traces at one GPU are the profile
         candidates = [other for other in candidates if other.layout != one.layout]
+    return nearest(one, candidates)
+
+
+def nearest(one: Observation, candidates: Sequence[Observation]) -> Observation | None:
+    """The candidate whose recomputation, degrees and micro-batch are most like those of `one`; None of none."""
     return min(
         candidates,
         default=None,
@@ -138,13 +139,13 @@ def _anchor(one: Observation, group: Sequence[Observation]) -> Observation | Non
 
 
 def _pollux(group: Sequence[Observation]) -> tuple[PolluxModel, int] | None:
-    """Pollux's model fitted to the points up to half of the largest, for traces only."""
+    """Pollux's model fitted to the points up to half of the largest, for traces only; None where these are too few for its parameters."""
     if not all(one.is_trace for one in group) or len(group) < 12:
         return None
     half = max(one.num_gpus for one in group) // 2
     points = [(one.cluster.num_nodes, one.num_gpus, float(one.layout.micro_batch), one.step_time_s or 0.0)
               for one in group if one.num_gpus <= half]  # fmt: skip
-    return fit_pollux(points), half
+    return (fit_pollux(points), half) if len(points) >= NUM_PARAMETERS else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,8 +218,8 @@ def score(name: str, judged: Sequence[Judged]) -> Score:
         anchored_where_pollux_median=_median([abs_error(one.anchored_s, one.seen.step_time_s) for one in beyond]),
         num_memory=len(memories), memory_median=_median(memories), memory_p90=quantile(memories, 0.9), num_out_of_memory=len(failed),
         num_out_of_memory_right=sum(one.spare_share is not None and one.spare_share <= HEADROOM for one in failed),
-        inside_share=_share(_is_inside(one, one.anchored_s, one.kind) for one, _ in anchored),
-        sheets_inside_share=_share(_is_inside(one, one.from_sheets_s, one.sheets_kind) for one, _ in sheets),
+        inside_share=_share(is_inside(one, one.anchored_s, "anchored") for one, _ in anchored),
+        sheets_inside_share=_share(is_inside(one, one.from_sheets_s, "unmeasured") for one, _ in sheets),
         rank_correlation=correlation, regret=regret,
     )  # fmt: skip
 
@@ -250,9 +251,17 @@ def _choices(judged: Sequence[Judged]) -> tuple[float | None, float | None]:
     return (statistics.fmean(correlations) if correlations else None), statistics.fmean(lost)
 
 
-def _is_inside(one: Judged, predicted: float | None, kind: str) -> bool:
+def anchor_of(one: Observation) -> Anchor:
+    """An observation as the point that another is predicted from."""
+    network = one.cluster.network.name if one.cluster.network and one.cluster.num_nodes > 1 else None
+    return Anchor(one.layout, one.cluster.gpu.name, network)
+
+
+def is_inside(one: Judged, predicted: float | None, kind: str) -> bool:
+    """Whether the measured step lies in the interval that is stated for a prediction."""
     assert predicted and one.seen.step_time_s
-    stated = interval(predicted, kind, doubted=bool(doubts(one.seen.layout, one.seen.cluster)))
+    widened = one.reasons if kind == "anchored" else ()
+    stated = interval(predicted, kind, widened=widened, doubted=bool(doubts(one.seen.layout, one.seen.cluster)))
     return stated.low <= one.seen.step_time_s <= stated.high
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from scaleray.config.loading import known_keys
 from scaleray.errors import ConfigError
 from scaleray.planner.layout import Layout
 
@@ -57,10 +58,20 @@ def config_keys(layout: Layout, *, tokens_per_sample: int | None = None) -> dict
         }
         if layout.accumulation > 1 and not layout.accumulates_whole:
             keys["fsdp"]["accumulate"] = "sharded"
-        if layout.is_mixed:
-            # as the planner counts them, in time and in memory: autocast alone would gather 32 bits, and keep 16-bit copies of all units
-            keys["fsdp"]["parameter_dtype"] = PRECISIONS[layout.precision]
     return keys
+
+
+def layout_options(layout: Layout) -> list[str]:
+    """The layout as options of `scaleray train` on a config that has the batch, the precision and the workers already."""
+    known = known_keys()
+    keys = {name: values for name, values in config_keys(layout).items() if name not in ("scale", "precision")}
+    keys["batch"] = {"micro_size": layout.micro_batch}
+    return [
+        f"--{section}.{key.replace('_', '-')} {str(value).lower()}"
+        for section, values in keys.items()
+        for key, value in values.items()
+        if known[f"{section}.{key}"].default != value
+    ]
 
 
 _ACTIVATIONS: dict[str, dict[str, Any]] = {

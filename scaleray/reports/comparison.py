@@ -1,8 +1,8 @@
 """What differs between recorded runs, studies or sweeps: conditions, figures, curves, and whether one became slower.
 
 The first is the base. Trainings of the same config (but for the seed), code, environment, topology and data are repeats of one
-another when others are among the compared: their runs are turns then, and what differs between two launches is in the
-interval. Of single runs it is not, and the verdict says so.
+another when others are among the compared, and so are studies and sweeps of the same conditions: what differs between two
+launches is in the interval then. Of single launches it is not known, and none is called slower or faster.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ from scaleray.study_records import StudyRecord, SweepRecord
 from scaleray.tracking.found_run import FoundRun
 
 KINDS = {RunRecord: "training", StudyRecord: "scaling study", SweepRecord: "sweep"}
-SINGLE = "of single runs, what differs between two launches of the same is not in the interval: give repeats of both"
+SINGLE = (
+    "of single runs, what differs between two launches of the same is not known, and none is called slower or faster: give at "
+    "least 2 launches of each, better 3 or more"
+)
+EXIT_INCONCLUSIVE = 3
+"""Of `scaleray compare --fail-if-slower` where launches are too few to tell."""
 MOST_BY_CHANCE = 4
 """Verdicts, each at 95 %, from which on one beyond noise by chance is worth a word."""
 
@@ -54,9 +59,13 @@ class Comparison:
         return json.dumps(jsonable(dataclasses.asdict(self)), indent=2)
 
     def slower_by_more_than(self, per_cent: float) -> list[SpeedVerdict]:
-        """The verdicts whose whole interval lies beyond so many per cent."""
-        limit = 1 + per_cent / 100
-        return [v for v in self.verdicts if v.time_ratio is not None and v.time_ratio.low > limit]
+        """The verdicts whose whole interval lies beyond so many per cent, launches being enough to tell."""
+        return [v for v in self.verdicts if v.verdict == "slower" and _is_beyond(v, per_cent)]
+
+    def unclear_beyond(self, per_cent: float) -> list[SpeedVerdict]:
+        """The verdicts that leave open whether it is slower by so many per cent: what is known of the noise does not
+        explain it, and launches are too few; or nothing can be said."""
+        return [v for v in self.verdicts if v.verdict == "inconclusive" and _is_beyond(v, per_cent)]
 
 
 def compare(found: Sequence[FoundRun]) -> Comparison:
@@ -72,20 +81,21 @@ def compare(found: Sequence[FoundRun]) -> Comparison:
     ]
     notes: list[str] = []
     verdicts: list[SpeedVerdict] = []
+    subjects: Sequence[Any] = found if kind == "training" else records
+    members = {first: [n for n, group in enumerate(groups) if group == first] for first in sorted(set(groups))}
+    alike = subjects if len(set(map(_key, records))) == 1 else ()
+    for first in list(members)[1:]:
+        sides = [([labels[n] for n in members[at]], [subjects[n] for n in members[at]]) for at in (first, 0)]
+        if kind == "training":
+            verdicts.append(training_verdict(*sides, alike=alike))
+        elif kind == "scaling study":
+            verdicts += study_verdicts(*sides, alike=alike)
+        else:
+            verdicts.append(sweep_verdict(*sides, alike=alike))
     if kind == "training":
-        firsts = sorted(set(groups))
-        members = {first: [n for n, group in enumerate(groups) if group == first] for first in firsts}
-        for first in firsts[1:]:
-            sides = [([labels[n] for n in members[at]], [found[n] for n in members[at]]) for at in (first, 0)]
-            verdicts.append(training_verdict(*sides))
-        alike = [n for n in range(1, len(found)) if _workload(records[n]) == _workload(records[0])]
-        notes += [loss_difference(labels[n], found[n], found[0]) for n in alike]
-    for number in range(1, len(found)):
-        if kind == "scaling study":
-            verdicts += study_verdicts(labels[number], records[number], records[0])
-        elif kind == "sweep":
-            verdicts.append(sweep_verdict(labels[number], records[number], records[0]))
-    if any(v.time_ratio is not None and "," not in v.runs + v.base for v in verdicts) and kind == "training":
+        same = [n for n in range(1, len(found)) if _workload(records[n]) == _workload(records[0])]
+        notes += [loss_difference(labels[n], found[n], found[0]) for n in same]
+    if any(v.basis not in ("", "launches") for v in verdicts):
         notes.append(SINGLE)
     if sum(v.time_ratio is not None for v in verdicts) >= MOST_BY_CHANCE:
         notes.append("each interval holds with 95 %: of 20 equal things, one is beyond noise by chance")
@@ -112,20 +122,29 @@ def _check(found: Sequence[FoundRun]) -> None:
 
 def _groups(records: Sequence[Any]) -> list[int]:
     """For each, the number of the first that it repeats; each its own where all are alike, or none is like another."""
-    alone = list(range(len(records)))
-    if not isinstance(records[0], RunRecord):
-        return alone
-    keys = [json.dumps(_identity(record), sort_keys=True) for record in records]
+    keys = list(map(_key, records))
     groups = [keys.index(key) for key in keys]
-    return groups if len(set(groups)) > 1 else alone
+    return groups if len(set(groups)) > 1 else list(range(len(records)))
+
+
+def _key(record: Any) -> str:
+    """Equal for records that are repeats of each other."""
+    if isinstance(record, RunRecord):
+        return json.dumps(_identity(record), sort_keys=True)
+    hashes = (getattr(record.conditions, f"{name}_hash") for name in ("config", "code", "environment", "topology"))
+    return " ".join(hashes)
 
 
 def _identity(record: RunRecord) -> dict[str, Any]:
-    """What repeats have in common."""
+    """What repeated trainings have in common."""
     own = ("tracking", "checkpoint", "seed")
     config = {section: values for section, values in record.config.items() if section not in own}
     known = conditions(record)
     return jsonable({"config": config, **{s: known[s] for s in ("code", "environment", "topology", "data")}})
+
+
+def _is_beyond(verdict: SpeedVerdict, per_cent: float) -> bool:
+    return verdict.time_ratio is None or verdict.time_ratio.low > 1 + per_cent / 100
 
 
 def _workload(record: RunRecord) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 from rich.console import Console
 
 from scaleray.reports.comparison import Comparison
-from scaleray.reports.record_terminal import as_rich, print_whole, width_of
+from scaleray.reports.record_terminal import print_whole, width_of
+from scaleray.reports.terminal_tables import as_rich
 from scaleray.study_tables import Table
 
 LONGEST_VALUE = 60

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from rich import box
-from rich.table import Table
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from scaleray.planner.advise import Advice, Choice
 from scaleray.planner.checkpoints import CheckpointCost
@@ -15,62 +15,105 @@ from scaleray.planner.fits import memory_interval
 from scaleray.planner.memory import GIB
 from scaleray.planner.outlook import Outlook
 from scaleray.planner.published.rows import Skipped
+from scaleray.planner.transfers import TransferScore
 from scaleray.planner.validate import Score
+from scaleray.planner.write import is_runnable, layout_options
+from scaleray.reports.terminal_tables import as_rich
+from scaleray.study_tables import Table, count, memory, seconds, sentence_case, with_interval
 
 
-def plan_table(advice: Advice, *, rows: int) -> Table:
-    """The first `rows` choices."""
-    question = advice.question
+def plan_view(
+    advice: Advice, seen: Outlook, *, rows: int, width: int, num_samples: float | None = None, kept: CheckpointCost | None = None
+) -> RenderableType:  # fmt: skip
+    """The whole plan for a console of `width` columns: layouts, why, where memory and time go, the curve, checkpoints, the verdict."""
+    best, question = advice.best, advice.question
     cluster = question.cluster
-    made = _table(
+    why_lines = [
+        f"recommended: {best.layout.describe()}",
+        f"  {why(advice)}",
+        f"  {seen.limit}",
+        *(f"  {line}" for line in faster_lines(advice)),
+    ]
+    why_lines += [f"  assumed: {note}" for note in (*cluster.notes, *question.model.notes)]
+    why_lines += [f"  {line}" for line in width_lines(best)]
+    room = bar_width(width)
+    memory_lines = [
+        "",
+        f"memory of one GPU, {cluster.gpu.memory_gib:.1f} GiB:",
+        *(f"  {line}" for line in memory_doubt(advice)),
+    ]
+    memory_lines += _bars(
+        {name: value / GIB for name, value in best.memory.parts().items()}, cluster.gpu.memory_gib, "GiB", room
+    )
+    time_lines = ["", "time of one step:", *_bars(best.step.parts(), best.step.total_s, "s", room), ""]
+    return Group(
+        as_rich(layout_table(advice, rows), width=width),
+        *map(_text, [*why_lines, *memory_lines, *time_lines]),
+        as_rich(curve_table(seen), width=width),
+        *map(_text, _closing(advice, seen, num_samples, kept)),
+    )
+
+
+def layout_table(advice: Advice, rows: int) -> Table:
+    """The first `rows` choices, the recommended one first."""
+    question, shown = advice.question, advice.choices[:rows]
+    cluster = question.cluster
+    has_tokens = question.model.tokens_per_sample > 1
+    cells = []
+    for number, one in enumerate(shown, 1):
+        row = {
+            "rank": f"{number}{'' if one is not advice.best else ' *'}", "layout": one.layout.describe(),
+            "step time": with_interval(one.step_time_s, seconds) + ("" if one.is_trusted else " ?"),
+            "tokens/s" if has_tokens else "samples/s": count(one.tokens_per_s if has_tokens else one.samples_per_s), "MFU": f"{one.mfu:.1%}",
+            "memory": memory(one.memory.device_bytes) + ("" if one.fits == "fits" else " !"), "waits for comm": f"{one.step.exposed_comm_s / one.step.total_s:.0%}",
+        }  # fmt: skip
+        if one.cost_per_million_samples is not None:
+            row["per 1M samples"] = f"{one.cost_per_million_samples:.2f}"
+        cells.append(row)
+    notes = [
+        f"{len(advice.choices)} of {advice.num_layouts} layouts fit. In brackets the interval that holds 90% of published rows like these."
+    ]
+    notes.append(f"* recommended: {_ranked_words(advice)}.")
+    notes += [] if all(one.fits == "fits" for one in shown) else ["! its memory may not fit."]
+    notes += [] if all(one.is_trusted for one in shown) else ["? should not be trusted without a measurement."]
+    title = (
         f"{question.model.name} ({_count(question.model.num_params)} parameters) on {cluster.num_nodes} x {cluster.gpus_per_node} {cluster.gpu.name}, "
-        f"{question.global_batch} samples a step, {question.precision}",
-        f"{len(advice.choices)} of {advice.num_layouts} layouts fit; intervals hold 90 % of published rows like these"
-        + ("" if all(choice.is_trusted for choice in advice.choices[:rows]) else "; ? marks what should not be trusted without a measurement")
-        + ("" if all(choice.fits == "fits" for choice in advice.choices[:rows]) else "; ! may not fit"),
+        f"{question.global_batch} samples a step, {question.precision}"
     )  # fmt: skip
-    for name in ("layout", "micro-\nbatch", "recompute", "step s", "90 % interval", "tokens/s" if question.model.tokens_per_sample > 1 else "samples/s", "MFU %", "GiB", "waits for\ncomm %"):  # fmt: skip
-        made.add_column(name, justify="left" if name in ("layout", "recompute") else "right", no_wrap=True)
-    priced = cluster.price_per_gpu_hour is not None
-    if priced:
-        made.add_column("per 1M\nsamples", justify="right", no_wrap=True)
-    for choice in advice.choices[:rows]:
-        layout, step = choice.layout, choice.step_time_s
-        rate = choice.tokens_per_s if question.model.tokens_per_sample > 1 else choice.samples_per_s
-        cells = [
-            _layout_words(choice), f"{layout.micro_batch} x {layout.accumulation}", layout.checkpointing, f"{step.value:.3g}",
-            f"{step.low:.3g} to {step.high:.3g}{'' if choice.is_trusted else ' ?'}", _count(rate), f"{100 * choice.mfu:.1f}",
-            f"{choice.memory.device_bytes / GIB:.1f}{'' if choice.fits == 'fits' else ' !'}", f"{100 * choice.step.exposed_comm_s / choice.step.total_s:.0f}",
-        ]  # fmt: skip
-        made.add_row(*cells, *([f"{choice.cost_per_million_samples:.2f}"] if priced else []))
-    return made
+    return Table(title, tuple(cells[0]), tuple(tuple(row.values()) for row in cells), tuple(notes))
 
 
-def plan_lines(
-    advice: Advice, seen: Outlook, *, num_samples: float | None = None, kept: CheckpointCost | None = None
-) -> list[str]:
-    """What follows the table: why, where memory and time go, the curve, checkpoints, the verdict."""
+def _ranked_words(advice: Advice) -> str:
+    if not any(one.fits == "fits" for one in advice.choices):
+        return "of layouts that may not fit, for none surely does"
+    return (
+        "the smallest"
+        if advice.question.rank_by == "memory"
+        else "the fastest whose memory surely fits, and of those as fast the plainest"
+    )
+
+
+def curve_table(seen: Outlook) -> Table:
+    """What the best layout of each number of GPUs would do."""
+    rows = tuple(
+        (str(p.num_gpus), with_interval(p.samples_per_s, count), f"{p.efficiency:.1%}", p.choice.layout.describe() + ("" if p.choice.fits == "fits" else " !"))
+        for p in seen.points
+    )  # fmt: skip
+    base = f"Efficiency: throughput of a GPU over {count(seen.alone.samples_per_s)} samples/s, which one GPU alone would have with memory enough."
+    marks = () if all(p.choice.fits == "fits" for p in seen.points) else ("! its memory may not fit.",)
+    remarks = tuple(f"{sentence_case(words)}." for words in seen.remarks)
+    return Table(
+        "By number of GPUs", ("GPUs", "samples/s", "efficiency", "best layout"), rows, (base, *marks, *remarks)
+    )
+
+
+def _closing(advice: Advice, seen: Outlook, num_samples: float | None, kept: CheckpointCost | None) -> list[str]:
     best, cluster = advice.best, advice.question.cluster
-    lines = [f"recommended: {best.layout.describe()}", f"  {why(advice)}", f"  {seen.limit}"]
-    lines += [f"  assumed: {note}" for note in (*cluster.notes, *advice.question.model.notes)]
-    lines += [f"  unlike the published rows, so that its interval is wider: {words}" for words in best.doubts]
-    lines += ["", f"memory of one GPU, {cluster.gpu.memory_gib:.1f} GiB:"]
-    lines += memory_doubt(advice)
-    lines += _bars({name: value / GIB for name, value in best.memory.parts().items()}, cluster.gpu.memory_gib, "GiB")
-    lines += ["", "time of one step:", *_bars(best.step.parts(), best.step.total_s, "s")]
-    lines += ["", "GPUs   samples/s (90 % interval)        efficiency  layout"]
-    for point in seen.points:
-        lines.append(
-            f"{point.num_gpus:5d}  {point.samples_per_s!s:<32} {100 * point.efficiency:6.1f} %    {point.choice.layout.describe()}"
-        )
+    lines: list[str] = []
     dropped = Counter(one.layout.strategy for one in advice.rejected)
     if dropped:
-        lines += [
-            "",
-            "dropped for memory: "
-            + ", ".join(f"{count} of {name}" for name, count in dropped.most_common(6))
-            + " (plan explain says why)",
-        ]
+        words = ", ".join(f"{count} of {name}" for name, count in dropped.most_common(6))
+        lines.append(f"dropped for memory: {words} (plan explain says why)")
     if kept is not None:
         lines += ["", *checkpoint_lines(kept)]
     if num_samples:
@@ -80,7 +123,12 @@ def plan_lines(
         lines.append(f"{num_samples:,.0f} samples take {hours:,.1f} hours{cost}")
     if not best.is_trusted:
         lines.append(
-            "do not trust the figures alone: nothing was measured on this model. One step on one GPU narrows them: --step-time, --from-run"
+            "do not trust the figures alone: "
+            + (
+                "nothing was measured on this model. One step on one GPU narrows them: --step-time, --from-run"
+                if best.kind == "unmeasured"
+                else "what was measured is far from what is asked"
+            )
         )
     return [*lines, f"next doubling: {seen.doubling}"]
 
@@ -105,19 +153,37 @@ def checkpoint_lines(kept: CheckpointCost) -> list[str]:
 
 
 def memory_doubt(advice: Advice) -> list[str]:
-    """Where the recommended layout may need more than there is: how much, and the fastest that does not."""
+    """Where no layout surely fits: how much the recommended one may need."""
     best = advice.best
     if best.fits == "fits":
         return []
-    needed = memory_interval(best.memory)
-    found = [
-        f"  may not fit: {needed.value / GIB:.1f} GiB are predicted, {needed.high / GIB:.1f} are as many as rows like it took"
-    ]
-    safe = next((one for one in advice.choices if one.fits == "fits"), None)
-    if safe is not None:
-        slower = 100 * (safe.step_time_s.value / best.step_time_s.value - 1)
-        found.append(f"  the fastest that fits all the same, {slower:.0f} % slower: {safe.layout.describe()}")
+    return [f"no layout surely fits; this one may not fit: {_needed(best)}"]
+
+
+def width_lines(choice: Choice) -> list[str]:
+    """Why the interval of a choice is as wide as it is."""
+    found = [f"its interval is wider: {reason.words}" for reason in choice.reasons]
+    if choice.kind == "unmeasured":
+        found = ["its interval is wide: nothing was measured, all is from data sheets"]
+    return [*found, *(f"unlike the published rows, so that its interval is wider: {words}" for words in choice.doubts)]
+
+
+def faster_lines(advice: Advice) -> list[str]:
+    """A faster layout that may not fit: what it would gain, and how to find out."""
+    rival = advice.faster
+    if rival is None:
+        return []
+    gain = rival.samples_per_s / advice.best.samples_per_s - 1
+    found = [f"{100 * gain:.0f} % faster, but may not fit: {rival.layout.describe()}; {_needed(rival)}"]
+    if is_runnable(rival.layout):
+        options = " ".join(layout_options(rival.layout))
+        found.append(f"to try that one: a few steps of scaleray train with {options} --stop.after '5 steps', and peak_memory_bytes in their record.json")  # fmt: skip
     return found
+
+
+def _needed(choice: Choice) -> str:
+    said = memory_interval(choice.memory)
+    return f"{said.value / GIB:.1f} GiB are predicted, {said.high / GIB:.1f} are as many as rows like it took"
 
 
 def why(advice: Advice) -> str:
@@ -142,14 +208,9 @@ def why(advice: Advice) -> str:
 
 def score_table(title: str, lines: Sequence[Score]) -> Table:
     """Validation, a line for each source or family. Errors in percent of the step time, efficiency in points."""
-    made = _table(
-        title,
-        "errors in % of step time: median / 90th percentile. trivial: throughput per GPU stays that of the smallest point",
-    )
-    for name in ("", "rows", "data sheets", "rows", "one point", "trivial", "bends", "ours/trivial", "eff. pts", "Pollux (ours)", "memory", "OOM", "inside %", "rank", "regret %"):  # fmt: skip
-        made.add_column(name, justify="left" if not name else "right", no_wrap=True)
-    for line in lines:
-        made.add_row(
+    columns = ("", "rows", "data sheets", "anchored rows", "one point", "trivial", "bends", "ours/trivial", "eff. pts", "Pollux (ours)", "memory", "OOM", "inside %", "rank", "regret %")  # fmt: skip
+    rows = tuple(
+        (
             line.name, str(line.num_sheets), _pair(line.sheets_median, line.sheets_p90), str(line.num_anchored),
             _pair(line.anchored_median, line.anchored_p90), _pair(line.trivial_median, line.trivial_p90), str(line.num_bending),
             _pair(line.bending_mean, line.bending_trivial_mean), _points(line.efficiency_median_points),
@@ -157,8 +218,38 @@ def score_table(title: str, lines: Sequence[Score]) -> Table:
             f"{_pair(line.memory_median, line.memory_p90)} of {line.num_memory}" if line.num_memory else "",
             f"{line.num_out_of_memory_right}/{line.num_out_of_memory}" if line.num_out_of_memory else "",
             _percent(line.inside_share, 0), "" if line.rank_correlation is None else f"{line.rank_correlation:.2f}", _percent(line.regret),
-        )  # fmt: skip
-    return made
+        )
+        for line in lines
+    )  # fmt: skip
+    note = "Errors in % of step time: median / 90th percentile. trivial: throughput per GPU stays that of the smallest point."
+    return Table(title, columns, rows, (note,))
+
+
+def transfer_table(lines: Sequence[TransferScore]) -> Table:
+    """Coverage of the intervals, a line for each transfer."""
+    columns = (
+        "asked from",
+        "rows",
+        "sources",
+        "error %",
+        "inside %",
+        "mean of sources",
+        "near's interval %",
+        "its mean of sources",
+        "interval",
+    )
+    rows = tuple(
+        (
+            line.words, str(line.num_rows), str(line.num_sources), _percent(line.error_median), _percent(line.inside_share, 0), _percent(line.inside_by_source, 0),
+            _percent(line.near_share, 0), _percent(line.near_by_source, 0), "" if line.width_median is None else f"{line.width_median:.2f}",
+        )
+        for line in lines
+    )  # fmt: skip
+    note = (
+        "Rows inside the stated 90% interval; near's interval: what would be stated if the distance were not known. error: median. "
+        "interval: its upper end over its lower one, median."
+    )
+    return Table("intervals far from what was measured", columns, rows, (note,))
 
 
 def skipped_lines(skipped: Sequence[Skipped]) -> list[str]:
@@ -167,20 +258,9 @@ def skipped_lines(skipped: Sequence[Skipped]) -> list[str]:
     return [f"{count:5d} rows of {source}: {reason}" for (source, reason), count in sorted(groups.items())]
 
 
-def _table(title: str, caption: str) -> Table:
-    return Table(
-        title=title, caption=caption, box=box.SIMPLE, padding=(0, 1), title_justify="left", caption_justify="left"
-    )
-
-
-def _layout_words(choice: Choice) -> str:
-    layout = choice.layout
-    words = layout.strategy + (f" data {layout.data}" if layout.data > 1 else "")
-    return (
-        words
-        + (f" shard {layout.shard}" if layout.sharding == "zero3" and layout.shard != layout.data else "")
-        + (" interleaved" if layout.chunks > 1 else "")
-    )
+def _text(line: str) -> Text:
+    """A line that is wrapped between words, under its own indentation."""
+    return Text(line, overflow="fold")
 
 
 def _kind(layout: Any) -> str:
@@ -194,11 +274,15 @@ def _kind(layout: Any) -> str:
     )
 
 
-def _bars(parts: dict[str, float], whole: float, unit: str) -> list[str]:
-    width = 50
+def bar_width(width: int) -> int:
+    """Of the longest bar on a console of `width` columns."""
+    return max(8, min(50, width - 34))
+
+
+def _bars(parts: dict[str, float], whole: float, unit: str, room: int) -> list[str]:
     shown = {name: value for name, value in parts.items() if value > 0.002 * whole}
     return [
-        f"  {name:<16} {'#' * max(1, round(width * value / whole)):<{width}} {value:8.3g} {unit}"
+        f"  {name:<16} {'#' * max(1, round(room * value / whole)):<{room}} {value:8.3g} {unit}"
         for name, value in shown.items()
     ]
 

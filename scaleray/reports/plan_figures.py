@@ -11,7 +11,6 @@ from scaleray.planner.memory import GIB
 from scaleray.planner.outlook import Outlook
 from scaleray.reports import drawing
 from scaleray.reports.drawing import BLUE, GREEN, INK, MUTED, ORANGE, PALE, PURPLE, SKY, VERMILION, Drawing, draw
-from scaleray.reports.speedup_figures import workers_in_words
 from scaleray.study_records import Estimate
 
 TIME_COLOURS = {
@@ -68,7 +67,7 @@ def curve(seen: Outlook) -> Drawing:
     """Predicted throughput over the number of GPUs with its band, on two logarithmic axes."""
     gpus = [point.num_gpus for point in seen.points]
     rates = [point.samples_per_s for point in seen.points]
-    ideal = [rates[0].value / gpus[0] * n for n in gpus]
+    ideal = [seen.alone.samples_per_s * n for n in gpus]
 
     def paint(ax: Any) -> None:
         ax.fill_between(gpus, [r.low for r in rates], [r.high for r in rates], color=BLUE, alpha=0.16, linewidth=0)
@@ -79,7 +78,7 @@ def curve(seen: Outlook) -> Drawing:
         ax.set(xlabel="GPUs", ylabel="samples/s")
         drawing.label_ends(ax, [(gpus[-1], ideal[-1], "ideal", MUTED), (gpus[-1], rates[-1].value, "predicted", BLUE)])
 
-    caption = f"The best layout of each size, at the same global batch. Ideal is relative to {workers_in_words(gpus[0]).replace('worker', 'GPU')}; the band is the 90% interval."
+    caption = "The best layout of each size, at the same global batch. Ideal: every GPU as fast as one alone with memory enough; the band is the 90% interval."
     return draw("curve", "Predicted curve", caption, paint)
 
 

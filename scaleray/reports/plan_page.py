@@ -11,11 +11,18 @@ from scaleray.planner.memory import GIB
 from scaleray.planner.outlook import Outlook
 from scaleray.planner.to_target import Way
 from scaleray.reports.page import Fact, Page, Section, render
-from scaleray.reports.plan import checkpoint_lines, memory_doubt, why
+from scaleray.reports.plan import (
+    checkpoint_lines,
+    curve_table,
+    faster_lines,
+    layout_table,
+    memory_doubt,
+    why,
+    width_lines,
+)
 from scaleray.reports.plan_figures import curve, frontier, memory_bars, time_bars
-from scaleray.reports.plan_target import WAY_CAPTION, WAY_COLUMNS, shown_ways, way_cells
-from scaleray.reports.study_report import sentence_case
-from scaleray.study_tables import Table, count, memory, seconds, with_interval
+from scaleray.reports.plan_target import way_table
+from scaleray.study_tables import Table, count, memory, seconds, sentence_case, with_interval
 
 MOST_REASONS = 6
 
@@ -31,25 +38,33 @@ def plan_page(
     cluster = question.cluster
     title = f"{question.model.name} on {cluster.num_nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"
     shown = advice.choices[:rows]
-    is_trusted = all(choice.is_trusted for choice in shown)
     drawn = [frontier(advice), *([curve(seen)] if len(seen.points) > 1 else [])]
     page = Page(
         kind="Plan", name=title, when=f"{question.global_batch} samples a step, {question.precision}",
         headline=f"{best.layout.strategy} on {cluster.num_gpus} GPUs: {with_interval(best.step_time_s, seconds)} a step",
         verdicts=[f"Recommended: {best.layout.describe()}; {why(advice)}. {seen.limit}.", f"Next doubling: {seen.doubling}."],
-        words=_doubts(advice), marks=[] if best.is_trusted else ["predicted without a measurement on this model: do not trust the figures alone"],
+        words=_doubts(advice), marks=_marks(best),
         figures=_facts(advice),
         sections=[
-            *([Section("Time to the target", tables=[_target(ways, cluster.num_gpus)])] if ways else []),
+            *([Section("Time to the target", tables=[way_table(ways, num_gpus=cluster.num_gpus)])] if ways else []),
             *([Section("Checkpoints and interruptions", words=[line.strip() for line in checkpoint_lines(kept)])] if kept else []),
-            Section("Throughput", drawings=drawn, tables=[_curve_table(seen)]),
+            Section("Throughput", drawings=drawn, tables=[curve_table(seen)]),
             Section("Layouts", drawings=[time_bars(shown, best.step_time_s), memory_bars(shown, limit_gib=cluster.gpu.memory_gib)],
-                    tables=[_layouts(advice, shown, is_trusted=is_trusted), _dropped(advice)]),
+                    tables=[layout_table(advice, rows), _dropped(advice)]),
         ],
         command=command, notes=[f"Assumed: {note}." for note in (*cluster.notes, *question.model.notes)],
         closing="Predicted, not measured. This page needs no network.",
     )  # fmt: skip
     return render(page)
+
+
+def _marks(best: Choice) -> list[str]:
+    if best.is_trusted:
+        return []
+    missing = (
+        "without a measurement on this model" if best.kind == "unmeasured" else "from a measurement that is far from it"
+    )
+    return [f"predicted {missing}: do not trust the figures alone"]
 
 
 def _facts(advice: Advice) -> list[Fact]:
@@ -74,33 +89,13 @@ def _facts(advice: Advice) -> list[Fact]:
 
 
 def _doubts(advice: Advice) -> list[str]:
-    found = [f"{sentence_case(line.strip())}." for line in memory_doubt(advice)]
-    found += [f"Unlike the published rows, so that its interval is wider: {words}." for words in advice.best.doubts]
-    if not advice.best.is_trusted:
+    found = [f"{sentence_case(line)}." for line in (*memory_doubt(advice), *faster_lines(advice))]
+    found += [f"{sentence_case(line)}." for line in width_lines(advice.best)]
+    if advice.best.kind == "unmeasured":
         found.append(
             "One step measured on one GPU narrows the intervals: --step-time with --micro-batch, or --from-run."
         )
     return found
-
-
-def _target(ways: Sequence[Way], num_gpus: int) -> Table:
-    rows = tuple(tuple(way_cells(way)) for way in shown_ways(ways, num_gpus))
-    return Table("Batch sizes and numbers of GPUs", WAY_COLUMNS, rows, (f"{WAY_CAPTION}.",))
-
-
-def _layouts(advice: Advice, shown: Sequence[Choice], *, is_trusted: bool) -> Table:
-    rows = [
-        (
-            str(number), one.layout.describe(), with_interval(one.step_time_s, seconds) + ("" if one.is_trusted else " ?"), count(one.samples_per_s),
-            f"{one.mfu:.1%}", memory(one.memory.device_bytes) + ("" if one.fits == "fits" else " !"), f"{one.step.exposed_comm_s / one.step.total_s:.0%}",
-        )
-        for number, one in enumerate(shown, 1)
-    ]  # fmt: skip
-    note = f"{len(advice.choices)} of {advice.num_layouts} layouts fit. In brackets the interval that holds 90% of published rows like these."
-    note += "" if all(one.fits == "fits" for one in shown) else " ! marks a layout whose memory may not fit."
-    note += "" if is_trusted else " ? marks what should not be trusted without a measurement."
-    columns = ("rank", "layout", "step time", "samples/s", "MFU", "memory", "waits for comm")
-    return Table("The best layouts", columns, tuple(rows), (note,))
 
 
 def _dropped(advice: Advice) -> Table:
@@ -110,11 +105,3 @@ def _dropped(advice: Advice) -> Table:
     more = len(strategies) - len(rows)
     notes = (f"{more} more kinds: scaleray plan explain layouts.",) if more > 0 else ()
     return Table("Dropped for memory", ("kind of layout", "layouts", "the nearest to fit"), rows, notes)
-
-
-def _curve_table(seen: Outlook) -> Table:
-    rows = tuple(
-        (str(p.num_gpus), with_interval(p.samples_per_s, count), f"{p.efficiency:.0%}", p.choice.layout.describe())
-        for p in seen.points
-    )
-    return Table("By number of GPUs", ("GPUs", "samples/s", "efficiency", "best layout"), rows)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import io
-import textwrap
 
-from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.table import Table as RichTable
 from rich.text import Text
 
+from scaleray.reports.terminal_tables import as_rich
 from scaleray.study_headlines import study_headline, sweep_headline
 from scaleray.study_records import StudyRecord, SweepRecord
-from scaleray.study_tables import Table, study_tables, sweep_table
+from scaleray.study_tables import study_tables, sweep_table
 
 PIPE_WIDTH = 4000
 """Columns where there is no terminal, such as in a job's log: nothing is left out or wrapped."""
-MOST_ROWS = 40
 
 
 def show_record(console: Console, record: StudyRecord | SweepRecord) -> None:
@@ -69,34 +66,3 @@ def last_lines(record: StudyRecord | SweepRecord) -> list[str]:
     if record.folder:
         lines += [f"report:  {record.folder}/report.html", f"record:  {record.folder}/record.json"]
     return lines
-
-
-def as_rich(table: Table, *, width: int) -> RenderableType:
-    """The table for a console; intervals stand below their values. What does not fit into `width` is named below it."""
-    cells = [
-        [cell if table.is_text(n) else cell.replace(" (", "\n(") for n, cell in enumerate(row)]
-        for row in table.rows[:MOST_ROWS]
-    ]
-    # figures stay whole; what gives way are headings and words
-    widths = [
-        max((len(line) for row in cells for line in row[n].splitlines()), default=0) if not table.is_text(n) else 8
-        for n in range(len(table.columns))
-    ]
-    widths = [
-        max([own, *(len(word) for word in column.split())]) for own, column in zip(widths, table.columns, strict=True)
-    ]
-    fitting = [n for n in range(len(widths)) if sum(widths[: n + 1]) + 3 * (n + 1) + 2 <= width]
-    notes = list(table.notes)
-    if left_out := [column for n, column in enumerate(table.columns) if n not in fitting]:
-        notes.append(f"In the report, for want of room here: {', '.join(left_out)}.")
-    if len(table.rows) > MOST_ROWS:
-        notes.append(f"{len(table.rows) - MOST_ROWS} more rows are in the report.")
-    made = RichTable(title=Text(table.title, style="bold"), box=box.SIMPLE, padding=(0, 1), title_justify="left")
-    for n in fitting:
-        is_text = table.is_text(n)
-        heading = Text(textwrap.fill(table.columns[n], widths[n], break_long_words=False))
-        made.add_column(heading, justify="left" if n == 0 or is_text else "right", no_wrap=not is_text)
-    for row in cells:
-        made.add_row(*(Text(row[n]) for n in fitting))
-    # not the table's caption, which would be as narrow as the table
-    return Group(made, *(Text(note, style="dim") for note in notes))

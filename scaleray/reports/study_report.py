@@ -11,7 +11,7 @@ from scaleray.reports.page import Fact, Page, Section, write
 from scaleray.reports.study_figures import noise_scale, study_drawings
 from scaleray.study_headlines import study_headline
 from scaleray.study_records import Conditions, Curve, StudyRecord
-from scaleray.study_tables import Table, count, figure, marks_of, seconds, study_tables
+from scaleray.study_tables import Table, count, figure, marks_of, seconds, sentence_case, study_tables
 
 
 def write_study_report(record: StudyRecord, folder: str | Path) -> list[Path]:
@@ -76,11 +76,6 @@ def when(started_at: float, duration_s: float) -> str:
 def where(mlflow_link: str, folder: str) -> list[str]:
     """Where the record is, as plain text: a page that is passed on must not lead to a server."""
     return ([f"MLflow: {mlflow_link}"] if mlflow_link else []) + ([f"Record: {folder}/record.json"] if folder else [])
-
-
-def sentence_case(text: str) -> str:
-    """The text as a sentence begins."""
-    return text[:1].upper() + text[1:]
 
 
 def _section(record: StudyRecord, curve: Curve, table: Table) -> Section:

@@ -12,7 +12,7 @@ from scaleray.reports.rule_limits import ended_at, rule_limits
 from scaleray.scaling.sweep_result import find_knee
 from scaleray.study_records import SweepRecord, Trial
 from scaleray.study_tables import seconds
-from scaleray.sweep_settings import BROKEN, Setting, best_by_batch, settings
+from scaleray.sweep_settings import BROKEN, Setting, best_by_batch, settings, trained
 from scaleray.tracking.study_values import thinned
 
 MOST_LINES = 60
@@ -31,12 +31,12 @@ MOST_ARROWS = 60
 
 def sweep_drawings(record: SweepRecord) -> list[Drawing]:
     """All figures for which there are figures."""
-    trained = [t for t in record.trials if t.curve]
+    with_curve = [t for t in trained(record) if t.curve]
     by_batch = best_by_batch(record)
     made = maps(record)
     if any(s.samples_to_target is not None for batches in by_batch.values() for s in batches.values()):
         made += [to_target(record, "samples"), to_target(record, "time")]
-    if trained:
+    if with_curve:
         made += [curves(record, "samples"), curves(record, "time")]
     if record.goodput:
         made.append(goodput(record))
@@ -117,6 +117,15 @@ def _map(
             )
             ax.scatter([s.batch_size for s in chosen], [s.learning_rate for s in chosen], s=size * 1.5, facecolors="none", edgecolors=INK,
                        linewidths=1.3, zorder=4)  # fmt: skip
+            shared = [s for s in own if s.one_training_with]
+            ax.scatter(
+                [s.batch_size for s in shared],
+                [s.learning_rate for s in shared],
+                s=size * 0.12,
+                color="white",
+                linewidths=0,
+                zorder=5,
+            )
             drawing.log2_axis(ax.xaxis, batches, most=7 if len(rules) < 4 else 5)
             drawing.log_axis(ax.yaxis)
             ax.margins(0.09)
@@ -152,6 +161,11 @@ def _map(
     signs += (
         [f"dotted: the critical batch size of these trials, about {knee.batch_size:,.0f}"]
         if knee is not None and is_knee_shown
+        else []
+    )
+    signs += (
+        ["white centre: one training with another rule, which ran once and stands under both"]
+        if any(s.one_training_with for s in found if s.rule in rules)
         else []
     )
     caption = f"Colour: {what}, the median over seeds; {'; '.join(signs)}.{left}"
@@ -202,14 +216,19 @@ def to_target(record: SweepRecord, what: str) -> Drawing:
         if what == "samples"
         else "The lowest point is the fastest batch size."
     )
-    caption = f"The best learning rate of each rule at each batch size; small dots are single seeds. {reading} A line ends where the target is missed."
+    meeting = sorted({b for found in by_batch.values() for b, s in found.items() if s.one_training_with})
+    shared = f" At batch {', '.join(map(str, meeting))} rules are one training, which ran once." if meeting else ""
+    caption = (
+        f"The best learning rate of each rule at each batch size; small dots are single seeds. {reading}{shared} "
+        "A line ends where the target is missed."
+    )
     return draw(f"target-{what}", f"{what.capitalize()} to target", caption, paint, marks=record.marks)
 
 
 def curves(record: SweepRecord, against: str) -> Drawing:
     """The metric over samples or seconds, coloured by batch size: the best trial of each rule and batch size first."""
-    trained = [t for t in record.trials if t.curve]
-    chosen = _chosen(record, trained)
+    with_curve = [t for t in trained(record) if t.curve]
+    chosen = _chosen(record, with_curve)
     batches = sorted({t.batch_size for t in chosen})
     shade = dict(zip(batches, drawing.shades(len(batches)), strict=True))
     column = 0 if against == "samples" else 1
@@ -239,8 +258,8 @@ def curves(record: SweepRecord, against: str) -> Drawing:
         drawing.legend_beside(ax, "batch size")
 
     left = (
-        f" {len(chosen)} of {len(trained)} trials are drawn: the best of each rule and batch size, then evenly over the rest."
-        if len(chosen) < len(trained)
+        f" {len(chosen)} of {len(with_curve)} trials are drawn: the best of each rule and batch size, then evenly over the rest."
+        if len(chosen) < len(with_curve)
         else ""
     )
     return draw(
@@ -298,7 +317,7 @@ def goodput(record: SweepRecord) -> Drawing:
 
 def noise(record: SweepRecord) -> Drawing:
     """The noise scale of each trial with its interval, over the samples that it had trained on."""
-    measured = [t for t in record.trials if (t.noise_scale or t.noise_interval) and t.samples]
+    measured = [t for t in trained(record) if (t.noise_scale or t.noise_interval) and t.samples]
     shown = thinned(measured, MOST_MARKS // 3)
     batches = sorted({t.batch_size for t in shown})
     shade = dict(zip(batches, drawing.shades(len(batches)), strict=True))
@@ -341,10 +360,11 @@ def _noise_bar(ax: Any, trial: Trial, low: float, high: float, *, colour: str, h
         ax.plot([trial.samples], [bottom], marker="v", markersize=5, color=colour, clip_on=False, zorder=3)
 
 
-def _chosen(record: SweepRecord, trained: Sequence[Trial]) -> list[Trial]:
-    first = [t for batches in best_by_batch(record).values() for s in batches.values() for t in s.trials[:1] if t.curve]
-    numbers = {t.number for t in first}
-    rest = [t for t in trained if t.number not in numbers]
+def _chosen(record: SweepRecord, with_curve: Sequence[Trial]) -> list[Trial]:
+    best = [s.trials[0] for batches in best_by_batch(record).values() for s in batches.values()]
+    numbers = {t.number if t.same_as is None else t.same_as for t in best}
+    first = [t for t in with_curve if t.number in numbers]
+    rest = [t for t in with_curve if t.number not in numbers]
     room = max(0, MOST_LINES - len(first))
     few = thinned(rest, room) if room >= 2 else rest[:room]
     return sorted([*thinned(first, MOST_LINES), *few], key=lambda t: t.batch_size)

@@ -14,7 +14,7 @@ from scaleray.scaling.sweep_result import rule_sentences
 from scaleray.study_headlines import sweep_headline
 from scaleray.study_records import SweepRecord
 from scaleray.study_tables import Table, count, figure, seconds, sweep_table
-from scaleray.sweep_settings import best, settings
+from scaleray.sweep_settings import best, settings, trained
 
 MOST_CAUSES = 8
 
@@ -57,6 +57,7 @@ def trial_rows(record: SweepRecord) -> list[dict[str, Any]]:
             "training_time_s": t.training_time_s, "total_time_s": t.total_time_s, "samples_per_s": t.samples_per_s,
             "noise_scale": t.noise_scale, "noise_scale_low": t.noise_interval[0] if t.noise_interval else None,
             "noise_scale_high": t.noise_interval[1] if t.noise_interval else None, "goodput": t.goodput, "error": t.error, "run_id": t.run_id,
+            "same_as": t.same_as,
         }
         for t in record.trials
     ]  # fmt: skip
@@ -101,7 +102,9 @@ def _facts(record: SweepRecord) -> list[Fact]:
 def _outcomes(record: SweepRecord) -> Table:
     rows = [(status, str(n)) for status, n in Counter(t.status for t in record.trials).most_common()]
     rows += [("scheduler", record.scheduler), ("search", record.search), ("target", record.target or "none")]
-    time_s = sum(t.training_time_s for t in record.trials)
+    if shared := len(record.trials) - len(trained(record)):
+        rows.append(("counted, as the same training as another", str(shared)))
+    time_s = sum(t.training_time_s for t in trained(record))
     total_s = sum(t.total_time_s for t in record.trials)
     rows.append(("training, of the time with workers", f"{seconds(time_s)} of {seconds(total_s)}"))
     return Table("How the trials ended", ("", "trials"), tuple(rows))

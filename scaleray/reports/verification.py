@@ -6,11 +6,11 @@ import io
 import math
 import textwrap
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, RenderableType
 
 from scaleray.launch.certificate import EqualityCertificate
+from scaleray.reports.terminal_tables import as_rich
+from scaleray.study_tables import Table
 from scaleray.training.verification import Mismatch, Outcome
 
 WIDTH = 110
@@ -23,45 +23,37 @@ QUANTITIES = {
     "gradient": "the gradient",
     "run": "the outcome",
     "steps": "the number of steps",
-    "random state": "what ranks draw",
+    "masks": "what dropout draws",
+    "restored parameters": "the restored value",
+    "restored state": "the restored state",
+    "averaging": "what replicas made of their values",
+    "own gradient": "a replica's own gradient",
+    "sent gradient": "the gradient that was sent",
+    "evaluation": "the measured",
 }
 """What a divergence's quantity is called in a sentence."""
 PLURAL = {"rows"}
 
 
-def table(certificate: EqualityCertificate) -> Table:
-    """Differences of every variant to one process, in the precision of the check and in the run's own."""
+def table(certificate: EqualityCertificate, *, width: int) -> RenderableType:
+    """Differences of every variant to one process, in the precision of the check and in the run's own, for `width` columns."""
     own = certificate.own_precision
-    made = Table(
-        title=f"{certificate.workload}: {certificate.steps} steps of {certificate.global_batch_size} samples, "
-        f"{certificate.precision}, bound {certificate.bound:g}",
-        caption=f"relative differences to one process; in {own} for information, with the model as it is",
-        box=box.SIMPLE,
-        padding=(0, 1),
-        title_justify="left",
-        caption_justify="left",
+    title = (
+        f"{certificate.workload}: {certificate.steps} steps of {certificate.global_batch_size} samples, "
+        f"{certificate.precision}, bound {certificate.bound:g}"
     )
-    for name in (
-        "strategy",
-        "workers",
-        "micro-\nbatches",
-        "loss",
-        "gradient\nnorm",
-        "final\nvalues",
-        f"loss\nin {own}",
-    ):
-        made.add_column(name, justify="left" if name == "strategy" else "right", no_wrap=True)
-    made.add_column("verdict")
-    for outcome in certificate.outcomes:
-        if outcome.verdict == "refused":
-            continue
-        c = outcome.comparison
-        made.add_row(
-            outcome.strategy, str(outcome.world_size), str(outcome.accumulation), _figure(c.loss), _figure(c.grad_norm),
-            _figure(c.parameters), _figure(outcome.own.loss if outcome.own else math.nan), _verdict(outcome),
-            style="red" if outcome.verdict == "differs" else "",
-        )  # fmt: skip
-    return made
+    columns = ("strategy", "workers", "micro-batches", "loss", "gradient norm", "final values", f"loss in {own}", "verdict")  # fmt: skip
+    judged = [outcome for outcome in certificate.outcomes if outcome.verdict != "refused"]
+    rows = tuple(
+        (
+            one.strategy, str(one.world_size), str(one.accumulation), _figure(one.comparison.loss), _figure(one.comparison.grad_norm),
+            _figure(one.comparison.parameters), _figure(one.own.loss if one.own else math.nan), _verdict(one),
+        )
+        for one in judged
+    )  # fmt: skip
+    note = f"Relative differences to one process; in {own} all steps start from the initial parameters."
+    styles = ["red" if one.verdict == "differs" else "" for one in judged]
+    return as_rich(Table(title, columns, rows, (note,)), width=width, styles=styles)
 
 
 def lines(certificate: EqualityCertificate) -> list[str]:
@@ -101,7 +93,7 @@ def as_text(certificate: EqualityCertificate) -> str:
     """Table and lines as plain text, for a file."""
     buffer = io.StringIO()
     console = Console(file=buffer, width=WIDTH, color_system=None)
-    console.print(table(certificate))
+    console.print(table(certificate, width=WIDTH))
     for line in lines(certificate):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return buffer.getvalue()

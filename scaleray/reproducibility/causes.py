@@ -24,6 +24,7 @@ from scaleray.reproducibility.equivalence import (
 SAME_RATIO = 1e-6
 """Ratios closer than this are the same, in float64."""
 
+RESUMED = ("restored parameters", "restored state", "resume")
 EVALUATION_MODE, NO_CLIPPING = "evaluation mode", "no clipping"
 """What an experiment takes out of both runs."""
 
@@ -34,6 +35,7 @@ class Cause(StrEnum):
     MODEL = "another model"
     DTYPE = "dtype"
     INITIAL_PARAMETERS = "initial parameters"
+    DATA_NOT_REPEATABLE = "data not repeatable"
     DATA_ORDER = "data order"
     LOSS_NORMALISATION = "loss normalisation"
     MISSING_SYNCHRONISATION = "missing gradient synchronisation"
@@ -43,6 +45,11 @@ class Cause(StrEnum):
     BATCH_NORM = "BatchNorm statistics"
     SCHEDULE = "schedule or learning-rate step count"
     CLIPPING = "clipping on a local norm"
+    PARAMETERS = "missing parameter synchronisation"
+    AVERAGING = "averaging of replicas"
+    COMPRESSION = "gradient compression"
+    EVALUATION = "evaluation"
+    RESUME = "state after a resume"
     FAILED = "the run failed"
     UNKNOWN = "not recognised"
 
@@ -64,26 +71,49 @@ class Layout:
     accumulation: int
     is_right_without_accumulation: bool = False
     """The same strategy on as many workers agrees when it does not accumulate."""
+    draws_by_itself: bool = False
+    """The strategy draws random numbers of its own, which say nothing about the model."""
 
 
 def from_traces(reference: Trace, other: Trace, divergence: Divergence, layout: Layout) -> Finding | None:
     """The class, where the traces alone are conclusive."""
     if divergence.step == 0 or divergence.quantity == "steps":
         return _before_training(reference, other, divergence)
+    if divergence.quantity in RESUMED:
+        return _restored(divergence)
+    if divergence.quantity == "averaging":
+        return _averaging(divergence)
     if divergence.quantity == "final values" and divergence.parameter not in reference.names:
         return Finding(Cause.BATCH_NORM, "all parameters agree, but not the buffers that the forward pass changes")
     ours, theirs = (trace.step(divergence.step) for trace in (reference, other))
+    if not theirs.rows_agree:
+        return Finding(Cause.DATA_ORDER, "workers of one replica read other rows than each other")
     if not same_rows(ours.rows, theirs.rows, in_order=divergence.quantity == "rows"):
         return _rows(ours, theirs)
-    if ours.updates != theirs.updates and divergence.quantity == "learning rate":
-        return _updates(ours, theirs)
+    if divergence.quantity == "learning rate":
+        return _updates(other, ours, theirs)
+    if divergence.quantity == "evaluation":
+        return None  # of what, only an experiment can say
     return (
         _narrow_numbers(reference, other, divergence, ours, theirs)
         or _ranks_disagree(other, divergence, theirs, layout)
         or _loss(ours, theirs, divergence, layout)
-        or _clipping(other, divergence, theirs)
+        or _clipping(other, theirs)
+        or _updates_disagree(other, divergence, theirs, layout)
         or _uniform_ratio(ours, theirs, divergence, layout)
     )
+
+
+def from_repetition(reference: Trace, again: Trace) -> Finding | None:
+    """The class, where the reference itself reads other values when it is run again: no order could be judged by them."""
+    for ours, theirs in zip(reference.steps, again.steps, strict=False):
+        if not same_rows(ours.rows, theirs.rows, in_order=True):
+            return Finding(
+                Cause.DATA_NOT_REPEATABLE,
+                f"one process alone, run again, reads other values in step {ours.step}: rows are not the same when they "
+                "are read again, whatever their order",
+            )
+    return None
 
 
 def _before_training(reference: Trace, other: Trace, divergence: Divergence) -> Finding:
@@ -102,6 +132,21 @@ def _before_training(reference: Trace, other: Trace, divergence: Divergence) -> 
     return Finding(Cause.MODEL, f"the models have not the same parameters: {name}", name)
 
 
+def _restored(divergence: Divergence) -> Finding:
+    name = divergence.parameter
+    what = "the state" if name is None else f"the optimizer's {name.rpartition(': ')[2]} of {name.rpartition(': ')[0]}"
+    what = f"the parameter {name}" if divergence.quantity == "restored parameters" else what
+    missing = "is missing" if math.isinf(divergence.difference) else "is not what was saved"
+    return Finding(Cause.RESUME, f"after a resume on another number of workers {what} {missing}")
+
+
+def _averaging(divergence: Divergence) -> Finding:
+    if divergence.parameter is None:
+        return Finding(Cause.AVERAGING, "after an averaging the replicas hold other states of the optimizer")
+    why = f"after the step, {divergence.parameter} is not what the strategy makes of the replicas' values before it"
+    return Finding(Cause.AVERAGING, why)
+
+
 def _rows(ours: StepTrace, theirs: StepTrace) -> Finding:
     expected, found = (np.unique(step.rows, return_counts=True) for step in (ours, theirs))
     missing = len(np.setdiff1d(expected[0], found[0]))
@@ -115,13 +160,15 @@ def _rows(ours: StepTrace, theirs: StepTrace) -> Finding:
     return Finding(Cause.DATA_ORDER, "in this step " + ", ".join(words))
 
 
-def _updates(ours: StepTrace, theirs: StepTrace) -> Finding:
+def _updates(other: Trace, ours: StepTrace, theirs: StepTrace) -> Finding:
     if len(ours.updates) != len(theirs.updates):
         return Finding(
             Cause.SCHEDULE, f"the optimizer made {len(theirs.updates)} updates in place of {len(ours.updates)}"
         )
-    rates = (step.updates[0][0] if step.updates and step.updates[0] else math.nan for step in (theirs, ours))
-    return Finding(Cause.SCHEDULE, "the learning rate is {:.6g} in place of {:.6g}".format(*rates))
+    found, expected = (step.updates[0][0] if step.updates and step.updates[0] else math.nan for step in (theirs, ours))
+    if found == expected and other.base_rates and theirs.due_factor is not None:  # one process makes the same mistake
+        expected = other.base_rates[0] * theirs.due_factor
+    return Finding(Cause.SCHEDULE, f"the learning rate is {found:.6g} in place of {expected:.6g}")
 
 
 def _narrow_numbers(
@@ -163,16 +210,14 @@ def _ranks_disagree(other: Trace, divergence: Divergence, theirs: StepTrace, lay
 
 def _loss(ours: StepTrace, theirs: StepTrace, divergence: Divergence, layout: Layout) -> Finding | None:
     if ours.count != theirs.count:
-        return Finding(
-            Cause.LOSS_NORMALISATION,
-            f"the loss was divided by a count of {theirs.count:g} in place of {ours.count:g} for the same rows",
-        )
+        ratio = theirs.count / ours.count
+        if ratio < 1 and not any(_is_near(ratio, 1 / size) for size in _sizes(layout)):
+            return None  # a part is missing: the gradient tells which
+        return _count(ours, theirs)
     if divergence.quantity != "loss" or ours.loss == 0:
         return None
-    sizes = {layout.world_size: "the number of workers", layout.accumulation: "the accumulation steps"}
-    sizes[layout.world_size * layout.accumulation] = "the number of micro-batches in all workers"
     ratio = theirs.loss / ours.loss
-    for size, what in sizes.items():
+    for size, what in _sizes(layout).items():
         if size > 1 and (_is_near(ratio, size) or _is_near(ratio, 1 / size)):
             times = f"{size} times" if ratio > 1 else f"1/{size} of"
             return Finding(Cause.LOSS_NORMALISATION, f"the loss is {times} that of one process: {what} went into it")
@@ -183,19 +228,46 @@ def _loss(ours: StepTrace, theirs: StepTrace, divergence: Divergence, layout: La
     return None
 
 
-def _clipping(other: Trace, divergence: Divergence, theirs: StepTrace) -> Finding | None:
-    if other.clip_norm is None or theirs.used_norm is None:
+def _sizes(layout: Layout) -> dict[int, str]:
+    sizes = {layout.world_size: "the number of workers", layout.accumulation: "the accumulation steps"}
+    return {**sizes, layout.world_size * layout.accumulation: "the number of micro-batches in all workers"}
+
+
+def _count(ours: StepTrace, theirs: StepTrace) -> Finding:
+    return Finding(
+        Cause.LOSS_NORMALISATION,
+        f"the loss was divided by a count of {theirs.count:g} in place of {ours.count:g} for the same rows",
+    )
+
+
+def _clipping(other: Trace, theirs: StepTrace) -> Finding | None:
+    if other.clip_norm is None:
         return None
-    if not _is_near(theirs.used_norm, theirs.grad_norm):
-        return Finding(
-            Cause.CLIPPING,
-            f"it clipped by a norm of {theirs.used_norm:.6g}, but that of the whole gradient is {theirs.grad_norm:.6g}",
-        )
-    if divergence.quantity == "parameters" and (theirs.parameter_spread > SAME_RATIO).any():
-        return Finding(
-            Cause.CLIPPING, "the ranks hold one gradient and took different updates: each clipped for itself"
-        )
+    # a replica of its own has its own gradient, of which there is only rank 0's here
+    norms = (theirs.used_norm,) if theirs.replicas is not None else (theirs.used_norm, *theirs.used_norms)
+    for norm in norms:
+        if norm is not None and not _is_near(norm, theirs.grad_norm):
+            return Finding(
+                Cause.CLIPPING,
+                f"it clipped by a norm of {norm:.6g}, but that of the whole gradient is {theirs.grad_norm:.6g}",
+            )
     return None
+
+
+def _updates_disagree(other: Trace, divergence: Divergence, theirs: StepTrace, layout: Layout) -> Finding | None:
+    """Every rank has the right gradient, and knows its norm: what the optimizer made of it did not reach all."""
+    if divergence.quantity != "parameters" or layout.world_size == 1:
+        return None
+    apart = np.flatnonzero(~(theirs.parameter_spread <= SAME_RATIO))
+    if not len(apart):
+        return None
+    first = other.names[apart[0]]
+    return Finding(
+        Cause.PARAMETERS,
+        f"all ranks had the same gradient, and after the step they do not hold the same values of {len(apart)} of "
+        f"{len(other.names)} parameters ({first}: {theirs.parameter_spread[apart[0]]:.2g} apart)",
+        first,
+    )
 
 
 def _uniform_ratio(ours: StepTrace, theirs: StepTrace, divergence: Divergence, layout: Layout) -> Finding | None:
@@ -229,8 +301,9 @@ def ratio_finding(ratio: float, layout: Layout) -> Finding:
 
 def needs_experiments(reference: Trace, other: Trace) -> list[str]:
     """What to take out of both runs, one after another, to see whether they agree without it."""
-    steps = (*reference.steps, *other.steps)
-    found = [EVALUATION_MODE] if any(s.draws_random_numbers or s.changes_buffers for s in steps) else []
+    # a strategy may draw random numbers of its own: what counts is whether the model does
+    steps = any(s.draws_random_numbers or s.changes_buffers for s in reference.steps)
+    found = [EVALUATION_MODE] if steps or other.quieted else []
     return found + ([NO_CLIPPING] if other.clip_norm is not None else [])
 
 
@@ -240,7 +313,9 @@ def from_experiment(name: str, reference: Trace, other: Trace) -> Finding:
         return Finding(
             Cause.CLIPPING, "without clipping both runs agree: it does not clip by the norm of the whole gradient"
         )
-    if any(s.draws_random_numbers for s in (*reference.steps, *other.steps)):
+    changes = any(s.changes_buffers for s in (*reference.steps, *other.steps))
+    draws = any(s.draws_random_numbers for s in (*reference.steps, *other.steps))
+    if draws and not (changes and "dropout" not in other.quieted and "everything" not in other.quieted):
         return Finding(
             Cause.RANDOMNESS, "in evaluation mode both runs agree, and the training step draws random numbers"
         )
@@ -250,23 +325,40 @@ def from_experiment(name: str, reference: Trace, other: Trace) -> Finding:
     )
 
 
-def without_experiment(reference: Trace, other: Trace) -> Finding | None:
-    """The last resort: a step that draws random numbers cannot be repeated on another number of workers."""
-    if any(s.draws_random_numbers for s in (*reference.steps, *other.steps)):
+def without_experiment(reference: Trace, other: Trace, divergence: Divergence, layout: Layout) -> Finding:
+    """The last resort, when neither experiments nor the gradient's parts say more."""
+    if divergence.quantity == "evaluation":
+        return Finding(
+            Cause.EVALUATION, f"all parameters agree, but {divergence.parameter} is not what one process measures"
+        )
+    if any(s.draws_random_numbers for s in reference.steps):
         return Finding(
             Cause.RANDOMNESS,
             "the step draws random numbers even in evaluation mode, which differ from rank to rank; "
             "use nn.Dropout, or look at module.training before drawing",
         )
-    return None
+    if any(s.draws_random_numbers for s in other.steps) and not layout.draws_by_itself:
+        return Finding(
+            Cause.RANDOMNESS,
+            "the step draws random numbers that it does not draw in one process, even in evaluation mode",
+        )
+    steps = {s.step for s in reference.steps} & {s.step for s in other.steps}
+    if divergence.step in steps:
+        ours, theirs = reference.step(divergence.step), other.step(divergence.step)
+        if ours.count != theirs.count:
+            return _count(ours, theirs)
+    return Finding(Cause.UNKNOWN, "none of the known classes fits")
 
 
-def from_shares(shares: np.ndarray, counts: np.ndarray, layout: Layout) -> Finding | None:
+def from_shares(shares: np.ndarray, counts: np.ndarray, layout: Layout, *, stale: float = 0.0) -> Finding | None:
     """The class, from what every worker's micro-batches weigh in the synchronised gradient.
 
     shares: (ranks that look, ranks, micro-batches), 1 where a micro-batch weighs what it counts. counts: (ranks,
-    micro-batches), 0 where there was none.
+    micro-batches), 0 where there was none. stale: the weight of the gradient of the step before.
     """
+    if abs(stale) > SAME_RATIO:
+        why = f"the gradient of the step before is still in it, {stale:.4g} times"
+        return Finding(Cause.ACCUMULATION, why)
     there = counts > 0
     seen = shares[0]
     if any(np.abs(view - seen)[there].max() > SAME_RATIO for view in shares[1:]):
@@ -291,6 +383,11 @@ def from_shares(shares: np.ndarray, counts: np.ndarray, layout: Layout) -> Findi
                 Cause.LOSS_NORMALISATION,
                 f"a mean of means: parts of the batch weigh alike, whatever they count ({written})",
             )
+    lost = [(r, p) for r, p in zip(*np.nonzero(there & (np.abs(seen) < SAME_RATIO)), strict=True)]
+    kept = seen[there & (np.abs(seen) >= SAME_RATIO)]
+    if lost and counts.shape[1] > 1 and np.ptp(kept) <= SAME_RATIO * abs(kept).max() and not _only_last(seen, there):
+        which = ", ".join(f"micro-batch {p + 1} of rank {r}" for r, p in lost[:3])
+        return Finding(Cause.ACCUMULATION, f"micro-batches are not in the gradient: {which}")
     pairs = [(row[mask][:-1], row[mask][-1]) for row, mask in zip(seen, there, strict=True) if mask.sum() > 1]
     if pairs and all(last != 0 for _, last in pairs):
         early = np.concatenate([values / last for values, last in pairs])
@@ -303,6 +400,12 @@ def from_shares(shares: np.ndarray, counts: np.ndarray, layout: Layout) -> Findi
                 why = f"earlier micro-batches are synchronised more than once ({written})"
                 return Finding(Cause.DOUBLE_SYNCHRONISATION, why)
     return Finding(Cause.UNKNOWN, f"the micro-batches do not weigh what they count ({written})")
+
+
+def _only_last(seen: np.ndarray, there: np.ndarray) -> bool:
+    """Every rank has its last micro-batch, and none of those before."""
+    rows = [row[mask] for row, mask in zip(seen, there, strict=True) if mask.any()]
+    return all(row[-1] != 0 and np.abs(row[:-1]).max(initial=0.0) < SAME_RATIO for row in rows)
 
 
 def _is_near(value: float, target: float) -> bool:

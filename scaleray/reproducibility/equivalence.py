@@ -55,6 +55,42 @@ class StepTrace:
     shares_random_state: bool
     """Two ranks began the step with the same random generator."""
     changes_buffers: bool
+    rows_agree: bool = True
+    """Workers of one replica had the same rows."""
+    used_norms: tuple[float | None, ...] = ()
+    """`used_norm` of every rank."""
+    due_factor: float | None = None
+    """The schedule's factor of this step, as it follows from the config alone."""
+    draws: tuple[tuple[tuple[str, bytes], ...], ...] = ()
+    """By rank: the layers that drew dropout masks, each with the state of the generator that it drew from."""
+    num_pieces: tuple[int, ...] = ()
+    """Micro-batches with rows, by rank."""
+    replicas: Replicas | None = None
+    """Of replicas that differ."""
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """What replicas that train apart did in a step. Signatures are (ranks, parameters, 4)."""
+
+    before: np.ndarray
+    """Parameters before the optimizer's update."""
+    updated: np.ndarray
+    """After it, before ranks communicate."""
+    after: np.ndarray
+    """When the step is over."""
+    state_spread: float
+    """Largest relative difference between two ranks' state of the optimizer, when the step is over."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A training right after it was loaded from a checkpoint of `step`, or when that was saved. parameters: signatures
+    (parameters, 4); state: of the optimizer's tensors, by name."""
+
+    step: int
+    parameters: np.ndarray
+    state: Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -72,6 +108,16 @@ class Trace:
     loss_dtype: str = ""
     quieted: tuple[str, ...] = ()
     """What was switched off in the model: `dropout`, `BatchNorm`, `everything` for evaluation mode."""
+    evaluations: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """Metrics by the number of steps before them; on rank 0."""
+    saved: Restored | None = None
+    """The state at the end of what was saved."""
+    restored: Restored | None = None
+    """The state of the beginning, of a run that was resumed."""
+    parameter_formats: tuple[str, ...] = ()
+    """Of the parameters after the last step, like `gradient_formats`."""
+    base_rates: tuple[float, ...] = ()
+    """The learning rates of all parameter groups without the schedule's factor."""
 
     def step(self, number: int) -> StepTrace:
         """The step of this number, from 1."""
@@ -81,7 +127,8 @@ class Trace:
         """One trace of a run and its resumption: what the later one did again counts, and how it ended."""
         first = later.steps[0].step if later.steps else math.inf
         steps = (*(step for step in self.steps if step.step < first), *later.steps)
-        return dataclasses.replace(later, initial=self.initial, steps=steps)
+        evaluations = {**self.evaluations, **later.evaluations}
+        return dataclasses.replace(later, initial=self.initial, steps=steps, evaluations=evaluations, saved=self.saved)
 
 
 class Signer:
@@ -119,14 +166,16 @@ class Signer:
 
 
 def number_format(tensor: torch.Tensor) -> str:
-    """The format of fewest digits that holds every value of a float64 tensor: bf16, fp16 or fp32; "" for wider, or for zeros.
+    """The format of fewest digits that holds every value of a float64 or float32 tensor: bf16, fp16 or fp32; "" where it
+    needs its own, or has zeros only.
 
-    Sums in float64 fill all of its digits, so a shorter one has been through a rounding.
+    Sums fill all digits of their type, so a shorter one has been through a rounding.
     """
     flat = tensor.detach().reshape(-1)
-    if flat.dtype != torch.float64 or not bool(flat.any()):
+    if flat.dtype not in (torch.float64, torch.float32) or not bool(flat.any()):
         return ""
-    return next((name for name, kind in FORMATS.items() if torch.equal(flat.to(kind).to(torch.float64), flat)), "")
+    narrower = ((name, kind) for name, kind in FORMATS.items() if kind != flat.dtype)
+    return next((name for name, kind in narrower if torch.equal(flat.to(kind).to(flat.dtype), flat)), "")
 
 
 @dataclass(frozen=True)
@@ -136,7 +185,8 @@ class Divergence:
     step: int
     quantity: str
     """`model`, `dtype`, `initial parameters`, `rows`, `count`, `loss`, `gradient`, `learning rate`, `parameters`,
-    `final values` or `steps`."""
+    `final values`, `steps`, `restored parameters`, `restored state`, `evaluation`, `masks`, `averaging`, `own gradient`,
+    `sent gradient` or `resume`."""
     difference: float
     parameter: str | None = None
 
@@ -196,7 +246,9 @@ def divergences(reference: Trace, other: Trace, bound: float) -> Iterator[Diverg
     loss_floor = _floor([s.loss for s in reference.steps])
     norm_floor = _floor([s.grad_norm for s in reference.steps])
     for number, (ours, theirs) in enumerate(zip(reference.steps, other.steps, strict=False)):
-        if not same_rows(ours.rows, theirs.rows, in_order=bound == 0):
+        if other.restored is not None and other.restored.step == ours.step - 1:
+            yield from restored_differences(reference.saved, other.restored, reference.names, bound)
+        if not theirs.rows_agree or not same_rows(ours.rows, theirs.rows, in_order=bound == 0):
             yield Divergence(ours.step, "rows", math.inf)
         if ours.count != theirs.count:
             yield Divergence(ours.step, "count", _relative(ours.count, theirs.count))
@@ -208,15 +260,58 @@ def divergences(reference: Trace, other: Trace, bound: float) -> Iterator[Diverg
         )
         if (norm := _relative(ours.grad_norm, theirs.grad_norm, norm_floor)) > bound:
             yield Divergence(ours.step, "gradient", norm)
-        if not _same_updates(ours.updates, theirs.updates):
-            yield Divergence(ours.step, "learning rate", _update_difference(ours.updates, theirs.updates))
+        if (rate := max(_update_difference(ours.updates, theirs.updates), _from_due(other, theirs))) > 1e-12:
+            yield Divergence(ours.step, "learning rate", rate)
         parameters = np.maximum(parameter_differences(reference, other, number), theirs.parameter_spread)
         yield from _first_above(reference.names, parameters, bound, ours.step, "parameters")
+        yield from _evaluations(reference, other, ours.step, bound)
     last = len(reference.steps)
     if last != len(other.steps):
         yield Divergence(1 + min(last, len(other.steps)), "steps", math.inf)
     final = final_differences(reference, other)
     yield from _first_above(tuple(final), np.array(list(final.values())), bound, last, "final values")
+
+
+def restored_differences(
+    saved: Restored | None, restored: Restored, names: tuple[str, ...], bound: float
+) -> Iterator[Divergence]:
+    """Where a restored training is not the one that was saved; steps count from the next one."""
+    if saved is None:
+        return
+    norms = saved.parameters[:, 0]
+    # what has no gradient but rounding differs in nothing else
+    scale = np.maximum(norms, SMALL_GRADIENT * float(np.linalg.norm(norms)))
+    apart = signature_differences(saved.parameters, restored.parameters, scale)
+    yield from _first_above(names, apart, bound, saved.step + 1, "restored parameters")
+    largest: dict[str, float] = {}
+    for name, value in saved.state.items():
+        kind = name.rpartition(": ")[2]
+        largest[kind] = max(largest.get(kind, 0.0), float(value[0]))
+    for name, value in saved.state.items():
+        theirs = restored.state.get(name)
+        least = SMALL_GRADIENT**2 * largest[name.rpartition(": ")[2]]
+        scale = np.array([max(float(value[0]), least)])
+        difference = math.inf if theirs is None else float(signature_differences(value[None], theirs[None], scale)[0])
+        if not difference <= bound:
+            yield Divergence(saved.step + 1, "restored state", difference, name)
+            return
+
+
+def _evaluations(reference: Trace, other: Trace, step: int, bound: float) -> Iterator[Divergence]:
+    ours, theirs = reference.evaluations.get(step, {}), other.evaluations.get(step, {})
+    for name in dict.fromkeys((*ours, *theirs)):
+        apart = _relative(ours[name], theirs[name], 1e-3) if name in ours and name in theirs else math.inf
+        if not apart <= bound:
+            yield Divergence(step, "evaluation", apart, name)
+            return
+
+
+def _from_due(trace: Trace, step: StepTrace) -> float:
+    """How far the learning rates are from those that the config asks for."""
+    if step.due_factor is None or not step.updates:
+        return 0.0
+    due = tuple(rate * step.due_factor for rate in trace.base_rates)
+    return _update_difference((due,), step.updates[:1])
 
 
 def _first_above(
@@ -229,8 +324,7 @@ def _first_above(
 
 def signature_differences(ours: np.ndarray, theirs: np.ndarray, scale: np.ndarray | None = None) -> np.ndarray:
     """About |a - b| / |a| for every parameter (parameters,), from signatures. scale: to divide by in place of |a|."""
-    apart = np.abs(ours - theirs).max(axis=1)
-    apart[np.isnan(ours).any(axis=1) & np.isnan(theirs).any(axis=1)] = 0.0  # both lost in the same way
+    apart = _apart(ours, theirs).max(axis=1)
     below = ours[:, 0] if scale is None else scale
     with np.errstate(divide="ignore", invalid="ignore"):
         relative = np.where(apart == 0, 0.0, apart / below)
@@ -263,15 +357,21 @@ def final_differences(reference: Trace, other: Trace) -> dict[str, float]:
         if theirs is None or theirs.shape != ours.shape:
             found[name] = math.inf
             continue
-        apart = np.abs(ours.astype(np.float64) - theirs.astype(np.float64))
-        apart = np.where(np.isnan(ours) & np.isnan(theirs), 0.0, apart)
+        apart = _apart(ours.astype(np.float64), theirs.astype(np.float64))
         found[name] = _ratio(float(apart.max(initial=0.0)), widest if name in idle else largest[name])
     return found
 
 
+def _apart(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    """|a - b| one by one; 0 where both are the same infinity, or both NaN: an overflow is a value, as fp16 skips its step."""
+    with np.errstate(invalid="ignore"):
+        return np.where((ours == theirs) | (np.isnan(ours) & np.isnan(theirs)), 0.0, np.abs(ours - theirs))
+
+
 def _is_idle(reference: Trace) -> np.ndarray:
     """Parameters that have a gradient, and never one above rounding: a relative difference would compare noise."""
-    shares = np.array([s.gradients[:, 0] / (s.grad_norm or 1.0) for s in reference.steps])
+    finite = [s for s in reference.steps if math.isfinite(s.grad_norm)]
+    shares = np.array([s.gradients[:, 0] / (s.grad_norm or 1.0) for s in finite])
     most = shares.max(axis=0) if len(shares) else np.zeros(len(reference.names))
     return np.asarray((most > 0) & (most < IDLE_GRADIENT))
 
@@ -279,10 +379,6 @@ def _is_idle(reference: Trace) -> np.ndarray:
 def same_rows(ours: np.ndarray, theirs: np.ndarray, *, in_order: bool) -> bool:
     """Whether a step had the same rows; their order inside the step does not change a sum."""
     return np.array_equal(ours, theirs) if in_order else np.array_equal(np.sort(ours), np.sort(theirs))
-
-
-def _same_updates(ours: tuple[tuple[float, ...], ...], theirs: tuple[tuple[float, ...], ...]) -> bool:
-    return _update_difference(ours, theirs) <= 1e-12
 
 
 def _update_difference(ours: tuple[tuple[float, ...], ...], theirs: tuple[tuple[float, ...], ...]) -> float:

@@ -142,8 +142,8 @@ def check_compression(config: RunConfig, strategy: str) -> None:
 
 
 def check_fsdp(config: RunConfig, workers: int) -> None:
-    """Replicas divide the workers, offloading has a GPU to offload from, and types go with the precision."""
-    replicas, precision = config.fsdp.replicas, config.precision.dtype
+    """Replicas divide the workers, and offloading has a GPU to offload from."""
+    replicas = config.fsdp.replicas
     if replicas > 1 and config.scale.is_elastic:
         raise ConfigError(
             "fsdp.replicas", replicas, "with an elastic number of workers it may not divide them", "use 1"
@@ -160,6 +160,11 @@ def check_fsdp(config: RunConfig, workers: int) -> None:
             "fsdp.cpu_offload", True, "the workers have no GPU from which anything could be offloaded",
             "leave it out, or set scale.gpus_per_worker",
         )  # fmt: skip
+
+
+def check_shard_dtypes(config: RunConfig) -> None:
+    """The types of what is gathered and reduced go with the precision."""
+    precision = config.precision.dtype
     for key in ("parameter_dtype", "reduce_dtype"):
         dtype = getattr(config.fsdp, key)
         if dtype == "fp16" and precision != "fp16":

@@ -46,7 +46,7 @@ def compare_with_grid(guided: SweepRecord, grid: SweepRecord) -> GridComparison:
     chosen, best = min(own, key=own.__getitem__), min(times, key=times.__getitem__)
     if chosen not in times:
         raise ConfigError("--against-grid", grid.name, f"it has no trial of batch {chosen[0]} with rule {chosen[1]}")
-    spent, whole = (sum(t.samples for t in record.trials) for record in (guided, grid))
+    spent, whole = (sum(t.samples for t in record.trials if t.same_as is None) for record in (guided, grid))
     return GridComparison(chosen, best, 1 - times[best] / times[chosen] if times[chosen] < math.inf else math.inf, spent / whole)  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def _times_to_target(trials: list[Trial]) -> dict[Key, float]:
     """Seconds to the target, by setting: samples to it, at the throughput of all trials of its batch size. Medians over seeds."""
     rates: dict[int, list[float]] = {}
     for trial in trials:
-        if trial.samples_per_s:
+        if trial.samples_per_s and trial.same_as is None:
             rates.setdefault(trial.batch_size, []).append(trial.samples_per_s)
     samples: dict[Key, list[float]] = {}
     for t in trials:

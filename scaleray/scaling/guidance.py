@@ -33,8 +33,8 @@ NEVER_RAN = ("failed", "never fits")
 class Cell:
     """A setting of the grid. numbers: of its trials, one for each seed; arm: everything but the batch size.
 
-    most_samples: of its whole training. same_as: the arm whose training this one is to the bit (every rule at the
-    reference batch), or its own.
+    most_samples: of its whole training. same_as: equal for cells that are one training (every rule at the
+    reference batch).
     """
 
     numbers: tuple[int, ...]
@@ -77,8 +77,8 @@ class Guide:
         return sorted({cell.batch_size for cell in self.cells})
 
     def results(self, trials: Sequence[Trial]) -> dict[tuple[int, str], Result]:
-        """What has been run, by batch size and arm."""
-        by_number = {trial.number: trial for trial in trials}
+        """What has been trained, by batch size and arm; a training that counts for several arms stands under one."""
+        by_number = {trial.number: trial for trial in trials if trial.same_as is None}
         found = {}
         for cell in self.cells:
             if all(number in by_number for number in cell.numbers):
@@ -128,12 +128,16 @@ class Guide:
         return self.share * self.grid_samples(outlook)
 
     def grid_samples(self, outlook: Outlook) -> float:
-        """Samples that the whole grid would take, as far as known and as predicted."""
-        return sum(outlook.samples_of(cell) for cell in self.cells)
+        """Samples that the whole grid would take, as far as known and as predicted; it trains what is the same once."""
+        trainings: dict[tuple[int, str], Cell] = {}
+        for cell in self.cells:
+            if outlook.is_measured(cell) or (cell.batch_size, cell.same_as) not in trainings:
+                trainings[cell.batch_size, cell.same_as] = cell
+        return sum(map(outlook.samples_of, trainings.values()))
 
     def spent(self, trials: Sequence[Trial]) -> int:
         """Samples of the trials that ran."""
-        return sum(trial.samples for trial in trials)
+        return sum(trial.samples for trial in trials if trial.same_as is None)
 
     def fastest(self, trials: Sequence[Trial]) -> Result | None:
         """The cell with the shortest time to the target among those that ran."""
@@ -214,6 +218,10 @@ class Outlook:
         rates = {point.batch_size: point.samples_per_s.value for point in points}
         fastest = min(reached, key=lambda r: (r.samples or 0) / rates[r.cell.batch_size])
         return cls(points, fastest, throughput, {place: result.spent for place, result in results.items()})
+
+    def is_measured(self, cell: Cell) -> bool:
+        """Whether its trials ran."""
+        return (cell.batch_size, cell.arm) in self.measured_samples
 
     def samples_of(self, cell: Cell) -> float:
         """What the trials of a cell took, or would take."""

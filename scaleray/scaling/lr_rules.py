@@ -23,6 +23,10 @@ class Hyperparameters:
     warmup_factor: float = 1.0
 
 
+MOVED_BY_RULES = ("learning_rate", "betas", "epsilon")
+"""Settings of the optimizer that a rule may change."""
+
+
 def none_rule(reference: Hyperparameters, kappa: float) -> Hyperparameters:
     """Keep everything as tuned at the reference batch."""
     return reference

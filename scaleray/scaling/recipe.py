@@ -21,9 +21,10 @@ from scaleray.scaling.combinations import (
     check_optimizer,
     check_pruning,
     check_schedule,
+    check_shard_dtypes,
     check_training_apart,
 )
-from scaleray.scaling.lr_rules import RULES, Hyperparameters
+from scaleray.scaling.lr_rules import MOVED_BY_RULES, RULES, Hyperparameters
 from scaleray.scaling.noise_way import check_noise_scale
 from scaleray.scaling.shares import shares_by_speed
 
@@ -69,6 +70,8 @@ class Recipe:
     """Samples of a full global batch by worker; None is equal, at least at first."""
     measure_shares_every_steps: int | None = None
     """Steps between two measurements of the workers' speed, after which shares may change; None: they do not."""
+    parameter_dtype: str | None = None
+    """dtype in which sharded parameters are gathered and used; None: nothing is sharded, or in the parameters' own."""
     explanations: dict[str, str] = dataclasses.field(default_factory=dict)
     """How each value was derived, by name."""
 
@@ -131,7 +134,7 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
     scaled = RULES[rule](
         Hyperparameters(config.optimizer.learning_rate, config.optimizer.betas, config.optimizer.epsilon), kappa
     )
-    for name in ("learning_rate", "betas", "epsilon"):
+    for name in MOVED_BY_RULES:
         why[name] = (
             "as tuned (rule none)"
             if rule == "none"
@@ -192,6 +195,10 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
     check_float8(config, strategy)
     if strategy == "fsdp":
         check_fsdp(config, workers)
+    why["parameter_dtype"] = "nothing is sharded"
+    if is_sharded := strategy == config.strategy.name and config.shards_replicas:
+        check_shard_dtypes(config)
+        why["parameter_dtype"] = "fsdp.parameter_dtype" if config.fsdp.parameter_dtype else "that of precision.dtype"
     if strategy in ("ddp", "zero1") and config.strategy.static_graph and accumulation > 1:
         # torch 2.13 fails an assertion, and without it would stop reducing: github.com/pytorch/pytorch/pull/187732
         raise ConfigError(
@@ -223,6 +230,7 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
         worker_shares=worker_shares,
         measure_shares_every_steps=measure_every,
         model_parallel_size=model_parallel,
+        parameter_dtype=config.gathered_dtype if is_sharded else None,
         explanations=why,
     )
 

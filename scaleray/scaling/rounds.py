@@ -16,6 +16,11 @@ from scaleray.study_records import Point
 LEAST_ROUNDS = 2
 
 
+def launch_of(round_name: str) -> str:
+    """The study that took a turn, by the name of its round; "" for a turn of workers of its own."""
+    return round_name.rpartition("/")[0]
+
+
 def turns_by_round(points: Sequence[Point]) -> list[list[list[float]]] | None:
     """Each point's turns in the same order of rounds; None where not every turn has its like in every other point."""
     wanted = sorted(points[0].rounds)

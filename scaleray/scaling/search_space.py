@@ -54,6 +54,12 @@ class Space:
     first_seed: int = 0
 
     @property
+    def varied(self) -> tuple[str, ...]:
+        """Keys that have more than one value."""
+        has_rates = not self.is_finite or len(set(self.learning_rates)) > 1  # type: ignore[arg-type]
+        return (*(k for k, v in self.choices.items() if len(v) > 1), *((LEARNING_RATE,) if has_rates else ()))
+
+    @property
     def is_finite(self) -> bool:
         """Whether all combinations can be listed."""
         return not isinstance(self.learning_rates, LogUniform)

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import yaml
-
 from scaleray.config import Duration, RunConfig
 from scaleray.config.optimizer import OptimizerSettings
 from scaleray.errors import ConfigError
+from scaleray.parsing import load_yaml
 from scaleray.scaling.lr_rules import RULES
 from scaleray.scaling.search_space import (
     BATCH_SIZE,
@@ -130,8 +129,8 @@ def _varied(text: str) -> tuple[str, tuple[Any, ...]]:
     if key in (SEED, "scale.workers"):
         raise ConfigError("--vary", text, f"{key} has an option of its own", "use --seeds or --workers-per-trial")
     try:
-        values = yaml.safe_load(f"[{given}]")
-    except yaml.YAMLError:
+        values = load_yaml(f"[{given}]")
+    except ValueError:
         raise ConfigError("--vary", text, "its values cannot be read", example) from None
     unique = [value for number, value in enumerate(values) if value not in values[:number]]
     return key, tuple(_number(value) for value in unique)

@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from scaleray.scaling.goodput import fit_trade_off
 from scaleray.scaling.search_space import in_words
 from scaleray.study_records import SweepRecord, Trial
-from scaleray.sweep_settings import Setting, best, best_by_batch, settings
+from scaleray.sweep_settings import Setting, best, best_by_batch, one_training, settings, trained
 
 NOT_STARTED, FAILED, DIVERGED, STOPPED = "never fits", "failed", "diverged", "stopped early"
 COARSE = 0.2  # of the way to the target, between two evaluations
+MOST_SHARED = 4  # trainings that are named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,7 @@ def with_common_target(record: SweepRecord) -> SweepRecord:
 
     A record that has one, or no curves, comes back as it is.
     """
-    finals = [t.value for t in record.trials if t.value is not None and math.isfinite(t.value)]
+    finals = [t.value for t in trained(record) if t.value is not None and math.isfinite(t.value)]
     if record.target is not None or len(finals) < 2:
         return record
     comparison = "<=" if record.direction == "min" else ">="
@@ -89,7 +90,7 @@ def sentences(record: SweepRecord, *, has_own_target: bool, reference_batch_size
     if reached:
         found += rule_sentences(record, reference_batch_size=reference_batch_size)
         found += _resolution(record, reached)
-    return [*found, *_problems(record)]
+    return [*found, *_shared(record), *_problems(record)]
 
 
 def rule_sentences(record: SweepRecord, *, reference_batch_size: int) -> list[str]:
@@ -167,7 +168,7 @@ def _choices(record: SweepRecord, reached: list[Setting], reference: int) -> lis
 
 def _resolution(record: SweepRecord, reached: list[Setting]) -> list[str]:
     """How much of the way to the target lies between two evaluations, where that is too much to compare by."""
-    apart = [after - before for t in record.trials for (before, *_), (after, *_) in itertools.pairwise(t.curve)]
+    apart = [after - before for t in trained(record) for (before, *_), (after, *_) in itertools.pairwise(t.curve)]
     way = statistics.median(s.samples_to_target or 0 for s in reached)
     if not apart or not way or statistics.median(apart) <= COARSE * way:
         return []
@@ -233,6 +234,19 @@ def theory(record: SweepRecord, rule: str, knee: Knee | None, reference: int) ->
         "legw": f"it is a square root with a warm-up that grows with the batch, for batches up to {critical}",
         "none": "the learning rate is then too small for a larger batch, so that samples to the target grow with it",
     }.get(rule, f"it holds up to {critical}")
+
+
+def _shared(record: SweepRecord) -> list[str]:
+    groups = [group for group in one_training(record) if len({t.rule for t in group}) > 1]
+    if not groups:
+        return []
+    names = dict.fromkeys(
+        f"batch {group[0].batch_size}, learning rate {group[0].learning_rate:.3g} ({', '.join(dict.fromkeys(t.rule for t in group))})"
+        for group in groups
+    )
+    shown = "; ".join(list(names)[:MOST_SHARED])
+    more = f"; and {len(names) - MOST_SHARED} more" if len(names) > MOST_SHARED else ""
+    return [f"Some rules are one training, which ran once and counts for each of them: {shown}{more}."]
 
 
 def _problems(record: SweepRecord) -> list[str]:

@@ -38,15 +38,17 @@ LEFT, THIN, STEPS = "left", "thin", "steps"
 
 
 class Compression:
-    """The hook of one DDP model, registered when it is made. Collective.
+    """The hook of one DDP model, registered when it is made; `model` is the user's inside it. Collective.
 
     A parameter that no rank used in a step keeps no gradient, and what was sent for it then is lost.
     """
 
-    def __init__(self, wrapped: DistributedDataParallel, group: dist.ProcessGroup, config: RunConfig) -> None:
+    def __init__(
+        self, wrapped: DistributedDataParallel, model: nn.Module, group: dist.ProcessGroup, config: RunConfig
+    ) -> None:
         settings = config.compression
         self.settings = settings
-        named = {name: p for name, p in wrapped.module.named_parameters() if p.requires_grad}
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names = {parameter: name for name, parameter in named.items()}
         device = next(iter(named.values())).device
         # On the CPU the lane is a thread, while DDP's own collectives come from the thread that trains: in one group,

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from scaleray.config import RunConfig
 from scaleray.strategies.compression import Compression
-from scaleray.strategies.parallel import Parallel, cpu_state_dict
+from scaleray.strategies.parallel import OnModel, Parallel
+from scaleray.strategies.weight_shares import WeightShare, whole
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
@@ -26,8 +27,13 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     group, settings = mesh.get_group("dp"), config.strategy
     sent_a_step = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     device = next(model.parameters()).device
+    on_model = OnModel(model)
+    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", None)
+    if ignored is not None:  # torch's way to leave parameters to the user, by name
+        names = [f"module.{name}" for name in ignored]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(on_model, names)
     wrapped = DistributedDataParallel(
-        model,
+        on_model,
         device_ids=[device.index] if device.type == "cuda" else None,
         process_group=group,
         bucket_cap_mb=settings.bucket_size_mib,
@@ -36,7 +42,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         find_unused_parameters=settings.find_unused_parameters,
     )
 
-    compression = None if config.compression.name == "none" else Compression(wrapped, group, config)
+    compression = None if config.compression.name == "none" else Compression(wrapped, model, group, config)
     sent = 0.0
 
     def count(step: int) -> None:
@@ -54,9 +60,9 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         for buffer in model.buffers():
             dist.broadcast(buffer, group=group, group_src=0)
 
-    def full_state_dict() -> dict[str, Any]:
+    def weights() -> WeightShare:
         share_buffers()
-        return cpu_state_dict(model) if dist.get_rank(group) == 0 else {}
+        return whole(model, keeps=dist.get_rank(group) == 0)
 
     def close() -> None:
         for parameter in model.parameters():
@@ -71,7 +77,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         no_sync=wrapped.no_sync,
         abandon=abandon,
         before_evaluation=share_buffers,
-        full_state_dict=full_state_dict,
+        weights=weights,
         after_update=count,
         bytes_sent=lambda: sent,
         close=close,

@@ -19,6 +19,8 @@ from scaleray.strategies.parallel import Parallel, Tensors
 from scaleray.strategies.replicas import Replicas
 
 Payload = TypeVar("Payload")
+BESIDE_TRAINING = "exchanges beside the training"
+"""Describes groups whose operations may be under way for several steps, and so have a limit of their own."""
 
 
 class Arrival:
@@ -151,7 +153,7 @@ def group_for_exchanges(group: dist.ProcessGroup, config: RunConfig, *, most: in
     """A group of the same ranks, for what is under way beside the collectives of `group`. Collective over all processes."""
     # an exchange may be under way for as many steps, each of which may take as long
     timeout = timedelta(seconds=config.scale.collective_timeout_s * (1 + most))
-    return dist.new_group(dist.get_process_group_ranks(group), timeout=timeout)
+    return dist.new_group(dist.get_process_group_ranks(group), timeout=timeout, group_desc=BESIDE_TRAINING)
 
 
 def must_be_watched(group: dist.ProcessGroup) -> bool:

@@ -18,14 +18,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn.modules.batchnorm import _NormBase
 
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
 from scaleray.strategies.buffers import broadcast
 from scaleray.strategies.counting import CountedAllGather, CountedReduceScatter, Counter, Window
-from scaleray.strategies.parallel import Parallel, full
+from scaleray.strategies.parallel import Computation, OnModel, Parallel
 from scaleray.strategies.units import Units, choose_units, prefetch_distance
 from scaleray.strategies.unsharding import unshard_for_good
+from scaleray.strategies.weight_shares import WeightShare, share_among
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -35,6 +37,7 @@ class Sharded:
     """A model whose parameters are shards now. sent: counts what its collectives are given; window: shows it."""
 
     model: nn.Module
+    root: Root
     units: Units
     sent: Counter
     window: Window
@@ -48,6 +51,39 @@ class Sharded:
             yield
         finally:
             _wrapped(self.model).set_requires_gradient_sync(True)
+
+
+class Root(OnModel):
+    """Runs the user's code while what of his model is in no unit is whole; units are gathered where they are called.
+
+    Without parameters of its own. torch calls the outermost `fully_shard` module the root, gathers and completes in its
+    forward pass alone, and would do neither for a method of the model, or a part of it, that is called without the model.
+    """
+
+    @classmethod
+    def over(cls, model: nn.Module, mesh: DeviceMesh) -> Root:
+        """The root over a model that `fully_shard` has seen, with its units."""
+        root = cls(model)
+        # inputs and results are the user's, who gets them as they are; the model casts its own
+        fully_shard(
+            root, mesh=mesh, reshard_after_forward=False, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False)
+        )
+        return root
+
+    def forward(self, computation: Computation) -> Any:
+        _wrapped(self.module).unshard()
+        return super().forward(computation)
+
+    def run_alone(self, computation: Computation) -> Any:
+        """The result of a computation that no backward pass follows."""
+        try:
+            result = self(computation)
+        except BaseException:
+            _wrapped(self).reset_iter_state()  # it is in the middle of a forward pass
+            raise
+        if torch.is_grad_enabled():
+            _wrapped(self).reset_iter_state()  # it waits for the backward pass
+        return result
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
@@ -71,17 +107,20 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         if buffers:
             share_buffers()  # as DDP does at the start of a forward pass
 
-    def full_state_dict() -> dict[str, Any]:
-        return whole_state_dict(model, keeps=dist.get_rank() == 0)
+    def weights() -> WeightShare:
+        share_buffers()
+        return share_among(model, range(dist.get_world_size()), rank=dist.get_rank())
 
     return Parallel(
-        model=model,
+        model=sharded.root,
         module=model,
+        alone=sharded.root.run_alone,
         gradient_divisor=mesh.size(),  # fully_shard averages, over both axes of HSDP
         no_sync=sharded.no_sync if settings.accumulate == "whole" else contextlib.nullcontext,
         before_evaluation=share_buffers,
-        full_state_dict=full_state_dict,
-        close=lambda: unshard_for_good(model, keeps_shards=settings.build_gib is not None),
+        weights=weights,
+        close=lambda: unshard_for_good(sharded.root, keeps_shards=settings.build_gib is not None),
+        let_go=lambda: unshard_for_good(sharded.root, keeps_shards=True),
         total_norm=total_norm,
         share_of_square=lambda gradients: share_of_square(gradients, mesh),
         forward_is_collective=True,
@@ -98,7 +137,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) 
     settings = config.fsdp
     dtype = _check_parameters(model)
     units = choose_units(model, settings, workload)
-    policy, notes = _precision(config, dtype)
+    policy, notes = mixed_precision(config, dtype)
     gathered = (policy.param_dtype or dtype).itemsize
     distance = prefetch_distance(units, settings, bytes_per_parameter=gathered)
     if distance < min(settings.prefetch, len(units.modules)):
@@ -106,25 +145,29 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) 
     offload = CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy()
     sent, window = Counter(), Window()
     replicas = mesh.get_group(0) if mesh.ndim == 2 else None
-    for module in reversed(units.modules):  # inner units first: each takes what no other has taken
+    statistics = shard_statistics(model, policy, mesh=mesh, offload_policy=offload)
+    # inner units first: each takes what no other has taken
+    for module in (m for m in reversed(units.modules) if m not in statistics):
         fully_shard(
             module, mesh=mesh, reshard_after_forward=settings.reshard_after_forward, mp_policy=policy, offload_policy=offload
         )  # fmt: skip
-    # None: the root is used at the start of the backward pass, so that freeing it before would only gather it again
     fully_shard(
-        model, mesh=mesh, reshard_after_forward=None if settings.reshard_after_forward else False,
-        # the loss is computed in the model's own type
-        mp_policy=_with_output(policy, dtype), offload_policy=offload,
+        # used at the start of the backward pass, so that freeing it before would only gather it again
+        model, mesh=mesh, reshard_after_forward=False,
+        mp_policy=with_output(policy, dtype), offload_policy=offload,
     )  # fmt: skip
     wrapped = [_wrapped(module) for module in units.modules]
-    for unit in (*wrapped, _wrapped(model)):
+    own = [_wrapped(module) for module in statistics if module not in units.modules]
+    for unit in (*wrapped, *own, _wrapped(model)):
         unit.set_custom_all_gather(CountedAllGather(sent))
         unit.set_custom_reduce_scatter(CountedReduceScatter(sent, window, replicas=replicas))
         unit.set_reduce_scatter_unused_params(settings.reduce_unused, recurse=False)
         if mesh.ndim == 2:  # torch calls it after its own all-reduce over the replicas, with what that was given
             unit.set_all_reduce_hook(sent.count)
     _prefetch(wrapped, _wrapped(model), distance)
-    return Sharded(model, units, sent, window, notes)
+    for unit in own:
+        unit.set_modules_to_backward_prefetch([unit])  # itself, which is gathered already: nothing
+    return Sharded(model, Root.over(model, mesh), units, sent, window, notes)
 
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -167,22 +210,6 @@ def share_of_square(gradients: Sequence[torch.Tensor], mesh: DeviceMesh) -> floa
     return torch.stack(list(norms)).square().sum().item() / replicas
 
 
-def whole_state_dict(module: nn.Module, *, keeps: bool) -> dict[str, Any]:
-    """The module's state with sharded tensors whole, on the CPU, for a rank that keeps it; empty for others. Collective:
-    one tensor after another is gathered."""
-    state: dict[str, Any] = {}
-    gathered: dict[int, torch.Tensor] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.Tensor):
-            state[name] = value
-            continue
-        if id(value) not in gathered:  # tied ones once
-            whole = full(on_mesh_device(value.detach()))
-            gathered[id(value)] = whole.to("cpu", copy=True) if keeps else torch.empty(0)
-        state[name] = gathered[id(value)]
-    return state if keeps else {}
-
-
 def check_one_dtype(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.dtype:
     """The dtype of those that need a gradient. Raises WorkloadError where there are several."""
     dtypes = {p.dtype: name for name, p in parameters if p.requires_grad}
@@ -195,29 +222,41 @@ def check_one_dtype(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.dty
     return next(iter(dtypes), torch.float32)
 
 
-def on_mesh_device(tensor: torch.Tensor) -> torch.Tensor:
-    """A sharded tensor with its shard on the device of its mesh, whose collectives may know no other (CPU offload)."""
-    if not isinstance(tensor, DTensor) or tensor.device.type == tensor.device_mesh.device_type:
-        return tensor
-    return tensor.to(tensor.device_mesh.device_type)
-
-
-def _precision(config: RunConfig, dtype: torch.dtype) -> tuple[MixedPrecisionPolicy, list[str]]:
+def mixed_precision(config: RunConfig, dtype: torch.dtype) -> tuple[MixedPrecisionPolicy, list[str]]:
+    """In which types parameters of `dtype` are gathered and their gradients reduced, and what to tell the user."""
     settings = config.fsdp
     if config.precision.dtype == "fp64":
         ignored = [k for k in ("parameter_dtype", "reduce_dtype") if getattr(settings, k) is not None]
         return MixedPrecisionPolicy(), [f"fsdp.{key} has no effect with precision.dtype fp64" for key in ignored]
-    parameter_dtype = DTYPES[settings.parameter_dtype] if settings.parameter_dtype else None
+    parameter_dtype = DTYPES[config.gathered_dtype] if config.gathered_dtype else None
     reduce_dtype = DTYPES[settings.reduce_dtype] if settings.reduce_dtype else dtype
     # a unit's inputs are cast with its parameters, under autocast too: a normalisation that gets both as they come may
     # refuse the mixture (layer_norm on the CPU does)
     return MixedPrecisionPolicy(parameter_dtype, reduce_dtype), []
 
 
-def _with_output(policy: MixedPrecisionPolicy, dtype: torch.dtype) -> MixedPrecisionPolicy:
+def with_output(policy: MixedPrecisionPolicy, dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """The policy of the model itself, whose output is of the model's own type: the loss is computed in it."""
     if policy.param_dtype is None:
         return policy
     return MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, output_dtype=dtype)
+
+
+def has_statistics(module: nn.Module) -> bool:
+    """Whether a layer keeps running statistics beside its parameters, which must be of one type with them."""
+    return isinstance(module, _NormBase) and module.track_running_stats
+
+
+def shard_statistics(model: nn.Module, policy: MixedPrecisionPolicy, **options: Any) -> list[nn.Module]:
+    """Make units of the layers with running statistics, which keep their own type while their inputs are narrower, as
+    autocast leaves them. Before any module around them. None where parameters are gathered in their own type."""
+    if policy.param_dtype is None:
+        return []
+    found = [m for m in model.modules() if has_statistics(m) and any(True for _ in m.parameters(recurse=False))]
+    own = MixedPrecisionPolicy(None, policy.reduce_dtype, cast_forward_inputs=False)
+    for module in found:
+        fully_shard(module, reshard_after_forward=False, mp_policy=own, **options)
+    return found
 
 
 def _prefetch(units: list[FSDPModule], root: FSDPModule, distance: int) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from scaleray.config import RunConfig
 from scaleray.strategies import ddp
-from scaleray.strategies.parallel import Parallel, Tensors
+from scaleray.strategies.parallel import Computation, OnModel, Parallel, Tensors
 from scaleray.strategies.replicas import Replicas
 
 
@@ -108,21 +108,19 @@ class TrainingApart:
         if self.warm_up is not None:
             assert isinstance(self.route, _Route)
             self.warm_up.close()
-            self.warm_up, self.route.target = (
-                None,
-                self.model,
-            )  # DDP's hooks go with it; they do nothing without its forward
+            # DDP's hooks go with it; they do nothing without its forward
+            self.warm_up, self.route.target = None, OnModel(self.model)
 
 
 class _Route(nn.Module):
-    """Hands the forward pass to DDP during the warm-up, and to the model itself afterwards."""
+    """Runs the user's code within DDP during the warm-up, and on the model itself afterwards."""
 
     def __init__(self, target: nn.Module) -> None:
         super().__init__()
         self.target = target
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.target(*args, **kwargs)
+    def forward(self, computation: Computation) -> Any:
+        return self.target(computation)
 
 
 def node_group(group: dist.ProcessGroup, config: RunConfig) -> dist.ProcessGroup:

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from scaleray.strategies.weight_shares import WeightShare
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -22,10 +24,32 @@ class MicroBatch:
     weight: int
 
 
-class Objective(Protocol):
-    """The scaled loss of one micro-batch through `model`, ready for `backward()`; books sum and count on the way."""
+Computation = Callable[[nn.Module], Any]
+"""Code of the user's that computes with the model it is given, such as a call of the workload's loss."""
+Run = Callable[[Computation], Any]
+"""Runs a computation on a model, and gives its result."""
 
-    def __call__(self, model: Callable[..., Any], piece: MicroBatch) -> torch.Tensor: ...
+
+class OnModel(nn.Module):
+    """Runs the user's code on his own model: `on_model(computation)` is `computation(module)`.
+
+    This is what strategies wrap, and not the model itself: whatever the computation does with the model (calls it, once or
+    several times, or a method or a part of it, or reads a weight) then lies within what the wrapper sees as one forward
+    pass, and the code gets the model as `build_model` made it, with all its methods and attributes.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, computation: Computation) -> Any:
+        return computation(self.module)
+
+
+class Objective(Protocol):
+    """The scaled loss of one micro-batch, ready for `backward()`; books sum and count on the way. run: where it is computed."""
+
+    def __call__(self, run: Run, piece: MicroBatch) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -33,9 +57,11 @@ class Parallel:
     """A model spread over workers, and the few things the loop calls. "Collective": every worker calls it, in one order."""
 
     model: nn.Module
-    """What the forward pass calls."""
+    """`module` itself, or what is wrapped around it to synchronise backward passes: that takes a `Computation`. See `run`."""
     module: nn.Module
-    """The user's own model inside, for its state; for evaluation too, unless there is an `evaluation_model`."""
+    """The user's own model inside, whose state is trained; it has the user's methods and attributes."""
+    alone: Run | None = None
+    """What `run_alone` does, where it is more than to compute on `module`."""
     gradient_divisor: int = 1
     """By how much the strategy divides summed gradients: the world size where it averages, 1 where it sums. Of local
     steps nothing is summed."""
@@ -45,10 +71,13 @@ class Parallel:
     """Forget a step none of whose backward passes has communicated yet, so that it can be repeated. None: it cannot."""
     before_evaluation: Callable[[], None] = lambda: None
     """Make buffers equal on all ranks. Collective."""
-    full_state_dict: Callable[[], dict[str, Any]] = dict
-    """Unsharded weights on the CPU, on rank 0; empty elsewhere. Collective."""
+    weights: Callable[[], WeightShare] = WeightShare
+    """What this rank is to write of the final weights: of an unsharded model rank 0 has them all. Collective."""
     close: Callable[[], None] = lambda: None
     """Take every hook off the user's model, and make sharded parameters whole where they fit. Collective."""
+    let_go: Callable[[], None] | None = None
+    """What of `close` the next run in this process needs, where nobody keeps the model: sharded parameters stay shards. Not
+    collective. None: `close` waits for nobody."""
 
     total_norm: Callable[[Sequence[torch.Tensor]], torch.Tensor] = lambda gradients: (
         torch.linalg.vector_norm(gradients[0]) if len(gradients) == 1 else torch.nn.utils.get_total_norm(gradients)
@@ -93,8 +122,6 @@ class Parallel:
     objective, autocast). The objective is called once a micro-batch, on ranks that count the loss."""
     counts_loss: bool = True
     """Whether this rank's losses count: where several ranks work on the same samples, one of them does."""
-    evaluation_model: nn.Module | None = None
-    """What evaluation calls instead of `module`, on all ranks in one order."""
 
     state: Callable[[], Tensors] = dict
     """State of the strategy's own on this rank (an outer momentum, error feedback), by reference, for checkpoints."""
@@ -111,15 +138,16 @@ class Parallel:
     notes: list[str] = field(default_factory=list)
     """What a user should know about what was chosen; said once, in the run's events. May grow while training."""
 
+    def run(self, computation: Computation) -> Any:
+        """The result of the user's code on his model, as the forward pass of a micro-batch, whose backward pass is then
+        synchronised. Collective where `forward_is_collective`."""
+        return computation(self.module) if self.model is self.module else self.model(computation)
+
+    def run_alone(self, computation: Computation) -> Any:
+        """The same where no backward pass follows, as in evaluations. Collective where `forward_is_collective`."""
+        return computation(self.module) if self.alone is None else self.alone(computation)
+
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor that may be sharded. Collective for a sharded one."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def cpu_state_dict(module: nn.Module) -> dict[str, Any]:
-    """The module's parameters and buffers, copied to the CPU; extra state, which is no tensor, as it is."""
-    return {
-        name: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-        for name, value in module.state_dict().items()
-    }

@@ -46,20 +46,21 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     if mesh is None:
         raise ValueError("pipeline needs a device mesh with the axes 'dp' and 'pp'")
     parts = Parts(model, mesh, config, workload)
-    pipeline = Pipeline(parts, config, workload)
+    pipeline, whole = Pipeline(parts, config, workload), Whole(parts)
     return Parallel(
         model=parts.module,
         module=parts.module,
         before_evaluation=parts.share_buffers,
-        full_state_dict=parts.full_state_dict,
+        weights=parts.weights,
         close=pipeline.close,
+        let_go=pipeline.let_go,
         total_norm=parts.total_norm,
         forward_is_collective=True,
         is_partitioned=True,
         parameter_names=tuple(parts.names),
         run_micro_batches=pipeline.run_micro_batches,
         counts_loss=parts.has_last,
-        evaluation_model=Whole(parts),
+        alone=lambda computation: computation(whole),
         bytes_sent=lambda: pipeline.sent_bytes + parts.sent_bytes,
         metrics=lambda: {BUBBLE_SHARE.name: pipeline.bubble_share},
         notes=[parts.note()],
@@ -130,7 +131,9 @@ class Pipeline:
             torch.manual_seed(_mixed(self._seed, self._first + number, 0))
             stage.entry.on_pass = lambda: _seed(_mixed(self._seed, self._first + number, 1 + stage.index))
             if stage.is_last:
-                result: torch.Tensor = stage.run(lambda module: self._objective(module, piece), received)
+                result: torch.Tensor = stage.run(
+                    lambda module: self._objective(lambda computation: computation(module), piece), received
+                )
                 return result
             with self._autocast():
                 result = stage.run(lambda module: self.workload.loss(module, piece.batch), received)
@@ -141,6 +144,14 @@ class Pipeline:
     def close(self) -> None:
         """Forget the gradients and the schedules, and give the user's model the values of all stages. Collective."""
         self.parts.give_back()
+        self._forget()
+
+    def let_go(self) -> None:
+        """Forget the gradients and the schedules, where nobody wants the model back. Not collective."""
+        self.parts.let_go()
+        self._forget()
+
+    def _forget(self) -> None:
         for parameter in self.parts.module.parameters():
             parameter.grad = None
         self._schedules.clear()
@@ -232,11 +243,14 @@ class _TimedStage(PipelineStage):
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self._busy.working():
-            return super().backward_one_chunk(*args, **kwargs)
+            result = super().backward_one_chunk(*args, **kwargs)
+            self._pipeline.parts.put_by_gradients()
+            return result
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self._busy.working():
-            return super().backward_weight_one_chunk(*args, **kwargs)
+            super().backward_weight_one_chunk(*args, **kwargs)
+            self._pipeline.parts.put_by_gradients()
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Nothing to clean up, as shapes are given. torch 2.13 would free the parameters that FSDP has gathered for this

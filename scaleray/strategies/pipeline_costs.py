@@ -12,6 +12,7 @@ from torch import nn
 
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
+from scaleray.reproducibility.seeding import same_random_numbers
 from scaleray.strategies.pipeline_stages import Unit
 
 REPEATS = 5
@@ -27,7 +28,8 @@ def measured_costs(
     training data cannot be read by row.
     """
     reference = next(model.parameters())
-    batch = _example(workload, config, reference)
+    with same_random_numbers(reference.device):  # the data may draw some
+        batch = _example(workload, config, reference)
     spent: dict[str, float] = {}
     begun: dict[str, float] = {}
 

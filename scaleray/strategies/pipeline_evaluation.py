@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -9,29 +11,95 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from scaleray.strategies.pipeline_parts import Parts
+from scaleray.config import RunConfig
+from scaleray.errors import WorkloadError
+from scaleray.strategies.pipeline_parts import Parts, all_stages, check_chain
+from scaleray.strategies.pipeline_stages import Elsewhere, called_twice
 
 
-class Whole(nn.Module):
+class OnlyWhole(nn.Module):
+    """A model that can only be used as a whole: called, or by a method of its class. What it has besides is as it is, but for
+    parts with parameters, which may lie elsewhere."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_model"] = model  # no module of this one, so that its parameters are not counted twice
+        del self.__dict__["training"]  # it is that of the model
+
+    def _pass(self, call: Callable[[nn.Module], Any]) -> Any:
+        """What `call` gives for the model."""
+        return call(self.__dict__["_model"])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._pass(lambda module: module(*args, **kwargs))
+
+    def _class_of_model(self) -> type:
+        return type(self.__dict__["_model"]) if "_model" in self.__dict__ else type(self)
+
+    __class__ = property(_class_of_model)  # for `isinstance`, as the user's code may ask
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The first one, which tells device and type."""
+        yield next(iter(self.__dict__["_model"].named_parameters(*args, **kwargs)))
+        raise _in_parts("all parameters")
+
+    def __getattr__(self, name: str) -> Any:
+        model = self.__dict__["_model"]
+        value = getattr(model, name)
+        if isinstance(value, nn.Parameter) or (
+            isinstance(value, nn.Module) and (any(True for _ in value.parameters()) or _is_stand_in(value))
+        ):
+            raise _in_parts(name)
+        if inspect.ismethod(value) and value.__self__ is model:
+            return lambda *args, **kwargs: self._pass(lambda module: getattr(module, name)(*args, **kwargs))
+        return value
+
+
+class Rehearsal(OnlyWhole):
+    """A model on one worker that a loss can use as it could the stages of a pipeline: once, and if it is a chain."""
+
+    def __init__(self, model: nn.Module, config: RunConfig, workload: Any) -> None:
+        super().__init__(model)
+        self.__dict__["_stages"] = all_stages(model, config, workload)
+        self.__dict__["_passes"] = 0
+
+    def _pass(self, call: Callable[[nn.Module], Any]) -> Any:
+        model = self.__dict__["_model"]
+        self.__dict__["_passes"] += 1
+        if self.__dict__["_passes"] > 1:
+            raise called_twice(self.__dict__["_passes"])
+        check_chain(model, self.__dict__["_stages"], call, next(model.parameters()).device)
+        return call(model)
+
+
+def _in_parts(name: str) -> WorkloadError:
+    return WorkloadError(
+        "the model", f"used by its part ({name})", "in a pipeline the parts lie on different workers, which run them in turn",
+        "call the model itself, or a method of it that goes through all of it; or use --strategy.name fsdp",
+    )  # fmt: skip
+
+
+def _is_stand_in(module: nn.Module) -> bool:
+    return any(isinstance(part, Elsewhere) for part in module.modules())
+
+
+class Whole(OnlyWhole):
     """The whole model for evaluation: a call gives its output on every worker of the replica. Collective.
 
     The stages run one after the other, without gradients. Anything else is asked of this worker's part of the model.
     """
 
     def __init__(self, parts: Parts) -> None:
-        super().__init__()
-        self._stages = parts  # no module, so that its parameters are not counted twice
+        super().__init__(parts.module)
+        self._stages = parts
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _pass(self, call: Callable[[nn.Module], Any]) -> Any:
+        """What `call` gives for the model, on all workers of the replica."""
         with self._stages.gathered():
-            return self._forward(*args, **kwargs)
+            return self._through_stages(call)
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _through_stages(self, call: Callable[[nn.Module], Any]) -> Any:
         parts = self._stages
-
-        def call(module: nn.Module) -> Any:
-            return module(*args, **kwargs)
-
         if not parts.is_checked:
             parts.check_chain(call)
         output = None
@@ -45,9 +113,6 @@ class Whole(nn.Module):
             else:
                 _send(result, parts.owner(stage.index + 1), parts)
         return _from_last(output, parts)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_stages"].module, name)
 
 
 def _send(tensor: torch.Tensor, to: int, parts: Parts) -> None:

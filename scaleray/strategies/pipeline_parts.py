@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError, first_line
 from scaleray.scaling.pipeline_bubble import bubble_share
-from scaleray.strategies.fsdp import total_norm, whole_state_dict
+from scaleray.strategies.fsdp import total_norm
 from scaleray.strategies.pipeline_costs import measured_costs
 from scaleray.strategies.pipeline_shards import Shards
 from scaleray.strategies.pipeline_stages import (
@@ -29,6 +30,7 @@ from scaleray.strategies.pipeline_stages import (
     make_stage,
     stage_of_block,
 )
+from scaleray.strategies.weight_shares import Placed, WeightShare, share_of, shared_out, sizes
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Relative, of the chain of stages against the whole model: the same operations on the same worker. 1e-2 for other types."""
@@ -46,19 +48,12 @@ class Parts:
         settings = config.pipeline
         self.group: dist.ProcessGroup = mesh.get_group("pp")
         self.replicas: dist.ProcessGroup | None = mesh.get_group("dp") if mesh["dp"].size() > 1 else None
+        self._ranks: list[list[int]] = mesh.mesh.tolist()  # by replica and worker
         self.num_workers, self.worker = mesh["pp"].size(), mesh.get_local_rank("pp")
         self.num_stages = self.num_workers * settings.stages_of_each_worker
         self.device = next(model.parameters()).device
         self.config, self._sent_bytes = config, 0.0
-        _refuse(model)
-        blocks = find_blocks(model, workload)
-        if len(blocks) < self.num_stages:
-            raise WorkloadError(
-                "the model", f"made of {len(blocks)} blocks",
-                f"{self.num_workers} workers with {settings.stages_of_each_worker} stages each need {self.num_stages}",
-                "use a smaller pipeline.size or pipeline.stages_per_worker",
-            )  # fmt: skip
-        self.units = find_units(model, blocks)
+        blocks, self.units = cut(model, config, workload)
         costs = counted_costs(self.units, len(blocks))
         if settings.split == "measured":
             costs = measured_costs(model, self.units, len(blocks), config=config, workload=workload)
@@ -118,37 +113,18 @@ class Parts:
         """
         assert self._unchecked is not None
         with self.gathered():
-            self._check_chain(call, *self._unchecked)
+            check_chain(*self._unchecked, call, self.device)
         self._unchecked = None
-
-    def _check_chain(self, call: Callable[[nn.Module], Any], whole: nn.Module, stages: list[Stage]) -> None:
-        views = [whole, *(stage.module for stage in stages)]
-        modes = [(part, part.training) for view in views for part in view.modules()]
-        try:
-            for view in views:
-                view.eval()
-            with torch.no_grad():
-                expected = _alike(lambda: call(whole), self.device)
-                try:
-                    found = _alike(lambda: _chain(stages, call), self.device)
-                except WorkloadError:
-                    raise
-                except Exception as exc:
-                    raise _not_a_chain(f"fails with {type(exc).__name__}: {first_line(exc)}") from exc
-        finally:
-            for part, was_training in modes:
-                part.training = was_training
-        for ours, theirs in zip(_tensors(found), _tensors(expected), strict=False):
-            tolerance = TOLERANCES.get(theirs.dtype, 1e-2)
-            if ours.shape != theirs.shape or not torch.allclose(
-                ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True
-            ):
-                raise _not_a_chain("gives another result than the whole model")
 
     def in_mode_of_module(self, stage: Stage) -> None:
         """Put the copies of the modules around a stage's blocks into the mode of those of `module`."""
         for copied, original in zip(stage.containers, self._containers, strict=True):
             copied.training = original.training
+
+    def put_by_gradients(self) -> None:
+        """After each backward pass of a micro-batch. Not collective."""
+        if self.shards is not None:
+            self.shards.put_by()
 
     def sum_gradients(self) -> None:
         """Sum gradients over the replicas, and those of shared parameters over their stages. Collective, within `gathered`.
@@ -182,41 +158,30 @@ class Parts:
         dist.all_reduce(squared, group=self.group)
         return squared.sqrt()
 
-    def full_state_dict(self) -> dict[str, Any]:
-        """The whole model's state on rank 0, in its order; empty elsewhere. Collective over the first replica, and over all
-        where they hold shards."""
-        is_first = self.replicas is None or dist.get_rank(self.replicas) == 0
-        mine = whole_state_dict(self.module, keeps=is_first)
-        if not is_first:
-            return {}
-        shown = {n: (tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for n, v in mine.items()}
+    def weights(self) -> WeightShare:
+        """This rank's share of the whole model's weights: those of its stages are shared out among their replicas.
+        Collective over the replica, and over the replicas where they hold shards."""
         everyone: list[Any] = [None] * self.num_workers
-        dist.all_gather_object(everyone, shown, group=self.group)
-        whole: dict[str, Any] = {}
-        for name in self.state_names:
-            worker = next(w for w, theirs in enumerate(everyone) if name in theirs)
-            is_tensor = (
-                isinstance(mine[name], torch.Tensor)
-                if worker == self.worker
-                else isinstance(everyone[worker][name], tuple)
-            )
-            if worker == 0:
-                whole[name] = mine.get(name)
-            elif not is_tensor:
-                whole[name] = everyone[worker][name]
-            elif self.worker == worker:
-                dist.send(mine[name].to(self.device), group=self.group, group_dst=0)
-            elif self.worker == 0:
-                shape, dtype = everyone[worker][name]
-                tensor = torch.empty(shape, dtype=dtype, device=self.device)
-                dist.recv(tensor, group=self.group, group_src=worker)
-                whole[name] = tensor.cpu()
-        return whole if self.worker == 0 else {}
+        no_tensors = tuple(n for n, v in self.module.state_dict().items() if not isinstance(v, torch.Tensor))
+        dist.all_gather_object(everyone, (sizes(self.module), no_tensors), group=self.group)
+        layout: dict[str, Placed] = {}
+        for worker, (theirs, _) in enumerate(everyone):
+            first_here = {name: size for name, size in theirs.items() if name not in layout}
+            parts = shared_out(first_here, len(self._ranks))
+            layout |= {n: Placed(self._ranks[parts[n]][worker], size) for n, size in first_here.items()}
+        in_order = {name: layout[name] for name in self.state_names if name in layout}
+        share = share_of(self.module, in_order, rank=dist.get_rank())
+        return replace(share, left_out=tuple(dict.fromkeys(name for _, theirs in everyone for name in theirs)))
+
+    def let_go(self) -> None:
+        """Take what shards the stages off them, where nobody wants the model back. Not collective."""
+        if self.shards is not None:
+            self.shards.close(self.module, keeps_shards=True)
 
     def give_back(self) -> None:
         """Put all stages' values into the model that was cut, where every worker of the replica still has it. Collective."""
         if self.shards is not None:
-            self.shards.close(self.module)
+            self.shards.close(self.module, keeps_shards=False)
         whole = self._original()
         is_held = torch.tensor(whole is not None, dtype=torch.int32, device=self.device)
         dist.all_reduce(is_held, op=dist.ReduceOp.MIN, group=self.group)
@@ -259,7 +224,7 @@ class Parts:
         kept = {id(p) for name, p in self.module.named_parameters() if name in elsewhere}
         kept |= {id(p) for container in self._containers for p in container.parameters(recurse=False)}
         here = {id(unit.module): unit.module for unit in self.units if self._owner_of(unit) == self.worker}
-        return Shards(list(here.values()), replicas, kept_whole=kept)
+        return Shards(list(here.values()), replicas, self.config, kept_whole=kept)
 
     @property
     def _whole_parameters(self) -> list[nn.Parameter]:
@@ -320,6 +285,57 @@ class Parts:
                 gradient.copy_(total.view_as(gradient))
 
 
+def check_chain(whole: nn.Module, stages: list[Stage], call: Callable[[nn.Module], Any], device: torch.device) -> None:
+    """Compare all stages of a model, one after the other on this worker, with the whole. Raises WorkloadError where they differ."""
+    views = [whole, *(stage.module for stage in stages)]
+    modes = [(part, part.training) for view in views for part in view.modules()]
+    try:
+        for view in views:
+            view.eval()
+        with torch.no_grad():
+            expected = _alike(lambda: call(whole), device)
+            try:
+                found = _alike(lambda: _chain(stages, call), device)
+            except WorkloadError:
+                raise
+            except Exception as exc:
+                raise _not_a_chain(f"fails with {type(exc).__name__}: {first_line(exc)}") from exc
+    finally:
+        for part, was_training in modes:
+            part.training = was_training
+    for ours, theirs in zip(_tensors(found), _tensors(expected), strict=False):
+        tolerance = TOLERANCES.get(theirs.dtype, 1e-2)
+        if ours.shape != theirs.shape or not torch.allclose(
+            ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True
+        ):
+            raise _not_a_chain("gives another result than the whole model")
+
+
+def cut(model: nn.Module, config: RunConfig, workload: Any) -> tuple[list[nn.Module], list[Unit]]:
+    """The blocks of a model and what is around them. Raises WorkloadError where stages cannot be made of them."""
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise WorkloadError(
+                f"the model's {name}", "with sparse gradients", "a pipeline sums dense ones", "use sparse=False"
+            )
+    blocks, each = find_blocks(model, workload), config.pipeline.stages_of_each_worker
+    if len(blocks) < config.pipeline.size * each:
+        raise WorkloadError(
+            "the model", f"made of {len(blocks)} blocks",
+            f"{config.pipeline.size} workers with {each} stages each need {config.pipeline.size * each}",
+            "use a smaller pipeline.size or pipeline.stages_per_worker",
+        )  # fmt: skip
+    return blocks, find_units(model, blocks)
+
+
+def all_stages(model: nn.Module, config: RunConfig, workload: Any) -> list[Stage]:
+    """All stages of a model on this worker, balanced by counted operations."""
+    blocks, units = cut(model, config, workload)
+    num_stages = config.pipeline.size * config.pipeline.stages_of_each_worker
+    stage_of = stage_of_block(balanced_bounds(counted_costs(units, len(blocks)), num_stages), len(blocks))
+    return [make_stage(model, units, stage_of, index) for index in range(num_stages)]
+
+
 def find_blocks(model: nn.Module, workload: Any) -> list[nn.Module]:
     """The workload's blocks; without, the children of an nn.Sequential. Raises WorkloadError."""
     given = workload.blocks(model) if callable(getattr(workload, "blocks", None)) else None
@@ -331,14 +347,6 @@ def find_blocks(model: nn.Module, workload: Any) -> list[nn.Module]:
         "the workload", "without blocks()", "a pipeline needs to know where the model can be cut",
         "return the model's repeated blocks from blocks(model), in the order of use",
     )  # fmt: skip
-
-
-def _refuse(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) is True:
-            raise WorkloadError(
-                f"the model's {name}", "with sparse gradients", "a pipeline sums dense ones", "use sparse=False"
-            )
 
 
 def _chain(stages: list[Stage], call: Callable[[nn.Module], Any]) -> Any:

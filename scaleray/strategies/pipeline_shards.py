@@ -10,27 +10,35 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter as Counts
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, share_comm_ctx
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
+from scaleray.config import RunConfig
 from scaleray.strategies.counting import CountedAllGather, CountedReduceScatter, Counter
-from scaleray.strategies.fsdp import check_one_dtype
+from scaleray.strategies.fsdp import check_one_dtype, has_statistics, mixed_precision
 from scaleray.strategies.unsharding import unshard_for_good
 
 
 class Shards:
     """The parts of a stage whose parameters are shards between steps. Collective over the replicas, all of it.
 
-    modules: that lie whole on this worker. kept_whole: parameters that stay as they are, by id, beside single numbers and
-    those that several of the modules use; what is trained of them is summed by an all-reduce. Raises WorkloadError.
+    modules: that lie whole on this worker. kept_whole: parameters that stay as they are, by id, beside single numbers,
+    those that several of the modules use, and those of layers with running statistics where others are gathered in a
+    narrower type; what is trained of them is summed by an all-reduce. Raises WorkloadError.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], mesh: DeviceMesh, *, kept_whole: set[int]) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], mesh: DeviceMesh, config: RunConfig, *, kept_whole: set[int]
+    ) -> None:
         self.group: dist.ProcessGroup = mesh.get_group()
         self._sent = Counter()
         self.is_gathered = False
@@ -38,16 +46,22 @@ class Shards:
         self.sharded: set[int] = set()
         """Of shards, the parameters by id, as the optimizer has them."""
         self._units: list[nn.Module] = []
+        self._hooks: list[RemovableHandle] = []
         for module in modules:
             whole = {
                 p
                 for p in module.parameters()
                 if id(p) in kept_whole or uses[id(p)] > 1 or p.ndim == 0 or not p.is_contiguous()
             }
+            if config.gathered_dtype is not None:
+                whole |= {p for part in module.modules() if has_statistics(part) for p in part.parameters()}
             if not any(p not in whole for p in module.parameters()):
                 continue
-            check_one_dtype((name, p) for name, p in module.named_parameters() if p not in whole)
-            fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=whole)
+            dtype = check_one_dtype((name, p) for name, p in module.named_parameters() if p not in whole)
+            policy, _ = mixed_precision(config, dtype)
+            fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=whole, mp_policy=policy)
+            if policy.param_dtype is not None:  # as FSDP's own hook does
+                self._hooks.append(module.register_forward_pre_hook(_casting(policy.param_dtype), with_kwargs=True))
             self.sharded |= {id(p) for p in module.parameters() if p not in whole}
             self._units.append(module)
         for unit in self._wrapped:
@@ -82,30 +96,62 @@ class Shards:
                 unit.reshard()
             self.is_gathered = False
 
+    def put_by(self) -> None:
+        """Add the gradients of a micro-batch to those before it, in the type that they are reduced in: sums of many would lose
+        most of a narrower one's digits. Not collective."""
+        for parameter in self._parameters:
+            if parameter.unsharded_param.grad is not None:
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
+
     def reduce(self) -> None:
         """Sum the gradients of this step over the replicas, to the shards. Collective, while parameters are gathered.
 
         A parameter that no replica has a gradient of gets none.
         """
-        trained = [p for unit in self._units for p in unit.parameters() if p.requires_grad]
+        self.put_by()
+        trained = [p for p in self._parameters if p.sharded_param.requires_grad]
         if not trained:
             return
-        present = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32, device=trained[0].device)
+        has_one = [p.unsharded_accumulated_grad is not None or p.unsharded_param.grad is not None for p in trained]
+        present = torch.tensor(has_one, dtype=torch.int32, device=trained[0].unsharded_param.device)
         dist.all_reduce(present, op=dist.ReduceOp.MAX, group=self.group)
-        for parameter, is_present in zip(trained, present.tolist(), strict=True):
-            if is_present and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        for parameter, has, is_present in zip(trained, has_one, present.tolist(), strict=True):
+            if is_present and not has:
+                parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
+        self.put_by()
         for unit in self._wrapped:
             state = unit._get_fsdp_state()
             for group in state._fsdp_param_groups:
                 group.post_backward()
             state._root_post_backward_final_callback()
 
-    def close(self, module: nn.Module) -> None:
-        """Whole plain parameters again in `module`, which holds all units, and nothing of FSDP on it. Collective."""
-        unshard_for_good(module, keeps_shards=False)
+    def close(self, module: nn.Module, *, keeps_shards: bool) -> None:
+        """Nothing of FSDP on `module`, which holds all units, and parameters whole and plain again: collective, unless they
+        stay shards."""
+        unshard_for_good(module, keeps_shards=keeps_shards)
+        for hook in self._hooks:
+            hook.remove()
         self._units.clear()
+
+    @property
+    def _parameters(self) -> list[FSDPParam]:
+        """Of all units; while they are gathered."""
+        groups = [group for unit in self._wrapped for group in unit._get_fsdp_state()._fsdp_param_groups]
+        return [parameter for group in groups for parameter in group.fsdp_params]
 
     @property
     def _wrapped(self) -> list[FSDPModule]:
         return [unit for unit in self._units if isinstance(unit, FSDPModule)]
+
+
+def _casting(dtype: torch.dtype) -> Callable[..., tuple[Any, Any]]:
+    """A hook that casts floating-point inputs."""
+
+    def cast(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        narrowed: tuple[Any, Any] = tree_map_only(
+            torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs)
+        )
+        return narrowed
+
+    return cast

@@ -114,12 +114,16 @@ class Stage:
         finally:
             self.entry.activation = None
         if self.index > 0 and self.entry.num_passes != 1:
-            raise WorkloadError(
-                "the model",
-                f"called {self.entry.num_passes} times in one loss()",
-                "a pipeline needs one pass for each loss",
-            )
+            raise called_twice(self.entry.num_passes)
         return result
+
+
+def called_twice(times: int) -> WorkloadError:
+    """The refusal of a loss that takes another number of passes than one."""
+    return WorkloadError(
+        "the model", f"called {times} times in one loss()", "a pipeline needs one pass for each loss",
+        "call it once, on the rows of all calls together; or use --strategy.name fsdp",
+    )  # fmt: skip
 
 
 def find_units(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Unit]:

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from scaleray.metric_names import CONSENSUS_DISTANCE
-from scaleray.strategies.parallel import Parallel, cpu_state_dict
+from scaleray.strategies.parallel import Parallel
+from scaleray.strategies.weight_shares import WeightShare, whole
 
 
 class Replicas:
@@ -67,7 +68,10 @@ class Replicas:
     def averaged(self, with_optimizer: bool) -> Iterator[None]:
         """Context in which the model holds the mean of the replicas, and the optimizer that of its state if asked; counters
         among the buffers are rank 0's. Afterwards every value is back to the bit."""
-        tensors = [*self.trained, *self.model.buffers(), *(t for _, t in self._optimizer_tensors())]
+        state = (
+            [tensor for _, tensor in self._optimizer_tensors()] if with_optimizer else []
+        )  # in memory twice otherwise
+        tensors = [*self.trained, *self.model.buffers(), *state]
         kept = [tensor.detach().clone() for tensor in tensors]
         try:
             self._average(self.moving(), self.group, weight=self.settle())
@@ -83,12 +87,12 @@ class Replicas:
                     tensor.copy_(value)
 
     def parallel(self, *, model: nn.Module | None = None, **course: Any) -> Parallel:
-        """What the loop gets of replicas that differ. model: what the forward pass calls, where it is not the replica
+        """What the loop gets of replicas that differ. model: what runs the user's code, where it is not the replica
         itself. course: when they meet, and what is the strategy's own. Not collective."""
         return Parallel(
             model=model if model is not None else self.model,
             module=self.model,
-            full_state_dict=self.full_state_dict,
+            weights=self.weights,
             use_optimizer=self.use_optimizer,
             replicas_differ=True,
             averaged=self.averaged,
@@ -96,10 +100,10 @@ class Replicas:
             **course,
         )
 
-    def full_state_dict(self) -> dict[str, Any]:
-        """The mean of the replicas on the CPU, on rank 0; empty elsewhere."""
+    def weights(self) -> WeightShare:
+        """The mean of the replicas on the CPU, on rank 0; nothing elsewhere. Collective."""
         with self.averaged(False):
-            return cpu_state_dict(self.model) if dist.get_rank(self.group) == 0 else {}
+            return whole(self.model, keeps=dist.get_rank(self.group) == 0)
 
     @staticmethod
     def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -8,9 +8,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from scaleray.config import RunConfig
-from scaleray.strategies.parallel import Parallel, cpu_state_dict
+from scaleray.strategies.parallel import Parallel
+from scaleray.strategies.weight_shares import whole
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
     """The model as it is."""
-    return Parallel(model=model, module=model, full_state_dict=lambda: cpu_state_dict(model), abandon=lambda: None)
+    return Parallel(model=model, module=model, weights=lambda: whole(model, keeps=True), abandon=lambda: None)

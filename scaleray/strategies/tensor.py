@@ -23,8 +23,11 @@ from torch.utils._pytree import tree_leaves
 
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
-from scaleray.strategies.parallel import MicroBatch, Objective, Parallel, full
+from scaleray.strategies.fsdp import Root, check_one_dtype, mixed_precision, shard_statistics, with_output
+from scaleray.strategies.parallel import MicroBatch, Objective, OnModel, Parallel
 from scaleray.strategies.traffic import Traffic
+from scaleray.strategies.unsharding import unshard_for_good
+from scaleray.strategies.weight_shares import WeightShare, share_among
 from scaleray.workload import call_user_code
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
@@ -41,6 +44,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         raise ValueError("tensor needs a device mesh with the axes 'dp' and 'tp'")
     groups, replicas = mesh["tp"], mesh["dp"]
     plan = _plan(model, config, workload, size=groups.size())
+    notes = [f"tensor: {len(plan)} entries of the plan, each layer on {groups.size()} workers"]
     hooks = _Hooks(model)
     trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
     ties = _ties(model)
@@ -54,10 +58,9 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         if parameter.requires_grad and replicas.size() == 1:
             parameter.register_post_accumulate_grad_hook(_complete)
     if replicas.size() > 1:
-        blocks = workload.blocks(model) if callable(getattr(workload, "blocks", None)) else None
-        for block in blocks or ():
-            fully_shard(block, mesh=replicas, reshard_after_forward=config.fsdp.reshard_after_forward)
-        fully_shard(model, mesh=replicas, reshard_after_forward=config.fsdp.reshard_after_forward)
+        notes += _shard(model, replicas, config, workload)
+    root = Root.over(model, replicas) if replicas.size() > 1 else None
+    on_model = root or OnModel(model)
 
     @contextlib.contextmanager
     def no_sync() -> Iterator[None]:
@@ -80,42 +83,46 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
             shapes = tuple((tuple(t.shape), t.dtype) for t in tree_leaves(piece.batch) if isinstance(t, torch.Tensor))
             traffic = None if (shapes, is_last) in known else Traffic()
             with contextlib.nullcontext() if is_last else no_sync(), traffic or contextlib.nullcontext():
-                objective(model, piece).backward()
+                objective(on_model, piece).backward()
             if traffic is not None:
                 known[shapes, is_last] = traffic.num_bytes
             sent += known[shapes, is_last]
-
-    def full_state_dict() -> dict[str, Any]:
-        whole = {n: full(v.detach()) if isinstance(v, torch.Tensor) else v for n, v in model.state_dict().items()}
-        if dist.get_rank() != 0:
-            return {}
-        return {n: v.to("cpu", copy=True) if isinstance(v, torch.Tensor) else v for n, v in whole.items()}
 
     def share_buffers() -> None:
         for buffer in model.buffers():
             local = buffer.to_local() if isinstance(buffer, DTensor) else buffer
             dist.broadcast(local, src=0)
 
-    def close() -> None:
+    def weights() -> WeightShare:
+        share_buffers()
+        return share_among(model, range(dist.get_world_size()), rank=dist.get_rank())
+
+    def let_go() -> None:
+        if isinstance(model, FSDPModule):
+            unshard_for_good(root or model, keeps_shards=True)
         for parameter in model.parameters():
             parameter.grad = None
-        if not isinstance(model, FSDPModule):  # which has no way back of its own
-            hooks.take_off()
-            _make_plain(model)
+        hooks.take_off()
+
+    def close() -> None:
+        let_go()
+        _make_plain(model)
 
     return Parallel(
-        model=model,
+        model=root or model,
         module=model,
+        alone=root.run_alone if root else None,
         gradient_divisor=replicas.size(),
         before_evaluation=share_buffers,
-        full_state_dict=full_state_dict,
+        weights=weights,
         close=close,
+        let_go=let_go,
         total_norm=lambda gradients: total_norm(gradients, device=torch.device(mesh.device_type)),
         forward_is_collective=True,
         run_micro_batches=run_micro_batches,
         counts_loss=mesh.get_local_rank("tp") == 0,
         bytes_sent=lambda: sent,
-        notes=[f"tensor: {len(plan)} entries of the plan, each layer on {groups.size()} workers"],
+        notes=notes,
     )
 
 
@@ -191,6 +198,20 @@ def _plan(model: nn.Module, config: RunConfig, workload: Any, *, size: int) -> M
                 "it must be a style of torch.distributed.tensor.parallel",
             )
     return plan
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) -> list[str]:
+    """Shard the parts of a replica over the replicas; what to tell the user."""
+    dtype = check_one_dtype(model.named_parameters())
+    policy, notes = mixed_precision(config, dtype)
+    blocks = workload.blocks(model) if callable(getattr(workload, "blocks", None)) else None
+    statistics = shard_statistics(model, policy, mesh=mesh)
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": config.fsdp.reshard_after_forward}
+    for block in blocks or ():
+        if block not in statistics:
+            fully_shard(block, mp_policy=policy, **options)
+    fully_shard(model, mp_policy=with_output(policy, dtype), **{**options, "reshard_after_forward": False})
+    return notes
 
 
 def _replicate_the_rest(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:

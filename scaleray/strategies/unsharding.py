@@ -18,10 +18,10 @@ MARKS = (REGISTRY_KEY, STATE_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_par
 
 
 def unshard_for_good(model: nn.Module, *, keeps_shards: bool) -> None:
-    """Take every hook of `fully_shard` off a model, and make its parameters whole and plain again. Collective.
+    """Take every hook of `fully_shard` off a model, and make its parameters whole and plain again. Collective, unless:
 
-    keeps_shards: leave them DTensors, for a model that no worker could hold. Gradients are dropped. Calling it a second
-    time does nothing.
+    keeps_shards: leave them DTensors, for a model that no worker could hold or that nobody keeps. Gradients are dropped.
+    Calling it a second time does nothing.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:

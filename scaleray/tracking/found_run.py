@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import tempfile
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from scaleray.checkpoints.storage import Store
 from scaleray.config.base import absolute_path
 from scaleray.config.scale import CheckpointSettings
 from scaleray.errors import TrackingError
+from scaleray.parsing import load_json
 from scaleray.records import RunRecord
 from scaleray.study_records import StudyRecord, SweepRecord
 from scaleray.tracking.store import check_reachable, open_client, resolve_uri, sqlite_path, without_password
@@ -59,7 +59,7 @@ def record_of(text: str | bytes, *, where: str) -> AnyRecord:
     from pydantic import TypeAdapter
 
     try:
-        data = json.loads(text)
+        data = load_json(text)
         if "trials" in data:
             return TypeAdapter(SweepRecord).validate_json(text)
         if "curves" in data:
@@ -87,7 +87,7 @@ def _read(place: Store, text: bytes) -> FoundRun:
     steps = None
     if isinstance(record, RunRecord):
         with contextlib.suppress(OSError):
-            steps = place.read(STEPS).decode()
+            steps = place.read(STEPS).decode(errors="replace")  # whoever reads it leaves damaged lines out
     return FoundRun(record, where, Path(place.root) if place.is_local else None, steps)
 
 
@@ -118,7 +118,11 @@ def _in_mlflow(run: str, uri: str) -> FoundRun:
                     "only what has ended has one",
                 )
             text = Path(client.download_artifacts(chosen, FILE, folder)).read_bytes()
-            steps = Path(client.download_artifacts(chosen, STEPS, folder)).read_text() if STEPS in names else None
+            steps = (
+                Path(client.download_artifacts(chosen, STEPS, folder)).read_text(errors="replace")
+                if STEPS in names
+                else None
+            )
     except TrackingError:
         raise
     except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class

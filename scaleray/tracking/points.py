@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -38,13 +37,12 @@ class Points:
         points, self._new = self._new, []
         return points
 
-    def add(self, values: Mapping[str, float], step: int) -> None:
-        """Values by metric name. What is known of a step already, as after a resume, is left out."""
-        now = now_ms()
+    def add(self, values: Mapping[str, float], step: int, *, at: float) -> None:
+        """Values by metric name. What is known of a step already, as after a resume, is left out. at: wall clock in s."""
         for name, value in values.items():
             if step > self.known.get(name, -1):  # a continued run repeats the steps after its checkpoint
                 # MLflow stores infinity as the largest float, which ruins charts; NaN it keeps
-                self._new.append((name, math.nan if math.isinf(value) else float(value), now, step))
+                self._new.append((name, math.nan if math.isinf(value) else float(value), in_ms(at), step))
                 self.known[name] = step
 
     def add_step(self, record: StepRecord, *, num_nonfinite: int) -> None:
@@ -72,7 +70,7 @@ class Points:
             **record.more,
             names.NONFINITE_STEPS.name: float(num_nonfinite) if num_nonfinite else None,
         }
-        self.add({k: v for k, v in points.items() if v is not None}, record.step)
+        self.add({k: v for k, v in points.items() if v is not None}, record.step, at=record.recorded_at)
         self._window = _Window()
 
     def add_checkpoint(self, record: CheckpointRecord) -> None:
@@ -82,9 +80,9 @@ class Points:
             names.CHECKPOINT_DURATION_S.name: record.duration_s,
             names.CHECKPOINT_WRITTEN_BYTES.name: float(record.bytes_written),
         }
-        self.add(points, record.step)
+        self.add(points, record.step, at=record.recorded_at)
 
 
-def now_ms() -> int:
-    """The wall clock, in MLflow's unit."""
-    return int(time.time() * 1000)
+def in_ms(at: float) -> int:
+    """A wall clock in seconds, in MLflow's unit."""
+    return int(at * 1000)

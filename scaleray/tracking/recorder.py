@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +22,26 @@ from scaleray.checkpoints.storage import Store
 from scaleray.errors import TrackingError
 from scaleray.records import (
     CheckpointRecord,
+    DerivedRecord,
     EvaluationRecord,
     EventRecord,
-    Heartbeat,
     StepRecord,
     SystemRecord,
     WorkerMessage,
     WorkerSummary,
 )
-from scaleray.tracking.points import Points, now_ms
+from scaleray.tracking.points import Points, in_ms
+from scaleray.tracking.recovery import Recovery
 from scaleray.tracking.run_description import RunDescription
+from scaleray.tracking.signs_of_life import SignsOfLife
 from scaleray.tracking.spool import Spool
 from scaleray.tracking.steps_file import StepsFile
 from scaleray.tracking.store import Operation, RunStore, run_link, without_password
+from scaleray.watchers import Guard, Watcher
 
 FLUSH_S = 1.0
+STALLED_S = 1800.0
+"""For one write to MLflow, which may be the upload of a large model; every other request has a time limit of its own."""
 EVENT_TAG = "scaleray.event."
 CHANGE_TAG = "scaleray.changed."
 
@@ -58,12 +66,15 @@ class Recording:
     resumed_after: list[int]
     last_step: int
     unsent_file: str | None = None
+    derived: dict[str, Any] = field(default_factory=dict)
+    """Derived values as the workers said that they are in use."""
 
 
-class Recorder:
+class Recorder(SignsOfLife):
     """Owns one MLflow run. `log` only queues; `poll` gives the messages to whoever shows them."""
 
     def __init__(self, description: RunDescription) -> None:
+        super().__init__()
         self.description = description
         self.work_dir = Path(description.work_dir)
         self.work_dir.mkdir(parents=True, exist_ok=True)
@@ -73,49 +84,56 @@ class Recorder:
         self.spool = Spool(
             self.work_dir / "unsent.jsonl", say=self._event, where=lambda: f"step {max(self.steps.last_step, 0)}"
         )
+        self.recovery = Recovery(description, self.steps, self.points, self.spool, say=self._event)
         self._has_message = threading.Event()
-        self._queue: queue.Queue[WorkerMessage | Operation | None] = queue.Queue()
+        self._queue: queue.Queue[WorkerMessage | Operation | _Marker | None] = queue.Queue()
         self._shown: list[WorkerMessage] = []
         self._shown_from = 0
         self._last_evaluation = -1
         self._metrics: dict[str, float] = {}
         self._summaries: dict[int, WorkerSummary] = {}
         self._events: list[str] = []
-        self._resumed_after: list[int] = []
+        self._derived: dict[str, Any] = {}
+        self._resumed_after: dict[float, int] = {}
+        self._previous_step = -1
+        self._key: str | None = (
+            secrets.token_hex(8) if description.continues is None else description.continues.get("key")
+        )
         self._is_noted = False
         self._is_continued = self._has_new_steps = False
+        self._changes: list[str] = []
         self._started = threading.Event()
-        self._stop_requested = False
-        self._heartbeats: dict[int, tuple[float, Heartbeat]] = {}
-        self._beaten_at = time.monotonic()
+        self._written_at = time.monotonic()
         self._thread = threading.Thread(target=self._write_all, name="scaleray-recorder", daemon=True)
 
     def start(self, *, after_first_message_s: float = 0.0) -> RunIdentity:
         """Make the MLflow run and write what is known. Raises TrackingError when MLflow cannot be used.
 
+        run.json comes first, with a key: whoever continues the run finds the MLflow run by it, although this process was
+        killed before it could write down the id.
         after_first_message_s: wait for a first message, at most so long. MLflow's import takes seconds of a core, which
         the workers need more while they start.
         """
-        self._has_message.wait(after_first_message_s)
         d = self.description
-        if d.continues is not None and d.continues.get("run_id"):
-            self._continue(d.continues)  # run.json stays as it is until training has really gone on
-            self._thread.start()
-            self._started.set()
-            return self.identity()
-        self.spool.store = RunStore.create(
-            d.tracking_uri, experiment=d.experiment, run_name=d.run_name, tags=d.tags, started_at=d.started_at
-        )
-        with contextlib.suppress(OSError):  # a bucket that is away for the moment; without it there is no checkpoint
-            self._note_identity()
-        first: list[Operation] = [{"op": "params", "values": dict(d.params)}]
-        first += [{"op": "dataset", **dataset} for dataset in d.datasets]
-        for name, text in d.files.items():
-            path = self.work_dir / name
-            path.write_text(text)
-            first.append({"op": "artifact", "path": str(path)})
-        for operation in first:
-            self._queue.put(operation)
+        before = d.continues or {}
+        if d.continues is None:
+            self._try_to_note()
+        self._has_message.wait(after_first_message_s)
+        if before.get("run_id"):
+            self.spool.store = RunStore.reopen(d.tracking_uri, before["run_id"], before["experiment_id"])
+            self._is_continued = True  # run.json stays as it is until training has really gone on
+        else:
+            self.spool.store = RunStore.create(
+                d.tracking_uri, experiment=d.experiment, run_name=d.run_name, tags=d.tags, started_at=d.started_at, key=self._key
+            )  # fmt: skip
+            self._try_to_note()
+        if d.continues is not None:
+            known = self.recovery.ask_mlflow()
+            self._changes, self._events = known.tags(CHANGE_TAG), [t.partition(" | ")[2] for t in known.tags(EVENT_TAG)]
+            for operation in self.recovery.send_what_mlflow_lacks(known):
+                self._queue.put(operation)
+        if not self._is_continued or not self.spool.store.is_described():
+            self._describe()
         self._thread.start()
         self._started.set()
         return self.identity()
@@ -127,33 +145,12 @@ class Recorder:
         Raises TrackingError when it takes too long.
         """
         marker = _Marker(is_published=True)
-        if not self._started.wait(timeout_s) or not self._wait_until_written(timeout_s, marker):
+        if not self._started.wait(timeout_s) or not self._wait_until_written(marker, timeout_s=timeout_s):
             raise TrackingError("the recorder", "busy", f"it did not write what it has within {timeout_s:g} s")
         if marker.problem:
             raise TrackingError("the steps so far", "not stored", marker.problem)
         store = self._require_store()
         return {"run_id": store.run_id, "experiment_id": store.experiment_id}
-
-    def beat(self, heartbeat: Heartbeat) -> bool:
-        """Take a sign of life; true when the workers should save and leave."""
-        self._beaten_at = time.monotonic()
-        self._heartbeats[heartbeat.rank] = self._beaten_at, heartbeat
-        return self._stop_requested
-
-    def heartbeats(self) -> list[Heartbeat]:
-        """The last sign of life of every rank."""
-        now, known = time.monotonic(), dict(self._heartbeats)  # others of its threads add to it
-        _, newest = max(known.values(), key=lambda pair: pair[0], default=(0.0, None))
-        beats = [replace(beat, silent_s=now - at) for _, (at, beat) in sorted(known.items())]
-        return [beat for beat in beats if newest and beat.rank < newest.world_size]  # others are of a larger group
-
-    def silent_s(self) -> float:
-        """Seconds since the last sign of life of any worker."""
-        return time.monotonic() - self._beaten_at
-
-    def request_stop(self) -> None:
-        """Ask the workers to save and leave."""
-        self._stop_requested = True
 
     def wait_started(self, timeout_s: float | None = None) -> bool:
         """True once the MLflow run exists; `start` has returned by then, as there is no other process to wait for."""
@@ -177,7 +174,7 @@ class Recorder:
 
     def mark_killed(self) -> None:
         """End the run as KILLED now, before the driver does so in good order, which it may not live long enough for."""
-        self._queue.put({"op": "status", "status": "KILLED", "end_time": now_ms()})
+        self._queue.put({"op": "status", "status": "KILLED", "end_time": in_ms(time.time())})
         self._has_message.set()
 
     def close(self) -> None:
@@ -196,8 +193,9 @@ class Recorder:
             metrics=dict(self._metrics),
             summaries=[self._summaries[rank] for rank in sorted(self._summaries)],
             events=list(self._events),
-            resumed_after=list(self._resumed_after),
+            resumed_after=list(self._resumed_after.values()),
             last_step=self.steps.last_step,
+            derived=dict(self._derived),
             unsent_file=self.spool.unsent_file(),
         )
 
@@ -210,7 +208,7 @@ class Recorder:
         """
         if self._is_continued and not self._has_new_steps and status != "FINISHED":
             status, metrics, tags, files = self._require_store().status_before or status, {}, {}, {}
-        now = now_ms()
+        now = in_ms(time.time())
         if metrics:
             step = max(self.steps.last_step, 0)
             points = [(k, v, now, step) for k, v in metrics.items() if step > self.points.known.get(k, -1)]
@@ -223,54 +221,66 @@ class Recorder:
         self.log_files([str(self.work_dir / name) for name in ("steps.csv", *files)])
         self._queue.put({"op": "status", "status": status, "end_time": now})
         self.spool.retry_now()  # a last time
-        self._wait_until_written()
+        if not self._wait_until_written():
+            self._event(
+                f"MLflow has taken nothing for {STALLED_S / 60:.0f} minutes; what was still to be written is lost"
+            )
         self._queue.put(None)
-        self._thread.join(timeout=60)
+        self._thread.join(timeout=FLUSH_S)
+        if self._key is not None:
+            with contextlib.suppress(Exception):  # whatever MLflow raises: the run itself is complete
+                self._require_store().remove_twins(self._key)
         return self.spool.unsent_file()
 
-    def _wait_until_written(self, timeout_s: float = 60.0, marker: _Marker | None = None) -> bool:
-        if not self._thread.is_alive():
-            return False
+    def _wait_until_written(self, marker: _Marker | None = None, *, timeout_s: float | None = None) -> bool:
+        """Whether everything that has arrived is written. timeout_s: None waits for as long as anything is."""
         marker = marker or _Marker()
-        self._queue.put({"op": "marker", "marker": marker})
-        return marker.done.wait(timeout=timeout_s)
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        self._queue.put(marker)
+        while not marker.done.wait(timeout=max(0.0, min(FLUSH_S, deadline - time.monotonic()))):
+            is_stalled = timeout_s is None and time.monotonic() - max(self._written_at, self.spool.sent_at) > STALLED_S
+            if is_stalled or time.monotonic() >= deadline or not self._thread.is_alive():
+                return False
+        return True
 
-    def _continue(self, before: Mapping[str, Any]) -> None:
-        """Open the interrupted run again, send what it could not, and learn which points it has."""
-        self.spool.store = store = RunStore.reopen(
-            self.description.tracking_uri, before["run_id"], before["experiment_id"]
-        )
-        self.points.known = store.last_steps()
-        self._is_continued = True
-        self._num_changes = len(store.tags(CHANGE_TAG))
-        tags = store.tags(EVENT_TAG)
-        self._events[:0] = [text.partition(" | ")[2] for _, text in sorted(tags.items())]
+    def _describe(self) -> None:
+        """Write what is known of the run before it has a step. Written twice, it is the same."""
         d = self.description
-        self.spool.take_over(d.run_path if d.run_path != d.work_dir else None, self.points.known)
+        self._queue.put({"op": "params", "values": dict(d.params)})
+        for dataset in d.datasets:
+            self._queue.put({"op": "dataset", **dataset})
+        for name, text in d.files.items():
+            path = self.work_dir / name
+            path.write_text(text)
+            self._queue.put({"op": "artifact", "path": str(path)})
 
     def _note_changes(self) -> None:
         """What a run that goes on was told to do otherwise, and its whole config, beside those before."""
-        if not self.description.changes:
-            return
-        number = 1 + self._num_changes
         text = "; ".join(self.description.changes)[:4000]
+        if not text or text in self._changes[-1:]:  # noted by a recorder before this one
+            return
+        number = 1 + len(self._changes)
         self._queue.put({"op": "tags", "values": {f"{CHANGE_TAG}{number:03d}": text}})
         config = self.work_dir / f"config-{number}.yaml"
         with contextlib.suppress(OSError):  # on a full disk the tag is enough
             config.write_text(self.description.files.get("config.yaml", ""))
             self._queue.put({"op": "artifact", "path": str(config)})
 
+    def _try_to_note(self) -> None:
+        with contextlib.suppress(OSError):  # a bucket that is away for the moment; without it there is no checkpoint
+            self._note_identity()
+
     def _note_identity(self) -> None:
-        """run.json: what is needed to continue this run from its folder alone."""
-        d, store = self.description, self._require_store()
+        """run.json: what is needed to continue this run from its folder alone. Its id as soon as MLflow has given it one."""
+        d, store = self.description, self.spool.store
         about = {
-            "name": d.run_name, "run_id": store.run_id, "experiment_id": store.experiment_id,
-            "tracking_uri": without_password(store.uri), "config": dict(d.config), "base_dir": d.base_dir,
-            "started_at": d.started_at,
+            "name": d.run_name, "key": self._key, "run_id": store.run_id if store else None,
+            "experiment_id": store.experiment_id if store else None, "tracking_uri": without_password(d.tracking_uri),
+            "config": dict(d.config), "base_dir": d.base_dir, "started_at": d.started_at,
         }  # fmt: skip
         for root in {d.work_dir, d.run_path or d.work_dir}:
             Store(root).write_text("run.json", json.dumps(about, indent=1))
-        self._is_noted = True
+        self._is_noted = store is not None
 
     def _publish(self) -> str | None:
         """Bring what a resumed run needs to the run's folder, with each checkpoint; gives what went wrong."""
@@ -295,61 +305,75 @@ class Recorder:
 
     def _write_all(self) -> None:
         flushed_at = time.monotonic()
+        # a slip in one message must not end the recording of all others
+        look = partial(Guard(self._event), Watcher.RECORDING)
+        problem: str | None = None
+
+        def flush() -> None:
+            nonlocal problem
+            problem = look(self._flush, "steps or points could not be written")
+
         while True:
             try:
                 item = self._queue.get(timeout=FLUSH_S)
             except queue.Empty:
-                item = {"op": "tick"}
-            if item is None:
-                self._flush()
-                return
-            if isinstance(item, dict):
-                if item["op"] in ("tick", "marker") or time.monotonic() - flushed_at > FLUSH_S:
-                    self._flush()
-                    flushed_at = time.monotonic()
-                if item["op"] == "marker":
-                    marker = item["marker"]
-                    marker.problem = self._publish() if marker.is_published else None
-                    marker.done.set()
-                elif item["op"] != "tick":
-                    self._flush()  # order: points before the status that ends the run
-                    self.spool.send(item)
+                flush()
                 continue
-            try:
-                self._take(item)
-            except Exception as exc:  # one bad message must not end the recording of all others
-                self._event(f"a message could not be recorded ({type(exc).__name__}: {exc}): {type(item).__name__}")
-            if time.monotonic() - flushed_at > FLUSH_S:
-                self._flush()
-                flushed_at = time.monotonic()
+            if item is None:
+                flush()
+                return
+            if isinstance(item, _Marker):
+                flush()
+                if item.is_published:
+                    item.problem = problem or look(self._publish, "the record could not be brought to the run's folder")
+                item.done.set()
+            elif isinstance(item, dict):
+                flush()  # order: points before the status that ends the run
+                look(partial(self.spool.send, item), None)
+            else:
+                look(partial(self._take, item), None, part=type(item).__name__)
+                if time.monotonic() - flushed_at > FLUSH_S:
+                    flush()
+                    flushed_at = time.monotonic()
+            self._written_at = time.monotonic()
 
     def _take(self, message: WorkerMessage) -> None:
         if isinstance(message, StepRecord):
+            if message.step != self._previous_step + 1:
+                self._go_on_after(message.step - 1)
+            self._previous_step = message.step
             is_new = message.step > self.steps.last_step
             self._take_step(message, is_new=is_new)
             if not is_new:
                 return  # a restarted worker group repeats steps that were shown already
         elif isinstance(message, EvaluationRecord):
-            self.points.add(message.metrics, message.step)
+            self.points.add(message.metrics, message.step, at=message.recorded_at)
             self._metrics.update(message.metrics)
             if message.step <= self._last_evaluation:
                 return  # shown already
             self._last_evaluation = message.step
         elif isinstance(message, SystemRecord):
-            self.points.add({f"system/{message.node}/{k}": v for k, v in message.metrics.items()}, message.step)
+            values = {f"system/{message.node}/{k}": v for k, v in message.metrics.items()}
+            self.points.add(values, message.step, at=message.recorded_at)
         elif isinstance(message, CheckpointRecord):
             self.points.add_checkpoint(message)
+        elif isinstance(message, DerivedRecord):
+            if not self._derived and not self._is_continued:  # params are written once and stay
+                self._queue.put({"op": "params", "values": {f"derived.{k}": v for k, v in message.values.items()}})
+            self._derived = dict(message.values)
+            return  # a warning says it where something is to be seen
         elif isinstance(message, WorkerSummary):
             self._summaries[message.rank] = message
         elif isinstance(message, EventRecord):
             if message.kind == "resumed" and message.step is not None:
-                self._resumed_after.append(message.step)
+                self._resumed_after[message.recorded_at] = message.step  # a message may arrive twice
+                self._go_on_after(message.step)
             if message.text in self._events:
                 return
             self._events.append(message.text)
-            if self._started.is_set():
-                number = f"{EVENT_TAG}{len(self._events):03d}"
-                self._queue.put({"op": "tags", "values": {number: f"{_clock()} | {message.text}"[:4000]}})
+            number = f"{EVENT_TAG}{len(self._events):03d}"
+            text = f"{_clock(message.recorded_at)} | {message.text}"[:4000]
+            self._queue.put({"op": "tags", "values": {number: text}})
         self._shown.append(message)
         if len(self._shown) > 20_000:  # nobody shows them: a driver's memory must not grow with the number of steps
             self._shown_from += 10_000
@@ -358,13 +382,18 @@ class Recorder:
     def _take_step(self, record: StepRecord, *, is_new: bool) -> None:
         """is_new: steps.csv does not have it. MLflow may lack steps that steps.csv has: it may have been away."""
         if self._is_continued and not self._has_new_steps:
-            with contextlib.suppress(OSError):  # the next checkpoint tries again
-                self._note_identity()
+            self._try_to_note()  # where it fails, the next checkpoint tries again
             self._note_changes()
         self._has_new_steps = True
         if is_new:
             self.steps.add(record)
         self.points.add_step(record, num_nonfinite=self.steps.num_nonfinite)
+
+    def _go_on_after(self, step: int) -> None:
+        """Training, for the first time or again, begins after this step: the steps before are all that is known of them."""
+        if self.steps.lacks(max(step, self.steps.last_step)):
+            self._flush()
+            self.recovery.mend_steps(step)
 
     def _flush(self) -> None:
         try:
@@ -394,5 +423,5 @@ class _Marker:
     problem: str | None = None
 
 
-def _clock() -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S")
+def _clock(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from scaleray.checkpoints.storage import Store
+from scaleray.parsing import load_json
+from scaleray.tracking import unsent_file
+from scaleray.tracking.points import Point
 from scaleray.tracking.store import Operation, RunStore, without_password
 
 RETRY_FIRST_S, RETRY_MOST_S = 2.0, 30.0
@@ -17,7 +21,7 @@ RETRY_FIRST_S, RETRY_MOST_S = 2.0, 30.0
 class Spool:
     """Sends a run's operations. say: takes sentences about MLflow's absence. where: says how far the run is.
 
-    store: the run in MLflow, once it exists. problem: why what is kept is not in the file, which then is behind.
+    store: the run in MLflow, once it exists. sent_at: when it took something last, on the monotonic clock. problem: why what is kept is not in the file, which then is behind.
     """
 
     def __init__(self, path: Path, *, say: Callable[[str], None], where: Callable[[], str]) -> None:
@@ -26,6 +30,7 @@ class Spool:
         self._kept: list[str] = []
         self._is_on_disk = True
         self._retry_at, self._retry_s = 0.0, RETRY_FIRST_S
+        self.sent_at = 0.0
 
     @property
     def problem(self) -> str | None:
@@ -45,16 +50,28 @@ class Spool:
                 self.path.write_bytes(Store(folder).read(self.path.name))
         if not self.path.exists():
             return
-        _, *lines = self.path.read_text().splitlines() or [""]
-        for line in lines:
-            with contextlib.suppress(ValueError):  # the last line of a process that was killed may be cut
-                operation = json.loads(line)
-                if operation["op"] == "metrics":  # sent already, but not forgotten yet
-                    operation["points"] = [p for p in operation["points"] if p[3] > known.get(p[0], -1)]
-                    known.update({p[0]: p[3] for p in operation["points"]})
-                if operation["op"] != "status":
-                    self._kept.append(json.dumps(operation))
+        unsent = unsent_file.parse(self.path.read_bytes())  # a last line that is cut is what a kill leaves
+        if unsent.num_damaged:
+            damaged = self.path.with_name(f"{self.path.name}.damaged")
+            shutil.copyfile(self.path, damaged)
+            self._say(
+                f"{self.path.name} was damaged: {unsent.num_damaged} of its lines cannot be read, {len(unsent.operations)} can; "
+                f"it is kept as {damaged.name}, and steps.csv gives MLflow the steps that are lost with them"
+            )
+        for operation in unsent.operations:
+            if operation["op"] == "metrics":  # sent already, but not forgotten yet
+                operation["points"] = [p for p in operation["points"] if p[3] > known.get(p[0], -1)]
+                known.update({p[0]: p[3] for p in operation["points"]})
+            if operation["op"] != "status":
+                self._kept.append(json.dumps(operation))
         self._write_file()
+
+    def points(self) -> list[Point]:
+        """Those that are kept."""
+        operations = map(json.loads, self._kept)
+        return [
+            tuple(point) for operation in operations if operation["op"] == "metrics" for point in operation["points"]
+        ]
 
     def send(self, operation: Operation) -> None:
         """Send, or keep; while anything is kept, later operations queue behind it."""
@@ -62,7 +79,7 @@ class Spool:
             self._keep(operation)
             return
         try:
-            self._require_store().send(operation)
+            self._send(operation)
         except Exception as exc:  # whatever MLflow raises, training goes on
             self._keep(operation)
             self._say(
@@ -79,7 +96,7 @@ class Spool:
             return False
         for number, line in enumerate(self._kept):
             try:
-                self._require_store().send(json.loads(line))
+                self._send(load_json(line))
             except Exception:  # still away: what was sent is forgotten, the rest stays
                 if number:
                     del self._kept[:number]
@@ -95,6 +112,10 @@ class Spool:
     def retry_now(self) -> None:
         """Try with the next operation, whenever the next time would have been."""
         self._retry_at = 0.0
+
+    def _send(self, operation: Operation) -> None:
+        self._require_store().send(operation)
+        self.sent_at = time.monotonic()
 
     def _wait_longer(self) -> None:
         self._retry_at = time.monotonic() + self._retry_s

@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from scaleray.checkpoints.storage import Store
 from scaleray.records import StepRecord
@@ -23,42 +27,49 @@ STEP_COLUMNS = (
     "epoch",
     "is_finite",
     "world_size",
+    "recorded_at",
 )
+OLD_COLUMNS = STEP_COLUMNS[:-1]
+"""Of files from before rows had a time; it is empty in these rows when such a run goes on."""
+
+_NUMBER = r"(?:[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|inf|nan))"
+_OPTIONAL = rf"{_NUMBER}?"
+_PATTERNS = {"step": r"([1-9]\d*)", "loss": _NUMBER, "is_finite": "(True|False)"}
+_ROW = re.compile(",".join(_PATTERNS.get(column, _OPTIONAL) for column in STEP_COLUMNS))
+
+Range = tuple[int, int]
+"""Steps from the first to the second, both included."""
 
 
 class StepsFile:
-    """A new file, or that of the interrupted run, without a last line that was cut; rows wait in memory for `write`.
+    """A new file, or that of the interrupted run; rows wait in memory for `write`.
 
     run_path: where else the interrupted run's file may be. last_step, last_loss, num_nonfinite: of the rows so far.
+    damage: what was wrong with the interrupted run's file, whose copy is `kept_as`; "" for nothing, or a last line that was
+    cut, as a kill leaves it.
     """
 
     def __init__(self, path: Path, *, is_continued: bool, run_path: str | None) -> None:
         self.path = path
-        self.last_step, self.num_nonfinite = -1, 0
-        self.last_loss: float | None = None
+        self.damage = ""
+        self.kept_as: Path | None = None
         if is_continued and not path.exists() and run_path:
             with contextlib.suppress(FileNotFoundError):
                 path.write_bytes(Store(run_path).read(path.name))
-        lines = path.read_text().splitlines(keepends=True) if is_continued and path.exists() else []
-        whole = [line for line in lines if line.endswith("\n") and line.count(",") == len(STEP_COLUMNS) - 1]
-        if len(whole) > 1:
-            values = whole[-1].split(",")
-            self.last_step, self.last_loss = int(values[0]), float(values[1])
-            finite = STEP_COLUMNS.index("is_finite")
-            self.num_nonfinite = sum(line.split(",")[finite].strip() == "False" for line in whole)
-        temporary = path.with_suffix(".part")  # a kill in between must not cost the steps so far
-        temporary.write_text("".join(whole))
-        temporary.replace(path)
+        content = path.read_bytes() if is_continued and path.exists() else b""
+        self._cut = b""
+        rows, self.damage = parse(content)
+        if self.damage:
+            self.keep_damaged()
+        self._written_bytes = 0
+        self._put(rows)
+        self._cut = content[content.rfind(b"\n") + 1 :]  # no longer in the file, but a copy of it is kept whole
         self._rows = io.StringIO(newline="")
-        self._written_bytes = path.stat().st_size
         self._csv = csv.writer(self._rows, lineterminator="\n")
-        if not whole:
-            self._csv.writerow(STEP_COLUMNS)
 
     def add(self, record: StepRecord) -> None:
         """A row after the last one."""
-        self.last_step, self.last_loss = record.step, record.loss
-        self.num_nonfinite += not record.is_finite
+        self._count(record.step, record.loss, record.is_finite)
         values = asdict(record)
         self._csv.writerow([repr(values[c]) if isinstance(values[c], float) else values[c] for c in STEP_COLUMNS])
 
@@ -78,3 +89,91 @@ class StepsFile:
     def is_behind(self) -> bool:
         """Whether rows wait in memory."""
         return bool(self._rows.tell())
+
+    def lacks(self, up_to: int) -> list[Range]:
+        """Steps from 1 to `up_to` without a row, as ranges."""
+        holes = [(first, min(last, up_to)) for first, last in self._holes if first <= up_to]
+        start = max(self.last_step, 0) + 1
+        return holes + ([(start, up_to)] if start <= up_to else [])
+
+    def rows(self) -> Iterator[dict[str, str]]:
+        """The rows on the disk, by column."""
+        with open(self.path, newline="") as file:
+            yield from csv.DictReader(file)
+
+    def mend(self, after: int, found: Mapping[int, Mapping[str, Any]]) -> None:
+        """Training goes on after this step: put in rows that were missing up to it, by step.
+
+        Rows after it stay, as long as none is missing among them: their steps come again. Raises OSError.
+        """
+        self.write()
+        rows, _ = parse(self.path.read_bytes())
+        if any(last > after for _, last in self._holes):
+            rows = {step: row for step, row in rows.items() if step <= after}
+        for step, values in found.items():
+            rows.setdefault(step, ",".join(str(values.get(column, "")) for column in STEP_COLUMNS))
+        self._put(rows)
+
+    def keep_damaged(self) -> None:
+        """Put a copy of the file beside it, under a name that is not taken."""
+        names = [f"{self.path.name}.damaged", *(f"{self.path.name}.damaged-{n}" for n in range(2, 100))]
+        self.kept_as = next((path for name in names if not (path := self.path.with_name(name)).exists()), None)
+        if self.kept_as is not None:
+            shutil.copyfile(self.path, self.kept_as)
+            with open(self.kept_as, "ab") as file:
+                file.write(self._cut)
+
+    def _put(self, rows: Mapping[int, str]) -> None:
+        """Make the file hold these rows, in the order of their steps."""
+        self.last_step, self.num_nonfinite = -1, 0
+        self.last_loss: float | None = None
+        self._holes: list[Range] = []
+        lines = [f"{row}\n" for _, row in sorted(rows.items())]
+        for line in lines:
+            values = line.split(",")
+            self._count(int(values[0]), float(values[1]), values[STEP_COLUMNS.index("is_finite")] == "True")
+        temporary = self.path.with_suffix(".part")  # a kill in between must not cost the steps so far
+        temporary.write_text("".join([",".join(STEP_COLUMNS) + "\n", *lines]))
+        temporary.replace(self.path)
+        self._written_bytes = self.path.stat().st_size
+
+    def _count(self, step: int, loss: float, is_finite: bool) -> None:
+        start = max(self.last_step, 0) + 1
+        if step > start:
+            self._holes.append((start, step - 1))
+        self.last_step, self.last_loss = step, loss
+        self.num_nonfinite += not is_finite
+
+
+def parse(content: bytes) -> tuple[dict[int, str], str]:
+    """The rows of a file by step, each a line of STEP_COLUMNS, and what is wrong with it in words, or ""."""
+    *lines, _ = content.decode(errors="replace").split("\n")  # after the last end of line is what a kill cut
+    if not lines:
+        return {}, "it has no whole line" if content else ""
+    header = lines[0].strip()
+    missing = {",".join(STEP_COLUMNS): "", ",".join(OLD_COLUMNS): ","}.get(header)
+    if missing is None:
+        return {}, f"its first line is {header[:60]!r} instead of the columns"
+    rows: dict[int, str] = {}
+    num_unreadable = num_again = 0
+    last, is_in_order = 0, True
+    for line in lines[1:]:
+        row = line.rstrip("\r") + missing
+        if _ROW.fullmatch(row) is None:
+            num_unreadable += 1
+            continue
+        step = int(row.partition(",")[0])
+        num_again += step in rows
+        is_in_order = is_in_order and step >= last
+        last = step
+        rows.setdefault(step, row)
+    problems = [f"{num_unreadable} lines are no steps"] if num_unreadable else []
+    problems += [f"{num_again} steps are there again"] if num_again else []
+    problems += [] if is_in_order else ["the steps are not in order"]
+    return rows, ", ".join(problems)
+
+
+def in_words(ranges: Iterable[Range]) -> str:
+    """Ranges of steps for a sentence."""
+    words = [f"{first}" if first == last else f"{first} to {last}" for first, last in ranges]
+    return ", ".join(words[:5]) + (f" and {len(words) - 5} more ranges" if len(words) > 5 else "")

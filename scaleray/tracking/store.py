@@ -6,21 +6,25 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from scaleray.config.base import without_password
 from scaleray.errors import TrackingError, first_line
+from scaleray.tracking import unsent_file
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 UI_ADDRESS = "http://127.0.0.1:5000"
+KEY_TAG = "scaleray.key"
+"""On a run: what it is known by before MLflow has given it an id."""
 LONGEST_PARAM = 6000  # MLflow cuts longer values without a word; the whole config is an artifact
 
 Operation = dict[str, Any]
@@ -99,13 +103,20 @@ class RunStore:
         self.uri, self.run_id, self.experiment_id = uri, run_id, experiment_id
         self.status_before: str | None = None
         """Of a run that was reopened."""
+        self.is_new = False
+        """Whether nobody can have written anything to it."""
         self.client = open_client(uri)
 
     @classmethod
     def create(
-        cls, uri: str, *, experiment: str, run_name: str, tags: Mapping[str, str], started_at: float | None = None
-    ) -> RunStore:
-        """A new run, RUNNING, since `started_at` (wall clock in s; None is now). Makes the database and the experiment when they do not exist. Raises TrackingError."""
+        cls, uri: str, *, experiment: str, run_name: str, tags: Mapping[str, str], started_at: float | None = None, key: str | None = None,
+    ) -> RunStore:  # fmt: skip
+        """A new run, RUNNING, since `started_at` (wall clock in s; None is now). Makes the database and the experiment when they do not exist. Raises TrackingError.
+
+        key: names this run for ever: with the same key there comes to be one run, whoever was killed in between and
+        whatever answer of the server was lost. None is a new one.
+        """
+        key = key or secrets.token_hex(8)
         try:
             with _first_use_lock(uri):
                 client = open_client(uri)
@@ -122,12 +133,13 @@ class RunStore:
                 experiment_id = (
                     found.experiment_id if found else client.create_experiment(experiment, artifact_location=location)
                 )
-            run = client.create_run(
-                experiment_id,
-                run_name=run_name,
-                tags=dict(tags),
-                start_time=int(started_at * 1000) if started_at else None,
-            )
+            tags = {**tags, KEY_TAG: key}
+            start_time = int(started_at * 1000) if started_at else None
+
+            def make() -> Any:
+                return client.create_run(experiment_id, run_name=run_name, tags=dict(tags), start_time=start_time)
+
+            run, is_new = _made_once(client, experiment_id, key, make)
         except TrackingError:
             raise
         except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
@@ -140,7 +152,9 @@ class RunStore:
             raise TrackingError(
                 "MLflow at", without_password(uri), f"the run could not be made: {first}", hint
             ) from exc
-        return cls(uri, run.info.run_id, experiment_id)
+        store = cls(uri, run.info.run_id, experiment_id)
+        store.is_new = is_new
+        return store
 
     @classmethod
     def reopen(cls, uri: str, run_id: str, experiment_id: str) -> RunStore:
@@ -193,6 +207,20 @@ class RunStore:
         else:
             raise ValueError(f"unknown operation {kind}")
 
+    def remove_twins(self, key: str) -> None:
+        """Delete other runs with this key: a request that MLflow's client gave up and repeated may have made one late."""
+        for run in _with_key(self.client, self.experiment_id, key):
+            if run.info.run_id != self.run_id:
+                self.client.delete_run(run.info.run_id)
+
+    def is_described(self) -> bool:
+        """Whether its params are there, which are the first thing that is written."""
+        return bool(self.client.get_run(self.run_id).data.params)
+
+    def history(self, metric: str) -> list[tuple[str, float, int, int]]:
+        """All points of a metric: (metric, value, wall clock in ms, step)."""
+        return [(metric, m.value, m.timestamp, m.step) for m in self.client.get_metric_history(self.run_id, metric)]
+
     def tags(self, prefix: str) -> dict[str, str]:
         """The run's tags that begin so."""
         return {k: v for k, v in self.client.get_run(self.run_id).data.tags.items() if k.startswith(prefix)}
@@ -206,27 +234,59 @@ class RunStore:
         }
 
 
+def _made_once(client: Any, experiment_id: str, key: str, make: Callable[[], Any]) -> tuple[Any, bool]:
+    """The one run with this key, and whether it is new rather than that of an earlier try. Of several, as a lost answer
+    leaves them, the fullest stays."""
+    found = _with_key(client, experiment_id, key)
+    is_new = not found
+    if is_new:
+        try:
+            made = [make()]
+        except Exception:  # the run may be there although its answer was lost
+            made = []
+            found = _with_key(client, experiment_id, key)
+            if not found:
+                raise
+        found = found or _with_key(client, experiment_id, key) or made
+    if len(found) == 1:
+        return found[0], is_new
+    first, *twins = sorted(found, key=lambda run: (-len(run.data.metrics) - len(run.data.params), run.info.run_id))
+    for twin in twins:
+        client.delete_run(twin.info.run_id)
+    return first, is_new
+
+
+def _with_key(client: Any, experiment_id: str, key: str) -> list[Any]:
+    return list(client.search_runs([experiment_id], f"tags.`{KEY_TAG}` = '{key}'"))
+
+
 def replay(path: str | Path, *, uri: str | None = None) -> int:
     """Send what a run could not write, from its unsent file; returns the number of operations. Removes the file.
 
     uri: where to send it; None is where the run wrote, whose password, if any, the file does not hold.
 
-    Raises TrackingError when the server still cannot be reached; the file stays then.
+    Raises TrackingError when the server still cannot be reached; the file stays then. Also where lines of it cannot be
+    read, when the others are sent; the file is `unsent.jsonl.damaged` then.
     """
     path = Path(path)
     try:
-        lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-        head = lines[0]
-        uri, run_id, experiment_id = uri or head["tracking_uri"], head["run_id"], head["experiment_id"]
+        unsent = unsent_file.parse(path.read_bytes())
     except FileNotFoundError:
         raise TrackingError("unsent file", str(path), "it does not exist") from None
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as exc:
-        raise TrackingError("unsent file", str(path), f"it is not one that scaleray wrote: {exc}") from exc
+    except OSError as exc:
+        raise TrackingError("unsent file", str(path), f"it cannot be read: {exc.strerror}") from exc
+    head = unsent.head
+    if head is None:
+        raise TrackingError(
+            "unsent file", str(path), "it is not one that scaleray wrote: its first line does not say which run it belongs to",
+            f"its {len(unsent.operations)} whole operations can be sent once that line is there, as in run.json",
+        )  # fmt: skip
+    uri = uri or head["tracking_uri"]
     check_reachable(uri)
     try:
-        store = RunStore(uri, run_id, experiment_id)
+        store = RunStore(uri, head["run_id"], head["experiment_id"])
         known = store.last_steps()
-        for operation in lines[1:]:
+        for operation in unsent.operations:
             if operation["op"] == "metrics":  # a crash between sending and forgetting must not double points
                 operation["points"] = [p for p in operation["points"] if p[3] > known.get(p[0], -1)]
             store.send(operation)
@@ -236,8 +296,16 @@ def replay(path: str | Path, *, uri: str | None = None) -> int:
             without_password(uri),
             f"it refused: {first_line(exc)}",
         ) from exc
+    num_lost = unsent.num_damaged + unsent.is_cut
+    if num_lost:
+        damaged = path.with_name(f"{path.name}.damaged")
+        path.replace(damaged)
+        raise TrackingError(
+            "unsent file", str(path), f"{num_lost} of its lines cannot be read; the other {len(unsent.operations)} were sent",
+            f"it is kept as {damaged}; steps.csv beside it has every step",
+        )  # fmt: skip
     path.unlink()
-    return len(lines) - 1
+    return len(unsent.operations)
 
 
 def open_client(uri: str) -> Any:

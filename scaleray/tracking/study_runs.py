@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import threading
 import time
 from collections import deque
@@ -23,15 +24,19 @@ from scaleray.study_tables import escaped, study_tables, sweep_table
 from scaleray.sweep_settings import BROKEN
 from scaleray.tracking import saved_views
 from scaleray.tracking.found_run import record_of
+from scaleray.tracking.points import in_ms
 from scaleray.tracking.store import LONGEST_PARAM, RunStore, check_reachable, resolve_uri, run_link, without_password
 from scaleray.tracking.study_values import (
     Value,
+    end_of,
+    point_duration_s,
     point_name,
     point_params,
     point_values,
     record_values,
     relative_values,
     safe_name,
+    trial_duration_s,
     trial_name,
     trial_params,
     trial_values,
@@ -63,9 +68,10 @@ class ParentRun:
         self.kind, self.name = kind, name
         self._store = store
         self._children: dict[str, str] = {}
+        self._begun: dict[str, str | None] = {}
         self._known: dict[str, int] = {}
         self._waiting: deque[Callable[[], None]] = deque()
-        self._problem = ""
+        self._problem = "no answer in time"
         self._num_refused = 0
         self._has_work = threading.Condition()
         self._is_closed = self._is_last_try = False
@@ -89,11 +95,13 @@ class ParentRun:
             store = RunStore.reopen(uri, continue_run_id, "")
             store.experiment_id = store.client.get_run(continue_run_id).info.experiment_id
         else:
-            store = RunStore.create(uri, experiment=experiment, run_name=name, tags=own, started_at=started_at)
+            # one that was killed before it could write down the run's id is continued under the same name and beginning
+            key = hashlib.sha256(f"{name} {started_at}".encode()).hexdigest()[:16] if started_at is not None else None
+            store = RunStore.create(uri, experiment=experiment, run_name=name, tags=own, started_at=started_at, key=key)
         run = cls(store, kind, name)
-        if continue_run_id:
+        if not store.is_new:
             run._later(run._learn_children)
-        else:
+        if not continue_run_id:
             params = {safe_name(key): value for key, value in _leaves(config) if value is not None}
             run._later(lambda: store.send({"op": "params", "values": params}))
             run._later(lambda: store.send({"op": "tags", "values": {KEY_TAG: store.run_id}}))
@@ -131,25 +139,26 @@ class ParentRun:
         self._later(
             lambda: self._write_child(
                 key, key, point_params(point), point_values(point), ended_at=point.measured_at,
-                duration_s=sum(map(sum, point.turns)), tags={"scaleray.marks": ", ".join(point.marks)},
+                duration_s=point_duration_s(point), tags={"scaleray.marks": ", ".join(point.marks)},
             )
         )  # fmt: skip
 
     def log_trial(self, trial: Trial) -> None:
         """Write a trial that has ended as a child. Returns at once. A trial that is there already is left as it is."""
-        now = time.time()
+        ended = time.time() if trial.ended_at is None else trial.ended_at
         tags = {"scaleray.status": trial.status, "scaleray.error": trial.error}
         status = "FAILED" if trial.status in BROKEN else "FINISHED"
         self._later(
             lambda: self._write_child(
-                str(trial.number), trial_name(trial), trial_params(trial), trial_values(trial), ended_at=now,
-                duration_s=trial.total_time_s or trial.training_time_s, tags=tags, status=status,
+                str(trial.number), trial_name(trial), trial_params(trial), trial_values(trial, ended_at=ended),
+                ended_at=ended, duration_s=trial_duration_s(trial), tags=tags, status=status,
             )
         )  # fmt: skip
 
     def log_progress(self, values: Mapping[str, float], *, step: int) -> None:
         """Write metrics of the parent under `progress/`, such as the number of finished trials. Returns at once."""
-        made: list[Value] = [(f"progress/{safe_name(key)}", float(value), step, 0.0) for key, value in values.items()]
+        now = time.time()
+        made: list[Value] = [(f"progress/{safe_name(key)}", float(value), step, now) for key, value in values.items()]
         self._later(lambda: self._log_new(made))
 
     def identify(self, record: Record, *, timeout_s: float = LONGEST_WAIT_S) -> Record:
@@ -178,12 +187,12 @@ class ParentRun:
 
     def finish(
         self, record: StudyRecord | SweepRecord | None, *, status: str = "FINISHED", files: Sequence[str | Path] = (),
-        timeout_s: float = LONGEST_WAIT_S,
+        ended_at: float | None = None, timeout_s: float = LONGEST_WAIT_S,
     ) -> str | None:  # fmt: skip
         """End the run with its curves, tables, chart page and files; returns what MLflow lacks in words, None for nothing.
 
         record: None for a study that failed before it had one. status: `FINISHED`, `FAILED` or `KILLED`. files: local
-        files, or folders that are kept as such. Never raises.
+        files, or folders that are kept as such. ended_at: wall clock in s; None is now. Never raises.
         """
         if record is not None:
             self._later(lambda: self._log_new(record_values(record)))
@@ -191,9 +200,10 @@ class ParentRun:
                 self._later(lambda: self._log_relative(record))
             self._later(lambda: self._store.send({"op": "tags", "values": _closing_tags(record)}))
             self._later(lambda: self._save_view(record))
+        self._later(self._remove_half_written)
         for path in files:
             self._later(lambda path=path: self._store.send({"op": "artifact", "path": str(path)}))  # type: ignore[misc]
-        end_time = int(time.time() * 1000)
+        end_time = in_ms(time.time() if ended_at is None else ended_at)
         self._later(lambda: self._store.send({"op": "status", "status": status, "end_time": end_time}))
         self._drain(timeout_s)
         with self._has_work:
@@ -265,37 +275,53 @@ class ParentRun:
             "mlflow.parentRunId": self.run_id, KEY_TAG: self.run_id, CHILD_TAG: key, "scaleray.kind": CHILD_KIND[self.kind],
             "mlflow.source.name": "scaleray", **{k: v[:LONGEST_TAG] for k, v in tags.items() if v},
         }  # fmt: skip
-        made = client.create_run(self.experiment_id, start_time=int(started_at * 1000), tags=own, run_name=name)
-        _log(client, made.info.run_id, values, params, started_at=started_at)
-        client.set_terminated(made.info.run_id, status, int(ended_at * 1000))
-        self._children[key] = made.info.run_id
+        run_id = self._begun.get(key)  # by a try that failed after it was made
+        if run_id is None:
+            run_id = next((run.info.run_id for run in self._find_children(key)), None) if key in self._begun else None
+            self._begun[key] = run_id  # from now on there may be one, although no answer says so
+            if run_id is None:
+                made = client.create_run(self.experiment_id, start_time=in_ms(started_at), tags=own, run_name=name)
+                run_id = self._begun[key] = str(made.info.run_id)
+        _log(client, run_id, values, params)
+        client.set_terminated(run_id, status, in_ms(ended_at))
+        self._children[key] = run_id
 
-    def _learn_children(self) -> None:
-        """Of a run that is continued: those that were written whole; the others are removed and made anew."""
-        query = f"tags.`mlflow.parentRunId` = '{self.run_id}'"
+    def _find_children(self, key: str | None = None) -> Iterator[Any]:
+        """Those in MLflow, all or of one name."""
+        query = f"tags.`mlflow.parentRunId` = '{self.run_id}'" + (f" and tags.`{CHILD_TAG}` = '{key}'" if key else "")
         token = None
         while True:
             page = self._store.client.search_runs([self.experiment_id], query, page_token=token, max_results=1000)
-            for run in page:
-                if run.info.status == "RUNNING":
-                    self._store.client.delete_run(run.info.run_id)
-                elif key := run.data.tags.get(CHILD_TAG):
-                    self._children[key] = run.info.run_id
+            yield from page
             token = page.token
             if not token:
-                break
+                return
+
+    def _learn_children(self) -> None:
+        """Of a run that is continued: those that were written whole; the others are removed and made anew."""
+        for run in list(self._find_children()):
+            if run.info.status == "RUNNING":
+                self._store.client.delete_run(run.info.run_id)
+            elif key := run.data.tags.get(CHILD_TAG):
+                self._children[key] = run.info.run_id
         self._known = self._store.last_steps()
+
+    def _remove_half_written(self) -> None:
+        """Children that a request made which MLflow's client had given up and repeated; nothing is in them."""
+        for run in list(self._find_children()):
+            if run.info.status == "RUNNING" and run.info.run_id not in self._children.values():
+                self._store.client.delete_run(run.info.run_id)
 
     def _log_new(self, values: Sequence[Value]) -> None:
         """Values of the parent; MLflow keeps both values of a key and step that is written twice."""
         new = [value for value in values if value[2] > self._known.get(value[0], -1)]
-        _log(self._store.client, self.run_id, new, {}, started_at=time.time())
+        _log(self._store.client, self.run_id, new, {})
 
     def _log_relative(self, record: StudyRecord) -> None:
         """Speed-up and efficiency of the points, which are known when the curve is."""
         for at in (at for curve in record.curves for at in curve.points):
             if run_id := self._children.get(point_name(at.point)):
-                _log(self._store.client, run_id, relative_values(at), {}, started_at=time.time())
+                _log(self._store.client, run_id, relative_values(at), {})
 
     def _save_view(self, record: StudyRecord | SweepRecord | None) -> None:
         with contextlib.suppress(Exception):  # MLflow's own format, which may change: the link still shows the runs
@@ -327,7 +353,7 @@ def send_record(path: str | Path, *, uri: str | None = None) -> str | None:
     else:
         for trial in record.trials:
             run.log_trial(trial)
-    return run.finish(record, files=[path])
+    return run.finish(record, files=[path], ended_at=end_of(record))
 
 
 def description(record: StudyRecord | SweepRecord) -> str:
@@ -352,11 +378,11 @@ def _closing_tags(record: StudyRecord | SweepRecord) -> dict[str, str]:
     }
 
 
-def _log(client: Any, run_id: str, values: Sequence[Value], params: Mapping[str, Any], *, started_at: float) -> None:
+def _log(client: Any, run_id: str, values: Sequence[Value], params: Mapping[str, Any]) -> None:
     """Values and params in as few calls as the server's limits of 1000 metrics and 100 params allow."""
     from mlflow.entities import Metric, Param
 
-    metrics = [Metric(key, value, int(1000 * (started_at + after_s)), step) for key, value, step, after_s in values]
+    metrics = [Metric(key, value, in_ms(at), step) for key, value, step, at in values]
     given = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in params.items()]
     while metrics or given:
         batch = metrics[: 1000 - len(given[:100])]

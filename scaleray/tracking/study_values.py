@@ -16,7 +16,7 @@ from scaleray.study_records import Curve, CurvePoint, Point, StudyRecord, SweepR
 from scaleray.sweep_settings import best_by_batch, settings
 
 Value = tuple[str, float, int, float]
-"""(metric, value, step, seconds after the run's start)."""
+"""(metric, value, step, wall clock in seconds since 1970)."""
 
 MOST_CURVE_POINTS = 200
 """Of one curve in MLflow; the record has all."""
@@ -47,13 +47,14 @@ def trial_params(trial: Trial) -> dict[str, Any]:
     own = {
         "trial.batch_size": trial.batch_size, "trial.rule": trial.rule, "trial.learning_rate": trial.learning_rate,
         "trial.optimizer": trial.optimizer, "trial.warmup": trial.warmup, "trial.seed": trial.seed,
-        "trial.workers": trial.workers,
+        "trial.workers": trial.workers, **({} if trial.same_as is None else {"trial.same_as": trial.same_as}),
     }  # fmt: skip
     return {**{safe_name(key): value for key, value in trial.settings.items()}, **own}
 
 
 def point_values(point: Point) -> list[Value]:
     """A point's single values at step 0, and its training to the target and noise with the number of samples as step."""
+    at = point.measured_at
     singles = {
         names.WORLD_SIZE: point.workers, names.POINT_SAMPLES_PER_S: point.samples_per_s.value,
         names.POINT_TOKENS_PER_S: point.tokens_per_s.value if point.tokens_per_s else None,
@@ -67,14 +68,22 @@ def point_values(point: Point) -> list[Value]:
     if reached:
         singles[names.POINT_SAMPLES_TO_TARGET] = reached.samples
         singles[names.POINT_TIME_TO_TARGET_S] = reached.time_s
-    curve = curve_values(point.to_target.metric, point.to_target.curve) if point.to_target else []
+    curve: list[Value] = []
+    if point.to_target:
+        to = point.to_target
+        curve = curve_values(to.metric, to.curve, to.recorded_at, began_at=at - point_duration_s(point))
     noise = thinned(point.noise.curve, MOST_CURVE_POINTS) if point.noise else []
-    curve += list(_finite((names.NOISE_SCALE.name, value, samples) for samples, value in noise))
-    return list(_finite((metric.name, value, 0) for metric, value in singles.items())) + curve
+    curve += list(_finite((names.NOISE_SCALE.name, value, samples, at) for samples, value in noise))
+    return list(_finite((metric.name, value, 0, at) for metric, value in singles.items())) + curve
 
 
-def trial_values(trial: Trial) -> list[Value]:
-    """A trial's single values at step 0, and its metric with the number of samples as step."""
+def point_duration_s(point: Point) -> float:
+    """What measuring it took, as far as it is known: its turns."""
+    return sum(map(sum, point.turns))
+
+
+def trial_values(trial: Trial, *, ended_at: float) -> list[Value]:
+    """A trial's single values at step 0, and its metric with the number of samples as step. ended_at: wall clock in s."""
     singles = {
         names.TRIAL_BATCH_SIZE: trial.batch_size, names.TRIAL_LEARNING_RATE: trial.learning_rate,
         names.WORLD_SIZE: trial.workers, names.TRIAL_VALUE: trial.value, names.TRIAL_SAMPLES: trial.samples,
@@ -83,26 +92,45 @@ def trial_values(trial: Trial) -> list[Value]:
         names.TRIAL_SAMPLES_PER_S: trial.samples_per_s, names.TRIAL_NOISE_SCALE: trial.noise_scale,
         names.TRIAL_GOODPUT: trial.goodput,
     }  # fmt: skip
-    curve = curve_values(trial.metric, trial.curve)
-    return list(_finite((metric.name, value, 0) for metric, value in singles.items())) + curve
+    began_at = ended_at - trial_duration_s(trial)
+    curve = curve_values(trial.metric, trial.curve, trial.recorded_at, began_at=began_at)
+    return list(_finite((metric.name, value, 0, ended_at) for metric, value in singles.items())) + curve
+
+
+def trial_duration_s(trial: Trial) -> float:
+    """From its first worker to its end; of its steps alone where no more is known."""
+    return trial.total_time_s or trial.training_time_s
 
 
 def relative_values(at: CurvePoint) -> list[Value]:
     """What a point is beside the base of its curve."""
     singles = ((names.POINT_SPEEDUP, at.speedup.value), (names.POINT_EFFICIENCY, at.efficiency.value))
-    return list(_finite((metric.name, value, 0) for metric, value in singles))
+    return list(_finite((metric.name, value, 0, at.point.measured_at) for metric, value in singles))
 
 
-def curve_values(metric: str, curve: Sequence[tuple[int, float, float]]) -> list[Value]:
-    """Evaluations as (metric, value, samples), at most MOST_CURVE_POINTS of them, the first and the last among these."""
-    name, few = safe_name(metric), thinned(curve, MOST_CURVE_POINTS)
-    return [(name, float(value), samples, seconds) for samples, seconds, value in few if math.isfinite(value)]
+def curve_values(
+    metric: str, curve: Sequence[tuple[int, float, float]], recorded_at: Sequence[float], *, began_at: float
+) -> list[Value]:
+    """Evaluations with samples as steps, at most MOST_CURVE_POINTS of them, the first and the last among these.
+
+    recorded_at: when each was; where that is not known, as in older records, it is `began_at` and the seconds of training.
+    """
+    times = recorded_at if len(recorded_at) == len(curve) else [began_at + seconds for _, seconds, _ in curve]
+    name, few = safe_name(metric), thinned(list(zip(curve, times, strict=True)), MOST_CURVE_POINTS)
+    return [(name, float(value), samples, at) for (samples, _, value), at in few if math.isfinite(value)]
 
 
 def record_values(record: StudyRecord | SweepRecord) -> list[Value]:
-    """The curves of the parent."""
-    values = _study_values(record) if isinstance(record, StudyRecord) else _sweep_values(record)
-    return list(_finite(values))
+    """The curves of the parent. What several points or trials decide carries the end of the last one."""
+    if isinstance(record, StudyRecord):
+        return list(_finite(_study_values(record)))
+    return list(_finite((*value, end_of(record)) for value in _sweep_values(record)))
+
+
+def end_of(record: StudyRecord | SweepRecord) -> float:
+    """Wall clock of its end, in seconds since 1970; a sweep that was continued took longer than its last part."""
+    trials = record.trials if isinstance(record, SweepRecord) else []
+    return max([record.started_at + record.duration_s, *(t.ended_at for t in trials if t.ended_at is not None)])
 
 
 def safe_name(text: str) -> str:
@@ -117,35 +145,37 @@ def thinned(curve: Sequence[Any], most: int) -> list[Any]:
     return [curve[round(n * (len(curve) - 1) / (most - 1))] for n in range(most)]
 
 
-def _study_values(record: StudyRecord) -> Iterator[tuple[str, float | None, int]]:
+def _study_values(record: StudyRecord) -> Iterator[tuple[str, float | None, int, float]]:
+    end = end_of(record)
     ideal = {p.point.workers: p.point.workers for curve in record.curves for p in curve.points}
-    yield from ((names.SCALING_IDEAL.name, float(n), n) for n in sorted(ideal))
+    yield from ((names.SCALING_IDEAL.name, float(n), n, end) for n in sorted(ideal))
     for curve in record.curves:
-        yield from _curve_values(curve)
-    yield from ((names.NOISE_SCALE.name, value, samples) for samples, value in thinned(record.noise, MOST_CURVE_POINTS))
+        for at in curve.points:
+            yield from ((*value, at.point.workers, at.point.measured_at) for value in _curve_values(curve, at))
+        fit = next((fit for fit in curve.fits if fit.law == curve.best_law), None)
+        for workers, estimate in fit.band if fit else ():
+            if workers == int(workers):  # MLflow's steps are whole numbers
+                yield names.scaling_curve(curve.mode, "fit"), estimate.value, int(workers), end
+    noise = thinned(record.noise, MOST_CURVE_POINTS)
+    yield from ((names.NOISE_SCALE.name, value, samples, end) for samples, value in noise)
 
 
-def _curve_values(curve: Curve) -> Iterator[tuple[str, float | None, int]]:
+def _curve_values(curve: Curve, at: CurvePoint) -> Iterator[tuple[str, float | None]]:
     def name(what: str) -> str:
         return names.scaling_curve(curve.mode, what)
 
-    for at in curve.points:
-        point, n = at.point, at.point.workers
-        for what, estimate in (("speedup", at.speedup), ("efficiency", at.efficiency)):
-            yield name(what), estimate.value, n
-            yield name(f"{what}_low"), estimate.low, n
-            yield name(f"{what}_high"), estimate.high, n
-        yield name("samples_per_s"), point.samples_per_s.value, n
-        yield name("step_time_s"), point.step_time_s.value, n
-        if point.step_time_s.value and point.exposed_comm_s is not None:
-            yield name("exposed_comm_share"), point.exposed_comm_s / point.step_time_s.value, n
-        yield name("cost_per_million_samples"), point.cost_per_million_samples, n
-        if point.to_target and point.to_target.is_reached:
-            yield name("time_to_target_s"), point.to_target.time_s, n
-    fit = next((fit for fit in curve.fits if fit.law == curve.best_law), None)
-    for workers, estimate in fit.band if fit else ():
-        if workers == int(workers):  # MLflow's steps are whole numbers
-            yield name("fit"), estimate.value, int(workers)
+    point = at.point
+    for what, estimate in (("speedup", at.speedup), ("efficiency", at.efficiency)):
+        yield name(what), estimate.value
+        yield name(f"{what}_low"), estimate.low
+        yield name(f"{what}_high"), estimate.high
+    yield name("samples_per_s"), point.samples_per_s.value
+    yield name("step_time_s"), point.step_time_s.value
+    if point.step_time_s.value and point.exposed_comm_s is not None:
+        yield name("exposed_comm_share"), point.exposed_comm_s / point.step_time_s.value
+    yield name("cost_per_million_samples"), point.cost_per_million_samples
+    if point.to_target and point.to_target.is_reached:
+        yield name("time_to_target_s"), point.to_target.time_s
 
 
 def _sweep_values(record: SweepRecord) -> Iterator[tuple[str, float | None, int]]:
@@ -168,9 +198,9 @@ def _sweep_values(record: SweepRecord) -> Iterator[tuple[str, float | None, int]
         yield names.BATCH_PREDICTED_SAMPLES.name, at.predicted_samples, at.batch_size
 
 
-def _finite(values: Iterable[tuple[str, float | None, int]]) -> Iterator[Value]:
-    for name, value, step in values:
+def _finite(values: Iterable[tuple[str, float | None, int, float]]) -> Iterator[Value]:
+    for name, value, step, at in values:
         if value is not None and math.isfinite(
             value
         ):  # MLflow stores infinity as the largest float, which ruins charts
-            yield name, float(value), int(step), 0.0
+            yield name, float(value), int(step), at

@@ -8,11 +8,12 @@ import subprocess
 import sys
 
 from scaleray.errors import TrackingError
+from scaleray.guarded import ending_like_ctrl_c, guarded
 from scaleray.tracking import store
 
 
 def serve(uri: str | None, *, port: int) -> int:
-    """Run MLflow's server on 127.0.0.1 until it is interrupted; returns its exit code.
+    """Run MLflow's server on 127.0.0.1 until it is interrupted, by Ctrl-C, SIGTERM or a closed terminal; returns its exit code.
 
     Raises TrackingError when the port is taken or the URI is a server already.
     """
@@ -48,10 +49,11 @@ def serve(uri: str | None, *, port: int) -> int:
         "--workers",
         "1",
     ]
-    process = subprocess.Popen(command, env=environment)
-    try:
-        return process.wait()
-    except KeyboardInterrupt:
-        process.terminate()
-        process.wait(timeout=30)
-        return 0
+    with ending_like_ctrl_c():
+        process = subprocess.Popen(guarded(command), env=environment)  # it starts a server, which starts workers
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.terminate()
+            process.wait()
+            return 0

@@ -20,9 +20,11 @@ from scaleray.checkpoints.manifest import Incomplete, Manifest
 from scaleray.checkpoints.saver import Saver
 from scaleray.errors import CheckpointError, RunFailedError, ScaleRayError
 from scaleray.records import CheckpointRecord, EventRecord
+from scaleray.training.evaluation import check_split, unknown_metric
 from scaleray.training.job import TrainJob
 from scaleray.training.place import Place
-from scaleray.training.state import PROGRESS, REPLICA, Rates, TrainState
+from scaleray.training.state import PROGRESS, REPLICA, Rates, TrainState, as_json
+from scaleray.watchers import Guard, Watcher
 
 GROUP_TIMEOUT = timedelta(hours=1)  # an upload may take long; a lost peer closes its connections at once
 NOTICE_INTERVAL_S = 2.0
@@ -51,19 +53,22 @@ class Checkpointing:
         control: Control | None = None, facts: Mapping[str, Any] | None = None,
         before_publishing: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:  # fmt: skip
-        self.job, self.place, self.catalog, self.emit = job, place, catalog, emit
+        self.job, self.place, self.catalog = job, place, catalog
+        self.emit = emit = Guard().wrapped(Watcher.MESSAGES, emit)
         self.control, self.facts = control or Control(), dict(facts or {})
         settings = job.config.checkpoint
         # of its own: its collectives run in a thread beside those of the training
         self.group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if place.world_size > 1 else None
-        best, _, direction = (settings.best or "").partition(" ")
-        self.saver = Saver(
-            catalog, self.group, world_size=place.world_size, strategy=job.recipe.strategy,
-            is_asynchronous=settings.is_asynchronous, full_every=settings.full_every, emit=emit, before_publishing=before_publishing,
-            retention=Retention(
-                settings.keep_last, settings.keep_best, best or None, direction == "max", job.recipe.keep_checkpoint_every_steps
-            ),
+        self.retention = Retention(
+            settings.keep_last, settings.keep_best, settings.best_metric, settings.is_higher_better, job.recipe.keep_checkpoint_every_steps
         )  # fmt: skip
+        self.saver = Saver(
+            catalog, self.group, world_size=place.world_size, strategy=job.recipe.strategy, is_asynchronous=settings.is_asynchronous,
+            full_every=settings.full_every, emit=emit, before_publishing=before_publishing, retention=self.retention,
+        )  # fmt: skip
+        self._measured: dict[int, Mapping[str, float]] = {}  # on rank 0: of the best so far, by step
+        self._best_step: int | None = None  # the last one that was among the best when it was measured
+        self._is_ranked = False  # whether an evaluation has had the metric to rank by
         self.resumed_from: Manifest | None = None
         self.saved_at = self.asked_at = time.monotonic()
         self.noticed: frozenset[str] = frozenset()
@@ -101,6 +106,8 @@ class Checkpointing:
 
     def begin(self, state: TrainState) -> None:
         """Take the state over from the checkpoint that `find` chose, if any, and save this one from now on. Collective."""
+        if self.retention.best is not None and self.retention.keep_best:
+            check_split("checkpoint.best", self.retention.best, self.job)
         self._state = state
         state.capture()  # what cannot be saved is better said now than after ten minutes
         if self.resumed_from is not None:
@@ -112,6 +119,7 @@ class Checkpointing:
             elif self._has_other_optimizer(self.resumed_from):  # a change that was allowed
                 own_rates.put_back(state.setup, position=state.setup.schedule.last_epoch)
             self.saver.start_from(self.resumed_from)
+            self._measured = self._best_until(self.resumed_from.step) if self.place.rank == 0 else {}
             if self.place.rank == 0:
                 text = _resumed(self.resumed_from, self.place.world_size, self.job)
                 self.emit(EventRecord(text, kind="resumed", step=self.resumed_from.step))
@@ -133,34 +141,79 @@ class Checkpointing:
         wants_ask = self.place.rank == 0 and self.control.notice is not None and now - self.asked_at > NOTICE_INTERVAL_S
         return float(wants_save), float(self.control.wants_leave.is_set()), float(wants_ask)
 
-    def after_step(self, step: int, signals: tuple[float, ...], metrics: Mapping[str, float]) -> bool:
+    def evaluated(self, step: int, metrics: Mapping[str, float], *, is_last: bool) -> None:
+        """Take note of an evaluation after `step` steps: a state that is among the best so far is saved. Collective.
+
+        Raises ConfigError where the first one lacks the metric to rank by; if it is the last as well, which is too late to
+        mend that, an event says so.
+        """
+        name = self.retention.best
+        if name is None or not self.retention.keep_best:
+            return
+        if name not in metrics and not self._is_ranked:
+            error = unknown_metric("checkpoint.best", name, metrics)
+            if not is_last:
+                raise error
+            self._say(str(error))
+        self._is_ranked = True
+        is_best = False
+        if self.place.rank == 0:  # it alone knows which checkpoints exist
+            stored = {at: values for at, values in self._measured.items() if at not in self.saver.failed}
+            self._measured = {**stored, step: dict(metrics)}
+            best = self.retention.best_of(self._measured)
+            self._measured = {at: self._measured[at] for at in best}
+            is_best = step in best
+        if self.place.all_reduce([float(is_best)])[0] > 0:
+            self._best_step = step
+
+    def after_step(self, step: int, signals: tuple[float, ...]) -> bool:
         """Save if it is due after `step` steps; true when the run should leave now, which it then may. Collective."""
         leaves, asks = signals[LEAVE] > 0, signals[ASK] > 0
         is_new_notice = asks and self._is_notice_new()
         every = self.job.recipe.checkpoint_every_steps
         is_due = signals[SAVE] > 0 or leaves or is_new_notice or (every is not None and step % every == 0)
-        if is_due:
-            self.save(step, metrics)
+        if is_due or self._best_step == step:
+            self.save(step)
         if is_new_notice:
             self._say(f"the cluster announced that it takes a node away; saved at step {step}")
         if leaves:
             self.saver.wait()
         return leaves
 
-    def save(self, step: int, metrics: Mapping[str, float]) -> None:
+    def save(self, step: int) -> None:
         """Begin a checkpoint now. Collective."""
         assert self._state is not None
         self._state.setup.parallel.before_evaluation()  # buffers as on rank 0, as the next forward pass would make them
         tensors, volatile, values = self._state.capture(is_saved=True)
-        self.saver.save(step, tensors, volatile=volatile, values=values, facts={**self.facts, "metrics": dict(metrics)})
+        self.saver.save(
+            step, tensors, volatile=volatile, values=values, facts={**self.facts, **evaluation_facts(values[PROGRESS])}
+        )
         self.saved_at = time.monotonic()
 
-    def finish(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The last step is done: save it where checkpoints are asked for, and wait until it is written. Collective."""
+    def finish(self, step: int) -> None:
+        """The last step is done, and evaluated: save it where checkpoints are asked for or it is among the best, and wait
+        until it is written. Collective."""
+        assert self._state is not None
         self.saver.wait()
-        if self.job.recipe.checkpoint_every_steps is not None and self.saver.last_saved != step:
-            self.save(step, metrics)
+        if (
+            self.saver.last_saved == step
+        ):  # perhaps before the last evaluation, which changes nothing but what is known of it
+            progress = as_json(PROGRESS, self._state.get_progress())
+            self.saver.restate({PROGRESS: progress}, evaluation_facts(progress))
+        elif self.job.recipe.checkpoint_every_steps is not None or self._best_step == step:
+            self.save(step)
             self.saver.wait()
+        if self.group is not None:
+            # rank 0 may be removing old ones still, for longer than the training's own collectives wait
+            dist.barrier(group=self.group)
+
+    def _best_until(self, step: int) -> dict[int, Mapping[str, float]]:
+        """The metrics of the best checkpoints that there are, of those up to `step`."""
+        try:
+            found = {m.step: m.own_metrics for m in self.catalog.complete() if m.step <= step}
+        except (OSError, CheckpointError):  # then a next one may be saved that is none of the best
+            return {}
+        return {at: found[at] for at in self.retention.best_of(found)}
 
     def _is_notice_new(self) -> bool:
         self.asked_at = time.monotonic()
@@ -206,6 +259,12 @@ class Checkpointing:
     def _say(self, text: str) -> None:
         if self.place.rank == 0:
             self.emit(EventRecord(text, kind="warning"))
+
+
+def evaluation_facts(progress: Mapping[str, Any]) -> dict[str, Any]:
+    """What a manifest says of the last evaluation: its metrics, and the step that they belong to."""
+    step = progress["evaluated_at"]
+    return {"metrics": progress["metrics"], "evaluated_at": step if step >= 0 else None}
 
 
 def _told(damage: Damage, step: int) -> str:

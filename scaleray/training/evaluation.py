@@ -13,9 +13,12 @@ from torch import nn
 from scaleray.data import Part, RankBatch
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.records import EvaluationRecord
+from scaleray.training.failures import is_lost_peer
 from scaleray.training.job import OpenStream, Split, TrainJob
+from scaleray.training.live_memory import is_out_of_memory
 from scaleray.training.micro_batches import as_user_batch, to_device
 from scaleray.training.model_setup import Setup
+from scaleray.training.named_sums import NamedSums
 from scaleray.training.place import Place
 from scaleray.training.sum_and_count import check_sum_and_count
 
@@ -34,9 +37,8 @@ class Evaluations:
         """Evaluate this job from now on, with micro-batches of its size. Raises ConfigError for the target of no split."""
         self.setup, self.target, self.every = setup, job.config.stop.at, job.recipe.evaluate_every_steps
         self.evaluators = [self._evaluator(job, split) for split in job.evaluation_splits()]
-        names = [evaluator.name for evaluator in self.evaluators]
-        if self.target is not None and self.target.metric.partition("/")[0] not in names:
-            raise self._unknown_target([f"{name}/loss" for name in names])
+        if self.target is not None:
+            check_split("stop.at", str(self.target), job)
 
     def are_due(self, step: int, *, at_end: bool) -> bool:
         """Whether to evaluate after `step`, which may have been done already."""
@@ -49,16 +51,17 @@ class Evaluations:
         parallel = self.setup.parallel
         with parallel.averaged(False):
             parallel.before_evaluation()
+            found: dict[str, float] = {}
             for evaluator in self.evaluators:
                 self.enter("input")
-                self.metrics.update(evaluator.run())
-        self.step = step
+                found.update(evaluator.run())
+        self.metrics, self.step = found, step  # nothing of older evaluations: a metric belongs to its step
         return EvaluationRecord(step, dict(self.metrics), time.perf_counter() - started)
 
     def check_target(self) -> None:
         """Raise ConfigError if the target's metric is not among those that were measured."""
         if self.target is not None and self.target.metric not in self.metrics:
-            raise self._unknown_target(sorted(self.metrics))
+            raise unknown_metric("stop.at", str(self.target), self.metrics)
 
     def target_reached(self, step: int) -> str | None:
         """The verdict of a run whose evaluation after `step` has reached its target."""
@@ -75,11 +78,6 @@ class Evaluations:
             enter=self.enter,
         )  # fmt: skip
 
-    def _unknown_target(self, known: list[str]) -> ConfigError:
-        return ConfigError(
-            "stop.at", str(self.target), "no evaluation measures that", f"there are: {', '.join(known) or 'no splits'}"
-        )
-
 
 class Evaluator:
     """Evaluates one split; `open_stream` gives this worker's batches of it, in file order."""
@@ -91,29 +89,27 @@ class Evaluator:
         self.name, self.workload, self.setup, self.place = name, workload, setup, place
         self.gives_tuples, self.enter = gives_tuples, enter
         self._open_stream = open_stream
+        self._sums = NamedSums(place)
+        self._needs_gradients = False
         self._keeps = rank_bytes <= KEPT_BYTES
         self._kept: list[RankBatch] | None = None
 
     def run(self) -> dict[str, float]:
         """`name/loss` and the workload's metrics, over every row of the split once. Collective."""
         module = self.setup.parallel.module
-        model = self.setup.parallel.evaluation_model or module
         totals: dict[str, list[float]] = {}
         with evaluation_mode(module):
             for batch in self._batches():
                 self.enter("evaluation")  # with every batch, or a long evaluation would look like a hang
-                for name, (total, count) in self._measure(model, batch).items():
+                for name, (total, count) in self._measure(batch).items():
                     pair = totals.setdefault(name, [0.0, 0.0])
                     if batch.num_rows:  # else a placeholder row
-                        pair[0] += float(total)
+                        pair[0] += float(total.detach())
                         pair[1] += float(count)
                 self.enter("input")
         self.enter("synchronise")
-        names = sorted(totals)
-        sums = self.place.all_reduce([value for name in names for value in totals[name]])
         result = {}
-        for number, name in enumerate(names):
-            total, count = sums[2 * number : 2 * number + 2]
+        for name, (total, count) in self._sums({name: (pair[0], pair[1]) for name, pair in totals.items()}).items():
             if count <= 0:
                 raise WorkloadError(
                     f"the count of {self.name}/{name}", count, "it must be above 0 over the whole split"
@@ -121,15 +117,39 @@ class Evaluator:
             result[f"{self.name}/{name}"] = total / count
         return result
 
-    def _measure(self, module: torch.nn.Module, batch: RankBatch) -> dict[str, Any]:
+    def _measure(self, batch: RankBatch) -> dict[str, Any]:
         columns = to_device(batch.columns, self.place.device, self.setup.precision.input_dtype)
         user_batch = as_user_batch(columns, self.gives_tuples)
         with self.setup.precision.autocast():
+            run = self.setup.parallel.run_alone
             metrics = getattr(self.workload, "metrics", None)
-            given = dict(metrics(module, user_batch)) if callable(metrics) else {}
+            given = dict(run(lambda model: metrics(model, user_batch))) if callable(metrics) else {}
             if "loss" not in given:  # a workload that has it at hand saves this forward pass
-                given["loss"] = self.workload.loss(module, user_batch)
+                given["loss"] = self._loss(user_batch)
             found = {name: check_sum_and_count(pair, what=f"metrics()[{name!r}]") for name, pair in given.items()}
+        return found
+
+    def _loss(self, user_batch: Any) -> Any:
+        """With gradients only where it fails without, as one does that differentiates (a penalty on gradients)."""
+
+        def measure() -> Any:
+            return self.setup.parallel.run_alone(lambda model: self.workload.loss(model, user_batch))
+
+        if not self._needs_gradients:
+            try:
+                return measure()
+            except Exception as exc:
+                if is_lost_peer(exc) or is_out_of_memory(exc):
+                    raise
+                failed = exc
+        with torch.enable_grad():
+            try:
+                found = measure()
+            except Exception as exc:
+                if self._needs_gradients or is_lost_peer(exc):
+                    raise
+                raise failed from None  # it was not for want of gradients
+        self._needs_gradients = True
         return found
 
     def _batches(self) -> Iterable[RankBatch]:
@@ -141,14 +161,28 @@ class Evaluator:
         return self._kept
 
 
+def check_split(key: str, text: str, job: TrainJob) -> None:
+    """Raise ConfigError where `text`, the value of `key`, begins with a metric of no split that is evaluated."""
+    names = [split.name for split in job.evaluation_splits()]
+    if text.partition("/")[0] not in names:
+        raise unknown_metric(key, text, [f"{name}/loss" for name in names])
+
+
+def unknown_metric(key: str, text: str, known: Iterable[str]) -> ConfigError:
+    """The error of a setting that names a metric which is not one of these."""
+    there_are = ", ".join(sorted(known)) or "no splits to evaluate"
+    return ConfigError(key, text, "no evaluation measures that", f"there are: {there_are}")
+
+
 @contextlib.contextmanager
-def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients. Each part gets its own mode back: a workload may keep frozen parts in eval."""
+def evaluation_mode(module: nn.Module, *, with_gradients: bool = False) -> Iterator[None]:
+    """Evaluation mode, in general without gradients. Each part gets its own mode back: a workload may keep frozen parts in
+    eval."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
         # no_grad, not inference_mode: DDP's hooks may meet the same buffers again in training
-        with torch.no_grad():
+        with torch.set_grad_enabled(with_gradients):
             yield
     finally:
         for part, was_training in modes:

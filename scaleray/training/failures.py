@@ -14,6 +14,7 @@ from scaleray.errors import (
     RunFailedError,
     ScaleRayError,
     StepFailedError,
+    WorkloadError,
     first_line,
 )
 from scaleray.scaling.recipe import Recipe
@@ -65,7 +66,7 @@ def is_lost_peer(exc: BaseException) -> bool:
     )
 
 
-def explained(exc: Exception) -> DataError | None:
+def explained(exc: Exception) -> DataError | WorkloadError | None:
     """What an error of torch means for the user, where its text tells; None for any other, such as a list's IndexError."""
     text = str(exc)
     if isinstance(exc, IndexError) and any(words in text for words in ("out of bounds", "index out of range in self")):
@@ -75,6 +76,12 @@ def explained(exc: Exception) -> DataError | None:
             "it must be below the number of classes the model knows",
             "check the labels of the data, and the size of the model's last layer or embedding",
         )
+    if isinstance(exc, RuntimeError) and "mixed torch.Tensor and DTensor" in text:
+        return WorkloadError(
+            "loss()", "computing with a weight where a worker holds a part of it",
+            "sharded weights are whole, or meet only their like, within the forward() of their own layers",
+            "call the layers that have them, in a method or a part of the model; or use --strategy.name ddp or zero1",
+        )  # fmt: skip
     if isinstance(exc, ValueError) and "more than 1 value per channel" in text:
         return DataError(
             "a micro-batch of one worker",

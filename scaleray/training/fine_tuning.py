@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from scaleray.checkpoints import consolidated
 from scaleray.checkpoints.hugging_face import ModelFolder, is_model_folder
 from scaleray.config.fine_tuning import FineTuningSettings
 from scaleray.errors import WorkloadError
+from scaleray.strategies.weight_shares import WeightShare
+from scaleray.training.weights import model_folder
 from scaleray.workload import call_user_code
 
 ADAPTERS = ("lora_a", "lora_b")
@@ -77,6 +80,7 @@ def load(module: nn.Module, workload: Any, where: str, *, is_part: bool = False)
 
     is_part: the module is a stage of the model, and takes its own tensors. where: what `workload.weights` allows. Each rank reads its own part, without a word to others. Raises CheckpointError.
     """
+    where = model_folder(where)
     tensors = {name: t for name, t in module.state_dict().items() if isinstance(t, torch.Tensor)}
     adapters = {name for name in tensors if name.rpartition(".")[2] in ADAPTERS}
     if not is_model_folder(where):
@@ -84,7 +88,7 @@ def load(module: nn.Module, workload: Any, where: str, *, is_part: bool = False)
         return
     folder = ModelFolder.open(where)
     names: Mapping[str, str] | None = None
-    if callable(getattr(workload, "weight_names", None)):
+    if not folder.has_own_names and callable(getattr(workload, "weight_names", None)):
         names = call_user_code(
             lambda: workload.weight_names(module, folder.config), what="weight_names()", doing="naming the weights"
         )
@@ -95,10 +99,17 @@ def load(module: nn.Module, workload: Any, where: str, *, is_part: bool = False)
     folder.load(tensors, names, optional=adapters, is_part=is_part)
 
 
-def merged(weights: dict[str, Any], settings: FineTuningSettings) -> dict[str, Any]:
-    """A whole state dict with each adapter added to its layer's weight, under the names of a model without adapters."""
+def merged_share(share: WeightShare, settings: FineTuningSettings) -> WeightShare:
+    """Final weights with each adapter added to its layer's weight, which lies beside it in one share, under the names of a
+    model without adapters."""
     if not settings.lora_rank or not settings.merge:
-        return weights
+        return share
+    layout = {name: placed for name, placed in share.layout.items() if name.rpartition(".")[2] not in ADAPTERS}
+    return replace(share, tensors=merged(share.tensors, settings), layout=layout)
+
+
+def merged(weights: dict[str, Any], settings: FineTuningSettings) -> dict[str, Any]:
+    """A state dict of whole layers with each adapter added to its layer's weight."""
     plain = {name: value for name, value in weights.items() if name.rpartition(".")[2] not in ADAPTERS}
     for name, low in weights.items():
         layer, _, last = name.rpartition(".")

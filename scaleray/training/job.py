@@ -9,9 +9,10 @@ from typing import Any, Protocol
 
 from scaleray.config import Duration, RunConfig
 from scaleray.data import DatasetSource, Part, StepPlan, StepStream, StreamSource
+from scaleray.data.row_values import AS_STORED, UNSEEDED, RowValues, row_values_of
 from scaleray.data.sources import Source
 from scaleray.data.step_plan import Origin
-from scaleray.errors import ConfigError
+from scaleray.errors import ConfigError, DataError
 from scaleray.scaling.recipe import DataSize, Recipe, derive
 
 TRAIN = "train"
@@ -28,6 +29,7 @@ class Split:
     group_sizes: tuple[int, ...] | None
     gives_tuples: bool
     is_streamed: bool
+    row_values: RowValues = AS_STORED
 
     @classmethod
     def of(cls, name: str, source: Source) -> Split:
@@ -40,6 +42,7 @@ class Split:
             group_sizes=source.group_sizes,
             gives_tuples=isinstance(source, DatasetSource) and source.gives_tuples,
             is_streamed=isinstance(source, StreamSource),
+            row_values=row_values_of(source),
         )
 
 
@@ -62,6 +65,8 @@ class TrainJob:
     """How many workers train; 0 is what the config says."""
     origin: Origin | None = None
     """Where the plan begins, when the global batch had another size before."""
+    varied: tuple[str, ...] = ()
+    """Keys of the config by which the trainings of a sweep differ."""
 
     def __post_init__(self) -> None:
         by = self.config.shares.by
@@ -70,6 +75,26 @@ class TrainJob:
                 "shares.by", by, "a Ray Dataset is dealt out once, in equal shares",
                 "use equal shares, or data that can be read by index",
             )  # fmt: skip
+        for split in self.splits.values():
+            if self.config.deterministic and not split.row_values.are_repeatable:
+                raise DataError(
+                    f"the {split.name} data", "not repeatable", f"deterministic: true promises the same bits again: {split.row_values.difference}",
+                    f"{UNSEEDED}: draw from those, or train without --deterministic",
+                )  # fmt: skip
+
+    @property
+    def sample_order(self) -> str:
+        """What a user can rely on in the training data, in words."""
+        promise, values = self.train_plan().promise, self.splits[TRAIN].row_values
+        return f"{promise}; {'but ' if values.difference else ''}{values.promise}" if values.promise else promise
+
+    def data_warnings(self) -> list[str]:
+        """What a user must know of data that cannot be read again as it was."""
+        return [
+            f"the {split.name} data: {split.row_values.promise}; {UNSEEDED}"
+            for split in self.splits.values()
+            if not split.row_values.are_repeatable
+        ]
 
     @property
     def world_size(self) -> int:
@@ -126,10 +151,13 @@ class TrainJob:
         )
 
     def evaluation_plan(self, split: Split) -> StepPlan:
-        """Every row of an evaluation split once, in file order."""
+        """Every row of an evaluation split once, in file order. Each evaluation is epoch 0, so that random transforms give
+        the same values each time and metrics differ by the weights alone."""
         batch_size = self.recipe.evaluation_micro_batch_size * self.data_size
         rows = self._usable_rows(split)
-        return StepPlan(rows, min(batch_size, rows), shuffle=False, is_streamed=split.is_streamed, name=split.name)
+        return StepPlan(
+            rows, min(batch_size, rows), self.config.seed, shuffle=False, is_streamed=split.is_streamed, name=split.name
+        )
 
     def evaluation_splits(self) -> list[Split]:
         """Every split but `train`."""

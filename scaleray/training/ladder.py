@@ -167,7 +167,8 @@ def train_to_target(job: TrainJob, place: Place, open_stream: OpenStream) -> tup
         raise ConfigError("stop.at", None, "there is no target to train to", "for example --stop.at 'val/loss <= 1.0'")
     samples, seconds, steps = 0, 0.0, 0
     curve: list[tuple[int, float, float]] = []
-    files = {"save_final": False, "every": None, "every_minutes": None, "keep_every": None}
+    recorded_at: list[float] = []
+    files = {"save_final": False, "every": None, "every_minutes": None, "keep_every": None, "best": None}
     config = job.config.model_copy(
         update={
             "checkpoint": job.config.checkpoint.model_copy(update=files),
@@ -181,6 +182,7 @@ def train_to_target(job: TrainJob, place: Place, open_stream: OpenStream) -> tup
             samples, seconds, steps = samples + message.num_samples, seconds + message.step_time_s, message.step
         elif isinstance(message, EvaluationRecord) and target.metric in message.metrics:
             curve.append((samples, seconds, message.metrics[target.metric]))
+            recorded_at.append(message.recorded_at)
 
     job = dataclasses.replace(job, config=config, started_at=time.time())
     summary = loop.run(job, place, open_stream=open_stream, emit=emit)
@@ -188,5 +190,6 @@ def train_to_target(job: TrainJob, place: Place, open_stream: OpenStream) -> tup
     is_reached = target.is_reached({target.metric: value}) if curve else False
     result = ToTarget(
         is_reached=is_reached, steps=steps, samples=samples, time_s=seconds, metric=target.metric, value=value, curve=curve,
+        recorded_at=recorded_at,
     )  # fmt: skip
     return result, course_of(summary.noise, covers="the training to the target")

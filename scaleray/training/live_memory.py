@@ -20,28 +20,43 @@ from torch.utils._pytree import tree_iter
 class LiveTensors(TorchDispatchMode):
     """Counts the storages that operations inside the context make, as long as they live. Compiled code is not seen.
 
-    bytes: alive now; peak: the most there were at once. What was there before the context does not count.
+    bytes: alive now; peak: the most there were at once. What was there before the context does not count. problem: what kept
+    it from counting, which the operations never feel.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes = self.peak = 0
+        self.problem: Exception | None = None
         self._alive: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it will ask again for each rank's own part
         kwargs = kwargs or {}
-        before = {id(t.untyped_storage()) for t in tree_iter((args, kwargs)) if _has_storage(t)}
+        before = self._storages((args, kwargs))
         result = func(*args, **kwargs)
-        for tensor in tree_iter(result):
-            if _has_storage(tensor) and id(tensor.untyped_storage()) not in before:
-                self._count(tensor.untyped_storage())
+        new = self._storages(result)
+        for key in new.keys() - before.keys():
+            self._count(new[key])
         return result
+
+    def counted(self) -> LiveTensors:
+        """Itself. Raises what kept it from counting."""
+        if self.problem is not None:
+            raise self.problem
+        return self
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's memory is among the bytes."""
         return id(local_part(tensor).untyped_storage()) in self._alive
+
+    def _storages(self, values: Any) -> dict[int, torch.UntypedStorage]:
+        try:
+            return {id(t.untyped_storage()): t.untyped_storage() for t in tree_iter(values) if _has_storage(t)}
+        except Exception as exc:  # a tensor of a kind that has none: this is inside the training's own operations
+            self.problem = exc
+            return {}
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)  # the object lives as long as the memory

@@ -11,47 +11,62 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from scaleray.config.idle import idle_settings
-from scaleray.data import Part, PartStream, RankBatch, StepPlan
+from scaleray.data import Part, PartStream, RankBatch, StepPlan, StepStream
 from scaleray.emulation import is_emulated
 from scaleray.errors import LeftEarly
-from scaleray.records import EvaluationRecord, EventRecord, StepRecord, SystemRecord, WorkerMessage, WorkerSummary
+from scaleray.records import (
+    DerivedRecord,
+    EvaluationRecord,
+    EventRecord,
+    StepRecord,
+    SystemRecord,
+    WorkerMessage,
+    WorkerSummary,
+)
 from scaleray.reproducibility.fingerprint import accelerators, cpu_model
+from scaleray.scaling.lr_rules import MOVED_BY_RULES
 from scaleray.scaling.recipe import Recipe, with_micro_size
 from scaleray.scaling.shares import described
+from scaleray.strategies.weight_shares import WeightShare
 from scaleray.training import memory_report, micro_batch_finder
 from scaleray.training.checkpointing import Checkpointing
 from scaleray.training.clock import Clock
+from scaleray.training.collective_limits import limit_collectives
 from scaleray.training.compilation import eagerly
 from scaleray.training.evaluation import Evaluations
 from scaleray.training.failures import located
-from scaleray.training.fine_tuning import merged
+from scaleray.training.fine_tuning import merged_share
 from scaleray.training.first_batch import check_first_batch
-from scaleray.training.job import TRAIN, OpenStream, TrainJob
+from scaleray.training.job import TRAIN, OpenStream, Split, TrainJob
 from scaleray.training.model_setup import Setup, prepare
 from scaleray.training.noise_scale import NoiseMeter, find_way
 from scaleray.training.nonfinite import stops_at, what_was_nonfinite
 from scaleray.training.place import Place
-from scaleray.training.progress import Progress
+from scaleray.training.progress import WATCHDOG_SHARE, Progress
 from scaleray.training.shares import WorkerShares
 from scaleray.training.state import PROGRESS, TrainState
 from scaleray.training.step import Probe, TrainStep
 from scaleray.training.system_metrics import SystemMetrics
+from scaleray.watchers import Guard, Watcher
+from scaleray.workload import brings_optimizer, no_exit
 
 Emit = Callable[[WorkerMessage], None]
 
 
 def run(
-    job: TrainJob, place: Place, *, open_stream: OpenStream, emit: Emit, save_weights: Callable[[dict[str, Any]], None] | None = None,
+    job: TrainJob, place: Place, *, open_stream: OpenStream, emit: Emit, save_weights: Callable[[WeightShare], None] | None = None,
     probe: Probe | None = None, checkpointing: Checkpointing | None = None,
     progress: Progress | None = None,
 ) -> WorkerSummary:  # fmt: skip
     """Train one worker's share to the end. Collective: every worker of the group calls it with the same job.
 
-    save_weights: called on rank 0 with the final weights. probe: looks at every step. checkpointing: saves
-    the state and says where to start; without it a run starts at its first step. Raises RunFailedError naming rank, node and step; errors
+    save_weights: called on every rank with what it has of the final weights, when no other rank waits for this one any more.
+    probe: looks at every step. checkpointing: saves the state and says where to start; without it a run starts at its first
+    step. A sharded model stays in shards. Raises RunFailedError naming rank, node and step; errors
     that the user can mend (UsageError) come as they are.
     """
     return _Run(job, place, open_stream, emit, save_weights, probe, checkpointing, progress or Progress()).train()
@@ -62,16 +77,19 @@ class _Run:
         self, job: TrainJob, place: Place, open_stream: OpenStream, emit: Emit, save_weights: Any, probe: Probe | None,
         checkpointing: Checkpointing | None, progress: Progress,
     ) -> None:  # fmt: skip
-        self.job, self.open_stream, self.emit = job, open_stream, emit
+        self.job = job
+        self.guard = Guard(lambda text: emit(EventRecord(text, kind="warning", step=self.step or None)))
+        self.emit = self.guard.wrapped(Watcher.MESSAGES, emit)
         self.place = dataclasses.replace(place, model_parallel_size=job.config.model_parallel_size)
         self.save_weights, self.probe, self.checkpointing = save_weights, probe, checkpointing
         self.config, self.recipe = job.config, job.recipe
         self.step = self.first_step = 0
         self.count_per_row = 1.0
         self.progress = progress
+        self.open_stream = self._in_time(open_stream)
         self.clock = Clock()
         self.nonfinite_steps = self.nonfinite_in_a_row = 0
-        self.evaluations = Evaluations(self.place, open_stream, self.progress.enter)
+        self.evaluations = Evaluations(self.place, self.open_stream, self.progress.enter)
         self.verdict: str | None = None
         self.train_step: TrainStep | None = None
         self.first_step_s = math.nan
@@ -83,10 +101,14 @@ class _Run:
         self.noise: NoiseMeter | None = None
         self.noise_state: dict[str, Any] | None = None
         self.micro_batch_size: int | None = None  # where it is not the config's
-        self.system = SystemMetrics() if self.config.tracking.system_metrics and place.local_rank == 0 else None
+        is_sampled = self.config.tracking.system_metrics and place.local_rank == 0
+        self.system = (
+            self.guard(Watcher.SYSTEM_METRICS, lambda: SystemMetrics(self.guard), None) if is_sampled else None
+        )
         self.sampled_at = time.monotonic()
 
     def train(self) -> WorkerSummary:
+        self._limit_collectives()
         with self._located():
             if self.checkpointing is not None:
                 self.first_step = self.step = self.checkpointing.find()
@@ -102,29 +124,37 @@ class _Run:
         setup: Setup | None = None
         try:
             with self._located():
-                setup = prepare(self.job.workload, self.config, self.recipe, self.place, is_resumed=self.first_step > 0)
+                setup = prepare(
+                    self.job.workload, self.config, self.recipe, self.place, is_resumed=self.first_step > 0,
+                    varied=self.job.varied,
+                )  # fmt: skip
+                self._limit_collectives()  # of the groups that the strategy has made, too
                 self._say_notes(setup)
-                for note in self._first_notes(setup) if self.place.rank == 0 else ():
-                    self.emit(EventRecord(note))
+                if self.place.rank == 0:
+                    self._say_what_is_in_use(setup)
+                self._say_first_notes(setup)
+                for text in self.job.data_warnings() if self.place.rank == 0 else ():
+                    self.emit(EventRecord(text, kind="warning"))
                 self.shares.watch(setup.parallel.module)
                 if self.checkpointing is not None:
                     self.checkpointing.begin(self.state(setup))
                     self._say_notes(setup)
                 verdict = self._steps(setup, stream, plan)
-                metrics = self.evaluations.metrics
                 if verdict is None:
-                    setup.close()
+                    setup.let_go()
                     raise LeftEarly(f"left in good order after step {self.step}, whose checkpoint is complete")
                 has_evaluated = self._evaluate_if_due(setup, at_end=True)
-                if not has_evaluated and metrics and self.step == self.first_step and self.place.rank == 0:
-                    self.emit(EvaluationRecord(self.step, dict(metrics), 0.0))  # resumed after its end
+                if not has_evaluated and self.evaluations.step == self.step == self.first_step and self.place.rank == 0:
+                    self.emit(EvaluationRecord(self.step, dict(self.evaluations.metrics), 0.0))  # resumed after its end
                 if self.checkpointing is not None:
-                    self.checkpointing.finish(self.step, metrics)
-                self.compiled = setup.compilation.report() if setup.compilation else {}
-                weights = setup.parallel.full_state_dict() if self.config.checkpoint.save_final else {}
-                if self.save_weights is not None and self.place.rank == 0 and weights:
-                    self.save_weights(merged(weights, self.config.fine_tuning))
-                setup.close()
+                    self.checkpointing.finish(self.step)
+                if (compilation := setup.compilation) is not None:
+                    self.compiled = self.guard(Watcher.NOTES, compilation.report, {}, part="compilation")
+                self.progress.enter("end")
+                share = setup.parallel.weights() if self._saves_weights else WeightShare()
+                # nothing below this line communicates: a slow disk costs the rank that has it, and nobody's time limit
+                setup.let_go()
+                self._save(share)
         finally:
             stream.close()
             self.shares.close()
@@ -135,6 +165,37 @@ class _Run:
         summary = self._summary(setup, plan, stream, verdict)
         self.emit(summary)
         return summary
+
+    def _limit_collectives(self) -> None:
+        """Before the first step for long, as a worker may compile while others wait for it; then as the config says."""
+        limit_collectives(self.progress.others_wait_s(self.config.scale.collective_timeout_s))
+
+    def _in_time(self, open_stream: OpenStream) -> OpenStream:
+        """Streams on which a worker waits less long than the others wait for it, so that it is the one that says why."""
+
+        def others_wait_s() -> float:
+            return WATCHDOG_SHARE * self.progress.others_wait_s(self.config.scale.collective_timeout_s)
+
+        def open_in_time(split: Split, part: Part) -> StepStream:
+            stream = open_stream(split, part)
+            if self.place.world_size > 1:
+                stream.others_wait_s = others_wait_s
+            return stream
+
+        return open_in_time
+
+    @property
+    def _saves_weights(self) -> bool:
+        return self.save_weights is not None and self.config.checkpoint.save_final
+
+    def _save(self, share: WeightShare) -> None:
+        """Hand on what this rank has of the final weights. Not collective."""
+        if share.left_out and self.place.rank == 0:
+            names = ", ".join(share.left_out[:5])
+            text = f"the final weights are tensors alone: {names} of the model's extra state are in checkpoints only"
+            self.emit(EventRecord(text, kind="warning", step=self.step))
+        if self.save_weights is not None and self._saves_weights:
+            self.save_weights(merged_share(share, self.config.fine_tuning))
 
     def state(self, setup: Setup) -> TrainState:
         """Everything that the training is made of."""
@@ -153,7 +214,7 @@ class _Run:
             "nonfinite_steps": self.nonfinite_steps,
             "nonfinite_in_a_row": self.train_step.nonfinite_in_a_row if self.train_step else self.nonfinite_in_a_row,
             "metrics": self.evaluations.metrics, "evaluated_at": self.evaluations.step, "verdict": self.verdict,
-            "noise_scale": self.noise.state() if self.noise else self.noise_state,
+            "noise_scale": self._noise_state(),
             "training_time_s": self.clock.total_s, "shares": self.shares.state(), "micro_batch_size": self.micro_batch_size,
         }  # fmt: skip
 
@@ -202,13 +263,21 @@ class _Run:
             return self.verdict  # it had stopped for good before it was interrupted
         if verdict := self.evaluations.target_reached(self.step):
             return verdict
+        self.progress.enter("input")
         first = next(stream, None)
+        self.progress.enter("start")
         if first is None:
             return "done"  # resumed after its last step
+        # while the size is still to be found, two rows: the config's may be more than fits
+        most = 2 if self.config.memory.find_micro_size else self.recipe.micro_batch_size
         with eagerly() if setup.compilation else contextlib.nullcontext():
-            check_first_batch(
-                self.job.workload, setup.parallel.module, first, setup, self.place, gives_tuples=split.gives_tuples
-            )
+            counted = check_first_batch(
+                self.job.workload, self.config, first, setup, self.place, gives_tuples=split.gives_tuples,
+                micro_batch_size=min(most, self.micro_batch_size or most), evaluated=[e.name for e in self.evaluations.evaluators],
+            )  # fmt: skip
+        if self.first_step == 0 and counted is not None:
+            # the loss scale of fp16 is meant for a mean: over a sum of many tokens the first steps would overflow
+            step.count_per_row = counted
         step.recipe = self._find_micro_size(setup, first, gives_tuples=split.gives_tuples)
         step.noise = self.noise = self._noise_meter(setup)
         scaler = setup.precision.scaler
@@ -229,6 +298,8 @@ class _Run:
                 setup.schedule.step()
             self.step = batch.step + 1
             self.progress.finish_step(self.step)
+            if self.progress.steps_done == 1:
+                self._limit_collectives()
             if self.noise is not None:
                 self.noise.count_samples(plan.num_rows(batch.step))
             if changed := self.shares.end_step(self.step, batch.num_rows):
@@ -240,7 +311,7 @@ class _Run:
             if self.step == self.first_step + 1:
                 self.first_step_s = time.time() - self.job.started_at
                 self._check_compilation(setup)
-            sent_bytes = setup.parallel.bytes_sent()
+            sent_bytes = self.guard(Watcher.FIGURES, setup.parallel.bytes_sent, self.sent_bytes, part="bytes sent")
             if self.place.rank == 0:
                 self.emit(
                     StepRecord(
@@ -249,10 +320,7 @@ class _Run:
                         epoch=plan.epochs(self.step), is_finite=result.is_finite,
                         loss_scale=scaler.get_scale() if scaler.is_enabled() else None, world_size=self.place.world_size,
                         sent_bytes=sent_bytes - self.sent_bytes,
-                        more={
-                            **setup.parallel.metrics(), **(setup.pruning.metrics() if setup.pruning else {}),
-                            **(self.noise.metrics() if self.noise else {}),
-                        },
+                        more=self._figures(setup),
                     )
                 )  # fmt: skip
             self.sent_bytes = sent_bytes
@@ -268,7 +336,7 @@ class _Run:
                 if verdict := self.evaluations.target_reached(self.step):
                     return verdict
             self.progress.enter("checkpoint")
-            if saves and result.signals and saves.after_step(self.step, result.signals, self.evaluations.metrics):
+            if saves and result.signals and saves.after_step(self.step, result.signals):
                 return None
         return "done"
 
@@ -281,14 +349,38 @@ class _Run:
             self.emit(EventRecord(str(way)))
         if way.way is None:
             return None
-        meter = NoiseMeter(self.config, setup, self.place, way)
-        if self.noise_state is not None:
-            meter.load_state(self.noise_state)
+        meter = self.guard(Watcher.NOISE, lambda: NoiseMeter(self.config, setup, self.place, way, self.guard), None)
+        if self.place.all_reduce([float(meter is None)])[0] > 0 or meter is None:
+            return None  # it sums over all ranks, so that all have one or none
+        if (state := self.noise_state) is not None:
+            self.guard(Watcher.NOISE, lambda: meter.load_state(state), None)
         return meter
 
-    def _first_notes(self, setup: Setup) -> list[str]:
+    def _noise_state(self) -> dict[str, Any] | None:
+        return self.guard(Watcher.NOISE, self.noise.state, self.noise_state) if self.noise else self.noise_state
+
+    def _figures(self, setup: Setup) -> dict[str, float]:
+        """What strategy, pruning and measurements add to the record of a step."""
+        look = partial(self.guard, Watcher.FIGURES)
+        return {
+            **look(setup.parallel.metrics, {}, part=self.recipe.strategy),
+            **(look(setup.pruning.metrics, {}, part="pruning") if setup.pruning else {}),
+            **(look(self.noise.metrics, {}, part="noise") if self.noise else {}),
+        }
+
+    def _say_first_notes(self, setup: Setup) -> None:
+        idle = self.guard(Watcher.NOTES, lambda: idle_settings(self.config, self.recipe.strategy), [], part="settings")
         compilation = setup.compilation.notes if setup.compilation is not None else []
-        return [*idle_settings(self.config, self.recipe.strategy), *compilation]
+        for note in [*idle, *compilation] if self.place.rank == 0 else ():
+            self.emit(EventRecord(note))
+
+    def _say_what_is_in_use(self, setup: Setup) -> None:
+        """What became of the derived values in an optimizer of the workload's own."""
+        if brings_optimizer(self.job.workload):
+            derived = {name: getattr(self.recipe, name) for name in MOVED_BY_RULES}
+            self.emit(DerivedRecord({**derived, **setup.in_use.values}))
+        for text in setup.in_use.warnings:
+            self.emit(EventRecord(text, kind="warning"))
 
     def _say_notes(self, setup: Setup) -> None:
         """Emit what the strategy has noted since the last time."""
@@ -301,7 +393,7 @@ class _Run:
         """Once a step has run: say what was not compiled, as nothing else would."""
         if setup.compilation is None:
             return
-        for text in setup.compilation.check():
+        for text in setup.compilation.check():  # decides, too: `must_succeed` ends the run
             if self.place.rank == 0:
                 self.emit(EventRecord(text, kind="warning", step=self.step))
 
@@ -350,7 +442,7 @@ class _Run:
         if self.memory or self.step != self.first_step + 1:
             yield
             return
-        with memory_report.watching(setup, self.place.device) as memory:
+        with memory_report.watching(setup, self.place.device, self.guard) as memory:
             yield
         self.memory = memory
 
@@ -376,18 +468,23 @@ class _Run:
         record = self.evaluations.run(self.step)
         if self.place.rank == 0:
             self.emit(record)
+        if self.checkpointing is not None:
+            is_last = self.step >= self.recipe.total_steps
+            self.checkpointing.evaluated(self.step, self.evaluations.metrics, is_last=at_end or is_last)
         return True
 
     def _sample_system(self) -> None:
         if self.system is None or time.monotonic() - self.sampled_at < max(5.0, self.config.tracking.interval_s):
             return
         self.sampled_at = time.monotonic()
-        self.emit(SystemRecord(self.place.node, self.step, self.system.sample()))
+        if found := self.guard(Watcher.SYSTEM_METRICS, self.system.sample, {}):
+            self.emit(SystemRecord(self.place.node, self.step, found))
 
     @contextlib.contextmanager
     def _located(self) -> Iterator[None]:
         try:
-            yield
+            with no_exit("the workload's code"):
+                yield
         except Exception as exc:
             steps_done = self.progress.steps_done
             error = located(exc, self.place, self.config, self.recipe, step=self.step, steps_done=steps_done)
@@ -396,7 +493,8 @@ class _Run:
             raise error from exc
 
     def _summary(self, setup: Setup, plan: StepPlan, stream: PartStream, verdict: str) -> WorkerSummary:
-        steady = self.clock.steady_state()
+        look = partial(self.guard, Watcher.SUMMARY)
+        steady = look(self.clock.steady_state, None, part="steady state")
         samples_per_s = None
         if steady is not None:
             samples = sum(plan.num_rows(step) for step in range(self.first_step + steady.first, self.step))
@@ -413,9 +511,9 @@ class _Run:
             input_wait_share=steady.wait_share if steady else None,
             time_to_first_step_s=self.first_step_s,
             training_time_s=self.clock.total_s,
-            peak_memory_bytes=memory_report.peak_memory_bytes(self.place.device),
+            peak_memory_bytes=look(lambda: memory_report.peak_memory_bytes(self.place.device), 0, part="memory"),
             nonfinite_steps=self.nonfinite_steps,
-            sample_order=plan.promise,
+            sample_order=self.job.sample_order,
             strategy=self.recipe.strategy,
             device=str(self.place.device),
             model={
@@ -423,8 +521,8 @@ class _Run:
                 "initial_hash": setup.initial_hash,
                 "is_emulated": is_emulated(setup.parallel.module),
             },
-            hardware={"cpu": cpu_model(), "accelerators": accelerators()},
+            hardware=look(lambda: {"cpu": cpu_model(), "accelerators": accelerators()}, {}, part="hardware"),
             compilation=self.compiled,
             memory={**self.memory, **({"micro_batch": self.search} if self.search else {})},
-            noise=self.noise.values() if self.noise else {},
+            noise=look(self.noise.values, {}, part="noise") if self.noise else {},
         )

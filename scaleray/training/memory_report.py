@@ -16,11 +16,12 @@ import torch
 
 from scaleray.training.live_memory import LiveTensors, storage_bytes
 from scaleray.training.model_setup import Setup
+from scaleray.watchers import Guard, Watcher
 
 
 @contextlib.contextmanager
-def watching(setup: Setup, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Fills the dict when the context, one whole training step, ends.
+def watching(setup: Setup, device: torch.device, guard: Guard) -> Iterator[dict[str, Any]]:
+    """Fills the dict when the context, one whole training step, ends; with nothing if that fails.
 
     parameters_bytes, gradients_bytes, optimizer_bytes, buffers_bytes: memory that outlives the step. activations_bytes: what
     the step needed beyond that at its peak, temporary results included; None where compiled code on a CPU hides it.
@@ -28,16 +29,11 @@ def watching(setup: Setup, device: torch.device) -> Iterator[dict[str, Any]]:
     fragmentation_share: of the reserved memory, what lies unused between blocks in use; None on the CPU.
     """
     report: dict[str, Any] = {}
-    if device.type == "cuda":
+    # counting would switch compiled code off
+    live = LiveTensors() if device.type != "cuda" and setup.compilation is None else None
+    with live or contextlib.nullcontext():
         yield report
-        report.update(_on_cuda(setup, device))
-    elif setup.compilation is not None:
-        yield report  # counting would switch the compiled code off
-        report.update(_on_cpu(setup, None))
-    else:
-        with LiveTensors() as live:
-            yield report
-        report.update(_on_cpu(setup, live))
+    report.update(guard(Watcher.MEMORY, lambda: _on_cuda(setup, device) if device.type == "cuda" else _on_cpu(setup, live), {}))  # fmt: skip
 
 
 def lasting(setup: Setup) -> dict[str, int]:
@@ -68,7 +64,7 @@ def _on_cpu(setup: Setup, live: LiveTensors | None) -> dict[str, Any]:
     total = sum(kept.values())
     activations = None
     if live is not None:
-        activations = max(0, live.peak - storage_bytes(g for g in gradients(setup) if live.knows(g)))
+        activations = max(0, live.counted().peak - storage_bytes(g for g in gradients(setup) if live.knows(g)))
     return {
         **kept,
         "activations_bytes": activations,

@@ -30,6 +30,7 @@ from scaleray.training.model_setup import Setup
 from scaleray.training.place import Place
 from scaleray.training.step import TrainStep
 from scaleray.training.sum_and_count import check_sum_and_count
+from scaleray.training.unchanged import unchanged_buffers
 
 GIB = 2**30
 NUM_STEPS = 2  # the second begins with the optimizer's state
@@ -189,7 +190,7 @@ class _Search:
         with LiveTensors() as live:
             run()
         # gradients may lie in memory that was there before, such as DDP's buckets
-        return float(there + live.peak + storage_bytes(g for g in gradients(self.setup) if not live.knows(g)))
+        return float(there + live.counted().peak + storage_bytes(g for g in gradients(self.setup) if not live.knows(g)))
 
     def _rows(self, num: int) -> RankBatch:
         """So many copies of real rows."""
@@ -224,27 +225,21 @@ def _limit_bytes(config: RunConfig, device: torch.device) -> float:
 def _unchanged(workload: Any, setup: Setup) -> Iterator[None]:
     """Whatever trials do, the training state is afterwards what it was. Copies are kept in the host's memory."""
     module, optimizer, scaler, parallel = setup.parallel.module, setup.optimizer, setup.precision.scaler, setup.parallel
-    buffers = [(part, name, b) for part in module.modules() for name, b in part._buffers.items() if b is not None]
     state = {p: dict(entries) for p, entries in optimizer.state.items()}
     tensors = [
         *module.parameters(),
-        *(buffer for _, _, buffer in buffers),
         *(v for entries in state.values() for v in entries.values() if isinstance(v, torch.Tensor)),
     ]
     values = [(part, part.detach().to("cpu", copy=True)) for part in map(local_part, tensors)]
     groups = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     scaling = scaler.state_dict()
     own = {name: tensor.detach().to("cpu", copy=True) for name, tensor in parallel.state().items()}
-    has_state = callable(getattr(workload, "state_dict", None)) and callable(getattr(workload, "load_state_dict", None))
-    workloads = copy.deepcopy(workload.state_dict()) if has_state else None
-    modes = [(part, part.training) for part in module.modules()]
     try:
-        yield
+        with unchanged_buffers(workload, module):
+            yield
     finally:
         optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
-            for part, name, buffer in buffers:
-                part._buffers[name] = buffer
             for tensor, value in values:
                 tensor.copy_(value.to(tensor.device))
         optimizer.state.clear()
@@ -257,7 +252,3 @@ def _unchanged(workload: Any, setup: Setup) -> Iterator[None]:
             scaler.load_state_dict(scaling)
         if own:
             parallel.load_state(own)
-        if has_state:
-            workload.load_state_dict(workloads)
-        for part, was_training in modes:
-            part.training = was_training

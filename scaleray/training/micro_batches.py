@@ -18,11 +18,16 @@ def micro_batches(batch: RankBatch, size: int, *, at_least: int = 1) -> Iterator
     there are `at_least` so many."""
     for _ in range(at_least - math.ceil(batch.num_rows / size)):
         yield {name: values[:1] for name, values in batch.columns.items()}, 0
-    edges = [*range(0, batch.num_rows, size), batch.num_rows]
-    if batch.num_rows % size == 1 and len(edges) > 2 and size > 2:
-        edges[-2] -= 1  # no micro-batch of a single row beside larger ones: batch normalisation cannot train on it
-    for start, stop in itertools.pairwise(edges):
+    for start, stop in cuts(batch.num_rows, size):
         yield {name: values[start:stop] for name, values in batch.columns.items()}, stop - start
+
+
+def cuts(num_rows: int, size: int) -> Iterator[tuple[int, int]]:
+    """Where the micro-batches of so many rows begin and end; none for no rows."""
+    edges = [*range(0, num_rows, size), num_rows]
+    if num_rows % size == 1 and len(edges) > 2 and size > 2:
+        edges[-2] -= 1  # no micro-batch of a single row beside larger ones: batch normalisation cannot train on it
+    return itertools.pairwise(edges)
 
 
 def to_device(

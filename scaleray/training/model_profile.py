@@ -42,7 +42,7 @@ def profile_workload(
     with same_random_numbers(CPU):
         try:
             return _profile(workload, rows, settings, gives_tuples=gives_tuples, is_computed=False)
-        except Exception:  # whatever a model or a loss raises that cannot do without values: it gets them
+        except (Exception, SystemExit):  # whatever a model or a loss raises that cannot do without values: it gets them
             return _profile(workload, rows, settings, gives_tuples=gives_tuples, is_computed=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ from scaleray.strategies.mesh import build_mesh
 from scaleray.strategies.paged_build import PagedBuild
 from scaleray.training import activation_checkpointing, fine_tuning, float8, optimizers, precision, pruning
 from scaleray.training.compilation import Compilation, compiled
+from scaleray.training.own_optimizer import InUse
 from scaleray.training.place import Place
 from scaleray.workload import call_user_code
 
@@ -45,31 +47,43 @@ class Setup:
     initial_hash: str
     pruning: pruning.Pruning | None = None
     compilation: Compilation | None = None
+    in_use: InUse = field(default_factory=InUse)
+    """What an optimizer of the workload's own has in place of derived values."""
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """Takes back, in reverse order, what was done to the user's model and to torch before the strategy."""
 
     def close(self) -> None:
-        """Leave the user's model as `build_model` made it, but trained."""
+        """Leave the user's model as `build_model` made it, but trained. Collective."""
         self.parallel.close()
         self.undo.close()
 
+    def let_go(self) -> None:
+        """End a set-up whose model is not wanted back: `close` without what communicates, so that this rank waits for none.
+        Of an unsharded model it is the same."""
+        (self.parallel.let_go or self.parallel.close)()
+        self.undo.close()
 
-def prepare(workload: Any, config: RunConfig, recipe: Recipe, place: Place, *, is_resumed: bool = False) -> Setup:
+
+def prepare(
+    workload: Any, config: RunConfig, recipe: Recipe, place: Place, *, is_resumed: bool = False, varied: Collection[str] = ()
+) -> Setup:  # fmt: skip
     """Build the model and everything around it. Collective: every worker calls it.
 
-    is_resumed: a checkpoint will be loaded into it, so that `workload.weights` is not needed any more.
+    is_resumed: a checkpoint will be loaded into it, so that `workload.weights` is not needed any more. varied: keys of the
+    config by which this training differs from others of a sweep.
     """
     undo = contextlib.ExitStack()
     try:
-        return _prepare(workload, config, recipe, place, undo, is_resumed=is_resumed)
+        return _prepare(workload, config, recipe, place, undo, is_resumed=is_resumed, varied=varied)
     except BaseException:
         undo.close()
         raise
 
 
 def _prepare(
-    workload: Any, config: RunConfig, recipe: Recipe, place: Place, undo: contextlib.ExitStack, *, is_resumed: bool
-) -> Setup:
+    workload: Any, config: RunConfig, recipe: Recipe, place: Place, undo: contextlib.ExitStack, *, is_resumed: bool,
+    varied: Collection[str],
+) -> Setup:  # fmt: skip
     if config.deterministic:
         use_deterministic_algorithms()
     # the same seed on every rank, so that every rank draws the same initial parameters
@@ -83,7 +97,8 @@ def _prepare(
         # device before optimizer, which holds references to the parameters
         model.to(place.device)
         # dtype before the strategy: DDP sizes its buckets by the parameters it is given
-        arithmetic = precision.prepare(model, place.device, config.precision)
+        keeps_casts = config.activations.checkpointing == "none"
+        arithmetic = precision.prepare(model, place.device, config.precision, keeps_casts=keeps_casts)
         # before what wraps forward passes, and before the strategy, which may replace the parameters that layers hold
         notes = float8.convert(model, place.device, config.precision, workload, undo)
         num_parameters = sum(p.numel() for p in model.parameters())
@@ -128,7 +143,7 @@ def _prepare(
         parallel.module, place.group, is_partitioned=parallel.is_partitioned and parallel.run_micro_batches is not None
     )
     # the optimizer last: a strategy may have replaced parameters
-    optimizer = optimizers.build(workload, parallel.module, config, recipe, owns=parallel.owns)
+    optimizer, in_use = optimizers.build(workload, parallel.module, config, recipe, owns=parallel.owns, varied=varied)
     parallel.use_optimizer(optimizer)
     schedule = optimizers.build_schedule(optimizer, config, recipe)
     # masks lie over ranks as the strategy has laid out the parameters, and clear the optimizer's state
@@ -148,6 +163,7 @@ def _prepare(
         initial_hash=initial_hash,
         pruning=masks,
         compilation=compilation,
+        in_use=in_use,
         undo=undo,
     )
 

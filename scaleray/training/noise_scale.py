@@ -25,10 +25,12 @@ from scaleray.training.noise_sources import (
     Source,
     StepGradients,
     Workers,
+    as_viewed,
     gradients_in,
 )
 from scaleray.training.noise_view import Preconditioned, View
 from scaleray.training.place import Place
+from scaleray.watchers import Guard, Watcher
 
 FIRST_PRECONDITIONED_STEP = 6
 """Before, Adam's second moments are those of a few gradients, which the next one is correlated with."""
@@ -41,8 +43,9 @@ class NoiseMeter:
     The methods that see gradients do nothing in a step that is not measured. All ranks call them alike.
     """
 
-    def __init__(self, config: RunConfig, setup: Setup, place: Place, way: NoiseWay) -> None:
+    def __init__(self, config: RunConfig, setup: Setup, place: Place, way: NoiseWay, guard: Guard) -> None:
         settings = config.noise_scale
+        self._guard = guard
         self.way, self.setup, self.settings = way, setup, settings
         reference = config.optimizer.reference_batch_size or config.batch.global_size
         self._kappa = config.batch.global_size / reference
@@ -64,10 +67,14 @@ class NoiseMeter:
     def _make_source(self, place: Place) -> Source:
         parallel, parameters = self.setup.parallel, self.setup.parameters
         if self.way.way == "workers":
-            return Workers(parallel, parameters, place, self._view)
+            return Workers(parallel, parameters, place, self._view, self._look)
         if self.way.way == "first micro-batch":
-            return FirstMicroBatch(parallel, parameters, place, self._view)
-        return ConsecutiveSteps(parallel, parameters, self._view)
+            return FirstMicroBatch(parallel, parameters, place, self._view, self._look)
+        return ConsecutiveSteps(parallel, parameters, self._view, self._look)
+
+    def _look(self, look: Callable[[], Any], otherwise: Any) -> Any:
+        """What this rank finds by itself. Collectives stay outside: a rank whose measurement has failed takes part in them."""
+        return self._guard(Watcher.NOISE, look, otherwise)
 
     def begin(self, step: int, *, is_local: bool) -> None:
         """Step `step`, from 1, begins, or begins anew with smaller micro-batches."""
@@ -79,7 +86,7 @@ class NoiseMeter:
         self.is_measuring = is_ready and step % every == 0
         self._is_kept = self.way.way == "consecutive steps" and (step + 1) % every == 0
         if self.is_measuring:
-            self._view.begin()
+            self._look(self._view.begin, None)
             self._source.begin(is_local=is_local)
 
     def before_pass(self, weight: int, count: torch.Tensor) -> None:
@@ -90,7 +97,7 @@ class NoiseMeter:
     def before_last_backward(self) -> None:
         """The next backward pass is the step's last."""
         if self.is_measuring:
-            self._source.before_last_backward()
+            self._look(self._source.before_last_backward, None)
 
     @property
     def wants_norm(self) -> bool:
@@ -119,9 +126,12 @@ class NoiseMeter:
 
     def _norm(self, correction: float) -> tuple[float, float]:
         """The norm of the mean gradient as it is measured; or 0, and this rank's share of its square."""
-        gradients, parallel = self._view.all(gradients_in(self.setup.parameters)), self.setup.parallel
-        if self._shares_squares and parallel.share_of_square is not None:
-            return 0.0, parallel.share_of_square(gradients) * correction**2
+        gradients, parallel = (
+            as_viewed(self._view, gradients_in(self.setup.parameters), self._look),
+            self.setup.parallel,
+        )
+        if self._shares_squares and (share := parallel.share_of_square) is not None:
+            return 0.0, self._look(lambda: share(gradients), math.nan) * correction**2
         return float(parallel.total_norm(gradients)) * correction, 0.0
 
     def count_samples(self, num_samples: int) -> None:
@@ -134,6 +144,9 @@ class NoiseMeter:
             return
         (get_seen, step), self._pending = self._pending, None
         seen = get_seen()
+        self._look(lambda: self._take(seen, step), None)
+
+    def _take(self, seen: Seen, step: StepGradients) -> None:
         sample = estimate(seen.parts, whole_square=seen.whole_square, whole_size=seen.whole_size)
         factor = forgetting(
             self.settings.averaging, batch_size=self._kappa, reference_batch_size=1.0, num_steps=self.step - self._last_added

@@ -6,9 +6,10 @@ Each source looks at gradients and changes none. A rank's accumulated gradient i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,10 @@ from scaleray.training.noise_view import OwnNorm, View, norm
 from scaleray.training.place import Place
 
 NOTHING = Parts(0.0, 0.0, 0.0)
+SPOILED = Parts(math.nan, math.nan, math.nan)
+"""Of a rank whose measurement failed: it goes on summing with the others, and the sum counts for none."""
+Look = Callable[[Callable[[], Any], Any], Any]
+"""Calls something of this rank's own, which may fail, or gives the second argument. Collectives stay outside of it."""
 
 
 @dataclass(frozen=True)
@@ -76,30 +81,39 @@ class Source(Protocol):
 class Workers:
     """Every worker's own gradient before it meets the others'."""
 
-    def __init__(self, parallel: Parallel, parameters: Sequence[nn.Parameter], place: Place, view: View) -> None:
-        self.parallel, self.place = parallel, place
+    def __init__(
+        self, parallel: Parallel, parameters: Sequence[nn.Parameter], place: Place, view: View, look: Look
+    ) -> None:
+        self.parallel, self.place, self._look = parallel, place, look
         self._parameters, self._own = parameters, OwnNorm(view)
         self._parts: list[tuple[list[torch.Tensor], torch.Tensor | None]] = []  # (norms, count before the next part)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def begin(self, *, is_local: bool) -> None:
         self.end()
-        self._own.forget()
+        self._look(self._own.forget, None)
         self._parts = []
         if self.parallel.show_own_gradients is not None:
-            self.parallel.show_own_gradients(lambda piece, factor: self._own.add_norm(norm(piece) * factor))
+            add = self._own.add_norm
+            self.parallel.show_own_gradients(lambda piece, factor: self._look(lambda: add(norm(piece) * factor), None))
 
     def before_pass(self, weight: int, count: torch.Tensor) -> None:
-        self._close_part(count)  # of a strategy that reduces every micro-batch
+        self._look(lambda: self._close_part(count), None)  # of a strategy that reduces every micro-batch
 
     def before_last_backward(self) -> None:
         if self.parallel.show_own_gradients is not None:
             return
         # they run before DDP's own, which fill the buckets; accumulated gradients are in there too
-        self._hooks = [p.register_post_accumulate_grad_hook(self._own.add) for p in self._parameters]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._see) for p in self._parameters]
 
     def seen(self, step: StepGradients) -> Callable[[], Seen]:
         self.end()
+        return _all_parts(self._look(lambda: self._own_parts(step), SPOILED), self.place, step)
+
+    def _see(self, parameter: torch.Tensor) -> None:
+        self._look(lambda: self._own.add(parameter), None)  # type: ignore[arg-type]
+
+    def _own_parts(self, step: StepGradients) -> Parts:
         self._close_part(None)
         # at once, as each alone would wait for a GPU; Python's numbers are float64
         norms = iter(torch.stack([n for part, _ in self._parts for n in part]).tolist() if self._parts else [])
@@ -110,7 +124,7 @@ class Workers:
         own = NOTHING
         for number, square in enumerate(squares):
             own += _part(square * factor**2, edges[number + 1] - edges[number])
-        return _all_parts(own, self.place, step)
+        return own
 
     def end(self) -> None:
         for hook in self._hooks:
@@ -127,8 +141,10 @@ class Workers:
 class FirstMicroBatch:
     """The gradient of a step's first micro-batch, which lies alone in the parameters before the second one adds to it."""
 
-    def __init__(self, parallel: Parallel, parameters: Sequence[nn.Parameter], place: Place, view: View) -> None:
-        self.parallel, self.place, self._view = parallel, place, view
+    def __init__(
+        self, parallel: Parallel, parameters: Sequence[nn.Parameter], place: Place, view: View, look: Look
+    ) -> None:
+        self.parallel, self.place, self._view, self._look = parallel, place, view, look
         self._parameters = parameters
         # gradients that are reduced in each pass are of all ranks' first micro-batches
         self._is_reduced = parallel.forward_is_collective
@@ -142,7 +158,7 @@ class FirstMicroBatch:
     def before_pass(self, weight: int, count: torch.Tensor) -> None:
         # where the norm is collective all ranks look at the same time; alone, a rank looks at its first real rows
         if self._norm is None and (self._passes if self._is_reduced else self._weight):
-            gradients = self._view.all(gradients_in(self._parameters))
+            gradients = as_viewed(self._view, gradients_in(self._parameters), self._look)
             self._norm, self._count = self.parallel.total_norm(gradients), count.clone()
         self._passes += 1
         self._weight += weight
@@ -167,15 +183,18 @@ class FirstMicroBatch:
 class ConsecutiveSteps:
     """This step's gradient and the last one's, as halves of a batch of two steps. Biased, as parameters move in between."""
 
-    def __init__(self, parallel: Parallel, parameters: Sequence[nn.Parameter], view: View) -> None:
-        self.parallel, self._view = parallel, view
+    def __init__(self, parallel: Parallel, parameters: Sequence[nn.Parameter], view: View, look: Look) -> None:
+        self.parallel, self._view, self._look = parallel, view, look
         self._parameters = parameters
         self._before: dict[nn.Parameter, torch.Tensor] = {}
         self._before_rows = 0
 
     def keep(self, *, correction: float, num_rows: int) -> None:
         """Remember this step's mean gradient for the next one."""
-        self._before = {p: gradient * correction for p, gradient in gradients_in(self._parameters).items()}
+        gradients = gradients_in(self._parameters)
+        copies = self._look(lambda: {p: gradient * correction for p, gradient in gradients.items()}, None)
+        # a rank whose measurement failed needs something to take part with, and changes it no more
+        self._before = copies if copies is not None else gradients
         self._before_rows = num_rows
 
     def begin(self, *, is_local: bool) -> None:
@@ -197,17 +216,30 @@ class ConsecutiveSteps:
             self._before = {}
             return Seen(NOTHING, step.square, step.num_rows)
         before, self._before = self._before, {}
-        first = _square(float(self.parallel.total_norm(self._view.all(before))))
+        first = _square(float(self.parallel.total_norm(as_viewed(self._view, before, self._look))))
         both = self._before_rows + step.num_rows
-        # added before they are divided, which comes to the same
-        torch._foreach_mul_(list(before.values()), self._before_rows / both)
         now = [gradients[p] for p in before]
-        torch._foreach_add_(list(before.values()), now, alpha=step.correction * step.num_rows / both)
-        whole = _square(float(self.parallel.total_norm(self._view.all(before))))
+
+        def add() -> None:  # before they are divided, which comes to the same
+            torch._foreach_mul_(list(before.values()), self._before_rows / both)
+            torch._foreach_add_(list(before.values()), now, alpha=step.correction * step.num_rows / both)
+
+        self._look(add, None)
+        whole = _square(float(self.parallel.total_norm(as_viewed(self._view, before, self._look))))
         return Seen(Parts.of(self._before_rows, first) + Parts.of(step.num_rows, step.square), whole, both)
 
     def end(self) -> None:
         pass
+
+
+def as_viewed(view: View, gradients: Mapping[nn.Parameter, torch.Tensor], look: Look) -> list[torch.Tensor]:
+    """Tensors whose common norm is that of the gradients as noise is measured on them; not a number where that fails, as the
+    ranks sum it all the same."""
+    found: list[torch.Tensor] | None = look(lambda: view.all(gradients), None)
+    if found is None:
+        first, *rest = gradients.values()
+        found = [first * math.nan, *rest]
+    return found
 
 
 def gradients_in(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -11,37 +10,28 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from scaleray.config import RunConfig
-from scaleray.errors import WorkloadError
 from scaleray.scaling.recipe import Recipe
 from scaleray.scaling.schedules import learning_rate_factor
 from scaleray.training.large_batch_optimizers import Lamb, Lars
-
-
-@dataclass(frozen=True)
-class OptimizerValues:
-    """What a workload's own `optimizer` receives: the configured values with the batch-size rule applied."""
-
-    name: str
-    learning_rate: float
-    betas: tuple[float, float]
-    epsilon: float
-    weight_decay: float
-    momentum: float
-    nesterov: bool
+from scaleray.training.own_optimizer import InUse, OptimizerValues, build_own
+from scaleray.workload import brings_optimizer
 
 
 def build(
-    workload: Any, model: nn.Module, config: RunConfig, recipe: Recipe, *, owns: Callable[[nn.Parameter], bool] = lambda p: True
-) -> torch.optim.Optimizer:  # fmt: skip
-    """The workload's own optimizer, or the configured one over all parameters that need a gradient; of those, it keeps
-    the ones that this rank owns."""
-    optimizer = _build(workload, model, config, recipe)
+    workload: Any, model: nn.Module, config: RunConfig, recipe: Recipe, *, owns: Callable[[nn.Parameter], bool] = lambda p: True,
+    varied: Collection[str] = (),
+) -> tuple[torch.optim.Optimizer, InUse]:  # fmt: skip
+    """The workload's own optimizer and what it has of the config's settings, or the configured one over all parameters that
+    need a gradient; of those, it keeps the ones that this rank owns. varied: keys by which a sweep's trials differ."""
+    optimizer, in_use = _build(workload, model, config, recipe, varied)
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if owns(p)]
-    return optimizer
+    return optimizer, in_use
 
 
-def _build(workload: Any, model: nn.Module, config: RunConfig, recipe: Recipe) -> torch.optim.Optimizer:
+def _build(
+    workload: Any, model: nn.Module, config: RunConfig, recipe: Recipe, varied: Collection[str]
+) -> tuple[torch.optim.Optimizer, InUse]:
     settings = config.optimizer
     values = OptimizerValues(
         name=settings.name,
@@ -52,11 +42,14 @@ def _build(workload: Any, model: nn.Module, config: RunConfig, recipe: Recipe) -
         momentum=settings.momentum,
         nesterov=settings.nesterov,
     )
-    own = workload.optimizer(model, values) if callable(getattr(workload, "optimizer", None)) else None
-    if own is not None:
-        if not isinstance(own, torch.optim.Optimizer):
-            raise WorkloadError("optimizer()", type(own).__name__, "it must return a torch.optim.Optimizer or None")
-        return own
+    own, in_use = None, InUse()
+    if brings_optimizer(workload):
+        own, in_use = build_own(lambda values: workload.optimizer(model, values), values, config, varied)
+    return own or _configured(model, values, config), in_use
+
+
+def _configured(model: nn.Module, values: OptimizerValues, config: RunConfig) -> torch.optim.Optimizer:
+    settings = config.optimizer
     trained = [p for p in model.parameters() if p.requires_grad]
     if settings.name in ("lars", "lamb"):
         return _layer_wise(trained, values, config)

@@ -29,8 +29,15 @@ class Precision:
     """Floating-point inputs are converted to this; None leaves them."""
 
 
-def prepare(model: nn.Module, device: torch.device, settings: PrecisionSettings) -> Precision:
-    """The precision of a run. fp64 converts `model` in place. Raises ConfigError where the device cannot."""
+def prepare(
+    model: nn.Module, device: torch.device, settings: PrecisionSettings, *, keeps_casts: bool = True
+) -> Precision:
+    """The precision of a run. fp64 converts `model` in place. Raises ConfigError where the device cannot.
+
+    keeps_casts: autocast keeps each 16-bit copy of a parameter until its context ends, for a second use. The backward pass
+    needs those copies, so that they cost nothing more; where it computes activations again, it makes new ones, and the old
+    ones would only fill the memory up to the loss.
+    """
     dtype = settings.dtype
     if dtype == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
         name = torch.cuda.get_device_name(device)
@@ -46,7 +53,7 @@ def prepare(model: nn.Module, device: torch.device, settings: PrecisionSettings)
     target = AUTOCAST_DTYPES.get(dtype)
     autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     if target is not None:
-        autocast = lambda: torch.autocast(device.type, dtype=target)
+        autocast = lambda: torch.autocast(device.type, dtype=target, cache_enabled=keeps_casts)
     scaler = torch.amp.GradScaler(device.type, init_scale=settings.initial_loss_scale, enabled=dtype == "fp16")
     return Precision(autocast, scaler, torch.float64 if dtype == "fp64" else None)
 

@@ -15,9 +15,15 @@ from scaleray.workload import user_frames
 
 HANG = "a hang: "  # begins the phase of a worker that is about to end itself
 WATCHED = ("loss", "update", "evaluation")  # input and collectives have time limits of their own
+INPUT, COMPILING = "input", "compiling"
+OWN_BUSINESS = (INPUT, COMPILING)  # phases that wait for no other worker
+COMPILERS = (  # files that are on a thread's stack only while it compiles
+    "torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py", "torch/_inductor/async_compile.py",
+)  # fmt: skip
 COLLECTIVES = ("torch/distributed/", "torch/nn/parallel/distributed.py")  # files that wait for other workers
 LONGEST_LINE = 1000
-FIRST_STEP_FACTOR = 3.0  # a first step may compile, and fill caches
+FIRST_STEP_FACTOR = 3.0  # a first step may compile, and fill caches; so may a first evaluation
+WATCHDOG_SHARE = 0.9  # of the time that the others wait for this worker: only it knows where it hangs
 
 
 class Progress:
@@ -26,11 +32,14 @@ class Progress:
     def __init__(self) -> None:
         self.step = self.steps_done = 0
         self.phase = "start"
+        self.passed: set[str] = set()
+        """Phases that have been left at least once."""
         self.since = time.monotonic()
         self.thread_id = threading.get_ident()
 
     def enter(self, phase: str) -> None:
         """The next phase begins: start, input, loss, synchronise, update, evaluation, checkpoint or end."""
+        self.passed.add(self.phase)
         self.phase, self.since = phase, time.monotonic()
 
     def finish_step(self, step: int) -> None:
@@ -38,11 +47,20 @@ class Progress:
         self.step = step
         self.steps_done += 1
 
+    def others_wait_s(self, collective_timeout_s: float) -> float:
+        """How long other workers wait for this one in a collective, as `limit_collectives` has it in this step."""
+        return collective_timeout_s * (1.0 if self.steps_done else FIRST_STEP_FACTOR)
+
+    def is_new(self, phase: str) -> bool:
+        """Whether the training has not been through it yet, so that it may compile and fill caches first."""
+        return not self.steps_done or phase not in self.passed
+
 
 class Watchdog:
     """Reports progress at an interval. beat: takes (step, phase, seconds in it), true when the run should leave.
 
-    on_hang: called once with a sentence when the training thread has not left a watched phase for `limit_s`.
+    on_hang: called once with a sentence when the training thread has not left a watched phase for `limit_s`, or three
+    times that where it compiles or does something for the first time.
     """
 
     def __init__(
@@ -52,7 +70,7 @@ class Watchdog:
         self.progress, self.interval_s, self.limit_s = progress, interval_s, limit_s
         self.beat, self.on_leave, self.on_hang = beat, on_leave, on_hang
         self._stop = threading.Event()
-        self._waited_since = -1.0
+        self._waited_since = self._compiled_since = -1.0
         self._thread = threading.Thread(target=self._watch, name="scaleray-watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
@@ -66,7 +84,11 @@ class Watchdog:
         while not self._stop.wait(self.interval_s):
             progress = self.progress
             step, phase, since_s = progress.step, progress.phase, time.monotonic() - progress.since
-            limit_s = self.limit_s * (1.0 if progress.steps_done else FIRST_STEP_FACTOR)
+            compiling = is_compiling(progress.thread_id)
+            if compiling:
+                self._compiled_since = progress.since  # what was compiled must still run
+            is_longer = progress.is_new(phase) or self._compiled_since == progress.since
+            limit_s = self.limit_s * (FIRST_STEP_FACTOR if is_longer else 1.0)
             if waits_for_others(progress.thread_id):
                 self._waited_since = progress.since  # and if that fails, its way out may take longer than the limit
             if phase in WATCHED and since_s > limit_s and self._waited_since != progress.since:
@@ -75,7 +97,7 @@ class Watchdog:
                 )
                 return
             try:
-                if self.beat(step, phase, since_s):
+                if self.beat(step, COMPILING if compiling else phase, since_s):
                     self.on_leave()
             except Exception:  # nobody listens for the moment, which is no reason to stop training
                 continue
@@ -85,6 +107,17 @@ def waits_for_others(thread_id: int) -> bool:
     """Whether a thread is inside a collective, such as DDP's own in a forward pass: then another worker is to blame."""
     frame = sys._current_frames().get(thread_id)
     return frame is not None and any(part in frame.f_code.co_filename for part in COLLECTIVES)
+
+
+def is_compiling(thread_id: int) -> bool:
+    """Whether a thread is inside torch.compile's compiler, which also works in the middle of a training: for a batch of
+    another shape, or a first evaluation."""
+    frame = sys._current_frames().get(thread_id)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(COMPILERS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def where(thread_id: int) -> str:

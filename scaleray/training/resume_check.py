@@ -130,16 +130,16 @@ class _Observed(Checkpointing):
         if self.resumed_from is not None:
             self.restored = self._digests()
 
-    def after_step(self, step: int, signals: tuple[float, ...], metrics: Mapping[str, float]) -> bool:
+    def after_step(self, step: int, signals: tuple[float, ...]) -> bool:
         if step == self.observe_at:
             self.digests = self._digests()
         if step == self.interrupt_at:
-            self.save(step, metrics)
+            self.save(step)
             self.saver.wait()
             raise _Interrupted
         return False
 
-    def finish(self, step: int, metrics: Mapping[str, float]) -> None:
+    def finish(self, step: int) -> None:
         self.final = self._digests()
 
     def _digests(self) -> Mapping[str, str]:

@@ -89,7 +89,7 @@ class TrainState:
             PROGRESS: self.get_progress(),
             WORKLOAD: own_values,
         }
-        return tensors, volatile, {item: _as_json(item, value) for item, value in values.items()}
+        return tensors, volatile, {item: as_json(item, value) for item, value in values.items()}
 
     def restore(self, manifest: Manifest, stores: list[Store], group: dist.ProcessGroup | None) -> None:
         """Take over a checkpoint in place. Collective over `group`. Raises CheckpointError for another model, and
@@ -337,7 +337,7 @@ def _dtype(tensor: Tensor) -> torch.dtype:
     return found
 
 
-def _as_json(item: str, value: Any) -> Any:
+def as_json(item: str, value: Any) -> Any:
     """A copy of small values. Raises WorkloadError for what a checkpoint cannot hold."""
     try:
         return json.loads(json.dumps(value))

@@ -20,7 +20,7 @@ from scaleray.config import RunConfig
 from scaleray.data import RankBatch
 from scaleray.errors import WorkloadError
 from scaleray.scaling.recipe import Recipe
-from scaleray.strategies.parallel import MicroBatch
+from scaleray.strategies.parallel import MicroBatch, Run
 from scaleray.training.back_off import BackOff, MemoryRanOut
 from scaleray.training.micro_batches import as_user_batch, micro_batches, to_device
 from scaleray.training.model_setup import Setup
@@ -83,7 +83,9 @@ class TrainStep:
         self.gives_tuples, self.probe = gives_tuples, probe
         self.signals, self.before_update, self.enter = signals, before_update, enter
         self.num_updates = 0  # steps taken; the loop says how many came before
-        self.count_per_row = 1.0  # learned from each step; only a guess that saves a pass over the gradients
+        self.count_per_row = (
+            1.0  # the loop knows better; learned from each step, a guess that saves a pass over the gradients
+        )
         self.nonfinite_steps = self.nonfinite_in_a_row = 0  # since the last meeting, and up to now
         self.noise: NoiseMeter | None = None
 
@@ -179,11 +181,11 @@ class TrainStep:
                 for piece in pieces[:-1]:
                     with parallel.no_sync():
                         self.enter("loss")
-                        scaled = self._objective(parallel.model, self._on_device(*piece))
+                        scaled = self._objective(parallel.run, self._on_device(*piece))
                         self.enter("synchronise")
                         scaled.backward()
                 self.enter("loss")
-                scaled = self._objective(parallel.model, self._on_device(*pieces[-1]))
+                scaled = self._objective(parallel.run, self._on_device(*pieces[-1]))
             self.enter("synchronise")
             self.back_off.agree_on(shortage)
             with self.back_off.caught(here=self.place.world_size == 1) as shortage:
@@ -203,12 +205,12 @@ class TrainStep:
         columns = to_device(arrays, self.place.device, self.setup.precision.input_dtype)
         return MicroBatch(as_user_batch(columns, self.gives_tuples), weight)
 
-    def _objective(self, model: Any, piece: MicroBatch) -> torch.Tensor:
+    def _objective(self, run: Run, piece: MicroBatch) -> torch.Tensor:
         """The scaled loss of a micro-batch; its sum and count are added to the totals."""
         if self.noise is not None:
             self.noise.before_pass(piece.weight, self._totals[1])
         with self.setup.precision.autocast():
-            result = self.workload.loss(model, piece.batch)
+            result = run(lambda module: self.workload.loss(module, piece.batch))
         loss, count = check_sum_and_count(result, what="loss()")
         if piece.weight == 0:  # a placeholder: it must run, as the collectives need every rank, and count nothing
             loss, count = loss * 0.0, count * 0

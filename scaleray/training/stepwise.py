@@ -93,7 +93,7 @@ class AskingCheckpointing(Checkpointing):
         """One number, as the loop asks only after steps that have some."""
         return (0.0,)
 
-    def after_step(self, step: int, signals: tuple[float, ...], metrics: Mapping[str, float]) -> bool:
+    def after_step(self, step: int, signals: tuple[float, ...]) -> bool:
         """True when the training should stop here. Collective."""
         every = self.job.recipe.evaluate_every_steps
         if every is None or step % every or step >= self.job.recipe.total_steps:
@@ -104,20 +104,20 @@ class AskingCheckpointing(Checkpointing):
                 decision: Decision = self._agreed(lambda: self.ask(step))
                 if decision.save_to is None:
                     return decision.is_stop
-                self._save_to(decision.save_to, step, metrics)
+                self._save_to(decision.save_to, step)
         finally:
             self.paused_s += time.perf_counter() - started
 
-    def finish(self, step: int, metrics: Mapping[str, float]) -> None:
+    def finish(self, step: int) -> None:
         """Nothing is saved at the end."""
 
-    def _save_to(self, folder: str, step: int, metrics: Mapping[str, float]) -> None:
+    def _save_to(self, folder: str, step: int) -> None:
         self.saver = Saver(
             Catalog.of_run(folder), self.group, world_size=self.place.world_size, strategy=self.job.recipe.strategy,
             is_asynchronous=False, full_every=1, retention=Retention(1), emit=self.emit,
         )  # fmt: skip
         self.facts = {"config": self.job.config.to_dict(), **self.get_facts()}
-        self.save(step, metrics)
+        self.save(step)
         self.saver.wait()
         if self.saver.last_saved != step:
             raise RunFailedError(f"the state could not be saved to {folder}")
@@ -158,7 +158,7 @@ class StepwiseTraining:
         self._thread = threading.Thread(target=self._run, name="scaleray-training", daemon=True)
         self._checkpointing: AskingCheckpointing | None = None
         self._seen_pauses_s = 0.0
-        self.curve: list[tuple[int, float, dict[str, float]]] = []
+        self.curve: list[tuple[int, float, dict[str, float], float]] = []
         self.ended: Ended | None = None
         self._is_given_up = False
 
@@ -245,6 +245,6 @@ class StepwiseTraining:
             course.step_times.append((message.num_samples, step_s))
         elif isinstance(message, EvaluationRecord):
             course.step, course.metrics = message.step, dict(message.metrics)
-            self.curve.append((course.samples, course.seconds, dict(message.metrics)))
+            self.curve.append((course.samples, course.seconds, dict(message.metrics), message.recorded_at))
         elif isinstance(message, EventRecord) and message.kind == "warning":
             self.events.append(message.text)

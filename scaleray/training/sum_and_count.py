@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from scaleray.errors import WorkloadError
 
@@ -22,6 +23,12 @@ def check_sum_and_count(result: Any, *, what: str) -> tuple[torch.Tensor, Any]:
             "sum the loss with reduction='sum' and return it with the number of samples or tokens",
         )
     total, count = result
+    if isinstance(total, DTensor):
+        raise WorkloadError(
+            f"the sum returned by {what}", "sharded over the workers",
+            "it was computed with a weight outside of the layer that has it, where a worker holds a part of it",
+            "for a penalty on weights use optimizer.weight_decay; or use --strategy.name ddp or zero1",
+        )  # fmt: skip
     if not isinstance(total, torch.Tensor) or total.numel() != 1:
         shape = f"a tensor of shape {list(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__
         raise WorkloadError(

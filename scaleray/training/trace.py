@@ -1,4 +1,4 @@
-"""A probe that writes down what every step did, and a workload whose model is made repeatable on any number of workers."""
+"""A probe that writes down what every step did: the trace of a run."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import hashlib
 import math
 import pickle
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from scaleray.data import RankBatch
+from scaleray.records import EvaluationRecord, WorkerMessage
 from scaleray.reproducibility.equivalence import (
     SMALL_GRADIENT,
+    Replicas,
+    Restored,
     Signer,
     StepTrace,
     Trace,
@@ -24,92 +27,50 @@ from scaleray.reproducibility.equivalence import (
     signature_differences,
 )
 from scaleray.strategies.parallel import full
-from scaleray.training.fine_tuning import adapt
-from scaleray.training.job import TRAIN, TrainJob
-from scaleray.training.micro_batches import as_user_batch, micro_batches, to_device
+from scaleray.training.compared_job import DueRates
+from scaleray.training.gradient_parts import GradientParts
+from scaleray.training.job import TrainJob
+from scaleray.training.micro_batches import cuts
 from scaleray.training.model_setup import Setup
 from scaleray.training.place import Place
+from scaleray.training.quieted import Masks, Quieted
 from scaleray.training.step import StepResult
 
-NOTHING = "nothing"
 LARGEST_KEPT_BYTES = 2**30  # larger models are compared by signature at the end, too
-MIXTURE_PROJECTIONS = 16
-
-
-class Quieted:
-    """A workload whose model has lost what cannot be repeated on another number of workers.
-
-    what: NOTHING leaves it; MODULES sets dropout to 0 and freezes BatchNorm's statistics; EVERYTHING puts the whole
-    model into evaluation mode. found: what there was to quieten; loss_dtype: the type of the losses.
-    """
-
-    MODULES, EVERYTHING = "modules", "everything"
-
-    def __init__(self, workload: Any, what: str) -> None:
-        self._workload, self._what = workload, what
-        self.found: list[str] = []
-        self.loss_dtype = ""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._workload, name)
-
-    def build_model(self) -> Any:
-        model = self._workload.build_model()
-        if isinstance(model, nn.Module) and self._what != NOTHING:
-            self._quieten(model)
-        return model
-
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        result = self._workload.loss(model, batch)
-        if isinstance(result, tuple) and isinstance(result[0], torch.Tensor):
-            self.loss_dtype = str(result[0].dtype).removeprefix("torch.")
-        return result
-
-    def _quieten(self, model: nn.Module) -> None:
-        found = set()
-        for module in model.modules():
-            # layers keep their rate as `p`, attention and recurrent networks as `dropout`
-            for name in ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else ("dropout",):
-                if isinstance(rate := getattr(module, name, None), float) and rate > 0:
-                    setattr(module, name, 0.0)
-                    found.add("dropout")
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                _freeze_statistics(module)
-                found.add("BatchNorm")
-        if self._what == self.EVERYTHING:
-            for module in model.modules():
-                _stay_in_evaluation(module)
-            found = {"everything"}
-        self.found = sorted(found, reverse=True)
-
-
-def _freeze_statistics(module: Any) -> None:
-    if module.running_mean is None:  # without statistics of its own it would use the batch's even in evaluation mode
-        module.running_mean, module.running_var = torch.zeros(module.num_features), torch.ones(module.num_features)
-    _stay_in_evaluation(module)
-
-
-def _stay_in_evaluation(module: nn.Module) -> None:
-    module.eval()
-    module.train = lambda mode=True: module  # type: ignore[method-assign] # a loss may call model.train()
 
 
 class TraceProbe:
     """Records a Trace of a run. Every rank has one; they exchange what they saw after each step.
 
-    take_apart_at: a step (from 1) whose gradient is decomposed into those of every rank's micro-batches, see `shares`;
-    the job's workload then builds the model that is taken for that.
+    take_apart_at: a step (from 1) whose gradient is decomposed into those of every rank's micro-batches, see `parts`;
+    the job's workload then builds the model that is taken for that. masks: of the model, which notes what it draws. due:
+    the learning rates that are due. keeps: after these steps, each replica's own values are kept on rank 0, see `values`.
+    saves_after: the step whose state is saved. stands_still: parameters never change.
     """
 
-    def __init__(self, place: Place, job: TrainJob, *, take_apart_at: int | None = None) -> None:
-        self.place, self.job, self.take_apart_at = place, job, take_apart_at
-        self.shares: tuple[np.ndarray, np.ndarray] | None = None
-        """Weights of micro-batches in the gradient, as `causes.from_shares` takes them; None where it could not be done."""
+    def __init__(
+        self, place: Place, job: TrainJob, *, take_apart_at: int | None = None, masks: Masks | None = None, due: DueRates | None = None,
+        keeps: tuple[int, ...] = (), saves_after: int | None = None, stands_still: bool = False,
+    ) -> None:  # fmt: skip
+        self.place, self.job, self.take_apart_at, self.masks, self.due = place, job, take_apart_at, masks, due
+        self.keeps, self.saves_after, self.stands_still = keeps, saves_after, stands_still
+        self.parts: GradientParts | None = None
+        self.values: dict[int, list[dict[str, torch.Tensor]]] = {}
+        """Parameters and buffers of every rank after the steps of `keeps`, on rank 0."""
         self.has_begun = False
         """The model is set up: what fails now, fails in training."""
         self._sign = Signer()
         self._steps: list[StepTrace] = []
         self._final: dict[str, np.ndarray] = {}
+        self._evaluations: dict[int, Mapping[str, float]] = {}
+        self._saved: Restored | None = None
+        self._restored: Restored | None = None
+        self._parameter_formats: tuple[str, ...] = ()
+
+    def hear(self, message: WorkerMessage) -> None:
+        """Note the evaluations among the run's messages."""
+        if isinstance(message, EvaluationRecord):
+            self._evaluations[message.step] = dict(message.metrics)
 
     def on_setup(self, setup: Setup) -> None:
         self._setup = setup
@@ -119,18 +80,32 @@ class TraceProbe:
         self.has_begun = not self._has_parts  # a pipeline may still refuse the model with the first rows
         dtypes = self._whole({n: str(p.dtype).removeprefix("torch.") for n, p in self._parameters.items()})
         self._dtypes = tuple(dtypes[name] for name in self._names)
-        self._initial = self._signatures()
+        if self.stands_still:
+            _stand_still(setup)
+        self._initial = self._before = self._updated = self._signatures()
+        if self.due is not None and self.due.first:
+            self._restored = Restored(self.due.first, self._initial, self._optimizer_state())
+        self._base_rates = self._due_rates()
+        if self.take_apart_at is not None:
+            self.parts = GradientParts(
+                self.job, self.place, setup, self._names, self.take_apart_at, whole=self._whole, gather=self._gather,
+                replica_size=self._replica_size,
+            )  # fmt: skip
         self._updates: list[tuple[float, ...]] = []
-        setup.optimizer.register_step_post_hook(
-            lambda optimizer, args, kwargs: self._updates.append(tuple(float(g["lr"]) for g in optimizer.param_groups))
-        )
+        setup.optimizer.register_step_post_hook(self._after_update)
 
     def on_batch(self, batch: RankBatch) -> None:
         self.has_begun = True
         self._step, self._rows = batch.step + 1, _row_digests(batch)
+        self._num_pieces = sum(1 for _ in cuts(batch.num_rows, self.job.recipe.micro_batch_size))
         self._updates.clear()
+        if isinstance(self.job.workload, Quieted):
+            self.job.workload.rows_of_step = batch.num_rows
+        if self.masks is not None:
+            self.masks.begin()
         self._random_before, self._buffers_before = _random_state(self.place.device), self._buffer_digest()
-        self._pieces = self._take_apart(batch) if self._step == self.take_apart_at else None
+        if self.parts is not None:
+            self.parts.begin(self._step, batch)
 
     def on_gradients(self, correction: float) -> None:
         whole = {n: None if p.grad is None else full(p.grad) for n, p in self._parameters.items()}
@@ -140,24 +115,28 @@ class TraceProbe:
         self._gradients = self._in_order(
             {n: empty if g is None else self._sign(n, g) * correction for n, g in whole.items()}
         )
-        if self._pieces is not None:
-            signer = Signer(MIXTURE_PROJECTIONS)
-            target = {n: np.zeros(MIXTURE_PROJECTIONS) if g is None else signer(n, g)[2:] for n, g in whole.items()}
-            self._target = self._in_order(target).reshape(-1) * correction
+        if self.parts is not None:
+            self.parts.see(whole, correction)
 
     def on_step(self, result: StepResult, learning_rate: float) -> None:
+        differs = self._setup.parallel.replicas_differ
+        after = self._signatures()
         mine = {
             "rows": self._rows,
             "gradients": self._gradients,
-            "parameters": self._signatures(),
+            "parameters": after,
+            "replica": (self._before, self._updated, self._optimizer_state(here=True)) if differs else None,
             "random_before": self._random_before,
-            "draws": self._random_before != _random_state(self.place.device),
+            "draws": self.masks.end() if self.masks is not None else self._random_before != _random_state(self.place.device),
+            "masks": tuple(self.masks.draws) if self.masks is not None else (),
+            "num_pieces": self._num_pieces,
             "changes": self._buffers_before != self._buffer_digest(),
             "loss": (result.loss * result.count, result.count),
-        }
+            "used_norm": result.grad_norm,
+        }  # fmt: skip
         everyone = self._gather(mine)
-        first = everyone[0]
-        replicas = everyone[:: self._replica_size]  # their workers have the same rows and random numbers
+        first, size = everyone[0], self._replica_size
+        replicas = everyone[::size]  # their workers have the same rows and random numbers
         loss, count = result.loss, result.count
         if result.is_own:  # of replicas that train apart; gradients are rank 0's own then, too
             loss_sum, count = (sum(theirs["loss"][part] for theirs in everyone) for part in (0, 1))
@@ -181,10 +160,25 @@ class TraceProbe:
                 draws_random_numbers=any(theirs["draws"] for theirs in everyone),
                 shares_random_state=len({theirs["random_before"] for theirs in replicas}) < len(replicas),
                 changes_buffers=any(theirs["changes"] for theirs in everyone),
+                rows_agree=all(
+                    np.array_equal(theirs["rows"], replicas[rank // size]["rows"]) for rank, theirs in enumerate(everyone)
+                ),
+                used_norms=tuple(theirs["used_norm"] for theirs in everyone),
+                due_factor=self.due.factor(self._step) if self.due is not None else None,
+                draws=tuple(theirs["masks"] for theirs in everyone),
+                num_pieces=tuple(theirs["num_pieces"] for theirs in everyone),
+                replicas=_replicas(everyone) if differs else None,
             )
-        )
-        if self._pieces is not None:
-            self.shares = self._solve(self._gather((*self._pieces, self._target))[:: self._replica_size])
+        )  # fmt: skip
+        self._before = self._updated = after
+        if isinstance(self.job.workload, Quieted):
+            self.job.workload.rows_of_step = 0
+        if self.parts is not None:
+            self.parts.end()
+        if self._step in self.keeps:
+            self._keep_values()
+        if self._step == self.saves_after:
+            self._saved = Restored(self._step, first["parameters"], self._optimizer_state())
         if self._step == self.job.recipe.total_steps:
             self._keep_final()
 
@@ -192,8 +186,44 @@ class TraceProbe:
         """What was recorded."""
         clip_norm = self.job.config.optimizer.clip_norm
         return Trace(
-            self._names, self._dtypes, self._initial, tuple(self._steps), self._final, clip_norm, loss_dtype, quieted
+            self._names, self._dtypes, self._initial, tuple(self._steps), self._final, clip_norm, loss_dtype, quieted,
+            evaluations=self._evaluations, saved=self._saved, restored=self._restored,
+            parameter_formats=self._parameter_formats, base_rates=self._base_rates,
         )  # fmt: skip
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._updates.append(tuple(float(group["lr"]) for group in optimizer.param_groups))
+        if self._setup.parallel.replicas_differ:
+            self._updated = self._signatures()
+
+    def _due_rates(self) -> tuple[float, ...]:
+        """Rates without the schedule's factor: the recipe's, unless the workload has chosen its own."""
+        groups, workload = self._setup.optimizer.param_groups, self.job.workload
+        if callable(getattr(workload, "optimizer", None)):
+            return tuple(float(group["initial_lr"]) for group in groups)
+        return (self.job.recipe.learning_rate,) * len(groups)
+
+    def _optimizer_state(self, *, here: bool = False) -> dict[str, np.ndarray]:
+        """Signatures of the optimizer's tensors by name, from whichever rank has them; of this rank alone where `here`.
+        Collective otherwise, and for sharded ones."""
+        names = {id(p): name for name, p in self._parameters.items()}
+        mine = {
+            f"{names.get(id(p), 'unnamed')}: {key}": self._sign(names.get(id(p), key), full(value.detach()))
+            for p, entries in self._setup.optimizer.state.items()
+            for key, value in sorted(entries.items())
+            if isinstance(value, torch.Tensor)
+        }
+        if here or self.place.world_size == 1:
+            return mine
+        return {name: value for theirs in reversed(self._gather(mine)) for name, value in theirs.items()}
+
+    def _keep_values(self) -> None:
+        tensors = {**self._parameters, **dict(self._setup.parallel.module.named_buffers())}
+        if sum(t.numel() * t.element_size() for t in tensors.values()) > LARGEST_KEPT_BYTES // self.place.world_size:
+            return
+        everyone = self._gather({name: t.detach().cpu().clone() for name, t in tensors.items()})
+        if self.place.rank == 0:
+            self.values[self._step] = everyone
 
     @property
     def _replica_size(self) -> int:
@@ -223,6 +253,8 @@ class TraceProbe:
         ):
             return
         whole = self._whole({name: full(t.detach()).cpu() for name, t in tensors.items()})
+        formats = self._whole({n: number_format(full(p.detach())) for n, p in self._parameters.items()})
+        self._parameter_formats = tuple(formats[name] for name in self._names)
         if self.place.rank == 0:
             # numpy has no bf16; a copy, since a parameter goes on living
             self._final = {n: (t.float() if t.dtype == torch.bfloat16 else t).numpy().copy() for n, t in whole.items()}
@@ -241,59 +273,22 @@ class TraceProbe:
             digest.update(local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.digest()
 
-    def _take_apart(self, batch: RankBatch) -> tuple[np.ndarray, list[float]]:
-        """Signatures (micro-batches, values) of each micro-batch's own gradient, without any strategy, and its count."""
-        signer, model = Signer(MIXTURE_PROJECTIONS), self._plain_model()
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        gives_tuples = self.job.splits[TRAIN].gives_tuples
-        gradients, counts = [], []
-        for arrays, weight in micro_batches(batch, self.job.recipe.micro_batch_size):
-            columns = to_device(arrays, self.place.device, self._setup.precision.input_dtype)
-            with self._setup.precision.autocast():
-                loss, count = self.job.workload.loss(model, as_user_batch(columns, gives_tuples))
-            found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-            by_name = dict(zip(trained, found, strict=True))
-            pieces = [
-                np.zeros(MIXTURE_PROJECTIONS) if (g := by_name.get(name)) is None else signer(name, g)[2:]
-                for name in self._names
-            ]
-            gradients.append(np.concatenate(pieces) * bool(weight))
-            counts.append(float(count) * bool(weight))
-        return np.array(gradients), counts
 
-    def _plain_model(self) -> nn.Module:
-        """A model of its own with the values of now, which no strategy has touched. Collective for sharded parameters."""
-        with self.place.device:
-            model: nn.Module = self.job.workload.build_model()
-        adapt(model, self.job.config.fine_tuning)
-        if self.job.config.precision.dtype == "fp64":
-            model.double()
-        values = {**self._parameters, **dict(self._setup.parallel.module.named_buffers())}
-        values = self._whole({name: full(tensor.detach()) for name, tensor in values.items()})
-        with torch.no_grad():
-            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                tensor.copy_(values[name])
-        return model
+def _stand_still(setup: Setup) -> None:
+    """Updates change nothing: every step starts from the same parameters."""
+    for group in setup.optimizer.param_groups:
+        group["lr"] = group["initial_lr"] = 0.0
+    setup.schedule.base_lrs = [0.0] * len(setup.schedule.base_lrs)
 
-    def _solve(
-        self, everyone: list[tuple[np.ndarray, list[float], np.ndarray]]
-    ) -> tuple[np.ndarray, np.ndarray] | None:
-        """Each rank's gradient as a mixture of all micro-batches' gradients; None where it is no such mixture."""
-        most = max(len(counts) for _, counts, _ in everyone)
-        counts = np.array([[*counts, *[0.0] * (most - len(counts))] for _, counts, _ in everyone])
-        columns = np.concatenate([gradients for gradients, _, _ in everyone]).T
-        there = np.concatenate([np.array(c) > 0 for _, c, _ in everyone])
-        shares = np.zeros((len(everyone), *counts.shape))
-        positions = [(rank, piece) for rank, (_, c, _) in enumerate(everyone) for piece in range(len(c))]
-        kept = [position for position, is_there in zip(positions, there, strict=True) if is_there]
-        for view, (_, _, target) in enumerate(everyone):
-            weights, *_ = np.linalg.lstsq(columns[:, there] / counts.sum(), target, rcond=None)
-            rest = columns[:, there] @ weights / counts.sum() - target
-            if not np.linalg.norm(rest) <= 1e-6 * np.linalg.norm(target):
-                return None
-            for (rank, piece), weight in zip(kept, weights, strict=True):
-                shares[view, rank, piece] = weight
-        return shares, counts
+
+def _replicas(everyone: list[Any]) -> Replicas:
+    before, updated = (np.array([theirs["replica"][part] for theirs in everyone]) for part in (0, 1))
+    states = [theirs["replica"][2] for theirs in everyone]
+    names = [name for name in states[0] if all(name in theirs for theirs in states)]
+    spread = 0.0
+    if names:
+        spread = float(_spread([np.array([theirs[name] for name in names]) for theirs in states], 0.0).max())
+    return Replicas(before, updated, np.array([theirs["parameters"] for theirs in everyone]), spread)
 
 
 def _row_digests(batch: RankBatch) -> np.ndarray:

@@ -90,7 +90,7 @@ def shortened(job: TrainJob, num_steps: int) -> TrainJob:
         "stop": config.stop.model_copy(update={"at": None}),
         "evaluation": config.evaluation.model_copy(update={"every": None}),
         "checkpoint": config.checkpoint.model_copy(
-            update={"save_final": False, "every": None, "every_minutes": None, "keep_every": None}
+            update={"save_final": False, "every": None, "every_minutes": None, "keep_every": None, "best": None}
         ),
         "tracking": config.tracking.model_copy(update={"system_metrics": False}),
         "noise_scale": NoiseScaleSettings(),
@@ -197,7 +197,7 @@ def _fits_whole(job: TrainJob, place: Place) -> bool:
     with torch.device("meta"):
         try:
             parameters = sum(p.numel() for p in job.workload.build_model().parameters())
-        except Exception:  # a workload's code need not know that device: then nobody can tell
+        except (Exception, SystemExit):  # a workload's code need not know that device: then nobody can tell
             parameters = 0
     free = float(psutil.virtual_memory().available) / place.local_world_size
     if place.device.type == "cuda":

@@ -1,7 +1,7 @@
 """Is a strategy still the same training? Runs it through the real loop, beside one process, and judges the difference.
 
 Works in any group of workers: under Ray Train, in plain gloo processes, or alone. Rank 0 compares and decides; every
-rank then runs what was decided. The loop, the step and the strategies do not know that they are watched.
+rank then runs what was decided.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from scaleray.config import RunConfig
-from scaleray.errors import InitialisationError, NonFiniteLossError, UsageError
+from scaleray.errors import CheckpointError, InitialisationError, NonFiniteLossError, UsageError, WorkloadError
 from scaleray.reproducibility.causes import (
     EVALUATION_MODE,
     NO_CLIPPING,
@@ -27,104 +26,62 @@ from scaleray.reproducibility.causes import (
     Finding,
     Layout,
     from_experiment,
+    from_repetition,
     from_shares,
     from_traces,
     needs_experiments,
     without_experiment,
 )
-from scaleray.reproducibility.equivalence import Comparison, Divergence, Trace, compare, divergences
-from scaleray.reproducibility.seeding import same_switches
+from scaleray.reproducibility.equivalence import (
+    Comparison,
+    Divergence,
+    Restored,
+    Trace,
+    compare,
+    divergences,
+    restored_differences,
+)
+from scaleray.reproducibility.masks import masks_broken
+from scaleray.reproducibility.own_precision import Excess, excess
 from scaleray.training import loop
-from scaleray.training.job import TRAIN, OpenStream, TrainJob
+from scaleray.training.compared_job import short_job
+from scaleray.training.compared_runs import (
+    EXACT,
+    OWN,
+    Key,
+    References,
+    Runs,
+    Variant,
+    Watched,
+    partition_of,
+    shared_folder,
+)
+from scaleray.training.job import OpenStream
 from scaleray.training.place import Place
-from scaleray.training.trace import NOTHING, Quieted, TraceProbe
+from scaleray.training.promises import PROMISES, Promise
+from scaleray.training.quieted import Quieted
+from scaleray.training.trace import TraceProbe
+from scaleray.training.verdicts import (
+    Found,
+    Mismatch,
+    beyond_rounding,
+    failure,
+    judged,
+    mean_of,
+    own_gradients,
+    promised,
+    rounding_of,
+    unkept,
+    without_statistics,
+)
+
+__all__ = [
+    "PROMISES", "Assignment", "Mismatch", "Outcome", "Promise", "References", "Variant", "loop", "short_job", "verify_group",
+]  # fmt: skip
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Promise:
-    """What a strategy promises about the training of one process."""
-
-    is_exact: bool = True
-    keeps: frozenset[str] = frozenset()
-    """Of a strategy that is not exact: quantities of a Divergence that must be equal all the same."""
-    words: str = "equal to one process"
-    exact_steps: Callable[[RunConfig], int] | None = None
-    """So many first steps are equal in everything, and the loss of the next one too, as it starts from the same parameters."""
-    agrees_after: Callable[[RunConfig, int], bool] = lambda config, step: False
-    """Whether all ranks hold the same parameters after this step."""
-
-    def is_kept_by(self, divergence: Divergence, config: RunConfig) -> bool:
-        """Whether the quantity may differ from one process in this step."""
-        first = self.exact_steps(config) if self.exact_steps is not None else -1
-        must_be_equal = divergence.quantity in self.keeps or divergence.step <= first
-        return not (must_be_equal or (divergence.step == first + 1 and divergence.quantity == "loss"))
-
-    def disagreement(self, trace: Trace, config: RunConfig, bound: float) -> Divergence | None:
-        """The first step after which ranks should hold the same parameters and do not."""
-        for step in trace.steps:
-            spread = float(step.parameter_spread.max(initial=0.0))
-            if self.agrees_after(config, step.step) and not spread <= bound:
-                name = trace.names[int(np.nanargmax(step.parameter_spread))]
-                return Divergence(step.step, "parameters", spread, name)
-        return None
-
-
-def _averages_after(config: RunConfig, step: int) -> bool:
-    since = step - config.local_sgd.warmup_steps
-    return since <= 0 or since % config.local_sgd.sync_every == 0
-
-
-_SAME_COURSE = frozenset({"model", "dtype", "initial parameters", "rows", "count", "learning rate", "steps"})
-PROMISES = {
-    "local_sgd": Promise(
-        False, _SAME_COURSE, "replicas train apart between averagings: same start, rows and learning rates",
-        lambda config: config.local_sgd.warmup_steps, _averages_after,
-    ),
-    "diloco": Promise(
-        False, _SAME_COURSE, "replicas train apart between outer steps: same start, rows and learning rates",
-        lambda config: config.local_sgd.warmup_steps, _averages_after,
-    ),
-    "gossip": Promise(
-        False, _SAME_COURSE, "replicas agree only in the limit: same start, rows and learning rates", lambda config: 0
-    ),
-    "async_sgd": Promise(
-        False, _SAME_COURSE, "updates are late by a bounded number of steps: same start, rows and learning rates",
-        lambda config: 0, lambda config, step: step % config.gossip.meet_every == 0,
-    ),
-    "compression": Promise(False, _SAME_COURSE, "gradients are approximated: same start, rows and learning rates"),
-}  # fmt: skip
-"""Strategies that do not promise equality. Every other one does."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way to run the training. job: in the precision of the check; own: in the run's own."""
-
-    strategy: str
-    world_size: int
-    accumulation: int
-    job: TrainJob
-    own: TrainJob | None = None
-
-    @property
-    def label(self) -> str:
-        """`ddp x 2`, and how often it accumulates where it does."""
-        more = f", {self.accumulation} micro-batches" if self.accumulation > 1 else ""
-        return f"{self.strategy} x {self.world_size}{more}"
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """Where a variant left the reference, and of which class that is."""
-
-    step: int
-    quantity: str
-    parameter: str | None
-    difference: float
-    cause: str
-    why: str
+UNSAVED = "the state of the"
+"""How an error begins that says what of a training cannot be saved."""
 
 
 @dataclass(frozen=True)
@@ -139,22 +96,20 @@ class Outcome:
     """What was judged, where it is less than the whole; the reason of a refusal."""
     comparison: Comparison = field(default_factory=Comparison)
     own: Comparison | None = None
-    """In the run's own precision with the model as it is, for information."""
+    """In the run's own precision, of steps that all start from the initial parameters; judged by what rounding does."""
     mismatch: Mismatch | None = None
     duration_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a group of workers verifies. reference: one process, one micro-batch."""
+    """What a group of workers verifies. reference: one process, one micro-batch. folder: for checkpoints, seen by all
+    workers of all groups that share references; None: one of this machine, for this group."""
 
     reference: Variant
     variants: tuple[Variant, ...]
     bound: float
-
-
-References = dict[str, Trace]
-"""Traces of the reference by what was taken out of it, kept from group to group."""
+    folder: str | None = None
 
 
 def verify_group(
@@ -170,158 +125,245 @@ def verify_group(
 class _Group:
     def __init__(self, place: Place, assignment: Assignment, references: References, open_stream: OpenStream) -> None:
         self.place, self.assignment, self.open_stream = place, assignment, open_stream
-        self.references = dict(references)
+        self.references, self.bound = references, assignment.bound
+        self.unsaved = ""
 
     def run(self) -> tuple[list[Outcome], References]:
-        self.quiet = self._on_first(self._choose_quiet)
-        self.outcomes: list[Outcome] = []
-        for variant in self.assignment.variants:
-            self.outcomes.append(self._outcome(variant))
-        return self.outcomes, self.references
+        with shared_folder(self.place, self.assignment.folder) as folder:
+            self.runs = Runs(self.place, self.assignment.reference, self.references, self.open_stream, folder)
+            try:
+                self.quiet, self.has_statistics = self._on_first(self._choose_quiet)
+            except WorkloadError as exc:
+                if not exc.what.startswith(UNSAVED):
+                    raise
+                self.runs.resumes, self.unsaved = False, f"without a resume: {exc.what} cannot be saved ({exc.found})"
+                self.quiet, self.has_statistics = self._on_first(self._choose_quiet)
+            self.outcomes: list[Outcome] = []
+            for variant in self.assignment.variants:
+                self.outcomes.append(self._outcome(variant))
+                if self.place.rank == 0:
+                    self.runs.forget(variant)
+        return self.outcomes, self.runs.references
 
-    def _choose_quiet(self) -> str:
-        """What to switch off so that one process can be repeated by several; the reference runs on the way."""
-        trace = self._reference(Quieted.MODULES)
+    def _choose_quiet(self) -> tuple[str, bool]:
+        """What to switch off so that one process can be repeated by several, and whether the model takes statistics over
+        batches that can be repeated; the reference runs on the way."""
+        trace = self.runs.reference(Key(Quieted.MODULES))
         if not any(step.draws_random_numbers for step in trace.steps):
-            return Quieted.MODULES
-        everything = self._reference(Quieted.EVERYTHING)
+            has_statistics = "BatchNorm" in trace.quieted and "SyncBatchNorm" not in trace.quieted
+            return Quieted.MODULES, has_statistics
+        everything = self.runs.reference(Key(Quieted.EVERYTHING))
         still_draws = any(step.draws_random_numbers for step in everything.steps)
-        return Quieted.MODULES if still_draws else Quieted.EVERYTHING
+        return (Quieted.MODULES if still_draws else Quieted.EVERYTHING), False
+
+    def _key(self, variant: Variant) -> Key:
+        """The reference of a variant."""
+        if not self.has_statistics or not promised(variant).is_exact:
+            return Key(self.quiet, self.has_statistics)
+        later = partition_of(variant.later) if variant.later is not None else None
+        return Key(self.quiet, True, partition_of(variant.job), later)
 
     def _outcome(self, variant: Variant) -> Outcome:
         started = time.perf_counter()
         outcome = Outcome(variant.strategy, variant.world_size, variant.accumulation, "equal")
-        probe = TraceProbe(self.place, variant.job)
+        probes: list[TraceProbe] = []
+        key, promise = self._key(variant), promised(variant)
+        if key.partition is not None and (why := without_statistics(variant)):
+            return dataclasses.replace(outcome, verdict="refused", words=why)
+        self._on_first(lambda: bool(self.runs.reference(key)))  # from whose checkpoint the variant goes on
+        take_apart_at = None if promise.is_exact else self._partial_step(variant)
         try:
-            trace = self._trace(variant.job, quiet=self.quiet, probe=probe)
-        except (UsageError, InitialisationError, NonFiniteLossError) as exc:  # raised on every rank
-            if isinstance(exc, UsageError) and not probe.has_begun:  # the strategy does not take this workload
+            watched = self.runs.compared(
+                variant, key, keeps=not promise.is_exact, take_apart_at=take_apart_at, saves=True, began=probes.append
+            )
+            trace = watched.trace
+            outcome = (self._judge_exact if promise.is_exact else self._judge_promise)(variant, outcome, watched)
+            if outcome.mismatch is None and self.runs.resumes_after(variant) is not None:
+                found = self._on_first(lambda: self._saved_wrongly(variant, key, promise, trace))
+                outcome = self._with(outcome, found)
+            outcome = self._in_own_precision(variant, outcome)
+        except (UsageError, InitialisationError, NonFiniteLossError, CheckpointError) as exc:  # raised on every rank
+            if isinstance(exc, UsageError) and not any(p.has_begun for p in probes):  # it does not take this workload
                 return dataclasses.replace(outcome, verdict="refused", words=" ".join(str(exc).split()))
-            cause = Cause.INITIAL_PARAMETERS if isinstance(exc, InitialisationError) else Cause.FAILED
-            mismatch = Mismatch(0, "run", None, math.inf, cause, " ".join(str(exc).split()))
-            return dataclasses.replace(outcome, verdict="differs", mismatch=mismatch)
-        judge = self._judge_exact if _promise(variant).is_exact else self._judge_promise
-        outcome = judge(variant, outcome, trace)
-        own = self._own(variant)
-        return dataclasses.replace(outcome, own=own, duration_s=time.perf_counter() - started)
+            before = self._on_first(lambda: self._before_failure(variant, key, promise, probes))
+            mismatch = Mismatch.of(*before) if before is not None else failure(exc, variant, probes)
+            outcome = dataclasses.replace(outcome, verdict="differs", mismatch=mismatch)
+        words = "; ".join(text for text in (outcome.words, self.unsaved) if text)
+        return dataclasses.replace(outcome, words=words, duration_s=time.perf_counter() - started)
 
-    def _judge_exact(self, variant: Variant, outcome: Outcome, trace: Trace) -> Outcome:
-        bound = self.assignment.bound
-        comparison = self._on_first(lambda: compare(self._reference(self.quiet), trace, bound=bound))
-        outcome = dataclasses.replace(outcome, comparison=comparison, words=_judged(trace, self.quiet))
+    def _before_failure(self, variant: Variant, key: Key, promise: Promise, probes: list[TraceProbe]) -> Found | None:
+        """What went wrong before a run failed, if its traces show it: it may be why. On rank 0."""
+        done = [probe.trace() for probe in probes if probe.has_begun]
+        if not done:
+            return None
+        reference, trace = self.runs.reference(key), done[0] if len(done) == 1 else done[0].continued_by(done[-1])
+        last = trace.steps[-1].step if trace.steps else 0
+        for found in divergences(reference, trace, self.bound):
+            if found.step > last or found.quantity in ("steps", "final values", "evaluation"):
+                return None
+            if promise.is_exact or not promise.is_kept_by(found, variant.job.config, variant.resumes_after):
+                finding = from_traces(reference, trace, found, self._layout(variant))
+                return None if finding is None else (found, finding)
+        return None
+
+    def _partial_step(self, variant: Variant) -> int:
+        """The first step after others in which workers may have unequal counts."""
+        last = self.runs.resumes_after(variant) or variant.job.recipe.total_steps
+        return max(1, min(last, variant.job.train_plan().steps_per_epoch))
+
+    def _judge_exact(self, variant: Variant, outcome: Outcome, watched: Watched) -> Outcome:
+        key, trace = self._key(variant), watched.trace
+        comparison = self._on_first(lambda: compare(self.runs.reference(key), trace, bound=self.bound))
+        outcome = dataclasses.replace(outcome, comparison=comparison, words=judged(trace, key))
         if comparison.divergence is not None:
             finding = self._explain(variant, trace, comparison.divergence)
-            return dataclasses.replace(outcome, verdict="differs", mismatch=_mismatch(comparison.divergence, finding))
-        shared = next((s.step for s in trace.steps if s.shares_random_state), None)
-        if shared is not None and trace.quieted and "BatchNorm" not in trace.quieted[:1]:
-            mismatch = Mismatch(
-                shared,
-                "random state",
-                None,
-                math.inf,
-                Cause.RANDOMNESS,
-                "ranks share one state of the random generators, so that dropout would drop the same units on each",
+            return self._with(outcome, (comparison.divergence, finding))
+        return self._with(outcome, self._on_first(lambda: masks_broken(trace, self._replica_size(variant))))
+
+    def _judge_promise(self, variant: Variant, outcome: Outcome, watched: Watched) -> Outcome:
+        promise, config, key, trace = promised(variant), variant.job.config, self._key(variant), watched.trace
+
+        def first_broken() -> tuple[Comparison, Found | None]:
+            reference = self.runs.reference(key)
+            found = divergences(reference, trace, self.bound)
+            resumed = variant.resumes_after
+            broken = next((d for d in found if not promise.is_kept_by(d, config, resumed)), None)
+            broken = broken or promise.disagreement(trace, config, self.bound)
+            comparison = compare(reference, trace, bound=self.bound)
+            if broken is not None:
+                finding = self._unrepeatable(key, broken) or from_traces(
+                    reference, trace, broken, self._layout(variant)
+                )
+                return comparison, (broken, finding or unkept(broken))
+            return comparison, (
+                own_gradients(variant, watched, config, self.bound)
+                or self._evaluated_wrongly(variant, key, watched)
+                or masks_broken(trace, self._replica_size(variant))
             )
-            return dataclasses.replace(outcome, verdict="differs", mismatch=mismatch)
-        return outcome
 
-    def _judge_promise(self, variant: Variant, outcome: Outcome, trace: Trace) -> Outcome:
-        promise = _promise(variant)
-
-        def first_broken() -> tuple[Comparison, Divergence | None, Finding | None]:
-            reference = self._reference(self.quiet)
-            found = divergences(reference, trace, self.assignment.bound)
-            config = variant.job.config
-            broken = next((d for d in found if not promise.is_kept_by(d, config)), None)
-            broken = broken or promise.disagreement(trace, config, self.assignment.bound)
-            finding = from_traces(reference, trace, broken, self._layout(variant)) if broken else None
-            return compare(reference, trace, bound=self.assignment.bound), broken, finding
-
-        comparison, broken, finding = self._on_first(first_broken)
+        comparison, found = self._on_first(first_broken)
         outcome = dataclasses.replace(outcome, verdict="as promised", comparison=comparison, words=promise.words)
+        return self._with(outcome, found)
+
+    def _evaluated_wrongly(self, variant: Variant, key: Key, watched: Watched) -> Found | None:
+        """The first evaluation that is not that of the replicas' mean. On rank 0."""
+        trace, promise, config = watched.trace, promised(variant), variant.job.config
+        if not variant.job.evaluation_splits():
+            return None
+        for step, everyone in watched.values.items():
+            if promise.law is not None and promise.mean(trace, config, step) is None:
+                continue
+            if promise.law is None and promise.mean(trace, config, step) is not None:
+                continue  # updates under way belong to the mean
+            mean = mean_of(everyone)
+            due, found = self.runs.measured_alone(mean, key), trace.evaluations.get(step, {})
+            for name in dict.fromkeys((*due, *found)):
+                apart = abs(due.get(name, math.inf) - found.get(name, math.inf))
+                if not apart <= self.bound * max(1.0, abs(due.get(name, 0.0))):
+                    why = f"{name} is {found.get(name)}, and that of the mean of all replicas is {due.get(name)}"
+                    return Divergence(step, "evaluation", apart, name), Finding(Cause.EVALUATION, why)
+        return None
+
+    def _saved_wrongly(self, variant: Variant, key: Key, promise: Promise, trace: Trace) -> Found | None:
+        """Whether one process that loads the variant's checkpoint is not where the variant was. On rank 0."""
+        reference = self.runs.reference(key)
+        restored = self.runs.restored_alone(variant, key).restored
+        assert restored is not None and variant.resumes_after is not None
+        saved = reference.saved
+        if not promise.is_exact:
+            if variant.strategy not in PROMISES:  # every rank has the same, which is not that of one process
+                saved = trace.saved
+            else:
+                mean = promise.mean(trace, variant.job.config, variant.resumes_after)
+                if mean is None:
+                    return None
+                # of a mean of norms nothing follows: each row's own stands for it
+                parameters = np.column_stack([restored.parameters[:, 0], mean])
+                saved = Restored(variant.resumes_after, parameters, {})
+        broken = next(restored_differences(saved, restored, reference.names, self.bound), None)
         if broken is None:
+            return None
+        finding = from_traces(reference, trace, broken, self._layout(variant))
+        assert finding is not None
+        return broken, dataclasses.replace(
+            finding, why=finding.why.replace("on another number of workers", "on one worker")
+        )
+
+    def _in_own_precision(self, variant: Variant, outcome: Outcome) -> Outcome:
+        """The distance in the run's own precision, with the verdict on it."""
+        if variant.own is None or variant.own.config.precision.dtype == variant.job.config.precision.dtype:
             return outcome
-        finding = finding or Finding(Cause.UNKNOWN, f"the {broken.quantity} should be equal even so")
-        return dataclasses.replace(outcome, verdict="differs", mismatch=_mismatch(broken, finding))
+        key = dataclasses.replace(self._key(variant), own=OWN)
+        trace = self.runs.standing_still(variant, key)
+
+        def judge() -> tuple[Comparison, Excess | None]:
+            exact, reference = (self.runs.reference(dataclasses.replace(key, own=own)) for own in (EXACT, OWN))
+            return compare(reference, trace, bound=math.inf), excess(exact, reference, trace, rounding_of(variant))
+
+        comparison, found = self._on_first(judge)
+        outcome = dataclasses.replace(outcome, own=comparison)
+        if found is None or outcome.mismatch is not None:
+            return outcome
+        return self._with(outcome, (found.divergence, beyond_rounding(found, variant)))
 
     def _explain(self, variant: Variant, trace: Trace, divergence: Divergence) -> Finding:
         """The class of a mismatch: from the traces, from runs with something taken out, or from the gradient's parts."""
-        layout = self._layout(variant)
+        layout, key = self._layout(variant), self._key(variant)
         finding: Finding | None = self._on_first(
-            lambda: from_traces(self._reference(self.quiet), trace, divergence, layout)
+            lambda: (
+                self._unrepeatable(key, divergence) or from_traces(self.runs.reference(key), trace, divergence, layout)
+            )
         )
         if finding is not None:
             return finding
-        for name in self._on_first(lambda: needs_experiments(self._reference(self.quiet), trace)):
-            if self._agrees_without(name, variant):
-                return self._on_first(partial(self._finding_without, name, trace))
-        shares = self._shares(variant, divergence.step)
-        finding = from_shares(*shares, layout) if shares is not None else None
+        for name in self._on_first(lambda: needs_experiments(self.runs.reference(key), trace)):
+            if self._agrees_without(name, variant, divergence):
+                return self._on_first(partial(self._without, name, key, trace))
+        if divergence.quantity != "evaluation":
+            probes = self.runs.compared(variant, key, take_apart_at=divergence.step, only_its_part=True).probes
+            parts = probes[-1].parts
+            if parts is not None and parts.shares is not None:
+                finding = from_shares(*parts.shares, layout, stale=parts.stale)
         return finding or self._on_first(
-            lambda: (
-                without_experiment(self._reference(self.quiet), trace)
-                or Finding(Cause.UNKNOWN, "none of the known classes fits")
-            )
+            lambda: without_experiment(self.runs.reference(key), trace, divergence, layout)
         )
+
+    def _without(self, experiment: str, key: Key, trace: Trace) -> Finding:
+        return from_experiment(experiment, self.runs.reference(key), trace)
+
+    def _unrepeatable(self, key: Key, divergence: Divergence) -> Finding | None:
+        """Whether other rows are the data's own doing: the reference is run once more. On rank 0."""
+        if divergence.quantity != "rows":
+            return None
+        return from_repetition(self.runs.reference(key), self.runs.again(key))
 
     def _layout(self, variant: Variant) -> Layout:
         is_right = any(
             o.verdict == "equal" and o.accumulation == 1 for o in self.outcomes if o.strategy == variant.strategy
         )
-        return Layout(variant.world_size, variant.accumulation, is_right_without_accumulation=is_right)
+        return Layout(
+            variant.world_size, variant.accumulation, is_right_without_accumulation=is_right,
+            draws_by_itself=variant.strategy == "pipeline",
+        )  # fmt: skip
 
-    def _agrees_without(self, experiment: str, variant: Variant) -> bool:
-        """Whether variant and reference agree once `experiment` is taken out of both."""
-        key, quiet, job = experiment, self.quiet, _without_clipping(variant.job)
-        if experiment == EVALUATION_MODE:
-            key = quiet = Quieted.EVERYTHING
-            job = variant.job
-        trace = self._trace(job, quiet=quiet)
-        return self._on_first(lambda: compare(self._reference(key), trace, bound=self.assignment.bound).is_equal)
+    def _replica_size(self, variant: Variant) -> int:
+        return variant.job.config.model_parallel_size if self.place.world_size > 1 else 1
 
-    def _finding_without(self, experiment: str, trace: Trace) -> Finding:
-        return from_experiment(experiment, self._reference(self.quiet), trace)
+    def _agrees_without(self, experiment: str, variant: Variant, divergence: Divergence) -> bool:
+        """Whether variant and reference agree in that step once `experiment` is taken out of both."""
+        key = self._key(variant)
+        if experiment == NO_CLIPPING:
+            key = dataclasses.replace(key, leaves_out=NO_CLIPPING)
+        elif experiment == EVALUATION_MODE:
+            key = Key(Quieted.EVERYTHING, key.has_statistics)
+        self._on_first(lambda: bool(self.runs.reference(key)))
+        trace = self.runs.compared(variant, key).trace
+        return self._on_first(lambda: compare(self.runs.reference(key), trace, bound=self.bound).is_equal)
 
-    def _shares(self, variant: Variant, step: int) -> tuple[np.ndarray, np.ndarray] | None:
-        quieted = dataclasses.replace(variant.job, workload=Quieted(variant.job.workload, self.quiet))
-        probe = TraceProbe(self.place, quieted, take_apart_at=step)
-        self._trace(variant.job, quiet=self.quiet, probe=probe)
-        return probe.shares
-
-    def _own(self, variant: Variant) -> Comparison | None:
-        """The distance in the run's own precision, with the model as it is."""
-        if variant.own is None:
-            return None
-        try:
-            trace = self._trace(variant.own, quiet=NOTHING)
-        except (UsageError, NonFiniteLossError):
-            return None
-        return self._on_first(lambda: compare(self._reference(NOTHING), trace, bound=math.inf))
-
-    def _reference(self, key: str) -> Trace:
-        """One process with `key` taken out. Only on rank 0, which runs it alone if nobody has yet."""
-        if key not in self.references:
-            variant = self.assignment.reference
-            job = variant.own or variant.job if key == NOTHING else variant.job
-            if key == NO_CLIPPING:
-                job = _without_clipping(job)
-            quiet = self.quiet if key == NO_CLIPPING else key
-            self.references[key] = self._trace(job, quiet=quiet, place=Place(device=self.place.device))
-        return self.references[key]
-
-    def _trace(
-        self, job: TrainJob, *, quiet: str, place: Place | None = None, probe: TraceProbe | None = None
-    ) -> Trace:
-        """Run a job through the loop; the traces of all ranks are the same."""
-        place = place or self.place
-        workload = Quieted(job.workload, quiet)
-        probe = probe or TraceProbe(place, job)
-        with same_switches():
-            loop.run(
-                dataclasses.replace(job, workload=workload), place, open_stream=self.open_stream,
-                emit=lambda message: None, probe=probe,
-            )  # fmt: skip
-        return probe.trace(loss_dtype=workload.loss_dtype, quieted=tuple(workload.found))
+    def _with(self, outcome: Outcome, found: Found | None) -> Outcome:
+        return (
+            outcome if found is None else dataclasses.replace(outcome, verdict="differs", mismatch=Mismatch.of(*found))
+        )
 
     def _on_first(self, decide: Callable[[], Result]) -> Result:
         """What rank 0 decides, on every rank. Collective."""
@@ -337,56 +379,3 @@ class _Group:
         if answer[1] is not None:
             raise answer[1]
         return answer[0]
-
-
-def short_job(job: TrainJob, *, steps: int, precision: str | None = None) -> TrainJob:
-    """The first steps of a training, as they are in its full length: neither evaluations nor files."""
-    config = job.config
-    updates: dict[str, Any] = {
-        "stop": config.stop.model_copy(update={"at": None}),
-        "evaluation": config.evaluation.model_copy(update={"every": None}),
-        "checkpoint": config.checkpoint.model_copy(
-            update={"save_final": False, "every": None, "every_minutes": None, "keep_every": None}
-        ),
-        "tracking": config.tracking.model_copy(update={"system_metrics": False, "every_steps": 1}),
-    }
-    if precision is not None:
-        # float8 is seen in the run's own precision, as bf16 is
-        updates["precision"] = config.precision.model_copy(
-            update={"dtype": precision, "float8": "none", "float8_leave_out": (), "emulate_float8": False}
-        )
-    recipe = dataclasses.replace(
-        job.recipe, total_steps=min(steps, job.recipe.total_steps), evaluate_every_steps=None,
-        checkpoint_every_steps=None, keep_checkpoint_every_steps=None,
-    )  # fmt: skip
-    splits = {TRAIN: job.splits[TRAIN]}
-    return dataclasses.replace(job, config=config.model_copy(update=updates), recipe=recipe, splits=splits)
-
-
-def _promise(variant: Variant) -> Promise:
-    if variant.strategy not in PROMISES and variant.job.config.compression.name != "none" and variant.world_size > 1:
-        return PROMISES["compression"]
-    return PROMISES.get(variant.strategy, Promise())
-
-
-def _mismatch(divergence: Divergence, finding: Finding) -> Mismatch:
-    return Mismatch(
-        divergence.step, divergence.quantity, finding.parameter or divergence.parameter, divergence.difference,
-        str(finding.cause), finding.why,
-    )  # fmt: skip
-
-
-def _judged(trace: Trace, quiet: str) -> str:
-    """What had to be taken out for a comparison, and why."""
-    if quiet == Quieted.EVERYTHING:
-        return "in evaluation mode: training draws random numbers, on every rank others by design"
-    words = {
-        "dropout": "dropout off: masks differ from rank to rank by design",
-        "BatchNorm": "BatchNorm frozen: its statistics are those of each micro-batch by design",
-    }
-    return "; ".join(words[name] for name in trace.quieted)
-
-
-def _without_clipping(job: TrainJob) -> TrainJob:
-    optimizer = job.config.optimizer.model_copy(update={"clip_norm": None})
-    return dataclasses.replace(job, config=job.config.model_copy(update={"optimizer": optimizer}))

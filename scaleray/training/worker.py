@@ -33,12 +33,12 @@ from scaleray.training import loop
 from scaleray.training.checkpointing import Checkpointing, Control
 from scaleray.training.job import TRAIN, OpenStream, Split, TrainJob
 from scaleray.training.place import Place
-from scaleray.training.progress import HANG, Progress, Tail, TailHandler, Watchdog
+from scaleray.training.progress import HANG, WATCHDOG_SHARE, Progress, Tail, TailHandler, Watchdog
 from scaleray.training.weights import save_weights
+from scaleray.workload import no_exit
 
 MIB = 2**20
 BEAT_S = 0.5  # between two signs of life
-WATCHDOG_SHARE = 0.9  # of the time that a collective may take
 TAIL_LINES = 20
 HANG_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
 
@@ -51,7 +51,6 @@ class Assignment:
     sources: Mapping[str, Any]
     recorder: Any
     input_cpus: float
-    weights_path: str
     run_path: str
     facts: Mapping[str, Any]
     """What every checkpoint says of the run beside its state."""
@@ -97,7 +96,8 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
         control.notice = notice
 
     def before_publishing() -> dict[str, Any]:
-        sender.flush()
+        if not sender.flush():  # a run resumed from this checkpoint would lack the steps that it has not heard of
+            raise RuntimeError("the recorder has not taken the steps before it")
         try:
             return {"mlflow": ray.get(assignment.recorder.durable.remote(), timeout=90)}
         except ray.exceptions.RayError as exc:  # a plain one: Ray's cannot be pickled, and other ranks must hear of it
@@ -122,15 +122,14 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
     progress = Progress()
     watchdog = Watchdog(
         progress, interval_s=max(BEAT_S, place.world_size / 100), beat=beat,
-        # before its peers give up on it, as only this worker knows where it hangs
         limit_s=WATCHDOG_SHARE * job.config.scale.collective_timeout_s,
         on_leave=control.wants_leave.set, on_hang=die,
     )  # fmt: skip
     try:
-        with watchdog:
+        with watchdog, no_exit("the workload's code"):
             return loop.run(
                 job, place, open_stream=open_stream, emit=sender, checkpointing=checkpointing, progress=progress,
-                save_weights=lambda w: save_weights(w, assignment.weights_path),
+                save_weights=lambda share: save_weights(share, assignment.run_path, rank=place.rank),
             )  # fmt: skip
     finally:
         sender.flush()
@@ -143,20 +142,25 @@ def stream_opener(
     import ray
     import ray.train
 
-    data = job.config.data
+    data, may_draw = job.config.data, job.config.deterministic
 
     def planned_blocks(split: Split, part: Part, demand: Demand) -> Iterator[Columns]:
         reference = sources[split.name]
         chunk_bytes = data.chunk_mib * MIB
         source = ray.get(reference)
         if split.name != TRAIN and split.num_rows * split.row_bytes <= chunk_bytes:
-            return local_blocks(source, part, chunk_bytes=chunk_bytes)  # less than one task would read
+            # less than one task would read
+            return local_blocks(source, part, chunk_bytes=chunk_bytes, may_draw=may_draw)
         step_bytes = split.row_bytes * part.rows_per_step
-        here = local_blocks(source, part, chunk_bytes=min(chunk_bytes, step_bytes * LOCAL_CHUNK_STEPS))
+        here = local_blocks(
+            source, part, chunk_bytes=min(chunk_bytes, step_bytes * LOCAL_CHUNK_STEPS), may_draw=may_draw
+        )
         tasks = ray_blocks(
             reference, part, row_bytes=split.row_bytes, chunk_bytes=chunk_bytes,
             memory_bytes=data.prefetch_mib * MIB, cpus=input_cpus,
         )  # fmt: skip
+        if here.is_read_alone:
+            return tasks  # here the model is being built and trained meanwhile, which draws random numbers too
         return start_locally(here, tasks, demand, patience_s=min(LOCAL_START_S, data.timeout_s))
 
     def open_stream(split: Split, part: Part) -> StepStream:
@@ -186,38 +190,58 @@ class Sender:
         self._buffer: list[WorkerMessage] = []
         self._sent_at = time.monotonic()
         self._last: Any = None
+        self._under_way: list[WorkerMessage] = []
+        self._num_taken = self._num_arrived = 0
         self._lock = threading.Lock()  # checkpoints send from a thread of their own
 
     def __call__(self, message: WorkerMessage) -> None:
         with self._lock:
             self._buffer.append(message)
+            self._num_taken += 1
         if time.monotonic() - self._sent_at >= self.interval_s:
             self._send()
 
-    def flush(self) -> None:
-        """Send what is left and wait until it has arrived: after the last step nothing is slowed by that."""
-        import ray
-
-        try:
-            for _ in range(2):  # what is under way, and what waited behind it
-                if self._last is not None:
-                    ray.get(self._last, timeout=30)
-                self._send()
-            if self._last is not None:
-                ray.get(self._last, timeout=30)
-        except ray.exceptions.RayError:
-            logging.getLogger(__name__).warning("the recorder did not take the last messages of this worker")
-
-    def _send(self) -> None:
+    def flush(self) -> bool:
+        """Send what is there and wait until it has arrived; whether it has. After the last step nothing is slowed by that."""
         import ray
 
         with self._lock:
+            wanted = self._num_taken
+        for _ in range(3):  # what is under way, what waited behind it, and what did not arrive
+            self._send()
+            if self._last is not None:
+                ray.wait([self._last], timeout=30)
+            with self._lock:
+                self._is_free()
+                if self._num_arrived >= wanted:
+                    return True
+        logging.getLogger(__name__).warning("the recorder did not take the last messages of this worker")
+        return False
+
+    def _send(self) -> None:
+        with self._lock:
             # one call at a time: the recorder takes several at once, and would not keep their order
-            is_free = self._last is None or ray.wait([self._last], timeout=0)[0]
-            if self._buffer and is_free:
-                messages, self._buffer = self._buffer, []
-                self._last = self.recorder.log.remote(messages)
+            if self._is_free() and self._buffer:
+                self._under_way, self._buffer = self._buffer, []
+                self._last = self.recorder.log.remote(self._under_way)
             self._sent_at = time.monotonic()
+
+    def _is_free(self) -> bool:
+        """Whether nothing is under way. What did not arrive waits again; where only the answer was lost, it is sent twice,
+        which the recorder notices."""
+        import ray
+
+        if self._last is None:
+            return True
+        if not ray.wait([self._last], timeout=0)[0]:
+            return False
+        try:
+            ray.get(self._last)
+            self._num_arrived += len(self._under_way)
+        except ray.exceptions.RayError:
+            self._buffer = [*self._under_way, *self._buffer]
+        self._last, self._under_way = None, []
+        return True
 
 
 def _device() -> torch.device:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 from saved_runs import assert_equal, catalog_of, make_saver, read_all, save
@@ -9,7 +12,12 @@ from small_runs import Classify, train_alone
 
 from scaleray.checkpoints.catalog import Retention
 from scaleray.checkpoints.consolidated import export, import_weights, load_weights
+from scaleray.checkpoints.hugging_face import ModelFolder
 from scaleray.checkpoints.storage import Store
+from scaleray.errors import StorageError
+from scaleray.launch.run_folder import RunFolder
+from scaleray.strategies.weight_shares import Placed, WeightShare
+from scaleray.training.weights import complete, forget, save_weights
 
 FLAGS = {"checkpoint.every": "2 steps", "stop.after": "8 steps", "precision.dtype": "fp32", "optimizer.name": "adamw"}
 
@@ -127,6 +135,28 @@ def test_training_goes_on_while_the_server_answers_500(bucket):
     catalog = catalog_of(folder)
     assert [m.step for m in catalog.complete()] == [8, 6]
     assert all(catalog.check(m) == [] for m in catalog.complete())
+
+
+def test_shares_of_final_weights_lie_in_the_bucket_and_come_to_mlflow_as_files(bucket):
+    folder = f"{bucket.root}/finished"
+    tensors = {"a": torch.arange(6.0), "b": torch.ones(2, dtype=torch.bfloat16)}
+    layout = {"a": Placed(0, 24), "b": Placed(1, 4)}
+    save_weights(WeightShare({"old": torch.ones(1)}), folder, rank=0)
+    for rank, name in enumerate(tensors):
+        save_weights(WeightShare({name: tensors[name]}, layout), folder, rank=rank)
+        if rank == 0:
+            with pytest.raises(StorageError, match="missing or torn"):
+                complete(folder)
+    names = complete(folder)
+    assert Store(folder).names() == ["weights"] and sorted(names) == Store(folder).names("weights")
+    run = RunFolder("finished", folder, tempfile.mkdtemp())
+    Path(run.work_dir, "record.json").write_text("{}")
+    files = run.local(names)
+    assert_equal(ModelFolder.open(str(Path(files[0]).parent)).read(), tensors)
+    run.complete()
+    assert Store(folder).names() == ["record.json", "weights"] and not Path(files[0]).exists()
+    forget(folder)
+    assert Store(folder).size(names[-1]) is None
 
 
 @pytest.mark.slow  # pyarrow asks again for 6 s; tests of damage do the same without a server

@@ -96,6 +96,9 @@ def test_a_run_is_exported_imported_and_loaded(tmp_path, ending, workload):
         assert_equal(model.state_dict(), finished.weights)
     manifest = import_weights(file, str(tmp_path / "imported"))
     assert manifest.step == 0 and all(name.startswith("model.") for name in manifest.tensors)
+    assert (manifest.world_size, manifest.strategy, manifest.values) == (1, "imported", {})
+    assert manifest.facts == {"imported_from": file} and manifest.metrics == {}
+    assert manifest.bytes_written == sum(stored.num_bytes for stored in manifest.files.values())
     imported = catalog_of(tmp_path / "imported")
     assert imported.check(imported.newest()) == []
     newest = str(tmp_path / "run" / "checkpoints" / "step-000000004")

@@ -42,6 +42,26 @@ def test_a_manifest_survives_its_text():
     assert json.loads(TEXT)["step"] == 7, "other programs read it as plain JSON"
 
 
+@pytest.mark.parametrize(
+    ("facts", "progress", "evaluated_at"),
+    [
+        ({"metrics": {"val/loss": 0.1}, "evaluated_at": 7}, {"evaluated_at": 3}, 7),
+        ({"metrics": {"val/loss": 0.1}, "evaluated_at": 5}, {}, 5),
+        ({"metrics": {"val/loss": 0.1}}, {"evaluated_at": 7}, 7),  # of older versions
+        ({"metrics": {"val/loss": 0.1}}, {"evaluated_at": 6}, 6),
+        ({"metrics": {"val/loss": 0.1}}, {}, None),
+        ({"metrics": {}, "evaluated_at": None}, {"evaluated_at": -1}, None),
+        ({"metrics": {}}, {"evaluated_at": -1}, None),
+        ({"imported_from": "w.pt"}, {}, None),
+    ],
+)
+def test_metrics_belong_to_the_step_that_they_were_measured_at(facts, progress, evaluated_at):
+    manifest = example(facts=facts, values={"progress": progress})
+    assert Manifest.from_json(manifest.to_json().encode(), where="here").evaluated_at == evaluated_at
+    assert manifest.metrics == facts.get("metrics", {})
+    assert manifest.own_metrics == (manifest.metrics if evaluated_at == 7 else {})
+
+
 @given(st.integers(0, len(TEXT) - 1), st.integers(1, 255))
 def test_every_single_changed_byte_is_noticed(position, difference):
     changed = bytearray(TEXT)

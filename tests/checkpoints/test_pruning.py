@@ -20,7 +20,11 @@ from scaleray.records import CheckpointRecord
 
 
 def manifests(**metrics):
-    return [Manifest(int(step[1:]), 1, "ddp", 0.0, {}, {}, {}, {"metrics": m}) for step, m in metrics.items()]
+    return [manifest_of(int(step[1:]), m, evaluated_at=int(step[1:])) for step, m in metrics.items()]
+
+
+def manifest_of(step, metrics, **more):
+    return Manifest(step, 1, "ddp", 0.0, {}, {}, {}, {"metrics": metrics, **more})
 
 
 STORED = manifests(
@@ -44,6 +48,14 @@ STORED = manifests(
 )
 def test_what_a_policy_keeps(policy, kept):
     assert policy.kept(STORED) == kept
+
+
+def test_metrics_of_an_older_step_or_of_an_unknown_one_rank_nothing():
+    stored = [
+        manifest_of(10, {"val/loss": 3.0}, evaluated_at=10), manifest_of(20, {"val/loss": 1.0}, evaluated_at=10),
+        manifest_of(30, {"val/loss": 1.0}), manifest_of(40, {}, evaluated_at=None),
+    ]  # fmt: skip
+    assert Retention(keep_last=1, keep_best=1, best="val/loss").kept(stored) == {10, 40}
 
 
 def tensors_at(numbers):

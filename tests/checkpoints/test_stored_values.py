@@ -105,7 +105,7 @@ def test_a_write_that_breaks_off_leaves_what_was_there(tmp_path):
 
 def test_a_piece_of_more_than_2_gib_is_written_whole(tmp_path, monkeypatch):
     written = []
-    monkeypatch.setattr(Store, "_writing", lambda self, name: _Counting(written))
+    monkeypatch.setattr(Store, "writing", lambda self, name: _Counting(written))
     monkeypatch.setattr("hashlib.sha256", lambda: _NoHash())
     large = np.broadcast_to(np.zeros(1, dtype=np.uint8), (1,))  # a real one would take minutes to hash
     huge = torch.empty(2**31 + 5, dtype=torch.uint8)  # never touched, so it takes no memory

@@ -7,10 +7,13 @@ import os
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from saved_runs import catalog_of, flip, make_newer, make_saver, save, shards, snapshot
 
 from scaleray.checkpoints.storage import Store
 from scaleray.cli.main import run_command
+from scaleray.strategies.weight_shares import Placed, WeightShare
+from scaleray.training.weights import complete, save_weights
 
 BODY, HEAD = torch.arange(10_000.0), torch.ones(500)
 
@@ -58,7 +61,25 @@ def test_list_as_json(run, capsys):
     code, out, _ = command(capsys, "list", run, "--json")
     rows = json.loads(out)
     assert code == 0 and [row["step"] for row in rows] == [40, 30, 20, 10]
-    assert rows[0]["metrics"] == {"val/loss": 0.3} and rows[0]["chain"] == 3 and rows[0]["complete"]
+    assert rows[0]["metrics"] == {"val/loss": 0.3} and rows[0]["evaluated_at"] == 40
+    assert rows[0]["chain"] == 3 and rows[0]["complete"]
+
+
+def test_list_says_of_which_step_metrics_are(run, capsys):
+    saver = make_saver(catalog_of(run))
+    save(saver, 50, {"head": HEAD}, metrics={"val/loss": 0.05}, evaluated_at=40)
+    lines = command(capsys, "list", run)[1].splitlines()
+    assert lines[1].endswith("val/loss 0.05 (of step 40)") and lines[2].endswith("val/loss 0.3")
+    assert json.loads(command(capsys, "list", run, "--json")[1])[0]["evaluated_at"] == 40
+    code, out, _ = command(capsys, "prune", run, "--keep-last", "1", "--best", "val/loss min", "--dry-run")
+    assert code == 0 and "kept: steps 20, 50" in out
+
+
+def test_prune_refuses_a_metric_that_no_checkpoint_has(run, capsys):
+    before = snapshot(run)
+    code, _, err = command(capsys, "prune", run, "--keep-last", "1", "--best", "val/los min")
+    assert code == 2 and "there are: val/loss" in err
+    assert snapshot(run) == before
 
 
 def test_a_run_is_found_by_its_name(run, capsys, monkeypatch):
@@ -144,6 +165,27 @@ def test_weights_go_out_and_come_back(run, tmp_path, capsys):
         assert command(capsys, "verify", folder)[0] == 0
         code, _, err = command(capsys, "import", file, folder)
         assert code == 2 and "holds checkpoints already" in err
+
+
+def test_the_shares_of_a_sharded_run_become_one_file(run, tmp_path, capsys):
+    layout = {"body": Placed(0, BODY.nbytes), "head": Placed(1, HEAD.nbytes)}
+    finished = tmp_path / "runs" / "finished"
+    for folder in (finished, run):
+        for rank, (name, tensor) in enumerate((("body", BODY), ("head", HEAD * 50))):
+            save_weights(WeightShare({name: tensor}, layout), str(folder), rank=rank)
+        complete(str(folder))
+    # the folder itself, a run without checkpoints, and one whose checkpoints are asked for first
+    for where, head in ((run / "weights", 50), (finished, 50), (run, 40)):
+        for file in (tmp_path / "w.pt", tmp_path / "w.safetensors"):
+            code, out, err = command(capsys, "export", where, file, "--overwrite", "--json")
+            assert code == 0 and json.loads(out)["step"] == (40 if head == 40 else None), err
+            found = torch.load(file, weights_only=True) if file.suffix == ".pt" else load_file(file)
+            assert torch.equal(found["body"], BODY) and torch.equal(found["head"], HEAD * head)
+    assert f"2 tensors of {finished / 'weights'}" in command(capsys, "export", finished, tmp_path / "again.pt")[1]
+    (finished / "weights" / "model-00002-of-00002.safetensors").write_bytes(b"cut")
+    code, _, err = command(capsys, "export", finished, tmp_path / "more.pt")
+    assert code == 2 and "model-00002-of-00002.safetensors" in err
+    assert "--workload.weights" in command(capsys, "import", finished / "weights.pt", tmp_path / "new")[2]
 
 
 @pytest.mark.parametrize(

@@ -73,14 +73,31 @@ def compared(capsys, *words: str) -> dict[str, Any]:
     return json.loads(out)
 
 
+def repeated(root: Path, name: str, number: int = 3, *, first_seed: int = 0, **more: Any) -> list[str]:
+    """Launches of one training."""
+    return [training(root, f"{name}{n}", seed=first_seed + n, **more) for n in range(number)]
+
+
+NEWER = {**ENVIRONMENT, "environment": {**ENVIRONMENT["environment"], "git": {"commit": "bbb"}}}
+
+
 def test_a_slower_training_is_found_with_its_interval(tmp_path, capsys):
-    fast, slow = training(tmp_path, "fast"), training(tmp_path, "slow", step_time_s=0.12, seed=1)
+    fast = repeated(tmp_path, "fast")
+    slow = repeated(tmp_path, "slow", first_seed=10, step_time_s=0.12, environment=NEWER)
+    (verdict,) = compared(capsys, *fast, *slow)["verdicts"]
+    assert (verdict["runs"], verdict["base"], verdict["what"]) == ("D, E, F", "A, B, C", "step time")
+    assert verdict["time_ratio"]["low"] < 1.2 < verdict["time_ratio"]["high"]
+    assert (verdict["verdict"], verdict["basis"]) == ("slower", "launches")
+    assert "slower by" in verdict["words"] and "beyond noise" in verdict["words"]
+
+
+def test_between_single_launches_a_slower_one_is_inconclusive_and_it_says_how_many_would_tell(tmp_path, capsys):
+    fast, slow = training(tmp_path, "fast"), training(tmp_path, "slow", step_time_s=0.21, seed=1)
     found = compared(capsys, fast, slow)
     (verdict,) = found["verdicts"]
-    assert (verdict["runs"], verdict["base"], verdict["what"]) == ("B", "A", "step time")
-    assert verdict["time_ratio"]["low"] < verdict["time_ratio"]["value"] < verdict["time_ratio"]["high"]
-    assert 1.1 < verdict["time_ratio"]["value"] < 1.3  # 1.2, and launches that differ by 1 %
-    assert "slower by" in verdict["words"] and "beyond noise" in verdict["words"]
+    assert (verdict["verdict"], verdict["basis"], verdict["repeats"]) == ("inconclusive", "steps", 2)
+    assert "takes 2.1" in verdict["words"] and "beyond noise" not in verdict["words"]
+    assert "at least 2 launches of each" in verdict["words"]
     assert any("of single runs" in note for note in found["notes"])
 
 
@@ -94,8 +111,7 @@ def test_two_trainings_of_the_same_are_not_called_different(tmp_path, capsys):
 
 def test_repeats_are_turns_so_that_the_noise_between_launches_counts(tmp_path, capsys):
     base = [training(tmp_path, f"base{n}", seed=n, config={"seed": n}) for n in range(3)]
-    newer = {**ENVIRONMENT, "environment": {**ENVIRONMENT["environment"], "git": {"commit": "bbb"}}}
-    new = [training(tmp_path, f"new{n}", seed=10 + n, environment=newer) for n in range(3)]
+    new = [training(tmp_path, f"new{n}", seed=10 + n, environment=NEWER) for n in range(3)]
     found = compared(capsys, base[0], new[0], base[1], new[1], base[2], new[2])
     (verdict,) = found["verdicts"]
     assert (verdict["runs"], verdict["base"]) == ("B, D, F", "A, C, E")
@@ -185,6 +201,7 @@ def test_sweeps_are_compared_trial_by_trial(tmp_path, capsys):
         (tmp_path / name / "record.json").write_text(one.to_json())
     found = compared(capsys, str(tmp_path / "one"), str(tmp_path / "two"))
     assert found["verdicts"][0]["time_ratio"]["value"] == pytest.approx(1.1)
+    assert found["verdicts"][0]["verdict"] == "inconclusive"
     assert "slower by 10.0 %" in found["verdicts"][0]["words"]
     assert "best batch size" in {f["name"] for f in found["figures"]}
 
@@ -198,7 +215,7 @@ def test_the_terminal_shows_tables_and_ends_with_the_verdicts(tmp_path, capsys):
     assert code == 0
     assert out.splitlines()[0] == f"A: training a ({runs[0]})"
     assert "optimizer.learning_rate" in out and "peak memory" in out
-    assert out.splitlines()[-1].startswith("B against A, step time: takes 2")
+    assert out.splitlines()[-1].startswith("B against A, step time: inconclusive: takes 2")
 
 
 def test_json_is_alone_on_stdout(tmp_path, capsys):
@@ -208,10 +225,50 @@ def test_json_is_alone_on_stdout(tmp_path, capsys):
 
 
 def test_a_pipeline_can_fail_on_a_regression(tmp_path, capsys):
-    fast, slow = training(tmp_path, "fast"), training(tmp_path, "slow", step_time_s=0.12)
-    assert compare(capsys, fast, slow, "--fail-if-slower", "5")[0] == 1
-    assert compare(capsys, fast, slow, "--fail-if-slower", "50")[0] == 0
+    fast = repeated(tmp_path, "fast")
+    slow = repeated(tmp_path, "slow", first_seed=10, step_time_s=0.12, environment=NEWER)
+    assert compare(capsys, *fast, *slow, "--fail-if-slower", "5")[0] == 1
+    assert compare(capsys, *fast, *slow, "--fail-if-slower", "50")[0] == 0
+    assert compare(capsys, *slow, *fast, "--fail-if-slower", "5")[0] == 0
+
+
+def test_two_launches_of_one_config_fail_no_pipeline_however_noisy_the_machine(tmp_path, capsys):
+    fast, slow = training(tmp_path, "fast"), training(tmp_path, "slow", step_time_s=0.21)
+    code, _, err = compare(capsys, fast, slow, "--fail-if-slower", "5")
+    assert code == 3
+    assert "cannot tell whether B is slower than A by more than 5 %: inconclusive" in err
+    assert compare(capsys, fast, slow)[0] == 0  # nothing was asked
+    assert compare(capsys, fast, slow, "--fail-if-slower", "500")[0] == 0
     assert compare(capsys, slow, fast, "--fail-if-slower", "5")[0] == 0
+
+
+def test_a_pipeline_that_cannot_judge_is_not_passed(tmp_path, capsys):
+    runs = training(tmp_path, "a"), training(tmp_path, "b", with_steps=False)
+    assert compare(capsys, *runs, "--fail-if-slower", "5")[0] == 3
+
+
+def test_launches_of_one_config_show_what_launches_differ_by(tmp_path, capsys):
+    runs = [training(tmp_path, name, step_time_s=time, seed=n) for n, (name, time) in enumerate(zip("abc", (0.1, 0.2, 0.15), strict=True))]  # fmt: skip
+    verdicts = compared(capsys, *runs)["verdicts"]
+    assert [(v["verdict"], v["basis"]) for v in verdicts] == [("no difference", "launches")] * 2
+    assert compare(capsys, *runs, "--fail-if-slower", "5")[0] == 0
+
+
+def study_folder(root: Path, name: str, *, code: str = "beefca4e", **more: Any) -> str:
+    record = study_examples.study(name=name, modes=("strong",), sizes=(1, 2), **more)
+    record = dataclasses.replace(record, conditions=dataclasses.replace(record.conditions, code_hash=code))
+    (root / name).mkdir()
+    (root / name / "record.json").write_text(record.to_json())
+    return str(root / name)
+
+
+def test_one_study_beside_another_is_inconclusive_and_two_of_each_are_not(tmp_path, capsys):
+    one, other = study_folder(tmp_path, "one"), study_folder(tmp_path, "other", step_1=0.48, code="new")
+    assert {v["verdict"] for v in compared(capsys, one, other)["verdicts"]} == {"inconclusive"}
+    more = study_folder(tmp_path, "again", step_1=0.245), study_folder(tmp_path, "later", step_1=0.49, code="new")
+    found = compared(capsys, one, other, *more)
+    assert [(v["runs"], v["base"], v["verdict"]) for v in found["verdicts"]] == [("B, D", "A, C", "slower")] * 2
+    assert compare(capsys, one, other, "--fail-if-slower", "5")[0] == 3
 
 
 def test_slips_have_one_clear_message(tmp_path, capsys):

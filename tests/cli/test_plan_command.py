@@ -28,7 +28,7 @@ def test_a_plan_shows_table_memory_time_curve_and_verdict(capsys):
     code, out, _ = run(capsys, *SMALL, "--samples", "1e6")
     assert code == 0
     for words in (
-        "MFU %",
+        "MFU",
         "recommended:",
         "memory of one GPU, 79.1 GiB",
         "time of one step",
@@ -147,12 +147,40 @@ def test_a_workload_that_cannot_be_counted_is_one_message(capsys, tmp_path, monk
     assert not list(tmp_path.rglob("*.json"))
 
 
-def test_the_page_says_that_the_recommended_layout_may_not_fit(capsys, tmp_path):
-    words = ["--model", "llama-3-8b", "--cluster", "h100:8x16", "--global-batch", "256"]
-    code, out, _ = run(capsys, *words, "--html", str(tmp_path / "plan.html"))
-    (line,) = [line.strip() for line in out.splitlines() if line.strip().startswith("may not fit:")]
+def test_what_is_recommended_and_written_fits_and_a_faster_layout_that_may_not_is_named_beside_it(capsys, tmp_path):
+    words = [
+        "--model",
+        "llama-3-8b",
+        "--cluster",
+        "h100:8x16",
+        "--global-batch",
+        "1024",
+        "--strategies",
+        "ddp,fsdp,hsdp,tp",
+    ]
+    files = ["--html", str(tmp_path / "plan.html"), "--write", str(tmp_path / "plan.yaml")]
+    code, out, err = run(capsys, *words, *files, "--json")
+    record = json.loads(out)
+    first, rival = record["choices"][0], record["faster_but_may_not_fit"]
+    assert code == 0 and first["fits"] == "fits" and record["surely_fits"] and record["recommended"] == first["words"]
+    assert rival["fits"] == "may not fit" and rival["step_time_s"]["value"] < first["step_time_s"]["value"]
+    (line,) = [line.strip() for line in err.splitlines() if "faster, but may not fit" in line]
+    assert rival["words"] in line and f"{100 * rival['gain']:.0f} % faster" in line
     page = (tmp_path / "plan.html").read_text()
-    assert code == 0 and "M" + line[1:] in page and "The fastest that fits all the same" in page
+    assert line in page
+    written = load_config(tmp_path / "plan.yaml", environ={}, flags={"workload.name": "a:B", "optimizer.name": "adamw", "optimizer.learning_rate": 0.1, "stop.after": "5 steps"})  # fmt: skip
+    assert written.batch.micro_size == first["layout"]["micro_batch"]
+    # the advice, taken: its options make a config that loads, with the faster layout
+    (advice,) = [line for line in err.splitlines() if "to try that one" in line]
+    options = advice.partition("scaleray train with ")[2].partition(", and ")[0].replace("'5 steps'", "5~steps").split()
+    tried = load_config(tmp_path / "plan.yaml", environ={}, flags=[word.replace("~", " ") for word in options] + ["--workload.name", "a:B", "--optimizer.name", "adamw", "--optimizer.learning-rate", "0.1"])  # fmt: skip
+    assert tried.strategy.name == "fsdp" and tried.batch.micro_size == rival["layout"]["micro_batch"]
+
+
+def test_where_none_surely_fits_terminal_page_and_written_config_say_so(capsys, tmp_path):
+    code, out, _ = run(capsys, "--model", "llama-3-8b", "--cluster", "v100:8x2", "--global-batch", "64", "--html", str(tmp_path / "plan.html"), "--write", str(tmp_path / "plan.yaml"))  # fmt: skip
+    assert code == 0 and "no layout surely fits" in out and "that scaleray train can run surely does" in out
+    assert "No layout surely fits" in (tmp_path / "plan.html").read_text()
 
 
 @pytest.mark.filterwarnings("error::UserWarning")  # matplotlib's, where a figure has no room for what it must show

@@ -81,8 +81,8 @@ def test_a_correct_training_passes_and_prints_its_certificate(folder, capsys):
 def test_a_mismatch_is_explained_and_ends_with_1(folder, capsys):
     code, out, _ = verify(capsys, "--workload.name", "work.py:CountsOne", "--world-sizes", "1", "--steps", "3")
     assert code == 1
-    assert "single x 1, 2 micro-batches: loss normalisation. First at step 1: the count of the loss differs" in out
-    assert "divided by a count of 2 in place of 1" in out
+    assert "single x 1, 3 micro-batches: loss normalisation. First at step 1: the count of the loss differs" in out
+    assert "divided by a count of 3 in place of 1" in out
     assert "not the same training: 1 of 2 variants differ (loss normalisation)" in out
 
 

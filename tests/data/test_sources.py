@@ -202,6 +202,16 @@ def test_parquet_reads_only_the_columns_asked_for_in_their_order(tmp_path):
         ParquetSource(tmp_path / "data", columns=["x", "label"])
 
 
+@pytest.mark.parametrize("rows_in_group", [1, 4])
+def test_the_size_of_a_parquet_row_is_that_of_its_uncompressed_columns(tmp_path, rows_in_group):
+    folder = write_parquet(tmp_path / "p", rows_in_group=rows_in_group)
+    total = 0
+    for path in folder.iterdir():
+        footer = pq.read_metadata(path)
+        total += sum(footer.row_group(group).total_byte_size for group in range(footer.num_row_groups))
+    assert ParquetSource(folder).row_bytes == total // 12 > 1
+
+
 def test_parquet_may_be_one_file_of_any_name_in_a_folder_with_spaces(tmp_path, monkeypatch):
     folder = tmp_path / "my data %20 ü"
     write_parquet(folder, files=1)

@@ -1,6 +1,7 @@
 """The order of the samples: a pure function of seed, epoch and step, the same for every number of workers."""
 
 import collections
+import hashlib
 import math
 import pickle
 
@@ -209,3 +210,21 @@ def test_rows_are_shuffled_inside_a_window_and_groups_among_each_other():
 )
 def test_the_promise_says_which_order_it_is(facts, promise):
     assert promise in StepPlan(10, 2, **facts).promise
+
+
+@pytest.mark.parametrize(
+    ("plans", "digest"),
+    [
+        ([StepPlan(n, max(1, n // 3), seed=n) for n in (*range(1, 60), 99, 100, 101, 1000, 4097)], "5489ac05c60db01e"),
+        ([StepPlan(n, 7, seed=3, group_sizes=(5,) * (n // 5), window_rows=w) for n in (20, 45, 100) for w in (1, 12, 1000)], "b621e8d9bc401cca"),
+    ],
+    ids=["rows", "groups"],
+)  # fmt: skip
+def test_the_order_is_that_of_the_checkpoints_that_were_written_before(plans, digest):
+    # a run that goes on from one takes the samples that are left, in the order in which it began
+    found = hashlib.sha256()
+    for plan in plans:
+        for step in range(2 * plan.steps_per_epoch):
+            found.update(plan.global_indices(step).astype("<i8").tobytes())
+    assert found.hexdigest()[:16] == digest
+    assert StepPlan(10, 4, seed=0).global_indices(0).tolist() == [0, 7, 2, 4]

@@ -255,6 +255,18 @@ def test_an_input_that_does_not_come_is_explained_and_then_an_error():
     stream.close()
 
 
+def test_a_worker_without_input_says_so_before_the_others_give_up_on_it():
+    stuck = Stuck()
+    stream = StepStream(stuck, WHOLE, timeout_s=300, others_wait_s=lambda: 0.01)
+    with pytest.raises(InputStarvedError) as caught:
+        next(stream)
+    assert "data.timeout_s is 300, but the other workers wait no longer: 0.01 s follow from scale.coll" in str(
+        caught.value
+    )
+    stuck.let_go.set()
+    stream.close()
+
+
 def test_without_an_explanation_the_source_is_blamed():
     stuck = Stuck()
     stream = StepStream(stuck, WHOLE, timeout_s=0.01)

@@ -8,7 +8,7 @@ import pytest
 
 import scaleray
 from scaleray.errors import PeerLostError, RunFailedError, StepFailedError
-from scaleray.launch.worker_failures import fatal_error, what_failed
+from scaleray.launch.worker_failures import cause_of, fatal_error, what_failed
 from scaleray.records import Heartbeat
 from scaleray.training.failures import is_lost_peer
 
@@ -75,6 +75,19 @@ def test_a_worker_that_is_stuck_in_its_own_code_is_blamed_rather_than_the_one_th
     assert text.startswith("rank 2 on 10.0.0.2 (process 102) hangs: it has been in `loss` of step 8 for 10 s")
 
 
+def test_a_worker_without_input_is_blamed_rather_than_one_that_waits_longer_inside_its_loss():
+    inside_ddp = heartbeat(1, phase="loss", since_s=90.0)
+    text = what_failed({0: LOST}, [heartbeat(0), inside_ddp, heartbeat(2, phase="input", since_s=80.0)])
+    assert text.startswith("rank 2 on 10.0.0.2 (process 102) has waited for its input for 80 s in step 8, longer than")
+    assert "scale.collective_timeout_s" in text and "hangs" not in text
+
+
+def test_a_worker_that_compiles_is_no_hang():
+    text = what_failed({0: LOST}, [heartbeat(0), heartbeat(1, phase="compiling", since_s=180.0)])
+    assert "has compiled for 180 s in step 8" in text and "raise scale.collective_timeout_s" in text
+    assert "hangs" not in text
+
+
 def test_a_worker_that_ended_is_described_without_guesses():
     from ray.exceptions import RayActorError  # here, as Ray reads its authentication mode when it is imported
 
@@ -115,3 +128,11 @@ def raised_in(file, text):
 )
 def test_a_lost_peer_is_told_from_an_error_of_the_workload(file, text, is_lost):
     assert is_lost_peer(raised_in(file, text)) is is_lost
+
+
+def test_the_cause_of_errors_that_cause_each_other_is_the_first_of_them():
+    first, second = RuntimeError("first"), RuntimeError("second")
+    first.__cause__, second.__cause__ = second, first
+    assert cause_of(first) is first
+    second.__cause__ = PeerLostError("gone")
+    assert cause_of(first) is second.__cause__

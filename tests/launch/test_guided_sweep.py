@@ -230,3 +230,24 @@ def test_a_guided_sweep_on_a_cluster_measures_chooses_and_goes_on(ray_session, t
     kept = {t.number: t.samples_to_target for t in record.trials if f"{t.number:05d}.json" != last.name}
     assert kept.items() <= {t.number: t.samples_to_target for t in again.trials}.items()
     assert again.words[0].startswith("Guided: batch") and len(again.trials) == 2
+
+
+def test_a_training_that_counts_for_several_rules_is_spent_once_and_changes_no_choice():
+    from scaleray.launch.same_trainings import SameTrainings
+
+    plan = guided_plan()
+    guided = GuidedTrials(plan, share=0.5)
+    trials, _ = run_in_world(guided, plan)
+    same = SameTrainings(plan)
+    more = [*trials, *(other for trial in trials for other in same.counted(trial, trials))]
+    assert len(more) == len(trials) + 2  # the other two rules at the reference batch
+    guide = guided.guide
+    assert guide.spent(more) == guide.spent(trials)
+    assert guide.next_cells(more) == guide.next_cells(trials) == []
+    outlook = guide.outlook(more)
+    assert outlook is not None
+    assert [cell.batch_size for cell in guide.cells].count(8) == 3
+    once = sum(outlook.samples_of(cell) for cell in guide.cells if cell.batch_size != 8) + guide.results(more)[8, guide.arms[0]].spent  # fmt: skip
+    assert guide.grid_samples(outlook) == pytest.approx(once)
+    words = guided.conclude(record_of(plan, more)).words[0]
+    assert f"{len(trials)} of 10 trials ran" in words

@@ -9,6 +9,7 @@ import pytest
 from scaleray import train
 from scaleray.config import load_config
 from scaleray.errors import CheckpointError, ConfigError
+from scaleray.launch import resume
 from scaleray.launch.resume import check_changes, config_of, find
 from scaleray.launch.run_folder import RunFolder
 
@@ -173,3 +174,34 @@ def WiderLine():
             return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
 
     return Wider()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", bytes(50), b"[]", b'{"config": 3}', b'{"name": "x"}', b"\xff\xfe", b'{"config": {"seed']
+)
+def test_a_damaged_run_json_is_named_and_auto_says_that_it_passes_the_folder_over(tmp_path, content):
+    folder = tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_bytes(content)
+    with pytest.raises(
+        CheckpointError, match=r"run.json of the run is .*, but it is damaged: .*\n.*--workload.weights"
+    ):
+        resume.find(str(folder), None)
+    said = []
+    assert resume.find("auto", config(tmp_path), say=said.append) is None
+    (told,) = said
+    assert f"{folder} is passed over: its run.json is damaged" in told
+
+
+def test_a_damaged_config_in_run_json_is_named_by_its_key(tmp_path):
+    with pytest.raises(CheckpointError, match="it is damaged: "):
+        resume.Interrupted(str(tmp_path), {"config": {"batch": {"global_size": "many"}}}, None).valid_config()
+
+
+@pytest.mark.parametrize("content", [b"", bytes(50), b"[]", b'{"name": 1}', b"\xff\xfe"])
+def test_a_damaged_record_is_named_and_the_run_is_taken_as_one_that_has_not_ended(tmp_path, content):
+    (tmp_path / "record.json").write_bytes(content)
+    said = []
+    assert resume.Interrupted(str(tmp_path), {}, None).finished_record(said.append) is None
+    (told,) = said
+    assert f"record.json of {tmp_path} is damaged" in told

@@ -19,13 +19,17 @@ import yaml
 
 import scaleray
 from scaleray import Workload
+from scaleray.checkpoints.catalog import Catalog
 from scaleray.config import load_config
 from scaleray.data import StepPlan
 from scaleray.errors import CheckpointError, ConfigError, DataError, RunFailedError, StorageError, TrackingError
 from scaleray.launch import resume
+from scaleray.launch.run import load_sources
 from scaleray.launch.run_folder import RunFolder
 from scaleray.records import RunRecord
+from scaleray.reproducibility.fingerprint import environment, environment_hash
 from scaleray.tracking import store
+from scaleray.training.weights import read_weights
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("mlflow_database")]
 
@@ -100,7 +104,7 @@ def assert_same_run(record, whole):
     """Nothing of an interrupted run tells that it was interrupted."""
     assert record.status == "FINISHED"
     assert losses(record) == losses(whole)
-    one, other = (torch.load(Path(r.run_dir) / "weights.pt") for r in (record, whole))
+    one, other = (read_weights(r.run_dir) for r in (record, whole))
     assert all(torch.equal(one[name], other[name]) for name in other)
     found, expected = points(record), points(whole)
     for name, values in found.items():
@@ -166,7 +170,7 @@ def test_a_run_goes_on_with_another_number_of_workers(ray_session, tmp_path):
     for (step, loss), (same, expected) in zip(losses(record), losses(whole), strict=True):
         assert step == same
         assert math.isclose(float(loss), float(expected), rel_tol=1e-4), step
-    one, other = (torch.load(Path(r.run_dir) / "weights.pt") for r in (record, whole))
+    one, other = (read_weights(r.run_dir) for r in (record, whole))
     for name in other:
         torch.testing.assert_close(one[name], other[name], rtol=1e-3, atol=1e-5)
     plan = StepPlan(num_samples=ROWS, global_batch_size=BATCH)
@@ -260,6 +264,13 @@ def test_other_data_is_refused(tmp_path):
     x = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
     np.save(path, x)
     folder = interrupted(tmp_path, path=str(path))
+    settings, about = load_config(flags=config(tmp_path)), json.loads((folder / "run.json").read_text())
+    (data,) = load_sources(Stumbling(path=str(path))).values()
+    assert Catalog.of_run(str(folder)).newest().facts == {
+        "run": folder.name, "config": settings.to_dict(), "config_hash": settings.hash(),
+        "environment_hash": environment_hash({"environment": environment()}), "data": {"train": data.describe()["sha256"]},
+        "mlflow": {key: about[key] for key in ("run_id", "experiment_id")}, "metrics": {}, "evaluated_at": None,
+    }  # fmt: skip
     before = contents(folder)
     np.save(path, x + 1)
     with pytest.raises(DataError, match="the interrupted run read other data"):

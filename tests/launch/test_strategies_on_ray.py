@@ -10,6 +10,7 @@ import torch
 from small_runs import job_of, largest_difference, relative_differences, train_job
 
 import scaleray
+from scaleray.training.weights import read_weights
 from scaleray.workload import load_workload
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.usefixtures("mlflow_database")]
@@ -34,7 +35,7 @@ def train(config, **options):
     record = scaleray.train(config, base_dir=ROOT, **options)
     with open(Path(record.run_dir) / "steps.csv", newline="") as file:
         losses = [float(row["loss"]) for row in csv.DictReader(file)]
-    return record, losses, torch.load(Path(record.run_dir) / "weights.pt", weights_only=True)
+    return record, losses, read_weights(record.run_dir)
 
 
 def without_ray(place, config):

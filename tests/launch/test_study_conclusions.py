@@ -7,7 +7,7 @@ import re
 import pytest
 from planted_curves import point
 
-from scaleray.launch.study_conclusions import about_target
+from scaleray.launch.study_conclusions import about_launches, about_target
 from scaleray.study_records import ToTarget
 
 
@@ -45,3 +45,20 @@ def test_a_value_that_is_none_is_not_nearest():
         "val/loss <= 0.5", [trained(1, float("nan"), is_reached=False), trained(2, 9.0, is_reached=False)]
     )
     assert "9 after" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "marks", "is_said"),
+    [
+        ((["a/0", "a/1"], ["a/0", "a/1"]), [], False),
+        ((["a/0", "a/1"], ["b/0", "b/1"]), [], True),
+        ((["a/0", "b/0"], ["b/0", "b/1"]), [], False),  # both have turns of b
+        ((["", ""], ["", ""]), ["relaunched"], True),
+        (([], []), [], False),  # of an older version, which did not write it down
+    ],
+)
+def test_sizes_of_different_launches_are_said_to_be_compared_without_what_launches_differ_by(rounds, marks, is_said):
+    points = [point(n, [[0.1] * 4] * 2, rounds=r, marks=marks) for n, r in zip((1, 2), rounds, strict=True)]
+    found = about_launches(points)
+    assert len(found) == is_said
+    assert not found or "Sizes of the strong curve were measured by different launches" in found[0]

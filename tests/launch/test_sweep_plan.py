@@ -325,3 +325,111 @@ def test_data_of_many_arguments_has_a_material_each():
     plan, candidates = make_plan(config, question, materials)
     assert [c["workload.args.rows"] for c in plan.candidates] == [64]
     assert [s["workload.args.rows"] for s, _ in candidates.refused] == [32]
+
+
+def shared_plan(flags=None, **options):
+    from scaleray.launch.same_trainings import SameTrainings
+
+    plan, _ = plan_of(base(**(flags or {})), **options)
+    return plan, SameTrainings(plan)
+
+
+def trained_with(plan, numbers):
+    """What is said of each group of trials that are one training."""
+    return {
+        tuple(sorted((plan.candidates[n][BATCH_SIZE], plan.candidates[n][RULE]) for n in group)) for group in numbers
+    }
+
+
+def test_rules_at_the_reference_batch_are_trained_once_and_counted_for_each_seed():
+    plan, same = shared_plan(batch_sizes="4,8,16", rules="none,linear,sqrt", search="grid", seeds=2)
+    assert trained_with(plan, map(tuple, same.groups.values())) == {((8, "linear"), (8, "none"), (8, "sqrt"))}
+    numbers = same.to_train(range(len(plan.candidates)), [])
+    assert len(plan.candidates) == 18 and len(numbers) == 14 and same.num_shared == 4
+    seeds = [plan.candidates[n]["seed"] for n in numbers if plan.candidates[n][BATCH_SIZE] == 8]
+    assert sorted(seeds) == [0, 1]  # seeds are never one training
+
+
+def test_the_record_of_another_name_has_the_figures_and_no_time_of_workers():
+    plan, same = shared_plan(batch_sizes="8", rules="none,linear,sqrt", search="grid")
+    first = finished(plan, 1, total_s=2.0)
+    counted = same.counted(first, [])
+    assert [t.number for t in counted] == [0, 2] and {t.same_as for t in counted} == {1}
+    for trial in counted:
+        assert trial.rule == plan.candidates[trial.number][RULE] == trial.settings[RULE] != first.rule
+        assert (trial.value, trial.curve, trial.samples, trial.status) == (0.5, first.curve, 16, "target missed")
+        assert (trial.total_time_s, trial.run_id) == (0.0, "")
+        assert same.counted(trial, [first]) == []
+        assert "the same training as of 1" in trial_line(trial, 1, 3)
+    # an interrupted sweep goes on: what is recorded is neither trained nor counted again
+    assert same.counted(first, counted[:1]) == counted[1:]
+    assert same.to_train([0, 2], [first]) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "options", "num_trainings"),
+    [
+        ({}, {"warmups": "1 epochs,8 steps,64 samples", "batch_sizes": "8"}, 1),  # of 8 steps an epoch
+        ({"schedule.name": "cosine"}, {"warmups": "1 epochs,9 steps", "batch_sizes": "8"}, 2),
+        ({}, {"batch_sizes": "32", "rules": "none,linear,sqrt", "learning_rates": "0.01,0.02,0.04"}, 5),  # 0.01 to 0.16 doubling
+        ({}, {"batch_sizes": "16", "rules": "sqrt,adam"}, 1),  # sgd has no betas
+        ({"optimizer.name": "adamw"}, {"batch_sizes": "16", "rules": "sqrt,adam"}, 2),
+        ({}, {"batch_sizes": "8", "rules": "linear,sqrt", "vary": ("optimizer.momentum=0.9,0.5",)}, 2),
+        ({}, {"batch_sizes": "16", "rules": "sqrt,legw"}, 1),  # without a warm-up
+        ({}, {"batch_sizes": "16", "rules": "sqrt,legw", "warmups": "1 epochs"}, 2),
+    ],
+)  # fmt: skip
+def test_settings_that_come_to_the_same_training_are_trained_once(flags, options, num_trainings):
+    plan, same = shared_plan(flags, search="grid", **options)
+    assert len(same.to_train(range(len(plan.candidates)), [])) == num_trainings
+
+
+class OwnOptimizer(Line):
+    def optimizer(self, model, settings):
+        raise NotImplementedError
+
+
+def test_a_workload_with_an_optimizer_of_its_own_may_use_the_betas():
+    from scaleray.launch.same_trainings import SameTrainings
+
+    plan, _ = plan_of(workload=OwnOptimizer(), batch_sizes="16", rules="sqrt,adam", search="grid")
+    assert SameTrainings(plan).num_shared == 0
+
+
+def test_optuna_hears_the_value_of_a_training_that_is_known_and_it_takes_no_trial():
+    plan, _ = plan_of(batch_sizes="8,16", rules="none,linear", search="optuna", trials=4)
+    searcher = searcher_of(plan, num_trials=4)
+    trained = []
+    while (config := searcher.suggest(f"t{len(trained)}")) != searcher.FINISHED:
+        settings = json.loads(config["settings"])
+        trained.append((settings[BATCH_SIZE], plan.job(settings).recipe.learning_rate))
+        searcher.on_trial_complete(f"t{len(trained) - 1}", {"value": float(settings[BATCH_SIZE])})
+    assert sorted(trained) == [(8, 0.01), (16, 0.01), (16, 0.02)]  # three trainings, each once
+    assert [settings[BATCH_SIZE] for settings in searcher.same] == [8]
+    of_eight = {t.value for t in searcher.study.trials if t.params.get(BATCH_SIZE) == 0}
+    assert of_eight == {8.0}
+    assert searcher.left == 1 and not searcher.has_running
+
+
+def test_a_suggestion_whose_training_runs_already_waits_for_it():
+    plan, _ = plan_of(batch_sizes="8", rules="none,linear", search="optuna", trials=2)
+    searcher = searcher_of(plan, num_trials=2)
+    searcher.suggest("a")
+    assert searcher.suggest("b") == searcher.FINISHED
+    assert {t.state.name for t in searcher.study.trials} == {"RUNNING"}
+    searcher.on_trial_complete("a", {"value": 3.0})
+    assert {(t.state.name, t.value) for t in searcher.study.trials} == {("COMPLETE", 3.0)}
+
+
+def test_optuna_runs_no_training_again_that_an_interrupted_sweep_has_done():
+    plan, _ = plan_of(batch_sizes="8,16", rules="none,linear", search="optuna", trials=4, seeds=2)
+    known = [({**c, RULE: "none"}, 2.0 + c["seed"]) for c in plan.candidates if (c[BATCH_SIZE], c[RULE]) == (8, "none")]
+    searcher = searcher_of(plan, num_trials=4, known=known)
+    trained = []
+    while (config := searcher.suggest(f"t{len(trained)}")) != searcher.FINISHED:
+        trained.append(json.loads(config["settings"])[BATCH_SIZE])
+        searcher.on_trial_complete(f"t{len(trained) - 1}", {"value": 9.0})
+    assert trained == [16] * 4
+    told = [t.value for t in searcher.study.trials if t.params[BATCH_SIZE] == 0 and t.params[RULE] == 1]
+    assert set(told) == {2.5}  # the mean of the seeds
+    assert {s[RULE] for s in searcher.same} == {"linear"}

@@ -190,9 +190,20 @@ def test_a_parquet_folder_trains_like_arrays(ray_session, tmp_path):
     np.testing.assert_allclose(losses(parquet), losses(arrays), rtol=1e-5)
 
 
+@pytest.mark.slow
+def test_random_transforms_read_by_tasks_are_those_of_one_process(ray_session, tmp_path):
+    options = {"scale.workers": 2, "data.chunk_mib": 0.0005}  # many tasks
+    on_ray = scaleray.train(settings(tmp_path, "RandomTransforms", **options))
+    here = scaleray.train(settings(tmp_path, "RandomTransforms"), local=True)
+    np.testing.assert_allclose(losses(on_ray), losses(here), rtol=1e-5)
+    assert on_ray.metrics == pytest.approx(here.metrics, rel=1e-5)
+    assert on_ray.sample_order == here.sample_order
+
+
 def test_a_ray_dataset_streams_with_the_weaker_promise_stated(ray_session, tmp_path):
     record = scaleray.train(settings(tmp_path, "FromRayDataset", **{"scale.workers": 2}))
     assert record.sample_order.startswith("weak")
+    assert "random numbers that its functions draw are not seeded" in record.sample_order
     assert record.steps == 12
     assert losses(record)[-1] < losses(record)[0]
 

@@ -29,7 +29,7 @@ def result(plan, trial, *, points, status="", error="", rate=None, began_at=100.
         "value": points[-1][2] if points and not error else math.nan, "samples": points[-1][0] if points else 0,
         "seconds": points[-1][1] if points else 0.0, "evaluation": len(points), "status": status, "done": bool(status),
         "detail": {
-            "points": points, "settings": settings, "error": error, "samples_per_s": 10.0, "noise_scale": None,
+            "points": [(*point, now) for point in points], "settings": settings, "error": error, "samples_per_s": 10.0, "noise_scale": None,
             "noise_interval": None, "noise": None, "began_at": began_at, "now": now,
         },
     }  # fmt: skip
@@ -60,6 +60,7 @@ def test_a_trial_that_ends_has_its_curve_and_status(collected):
     (found,) = trials
     assert found.number == 1 and found.status == "target reached"
     assert found.curve == [(16, 0.5, 0.4), (32, 1.0, 0.05)]
+    assert (found.recorded_at, found.ended_at) == ([101.0, 103.0], 103.0)
     assert (found.samples_to_target, found.time_to_target_s, found.total_time_s) == (32, 1.0, 3.0)
     assert collector.done == {1}
 

@@ -58,7 +58,7 @@ def test_a_variant_is_the_start_of_the_whole_training_on_other_workers(tmp_path)
     assert (recipe.total_steps, recipe.schedule_steps, recipe.warmup_steps) == (3, 12, 5)
     assert (recipe.per_worker_batch_size, recipe.micro_batch_size, recipe.accumulation_steps) == (8, 4, 2)
     assert variant.job.config.precision.dtype == "fp64" and variant.own.config.precision.dtype == "fp32"
-    assert list(variant.job.splits) == ["train"]  # no evaluation
+    assert list(variant.own.splits) == ["train"]  # of its own precision only steps are compared
     assert made.groups[1] == [] and made.reference.world_size == 1
 
 
@@ -71,7 +71,7 @@ def test_what_a_config_forbids_is_listed_with_the_reason(tmp_path):
     assert [v.label for v in made.groups[2]] == ["ddp x 2"]
     reasons = {(o.strategy, o.accumulation): o.words for o in made.refused}
     assert "static graph cannot accumulate" in reasons["ddp", 2]
-    assert "must divide the 8 samples of each of 2 workers" in reasons["ddp", 3]
+    assert "static graph cannot accumulate" in reasons["ddp", 3]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_what_a_config_forbids_is_listed_with_the_reason(tmp_path):
         ({"world_sizes": [32]}, "nearest: 16"),
         ({"world_sizes": [0]}, "from 1"),
         ({"accumulation": []}, "from 1"),
-        ({"accumulation": [5]}, "must divide the 16 samples"),
+        ({"strategies": ["ddp"], "world_sizes": [16], "accumulation": [2]}, "each worker's step has 1 sample only"),
         ({"strategies": ["dpp"]}, "there are: all, single, ddp"),
         ({"strategies": ["single"], "world_sizes": [2]}, "it is for one worker"),
         ({"steps": 0}, "at least 1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -116,6 +117,27 @@ class FromParquet(Line):
         from scaleray import ParquetSource
 
         return {"train": ParquetSource(self.path)}
+
+
+class Jittered(torch.utils.data.Dataset):
+    """The rows of Line with noise from torch, numpy and `random`."""
+
+    def __init__(self, columns):
+        self.columns = columns
+
+    def __len__(self):
+        return len(self.columns["x"])
+
+    def __getitem__(self, index):
+        noise = torch.rand(4).numpy() + np.float32(np.random.random() + random.random())
+        return {"x": self.columns["x"][index] + noise, "y": self.columns["y"][index]}
+
+
+class RandomTransforms(Line):
+    """Line with random transforms in both splits."""
+
+    def datasets(self):
+        return {name: Jittered(columns) for name, columns in super().datasets().items()}
 
 
 class FromRayDataset(Line):

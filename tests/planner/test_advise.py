@@ -1,5 +1,6 @@
 """Advice: layouts whose degrees multiply to the GPUs, dropped with a reason, ranked, and answered quickly enough to ask often."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -12,12 +13,13 @@ from scaleray.planner.cluster_text import parse_cluster
 from scaleray.planner.layout import Layout
 from scaleray.planner.memory import memory
 from scaleray.planner.models import find_model
-from scaleray.planner.outlook import outlook
+from scaleray.planner.outlook import CurvePoint, outlook, remarks_on
 from scaleray.planner.profile import of_size
 from scaleray.planner.uncertainty import WIDER
 from scaleray.planner.write import config_keys
 from scaleray.scaling.pipeline_bubble import suits
 from scaleray.scaling.recipe import DataSize, derive
+from scaleray.study_records import Estimate
 
 LLAMA = Question(model=find_model("llama-3-8b", sequence=4096), cluster=parse_cluster("h100:8x4"), global_batch=256)
 
@@ -43,10 +45,10 @@ def test_what_is_dropped_does_not_fit_and_what_is_ranked_does(advice):
     )
 
 
-def test_the_first_choice_is_within_two_percent_of_the_fastest(advice):
+def test_the_first_choice_surely_fits_and_is_within_two_percent_of_the_fastest_that_does(advice):
     times = [one.step_time_s.value for one in advice.choices]
-    assert times[0] <= 1.02 * min(times)
-    assert times[50:] == sorted(times[50:])
+    assert times[0] <= 1.02 * min(one.step_time_s.value for one in advice.choices if one.fits == "fits")
+    assert advice.best.fits == "fits" and times[1:] == sorted(times[1:])
     assert all(
         0 < one.mfu < 1 and one.step_time_s.low < one.step_time_s.value < one.step_time_s.high for one in advice.choices
     )
@@ -155,6 +157,8 @@ def test_what_is_written_of_a_layout_is_what_train_reads(name):
     assert config.model_parallel_size == layout.tensor * layout.pipeline
     recipe = derive(config, DataSize(num_samples=1000))
     assert (recipe.micro_batch_size, recipe.accumulation_steps) == (layout.micro_batch, layout.accumulation)
+    if config.shards_replicas:  # 16 bits are gathered and used, as time and memory are counted
+        assert (recipe.parameter_dtype, layout.gather_bits, layout.is_mixed) == (layout.precision, 16, True)
     if layout.pipeline > 1:
         assert (config.pipeline.data_axis == "fsdp") == (layout.sharding != "none")
         assert config.pipeline.stages_of_each_worker == layout.chunks
@@ -183,3 +187,58 @@ def test_sixteen_thousand_gpus_are_as_easy_as_sixteen():
     # Meta reports 38 to 43 % (The Llama 3 Herd of Models, 2024, table 4); the planner's interval holds that
     low, high = (best.mfu * best.step_time_s.value / bound for bound in (best.step_time_s.high, best.step_time_s.low))
     assert low < 0.41 < high
+
+
+def test_a_faster_layout_that_may_not_fit_is_not_recommended():
+    advice = advise(
+        replace(
+            LLAMA,
+            cluster=parse_cluster("h100:8x16"),
+            model=find_model("llama-3-8b"),
+            global_batch=1024,
+            strategies=("fsdp", "zero1", "tp"),
+        )
+    )
+    assert advice.best.fits == "fits" and advice.faster.fits == "may not fit"
+    assert advice.faster.step_time_s.value * 1.02 < advice.best.step_time_s.value
+
+
+def test_where_no_layout_surely_fits_the_fastest_is_recommended():
+    advice = advise(replace(LLAMA, cluster=parse_cluster("v100:8x2"), model=find_model("llama-3-8b"), global_batch=64, precision="fp16"))  # fmt: skip
+    assert {one.fits for one in advice.choices} == {"may not fit"} and advice.faster is None
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "batch"),
+    [("llama-3-8b", "h100:8x16", 1024), ("gpt2-xl", "v100:8", 64), ("resnet-50", "v100:8x2", 512), ("gpt2", "a100-80:4x2", 96)],
+)  # fmt: skip
+def test_efficiency_is_a_share_and_what_grows_faster_than_the_gpus_has_its_reason(name, cluster, batch):
+    found = parse_cluster(cluster)
+    precision = "bf16" if "bf16" in found.gpu.peak_tflops else "fp16"
+    seen = outlook(
+        advise(
+            Question(
+                model=find_model(name),
+                cluster=found,
+                global_batch=batch,
+                precision=precision,
+                strategies=("ddp", "fsdp"),
+            )
+        )
+    )
+    assert seen.points and all(0 < point.efficiency <= 1 + 1e-9 for point in seen.points)
+    for before, after in itertools.pairwise(seen.points):
+        words = f"from {before.num_gpus} to {after.num_gpus} GPUs"
+        assert any(words in remark for remark in seen.remarks) == (after.efficiency > 1.02 * before.efficiency)
+    rate = seen.points[-1].choice.samples_per_s
+    assert seen.points[-1].efficiency == pytest.approx(rate / seen.points[-1].num_gpus / seen.alone.samples_per_s)
+
+
+def test_an_efficiency_over_one_would_be_named_with_its_cause_and_not_be_cut():
+    lone, better = (
+        predict(LLAMA, Layout(data=32, sharding="zero3", micro_batch=2, accumulation=4, checkpointing=kind))
+        for kind in ("full", "none")
+    )
+    point = CurvePoint(32, better, Estimate(1.0, 1.0, 1.0), 1.25)
+    (remark,) = remarks_on([point], lone)
+    assert "over 100 % on 32 GPUs" in remark and "compute fewer activations twice" in remark

@@ -10,9 +10,8 @@ import pytest
 import study_examples
 from rich.console import Console
 
-from scaleray.reports.record_terminal import as_rich, show_record
+from scaleray.reports.record_terminal import show_record
 from scaleray.study_headlines import study_headline, sweep_headline
-from scaleray.study_tables import study_tables
 
 
 def test_the_terminal_shows_the_same_table_and_verdict_and_where_everything_is():
@@ -54,19 +53,3 @@ def test_a_terminal_gets_lines_of_its_width(width):
         assert max(map(len, lines)) <= width
         headline = study_headline(record) if record.name == "digits-study" else sweep_headline(record)
         assert headline in re.sub(r"\s+", " ", text)
-
-
-@pytest.mark.parametrize("width", [40, 60, 80, 132])
-def test_a_narrow_terminal_names_the_columns_that_it_leaves_out_and_cuts_no_figure(width):
-    (table,) = study_tables(study_examples.study(modes=("strong",)), is_brief=True)
-    buffer = io.StringIO()
-    Console(file=buffer, color_system=None, width=width).print(as_rich(table, width=width))
-    text = buffer.getvalue()
-    left_out = re.sub(r"\s+", " ", text).partition("for want of room here: ")[2]
-    for number, column in enumerate(table.columns):
-        if column in left_out:
-            continue
-        for row in table.rows:
-            assert all(part in text for part in row[number].replace(" (", "\n(").split("\n")), (column, row[number])
-    assert ("EUR" in left_out) == (width < 132)
-    assert "…" not in text

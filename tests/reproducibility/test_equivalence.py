@@ -19,7 +19,7 @@ from scaleray.reproducibility.causes import (
     needs_experiments,
     without_experiment,
 )
-from scaleray.reproducibility.equivalence import Signer, StepTrace, Trace, compare, number_format
+from scaleray.reproducibility.equivalence import Divergence, Restored, Signer, StepTrace, Trace, compare, number_format
 
 NAMES = ("first.weight", "first.bias")
 SIGN = Signer()
@@ -159,6 +159,9 @@ def test_a_run_and_its_resumption_are_one_trace():
 
 # causes, from traces
 
+NORM = step(1).grad_norm
+OTHER_UPDATE = {"parameters": signatures([1.0, 2.0, 3.3], [4.0])}
+
 
 @pytest.mark.parametrize(
     ("other", "cause", "at", "words"),
@@ -174,13 +177,20 @@ def test_a_run_and_its_resumption_are_one_trace():
         (trace(at=1, change={"gradients": 2 * signatures([0.3, -0.4, 0.1], [0.2])}), "double gradient synchronisation", 1, "2 times"),
         (trace(at=1, change={"gradients": 3 * signatures([0.3, -0.4, 0.1], [0.2])}), "loss normalisation", 1, "3 times"),
         (trace(at=2, clip_norm=0.1, change={"used_norm": 0.2, "parameters": signatures([1.0, 2.0, 3.3], [4.0])}), "clipping on a local norm", 2, "clipped by a norm of 0.2"),
+        (trace(at=2, clip_norm=0.1, change={"used_norm": NORM, "used_norms": (NORM, 0.3)} | OTHER_UPDATE), "clipping on a local norm", 2, "by a norm of 0.3"),
+        (trace(at=2, clip_norm=0.1, change={"used_norm": NORM, "used_norms": (NORM, NORM), "parameter_spread": np.array([0.0, 0.5])} | OTHER_UPDATE), "missing parameter synchronisation", 2, "1 of 2 parameters (first.bias"),
+        (trace(at=2, change={"rows_agree": False}), "data order", 2, "one replica read other rows"),
+        (trace(base_rates=(0.1,), at=3, change={"due_factor": 0.5}), "schedule or learning-rate step count", 3, "0.1 in place of 0.05"),
+        (trace(restored=Restored(2, signatures([1.0, 2.0, 3.1], [4.0]), {})), "state after a resume", 3, "parameter first.weight is not"),
+        (trace(restored=Restored(2, signatures([1.0, 2.0, 3.0], [4.0]), {})), "state after a resume", 3, "exp_avg of first.bias is missing"),
         (trace(at=2, change={"loss": 1.0001}, loss_dtype="float32"), "dtype", 2, "the loss is float32"),
         (dataclasses.replace(trace(), steps=trace().steps[:2]), "schedule or learning-rate step count", 3, "2 steps in place of 3"),
         (trace(final={**trace().final, "running_mean": np.zeros(2)}), None, None, None),
     ],
 )  # fmt: skip
 def test_what_the_traces_alone_show(other, cause, at, words):
-    divergence = compare(trace(), other).divergence
+    reference = trace(saved=Restored(2, signatures([1.0, 2.0, 3.0], [4.0]), {"first.bias: exp_avg": np.ones(4)}))
+    divergence = compare(reference, other).divergence
     if cause is None:
         assert divergence is None  # a tensor that the reference does not have is not compared
         return
@@ -208,7 +218,22 @@ def test_experiments_follow_from_what_a_step_does():
     assert from_experiment(EVALUATION_MODE, noisy, noisy).cause == "dropout or random numbers"
     assert from_experiment(EVALUATION_MODE, statistics, statistics).cause == "BatchNorm statistics"
     assert from_experiment(NO_CLIPPING, trace(), trace()).cause == "clipping on a local norm"
-    assert without_experiment(trace(), trace()) is None
+    unequal = Divergence(1, "gradient", 1.0)
+    assert without_experiment(trace(), trace(), unequal, Layout(2, 1)).cause == "not recognised"
+    assert without_experiment(noisy, trace(), unequal, Layout(2, 1)).cause == "dropout or random numbers"
+    fewer = trace(at=1, change={"count": 7.0})
+    assert without_experiment(trace(), fewer, unequal, Layout(2, 1)).cause == "loss normalisation"
+    measured = Divergence(1, "evaluation", 1.0, "val/loss")
+    assert without_experiment(trace(), trace(), measured, Layout(2, 1)).cause == "evaluation"
+
+
+def test_random_numbers_of_a_strategy_do_not_make_dropout_of_everything():
+    pipelined = trace(at=1, change={"draws_random_numbers": True})
+    assert needs_experiments(trace(), pipelined) == []
+    unequal = Divergence(1, "gradient", 1.0)
+    by_itself, by_the_model = (Layout(2, 1, draws_by_itself=draws) for draws in (True, False))
+    assert without_experiment(trace(), pipelined, unequal, by_itself).cause == "not recognised"
+    assert without_experiment(trace(), pipelined, unequal, by_the_model).cause == "dropout or random numbers"
 
 
 # causes, from the gradient's parts
@@ -231,6 +256,7 @@ def shares(*views):
         (shares(16 / 4 / COUNTS), "loss normalisation"),
         (shares([[2, 1], [2, 1]]), "double gradient synchronisation"),
         (shares([[0, 1], [0, 1]]), "gradient accumulation"),
+        (shares([[1, 0], [1, 1]]), "gradient accumulation"),
         (shares([[1, 0.3], [0.7, 0.1]]), "not recognised"),
     ],
 )
@@ -244,3 +270,49 @@ def test_a_mean_of_the_ranks_means_is_seen_whatever_each_counts():
     weights = np.broadcast_to(5.0 / counts.sum(axis=1, keepdims=True), (2, 2))
     finding = from_shares(shares(weights), counts, Layout(2, 2))
     assert finding.cause == "loss normalisation" and "mean of means" in finding.why
+
+
+# what overflowed
+
+
+OVERFLOWED = np.array([[math.inf, math.inf, -math.inf, math.nan], [0.2, 0.2, 0.2, 0.2]])
+
+
+def test_the_same_overflow_in_both_runs_is_no_difference():
+    lost = {"gradients": OVERFLOWED, "grad_norm": math.inf, "used_norm": math.inf}
+    final = {"first.weight": np.array([1.0, math.inf, math.nan]), "first.bias": np.array([4.0])}
+    ours, theirs = (trace(at=1, change=lost, final=dict(final)) for _ in range(2))
+    comparison = compare(ours, theirs, bound=0)
+    assert comparison.is_equal and comparison.largest == 0
+
+
+@pytest.mark.parametrize("other", [math.nan, -math.inf, 3.0])
+def test_an_overflow_on_one_side_or_to_the_other_side_is_a_difference(other):
+    lost = {"grad_norm": math.inf, "used_norm": math.inf}
+    changed = OVERFLOWED.copy()
+    changed[0, 1] = other
+    ours, theirs = (trace(at=1, change={**lost, "gradients": g}) for g in (OVERFLOWED, changed))
+    divergence = compare(ours, theirs, bound=0).divergence
+    assert (divergence.step, divergence.quantity, divergence.parameter) == (1, "gradient", "first.weight")
+
+
+def test_a_step_that_overflowed_does_not_hide_which_parameters_are_idle():
+    idle = {"gradients": signatures([0.3, -0.4, 0.1], [1e-14])}
+    steps = tuple(step(n, **idle, **({"grad_norm": math.inf} if n == 1 else {})) for n in (1, 2, 3))
+    other = tuple(dataclasses.replace(s, parameters=signatures([1.0, 2.0, 3.0], [4.0 + 1e-9])) for s in steps)
+    assert compare(trace(steps=steps), trace(steps=other), bound=4e-10).is_equal
+
+
+def test_a_gradient_of_the_step_before_is_named():
+    assert from_shares(shares([[1, 1], [1, 1]]), COUNTS, Layout(2, 2), stale=1.0).cause == "gradient accumulation"
+
+
+# evaluations
+
+
+def test_an_evaluation_that_differs_is_found_after_its_step():
+    ours, theirs = (trace(evaluations={2: {"val/loss": loss, "val/accuracy": 0.5}}) for loss in (0.3, 0.3 + 1e-6))
+    divergence = compare(ours, theirs).divergence
+    assert (divergence.step, divergence.quantity, divergence.parameter) == (2, "evaluation", "val/loss")
+    assert compare(ours, trace(evaluations={2: {"val/loss": 0.3}})).divergence.parameter == "val/accuracy"
+    assert compare(ours, ours).is_equal

@@ -44,7 +44,7 @@ def test_a_recipe_of_a_plain_config():
         "accumulation_steps": 1, "steps_per_epoch": 16, "total_steps": 48, "warmup_steps": 0, "schedule_steps": 48,
         "evaluate_every_steps": None, "learning_rate": 0.1, "betas": (0.9, 0.999), "epsilon": 1e-8, "strategy": "single",
         "checkpoint_every_steps": None, "keep_checkpoint_every_steps": None,
-        "model_parallel_size": 1, "worker_shares": None, "measure_shares_every_steps": None,
+        "model_parallel_size": 1, "worker_shares": None, "measure_shares_every_steps": None, "parameter_dtype": None,
     }  # fmt: skip
 
 

@@ -218,3 +218,13 @@ def test_what_is_packed_comes_out_again(rows, num_codes, num_scales):
     scales = torch.randn(rows, num_scales, dtype=torch.float64)
     found = unpack(pack(codes, scales), (torch.int8, num_codes), (torch.float64, num_scales))
     assert torch.equal(found[0], codes) and torch.equal(found[1], scales)
+
+
+@pytest.mark.parametrize("size", [5, 8, 95])
+def test_what_is_sent_of_values_in_8_bits_is_off_by_half_a_scale_of_their_own_block_at_most(size):
+    values = gradient(0)[-size:]
+    seen = Int8(block_size=8).seen(values, layout())
+    assert seen.shape == values.shape and not torch.equal(seen, values)
+    for start in range(0, size, 8):
+        block = values[start : start + 8]
+        assert (seen[start : start + 8] - block).abs().max() <= block.abs().max() / 127 / 2 * (1 + 1e-6)

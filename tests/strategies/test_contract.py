@@ -8,10 +8,12 @@ import pytest
 import torch
 from small_runs import (
     Classify,
+    Stepper,
     TiedAndFrozen,
     Tokens,
     WithBatchNorm,
     WithDropout,
+    brought_together,
     largest_difference,
     make_job,
     relative_differences,
@@ -27,6 +29,7 @@ from torch import nn
 
 from scaleray.errors import WorkloadError
 from scaleray.strategies import STRATEGIES
+from scaleray.strategies.tensor import HOOKS
 from scaleray.training.model_setup import prepare
 from scaleray.training.place import Place
 from scaleray.training.verification import PROMISES
@@ -117,7 +120,8 @@ def initial_batches(place, strategy):
     for step in range(3):
         indices = plan.rank_indices(step, place.rank, place.world_size)
         batch = {n: torch.from_numpy(v) for n, v in sources["train"].read(indices).items()}
-        total, _ = job.workload.loss(setup.parallel.model, {**batch, "x": batch["x"].double()})
+        batch["x"] = batch["x"].double()
+        total, _ = setup.parallel.run(lambda model, batch=batch: job.workload.loss(model, batch))
         total.backward()
     before = {name: value.clone() for name, value in setup.parallel.module.named_buffers()}
     with setup.parallel.averaged(False):
@@ -179,26 +183,30 @@ def test_a_model_with_dropout_trains_the_same_way_twice(gloo, strategy):
 # after the end
 
 
+class KeepsModel(Classify):
+    def build_model(self):
+        self.model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        return self.model
+
+
 def train_and_go_on_alone(place, strategy):
     """A few steps together; then rank 0 alone, whose collectives would wait for ever."""
-    job, sources = make_job(Classify(num_rows=16), {"strategy.name": strategy}, world_size=place.world_size)
-    seen = {}
-
-    def build_model():
-        seen["model"] = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-        return seen["model"]
-
-    job.workload.build_model = build_model
+    place = Place(place.rank, place.world_size, model_parallel_size=2 if strategy in ("tensor", "pipeline") else 1)
+    workload = KeepsModel(num_rows=16)
     with same_generators():
-        finished = train_job(place, job, sources)
-    model = seen["model"]
+        stepper = Stepper(place, workload, {"strategy.name": strategy})
+        for step in (1, 2, 3, 4):
+            stepper(step)
+        weights = brought_together(stepper.parallel.weights(), place)
+        stepper.setup.close()
+    job, sources, model = stepper.job, stepper.sources, workload.model
     if place.world_size > 1:  # gradients may be views of memory that the strategy shares
         assert all(parameter.grad is None for parameter in model.parameters())
     if place.rank:
         return None
     plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     # replicas that train apart keep their own values, of which the final weights are the mean
-    plain.load_state_dict(model.state_dict() if strategy in PROMISES else finished.weights)
+    plain.load_state_dict(model.state_dict() if strategy in PROMISES else weights)
     batch = {n: torch.from_numpy(v) for n, v in sources["train"].read(plan_rows(job)).items()}
     batch["x"] = batch["x"].double()
     for candidate in (model, plain):
@@ -221,6 +229,20 @@ def test_the_users_model_trains_alone_after_close(gloo, strategy):
     ours, plain = gloo.run(world_size, train_and_go_on_alone, strategy)[0]
     assert ours.keys() == plain.keys()  # no wrapper left in the names
     assert all(torch.equal(ours[name], plain[name]) for name in plain)
+
+
+def left_on_the_model(place, strategy):
+    """Hooks, gradients and classes that a whole run left on the model it trained."""
+    workload = KeepsModel(num_rows=16)
+    train(place, workload, {"strategy.name": strategy})
+    parts = list(workload.model.modules())
+    hooks = [h for m in parts for kind in HOOKS for h in getattr(m, kind)]
+    return len(hooks), sum(p.grad is not None for p in workload.model.parameters()), {type(m).__name__ for m in parts}
+
+
+@pytest.mark.parametrize("strategy", FOR_MANY)
+def test_a_run_leaves_no_hook_and_no_gradient_on_the_model_even_where_that_stays_in_shards(gloo, strategy):
+    assert gloo.run(2, left_on_the_model, strategy) == [(0, 0, {"Sequential", "Linear", "Tanh"})] * 2
 
 
 @pytest.mark.parametrize("strategy", FOR_MANY)

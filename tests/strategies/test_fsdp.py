@@ -94,14 +94,52 @@ def types_and_losses(place, flags):
     return workload.seen, finished.losses, {value.dtype for value in finished.weights.values()}
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("dtype", "used"), [("fp32", "bf16"), ("bf16", None), ("bf16", "fp32"), ("fp16", None)])
 @pytest.mark.parametrize("reduce", [None, "bf16"])
-def test_parameters_used_in_bf16_train_near_fp32_and_the_loss_sees_fp32(gloo, dtype, reduce):
-    flags = {"precision.dtype": dtype, "fsdp.parameter_dtype": "bf16", "fsdp.reduce_dtype": reduce}
+def test_parameters_used_in_16_bits_train_near_fp32_and_the_loss_sees_fp32(gloo, dtype, used, reduce):
+    flags = {"precision.dtype": dtype, "fsdp.parameter_dtype": used, "fsdp.reduce_dtype": reduce}
+    flags["precision.initial_loss_scale"] = 256
     seen, losses, dtypes = gloo.run(2, types_and_losses, flags)[0]
     exact = train_alone(Deep(num_rows=40), {"precision.dtype": "fp32"}).losses
     assert seen == (torch.float32, torch.float32) and dtypes == {torch.float32}
     assert losses != exact and losses == pytest.approx(exact, rel=0.03)  # bf16 keeps 8 bits of a number
+
+
+TENSOR, PIPELINE = {"strategy.name": "tensor"}, {"strategy.name": "pipeline"}
+
+
+@pytest.mark.parametrize(("flags", "expected"), [
+    ({"precision.dtype": "bf16", **FSDP}, "bf16"), ({"precision.dtype": "fp16", **FSDP}, "fp16"), ({"precision.dtype": "fp32", **FSDP}, None),
+    ({"precision.dtype": "fp64", **FSDP}, None), ({"precision.dtype": "bf16", "fsdp.parameter_dtype": "fp32", **FSDP}, "fp32"),
+    ({"precision.dtype": "bf16", **TENSOR}, "bf16"), ({"precision.dtype": "bf16", **TENSOR, "tensor.size": 4}, None),
+    ({"precision.dtype": "bf16", **PIPELINE, "pipeline.data_axis": "fsdp"}, "bf16"), ({"precision.dtype": "bf16", **PIPELINE}, None),
+    ({"precision.dtype": "bf16", "strategy.name": "zero1"}, None),
+])  # fmt: skip
+def test_the_record_says_in_which_type_parameters_are_gathered(flags, expected):
+    job, _ = make_job(Deep(), flags, world_size=4)
+    assert job.recipe.values()["parameter_dtype"] == expected
+
+
+def statistics(place, flags):
+    finished = train(place, WithBatchNorm(num_rows=48, num_val=8), {**flags, "batch.drop_last": True})
+    return finished.losses, finished.weights
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("world_size", "strategy"),
+    [(2, FSDP), (2, {**FSDP, "fsdp.wrap": "class", "fsdp.wrap_classes": ["BatchNorm1d", "Linear"]}), (4, TENSOR),
+     (4, {**PIPELINE, "pipeline.data_axis": "fsdp"})],
+)  # fmt: skip
+def test_running_statistics_and_their_layers_keep_their_type_when_others_are_gathered_in_16_bits(
+    gloo, world_size, strategy, dtype
+):
+    flags = {"precision.dtype": dtype, "precision.initial_loss_scale": 256, "tensor.sequence_parallel": False}
+    losses, weights = gloo.run(world_size, statistics, {**flags, **strategy})[0]
+    plain, theirs = gloo.run(2, statistics, {**flags, "strategy.name": "ddp"})[0]  # two replicas in all of them
+    assert losses == pytest.approx(plain, rel=0.02)  # bf16 keeps 8 bits of a number
+    assert {n: v.dtype for n, v in weights.items()} == {n: v.dtype for n, v in theirs.items()}
+    torch.testing.assert_close(weights["1.running_mean"], theirs["1.running_mean"], rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("key", ["fsdp.parameter_dtype", "fsdp.reduce_dtype"])
@@ -258,7 +296,7 @@ def trained_then_closed(place, flags):
     step = TrainStep(job.workload, setup, job.config, job.recipe, place, gives_tuples=False)
     rows = sources["train"].read(job.train_plan().rank_indices(0, place.rank, place.world_size))
     step(RankBatch(0, rows, len(rows["tokens"])), num_rows=8, want_norm=False)
-    weights = setup.parallel.full_state_dict()
+    weights = setup.parallel.weights().tensors
     model = setup.parallel.module
     setup.parallel.close()
     hooks = [h for m in model.modules() for h in (m._forward_hooks, m._forward_pre_hooks, m._state_dict_pre_hooks, m._load_state_dict_pre_hooks)]  # fmt: skip
@@ -266,7 +304,7 @@ def trained_then_closed(place, flags):
     marks = [key for m in model.modules() for key in vars(m) if "fsdp" in key or "compos" in key]
     sharded = {isinstance(p, DTensor) for p in model.parameters()}
     is_tied = model.head.weight is model.embedding.weight
-    same = not weights or sharded == {True} or all(torch.equal(weights[n], v) for n, v in model.state_dict().items())
+    same = sharded == {True} or all(torch.equal(model.state_dict()[n], v) for n, v in weights.items())
     again = sharded == {True} or isinstance(fully_shard(model), FSDPModule)
     return has_hooks, names, marks, sharded, is_tied, same, again
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from scaleray.config.fsdp import FsdpSettings
 from scaleray.errors import ConfigError, WorkloadError
-from scaleray.strategies.units import GIB, choose_units, prefetch_distance
+from scaleray.strategies.units import GIB, Units, choose_units, prefetch_distance
 
 
 def units_of(model, workload=None, **settings):
@@ -61,6 +61,13 @@ def test_blocks_of_another_model_are_refused():
 def test_the_bound_on_gathered_parameters_shortens_the_prefetch(parameters, distance):
     settings = FsdpSettings(prefetch=3, max_unsharded_gib=parameters * 4 / GIB)
     assert prefetch_distance(units_of(Net(11), Deep()), settings, bytes_per_parameter=4) == distance
+
+
+@pytest.mark.parametrize(("gathered", "distance"), [(11, 2), (10, 1), (9, 1), (8, 0), (7, 0)])
+def test_the_bound_holds_where_units_are_largest_together_wherever_that_is(gathered, distance):
+    units = Units([], [], sizes=[1, 1, 2, 7, 2], root_size=0, notes=[])  # 11 of three in a row, 9 of two
+    settings = FsdpSettings(prefetch=2, max_unsharded_gib=gathered * 4 / GIB)
+    assert prefetch_distance(units, settings, bytes_per_parameter=4) == distance
 
 
 def test_a_bound_below_one_unit_is_refused_with_what_it_takes():

@@ -16,6 +16,7 @@ from small_runs import (
 
 from scaleray.errors import ConfigError, NonFiniteLossError
 from scaleray.metric_names import CONSENSUS_DISTANCE
+from scaleray.training.live_memory import LiveTensors
 
 LOCAL = {"strategy.name": "local_sgd", "local_sgd.sync_every": 4, "batch.drop_last": True}
 DILOCO = {**LOCAL, "strategy.name": "diloco"}
@@ -254,8 +255,19 @@ class BadOnRank1(Classify):
         if torch.is_grad_enabled() and model.training:
             self.calls += 1
             if torch.distributed.get_rank() == 1 and self.calls in self.bad:
-                total = total * float("nan")
+                total = self.spoil(total)
         return total, count
+
+    def spoil(self, total):
+        return total * float("nan")
+
+
+class BadGradientOnRank1(BadOnRank1):
+    """The loss is finite, which the look at the first batch asks for, and its gradient is not."""
+
+    def spoil(self, total):
+        total.register_hook(lambda gradient: gradient * float("nan"))
+        return total
 
 
 def train_or_error(place, workload, flags):
@@ -301,7 +313,7 @@ def test_a_worker_without_optimizer_state_yet_takes_part(gloo):
         "optimizer.momentum": 0.9,
         "stop.after": "6 steps",
     }
-    first, _ = gloo.run(2, train_or_error, BadOnRank1((1, 2), num_rows=32), flags)
+    first, _ = gloo.run(2, train_or_error, BadGradientOnRank1((1, 2), num_rows=32), flags)
     assert len(first.steps) == 6 and all(value.isfinite().all() for value in first.weights.values())
 
 
@@ -328,3 +340,23 @@ def test_settings_of_the_other_strategy_are_reported(gloo):
     flags = {**LOCAL, "local_sgd.outer_momentum": 0.5, "stop.after": "2 steps"}
     events = gloo.run(2, train, Classify(), flags)[0].events
     assert "local_sgd.outer_momentum has no effect with strategy local_sgd" in events
+
+
+def bytes_kept(place):
+    """(bytes of parameters and buffers, what a mean of them keeps, what one with the optimizer's state keeps)."""
+    flags = {"strategy.name": "local_sgd", "optimizer.name": "adamw", "optimizer.learning_rate": 0.01}
+    stepper = Stepper(place, Classify(), flags)
+    stepper(1)
+    kept = []
+    for with_optimizer in (False, True):
+        with LiveTensors() as live, stepper.parallel.averaged(with_optimizer):
+            kept.append(live.bytes)
+    own = sum(t.numel() * t.element_size() for t in stepper.setup.parallel.module.state_dict().values())
+    stepper.setup.close()
+    return own, *kept
+
+
+def test_an_evaluation_of_the_mean_keeps_no_copy_of_the_optimizers_state(gloo):
+    for own, without, with_optimizer in gloo.run(2, bytes_kept):
+        assert without < 1.5 * own
+        assert with_optimizer >= without + 2 * own  # Adam's two averages

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from small_runs import (
     Classify,
+    Stepper,
     WithBatchNorm,
     largest_difference,
     make_job,
@@ -18,6 +19,7 @@ from torch import nn
 from scaleray.config.pipeline import PipelineSettings
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.training.model_setup import prepare
+from scaleray.training.place import Place
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 ADAMW = {"optimizer.name": "adamw", "optimizer.learning_rate": 0.01, "optimizer.clip_norm": 0.5}
@@ -239,9 +241,9 @@ def batch_norm_buffers(place):
     return found
 
 
-def test_the_users_model_has_the_values_of_all_stages_in_the_end(gloo):
-    for ours, weights in gloo.run(2, keep_model)[:1]:
-        assert all(torch.equal(ours[name], weights[name]) for name in weights)
+def test_the_users_model_has_the_values_of_all_stages_after_close(gloo):
+    for ours, weights in gloo.run(2, keep_model):
+        assert weights and all(torch.equal(ours[name], weights[name]) for name in weights)
 
 
 def keep_model(place):
@@ -253,8 +255,12 @@ def keep_model(place):
         return seen["model"]
 
     workload.build_model = build_model
-    finished = train(place, workload, {"strategy.name": "pipeline"})
-    return seen["model"].state_dict(), finished.weights
+    place = Place(place.rank, place.world_size, model_parallel_size=2)
+    stepper = Stepper(place, workload, {"strategy.name": "pipeline", "scale.workers": 2})
+    stepper(1)
+    weights = stepper.parallel.weights().tensors
+    stepper.setup.close()
+    return seen["model"].state_dict(), weights
 
 
 # weights of another run
@@ -348,3 +354,17 @@ def test_micro_batches_that_make_no_equal_rounds_are_refused_before_anything_run
 def test_settings_that_fit_no_schedule_are_refused(settings, says):
     with pytest.raises(ValueError, match=says):
         PipelineSettings(**settings)
+
+
+class ThreeEqual(Classify):
+    def build_model(self):
+        return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)))
+
+
+def test_how_even_the_stages_are_is_said_in_numbers(gloo):
+    flags = {"strategy.name": "pipeline", "stop.after": "1 steps"}
+    events = gloo.run(2, train, ThreeEqual(), flags)[0].events
+    # two of three equal blocks on one worker, where one and a half were even
+    assert any(
+        "pipeline of 2 stages" in event and "the largest stage is 1.33 times the mean" in event for event in events
+    )

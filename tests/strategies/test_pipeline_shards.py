@@ -6,8 +6,10 @@ from small_runs import largest_difference, make_job, relative_differences, train
 from small_transformer import SmallTransformer
 from test_pipeline import ADAMW, RESUME, SCHEDULES, ChainTask, Deep, assert_same_training
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from scaleray.strategies.pipeline_shards import Shards
 from scaleray.training.model_setup import prepare
 from scaleray.training.place import Place
 
@@ -49,6 +51,28 @@ def test_lower_precisions_stay_near_one_worker(gloo, dtype):
     alone = gloo.run(1, train, workload, flags)[0]
     finished = gloo.run(4, train, workload, {**flags, **SHARDED})[0]
     assert max(relative_differences(alone.losses, finished.losses)) < (1e-2 if dtype == "bf16" else 1e-5)
+
+
+def many_small_gradients(place, num):
+    """The gradient of a sum over `num` micro-batches, each of which adds 1."""
+    torch.manual_seed(0)
+    module = nn.Linear(3, 4, bias=False)
+    job, _ = make_job(Deep(), {**SHARDED, "precision.dtype": "bf16"}, world_size=4)
+    mesh = init_device_mesh("cpu", (place.world_size,), mesh_dim_names=("dp",))
+    shards = Shards([module], mesh["dp"], job.config, kept_whole=set())
+    with shards.gathered():
+        for _ in range(num):
+            module(torch.ones(1, 3)).sum().backward()
+            shards.put_by()
+        shards.reduce()
+    gradient = module.weight.grad.full_tensor()
+    shards.close(module, keeps_shards=False)
+    return gradient.dtype, gradient.unique().tolist()
+
+
+def test_gradients_of_many_micro_batches_are_summed_in_the_type_that_they_are_reduced_in(gloo):
+    # 256 + 1 is 256 in bf16
+    assert gloo.run(2, many_small_gradients, 300) == [(torch.float32, [600.0])] * 2
 
 
 def test_frozen_checkpointed_and_compiled_blocks_are_cut_too(gloo):

@@ -162,10 +162,18 @@ def test_modules_that_a_plan_leaves_out_are_whole_on_every_worker_without_sequen
 
 
 def test_a_setting_of_fsdp_that_has_no_effect_here_is_said(gloo):
-    flags = {**TENSOR, "fsdp.cpu_offload": True, "fsdp.reshard_after_forward": False, "stop.after": "1 steps"}
+    flags = {
+        **TENSOR,
+        "fsdp.cpu_offload": True,
+        "fsdp.reshard_after_forward": False,
+        "stop.after": "1 steps",
+        "precision.dtype": "fp32",
+    }
+    flags["fsdp.parameter_dtype"] = "bf16"
     events = gloo.run(2, train, SmallTransformer(), flags)[0].events
     assert [event for event in events if "no effect" in event] == [
-        "fsdp.cpu_offload has no effect with strategy tensor"
+        "fsdp.cpu_offload has no effect with strategy tensor",
+        "fsdp.parameter_dtype has no effect without replicas that are sharded",
     ]
 
 

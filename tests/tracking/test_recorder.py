@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import shutil
 import threading
+import time
 
 import pytest
 
 from scaleray.errors import TrackingError
-from scaleray.records import EvaluationRecord, EventRecord, Heartbeat, StepRecord
+from scaleray.records import CheckpointRecord, EvaluationRecord, EventRecord, Heartbeat, StepRecord, SystemRecord
 from scaleray.tracking import store
 from scaleray.tracking.recorder import Recorder
 from scaleray.tracking.run_description import RunDescription
@@ -32,6 +34,14 @@ def step(number, loss=1.0, **more):
     return StepRecord(**{**values, **more})
 
 
+def times(uri, run_id, key):
+    """Wall clock in s of each point of a metric, in the order of the steps."""
+    from mlflow import MlflowClient
+
+    found = sorted(MlflowClient(uri).get_metric_history(run_id, key), key=lambda m: m.step)
+    return [m.timestamp / 1000 for m in found]
+
+
 def history(uri, run_id, key):
     from mlflow import MlflowClient
 
@@ -47,6 +57,62 @@ def test_steps_arrive_with_derived_rates(uri, tmp_path):
     assert history(uri, run_id, "perf/samples_per_s") == [(1, 16.0), (2, 16.0), (4, 16.0)]
     assert history(uri, run_id, "perf/input_wait_share")[-1] == (4, pytest.approx(0.2))
     assert (tmp_path / "run" / "steps.csv").read_text().count("\n") == 6  # every step, and the header
+
+
+def test_every_point_carries_the_time_at_which_it_was_recorded_not_that_of_its_arrival(uri, tmp_path):
+    from mlflow import MlflowClient
+
+    recorder = Recorder(describe(uri, tmp_path))
+    run_id = recorder.start().run_id
+    at = [1.7e9 + 60 * n for n in range(4)]
+    recorder.log(  # all in one message, as they come after a start or a pause of the recorder
+        [
+            *(step(n, recorded_at=at[n]) for n in (1, 2, 3)),
+            EvaluationRecord(3, {"val/loss": 0.5}, 0.1, recorded_at=at[3] + 5),
+            SystemRecord("node", 3, {"cpu_utilization_percentage": 9.0}, recorded_at=at[3] + 6),
+            CheckpointRecord(3, "path", 1, 1, 0.1, 0.1, recorded_at=at[3] + 7),
+            EventRecord("slow input", recorded_at=at[2]),
+        ]
+    )
+    recorder.finish("FINISHED", metrics={}, tags={}, files={})
+    assert times(uri, run_id, "train/loss") == times(uri, run_id, "perf/samples_per_s") == at[1:]
+    assert times(uri, run_id, "val/loss") == [at[3] + 5]
+    assert times(uri, run_id, "system/node/cpu_utilization_percentage") == [at[3] + 6]
+    assert times(uri, run_id, "checkpoint/stall_s") == [at[3] + 7]
+    with open(tmp_path / "run" / "steps.csv", newline="") as file:
+        assert [float(row["recorded_at"]) for row in csv.DictReader(file)] == at[1:]
+    event = MlflowClient(uri).get_run(run_id).data.tags["scaleray.event.001"]
+    assert event == f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(at[2]))} | slow input"
+
+
+def test_points_that_waited_in_a_file_keep_their_times_when_they_are_sent_later(uri, tmp_path, monkeypatch):
+    broken = Broken(monkeypatch)
+    recorder = Recorder(describe(uri, tmp_path))
+    run_id = recorder.start().run_id
+    recorder.drain()
+    broken.is_away.set()
+    recorder.log([step(1, recorded_at=1.7e9), step(2, recorded_at=1.7e9 + 60)])
+    unsent = recorder.finish("FINISHED", metrics={}, tags={}, files={})
+    broken.is_away.clear()
+    store.replay(unsent)
+    assert times(uri, run_id, "train/loss") == [1.7e9, 1.7e9 + 60]
+
+
+def test_a_file_of_steps_from_before_rows_had_a_time_goes_on(uri, tmp_path):
+    recorder = Recorder(describe(uri, tmp_path))
+    recorder.start()
+    recorder.log([step(1), step(2)])
+    before = killed(recorder)
+    path = tmp_path / "run" / "steps.csv"
+    path.write_text("".join(line.rpartition(",")[0] + "\n" for line in path.read_text().splitlines()))
+    again = Recorder(describe(uri, tmp_path, continues=before))
+    again.start()
+    again.log([step(3, recorded_at=1.7e9)])
+    again.finish("FINISHED", metrics={}, tags={}, files={})
+    with open(path, newline="") as file:
+        assert [(row["step"], row["recorded_at"]) for row in csv.DictReader(file)] == [
+            ("1", ""), ("2", ""), ("3", "1700000000.0"),
+        ]  # fmt: skip
 
 
 def test_steps_repeated_after_a_restart_are_kept_once(uri, tmp_path):

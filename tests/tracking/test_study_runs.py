@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import threading
 import time
 
 import pytest
@@ -21,6 +22,7 @@ from scaleray.tracking.study_values import (
     record_values,
     safe_name,
     thinned,
+    trial_name,
 )
 from scaleray.tracking.study_views import view_of
 
@@ -134,6 +136,69 @@ def test_a_failed_trial_is_marked_failed_with_its_error(uri):
     assert client(uri).get_run(run.run_id).info.status == "FAILED"
 
 
+def stamps(uri, run_id, key):
+    return {m.step: m.timestamp / 1000 for m in client(uri).get_metric_history(run_id, key)}
+
+
+def test_a_sweep_whose_record_is_sent_much_later_has_the_times_at_which_its_trials_were_measured(uri, tmp_path):
+    record = study_examples.sweep(batches=(32,), rules=("sqrt",))
+    began = [1.7e9 + 1000 * n for n in range(len(record.trials))]
+    trials = [
+        dataclasses.replace(t, ended_at=at + 900, recorded_at=[at + 100 * (n + 1) for n in range(len(t.curve))])
+        for t, at in zip(record.trials, began, strict=True)
+    ]
+    run = ParentRun.open(uri, "sweeps", kind="sweep", name="sweep", config={})
+    record = run.identify(dataclasses.replace(record, trials=trials, started_at=1.7e9, duration_s=5.0))
+    (tmp_path / "record.json").write_text(record.to_json())
+    assert send_record(tmp_path / "record.json", uri=uri) is None
+    found = {child.info.run_name: child for child in children(uri, run)}
+    for trial, at in zip(trials, began, strict=True):
+        child = found[trial_name(trial)]
+        assert child.info.end_time == 1000 * (at + 900)
+        curve = stamps(uri, child.info.run_id, "validation/loss")
+        assert sorted(curve.values()) == trial.recorded_at
+        assert stamps(uri, child.info.run_id, "trial/samples") == {0: at + 900}
+    last = began[-1] + 900
+    assert set(stamps(uri, run.run_id, "batch/best_value_sqrt").values()) == {last}
+    assert client(uri).get_run(run.run_id).info.end_time == 1000 * last
+
+
+def test_a_studys_curve_carries_the_times_at_which_its_points_were_measured(uri, tmp_path):
+    record = study_examples.study(modes=("strong",))
+    curve = record.curves[0]
+    at = {p.point.workers: 1.7e9 + 100 * p.point.workers for p in curve.points}
+    points = [
+        dataclasses.replace(p, point=dataclasses.replace(p.point, measured_at=at[p.point.workers]))
+        for p in curve.points
+    ]
+    run = open_study(uri)
+    record = dataclasses.replace(
+        record, curves=[dataclasses.replace(curve, points=points)], started_at=1.7e9, duration_s=5000.0
+    )
+    (tmp_path / "record.json").write_text(run.identify(record).to_json())
+    assert send_record(tmp_path / "record.json", uri=uri) is None
+    assert stamps(uri, run.run_id, "scaling/strong_speedup") == at
+    assert set(stamps(uri, run.run_id, "scaling/strong_fit").values()) == {1.7e9 + 5000}
+    for child in children(uri, run):
+        workers = int(child.data.metrics["point/world_size"])
+        assert stamps(uri, child.info.run_id, "point/samples_per_s") == {0: at[workers]}
+        assert stamps(uri, child.info.run_id, "point/efficiency") == {0: at[workers]}
+
+
+def test_progress_that_waited_for_mlflow_carries_the_time_at_which_it_was_told(uri, monkeypatch):
+    run = open_study(uri)
+    run.identify(study_examples.study())
+    away = Away(monkeypatch)
+    clock = [1.7e9]
+    monkeypatch.setattr(study_runs.time, "time", lambda: clock[0])
+    run.log_progress({"finished": 1}, step=1)
+    wait_until(lambda: away.calls > 1)
+    clock[0] += 3600
+    away.is_away = False
+    run.finish(None)
+    assert stamps(uri, run.run_id, "progress/finished") == {1: 1.7e9}
+
+
 class Away:
     """MLflow's writes fail while `is_away`."""
 
@@ -230,6 +295,44 @@ def test_a_continued_study_keeps_its_points_and_makes_half_written_ones_anew(uri
     assert known.run_id == first.run_id
 
 
+def test_a_trial_whose_writing_failed_half_way_has_one_child(uri, monkeypatch):
+    from mlflow import MlflowClient
+
+    record = study_examples.sweep(batches=(32,), rules=("sqrt",))
+    run = ParentRun.open(uri, "sweeps", kind="sweep", name="sweep", config={})
+    run.identify(record)
+    monkeypatch.setattr(study_runs, "RETRY_FIRST_S", 0.0)
+    left = {"create_run": 1, "log_batch": 1, "set_terminated": 1}
+
+    def failing_once(name):
+        real = getattr(MlflowClient, name)
+
+        def call(*args, **more):
+            result = real(*args, **more)
+            left[name] -= 1
+            if left[name] == 0:
+                raise ConnectionError("the answer was lost")
+            return result
+
+        monkeypatch.setattr(MlflowClient, name, call)
+
+    for name in left:
+        failing_once(name)
+    run.log_trial(record.trials[0])
+    wait_until(lambda: left["set_terminated"] < 0)
+    assert run.finish(run.identify(record)) is None
+    (child,) = children(uri, run)
+    assert child.info.status == "FINISHED"
+
+
+def test_a_sweep_that_was_killed_before_it_knew_its_run_goes_on_with_it(uri):
+    first = ParentRun.open(uri, "sweeps", kind="sweep", name="sweep-1", config={"a": 1}, started_at=1.7e9)
+    again = ParentRun.open(uri, "sweeps", kind="sweep", name="sweep-1", config={"a": 1}, started_at=1.7e9)
+    other = ParentRun.open(uri, "sweeps", kind="sweep", name="sweep-1", config={"a": 1}, started_at=1.8e9)
+    assert first.run_id == again.run_id != other.run_id
+    assert again.finish(None) is None
+
+
 def test_what_is_logged_returns_at_once_although_mlflow_hangs(uri, monkeypatch):
     import threading
 
@@ -279,12 +382,12 @@ def test_thinning_keeps_both_ends_and_the_order():
     few = thinned(rows, 7)
     assert len(few) == 7 and few[0] == rows[0] and few[-1] == rows[-1] and few == sorted(few)
     assert thinned(rows[:7], 7) == rows[:7]
-    assert len(curve_values("loss", rows)) == MOST_CURVE_POINTS
+    assert len(curve_values("loss", rows, [], began_at=0.0)) == MOST_CURVE_POINTS
 
 
 def test_values_that_are_not_finite_stay_out_of_mlflow():
     rows = [(1, 0.1, float("nan")), (2, 0.2, float("inf")), (3, 0.3, 1.0)]
-    assert curve_values("loss", rows) == [("loss", 1.0, 3, 0.3)]
+    assert curve_values("loss", rows, [], began_at=100.0) == [("loss", 1.0, 3, 100.3)]
 
 
 def test_names_that_mlflow_refuses_are_mended():
@@ -330,3 +433,18 @@ def test_every_curve_of_a_parent_stands_in_the_table_of_metrics(record):
     known = [re.compile(re.escape(metric.name).replace("RULE", ".+")) for metric in metric_names.ALL]
     made = {name for name, *_ in record_values(record)}
     assert made and all(any(pattern.fullmatch(name) for pattern in known) for name in made)
+
+
+def test_a_server_that_never_answers_is_named_as_such_at_the_end():
+    is_over = threading.Event()
+
+    class Silent:
+        """Does not come back from whatever it is asked for until the test is over."""
+
+        def __getattr__(self, name):
+            is_over.wait()
+            raise ConnectionError
+
+    run = ParentRun(Silent(), "sweep", "s")
+    assert run.finish(None, timeout_s=0.0).endswith("did not reach MLflow (no answer in time)")
+    is_over.set()

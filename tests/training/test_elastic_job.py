@@ -70,6 +70,18 @@ def test_a_rescaled_batch_goes_on_in_the_epoch_and_follows_the_rule(gloo, tmp_pa
     assert finished.steps[-1].learning_rate < 0.002, "the cosine ends where the training does"
 
 
+def test_after_a_change_of_the_batch_every_step_has_the_learning_rate_of_its_place_in_the_training(gloo, tmp_path):
+    flags = {**FLAGS, "scale.on_resize": "rescale"}
+    gloo.run(4, run, flags, str(tmp_path), 6)
+    finished, _ = gloo.run(2, run, flags, str(tmp_path), None)[0]
+    # the same training at the smaller batch from its start: 3 steps of warm-up on 4 workers are 6 on 2
+    small = {**FLAGS, "scale.workers": 1, "batch.global_size": 6, "schedule.warmup": "6 steps"}
+    whole = train_alone(WithIds(), small)
+    # 50 rows and 12 more lay behind: 9 steps of 6 in the first epoch, 2 in the second
+    expected = [s.learning_rate for s in whole.steps[9 + 2 :]]
+    assert [s.learning_rate for s in finished.steps] == pytest.approx(expected, rel=1e-12)
+
+
 def test_a_plan_with_an_origin_goes_on_where_the_other_stopped():
     first = StepPlan(50, 12, seed=3)
     epoch, sample = first.place(7)

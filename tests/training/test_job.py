@@ -6,6 +6,7 @@ from small_runs import Classify, make_job
 
 from scaleray.data import StreamSource, as_source
 from scaleray.errors import DataError
+from scaleray.strategies.weight_shares import WeightShare
 from scaleray.training.job import Split
 from scaleray.training.weights import save_weights
 
@@ -57,7 +58,6 @@ def test_an_empty_ray_dataset_is_refused():
 @pytest.mark.parametrize("as_uri", [False, True])
 def test_weights_are_saved_as_a_plain_state_dict_to_a_path_or_a_uri(tmp_path, as_uri):
     weights = {"a": torch.arange(3.0), "b": torch.tensor(5)}
-    path = tmp_path / "weights.pt"
-    save_weights(weights, path.as_uri() if as_uri else str(path))
-    found = torch.load(path, weights_only=True)
+    save_weights(WeightShare(weights), tmp_path.as_uri() if as_uri else str(tmp_path), rank=0)
+    found = torch.load(tmp_path / "weights.pt", weights_only=True)
     assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)

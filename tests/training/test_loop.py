@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from gloo_pool import Failure
 from small_runs import (
+    NUM_CLASSES,
+    NUM_FEATURES,
     Classify,
     Tokens,
     WithBatchNorm,
@@ -488,3 +491,49 @@ def test_digits_reaches_97_percent_on_images_it_has_not_seen():
     with same_generators():
         finished = train_job(Place(), job, sources)
     assert finished.evaluations[-1].metrics["test/accuracy"] >= 0.97
+
+
+class Ends(Classify):
+    """Calls sys.exit(0) in one of its methods, as a script does that is done."""
+
+    where = ""
+
+    def at(self, where):
+        if where and where == self.where:
+            sys.exit(0)
+
+    def datasets(self):
+        class Rows(torch.utils.data.Dataset):
+            def __len__(given):
+                return 16
+
+            def __getitem__(given, index):
+                self.at("getitem" if index == 9 else "")
+                return {"x": np.zeros(NUM_FEATURES, dtype=np.float32), "y": index % NUM_CLASSES}
+
+        return {"train": Rows(), "val": Rows()}
+
+    def build_model(self):
+        self.at("build_model")
+        return super().build_model()
+
+    def loss(self, model, batch):
+        self.at("loss" if not model.training or torch.is_grad_enabled() else "")
+        return super().loss(model, batch)
+
+    def metrics(self, model, batch):
+        self.at("metrics")
+        return super().metrics(model, batch)
+
+    def optimizer(self, model, settings):
+        self.at("optimizer")
+
+
+@pytest.mark.parametrize("where", ["", "getitem", "build_model", "loss", "metrics", "optimizer"])
+def test_an_exit_in_user_code_is_an_error_wherever_it_stands(where):
+    workload = type("EndsThere", (Ends,), {"where": where})()
+    if not where:
+        assert train(Place(), workload, {"stop.after": "1 epoch"}).summary.steps == 2
+        return
+    with pytest.raises(WorkloadError, match=r"sys\.exit\(0\)|SystemExit: 0"):
+        train(Place(), workload, {"stop.after": "1 epoch"})

@@ -15,6 +15,7 @@ from scaleray.scaling.noise_scale import NoiseAverages, Parts, estimate
 from scaleray.strategies.parallel import full
 from scaleray.training.job import TRAIN
 from scaleray.training.noise_scale import NoiseMeter, find_way
+from scaleray.watchers import Guard
 
 MEASURED = {"noise_scale.measure": True, "noise_scale.every_steps": 1}
 FLAGS = {**MEASURED, "batch.global_size": 12, "stop.after": "6 steps"}
@@ -25,9 +26,8 @@ def look_without_gradients(stepper):
     rows = stepper.sources[TRAIN].read(stepper.plan.rank_indices(0, stepper.place.rank, stepper.place.world_size, None))
     batch = {name: torch.from_numpy(values) for name, values in rows.items()}
     with torch.no_grad():
-        stepper.job.workload.loss(
-            stepper.parallel.model, {n: v.double() if v.is_floating_point() else v for n, v in batch.items()}
-        )
+        batch = {n: v.double() if v.is_floating_point() else v for n, v in batch.items()}
+        stepper.parallel.run_alone(lambda model: stepper.job.workload.loss(model, batch))
 
 
 def measured_and_expected(place, workload, flags, at_step, whose):
@@ -39,7 +39,7 @@ def measured_and_expected(place, workload, flags, at_step, whose):
         look_without_gradients(
             stepper
         )  # an evaluation leaves FSDP's root whole, which a meter that is made then must not mind
-    meter = stepper.step.noise = NoiseMeter(job.config, setup, place, find_way(job.config, job.recipe, place))
+    meter = stepper.step.noise = NoiseMeter(job.config, setup, place, find_way(job.config, job.recipe, place), Guard())
     for number in range(1, at_step):
         stepper(number)
     meter.averages = NoiseAverages()
@@ -165,7 +165,7 @@ def from_two_steps(place):
     workload = Classify(num_rows=24)
     stepper = Stepper(place, workload, {**FLAGS, "optimizer.learning_rate": 1e-30})
     config, recipe = stepper.job.config, stepper.job.recipe
-    meter = stepper.step.noise = NoiseMeter(config, stepper.setup, place, find_way(config, recipe, place))
+    meter = stepper.step.noise = NoiseMeter(config, stepper.setup, place, find_way(config, recipe, place), Guard())
     weights = stepper.weights
     for number in (1, 2):
         stepper(number)

@@ -31,7 +31,7 @@ def steps_of(place, name, layout):
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         if place.world_size == 4:
             fully_shard(model, mesh=mesh["dp"])
-    optimizer = optimizers.build(job.workload, model, job.config, job.recipe)
+    optimizer, _ = optimizers.build(job.workload, model, job.config, job.recipe)
     for batch in rows:
         optimizer.zero_grad()
         model(batch).square().mean().backward()

@@ -99,9 +99,9 @@ def dropout_comes_back():
     """A strategy that turns dropout on again, as one that builds the model anew would."""
 
     def apply(model, mesh, config, workload):
-        for module in model.modules():
+        for name, module in model.named_children():
             if isinstance(module, nn.Dropout):
-                module.p = 0.5
+                setattr(model, name, nn.Dropout(0.5))
         return ddp.apply(model, mesh, config, workload)
 
     with broken_strategy(apply):

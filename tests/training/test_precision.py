@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from small_runs import Classify, make_job, rows, same_generators, train, train_alone
+from small_runs import Classify, Tokens, make_job, rows, same_generators, train, train_alone
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -108,6 +108,20 @@ def test_an_overflow_of_the_scaled_loss_is_no_failure_and_leaves_the_weights(pol
     assert finished.summary.verdict == "done" and finished.summary.nonfinite_steps == 0
     start = train_alone(Classify(), {**flags, "optimizer.learning_rate": 1e-30})
     assert all(torch.equal(finished.weights[name], start.weights[name]) for name in start.weights)
+
+
+class LongRows(Tokens):
+    """As many tokens a row as a language model has."""
+
+    length = 600
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_first_fp16_step_of_a_token_model_does_not_overflow(gloo, world_size):
+    flags = {"precision.dtype": "fp16", "stop.after": "2 steps", "batch.global_size": 4}
+    finished = gloo.run(world_size, train, LongRows(num_rows=8), {**flags, "scale.workers": world_size})[0]
+    assert [step.loss_scale for step in finished.steps] == [2.0**16] * 2  # no step was skipped
+    assert np.isfinite(finished.grad_norms).all()
 
 
 def test_the_loss_scale_changes_nothing_but_the_rounding():

@@ -7,6 +7,8 @@ import threading
 import time
 from collections import deque
 
+import pytest
+
 from scaleray.training.progress import Progress, Tail, Watchdog, where
 
 
@@ -68,6 +70,72 @@ def test_the_first_step_may_take_longer():
     with dog:
         wait_for(lambda: hangs)
     assert float(hangs[0].split(" for ")[1].split(" s")[0]) >= 1
+
+
+def in_a_function_of(file, release):
+    """Wait inside a function whose code comes from this file."""
+    names = {"release": release}
+    exec(compile("def work():\n    release.wait(30)", file, "exec"), names)
+    names["work"]()
+
+
+def long_since(progress, phase, *, seconds):
+    progress.enter(phase)
+    progress.since = time.monotonic() - seconds
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["/x/torch/_dynamo/convert_frame.py", "/x/torch/_inductor/compile_fx.py", "/x/torch/_inductor/async_compile.py"],
+)
+def test_a_thread_that_compiles_in_the_middle_of_training_is_no_hang_and_says_what_it_does(file):
+    progress, release, beats = Progress(), threading.Event(), []
+    progress.enter("loss")
+    progress.enter("update")
+    progress.finish_step(22)
+    thread = threading.Thread(target=in_a_function_of, args=(file, release))
+    thread.start()
+    progress.thread_id = thread.ident
+    long_since(progress, "loss", seconds=100)
+    dog, hangs, _ = watch(progress, limit_s=50, beat=lambda *beat: beats.append(beat))
+    with dog:
+        wait_for(lambda: len(beats) >= 3)
+        assert hangs == [] and beats[-1][:2] == (22, "compiling")
+        release.set()  # what was compiled runs, and has its time
+        wait_for(lambda: beats[-1][1] == "loss")
+        assert hangs == []
+        progress.since = time.monotonic() - 100  # the next pass compiles nothing
+        wait_for(lambda: hangs)
+    thread.join()
+
+
+def test_a_compiler_that_hangs_is_found_after_three_times_the_limit():
+    progress, release = Progress(), threading.Event()
+    progress.enter("loss")
+    progress.finish_step(22)
+    thread = threading.Thread(target=in_a_function_of, args=("/x/torch/_dynamo/convert_frame.py", release))
+    thread.start()
+    progress.thread_id = thread.ident
+    long_since(progress, "loss", seconds=160)
+    dog, hangs, _ = watch(progress, limit_s=50)
+    with dog:
+        wait_for(lambda: hangs)
+    release.set()
+    thread.join()
+
+
+def test_the_first_evaluation_may_take_as_long_as_a_first_step():
+    progress, beats = Progress(), []
+    progress.enter("loss")
+    progress.finish_step(1)
+    long_since(progress, "evaluation", seconds=100)
+    dog, hangs, _ = watch(progress, limit_s=50, beat=lambda *beat: beats.append(beat))
+    with dog:
+        wait_for(lambda: len(beats) >= 3)
+        assert hangs == []
+        progress.enter("input")
+        long_since(progress, "evaluation", seconds=100)
+        wait_for(lambda: hangs)
 
 
 def test_a_request_to_leave_reaches_the_loop_and_a_deaf_recorder_is_no_reason_to_stop():

@@ -59,7 +59,13 @@ class Renumbered:
 
 
 @pytest.mark.parametrize(
-    "flags", [{}, {"precision.dtype": "fp16"}, {"optimizer.name": "sgd", "optimizer.momentum": 0.9}]
+    "flags",
+    [
+        {},
+        {"precision.dtype": "fp16"},
+        {"precision.dtype": "fp16", "precision.initial_loss_scale": 2.0**20},  # some values overflow
+        {"optimizer.name": "sgd", "optimizer.momentum": 0.9},
+    ],
 )
 def test_a_good_resume_is_bit_identical(tmp_path, flags):
     outcome = check(Place(), Everything(), tmp_path, flags)

@@ -10,9 +10,12 @@ from small_runs import (
     Classify,
     Tokens,
     WithBatchNorm,
+    largest_difference,
     make_job,
+    relative_differences,
     rows,
     same_generators,
+    train,
     train_alone,
     train_in_plain_torch,
 )
@@ -210,7 +213,7 @@ def test_the_look_at_the_first_batch_leaves_no_trace():
         before = {name: value.clone() for name, value in module.state_dict().items()}
         generator = torch.get_rng_state()
         batch = RankBatch(0, sources["train"].read(np.arange(8)), 8)
-        check_first_batch(workload, module, batch, setup, Place(), gives_tuples=False)
+        check_first_batch(workload, job.config, batch, setup, Place(), gives_tuples=False, micro_batch_size=4)
         assert torch.equal(torch.get_rng_state(), generator)
         assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
         assert all(p.grad is None for p in module.parameters()) and module.training
@@ -232,6 +235,22 @@ def take_steps(workload, flags, num_steps):
             batch = RankBatch(number, columns, plan.num_rows(number))
             results.append(step(batch, num_rows=plan.num_rows(number), want_norm=False))
         return results, [p.grad for p in setup.parallel.module.parameters()]
+
+
+@pytest.mark.parametrize("flags", [{}, {"optimizer.name": "adamw", "batch.micro_size": 4, "optimizer.clip_norm": 0.5}])
+def test_what_happens_in_one_of_many_steps_would_be_seen(flags):
+    flags = {**flags, "stop.after": "150 steps", "optimizer.learning_rate": 0.01}
+    finished, plain = train_alone(Classify(), flags), train_in_plain_torch(Classify(), flags)
+    assert len(finished.losses) == 150
+    assert max(relative_differences(plain.losses, finished.losses)) < 1e-9
+    assert largest_difference(plain.weights, finished.weights) < 1e-9
+
+
+def test_what_happens_in_one_of_many_steps_of_two_workers_would_be_seen(gloo):
+    flags = {"stop.after": "60 steps", "optimizer.learning_rate": 0.01, "batch.micro_size": 2}
+    finished, plain = gloo.run(2, train, Classify(), flags)[0], train_in_plain_torch(Classify(), flags)
+    assert max(relative_differences(plain.losses, finished.losses)) < 1e-9
+    assert largest_difference(plain.weights, finished.weights) < 1e-9
 
 
 def test_gradients_after_clipping_have_the_norm_that_was_asked_for():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from small_runs import Classify, Finished, make_job, same_generators, train_alone
 
+from scaleray.checkpoints.catalog import Catalog
 from scaleray.data import StepStream
 from scaleray.data.stream import local_blocks
 from scaleray.errors import LeftEarly, RunFailedError, ScaleRayError
@@ -13,6 +14,7 @@ from scaleray.records import StepRecord
 from scaleray.training import loop
 from scaleray.training.place import Place
 from scaleray.training.stepwise import (
+    COURSE,
     AskingCheckpointing,
     Decision,
     Ended,
@@ -29,6 +31,7 @@ class Stepwise:
     def __init__(self, flags=None, *, pauses=True, start_from=None, workload=None):
         self.weights, self.losses = {}, []
         job, sources = make_job(workload or Classify(num_rows=26, num_val=5), {**FLAGS, **(flags or {})})
+        self.config = job.config.to_dict()
 
         def open_stream(split, part):
             return StepStream(local_blocks(sources[split.name], part, chunk_bytes=64), part, timeout_s=30)
@@ -41,7 +44,7 @@ class Stepwise:
 
             with same_generators():
                 return loop.run(
-                    job, Place(), open_stream=open_stream, emit=watch, save_weights=self.weights.update,
+                    job, Place(), open_stream=open_stream, emit=watch, save_weights=lambda share: self.weights.update(share.tensors),
                     checkpointing=make_checkpointing(job, Place()),
                 )  # fmt: skip
 
@@ -69,16 +72,16 @@ def test_it_is_the_training_that_does_not_wait_to_the_bit(pauses):
     assert [h.step for h in happened[:-1]] == ([2, 4, 6, 8] if pauses else [])
     course = stepwise.training.course
     assert (course.step, course.samples) == (9, sum(m.num_samples for m in expected.steps))
-    assert [m for _, _, m in stepwise.training.curve] == [e.metrics for e in expected.evaluations]
+    assert [m for _, _, m, _ in stepwise.training.curve] == [e.metrics for e in expected.evaluations]
 
 
 def test_the_curve_counts_samples_and_seconds_of_training():
     stepwise = Stepwise()
     stepwise.to_the_end()
-    samples = [n for n, _, _ in stepwise.training.curve]
+    samples = [n for n, _, _, _ in stepwise.training.curve]
     per_step = [8, 8, 8, 2] * 3  # 26 rows: the last step of an epoch has two
     assert samples == [sum(per_step[:step]) for step in (2, 4, 6, 8, 9)]
-    seconds = [s for _, s, _ in stepwise.training.curve]
+    seconds = [s for _, s, _, _ in stepwise.training.curve]
     assert seconds == sorted(seconds) and seconds[0] > 0
     assert stepwise.training.course.samples_per_s > 0
 
@@ -118,6 +121,11 @@ def test_a_saved_training_goes_on_as_if_it_had_not_been_saved(tmp_path):
     first.training.advance(timeout_s=60)
     first.training.save(str(tmp_path / "state"))
     first.to_the_end()
+    manifest = Catalog.of_run(str(tmp_path / "state")).newest()
+    course = manifest.facts[COURSE]
+    assert (manifest.step, manifest.evaluated_at, course["samples"]) == (4, 4, 26)
+    assert manifest.own_metrics == first.training.curve[1][2] and course["seconds"] == first.training.curve[1][1]
+    assert manifest.facts["config"] == first.config
     second = Stepwise(start_from=str(tmp_path / "state"))
     second.to_the_end()
     assert first.losses[4:] == second.losses

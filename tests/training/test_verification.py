@@ -55,14 +55,14 @@ def test_one_process_repeats_itself_to_the_bit_and_with_accumulation_within_roun
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
-    ("workload", "words"), [(WithDropout, "dropout off: masks differ"), (WithBatchNorm, "BatchNorm frozen")]
+    ("workload", "words"),
+    [(WithDropout, "dropout off: masks differ"), (WithBatchNorm, "one process took the statistics of each worker's")],
 )
-def test_dropout_and_batch_norm_are_judged_without_what_differs_by_design(gloo, workload, words, world_size):
+def test_dropout_and_batch_norm_are_judged_by_what_they_promise(gloo, workload, words, world_size):
     outcome = gloo.run(world_size, judge, workload(num_rows=32), {}, 2)[0]
-    assert outcome.verdict == "equal" and outcome.comparison.largest < 1e-12
+    assert outcome.verdict == "equal" and outcome.comparison.largest < 1e-12, outcome
     assert words in outcome.words
-    if world_size > 1:
-        assert outcome.own.loss > 1e-3  # the model as it is, for information
+    assert outcome.own.largest < 1e-4
 
 
 class FunctionalDropout(Classify):
@@ -198,8 +198,7 @@ def no_warm_up():
 
 def test_replicas_that_do_not_agree_after_their_averaging_are_found(gloo):
     outcome = gloo.run(2, judge_with, forgets_to_average, Classify(), {"local_sgd.sync_every": 2})[0]
-    assert found(outcome)[1] == 2
-    assert outcome.mismatch.quantity == "parameters"
+    assert found(outcome)[:2] == ("averaging of replicas", 2)
 
 
 def test_a_warm_up_that_is_not_ddp_is_found_in_its_first_step(gloo):

@@ -6,13 +6,13 @@ measurements (a column for each precision or framework). What cannot be asked is
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from scaleray.errors import ConfigError, DataError, ScaleRayError
+from scaleray.parsing import load_json
 from scaleray.planner.layout import Layout
 from scaleray.planner.published.fields import number, part, whole
 from scaleray.planner.published.machines import cluster_of, placed_cluster
@@ -58,7 +58,7 @@ def read_folder(folder: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for path in paths:
         try:
-            source = json.loads(path.read_text())
+            source = load_json(path.read_text())
             defaults = source.get("defaults") or {}
             if not {"records", "tables"} & set(source):
                 raise KeyError("records")

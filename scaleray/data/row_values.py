@@ -1,0 +1,190 @@
+"""Random numbers that are drawn while rows are read: found at the start, and seeded for each row.
+
+A Dataset draws its random transforms from the global generators of torch, numpy or `random`. Those belong to the whole
+process: no thread can have its own, and a thread that seeded them would also seed the dropout of the training beside it.
+So a source that draws is read only while nobody else in its process does: by Ray tasks, which run one at a time in
+processes of their own, or by a worker while its training thread waits for the rows (`stream.LocalBlocks`). There the
+generators are seeded before each row, from the run's seed, the split, the epoch and the row (`StepPlan.row_seeds`), and
+put back after the last one. A row is then the same whoever reads it, and training draws what it would have drawn anyway.
+
+Whether a source draws is seen from a few rows; one that does not is read ahead in a thread, at no cost. Random numbers
+from anywhere else (a generator object, the operating system, the clock) cannot be seeded, and are named instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from scaleray.reproducibility.seeding import seed_row
+
+if TYPE_CHECKING:
+    from scaleray.data.sources import Columns, Source
+
+ROWS_LOOKED_AT = 8
+READS = 3  # of each: a flip with a chance of one half shows with 1 - 4^-8
+UNSEEDED = "random numbers are seeded where they come from the global generators of torch, numpy or `random`"
+
+
+@dataclass(frozen=True)
+class RowValues:
+    """Whether the values of a source's rows can be had again. difference: what shows that they cannot, in words."""
+
+    draw_random_numbers: bool = False
+    """From a global generator of torch, numpy or Python, so that reading has to seed it."""
+    difference: str = ""
+
+    @property
+    def are_repeatable(self) -> bool:
+        """The same row in the same epoch of a run with the same seed has the same values, wherever it is read."""
+        return not self.difference
+
+    @property
+    def promise(self) -> str:
+        """What a user can rely on, in words; nothing for rows that are simply stored."""
+        if self.difference:
+            return f"the values of the rows are not repeatable: {self.difference}"
+        return "random transforms follow from seed, epoch and row" if self.draw_random_numbers else ""
+
+
+AS_STORED = RowValues()
+
+
+def row_values_of(source: Source) -> RowValues:
+    """What was found when the source was made; that its rows are simply stored for one that does not say."""
+    found: RowValues = getattr(source, "row_values", AS_STORED)
+    return found
+
+
+def look_at_rows(read_row: Callable[[int], Columns], rows: Sequence[int]) -> RowValues:
+    """Read each of these rows several times under one seed. The generators are afterwards as they were.
+
+    A row that cannot be read is passed over: when its turn comes, that is said with rank and step.
+    """
+    draws = False
+    with generators_kept():
+        for row in rows:
+            found: list[Columns] = []
+            try:
+                for _ in range(READS):
+                    seed_row(row)
+                    before = _states()
+                    found.append(read_row(row))
+                    draws = draws or _have_moved(before)
+            except Exception:
+                continue
+            if (column := _first_difference(found)) is not None:
+                return RowValues(
+                    draws, f"row {row} differs in column {column} when it is read again under the same seed"
+                )
+    return RowValues(draws)
+
+
+def spread_rows(num_rows: int) -> list[int]:
+    """A few rows from the first to the last."""
+    return np.unique(np.linspace(0, num_rows - 1, ROWS_LOOKED_AT).astype(int)).tolist() if num_rows else []
+
+
+def read_alone(source: Source, indices: np.ndarray, seeds: Callable[[], np.ndarray]) -> Columns:
+    """The rows at `indices` (n,) of user code, which may draw random numbers: nobody else in this process may meanwhile.
+
+    seeds: gives one for each row, uint64 (n,).
+    """
+    if not row_values_of(source).draw_random_numbers:
+        with generators_kept():
+            before = _states()
+            columns = source.read(indices)
+            draws = _have_moved(before)
+        if not draws:
+            return columns  # else what the first look found of a few rows does not hold for these
+    reader: Any = source if hasattr(source, "read_seeded") else RowByRow(source)
+    seeded: Columns = reader.read_seeded(indices, seeds())
+    return seeded
+
+
+class RowByRow:
+    """A source of the user's own whose values are not simply stored: read one row at a time, each under its seed.
+
+    One that can only be read in groups of rows is read as it is, as that would read a whole group for every row.
+    """
+
+    def __init__(self, source: Source, row_values: RowValues = RowValues(draw_random_numbers=True)) -> None:
+        self.source, self.row_values = source, row_values
+        self.num_rows, self.row_bytes = source.num_rows, source.row_bytes
+        self.tokens_per_row, self.group_sizes = source.tokens_per_row, source.group_sizes
+
+    def read(self, indices: np.ndarray) -> Columns:
+        """The rows at `indices` (n,), in that order, under one seed."""
+        return self.read_seeded(indices, np.zeros(len(indices), np.uint64))
+
+    def read_seeded(self, indices: np.ndarray, seeds: np.ndarray) -> Columns:
+        """The rows at `indices` (n,), each under its seed, uint64 (n,)."""
+        if not self.row_values.draw_random_numbers or not len(indices):
+            return self.source.read(indices)
+        size = 1 if self.group_sizes is None else len(indices)
+        pieces = []
+        with generators_kept():
+            for start in range(0, len(indices), size):
+                seed_row(int(seeds[start]))
+                pieces.append(self.source.read(indices[start : start + size]))
+        return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+
+    def describe(self) -> dict[str, Any]:
+        """As the source describes itself."""
+        return self.source.describe()
+
+
+def with_row_values(source: Source) -> Source:
+    """A source of the user's own, wrapped where its values have to be seeded or cannot be repeated."""
+    # one row of a source with groups reads a whole group
+    rows = spread_rows(source.num_rows) if source.group_sizes is None else [0][: source.num_rows]
+    found = look_at_rows(lambda row: source.read(np.array([row])), rows)
+    if found.draw_random_numbers and found.are_repeatable and source.group_sizes is not None:
+        found = RowValues(True, f"{type(source).__name__} draws random numbers, and is read in groups of rows")
+    return source if found == AS_STORED else RowByRow(source, found)
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """Whatever is drawn or seeded inside leaves the global generators as they were, those of GPUs included."""
+    # all of them: in a thread that reads, the current GPU need not be the one of the training
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    from_torch, from_numpy, from_python = _states()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(from_torch)
+        np.random.set_state(from_numpy)
+        random.setstate(from_python)
+        if gpus:
+            torch.cuda.set_rng_state_all(gpus)
+
+
+def _states() -> tuple[torch.Tensor, Any, Any]:
+    # not seeding.random_state, which makes tensors for checkpoints: ten times slower, and this is done every step
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def _have_moved(before: tuple[torch.Tensor, Any, Any]) -> bool:
+    from_torch, from_numpy, from_python = _states()
+    same_numpy = all(np.array_equal(ours, theirs) for ours, theirs in zip(from_numpy, before[1], strict=True))
+    return not (torch.equal(from_torch, before[0]) and same_numpy and from_python == before[2])
+
+
+def _first_difference(reads: list[Columns]) -> str | None:
+    """The first column that is not the same in all of these, by shape, type and bits."""
+    first, *others = reads
+    for name, values in first.items():
+        for other in others:
+            theirs = other.get(name)
+            if theirs is None or (values.dtype, values.shape) != (theirs.dtype, theirs.shape):
+                return name
+            if values.tobytes() != theirs.tobytes():
+                return name
+    return None

@@ -1,0 +1,174 @@
+"""A run that goes on: what its files and MLflow have of it, what they can give each other back, and what is lost.
+
+steps.csv has every step, MLflow every point that it was given. Either may lack some: a process is killed between two writes,
+a server is away, a file is damaged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from scaleray import metric_names as names
+from scaleray.checkpoints.storage import Store
+from scaleray.errors import TrackingError, first_line
+from scaleray.records import StepRecord
+from scaleray.tracking.points import Point, Points
+from scaleray.tracking.run_description import RunDescription
+from scaleray.tracking.spool import Spool
+from scaleray.tracking.steps_file import StepsFile, in_words
+from scaleray.tracking.store import Operation, without_password
+
+NEEDED = ("num_samples", "learning_rate", "step_time_s", "epoch", "world_size", "recorded_at")
+"""What a row must have to make points; rows that came from MLflow, and those of older versions, lack some."""
+EXACT = {
+    names.LOSS.name: "loss", names.LEARNING_RATE.name: "learning_rate", names.GRAD_NORM.name: "grad_norm",
+    names.EPOCH.name: "epoch", names.WORKERS.name: "world_size",
+}  # fmt: skip
+"""Metrics whose points are figures of one step, with their column. Rates are means over several."""
+
+
+@dataclass(frozen=True)
+class KnownRun:
+    """What MLflow has of a run. last_steps: of each metric. steps: those whose loss is there."""
+
+    last_steps: dict[str, int]
+    steps: set[int]
+    all_tags: dict[str, str]
+
+    def tags(self, prefix: str) -> list[str]:
+        """Values of the tags that begin so, in the order of their names."""
+        return [text for name, text in sorted(self.all_tags.items()) if name.startswith(prefix)]
+
+
+class Recovery:
+    """Works on the recorder's own files and points, in its thread. say: takes sentences on what was damaged or lost."""
+
+    def __init__(
+        self, description: RunDescription, steps: StepsFile, points: Points, spool: Spool, *, say: Callable[[str], None]
+    ) -> None:
+        self.description, self.steps, self.points, self.spool, self._say = description, steps, points, spool, say
+
+    def ask_mlflow(self) -> KnownRun:
+        """What MLflow has of this run. Raises TrackingError where it does not say: points would be doubled."""
+        store = self.spool.store
+        assert store is not None, "the run is open"
+        try:
+            steps = {step for *_, step in store.history(names.LOSS.name)}
+            return KnownRun(store.last_steps(), steps, store.tags("scaleray."))
+        except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
+            raise TrackingError(
+                "MLflow at", without_password(store.uri), f"it does not say what run {store.run_id} has: {first_line(exc)}",
+                "resume when it answers",
+            ) from exc  # fmt: skip
+
+    def send_what_mlflow_lacks(self, known: KnownRun) -> list[Operation]:
+        """Take over what the interrupted process could not send; gives what else its files have and MLflow has not."""
+        d = self.description
+        self.points.known = dict(known.last_steps)
+        if self.steps.damage:
+            self._say(f"{self.steps.path.name} was damaged: {self.steps.damage}{self._kept_as()}")
+        self._mend_small_files()
+        self.spool.take_over(d.run_path if d.run_path != d.work_dir else None, self.points.known)
+        kept = {step for name, *_, step in self.spool.points() if name == names.LOSS.name}
+        lacking = points_of(
+            self.steps.rows(), known.steps | kept, every_steps=d.every_steps, tokens_per_sample=d.tokens_per_sample
+        )
+        if not lacking:
+            return []
+        for name, *_, step in lacking:
+            self.points.known[name] = max(step, self.points.known.get(name, -1))
+        steps = sorted({step for *_, step in lacking})
+        self._say(
+            f"MLflow lacked {len(steps)} of the steps {steps[0]} to {steps[-1]}, which {self.steps.path.name} has: sent again"
+        )
+        return [{"op": "metrics", "points": lacking}]
+
+    def mend_steps(self, after: int) -> None:
+        """Training goes on after this step: give steps.csv back what it lacks before, as far as MLflow has it."""
+        lacks = self.steps.lacks(after)
+        wanted = {step for first, last in lacks for step in range(first, last + 1)}
+        points, problem = self.spool.points(), ""
+        try:
+            if wanted and self.spool.store is not None:
+                points += [point for name in EXACT for point in self.spool.store.history(name)]
+        except Exception as exc:  # whatever MLflow raises, training goes on
+            problem = f"MLflow could not be asked for them ({type(exc).__name__})"
+        found = rows_of(points, wanted)
+        if found and self.steps.kept_as is None:
+            self.steps.keep_damaged()
+        self.steps.mend(after, found)
+        if lacks:
+            told = problem or f"MLflow had {len(found) or 'none'} of them"
+            told += ", which are back without what it does not keep of a step" if found else ""
+            left = self.steps.lacks(after)
+            told += f"; steps {in_words(left)} are lost" if left else ""
+            self._say(f"{self.steps.path.name} lacked steps {in_words(lacks)}: {told}{self._kept_as()}")
+
+    def _mend_small_files(self) -> None:
+        """Write config.yaml and derived.yaml anew where they hold nothing that can be read."""
+        d = self.description
+        place, here = Store(d.run_path or d.work_dir), Store(d.work_dir)
+        for name, text in d.files.items():
+            content = b""
+            with contextlib.suppress(OSError):
+                content = place.read(name)
+            if _is_yaml_mapping(content):
+                continue
+            if content:
+                here.write(f"{name}.damaged", [content])
+                self._say(f"{name} was damaged, and is written anew; the old one is kept as {name}.damaged")
+            here.write_text(name, text)
+
+    def _kept_as(self) -> str:
+        return f"; it is kept as {self.steps.kept_as.name}" if self.steps.kept_as is not None else ""
+
+
+def rows_of(points: Iterable[Point], steps: Collection[int]) -> dict[int, dict[str, Any]]:
+    """Rows of steps.csv by step, from points of MLflow. What MLflow does not keep of a step stays empty."""
+    rows: dict[int, dict[str, Any]] = {}
+    for name, value, timestamp, step in points:
+        if step in steps and name in EXACT:
+            row = rows.setdefault(step, {"step": step, "is_finite": True, "recorded_at": timestamp / 1000})
+            row[EXACT[name]] = int(value) if name == names.WORKERS.name else value
+            if name == names.LOSS.name:
+                row["is_finite"] = math.isfinite(value)
+    return {step: row for step, row in rows.items() if "loss" in row}
+
+
+def points_of(
+    rows: Iterable[Mapping[str, str]], logged: Collection[int], *, every_steps: int, tokens_per_sample: int | None
+) -> list[Point]:
+    """The points that rows of steps.csv make, without those of steps in `logged`, whose loss MLflow has."""
+    found: list[Point] = []
+    points = Points(every_steps=every_steps, tokens_per_sample=tokens_per_sample)
+    num_nonfinite = 0
+    for row in rows:
+        if all(row[column] for column in NEEDED) and float(row["step_time_s"]) > 0:
+            record = _record(row)
+            num_nonfinite += not record.is_finite
+            points.add_step(record, num_nonfinite=num_nonfinite)
+            new = points.take()
+            found += new if record.step not in logged else []
+    return found
+
+
+def _record(row: Mapping[str, str]) -> StepRecord:
+    return StepRecord(
+        step=int(row["step"]), loss=float(row["loss"]), count=float(row["count"] or math.nan), num_samples=int(float(row["num_samples"])),
+        learning_rate=float(row["learning_rate"]), grad_norm=float(row["grad_norm"]) if row["grad_norm"] else None,
+        step_time_s=float(row["step_time_s"]), input_wait_s=float(row["input_wait_s"] or 0.0), epoch=float(row["epoch"]),
+        is_finite=row["is_finite"] == "True", world_size=int(float(row["world_size"])), recorded_at=float(row["recorded_at"]),
+    )  # fmt: skip
+
+
+def _is_yaml_mapping(content: bytes) -> bool:
+    try:
+        return isinstance(yaml.safe_load(content), dict)
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return False

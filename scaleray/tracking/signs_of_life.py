@@ -1,0 +1,38 @@
+"""What a recorder knows of the workers beside their records: that they live, what they do, and whether they shall stop."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from scaleray.records import Heartbeat
+
+
+class SignsOfLife:
+    """The heartbeats of all ranks, each answered with what was asked of the workers."""
+
+    def __init__(self) -> None:
+        self._stop_requested = False
+        self._heartbeats: dict[int, tuple[float, Heartbeat]] = {}
+        self._beaten_at = time.monotonic()
+
+    def beat(self, heartbeat: Heartbeat) -> bool:
+        """Take a sign of life; true when the workers should save and leave."""
+        self._beaten_at = time.monotonic()
+        self._heartbeats[heartbeat.rank] = self._beaten_at, heartbeat
+        return self._stop_requested
+
+    def heartbeats(self) -> list[Heartbeat]:
+        """The last sign of life of every rank."""
+        now, known = time.monotonic(), dict(self._heartbeats)  # others of its threads add to it
+        _, newest = max(known.values(), key=lambda pair: pair[0], default=(0.0, None))
+        beats = [replace(beat, silent_s=now - at) for _, (at, beat) in sorted(known.items())]
+        return [beat for beat in beats if newest and beat.rank < newest.world_size]  # others are of a larger group
+
+    def silent_s(self) -> float:
+        """Seconds since the last sign of life of any worker."""
+        return time.monotonic() - self._beaten_at
+
+    def request_stop(self) -> None:
+        """Ask the workers to save and leave."""
+        self._stop_requested = True

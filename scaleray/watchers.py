@@ -1,0 +1,90 @@
+"""What only watches a training, and the one guard that keeps it from ending it.
+
+A watcher looks at a training, or tells somebody of it, and decides nothing: without it the weights come out the same to the bit. Whoever adds
+one gives it a name here and calls it through a `Guard`. What decides or is a result (evaluations, checkpoints, final weights) is no watcher, and
+neither is the recorder as a whole: a run that nobody writes down is not worth its time, and its loss ends the run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from scaleray.errors import first_line
+
+T = TypeVar("T")
+
+
+class Watcher(StrEnum):
+    """Everything that watches, under the name that a user reads."""
+
+    SYSTEM_METRICS = "system metrics"
+    MEMORY = "memory report"
+    NOISE = "gradient noise scale"
+    FIGURES = "figures of a step"
+    NOTES = "notes"
+    SUMMARY = "summary"
+    MESSAGES = "messages to the recorder"
+    DISPLAY = "display"
+    RECORDING = "recorded messages"
+    RECORD = "record's extras"
+
+
+RETRIED = frozenset({Watcher.MESSAGES, Watcher.DISPLAY, Watcher.RECORDING})
+"""Where each call stands alone: one that fails loses its message, and the next one is tried all the same."""
+
+
+class Guard:
+    """Calls watchers. What one raises is said once, with what is lost; after that it is not called any more.
+
+    say: takes the sentence; None, or where it fails itself, is the log. Not for several threads, whose worst is a doubled sentence.
+    """
+
+    def __init__(self, say: Callable[[str], None] | None = None) -> None:
+        self._say = say
+        self._failed: set[tuple[Watcher, str]] = set()
+
+    def __call__(self, watcher: Watcher, look: Callable[[], T], otherwise: Any, *, part: str = "") -> T:
+        """What `look` gives, or `otherwise` if it fails or has failed before. part: of a watcher, that can fail alone."""
+        if (watcher, part) in self._failed and watcher not in RETRIED:
+            return otherwise
+        try:
+            return self._call(watcher, look)
+        except Exception as exc:  # whatever it is: a driver's, a library's or our own slip
+            if (watcher, part) not in self._failed:
+                self._failed.add((watcher, part))
+                self._tell(_sentence(watcher, part, exc), exc)
+            return otherwise
+
+    def has_failed(self, watcher: Watcher) -> bool:
+        """Whether a watcher, or a part of it, is not called any more."""
+        return any(failed is watcher for failed, _ in self._failed)
+
+    def wrapped(self, watcher: Watcher, function: Callable[..., Any]) -> Callable[..., None]:
+        """A function whose result nobody needs, guarded."""
+
+        def guarded(*args: Any, **kwargs: Any) -> None:
+            self(watcher, lambda: function(*args, **kwargs), None)
+
+        return guarded
+
+    def _call(self, watcher: Watcher, look: Callable[[], T]) -> T:
+        return look()  # a place of its own, where a test can make any watcher fail
+
+    def _tell(self, text: str, exc: Exception) -> None:
+        try:
+            if self._say is not None:
+                return self._say(text)
+        except Exception:  # whoever would say it watches too
+            pass
+        logging.getLogger(__name__).warning(text, exc_info=exc)
+
+
+def _sentence(watcher: Watcher, part: str, exc: Exception) -> str:
+    reason = f"{type(exc).__name__}: {first_line(exc)}"
+    what = f"{watcher} ({part})" if part else watcher
+    if watcher in RETRIED:
+        return f"{what}: at least one is lost ({reason}); the training goes on"
+    return f"{what}: not watched any more ({reason}); the training goes on without"
