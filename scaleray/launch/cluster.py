@@ -10,6 +10,7 @@ import importlib
 import logging
 import os
 import socket
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,12 +108,22 @@ def set_auth_mode(address: str | None = None) -> None:
 
     address: of the cluster; None: that of RAY_ADDRESS, or a local one.
     """
-    if "RAY_AUTH_MODE" in os.environ:
+    if "RAY_AUTH_MODE" in os.environ or _is_connected():
         return
     has_token = any(v in os.environ for v in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")) or token_file().exists()
     connects = (address or os.environ.get("RAY_ADDRESS", "local")) != "local"
     # a cluster that we start gets a token of its own if there is none; one that we join without a token has none
     os.environ["RAY_AUTH_MODE"] = "disabled" if connects and not has_token else "token"
+    if "ray._raylet" in sys.modules:  # it read the mode when it was imported, and needs to be told to read it again
+        from ray._raylet import AuthenticationTokenLoader, Config
+
+        Config.initialize("")
+        AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _is_connected() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()
 
 
 def token_file() -> Path:

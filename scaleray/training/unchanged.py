@@ -43,7 +43,9 @@ def unchanged_buffers(workload: Any, module: nn.Module) -> Iterator[None]:
     buffers = [(part, name, b) for part in module.modules() for name, b in part._buffers.items() if b is not None]
     values = [local_part(b).detach().clone() for _, _, b in buffers]
     holders = [*module.modules(), *([workload] if hasattr(workload, "__dict__") else [])]
-    plain = [(holder, {k: v for k, v in vars(holder).items() if isinstance(v, PLAIN)}) for holder in holders]
+    plain = [
+        (holder, set(vars(holder)), {k: v for k, v in vars(holder).items() if isinstance(v, PLAIN)}) for holder in holders
+    ]
     extra = [(part, copy.deepcopy(part.get_extra_state())) for part in module.modules() if _has_extra_state(part)]
     has_state = callable(getattr(workload, "state_dict", None)) and callable(getattr(workload, "load_state_dict", None))
     state = copy.deepcopy(workload.state_dict()) if has_state else None
@@ -56,8 +58,12 @@ def unchanged_buffers(workload: Any, module: nn.Module) -> Iterator[None]:
                 local_part(buffer).copy_(value)
         if has_state:
             workload.load_state_dict(state)
-        for holder, attributes in plain:
-            vars(holder).update(attributes)
+        for holder, names, attributes in plain:
+            now = vars(holder)
+            # a counter that begins as an attribute of the class is one of the instance from its first count on
+            for name in [name for name, value in now.items() if name not in names and isinstance(value, PLAIN)]:
+                del now[name]
+            now.update(attributes)
         for part, value in extra:
             part.set_extra_state(value)
 

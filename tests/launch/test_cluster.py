@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from scaleray.config import load_config
@@ -51,3 +55,23 @@ def test_following_the_advice_makes_the_run_fit():
 def test_input_tasks_share_the_reserved_cpus():
     assert input_cpus(config(**{"scale.workers": 4, "data.reserved_cpus": 1})) == 0.25
     assert input_cpus(config(**{"scale.workers": 4, "data.reserved_cpus": 0})) > 0
+
+
+AFTER_RAY = """
+import ray
+from ray._raylet import get_authentication_mode, AuthenticationMode
+from scaleray.launch.cluster import set_auth_mode
+if {is_connected}:
+    ray.is_initialized = lambda: True
+set_auth_mode()
+print(get_authentication_mode() == AuthenticationMode.TOKEN)
+"""
+
+
+@pytest.mark.parametrize("is_connected", [False, True])
+def test_a_script_that_imports_ray_first_talks_to_our_cluster_with_its_token(is_connected):
+    # Ray reads the mode when it is imported; without it the driver could not reach the head that it starts
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    command = [sys.executable, "-c", AFTER_RAY.format(is_connected=is_connected)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(not is_connected), "a connection that is there keeps its mode"

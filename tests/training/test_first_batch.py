@@ -19,7 +19,7 @@ STEP = {"stop.after": "1 steps"}
 class Trained(Classify):
     """Dropout, batch statistics, counters, a loss with a state and a teacher that follows the student within the loss."""
 
-    num_losses = 0
+    num_losses = num_of_class = 0
 
     def build_model(self):
         model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
@@ -29,6 +29,7 @@ class Trained(Classify):
 
     def loss(self, model, batch):
         self.num_losses += 1
+        self.num_of_class += 1
         model.num_passes += 1
         with torch.no_grad():
             model.teacher.weight.mul_(0.9)
@@ -56,6 +57,7 @@ def test_it_leaves_no_trace_in_parameters_buffers_counters_generators_or_the_wor
         assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
         assert all(p.grad is None for p in module.parameters())
         assert module.training and module.num_passes == 0 and workload.num_losses == 0
+        assert workload.num_of_class == 0 and "num_of_class" not in vars(workload)
 
 
 def test_a_loss_in_training_mode_alone_trains_and_is_evaluated_by_metrics():

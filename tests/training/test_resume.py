@@ -125,7 +125,7 @@ def test_a_run_resumes_on_another_number_of_workers(gloo, tmp_path, before, afte
 
 
 def test_every_field_of_the_setup_is_saved_or_has_no_state():
-    stateless = {"parameters", "num_parameters", "initial_hash", "compilation", "undo"}
+    stateless = {"parameters", "num_parameters", "initial_hash", "compilation", "in_use", "undo"}
     fields = {field.name for field in dataclasses.fields(Setup)}
     assert fields == SETUP_ITEMS.keys() | stateless, "a new field of Setup holds state or not: say which"
     assert set(SETUP_ITEMS.values()) <= set(ITEMS)
