@@ -126,6 +126,9 @@ class Quieted:
         return model
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
+        if self._what == self.EVERYTHING:
+            for module in model.modules():  # a strategy may have put in others since the model was built
+                module.training = False
         result = self._workload.loss(model, batch) if not self._is_cut(batch) else self._loss_of_parts(model, batch)
         if isinstance(result, tuple) and isinstance(result[0], torch.Tensor):
             self.loss_dtype = str(result[0].dtype).removeprefix("torch.")
