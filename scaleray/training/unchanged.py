@@ -44,7 +44,8 @@ def unchanged_buffers(workload: Any, module: nn.Module) -> Iterator[None]:
     values = [local_part(b).detach().clone() for _, _, b in buffers]
     holders = [*module.modules(), *([workload] if hasattr(workload, "__dict__") else [])]
     plain = [
-        (holder, set(vars(holder)), {k: v for k, v in vars(holder).items() if isinstance(v, PLAIN)}) for holder in holders
+        (holder, set(vars(holder)), {k: v for k, v in vars(holder).items() if isinstance(v, PLAIN)})
+        for holder in holders
     ]
     extra = [(part, copy.deepcopy(part.get_extra_state())) for part in module.modules() if _has_extra_state(part)]
     has_state = callable(getattr(workload, "state_dict", None)) and callable(getattr(workload, "load_state_dict", None))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -23,6 +22,7 @@ from scaleray.training import loop, model_setup, optimizers
 from scaleray.training import state as state_module
 from scaleray.training.evaluation import Evaluator
 from scaleray.training.job import TrainJob
+from scaleray.training.named_sums import NamedSums
 from scaleray.training.state import Rates, TrainState
 from scaleray.training.step import TrainStep
 
@@ -193,39 +193,19 @@ def placeholder_is_measured():
 
 
 def evaluating(change):
-    """Evaluators sum over workers with `change(values)` before the sum."""
-
-    def make(original):
-        def run(self):
-            place = SimpleNamespace(
-                device=self.place.device, all_reduce=lambda values: self_place.all_reduce(change(values))
-            )
-            self_place, self.place = self.place, place
-            try:
-                return original(self)
-            finally:
-                self.place = self_place
-
-        return run
-
-    return instead(Evaluator, "run", make)
+    """Workers bring `change(sums)` where the sums and counts of an evaluation are added up."""
+    return instead(NamedSums, "__call__", lambda original: lambda self, own: original(self, change(own)))
 
 
 @planted("training/evaluation.py, run", "the ranks' means are averaged", "evaluation", workload=EVALUATED)
 def evaluation_averages_means():
-    def means(values):
-        return [
-            v / c if n % 2 == 0 else 1.0
-            for n, (v, c) in enumerate((values[m], values[m | 1]) for m in range(len(values)))
-        ]
-
-    with evaluating(means):
+    with evaluating(lambda own: {name: (total / max(count, 1.0), 1.0) for name, (total, count) in own.items()}):
         yield
 
 
 @planted("training/evaluation.py, run", "only rank 0's part of the split is measured", "evaluation", workload=EVALUATED)
 def evaluation_of_one_part():
-    with evaluating(lambda values: [v if dist.get_rank() == 0 else 0.0 for v in values]):
+    with evaluating(lambda own: {name: pair if dist.get_rank() == 0 else (0.0, 0.0) for name, pair in own.items()}):
         yield
 
 
