@@ -30,7 +30,7 @@ def judge_all(
     place: Place, workload: Any, flags: dict[str, Any], accumulations: tuple[int, ...], steps: int = STEPS
 ) -> list[Outcome]:
     """The outcomes of several numbers of micro-batches."""
-    reference, sources = _variant(workload, flags, 1, 1, steps)
+    reference, sources = _variant(workload, {**flags, "strategy.name": "auto"}, 1, 1, steps)
     others = tuple(_variant(workload, flags, place.world_size, n, steps)[0] for n in accumulations)
     opener = stream_opener(reference.job, sources, lambda message: None)
     return verify_group(place, Assignment(reference, others, 1e-9), {}, open_stream=opener)[0]

@@ -18,7 +18,7 @@ from scaleray import Workload
 class Recorded(Workload):
     """Classification with dropout and BatchNorm, so that every kind of state matters to the bits of the result.
 
-    folder: for the diaries, one file a process, a line for every step that it begins. A file `hang-RANK` there makes that
+    folder: for the diaries, one file a process, a line for every step before its backward pass. A file `hang-RANK` there makes that
     rank hang in its next step. pause_s: length of a step, long enough for a fault to hit a chosen one. plain: neither
     dropout nor BatchNorm, so that the result does not depend on the number of workers beyond rounding.
     """
@@ -43,10 +43,11 @@ class Recorded(Workload):
         return {"train": rows, "val": {name: values[:50] for name, values in rows.items()}}
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-        if model.training:
-            self._begin_step(batch["id"].tolist())
         logits = model(batch["x"])
-        return nn.functional.cross_entropy(logits, batch["label"], reduction="sum"), len(batch["label"])
+        total = nn.functional.cross_entropy(logits, batch["label"], reduction="sum")
+        if model.training:  # used is what has gradients: the look at the first batch has none
+            total.register_hook(lambda gradient: self._note_step(batch["id"].tolist()))
+        return total, len(batch["label"])
 
     def state_dict(self) -> dict[str, int]:
         return {"steps": self.steps}
@@ -54,7 +55,7 @@ class Recorded(Workload):
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.steps = state["steps"]
 
-    def _begin_step(self, ids: list[int]) -> None:
+    def _note_step(self, ids: list[int]) -> None:
         self.steps += 1
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         entry = {

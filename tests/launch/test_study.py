@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import multiprocessing
+import os
 from pathlib import Path
 
 import pytest
@@ -318,7 +319,7 @@ def test_a_process_whose_driver_was_killed_ends_without_a_word(monkeypatch):
     ours.send((1, 1, 5.0))
     ours.send_bytes(content.getvalue())
     ours.close()
-    gloo._serve(0, 0, gloo.UserCode(None, {}, None, "a workload"), theirs)
+    gloo._serve(0, 0, gloo.UserCode(None, {}, None, "a workload"), theirs, dict(os.environ))
 
 
 # real workers

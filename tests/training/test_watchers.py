@@ -281,7 +281,7 @@ def train_with(emit, folder):
     with same_generators():
         loop.run(
             job, Place(), open_stream=stream_opener(job, sources, emit), emit=emit, checkpointing=checkpointing,
-            save_weights=weights.update,
+            save_weights=lambda share: weights.update(share.tensors),
         )  # fmt: skip
     return weights
 

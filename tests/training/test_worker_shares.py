@@ -55,10 +55,15 @@ def assert_same_training(finished, plain, *, within=1e-9):
 class Counting(TiedAndFrozen):
     """Writes down the size of every micro-batch that is trained on."""
 
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.sizes = []
+
     def loss(self, model, batch):
-        if model.training:
-            self.sizes = [*getattr(self, "sizes", []), len(batch["real"])]
-        return super().loss(model, batch)
+        total, count = super().loss(model, batch)
+        if model.training:  # the look at the first batch has no backward pass
+            total.register_hook(lambda gradient: self.sizes.append(len(batch["real"])))
+        return total, count
 
 
 # exactness
