@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -220,10 +221,20 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         code = run_command(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read the output has seen enough, such as `head`
+    except BrokenPipeError:
+        if not _has_lost_its_reader(sys.stdout.fileno()):
+            raise
+        # whoever read the output has seen enough, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more when it exits
         code = 1
     sys.exit(code)
+
+
+def _has_lost_its_reader(output: int) -> bool:
+    """Whether this end of a pipe has nobody at the other one."""
+    watch = select.poll()
+    watch.register(output, 0)
+    return any(state & select.POLLERR for _, state in watch.poll(0))
 
 
 def _make_early_ends_failures() -> None:

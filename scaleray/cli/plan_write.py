@@ -8,6 +8,7 @@ import yaml
 
 from scaleray.config import load_config
 from scaleray.errors import ConfigError, StorageError
+from scaleray.parsing import load_yaml
 from scaleray.planner.advise import Advice
 from scaleray.planner.write import config_keys, is_runnable
 
@@ -27,7 +28,7 @@ def write_config(advice: Advice, config: Path | None, path: Path) -> list[str]:
             "plan without tp or without pp, and without ep",
         )
     chosen = next((choice for choice in runnable if choice.fits == "fits"), runnable[0])
-    given = yaml.safe_load(config.read_text()) if config else {}
+    given = load_yaml(config.read_text()) if config else {}
     in_tokens = (given.get("batch") or {}).get("unit") == "tokens"
     keys = config_keys(chosen.layout, tokens_per_sample=advice.question.model.tokens_per_sample if in_tokens else None)
     for section, values in keys.items():

@@ -115,7 +115,7 @@ def set_auth_mode(address: str | None = None) -> None:
     # a cluster that we start gets a token of its own if there is none; one that we join without a token has none
     os.environ["RAY_AUTH_MODE"] = "disabled" if connects and not has_token else "token"
     if "ray._raylet" in sys.modules:  # it read the mode when it was imported, and needs to be told to read it again
-        from ray._raylet import AuthenticationTokenLoader, Config
+        from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined] # not in its stubs
 
         Config.initialize("")
         AuthenticationTokenLoader.instance().reset_cache()

@@ -12,11 +12,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from scaleray import metric_names as names
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import TrackingError, first_line
+from scaleray.parsing import load_yaml
 from scaleray.records import StepRecord
 from scaleray.tracking.points import Point, Points
 from scaleray.tracking.run_description import RunDescription
@@ -169,6 +168,6 @@ def _record(row: Mapping[str, str]) -> StepRecord:
 
 def _is_yaml_mapping(content: bytes) -> bool:
     try:
-        return isinstance(yaml.safe_load(content), dict)
-    except (yaml.YAMLError, UnicodeDecodeError):
+        return isinstance(load_yaml(content.decode()), dict)
+    except ValueError:
         return False

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 import textwrap
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -300,3 +302,14 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback():
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_broken_pipe_to_another_process_is_not_taken_for_a_reader_that_left(monkeypatch):
+    command_line = importlib.import_module("scaleray.cli.main")  # the package has a function of that name
+    monkeypatch.setattr(command_line, "run_command", mock.Mock(side_effect=BrokenPipeError("a worker is gone")))
+    monkeypatch.setattr(command_line, "_make_early_ends_failures", lambda: None)
+    reader, writer = os.pipe()
+    with open(writer, "w") as output, open(reader):
+        monkeypatch.setattr(sys, "stdout", output)
+        with pytest.raises(BrokenPipeError, match="a worker is gone"):
+            command_line.main([])
