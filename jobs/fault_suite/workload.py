@@ -43,6 +43,8 @@ class Recorded(Workload):
         return {"train": rows, "val": {name: values[:50] for name, values in rows.items()}}
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        if model.training:
+            self._hang_if_told()
         logits = model(batch["x"])
         total = nn.functional.cross_entropy(logits, batch["label"], reduction="sum")
         if model.training:  # used is what has gradients: the look at the first batch has none
@@ -57,7 +59,7 @@ class Recorded(Workload):
 
     def _note_step(self, ids: list[int]) -> None:
         self.steps += 1
-        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        rank, size = _rank(), dist.get_world_size() if dist.is_initialized() else 1
         entry = {
             "step": self.steps,
             "rank": rank,
@@ -70,9 +72,15 @@ class Recorded(Workload):
             diary.write(json.dumps(entry) + "\n")
         if self.steps % 10 == 1:
             print(f"training step {self.steps} on rank {rank}", flush=True)
-        order = Path(self.folder, f"hang-{rank}")
+        time.sleep(self.pause_s)
+
+    def _hang_if_told(self) -> None:
+        order = Path(self.folder, f"hang-{_rank()}")
         if order.exists():
-            order.rename(Path(self.folder, f"hung-{rank}-{self.steps}"))
+            order.rename(Path(self.folder, f"hung-{_rank()}-{self.steps + 1}"))
             while True:
                 time.sleep(0.1)
-        time.sleep(self.pause_s)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -46,7 +46,7 @@ def test_a_killed_worker_is_named_once_with_its_last_lines(ray_session, tmp_path
 @pytest.mark.ray
 def test_an_error_of_the_workload_is_not_tried_again_unless_training_got_further(ray_session, tmp_path):
     said = []
-    options = {"scale.max_failures": 3, "workload.args": {"at_call": 1}}
+    options = {"scale.max_failures": 3, "workload.args": {"at_call": 1, "how": "backward"}}
     with pytest.raises(RunFailedError, match="the user's own mistake"):
         scaleray.train(settings(tmp_path / "first", "Failing", **options), show=said.extend)
     assert not any("starting again" in getattr(message, "text", "") for message in said)
