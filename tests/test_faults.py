@@ -43,7 +43,7 @@ def test_workers_with_their_controller_three_times_and_the_recorder_leave_one_ru
     assert {fault["run"] for fault in injected} == {1}, "all in one run"
 
 
-@pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_killed_worker_a_flipped_bit_and_a_hang_leave_no_trace(tmp_path):
     kinds = ["worker killed", "shard bit flipped", "hang in user code"]

@@ -44,12 +44,12 @@ def test_a_transformer_equals_one_process(gloo, tie_head, sequence_parallel, wor
     assert finished.evaluations[-1].metrics == pytest.approx(alone.evaluations[-1].metrics, rel=1e-12)
 
 
-def test_heads_that_share_keys_on_four_workers(gloo):
+@pytest.mark.parametrize(("size", "num_kv_heads"), [pytest.param(4, 4, marks=pytest.mark.slow), (2, 2)])
+def test_heads_that_share_keys(gloo, size, num_kv_heads):
     recipe = {**ADAMW, "stop.after": "3 steps"}
-    for size, num_kv_heads in ((4, 4), (2, 2)):
-        workload = SmallTransformer(num_heads=4, num_kv_heads=num_kv_heads, width=32)
-        finished = gloo.run(size, train, workload, {**recipe, **TENSOR, "tensor.size": size})[0]
-        assert_same_training(finished, train_in_plain_torch(workload, recipe))
+    workload = SmallTransformer(num_heads=4, num_kv_heads=num_kv_heads, width=32)
+    finished = gloo.run(size, train, workload, {**recipe, **TENSOR, "tensor.size": size})[0]
+    assert_same_training(finished, train_in_plain_torch(workload, recipe))
 
 
 def test_a_replica_with_a_row_less_takes_part_in_every_pass(gloo):

@@ -163,10 +163,10 @@ def statistics_of_each_rank():
 @planted("strategies/ddp.py, apply", "statistics move twice in a step", "norm", workload=NORM)
 def statistics_move_twice():
     def make(original):
-        def twice(self, model, piece):
+        def twice(self, run, piece):
             with torch.no_grad():
-                self.workload.loss(model, piece.batch)
-            return original(self, model, piece)
+                run(lambda model: self.workload.loss(model, piece.batch))
+            return original(self, run, piece)
 
         return twice
 

@@ -366,7 +366,9 @@ def pruned_on_one_rank():
 # types
 
 
-@planted("strategies/fsdp.py, _precision", "gradients are reduced in bf16", "dtype", strategy="fsdp", workload=rows())
+@planted(
+    "strategies/fsdp.py, mixed_precision", "gradients are reduced in bf16", "dtype", strategy="fsdp", workload=rows()
+)
 def sharded_gradients_in_bf16():
     def make(original):
         def narrow(config, dtype):
@@ -376,7 +378,7 @@ def sharded_gradients_in_bf16():
 
         return narrow
 
-    with instead(fsdp, "_precision", make):
+    with instead(fsdp, "mixed_precision", make):
         yield
 
 
