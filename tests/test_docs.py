@@ -74,7 +74,7 @@ def test_the_tutorials_plain_script_runs(folder, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_tutorials_longer_commands_run_as_written(folder):
     write(folder, "docs/tutorial.md", "my_digits.py", "my_digits.yaml")
     for command in [*blocks("docs/tutorial.md", "on-ray"), *blocks("docs/tutorial.md", "slow")]:

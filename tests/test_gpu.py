@@ -14,7 +14,7 @@ from scaleray.config.scale import PrecisionSettings
 from scaleray.errors import ConfigError
 from scaleray.training.float8 import check_device, convert
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parent.parent
 

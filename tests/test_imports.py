@@ -16,7 +16,7 @@ REPORT = f"import sys; print('heavy:', *[m for m in {HEAVY} if m in sys.modules]
 def loaded_after(statements):
     """Which of the heavy libraries a fresh interpreter has imported after these statements."""
     done = subprocess.run(
-        [sys.executable, "-c", f"{statements}\n{REPORT}"], capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[1],
+        [sys.executable, "-c", f"{statements}\n{REPORT}"], capture_output=True, text=True, timeout=600, cwd=Path(__file__).parents[1],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1].split()[1:]

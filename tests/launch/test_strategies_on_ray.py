@@ -13,7 +13,7 @@ import scaleray
 from scaleray.training.weights import read_weights
 from scaleray.workload import load_workload
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.usefixtures("mlflow_database")]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("mlflow_database")]
 
 ROOT = Path(__file__).parents[2]
 ONE_TRAINING = {

@@ -343,7 +343,7 @@ def test_a_study_in_gloo_processes_measures_and_reports(tmp_path, uri):
     assert sum("ms a step" in line for line in said) == 4
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(900)
 def test_an_error_of_the_workload_ends_the_study_and_is_what_the_user_reads(tmp_path, uri):
     flags = {"tracking.uri": uri, "workload.args.at_call": 2, "workload.args.rank": 0}
     question = Question(world_sizes=[1], repeats=1, effort=SHORT)
@@ -352,7 +352,7 @@ def test_an_error_of_the_workload_ends_the_study_and_is_what_the_user_reads(tmp_
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_ladder_inside_ray_train_leaves_its_curve_in_mlflow(ray_session, tmp_path, uri):
     from mlflow import MlflowClient
 

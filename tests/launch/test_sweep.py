@@ -16,7 +16,7 @@ from scaleray.errors import ClusterError, DataError, RunFailedError
 from scaleray.scaling.sweep_question import question_of
 from scaleray.study_records import SweepRecord
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -151,7 +151,7 @@ def test_an_interrupted_sweep_frees_everything_and_goes_on_where_it_was(ray_sess
     process = start(ray_session, words)
     wait_for(lambda: len(done_trials(tmp_path)) >= 2 or process.poll() is not None, seconds=150)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=600)
     assert "Traceback" not in output, output
     if number != signal.SIGKILL:
         assert process.returncode == 1 and "to continue: scaleray sweep --continue" in output
@@ -161,7 +161,7 @@ def test_an_interrupted_sweep_frees_everything_and_goes_on_where_it_was(ray_sess
     assert 2 <= len(before) < 6
     (folder,) = (tmp_path / "runs").iterdir()
     process = start(ray_session, [sys.executable, "-m", "scaleray", "sweep", "--continue", str(folder)])
-    output, _ = process.communicate(timeout=200)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
     after = {path.name: path.read_text() for path in done_trials(tmp_path)}
     assert len(after) == 6 and all(after[name] == text for name, text in before.items())
@@ -171,7 +171,7 @@ def test_an_interrupted_sweep_frees_everything_and_goes_on_where_it_was(ray_sess
     _, runs = children(record)
     assert len(runs) == 6
     again = start(ray_session, [sys.executable, "-m", "scaleray", "sweep", "--continue", str(folder), "--json"])
-    output, _ = again.communicate(timeout=100)
+    output, _ = again.communicate(timeout=600)
     assert "is finished already" in output
 
 
@@ -180,7 +180,7 @@ def test_ctrl_c_while_workers_start_frees_everything(ray_session, tmp_path):
     process = start(ray_session, command(tmp_path, "--batch-sizes", "8,16", "--workers-per-trial", "2", **SLOW))
     wait_for(lambda: placement_groups() or process.poll() is not None, seconds=150)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 1 and "Traceback" not in output, output
     wait_for(lambda: not placement_groups(), seconds=60)
     wait_for_no_actors()
@@ -247,7 +247,7 @@ def test_a_cluster_that_others_use_is_waited_for(ray_session, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_two_sweeps_on_one_cluster_end_both(ray_session, tmp_path):
     # one sets trials aside and takes them up again, one stops them, and each alone would fill the cluster
     rates = ("--learning-rates", "1e-4,1e-3,1e-2,2e-2", "--search", "grid", "--workers-per-trial", "2")
@@ -260,7 +260,7 @@ def test_two_sweeps_on_one_cluster_end_both(ray_session, tmp_path):
         for folder, scheduler in zip(folders, ("hyperband", "asha"), strict=True)
     ]
     try:
-        outputs = [process.communicate(timeout=500)[0] for process in started]
+        outputs = [process.communicate(timeout=600)[0] for process in started]
     finally:
         for process in started:
             process.kill()

@@ -14,7 +14,7 @@ import scaleray
 from scaleray.errors import ConfigError, DataError, InputStarvedError, RunFailedError
 from scaleray.records import EventRecord, RunRecord
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240), pytest.mark.usefixtures("mlflow_database")]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("mlflow_database")]
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

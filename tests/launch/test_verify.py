@@ -117,7 +117,7 @@ def test_processes_run_groups_of_any_size_and_report_what_ended_them():
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_a_verification_on_ray_leaves_its_certificate_in_mlflow(ray_session, tmp_path):
     from mlflow import MlflowClient
 

@@ -40,7 +40,7 @@ def chromium(*arguments, folder):
     command = [
         CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={folder / 'profile'}", *arguments,
     ]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, timeout=150)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 def measured(html, width, folder):

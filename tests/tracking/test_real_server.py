@@ -15,7 +15,7 @@ from scaleray.records import StepRecord
 from scaleray.tracking.recorder import Recorder
 from scaleray.tracking.run_description import RunDescription
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def start_server(folder, port):
@@ -27,7 +27,7 @@ def start_server(folder, port):
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1).close()
@@ -82,7 +82,7 @@ def test_a_run_survives_the_death_and_return_of_its_server(tmp_path):
         recorder.log(steps([3, 4]))
         assert recorder.drain().unsent_file
         server = start_server(tmp_path, port)
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 600
         while recorder.drain().unsent_file and time.monotonic() < deadline:
             time.sleep(1)
         recorder.log(steps([5]))

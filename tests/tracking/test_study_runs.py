@@ -222,7 +222,7 @@ class Away:
 
 
 def wait_until(is_so):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 600
     while not is_so() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert is_so()

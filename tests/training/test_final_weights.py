@@ -95,7 +95,7 @@ def end_with_a_slow_writer(place, flags, slow, folder):
     others = [Path(folder, f"ended-{rank}") for rank in range(place.world_size) if rank != place.rank]
 
     def save(share):
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 600
         while place.rank == slow and not all(other.exists() for other in others):
             assert time.monotonic() < deadline
             time.sleep(0.02)

@@ -22,7 +22,7 @@ def watch(progress, *, limit_s=0.2, beat=lambda step, phase, since_s: False):
 
 
 def wait_for(condition):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 600
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert condition()

@@ -89,7 +89,7 @@ def test_a_watcher_that_fails_costs_the_training_nothing(tmp_path, monkeypatch, 
         assert [c.step for c in finished.checkpoints] == [2, 4, 6]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 @pytest.mark.usefixtures("mlflow_database")
 @pytest.mark.parametrize("watcher", sorted(OF_LAUNCH))
 def test_a_watcher_of_the_launch_that_fails_costs_the_training_nothing(tmp_path, monkeypatch, watcher):
