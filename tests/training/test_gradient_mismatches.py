@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from planted_mistakes import PLANTED
 from small_runs import NUM_CLASSES, NUM_FEATURES, Classify, Tokens
 from torch import nn
 from verified import (
@@ -269,16 +270,7 @@ def test_clipping_by_the_norm_of_a_shard_is_found(gloo):
 
 @contextlib.contextmanager
 def clipped_before_synchronisation():
-    init = TrainStep.__init__
-
-    def clipping(self, *args, **kwargs):
-        init(self, *args, **kwargs)
-        limit = self.config.optimizer.clip_norm
-        if many() and limit is not None:
-            for p in self.setup.parameters:
-                p.register_hook(lambda g: g * torch.clamp(limit / 4 / g.norm(), max=1.0))
-
-    with knows_who_trains(), mock.patch.object(TrainStep, "__init__", clipping):
+    with knows_who_trains(), PLANTED["clipped before synchronisation"].plant():
         yield
 
 
