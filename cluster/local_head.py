@@ -14,7 +14,7 @@ import signal
 import psutil
 
 from scaleray.guarded import ending_like_ctrl_c
-from scaleray.launch.head import local_head
+from scaleray.launch.cluster.head import local_head
 
 
 def main() -> None:

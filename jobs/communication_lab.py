@@ -39,17 +39,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from scaleray.config import RunConfig, load_config
 from scaleray.config.compression import OWNERS
-from scaleray.data.sources import Source
+from scaleray.data.source import Source
 from scaleray.errors import ConfigError, ScaleRayError
-from scaleray.launch.gloo import UserCode, gloo_processes
-from scaleray.launch.local import stream_opener
-from scaleray.launch.run import data_size, load_sources
-from scaleray.records import EvaluationRecord, StepRecord, WorkerMessage
-from scaleray.scaling.recipe import derive
-from scaleray.strategies import STRATEGIES, adaptive_compression
+from scaleray.launch.session.data import load_sources, size_of
+from scaleray.launch.workers.gloo import UserCode, gloo_processes
+from scaleray.launch.workers.in_process import stream_opener
+from scaleray.records.run import EvaluationRecord, StepRecord, WorkerMessage
+from scaleray.scaling.recipe.derive import derive
+from scaleray.strategies import STRATEGIES
+from scaleray.strategies.compression import adaptive as adaptive_compression
 from scaleray.training import loop
-from scaleray.training.job import Split, TrainJob
-from scaleray.training.place import Place
+from scaleray.training.setup.job import Split, TrainJob
+from scaleray.training.setup.place import Place
 
 BASELINE = "all-reduce"
 METHODS: dict[str, dict[str, Any]] = {
@@ -140,10 +141,12 @@ def run(
             for name in methods:
                 config = _config(name, options, overrides, seed=turn)
                 splits = {split: Split.of(split, source) for split, source in sources.items()}
-                job = TrainJob(config, derive(config, data_size(sources)), workload, splits, time.time())
+                job = TrainJob(config, derive(config, size_of(sources)), workload, splits, time.time())
                 done = processes.run(options.workers, train, job, sources, options.slow_link, workload=workload)
                 turns[name].append(done)
-                say(f"turn {turn + 1}/{options.repeats}  {name:<10}  loss {done.losses[-1][2]:.4f}  {done.step_time_s * 1e3:.1f} ms/step")  # fmt: skip
+                say(
+                    f"turn {turn + 1}/{options.repeats}  {name:<10}  loss {done.losses[-1][2]:.4f}  {done.step_time_s * 1e3:.1f} ms/step"
+                )
     return turns
 
 
@@ -198,8 +201,12 @@ class Traffic:
         with contextlib.ExitStack() as stack:
             for name, (position, factor) in LINK_FACTORS.items():
                 if hasattr(dist, name):
-                    stack.enter_context(mock.patch.object(dist, name, self._heard(getattr(dist, name), position, factor)))  # fmt: skip
-            stack.enter_context(mock.patch.object(adaptive_compression, "time_s", self._slowed(adaptive_compression.time_s)))  # fmt: skip
+                    stack.enter_context(
+                        mock.patch.object(dist, name, self._heard(getattr(dist, name), position, factor))
+                    )
+            stack.enter_context(
+                mock.patch.object(adaptive_compression, "time_s", self._slowed(adaptive_compression.time_s))
+            )
             yield
 
     def _slowed(self, measure: Callable[..., float]) -> Callable[..., float]:
@@ -290,7 +297,11 @@ def as_page(results: Sequence[Result], title: str, missing: Sequence[str]) -> st
     rows = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in _rows(results))
     head = "".join(f"<th>{html.escape(name)}</th>" for name in COLUMNS)
     plot = _plot(results)
-    image = f'<img alt="loss by samples and by time" src="data:image/png;base64,{plot}">' if plot else "<p>No plot: matplotlib is not installed.</p>"  # fmt: skip
+    image = (
+        f'<img alt="loss by samples and by time" src="data:image/png;base64,{plot}">'
+        if plot
+        else "<p>No plot: matplotlib is not installed.</p>"
+    )
     absent = f"<p>Not available: {html.escape(', '.join(missing))}.</p>" if missing else ""
     return (
         f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title>"
@@ -369,10 +380,15 @@ def _config(method: str, options: argparse.Namespace, overrides: list[str], *, s
     wanted = METHODS[method]
     compression = str(wanted.get("compression.name", "none"))
     words = {
-        "scale.workers": options.workers, "stop.after": f"{options.steps} steps", "seed": seed,
-        "evaluation.every": f"{max(1, options.steps // NUM_EVALUATIONS)} steps", "checkpoint.save_final": False,
-        "checkpoint.every_minutes": "null", "tracking.system_metrics": False, **wanted,
-    }  # fmt: skip
+        "scale.workers": options.workers,
+        "stop.after": f"{options.steps} steps",
+        "seed": seed,
+        "evaluation.every": f"{max(1, options.steps // NUM_EVALUATIONS)} steps",
+        "checkpoint.save_final": False,
+        "checkpoint.every_minutes": "null",
+        "tracking.system_metrics": False,
+        **wanted,
+    }
     flags = [f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in words.items()]
     return load_config(options.config, flags=[*flags, *(w for w in overrides if _concerns(w, compression))])
 

@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from scaleray.guarded import ending_like_ctrl_c, guarded
-from scaleray.launch.head import Head, local_head
-from scaleray.records import RunRecord
+from scaleray.launch.cluster.head import Head, local_head
+from scaleray.records.run import RunRecord
+from scaleray.records.study import StudyRecord
 from scaleray.reproducibility.fingerprint import git_state
-from scaleray.study_records import StudyRecord
 from scaleray.tracking.store import experiment_link
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,11 +98,33 @@ def announce(console: Console, number: int, title: str, words: tuple[str, ...]) 
 def submit(words: tuple[str, ...], name: str, head: Head) -> bool:
     """Submit one command as a job and show its output; false when it failed."""
     command = [
-        sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--address", head.dashboard, "--working-dir", str(ROOT),
-        "--submission-id", name, "--runtime-env-json", json.dumps({"env_vars": _commit()}), "--",
-        "python", "-m", "scaleray", *words, "--tracking.run-name", name,
-        "--tracking.experiment", "demo", "--tracking.uri", TRACKING_URI, "--checkpoint.storage-path", str(FOLDER / "runs"),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "job",
+        "submit",
+        "--address",
+        head.dashboard,
+        "--working-dir",
+        str(ROOT),
+        "--submission-id",
+        name,
+        "--runtime-env-json",
+        json.dumps({"env_vars": _commit()}),
+        "--",
+        "python",
+        "-m",
+        "scaleray",
+        *words,
+        "--tracking.run-name",
+        name,
+        "--tracking.experiment",
+        "demo",
+        "--tracking.uri",
+        TRACKING_URI,
+        "--checkpoint.storage-path",
+        str(FOLDER / "runs"),
+    ]
     FOLDER.mkdir(exist_ok=True)
     noise = FOLDER / f"{name}.ray.log"
     with open(noise, "w") as stderr:

@@ -25,13 +25,21 @@ class Emulated(Workload):
     """
 
     def __init__(
-        self, forward_ms_per_sample: float = 1.0, overhead_ms: float = 2.0, num_layers: int = 4, width: int = 64,
-        parameters: int = 65_536, jitter: float = 0.1, num_rows: int = 4096,
-    ) -> None:  # fmt: skip
+        self,
+        forward_ms_per_sample: float = 1.0,
+        overhead_ms: float = 2.0,
+        num_layers: int = 4,
+        width: int = 64,
+        parameters: int = 65_536,
+        jitter: float = 0.1,
+        num_rows: int = 4096,
+    ) -> None:
         self.num_layers, self.width, self.parameters, self.num_rows = num_layers, width, parameters, num_rows
         self.timing = Timing(
-            forward_s=overhead_ms / 1e3 / num_layers, forward_s_per_sample=forward_ms_per_sample / 1e3 / num_layers, jitter=jitter,
-        )  # fmt: skip
+            forward_s=overhead_ms / 1e3 / num_layers,
+            forward_s_per_sample=forward_ms_per_sample / 1e3 / num_layers,
+            jitter=jitter,
+        )
 
     def build_model(self) -> nn.Module:
         each = self.parameters // self.num_layers

@@ -64,10 +64,18 @@ def print_table(report, kinds: Sequence[str]) -> None:  # type: ignore[no-untype
     from rich.table import Table
 
     table = Table(title="faults on purpose")
-    for number, column in enumerate((
-        "fault", "injected", "recovered", "steps repeated (median)", "time to recover (median s)", "weights equal",
-        "records equal", "samples exactly once",
-    )):  # fmt: skip
+    for number, column in enumerate(
+        (
+            "fault",
+            "injected",
+            "recovered",
+            "steps repeated (median)",
+            "time to recover (median s)",
+            "weights equal",
+            "records equal",
+            "samples exactly once",
+        )
+    ):
         table.add_column(column, justify="right" if number else "left")
     for kind in kinds:
         faults = [fault for fault in report.faults if fault.kind == kind and fault.is_injected]
@@ -76,15 +84,23 @@ def print_table(report, kinds: Sequence[str]) -> None:  # type: ignore[no-untype
         repeated = median([f.steps_repeated for f in faults if f.steps_repeated is not None])
         recovery = median([f.recovery_s for f in faults if f.recovery_s is not None])
         table.add_row(
-            kind, str(len(faults)), str(sum(f.has_recovered for f in faults)),
-            f"{repeated:g}" if repeated is not None else "-", f"{recovery:.1f}" if recovery is not None else "-",
-            *(str(sum(bool(getattr(f, name)) for f in faults)) for name in ("weights_equal", "records_equal", "samples_once")),
-        )  # fmt: skip
+            kind,
+            str(len(faults)),
+            str(sum(f.has_recovered for f in faults)),
+            f"{repeated:g}" if repeated is not None else "-",
+            f"{recovery:.1f}" if recovery is not None else "-",
+            *(
+                str(sum(bool(getattr(f, name)) for f in faults))
+                for name in ("weights_equal", "records_equal", "samples_once")
+            ),
+        )
     Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table)
     struck = [fault for fault in report.faults if fault.is_injected]
     good = sum(fault.is_good for fault in struck)
     verdict = "every run ended as if undisturbed" if report.is_good else f"{len(report.problems)} problems"
-    print(f"{good} of {len(struck)} faults without consequence, in {len({f.run for f in struck})} runs and {report.wall_s:.0f} s: {verdict}")  # fmt: skip
+    print(
+        f"{good} of {len(struck)} faults without consequence, in {len({f.run for f in struck})} runs and {report.wall_s:.0f} s: {verdict}"
+    )
 
 
 if __name__ == "__main__":

@@ -89,14 +89,23 @@ def _check(config: TransformerConfig, theirs: Mapping[str, Any]) -> None:
         **theirs,
     }
     # what a config leaves out has the value that transformers gives it
-    given = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, **given}  # fmt: skip
+    given = {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-6,
+        **given,
+    }
     given["head_dim"] = given.get("head_dim") or own["head_dim"]
     for key in sorted(own.keys() - {"architectures", "model_type", "torch_dtype", "max_position_embeddings"}):
         if given.get(key) != own[key]:
             raise WorkloadError(
-                f"{key} of the folder's config.json", given.get(key), f"the model has {own[key]}",
+                f"{key} of the folder's config.json",
+                given.get(key),
+                f"the model has {own[key]}",
                 "set the workload's arguments to the folder's values, or take another folder",
-            )  # fmt: skip
+            )
     kind = rope.get("rope_type", "default")
     scaling = theirs.get("rope_scaling") or (rope if kind != "default" else None)
     if scaling is not None:
@@ -106,6 +115,8 @@ def _check(config: TransformerConfig, theirs: Mapping[str, Any]) -> None:
     longest = theirs.get("max_position_embeddings")
     if longest is not None and longest < config.max_sequence_length:
         raise WorkloadError(
-            "max_position_embeddings of the folder's config.json", longest, f"the model reads {config.max_sequence_length} tokens",
+            "max_position_embeddings of the folder's config.json",
+            longest,
+            f"the model reads {config.max_sequence_length} tokens",
             "shorten workload.args.sequence_length",
-        )  # fmt: skip
+        )

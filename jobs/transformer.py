@@ -254,9 +254,11 @@ def tensor_plan(config: TransformerConfig, *, size: int, sequence_parallel: bool
             raise ConfigError("tensor.size", size, f"it must divide {name}, which is {count}")
     if sequence_parallel and config.max_sequence_length % size:
         raise ConfigError(
-            "tensor.size", size, f"sequence parallelism cuts sequences of {config.max_sequence_length} tokens, which it does not divide",
+            "tensor.size",
+            size,
+            f"sequence parallelism cuts sequences of {config.max_sequence_length} tokens, which it does not divide",
             "use --tensor.sequence-parallel false, or another sequence_length",
-        )  # fmt: skip
+        )
     stream = Shard(1) if sequence_parallel else Replicate()  # (batch, sequence, width)
     plan: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),

@@ -14,7 +14,7 @@ _HOMES = {
     "train": "scaleray.launch",
     "Workload": "scaleray.workload",
     "RunConfig": "scaleray.config",
-    "RunRecord": "scaleray.records",
+    "RunRecord": "scaleray.records.run",
     "load_config": "scaleray.config",
     "ArraySource": "scaleray.data",
     "ParquetSource": "scaleray.data",
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from scaleray.data import ArraySource, ParquetSource, TokenSource
     from scaleray.errors import ConfigError, ScaleRayError
     from scaleray.launch import train
-    from scaleray.records import RunRecord
+    from scaleray.records.run import RunRecord
     from scaleray.workload import Workload
 
 

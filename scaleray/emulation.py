@@ -1,4 +1,4 @@
-"""Accelerators for a machine that has none: a layer's compute is a timed sleep, and everything else is real.
+"""Emulated accelerators for a machine that has none: a layer's compute is a timed sleep, and everything else is real.
 
 A sleeping layer leaves its core and Python's lock free, as a GPU would, so that many workers on a few cores overlap,
 wait and bend like a cluster: parameters, gradients, optimizer, collectives and input are those of any training. Claims
@@ -37,16 +37,17 @@ FORWARD, BACKWARD, REDUCE = "forward", "backward", "reduce"
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """How long a layer computes: a fixed time for each pass and one for each sample (first dimension) in it, in seconds.
+    """Time that a layer computes: a fixed part for each pass and one for each sample (first dimension) in it, in
+    seconds.
 
-    jitter: a pass takes between 1 - jitter and 1 + jitter times as long, drawn from (seed, pass, layer, rank), so that a
-    second run sleeps the same. slowdown: factors by rank, for stragglers.
+    jitter: a pass takes between 1 - jitter and 1 + jitter times as long, drawn from (seed, pass, layer, rank), so that
+    a second run sleeps the same. slowdown: factors by rank, for stragglers.
     """
 
     forward_s: float = 0.0
     forward_s_per_sample: float = 0.0
     backward_factor: float = 2.0
-    """A backward pass over a forward pass: gradients of inputs and of weights cost one each."""
+    """Time of a backward pass over that of a forward pass: gradients of inputs and of weights cost one each."""
     jitter: float = 0.0
     seed: int = 0
     slowdown: Mapping[int, float] = field(default_factory=dict)
@@ -75,9 +76,10 @@ class Timing:
 
 @dataclass(frozen=True)
 class Interval:
-    """When something ran. kind: forward, backward or reduce; index: the layer or bucket; number: its how-manieth, from 0.
+    """Time in which something ran. kind: forward, backward or reduce; index: that of the layer or bucket;
+    number: which pass or step it is, from 0.
 
-    Seconds of `time.perf_counter`, which on Linux is one clock for all processes of a machine.
+    Times are seconds of `time.perf_counter`, which on Linux is one clock for all processes of a machine.
     """
 
     kind: str
@@ -88,19 +90,20 @@ class Interval:
 
 
 class Timeline:
-    """What one process did, in the order in which it began. Given to layers and links, which write into it."""
+    """Record of what one process did, in the order in which it began.
+    Given to layers and links, which write into it."""
 
     def __init__(self) -> None:
         self._begun: list[tuple[str, int, int, list[float]]] = []
 
     def begin(self, kind: str, index: int, number: int) -> Callable[[], None]:
-        """Something begins now; the function given back says that it ends."""
+        """Record that something begins now; the function returned records its end."""
         times = [time.perf_counter()]
         self._begun.append((kind, index, number, times))  # one append: other threads write too
         return lambda: times.append(time.perf_counter())
 
     def intervals(self, *kinds: str) -> list[Interval]:
-        """Everything that has ended, of these kinds or of all, by its beginning."""
+        """Intervals that have ended, of these kinds or of all, in the order of their beginning."""
         done = [(kind, index, number, times) for kind, index, number, times in list(self._begun) if len(times) > 1]
         return [Interval(k, i, n, t[0], t[1]) for k, i, n, t in done if not kinds or k in kinds]
 
@@ -113,7 +116,7 @@ class Timeline:
 
 
 def busy_s(intervals: Iterable[Interval]) -> float:
-    """Seconds in which at least one of them runs."""
+    """Seconds in which at least one of the intervals runs."""
     total, reached = 0.0, -math.inf
     for interval in sorted(intervals, key=lambda i: i.start_s):
         total += max(0.0, interval.end_s - max(interval.start_s, reached))
@@ -128,17 +131,23 @@ def overlap_s(left: Iterable[Interval], right: Iterable[Interval]) -> float:
 
 
 class EmulatedLayer(nn.Module):
-    """A residual layer (..., width) -> (..., width) that takes the time of `timing` and next to no arithmetic.
+    """Residual layer (..., width) -> (..., width) that takes the time of `timing` and next to no arithmetic.
 
-    x + tanh(x) * mean of the rows of `weight`, (num_parameters / width, width): every parameter has a gradient, so that
-    collectives, optimizer and checkpoints carry as much as those of a layer of that size. index: of the layer, for its
-    jitter and the timeline. rank: None is that of the process group.
+    It computes x + tanh(x) * mean of the rows of `weight`, (num_parameters / width, width): every parameter has a
+    gradient, so that collectives, optimizer and checkpoints carry as much as those of a layer of that size. index:
+    number of the layer, for its jitter and the timeline. rank: None takes that of the process group.
     """
 
     def __init__(
-        self, width: int, timing: Timing, *, num_parameters: int | None = None, index: int = 0, rank: int | None = None,
+        self,
+        width: int,
+        timing: Timing,
+        *,
+        num_parameters: int | None = None,
+        index: int = 0,
+        rank: int | None = None,
         timeline: Timeline | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(max(1, (num_parameters or width) // width), width) / width**0.5)
         self._sleeper = _Sleeper(timing, index, rank, timeline)
@@ -152,9 +161,10 @@ class EmulatedLayer(nn.Module):
 def emulate(
     modules: Iterable[nn.Module], timing: Timing, *, rank: int | None = None, timeline: Timeline | None = None
 ) -> Callable[[], None]:
-    """Let each of these modules take the time of `timing` on top of its own; the function given back undoes it.
+    """Let each of these modules take the time of `timing` on top of its own; the function returned undoes it.
 
-    Each returns a tensor, or a tuple or list whose first item is one. Raises ConfigError in the first pass otherwise.
+    Each module must return a tensor, or a tuple or list whose first item is one.
+    Raises ConfigError in the first pass otherwise.
     """
     hooks = [
         module.register_forward_hook(_after_forward(_Sleeper(timing, index, rank, timeline)))
@@ -177,7 +187,8 @@ def is_emulated(model: nn.Module) -> bool:
 
 
 class EmulatedLink:
-    """A link of this bandwidth under DDP's gradients: real all-reduces, which end when the link would have carried them.
+    """Emulated link under DDP's gradients: real all-reduces, which end when a link of this bandwidth would have carried
+    them.
 
     A bucket of n bytes takes latency_s + n / bytes_per_s, one bucket after another, beside the backward pass. Use it as
     `model.register_comm_hook(group, link.reduce)`; gradients are averaged over the group. For buckets on the CPU.
@@ -194,7 +205,7 @@ class EmulatedLink:
         threading.Thread(target=self._carry, name="scaleray-link", daemon=True).start()
 
     def reduce(self, group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """The mean of a bucket over the group's ranks. Collective."""
+        """Average a bucket over the group's ranks; returns a future of the mean. Collective."""
         buffer = bucket.buffer()
         end = self.timeline.begin(REDUCE, bucket.index(), self._number)
         self._number += bucket.is_last()
@@ -218,12 +229,12 @@ class EmulatedLink:
                 _sleep_until(free_at)
                 end()
                 future.set_result(buffer)
-            except Exception as exc:  # of a lost peer: the backward pass raises it
+            except Exception as exc:  # such as a lost peer: the backward pass raises it
                 future.set_exception(exc)
 
 
 class _Sleeper:
-    """Sleeps for one layer, and counts its forward passes."""
+    """Sleeper for one layer, which counts its forward passes."""
 
     def __init__(self, timing: Timing, index: int, rank: int | None, timeline: Timeline | None) -> None:
         self.timing, self.index, self.rank, self.timeline = timing, index, rank, timeline
@@ -248,7 +259,7 @@ class _Sleeper:
 
 
 class _Sleep(torch.autograd.Function):
-    """The identity, which takes its time both ways."""
+    """Identity that sleeps in its forward and backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sleeper: "_Sleeper", number: int) -> torch.Tensor:

@@ -45,7 +45,10 @@ class UsageError(ScaleRayError):
 
 
 class ConfigError(UsageError):
-    """A config value is missing, unknown or impossible. `what` is the dotted key, with the file and line where known."""
+    """A config value is missing, unknown or impossible.
+
+    `what` is the dotted key, with the file and line where known.
+    """
 
     @property
     def key(self) -> str:
@@ -94,7 +97,10 @@ class InitialisationError(RunFailedError):
 
 
 class StepFailedError(RunFailedError):
-    """The workload's code raised in a step. step: how many were complete; steps_done: by this worker, since its start."""
+    """The workload's code raised in a step.
+
+    step: how many were complete; steps_done: by this worker, since its start.
+    """
 
     def __init__(self, text: str, steps_done: int = 0, step: int = -1) -> None:
         super().__init__(text, steps_done, step)

@@ -1,9 +1,9 @@
 """Commands that end, with every process they start, when whoever started them ends, however that happens.
 
-A server that starts processes of its own, as `mlflow server` and Ray do, leaves them behind when it is killed, and so does
-a program that is ended by SIGTERM, a closed terminal or SIGKILL. `guarded` puts a small process in between: this file,
-run as a script. It takes in what its child leaves behind (PR_SET_CHILD_SUBREAPER; on Linux, elsewhere only what is still
-below it is found) and ends all of it when it is told to, when the child ends, or when its parent is gone.
+A server that starts processes of its own, as `mlflow server` and Ray do, leaves them behind when it is killed, and so
+does a program that is ended by SIGTERM, a closed terminal or SIGKILL. `guarded` puts a small process in between: this
+file, run as a script. It takes in what its child leaves behind (PR_SET_CHILD_SUBREAPER; on Linux, elsewhere only what
+is still below it is found) and ends all of it when it is told to, when the child ends, or when its parent is gone.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
-GRACE_S = 5.0  # between asking to end and SIGKILL
-LOOK_S = 0.5  # between two looks at whether the parent is still there: no signal tells of that everywhere
+GRACE_S = 5.0  # seconds between asking to end and SIGKILL
+LOOK_S = 0.5  # seconds between two looks at whether the parent is still there: no signal tells of that everywhere
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 GUARD_VARIABLE = "GUARDED_BY"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
@@ -44,7 +44,10 @@ def is_guarded() -> bool:
 
 @contextlib.contextmanager
 def ending_like_ctrl_c() -> Iterator[None]:
-    """SIGTERM and SIGHUP (a closed terminal) raise KeyboardInterrupt, so that what is open is closed. Main thread only."""
+    """Raise KeyboardInterrupt on SIGTERM and SIGHUP (a closed terminal), so that what is open is closed.
+
+    Main thread only.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -85,8 +88,10 @@ def main(parent: int, command: Sequence[str]) -> int:
     try:
         # this process has one thread; its own death by SIGKILL takes the child along
         child = subprocess.Popen(
-            command, env={**os.environ, GUARD_VARIABLE: str(os.getpid())}, preexec_fn=lambda: _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        )  # fmt: skip
+            command,
+            env={**os.environ, GUARD_VARIABLE: str(os.getpid())},
+            preexec_fn=lambda: _prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+        )
     except OSError as exc:
         print(f"{command[0]}: {exc.strerror}", file=sys.stderr)
         return 127
@@ -131,7 +136,7 @@ def _prctl(option: int, value: int) -> None:
 
 if __name__ == "__main__":
     exit_code = main(int(sys.argv[1]), sys.argv[2:])
-    if exit_code < 0:  # as a shell would see it had there been no guard
+    if exit_code < 0:  # the exit code as a shell would see it had there been no guard
         with contextlib.suppress(OSError):  # SIGKILL has no handler to take away
             signal.signal(-exit_code, signal.SIG_DFL)
         os.kill(os.getpid(), -exit_code)

@@ -83,7 +83,8 @@ SCALING_IDEAL = Metric("scaling/ideal_speedup", "1", "number of workers over tha
 NOISE_SCALE = Metric(
     "train/noise_scale",
     "samples",
-    "gradient noise scale, trace over |G|^2: the batch at which noise equals signal; step: samples, where a study or sweep wrote it",
+    "gradient noise scale, trace over |G|^2: the batch at which noise equals signal; "
+    "step: samples, where a study or sweep wrote it",
 )
 BATCH_SAMPLES_PER_S = Metric("batch/samples_per_s", "samples/s", "throughput at a batch size; step: batch size")
 BATCH_EFFICIENCY = Metric(
@@ -149,7 +150,10 @@ ALL = (
 
 
 def scaling_curve(mode: str, what: str) -> str:
-    """Name of a study's curve, such as `efficiency_low` of mode `strong`. Raises StopIteration for one that CURVES lacks."""
+    """Name of a study's curve, such as `efficiency_low` of mode `strong`.
+
+    Raises StopIteration for one that CURVES lacks.
+    """
     return next(metric.name for metric in CURVES if metric.name == f"scaling/{mode}_{what}")
 
 

@@ -1,7 +1,9 @@
-"""YAML and JSON as users bring them: read in time that is linear in their size, or refused early, and with errors of one kind.
+"""YAML and JSON as users bring them: read in time that is linear in their size, or refused early, and with errors of
+one kind.
 
-PyYAML takes minutes for a few bytes of aliases and merges, for deep brackets and for integers written as 1:1:1:1; json raises
-RecursionError for what is nested too deep. What passes a limit is TooLarge, a ValueError whose text says which one.
+PyYAML takes minutes for a few bytes of aliases and merges, for deep brackets and for integers written as 1:1:1:1; json
+raises RecursionError for what is nested too deep. What passes a limit is TooLarge, a ValueError whose text says which
+one.
 """
 
 from __future__ import annotations
@@ -14,15 +16,16 @@ from typing import Any
 import yaml
 
 DEEPEST = 100
-"""Brackets within brackets, which PyYAML walks at every word."""
+"""Largest depth of brackets within brackets, which PyYAML walks at every word."""
 MOST_CHARACTERS = 1_000_000
-"""Of a YAML file: PyYAML reads about a megabyte a second, and a file that somebody writes is a hundredth of that."""
+"""Largest number of characters of a YAML file: PyYAML reads about a megabyte a second, and a file that somebody writes
+is a hundredth of that."""
 MOST_NODES = 25_000
-"""Keys and values of a YAML file, also of what aliases and merges make of it."""
+"""Largest number of keys and values of a YAML file, also of what aliases and merges make of it."""
 MOST_DIGITS = 1000
-"""Of a number."""
+"""Largest number of digits of a number."""
 LONGEST_WORD = 100
-"""That is compared with known words: difflib's time grows with the square of its length."""
+"""Longest word that is compared with known words: difflib's time grows with the square of its length."""
 MERGE = "tag:yaml.org,2002:merge"
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
@@ -32,7 +35,10 @@ class TooLarge(ValueError):
 
 
 class BoundedLoader(yaml.SafeLoader):
-    """PyYAML's safe loader with the limits above. Raises TooLarge where one is passed, yaml.YAMLError for what is no YAML."""
+    """PyYAML's safe loader with the limits above.
+
+    Raises TooLarge where one is passed, yaml.YAMLError for what is no YAML.
+    """
 
     def __init__(self, text: str) -> None:
         if len(text) > MOST_CHARACTERS:
@@ -55,7 +61,8 @@ class BoundedLoader(yaml.SafeLoader):
         return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Put what `<<` names before a mapping's own pairs, so that those win; of a list of mappings, the first wins."""
+        """Put what `<<` names before a mapping's own pairs, so that those win; of a list of mappings, the first
+        wins."""
         own: list[tuple[yaml.Node, yaml.Node]] = []
         sources: list[yaml.MappingNode] = []
         for key, value in node.value:
@@ -81,7 +88,10 @@ class BoundedLoader(yaml.SafeLoader):
 
 
 def load_yaml(text: str) -> Any:
-    """The document's value. Raises ValueError for what cannot be read, is too large, or holds more than MOST_NODES values."""
+    """The document's value.
+
+    Raises ValueError for what cannot be read, is too large, or holds more than MOST_NODES values.
+    """
     loader = None
     try:
         loader = BoundedLoader(text)
@@ -103,7 +113,8 @@ def load_yaml(text: str) -> Any:
 
 
 def check_size(value: Any, *, most: int) -> None:
-    """Raises TooLarge for a value that holds more than `most` others, which a few aliases may make of a short text, or itself."""
+    """Raises TooLarge for a value that holds more than `most` others, which a few aliases may make of a short text, or
+    itself."""
     stack, total = [value], 0
     while stack:
         item = stack.pop()

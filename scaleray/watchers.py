@@ -1,8 +1,9 @@
 """What only watches a training, and the one guard that keeps it from ending it.
 
-A watcher looks at a training, or tells somebody of it, and decides nothing: without it the weights come out the same to the bit. Whoever adds
-one gives it a name here and calls it through a `Guard`. What decides or is a result (evaluations, checkpoints, final weights) is no watcher, and
-neither is the recorder as a whole: a run that nobody writes down is not worth its time, and its loss ends the run.
+A watcher looks at a training, or tells somebody of it, and decides nothing: without it the weights come out the same to
+the bit. Whoever adds one gives it a name here and calls it through a `Guard`. What decides or is a result (evaluations,
+checkpoints, final weights) is no watcher, and neither is the recorder as a whole: a run that nobody writes down is not
+worth its time, and its loss ends the run.
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ class Watcher(StrEnum):
 
 
 RETRIED = frozenset({Watcher.MESSAGES, Watcher.DISPLAY, Watcher.RECORDING})
-"""Where each call stands alone: one that fails loses its message, and the next one is tried all the same."""
+"""Watchers of which each call stands alone: one that fails loses its message, and the next one is tried all the
+same."""
 
 
 class Guard:
     """Calls watchers. What one raises is said once, with what is lost; after that it is not called any more.
 
-    say: takes the sentence; None, or where it fails itself, is the log. Not for several threads, whose worst is a doubled sentence.
+    say: takes the sentence; None, or where it fails itself, is the log. Not for several threads, whose worst is a
+    doubled sentence.
     """
 
     def __init__(self, say: Callable[[str], None] | None = None) -> None:
@@ -47,7 +50,10 @@ class Guard:
         self._failed: set[tuple[Watcher, str]] = set()
 
     def __call__(self, watcher: Watcher, look: Callable[[], T], otherwise: Any, *, part: str = "") -> T:
-        """What `look` gives, or `otherwise` if it fails or has failed before. part: of a watcher, that can fail alone."""
+        """What `look` gives, or `otherwise` if it fails or has failed before.
+
+        part: the part of a watcher that can fail alone.
+        """
         if (watcher, part) in self._failed and watcher not in RETRIED:
             return otherwise
         try:

@@ -1,4 +1,4 @@
-"""What the user brings: a model, the data, and a loss that is a sum and a count.
+"""Interface of a workload, which the user brings: a model, the data, and a loss that is a sum and a count.
 
 A workload is a class with three methods and a few optional ones; `scaleray.Workload` is a base class that
 documents them, and any class with the same methods works. Nothing here imports torch.
@@ -29,20 +29,21 @@ Batch = Mapping[str, "torch.Tensor"]
 """One micro-batch on the device: tensors by column name, rows along dimension 0."""
 
 SumAndCount = tuple["torch.Tensor", "torch.Tensor | int | float"]
-"""A value summed over rows (or tokens) and the number of rows (or tokens) it was summed over."""
+"""Value summed over rows (or tokens), and the number of rows (or tokens) it was summed over."""
 
 REQUIRED_METHODS = ("build_model", "datasets", "loss")
 
 
 class Workload:
-    """Subclass this, or write a class with the same methods. Keyword arguments of `__init__` come from the config."""
+    """Base class of workloads; a class with the same methods works too.
+    Keyword arguments of `__init__` come from the config."""
 
     def build_model(self) -> nn.Module:
-        """A new model on the default device. Called once a worker, after the seed of the run has been set."""
+        """Build a new model on the default device. Called once a worker, after the seed of the run has been set."""
         raise NotImplementedError
 
     def datasets(self) -> Mapping[str, Any]:
-        """The data by split: `train` is needed, every other split (`val`, `test`, ...) is evaluated.
+        """Data by split: `train` is needed, every other split (`val`, `test`, ...) is evaluated.
 
         A value is a dict of arrays with rows along dimension 0, a source of `scaleray.data`
         (`ParquetSource`, `TokenSource`), a map-style torch Dataset, or a Ray Dataset.
@@ -50,7 +51,7 @@ class Workload:
         raise NotImplementedError
 
     def loss(self, model: nn.Module, batch: Batch) -> SumAndCount:
-        """The loss summed over the micro-batch, and the number of samples (or tokens) summed over.
+        """Loss summed over the micro-batch, and the number of samples (or tokens) summed over.
 
         Return the sum, not the mean: the gradient is the sum over all micro-batches and workers divided by the
         total count, which stays exact with accumulation, padding and uneven shares.
@@ -65,29 +66,32 @@ class Workload:
         return {}
 
     def optimizer(self, model: nn.Module, settings: Any) -> torch.optim.Optimizer | None:
-        """An optimizer of one's own, or None for the configured one. `settings` holds the derived learning rate."""
+        """The workload's own optimizer, or None for the configured one. `settings` holds the derived learning rate."""
         return None
 
     def blocks(self, model: nn.Module) -> Iterable[nn.Module] | None:
-        """The repeated blocks of the model, for sharding, checkpointing and pipelines. Optional."""
+        """Repeated blocks of the model, for sharding, checkpointing and pipelines. Optional."""
         return None
 
     def weight_names(self, model: nn.Module, config: Mapping[str, Any]) -> Mapping[str, str] | None:
-        """Where each tensor of the model's state dict is found in a folder of weights in Hugging Face's layout. Optional.
+        """Name of each tensor of the model's state dict in a folder of weights in Hugging Face's layout. Optional.
 
-        config: the folder's config.json; raise WorkloadError if another model is meant. None: under the model's own names.
+        config: the folder's config.json; raise WorkloadError if another model is meant.
+        None: the names are the model's own.
         """
         return None
 
     def tensor_plan(
         self, model: nn.Module, *, size: int, sequence_parallel: bool
     ) -> Mapping[str, ParallelStyle] | None:
-        """How each layer is split over `size` workers, for `strategy.name: tensor`. Optional; None: it cannot be.
+        """Plan of how each layer is split over `size` workers, for `strategy.name: tensor`. Optional.
+        None: it cannot be split.
 
-        A style of `torch.distributed.tensor.parallel` by module name (`blocks.*.attention.query` for all blocks). The
-        model must return what the loss needs whole, as plain tensors equal on all workers. With `sequence_parallel` what
-        lies between the layers should be split along the sequence, and every module with parameters must be named;
-        else modules that are left out compute the same on all workers. Raise ConfigError for a size that does not fit.
+        The plan holds a style of `torch.distributed.tensor.parallel` by module name (`blocks.*.attention.query` for all
+        blocks). The model must return what the loss needs whole, as plain tensors equal on all workers. With
+        `sequence_parallel` what lies between the layers should be split along the sequence, and every module with
+        parameters must be named; else modules that are left out compute the same on all workers. Raise ConfigError for
+        a size that does not fit.
         """
         return None
 
@@ -110,10 +114,7 @@ def load_workload(name: str, args: Mapping[str, Any], *, base_dir: Path | None =
     if not hasattr(module, attribute):
         classes = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module.__name__]
         raise WorkloadError(
-            "workload.name",
-            name,
-            f"{target} has no {attribute!r}",
-            f"it defines: {', '.join(classes) or 'no class'}",
+            "workload.name", name, f"{target} has no {attribute!r}", f"it defines: {', '.join(classes) or 'no class'}"
         )
     return build_workload(getattr(module, attribute), args, name=name)
 
@@ -158,9 +159,11 @@ def call_user_code(call: Any, *, what: str, doing: str) -> Any:
 
 @contextlib.contextmanager
 def no_exit(what: str) -> Iterator[None]:
-    """Let user code run that must not end the process: its sys.exit() becomes a WorkloadError, every other exception passes.
+    """Context for user code that must not end the process: its sys.exit() becomes a WorkloadError, every other
+    exception passes.
 
-    Otherwise a run in which nothing was trained would end with exit code 0, and a Ray task would take its process along.
+    Otherwise a run in which nothing was trained would end with exit code 0, and a Ray task would take its process
+    along.
     """
     try:
         yield
@@ -169,13 +172,13 @@ def no_exit(what: str) -> Iterator[None]:
 
 
 def exit_error(exc: SystemExit, *, what: str) -> WorkloadError:
-    """What a sys.exit() in user code is reported as."""
+    """Error that reports a sys.exit() in user code."""
     allowed = "only scaleray ends its processes: return, or raise an exception"
     return WorkloadError(what, f"calling sys.exit({exc.code!r})", allowed, user_traceback(exc))
 
 
 def user_traceback(exc: BaseException) -> str:
-    """The traceback of `exc` without the frames of scaleray, the import system and installed libraries.
+    """Traceback of `exc` without the frames of scaleray, the import system and installed libraries.
 
     Keeps the last frame of all when none is the user's, so that there is always a place to look.
     """
@@ -188,7 +191,7 @@ def user_traceback(exc: BaseException) -> str:
 
 
 def user_frames(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    """The frames of a stack that are the user's own code."""
+    """Frames of a stack that are the user's own code."""
     return [f for f in frames if not f.filename.startswith("<frozen") and not _is_installed(f.filename)]
 
 

@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         params = getattr(getattr(item, "callspec", None), "params", {})
         if (
             params.get("world_size") == 4
-            and item.path.parent.name in ON_FOUR_WORKERS
+            and item.path.relative_to(Path(__file__).parent).parts[0] in ON_FOUR_WORKERS
             and not item.name.startswith(KEPT)
         ):
             item.add_marker(pytest.mark.slow)

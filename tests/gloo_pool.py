@@ -19,7 +19,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from scaleray.launch import gloo
+from scaleray.launch.workers import gloo
 
 LARGEST_WORLD = 4
 HOST = "127.0.0.1"
@@ -149,7 +149,7 @@ def _serve(rank: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from scaleray.training.place import Place
+    from scaleray.training.setup.place import Place
 
     torch.set_num_threads(1)
     gc.freeze()  # what is imported stays: every change of groups collects garbage, and need not walk through torch
@@ -166,9 +166,12 @@ def _serve(rank: int, pipe: Connection) -> None:
                 _leave_group()
                 store = dist.TCPStore(HOST, task.port, is_master=False)
                 dist.init_process_group(
-                    "gloo", store=dist.PrefixStore(f"group {task.group}", store), rank=rank, world_size=task.world_size,
+                    "gloo",
+                    store=dist.PrefixStore(f"group {task.group}", store),
+                    rank=rank,
+                    world_size=task.world_size,
                     timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-                )  # fmt: skip
+                )
                 group = task.group
             place = Place(rank, task.world_size, local_rank=rank, local_world_size=task.world_size, node=f"node {rank}")
             outcome = task.function(place, *task.args)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from scaleray.scaling.efficiency import median_step_time, throughput
-from scaleray.study_records import Mode, Point
+from scaleray.records.study import Mode, Point
+from scaleray.scaling.curves.efficiency import median_step_time, throughput
 
 
 def turns_around(
@@ -27,13 +27,24 @@ def point(
     times = [list(turn) for turn in turns]
     step = median_step_time(times)
     facts: dict[str, Any] = {
-        "strategy": "ddp", "micro_batch_size": batch // workers, "accumulation_steps": 1, "num_warmup_steps": 3,
-        "compute_s": step.value, "exposed_comm_s": 0.0, "input_wait_s": 0.0, "measured_at": 0.0,
-    }  # fmt: skip
+        "strategy": "ddp",
+        "micro_batch_size": batch // workers,
+        "accumulation_steps": 1,
+        "num_warmup_steps": 3,
+        "compute_s": step.value,
+        "exposed_comm_s": 0.0,
+        "input_wait_s": 0.0,
+        "measured_at": 0.0,
+    }
     return Point(
-        mode=mode, workers=workers, global_batch_size=batch, turns=times, step_time_s=step,
-        samples_per_s=throughput(times, samples_per_step=batch), **{**facts, **more},
-    )  # fmt: skip
+        mode=mode,
+        workers=workers,
+        global_batch_size=batch,
+        turns=times,
+        step_time_s=step,
+        samples_per_s=throughput(times, samples_per_step=batch),
+        **{**facts, **more},
+    )
 
 
 def planted(

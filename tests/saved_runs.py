@@ -7,18 +7,25 @@ from pathlib import Path
 
 import torch
 
-from scaleray.checkpoints import sharded
-from scaleray.checkpoints.catalog import Catalog, Retention
+from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.manifest import FORMAT, HASH, _digest
+from scaleray.checkpoints.retention import Retention
 from scaleray.checkpoints.saver import Saver
+from scaleray.checkpoints.tensor_files import read_tensor
 
 
 def make_saver(catalog, *, group=None, world_size=1, messages=None, full_every=16, asynchronous=False, **retention):
     """A saver whose records go to a list."""
     return Saver(
-        catalog, group, world_size=world_size, strategy="ddp", is_asynchronous=asynchronous, full_every=full_every,
-        retention=Retention(**{"keep_last": 1000, **retention}), emit=(messages if messages is not None else []).append,
-    )  # fmt: skip
+        catalog,
+        group,
+        world_size=world_size,
+        strategy="ddp",
+        is_asynchronous=asynchronous,
+        full_every=full_every,
+        retention=Retention(**{"keep_last": 1000, **retention}),
+        emit=(messages if messages is not None else []).append,
+    )
 
 
 def save(saver, step, tensors, *, metrics=None, evaluated_at=None):
@@ -32,8 +39,7 @@ def save(saver, step, tensors, *, metrics=None, evaluated_at=None):
 def read_all(catalog, manifest):
     """Every tensor of a checkpoint; raises Incomplete where a byte is missing."""
     return {
-        name.removeprefix("model."): sharded.read_tensor(catalog.stores, tensor)
-        for name, tensor in manifest.tensors.items()
+        name.removeprefix("model."): read_tensor(catalog.stores, tensor) for name, tensor in manifest.tensors.items()
     }
 
 

@@ -23,18 +23,26 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.config import RunConfig, load_config
 from scaleray.data import Part, RankBatch, StepStream, as_source
-from scaleray.data.stream import local_blocks
-from scaleray.records import CheckpointRecord, EvaluationRecord, EventRecord, StepRecord, WorkerMessage, WorkerSummary
+from scaleray.data.blocks import local_blocks
+from scaleray.records.run import (
+    CheckpointRecord,
+    EvaluationRecord,
+    EventRecord,
+    StepRecord,
+    WorkerMessage,
+    WorkerSummary,
+)
 from scaleray.reproducibility.seeding import seed_everything, stream_seed
-from scaleray.scaling.recipe import DataSize, derive
+from scaleray.scaling.recipe.derive import derive
+from scaleray.scaling.recipe.values import DataSize
+from scaleray.strategies.contract.weight_shares import WeightShare
 from scaleray.strategies.tensor import Replicated
-from scaleray.strategies.weight_shares import WeightShare
 from scaleray.training import loop
-from scaleray.training.checkpointing import Checkpointing
-from scaleray.training.job import TRAIN, Split, TrainJob
-from scaleray.training.model_setup import prepare
-from scaleray.training.place import Place
-from scaleray.training.step import StepResult, TrainStep
+from scaleray.training.setup.job import TRAIN, Split, TrainJob
+from scaleray.training.setup.model_setup import prepare
+from scaleray.training.setup.place import Place
+from scaleray.training.state.checkpointing import Checkpointing
+from scaleray.training.step.step import StepResult, TrainStep
 
 NUM_FEATURES, NUM_CLASSES = 6, 3
 DEFAULTS: dict[str, Any] = {

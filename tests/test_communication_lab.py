@@ -44,10 +44,25 @@ def run(*words):
 @pytest.mark.timeout(900)
 def test_the_lab_runs_every_method_that_exists_and_writes_one_page(tmp_path):
     done = run(
-        "-c", "jobs/digits.yaml", "--steps", "5", "--workers", "2", "--repeats", "1",
-        "--methods", "all-reduce,int8,topk", "--slow-link", "1000", "--schedule.warmup", "0 steps",
-        "--compression.density", "0.05", "--out", str(tmp_path / "page.html"),
-    )  # fmt: skip
+        "-c",
+        "jobs/digits.yaml",
+        "--steps",
+        "5",
+        "--workers",
+        "2",
+        "--repeats",
+        "1",
+        "--methods",
+        "all-reduce,int8,topk",
+        "--slow-link",
+        "1000",
+        "--schedule.warmup",
+        "0 steps",
+        "--compression.density",
+        "0.05",
+        "--out",
+        str(tmp_path / "page.html"),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {line.split("│")[1].strip(): line for line in done.stdout.splitlines() if line.startswith("│")}
     assert rows.keys() == {"all-reduce", "int8", "topk"}
@@ -74,26 +89,26 @@ def test_loss_at_equal_time_is_read_between_evaluations(lab):
 
 
 def test_the_advice_names_the_method_with_the_lowest_loss_after_equal_time_and_its_price(lab):
-    found = results(
-        lab, all_reduce=[turn(lab, 2.0, [4.0, 3.0, 2.0])] * 2, topk=[turn(lab, 1.0, [4.0, 3.0, 2.5])] * 2,
-    )  # fmt: skip
+    found = results(lab, all_reduce=[turn(lab, 2.0, [4.0, 3.0, 2.0])] * 2, topk=[turn(lab, 1.0, [4.0, 3.0, 2.5])] * 2)
     assert lab.advice(found).startswith("Use topk here: after equal time its loss is 2.5 instead of 3.5")
     assert "0.5 higher" in lab.advice(found)
 
 
 def test_the_advice_keeps_all_reduce_where_the_difference_is_within_that_of_the_turns(lab):
     found = results(
-        lab, all_reduce=[turn(lab, 1.0, [4.0, 3.0]), turn(lab, 1.0, [4.0, 2.0])],
+        lab,
+        all_reduce=[turn(lab, 1.0, [4.0, 3.0]), turn(lab, 1.0, [4.0, 2.0])],
         int8=[turn(lab, 1.0, [4.0, 2.9]), turn(lab, 1.0, [4.0, 1.9])],
-    )  # fmt: skip
+    )
     assert lab.advice(found).startswith("Keep all-reduce")
 
 
 def test_the_advice_is_sure_where_even_the_worst_turn_is_better_than_the_best_of_all_reduce(lab):
     found = results(
-        lab, all_reduce=[turn(lab, 1.0, [4.0, 3.0]), turn(lab, 1.0, [4.0, 1.8])],
+        lab,
+        all_reduce=[turn(lab, 1.0, [4.0, 3.0]), turn(lab, 1.0, [4.0, 1.8])],
         int8=[turn(lab, 1.0, [4.0, 1.7]), turn(lab, 1.0, [4.0, 1.2])],
-    )  # fmt: skip
+    )
     assert lab.advice(found).startswith("Use int8 here")
 
 

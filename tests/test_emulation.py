@@ -42,9 +42,13 @@ PASSES = {"num_samples": 4, "layer": 2, "number": 7, "rank": 1}
 
 
 @given(
-    jitter=st.floats(0, 0.99), seed=st.integers(0, 100), layer=st.integers(0, 50), number=st.integers(0, 10**6),
-    rank=st.integers(0, 100), num_samples=st.integers(0, 1000),
-)  # fmt: skip
+    jitter=st.floats(0, 0.99),
+    seed=st.integers(0, 100),
+    layer=st.integers(0, 50),
+    number=st.integers(0, 10**6),
+    rank=st.integers(0, 100),
+    num_samples=st.integers(0, 1000),
+)
 def test_a_pass_takes_its_time_within_the_jitter(jitter, seed, layer, number, rank, num_samples):
     timing = Timing(forward_s=0.5, forward_s_per_sample=0.25, backward_factor=3.0, jitter=jitter, seed=seed)
     where = {"layer": layer, "number": number, "rank": rank, "num_samples": num_samples}

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import scaleray
-from scaleray.config.scale import PrecisionSettings
+from scaleray.config.precision import PrecisionSettings
 from scaleray.errors import ConfigError
-from scaleray.training.float8 import check_device, convert
+from scaleray.training.setup.float8 import check_device, convert
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 

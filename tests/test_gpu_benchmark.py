@@ -17,8 +17,8 @@ import gpu_training
 import on_one_gpu
 from on_one_gpu import Task
 
-from scaleray.planner.hardware import find_gpu
-from scaleray.workload_profile import mfu
+from scaleray.planner.hardware.catalogue import find_gpu
+from scaleray.records.workload_profile import mfu
 
 TASK = Task(
     side="scaleray", size="smoke", sequence_length=16, batch_size=4, micro_batch_size=2, steps=3, warmup_steps=1, device="cpu",
@@ -62,9 +62,15 @@ def test_the_report_counts_utilisation_from_the_planners_peak():
     assert gpu_training.peak_flops_per_s(arguments, "an unknown card")[0] is None
     profile = gpu_training.counted("smoke")
     found = [
-        {"side": side, "round": 0, "tokens_per_s": speed, "peak_memory_bytes": 2**30, "mfu": mfu(speed, time_s=1, peak_flops_per_s=1e4)}
+        {
+            "side": side,
+            "round": 0,
+            "tokens_per_s": speed,
+            "peak_memory_bytes": 2**30,
+            "mfu": mfu(speed, time_s=1, peak_flops_per_s=1e4),
+        }
         for side, speed in (("plain", 5000.0), ("scaleray", 6000.0))
-    ]  # fmt: skip
+    ]
     text = gpu_training.describe("smoke", found, profile, (1e4, "Peak: as given."), arguments)
     assert (
         "| scaleray | 6000     | 1.200 | 60.0   | 1.0" in text

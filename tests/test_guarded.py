@@ -6,14 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from waiting import wait_until
 
 from scaleray.guarded import guarded
-from scaleray.launch.cluster import free_port
+from scaleray.launch.cluster.connection import free_port
 
 ROOT = Path(__file__).parent.parent
 
@@ -28,13 +28,6 @@ os.rename(os.environ['PIDS'] + '.part', os.environ['PIDS'])
 time.sleep(600)
 """
 """Stands for a server: it has a child in a session of its own, which may ignore SIGTERM, and one whose parent is gone."""
-
-
-def wait_until(is_so):
-    deadline = time.monotonic() + 600
-    while not is_so() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert is_so()
 
 
 def is_running(pid):
@@ -126,7 +119,7 @@ def test_gloo_processes_end_in_the_middle_of_their_work_when_their_parent_is_kil
     )
     code = """
 import multiprocessing, os, pathlib, threading, time
-from scaleray.launch import gloo
+from scaleray.launch.workers import gloo
 from work import endless
 
 if __name__ == '__main__':

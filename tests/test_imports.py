@@ -16,8 +16,12 @@ REPORT = f"import sys; print('heavy:', *[m for m in {HEAVY} if m in sys.modules]
 def loaded_after(statements):
     """Which of the heavy libraries a fresh interpreter has imported after these statements."""
     done = subprocess.run(
-        [sys.executable, "-c", f"{statements}\n{REPORT}"], capture_output=True, text=True, timeout=600, cwd=Path(__file__).parents[1],
-    )  # fmt: skip
+        [sys.executable, "-c", f"{statements}\n{REPORT}"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=Path(__file__).parents[1],
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1].split()[1:]
 
@@ -27,8 +31,8 @@ def loaded_after(statements):
     [
         "import scaleray",
         "import scaleray.config; scaleray.config.load_config('jobs/digits.yaml', environ={}).hash()",
-        "import scaleray.scaling.recipe, scaleray.scaling.schedules, scaleray.scaling.lr_rules",
-        "import scaleray.errors, scaleray.records, scaleray.metric_names, scaleray.workload",
+        "import scaleray.scaling.recipe.derive, scaleray.scaling.recipe.schedules, scaleray.scaling.recipe.lr_rules",
+        "import scaleray.errors, scaleray.records.run, scaleray.metric_names, scaleray.workload",
         "from scaleray import RunConfig, load_config, Workload, RunRecord, ConfigError",
         "import scaleray.cli",
         "from scaleray.cli.main import run_command\n"
@@ -42,7 +46,7 @@ def test_light_parts_import_nothing_heavy(statements):
 
 
 def test_the_check_itself_sees_a_heavy_import():
-    assert loaded_after("import scaleray.training.precision") == ["torch"]
+    assert loaded_after("import scaleray.training.setup.precision") == ["torch"]
 
 
 def test_every_public_name_exists():

@@ -120,7 +120,9 @@ def test_tests_that_came_later_join_the_map_and_replace_their_older_selves():
 def test_a_survivor_counts_against_the_tests_unless_it_is_argued_to_change_nothing():
     mutants = [Mutant("scaleray/data/x.py", n, 0, "f()", "comparison", "<", "<=") for n in range(4)]
     mutants[3] = Mutant("scaleray/data/x.py", 3, 0, "f()", "name", "min", "max")
-    outcomes = [Outcome(verdict, "tests/t.py::test_a|b", 3, 1.0) for verdict in ("killed", "timed out", "survived", "survived")]  # fmt: skip
+    outcomes = [
+        Outcome(verdict, "tests/t.py::test_a|b", 3, 1.0) for verdict in ("killed", "timed out", "survived", "survived")
+    ]
     reasons = {mutants[3].key: "both are 1 there"}
     rows = [results.row_of(mutant, outcome, reasons) for mutant, outcome in zip(mutants, outcomes, strict=True)]
     assert [row["verdict"] for row in rows] == ["killed", "timed out", "survived", "equivalent"]

@@ -7,19 +7,20 @@ import json
 import pytest
 import yaml
 
+from jobs.planner_evidence.__main__ import main as judge_planner
+from jobs.planner_evidence.published import read_folder
 from scaleray.cli.main import run_command
 from scaleray.config import RunConfig, load_config
 from scaleray.config.loading import parse_yaml
 from scaleray.errors import ConfigError, ScaleRayError
-from scaleray.launch.sweep_folder import read_asked
+from scaleray.launch.sweep.folder import read_asked
 from scaleray.parsing import MOST_CHARACTERS, BoundedLoader, TooLarge, load_json, load_yaml, near_words
-from scaleray.planner.cluster_file import read_cluster_file
-from scaleray.planner.counted import read_profile
-from scaleray.planner.hardware import read_hardware_file
-from scaleray.planner.measurement import read_measurement
-from scaleray.planner.models import find_model
-from scaleray.planner.published import read_folder
-from scaleray.tracking.found_run import record_of
+from scaleray.planner.answers.measurement import read_measurement
+from scaleray.planner.hardware.cluster_file import read_cluster_file
+from scaleray.planner.hardware.hardware_file import read_hardware_file
+from scaleray.planner.models.from_counted_workload import read_profile
+from scaleray.planner.models.names import find_model
+from scaleray.tracking.find_record import record_of
 from scaleray.tracking.store import replay
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -91,12 +92,16 @@ def test_merges_mean_what_pyyaml_says(text):
 
 def test_a_section_of_a_config_takes_what_is_merged_into_it_below_its_own_keys(tmp_path):
     path = tmp_path / "job.yaml"
-    path.write_text("batch: &b {global_size: 64, micro_size: 16}\nworkload: {name: 'a:B', args: {given: {<<: *b, micro_size: 2}}}\n"
-                    "optimizer: {learning_rate: 0.1}\nstop: {after: 5 steps}\n")  # fmt: skip
+    path.write_text(
+        "batch: &b {global_size: 64, micro_size: 16}\nworkload: {name: 'a:B', args: {given: {<<: *b, micro_size: 2}}}\n"
+        "optimizer: {learning_rate: 0.1}\nstop: {after: 5 steps}\n"
+    )
     config = load_config(path, environ={})
     assert config.workload.args == {"given": {"global_size": 64, "micro_size": 2}} and config.batch.micro_size == 16
-    path.write_text("workload: {name: 'a:B', args: {b: &b {global_size: 64, micro_size: 16}}}\nbatch: {<<: *b, micro_size: 2}\n"
-                    "optimizer: {learning_rate: 0.1}\nstop: {after: 5 steps}\n")  # fmt: skip
+    path.write_text(
+        "workload: {name: 'a:B', args: {b: &b {global_size: 64, micro_size: 16}}}\nbatch: {<<: *b, micro_size: 2}\n"
+        "optimizer: {learning_rate: 0.1}\nstop: {after: 5 steps}\n"
+    )
     assert (load_config(path, environ={}).batch.global_size, load_config(path, environ={}).batch.micro_size) == (64, 2)
     path.write_text("workload: {name: 'a:B'}\nbatch: {<<: 5}\n")
     with pytest.raises(ConfigError, match=r"job\.yaml:2.*<< needs a mapping"):
@@ -135,7 +140,7 @@ def test_a_nul_is_found_in_a_file_in_arguments_of_the_workload_and_in_the_path_i
 @pytest.mark.parametrize(
     "words",
     [["train", "-c", "a\0b"], ["plan", "--profile", "a\0b"], ["plan", "--model", "gpt2", "--cluster", "h100:8", "--html", "a\0b"],
-     ["plan", "fit", "a\0b"], ["report", "a\0b"], ["compare", "a\0b", "c"], ["checkpoint", "list", "a\0b"], ["tracking", "replay", "a\0b"],
+     ["report", "a\0b"], ["compare", "a\0b", "c"], ["checkpoint", "list", "a\0b"], ["tracking", "replay", "a\0b"],
      ["verify", "--workload.name", "a\0b"], ["sweep", "--continue", "a\0b"]],
 )  # fmt: skip
 def test_a_nul_in_an_argument_of_any_command_is_one_error(words, capsys):
@@ -167,7 +172,7 @@ def test_every_reader_of_a_users_file_refuses_what_is_nested_too_deep(read, text
 @pytest.mark.parametrize("command", ["fit", "validate"])
 def test_a_data_file_that_is_nested_too_deep_is_one_message(command, tmp_path, capsys):
     (tmp_path / "deep.json").write_text(DEEP)
-    assert run_command(["plan", command, str(tmp_path)]) == 2
+    assert judge_planner([command, str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert "deep.json" in error and "nested too deep" in error and "Traceback" not in error
 

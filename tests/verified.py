@@ -10,11 +10,12 @@ from unittest import mock
 
 from small_runs import make_job, with_strategy
 
-from scaleray.launch.local import stream_opener
+from scaleray.launch.workers.in_process import stream_opener
 from scaleray.strategies import STRATEGIES
-from scaleray.training import loop, verification
-from scaleray.training.place import Place
-from scaleray.training.verification import Assignment, Outcome, Variant, short_job, verify_group
+from scaleray.training import loop
+from scaleray.training.setup.place import Place
+from scaleray.training.verify import variants as verification
+from scaleray.training.verify.variants import Assignment, Outcome, Variant, short_job, verify_group
 
 STEPS = 6  # of 8 rows; the fourth has the 2 that are left of 26
 TRAINING_ON = [1]
@@ -36,7 +37,9 @@ def judge_all(
     return verify_group(place, Assignment(reference, others, 1e-9), {}, open_stream=opener)[0]
 
 
-def judge_with(place: Place, plant: Callable[[], Any], workload: Any, flags: Any = None, accumulation: int = 1) -> Outcome:  # fmt: skip
+def judge_with(
+    place: Place, plant: Callable[[], Any], workload: Any, flags: Any = None, accumulation: int = 1
+) -> Outcome:
     """The same with a bug planted in every process; it must only strike where several ranks train."""
     with plant():
         return judge(place, workload, flags or {}, accumulation)

@@ -29,14 +29,15 @@ from scaleray import Workload
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.config import load_config
 from scaleray.data import as_source
-from scaleray.launch.gloo import UserCode, gloo_processes
-from scaleray.launch.local import stream_opener
-from scaleray.records import CheckpointRecord, StepRecord
-from scaleray.scaling.recipe import DataSize, derive
+from scaleray.launch.workers.gloo import UserCode, gloo_processes
+from scaleray.launch.workers.in_process import stream_opener
+from scaleray.records.run import CheckpointRecord, StepRecord
+from scaleray.scaling.recipe.derive import derive
+from scaleray.scaling.recipe.values import DataSize
 from scaleray.training import loop
-from scaleray.training.checkpointing import Checkpointing
-from scaleray.training.job import Split, TrainJob
-from scaleray.training.place import Place
+from scaleray.training.setup.job import Split, TrainJob
+from scaleray.training.setup.place import Place
+from scaleray.training.state.checkpointing import Checkpointing
 
 WORLD_SIZE = 2
 SIDES = ("asynchronous", "synchronous", "torch_save")
@@ -107,12 +108,20 @@ def make_job(workload: Layers, steps: int, **flags: Any) -> tuple[TrainJob, dict
     """A job on WORLD_SIZE workers that neither evaluates nor saves by itself."""
     config = load_config(
         flags={
-            "workload.name": "checkpoint_stall:Layers", "batch.global_size": 4, "optimizer.learning_rate": 1e-5, "scale.workers": WORLD_SIZE,
-            "stop.after": f"{steps} steps", "checkpoint.every_minutes": None, "checkpoint.save_final": False, "checkpoint.keep_last": 1,
-            "tracking.every_steps": 10**6, "tracking.system_metrics": False, **flags,
+            "workload.name": "checkpoint_stall:Layers",
+            "batch.global_size": 4,
+            "optimizer.learning_rate": 1e-5,
+            "scale.workers": WORLD_SIZE,
+            "stop.after": f"{steps} steps",
+            "checkpoint.every_minutes": None,
+            "checkpoint.save_final": False,
+            "checkpoint.keep_last": 1,
+            "tracking.every_steps": 10**6,
+            "tracking.system_metrics": False,
+            **flags,
         },
         environ={},
-    )  # fmt: skip
+    )
     sources = {name: as_source(value, split=name) for name, value in workload.datasets().items()}
     recipe = derive(config, DataSize(sources["train"].num_rows, None))
     splits = {name: Split.of(name, source) for name, source in sources.items()}
@@ -155,10 +164,17 @@ def measure(name: str, arguments: argparse.Namespace, folder: str) -> list[harne
         spent = sum(times[step + i] for i in range(1, window + 1))
         record = saved.get(step)
         found.append(
-            {"side": side, "round": number // len(SIDES), "model": name, "cost_s": spent - window * plain, "plain_step_s": plain,
-             "waited_s": record.stall_s if record else None, "duration_s": record.duration_s if record else None,
-             "bytes": record.total_bytes if record else None}
-        )  # fmt: skip
+            {
+                "side": side,
+                "round": number // len(SIDES),
+                "model": name,
+                "cost_s": spent - window * plain,
+                "plain_step_s": plain,
+                "waited_s": record.stall_s if record else None,
+                "duration_s": record.duration_s if record else None,
+                "bytes": record.total_bytes if record else None,
+            }
+        )
     return found
 
 
@@ -201,22 +217,43 @@ def main() -> None:
             others = {m["round"]: m["cost_s"] for m in of_model if m["side"] == "synchronous"}
             shares = [m["cost_s"] / others[m["round"]] for m in mine if others.get(m["round"])]
             rows.append(
-                [name, side, harness.show([m["cost_s"] for m in mine], "{:.3f}"), harness.show(shares, "{:.1%}"),
-                 harness.show([m["waited_s"] for m in mine], "{:.3f}"), harness.show([m["duration_s"] for m in mine], "{:.2f}"),
-                 f"{mine[0]['plain_step_s']:.2f}"]
-            )  # fmt: skip
-    header = ["parameters", "checkpoint", "cost to training, s", "of the synchronous one", "waited, s", "until complete, s", "plain step, s"]  # fmt: skip
+                [
+                    name,
+                    side,
+                    harness.show([m["cost_s"] for m in mine], "{:.3f}"),
+                    harness.show(shares, "{:.1%}"),
+                    harness.show([m["waited_s"] for m in mine], "{:.3f}"),
+                    harness.show([m["duration_s"] for m in mine], "{:.2f}"),
+                    f"{mine[0]['plain_step_s']:.2f}",
+                ]
+            )
+    header = [
+        "parameters",
+        "checkpoint",
+        "cost to training, s",
+        "of the synchronous one",
+        "waited, s",
+        "until complete, s",
+        "plain step, s",
+    ]
     sizes = ", ".join(
         f"{name}: {max(m['bytes'] or 0 for m in measurements if m['model'] == name) / 2**20:.0f} MiB"
         for name in arguments.models
     )
-    rules = RULES.format(bytes=sizes, sleep=arguments.sleep, window=arguments.window, repeats=arguments.repeats, seed=arguments.seed)  # fmt: skip
+    rules = RULES.format(
+        bytes=sizes, sleep=arguments.sleep, window=arguments.window, repeats=arguments.repeats, seed=arguments.seed
+    )
     words = (
         f"Fine-tune with 90 % of the parameters frozen (5.2 M parameters, AdamW): the first checkpoint writes {fine_tune['written'][0]:,} bytes, "
         f"each later one {math.floor(statistics.median(fine_tune['written'][1:])):,}: {fine_tune['share']:.1%}."
     )
     text = f"{rules}\n\n{harness.table(header, rows)}\n\n{words}"
-    record = {"conditions": conditions, "arguments": harness.arguments_of(arguments), "measurements": measurements, "fine_tune": fine_tune}  # fmt: skip
+    record = {
+        "conditions": conditions,
+        "arguments": harness.arguments_of(arguments),
+        "measurements": measurements,
+        "fine_tune": fine_tune,
+    }
     harness.write_report(
         "checkpoint_stall",
         title="What a checkpoint costs the training",

@@ -33,13 +33,14 @@ from torch.nn.parallel import DistributedDataParallel
 from scaleray.config import load_config
 from scaleray.data import as_source
 from scaleray.emulation import BACKWARD, FORWARD, REDUCE, EmulatedLayer, EmulatedLink, Timeline, Timing, busy_s
-from scaleray.launch.gloo import GlooProcesses, UserCode, gloo_processes
-from scaleray.launch.local import stream_opener
-from scaleray.records import EventRecord, StepRecord
-from scaleray.scaling.recipe import DataSize, derive
+from scaleray.launch.workers.gloo import GlooProcesses, UserCode, gloo_processes
+from scaleray.launch.workers.in_process import stream_opener
+from scaleray.records.run import EventRecord, StepRecord
+from scaleray.scaling.recipe.derive import derive
+from scaleray.scaling.recipe.values import DataSize
 from scaleray.training import loop
-from scaleray.training.job import TRAIN, Split, TrainJob
-from scaleray.training.place import Place
+from scaleray.training.setup.job import TRAIN, Split, TrainJob
+from scaleray.training.setup.place import Place
 
 WIDTH = 16
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -128,10 +129,15 @@ class Emulated:
 def training(place: Place, settings: dict[str, Any]) -> Figures:
     """Median time of the steps after the last change of shares, and how long the fastest worker idled in them."""
     flags = {
-        "workload.name": "emulated:Emulated", "batch.global_size": settings["batch"], "optimizer.learning_rate": 0.01,
-        "stop.after": f"{settings['steps']} steps", "scale.workers": place.world_size, "tracking.system_metrics": False,
-        "shares.by": settings["by"], "shares.measure_every": settings["steps"] // 4,
-    }  # fmt: skip
+        "workload.name": "emulated:Emulated",
+        "batch.global_size": settings["batch"],
+        "optimizer.learning_rate": 0.01,
+        "stop.after": f"{settings['steps']} steps",
+        "scale.workers": place.world_size,
+        "tracking.system_metrics": False,
+        "shares.by": settings["by"],
+        "shares.measure_every": settings["steps"] // 4,
+    }
     config, timelines = load_config(flags=flags, environ={}), []
     workload = Emulated({0: settings["slowdown"]} if settings["slowdown"] != 1 else {}, timelines)
     sources = {name: as_source(value, split=name) for name, value in workload.datasets().items()}
@@ -153,7 +159,7 @@ def training(place: Place, settings: dict[str, Any]) -> Figures:
         "samples_per_s": settings["batch"] / statistics.median(times[steady:]) if times else 0.0,
         "idle_share_of_the_fastest": max(everyone),
         "shares": changes[-1] if changes else "equal",
-    }  # fmt: skip
+    }
 
 
 # what is measured, and how it is told
@@ -167,8 +173,10 @@ def sides(arguments: argparse.Namespace) -> dict[str, tuple[int, Callable[..., F
     for schedule in SCHEDULES:
         for num_micro in (4, 8, 16):
             found[f"{schedule}, {num_micro} micro-batches"] = (
-                4, bubble, {"schedule": schedule, "num_micro": num_micro, "steps": 4},
-            )  # fmt: skip
+                4,
+                bubble,
+                {"schedule": schedule, "num_micro": num_micro, "steps": 4},
+            )
     for workers in (2, 4):
         for by in ("equal", "speed"):
             settings = {"batch": 24 * workers, "by": by, "steps": arguments.steps, "slowdown": 2.0}
@@ -193,9 +201,13 @@ def describe(found: list[harness.Measurement]) -> str:
         # compute 8 x 12 ms and transfers 8 x 7 ms; overlapped, the transfer of the first layer is left over
         ideal = (96 + 56) / (96 + 7)
         rows = [
-            [side, harness.show([1000 * v for v in values(side, "step_s")]), harness.show([100 * v for v in values(side, "hidden_share")])]
+            [
+                side,
+                harness.show([1000 * v for v in values(side, "step_s")]),
+                harness.show([100 * v for v in values(side, "hidden_share")]),
+            ]
             for side in ("overlap on", "overlap off")
-        ]  # fmt: skip
+        ]
         gain = harness.show(gains("overlap on", "overlap off"), "{:.2f}")
         texts.append(
             f"## Overlap\n\n{harness.table(['DDP', 'step, ms', 'transfers hidden, %'], rows)}\n\nGain {gain}, ideal {ideal:.2f}."
@@ -205,8 +217,13 @@ def describe(found: list[harness.Measurement]) -> str:
         micro = int(side.split(", ")[1].split()[0])
         formula, measured = 3 / (micro + 3), values(side, "idle_share")
         rows.append(
-            [side, f"{100 * formula:.1f}", harness.show([100 * v for v in measured], "{:.1f}"), harness.show([v / formula for v in measured], "{:.2f}")]
-        )  # fmt: skip
+            [
+                side,
+                f"{100 * formula:.1f}",
+                harness.show([100 * v for v in measured], "{:.1f}"),
+                harness.show([v / formula for v in measured], "{:.2f}"),
+            ]
+        )
     if rows:
         texts.append(
             "## Pipeline bubble, 4 stages\n\n" + harness.table(["schedule", "formula, %", "idle, %", "ratio"], rows)
@@ -219,11 +236,14 @@ def describe(found: list[harness.Measurement]) -> str:
         gain = gains(side, side.replace("shares speed", "shares equal")) if side.endswith("speed") else []
         rows.append(
             [
-                side, harness.show([1000 * v for v in values(side, "step_s")]), harness.show(gain, "{:.2f}"), f"{ideal:.2f}",
+                side,
+                harness.show([1000 * v for v in values(side, "step_s")]),
+                harness.show(gain, "{:.2f}"),
+                f"{ideal:.2f}",
                 harness.show([100 * v for v in values(side, "idle_share_of_the_fastest")]),
                 [m["shares"] for m in found if m["side"] == side][-1],
             ]
-        )  # fmt: skip
+        )
     if rows:
         header = ["training", "step, ms", "gain", "ideal", "idle of the fastest, %", "last shares"]
         texts.append("## Shares and stragglers\n\n" + harness.table(header, rows))

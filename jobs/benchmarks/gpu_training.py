@@ -27,11 +27,11 @@ from typing import Any
 
 import harness
 
-from scaleray.config.scale import PrecisionSettings
+from scaleray.config.precision import PrecisionSettings
 from scaleray.errors import UsageError
 from scaleray.guarded import guarded
+from scaleray.records.workload_profile import WorkloadProfile, mfu
 from scaleray.workload import load_workload
-from scaleray.workload_profile import WorkloadProfile, mfu
 
 TIMEOUT_S = 900.0
 BASELINE = "plain"
@@ -87,21 +87,36 @@ def measure(name: str, size: str, arguments: argparse.Namespace) -> harness.Meas
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         result, task_file = Path(folder) / "result.json", Path(folder) / "task.json"
         task = {
-            "side": variant.side, "size": size, "sequence_length": length, "batch_size": micro * arguments.accumulation,
-            "micro_batch_size": micro, "steps": arguments.steps, "warmup_steps": arguments.warmup_steps,
-            "device": arguments.device, "compiled": variant.compiled if arguments.compile else "nothing",
-            "is_checkpointed": variant.is_checkpointed, "is_sharded": variant.is_sharded, "float8": variant.float8,
-            "uses_ray": uses_ray, "seed": arguments.seed, "result": str(result),
-        }  # fmt: skip
+            "side": variant.side,
+            "size": size,
+            "sequence_length": length,
+            "batch_size": micro * arguments.accumulation,
+            "micro_batch_size": micro,
+            "steps": arguments.steps,
+            "warmup_steps": arguments.warmup_steps,
+            "device": arguments.device,
+            "compiled": variant.compiled if arguments.compile else "nothing",
+            "is_checkpointed": variant.is_checkpointed,
+            "is_sharded": variant.is_sharded,
+            "float8": variant.float8,
+            "uses_ray": uses_ray,
+            "seed": arguments.seed,
+            "result": str(result),
+        }
         task_file.write_text(json.dumps(task))
         places = [harness.REPOSITORY, *(harness.REPOSITORY / "jobs" / name for name in ("", "benchmarks"))]
         given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, places), *filter(None, given)])}
         try:
             done = subprocess.run(
-                guarded([sys.executable, str(SIDE), str(task_file)]), capture_output=True, text=True, timeout=TIMEOUT_S, env=environment,
-                cwd=harness.REPOSITORY, check=False,
-            )  # fmt: skip
+                guarded([sys.executable, str(SIDE), str(task_file)]),
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+                env=environment,
+                cwd=harness.REPOSITORY,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
             return {"not_run": f"not done after {TIMEOUT_S:.0f} s"}
         if done.returncode != 0 or not result.exists():
@@ -137,7 +152,7 @@ def peak_flops_per_s(arguments: argparse.Namespace, gpu: str | None) -> tuple[fl
         return arguments.peak_tflops * 1e12, f"Peak: {arguments.peak_tflops:g} TFLOP/s, as given."
     if gpu is None:
         return None, "Peak: none is known for a CPU, so there is no MFU."
-    from scaleray.planner.hardware import find_gpu
+    from scaleray.planner.hardware.catalogue import find_gpu
 
     try:
         found = find_gpu(gpu)
@@ -156,9 +171,12 @@ def gpu_facts() -> dict[str, Any]:
         return {}
     properties = torch.cuda.get_device_properties(0)
     facts: dict[str, Any] = {
-        "gpu": properties.name, "memory_gib": round(properties.total_memory / 2**30, 1),
-        "capability": f"{properties.major}.{properties.minor}", "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
-    }  # fmt: skip
+        "gpu": properties.name,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "capability": f"{properties.major}.{properties.minor}",
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
     query = ["nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm", "--format=csv,noheader", "--id=0"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
@@ -168,7 +186,13 @@ def gpu_facts() -> dict[str, Any]:
     return facts
 
 
-def describe(size: str, found: list[harness.Measurement], profile: WorkloadProfile, peak: tuple[float | None, str], arguments: argparse.Namespace) -> str:  # fmt: skip
+def describe(
+    size: str,
+    found: list[harness.Measurement],
+    profile: WorkloadProfile,
+    peak: tuple[float | None, str],
+    arguments: argparse.Namespace,
+) -> str:
     """The rules, the table and the verdict of one size."""
     rows, notes = [], []
     best: dict[str, float] = {}
@@ -181,17 +205,29 @@ def describe(size: str, found: list[harness.Measurement], profile: WorkloadProfi
         used = [m["mfu"] for m in own if m.get("mfu") is not None]
         if used:
             best[name] = harness.spread(used)["median"]
-        rows.append([
-            name, harness.show([m["tokens_per_s"] for m in own]), harness.show(ratio, "{:.3f}"),
-            harness.show([100 * share for share in used], "{:.1f}"),
-            harness.show([m["peak_memory_bytes"] / 2**30 for m in own], "{:.1f}"),
-        ])  # fmt: skip
+        rows.append(
+            [
+                name,
+                harness.show([m["tokens_per_s"] for m in own]),
+                harness.show(ratio, "{:.3f}"),
+                harness.show([100 * share for share in used], "{:.1f}"),
+                harness.show([m["peak_memory_bytes"] / 2**30 for m in own], "{:.1f}"),
+            ]
+        )
     length, micro = SHAPES[size]
     rules = RULES.format(
-        parameters=profile.num_parameters, flops=profile.flops, length=length, batch=micro * arguments.accumulation, micro=micro,
-        steps=arguments.steps, warmup=arguments.warmup_steps, seed=arguments.seed, repeats=arguments.repeats, baseline=BASELINE,
+        parameters=profile.num_parameters,
+        flops=profile.flops,
+        length=length,
+        batch=micro * arguments.accumulation,
+        micro=micro,
+        steps=arguments.steps,
+        warmup=arguments.warmup_steps,
+        seed=arguments.seed,
+        repeats=arguments.repeats,
+        baseline=BASELINE,
         peak=peak[1],
-    )  # fmt: skip
+    )
     ours = {name: share for name, share in best.items() if name.startswith("scaleray") and "float8" not in name}
     if ours:
         top = max(ours, key=lambda name: ours[name])
@@ -254,9 +290,12 @@ def main() -> None:
             sys.exit(1)
         return
     record = {
-        "conditions": conditions, "gpu": facts, "profiles": {size: dataclasses.asdict(p) for size, p in profiles.items()},
-        "arguments": harness.arguments_of(arguments), "measurements": found,
-    }  # fmt: skip
+        "conditions": conditions,
+        "gpu": facts,
+        "profiles": {size: dataclasses.asdict(p) for size, p in profiles.items()},
+        "arguments": harness.arguments_of(arguments),
+        "measurements": found,
+    }
     shown = "\n".join(f"- {name}: {value}" for name, value in facts.items())
     name = "gpu_training-without-ray" if arguments.without_ray else "gpu_training"
     harness.write_report(

@@ -22,23 +22,36 @@ JOBS: dict[str, dict[str, Any]] = {
     "digits": {
         "config": "jobs/digits.yaml",
         "flags": {
-            "stop.at": "test/loss <= 0.1", "stop.after": "12 epochs", "evaluation.every": "256 samples",
-            "schedule.name": "constant", "schedule.warmup": "0 steps",
+            "stop.at": "test/loss <= 0.1",
+            "stop.after": "12 epochs",
+            "evaluation.every": "256 samples",
+            "schedule.name": "constant",
+            "schedule.warmup": "0 steps",
         },
-        "batch_sizes": "16..1024", "rules": "sqrt,linear,adam,none",
+        "batch_sizes": "16..1024",
+        "rules": "sqrt,linear,adam,none",
     },
     "language_model": {
         "config": "jobs/language_model.yaml",
         "flags": {
             "workload.args": {
-                "size": "1m", "width": 64, "num_blocks": 2, "num_heads": 2, "sequence_length": 64, "text": str(Path(asyncio.__file__).parent),
+                "size": "1m",
+                "width": 64,
+                "num_blocks": 2,
+                "num_heads": 2,
+                "sequence_length": 64,
+                "text": str(Path(asyncio.__file__).parent),
             },
-            "stop.at": "val/loss <= 1.75", "stop.after": "40000 samples", "evaluation.every": "1024 samples",
-            "schedule.name": "constant", "schedule.warmup": "0 steps",
+            "stop.at": "val/loss <= 1.75",
+            "stop.after": "40000 samples",
+            "evaluation.every": "1024 samples",
+            "schedule.name": "constant",
+            "schedule.warmup": "0 steps",
         },
-        "batch_sizes": "8..512", "rules": "sqrt,linear,adam,none",
+        "batch_sizes": "8..512",
+        "rules": "sqrt,linear,adam,none",
     },
-}  # fmt: skip
+}
 """Recipe, space and target of each. A constant rate, so that the way to a target does not depend on stop.after; a loss as the
 target and frequent evaluations, so that the way there is known better than the differences to be seen."""
 RULES = """\
@@ -72,11 +85,18 @@ def main() -> None:
         ray.shutdown()
     rows = [
         [
-            m["job"], str(m["grid_trials"]), f"{m['best'][0]} {m['best'][1]}", f"{m['chosen'][0]} {m['chosen'][1]}", f"{m['loss']:.1%}",
-            str(m["guided_trials"]), f"{m['samples_share']:.1%}", f"{m['grid_s']:.0f}", f"{m['guided_s']:.0f}",
+            m["job"],
+            str(m["grid_trials"]),
+            f"{m['best'][0]} {m['best'][1]}",
+            f"{m['chosen'][0]} {m['chosen'][1]}",
+            f"{m['loss']:.1%}",
+            str(m["guided_trials"]),
+            f"{m['samples_share']:.1%}",
+            f"{m['grid_s']:.0f}",
+            f"{m['guided_s']:.0f}",
         ]
         for m in found
-    ]  # fmt: skip
+    ]
     header = [
         "job",
         "grid trials",
@@ -92,25 +112,31 @@ def main() -> None:
     words = "\n".join(f"- {m['job']}: {text}" for m in found for text in m["words"])
     record = {"conditions": known, "arguments": harness.arguments_of(arguments), "measurements": found}
     harness.write_report(
-        "guided_sweep", title="A guided sweep beside the whole grid", text=f"{rules}\n\n{harness.table(header, rows)}\n\n{words}",
-        record=record, folder=arguments.results,
-    )  # fmt: skip
+        "guided_sweep",
+        title="A guided sweep beside the whole grid",
+        text=f"{rules}\n\n{harness.table(header, rows)}\n\n{words}",
+        record=record,
+        folder=arguments.results,
+    )
 
 
 def measure(job: str, arguments: argparse.Namespace, folder: str) -> harness.Measurement:
     """The grid and the guided sweep of one job, one after the other."""
     from scaleray.config import load_config
-    from scaleray.launch.sweep import sweep
-    from scaleray.scaling.grid_comparison import compare_with_grid
-    from scaleray.scaling.sweep_question import question_of
+    from scaleray.launch.sweep.sweep import sweep
+    from scaleray.scaling.sweeps.grid_comparison import compare_with_grid
+    from scaleray.scaling.sweeps.question import question_of
 
     space = JOBS[job]
     own = {"tracking.uri": f"sqlite:///{folder}/mlflow.db", "checkpoint.storage_path": f"{folder}/runs"}
     config = load_config(harness.REPOSITORY / space["config"], flags={**space["flags"], **own}, environ={})
     asked: dict[str, Any] = {
-        "batch_sizes": arguments.batch_sizes or space["batch_sizes"], "rules": arguments.rules or space["rules"],
-        "seeds": arguments.seeds, "workers_per_trial": arguments.workers, "search": "grid",
-    }  # fmt: skip
+        "batch_sizes": arguments.batch_sizes or space["batch_sizes"],
+        "rules": arguments.rules or space["rules"],
+        "seeds": arguments.seeds,
+        "workers_per_trial": arguments.workers,
+        "search": "grid",
+    }
     base_dir = harness.REPOSITORY / "jobs"
     grid = sweep(config, question_of(config, **asked), base_dir=base_dir, say=harness.log)
     question = question_of(config, **asked, guided_share=arguments.share)
@@ -118,18 +144,33 @@ def measure(job: str, arguments: argparse.Namespace, folder: str) -> harness.Mea
     compared = compare_with_grid(guided, grid)
     ran = sum(t.samples > 0 for t in grid.trials)
     return {
-        "job": job, "grid_trials": ran, "grid_settings": ran // arguments.seeds, "guided_trials": sum(t.samples > 0 for t in guided.trials),
-        "best": compared.best[:2], "chosen": compared.chosen[:2], "loss": compared.loss, "samples_share": compared.samples_share,
-        "grid_s": grid.duration_s, "guided_s": guided.duration_s, "words": guided.words[:3],
+        "job": job,
+        "grid_trials": ran,
+        "grid_settings": ran // arguments.seeds,
+        "guided_trials": sum(t.samples > 0 for t in guided.trials),
+        "best": compared.best[:2],
+        "chosen": compared.chosen[:2],
+        "loss": compared.loss,
+        "samples_share": compared.samples_share,
+        "grid_s": grid.duration_s,
+        "guided_s": guided.duration_s,
+        "words": guided.words[:3],
         "trials": [
             {
-                "sweep": name, "batch_size": t.batch_size, "rule": t.rule, "seed": t.seed, "status": t.status, "samples": t.samples,
-                "samples_to_target": t.samples_to_target, "samples_per_s": t.samples_per_s, "noise_scale": t.noise_scale,
+                "sweep": name,
+                "batch_size": t.batch_size,
+                "rule": t.rule,
+                "seed": t.seed,
+                "status": t.status,
+                "samples": t.samples,
+                "samples_to_target": t.samples_to_target,
+                "samples_per_s": t.samples_per_s,
+                "noise_scale": t.noise_scale,
             }
             for name, record in (("grid", grid), ("guided", guided))
             for t in record.trials
         ],
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

@@ -73,9 +73,9 @@ def dataloader_batches(rows: Rows, *, batch_size: int, num_workers: int, epoch: 
 
 def scaleray_batches(source: Any, source_ref: Any, *, batch_size: int, epoch: int) -> Batches:
     """One epoch as a worker of a run with one rank and the default data settings reads it."""
-    from scaleray.config.scale import DataSettings
+    from scaleray.config.data import DataSettings
     from scaleray.data import Part, StepPlan, StepStream
-    from scaleray.data.stream import ray_blocks
+    from scaleray.data.ray_blocks import ray_blocks
 
     settings = DataSettings()
     plan = StepPlan(

@@ -25,20 +25,18 @@ from pathlib import Path
 from scaleray.config import load_config
 from scaleray.config.noise_scale import NoiseScaleSettings
 from scaleray.data import as_source
-from scaleray.launch.gloo import UserCode, gloo_processes
-from scaleray.launch.local import stream_opener
-from scaleray.records import StepRecord, WorkerSummary
-from scaleray.scaling.recipe import DataSize, derive
+from scaleray.launch.workers.gloo import UserCode, gloo_processes
+from scaleray.launch.workers.in_process import stream_opener
+from scaleray.records.run import StepRecord, WorkerSummary
+from scaleray.scaling.recipe.derive import derive
+from scaleray.scaling.recipe.values import DataSize
 from scaleray.training import loop
-from scaleray.training.job import Split, TrainJob
-from scaleray.training.place import Place
+from scaleray.training.setup.job import Split, TrainJob
+from scaleray.training.setup.place import Place
 from scaleray.workload import load_workload
 
 EVERY = 4
-MODELS = {
-    "digits": ("jobs/digits.yaml", 240, {}),
-    "language_model": ("jobs/language_model.yaml", 60, {}),
-}
+MODELS = {"digits": ("jobs/digits.yaml", 240, {}), "language_model": ("jobs/language_model.yaml", 60, {})}
 """Config, steps, and flags of each."""
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {}),
@@ -67,13 +65,20 @@ def make_job(model: str, way: str, steps: int | None) -> tuple[TrainJob, dict[st
     config = load_config(
         harness.REPOSITORY / path,
         flags={
-            "scale.workers": workers, "stop.after": f"{steps or usual} steps", "schedule.warmup": "0 steps",
-            "evaluation.every": None, "checkpoint.every_minutes": None, "checkpoint.save_final": False,
-            "tracking.every_steps": 10**6, "tracking.system_metrics": False,
-            "noise_scale.measure": True, "noise_scale.every_steps": EVERY, **flags,
+            "scale.workers": workers,
+            "stop.after": f"{steps or usual} steps",
+            "schedule.warmup": "0 steps",
+            "evaluation.every": None,
+            "checkpoint.every_minutes": None,
+            "checkpoint.save_final": False,
+            "tracking.every_steps": 10**6,
+            "tracking.system_metrics": False,
+            "noise_scale.measure": True,
+            "noise_scale.every_steps": EVERY,
+            **flags,
         },
         environ={},
-    )  # fmt: skip
+    )
     workload = load_workload(config.workload.name, config.workload.args, base_dir=harness.REPOSITORY)
     sources = {"train": as_source(workload.datasets()["train"], split="train")}
     recipe = derive(config, DataSize(sources["train"].num_rows, sources["train"].tokens_per_row))
@@ -106,9 +111,11 @@ def measure(model: str, way: str, steps: int | None) -> harness.Measurement:
         extra += by_place[EVERY - 1] - plain
     noise = {key: value for key, value in summary.noise.items() if key != "curve"}
     return {
-        "plain_step_s": plain, "cost_share": extra / plain, "at_rest_share": abs(by_place[1] - by_place[2]) / plain,
+        "plain_step_s": plain,
+        "cost_share": extra / plain,
+        "at_rest_share": abs(by_place[1] - by_place[2]) / plain,
         "noise": noise,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -146,13 +153,24 @@ def _table(measurements: list[harness.Measurement], arguments: argparse.Namespac
             last = mine[-1]["noise"]
             rows.append(
                 [
-                    model, way, harness.show([1000 * m["plain_step_s"] for m in mine], "{:.2f}"), harness.show(cost, "{:.1f}"),
+                    model,
+                    way,
+                    harness.show([1000 * m["plain_step_s"] for m in mine], "{:.2f}"),
+                    harness.show(cost, "{:.1f}"),
                     harness.show([c / default for c in cost], "{:.2f}"),
                     harness.show([100 * m["at_rest_share"] for m in mine], "{:.1f}"),
                     _noise(last),
                 ]
-            )  # fmt: skip
-    header = ["model", "way", "plain step ms", "cost of a measured step %", f"of a training, every {default}th %", "at rest %", "noise scale"]  # fmt: skip
+            )
+    header = [
+        "model",
+        "way",
+        "plain step ms",
+        "cost of a measured step %",
+        f"of a training, every {default}th %",
+        "at rest %",
+        "noise scale",
+    ]
     return harness.table(header, rows)
 
 

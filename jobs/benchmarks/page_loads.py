@@ -87,10 +87,21 @@ async def chromium() -> AsyncIterator[Browser]:
     # its last processes may still write when it is asked to end
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as profile:
         process = subprocess.Popen(
-            guarded([program, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", f"--window-size={WINDOW}",
-             "--remote-debugging-port=0", "about:blank"]),
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            guarded(
+                [
+                    program,
+                    "--headless",
+                    "--no-sandbox",
+                    "--disable-gpu",
+                    f"--user-data-dir={profile}",
+                    f"--window-size={WINDOW}",
+                    "--remote-debugging-port=0",
+                    "about:blank",
+                ]
+            ),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         try:
             port = await _port(Path(profile) / "DevToolsActivePort")
             async with aiohttp.ClientSession() as session:

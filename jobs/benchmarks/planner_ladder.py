@@ -22,14 +22,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scaleray.emulation import EmulatedLayer, Timing
-from scaleray.launch.gloo import UserCode, gloo_processes
-from scaleray.planner.calibration import calibrate, calibrate_link
-from scaleray.planner.catalogue import CATALOGUE
-from scaleray.planner.hardware import Cluster
-from scaleray.planner.layout import Layout
-from scaleray.planner.profile import of_size
-from scaleray.planner.step_time import step_time
-from scaleray.training.place import Place
+from scaleray.launch.workers.gloo import UserCode, gloo_processes
+from scaleray.planner.answers.calibration import calibrate, calibrate_link
+from scaleray.planner.cost.layout import Layout
+from scaleray.planner.cost.step_time import step_time
+from scaleray.planner.hardware.catalogue import CATALOGUE
+from scaleray.planner.hardware.kinds import Cluster
+from scaleray.planner.models.profile import of_size
+from scaleray.training.setup.place import Place
 
 WIDTH = 64
 
@@ -68,9 +68,11 @@ def predictions(measured: dict[int, float], settings: dict[str, Any]) -> dict[in
     pair = replace(cluster, gpus_per_node=2)
     link = calibrate_link(model, replace(layout, data=2), pair, measured[2], measured=compute)
     return {
-        workers: step_time(model, replace(layout, data=workers), replace(cluster, gpus_per_node=workers, link=link), measured=compute).total_s
+        workers: step_time(
+            model, replace(layout, data=workers), replace(cluster, gpus_per_node=workers, link=link), measured=compute
+        ).total_s
         for workers in measured
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -101,10 +103,15 @@ def main() -> None:
     measured = {size: statistics.median(values) for size, values in turns.items()}
     predicted = predictions(measured, settings)
     rows = [
-        [str(size), f"{1e3 * measured[size]:.1f} ({1e3 * min(turns[size]):.1f}-{1e3 * max(turns[size]):.1f})", f"{1e3 * predicted[size]:.1f}",
-         f"{100 * (predicted[size] / measured[size] - 1):+.1f}", f"{100 * (measured[1] / measured[size] - 1):+.1f}"]
+        [
+            str(size),
+            f"{1e3 * measured[size]:.1f} ({1e3 * min(turns[size]):.1f}-{1e3 * max(turns[size]):.1f})",
+            f"{1e3 * predicted[size]:.1f}",
+            f"{100 * (predicted[size] / measured[size] - 1):+.1f}",
+            f"{100 * (measured[1] / measured[size] - 1):+.1f}",
+        ]
         for size in sizes
-    ]  # fmt: skip
+    ]
     text = harness.table(
         ["workers", "measured step, ms", "predicted, ms", "error, %", "constant throughput, error %"], rows
     )

@@ -58,17 +58,21 @@ def main() -> None:
             found.append({"side": side, "round": number, "workers": workers, **measured})
             harness.log(f"  {measured}")
     rules = RULES.format(
-        trials=arguments.trials, epochs=arguments.epochs, cpus=CPUS, repeats=arguments.repeats, seed=arguments.seed,
+        trials=arguments.trials,
+        epochs=arguments.epochs,
+        cpus=CPUS,
+        repeats=arguments.repeats,
+        seed=arguments.seed,
         sizes=", ".join(map(str, BATCH_SIZES[: arguments.trials])),
-    )  # fmt: skip
-    record = {
-        "conditions": known,
-        "arguments": harness.arguments_of(arguments),
-        "measurements": found,
-    }
+    )
+    record = {"conditions": known, "arguments": harness.arguments_of(arguments), "measurements": found}
     harness.write_report(
-        "sweep", title="Trials an hour of a sweep", text=f"{rules}\n\n{describe(found)}", record=record, folder=arguments.results
-    )  # fmt: skip
+        "sweep",
+        title="Trials an hour of a sweep",
+        text=f"{rules}\n\n{describe(found)}",
+        record=record,
+        folder=arguments.results,
+    )
 
 
 def in_a_process(side: str, workers: int, arguments: argparse.Namespace) -> harness.Measurement:
@@ -76,9 +80,21 @@ def in_a_process(side: str, workers: int, arguments: argparse.Namespace) -> harn
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         out = Path(folder) / "out.json"
         words = [
-            sys.executable, __file__, "--side", side, "--out", str(out), "--workers", str(workers),
-            "--trials", str(arguments.trials), "--epochs", str(arguments.epochs), "--seed", str(arguments.seed),
-        ]  # fmt: skip
+            sys.executable,
+            __file__,
+            "--side",
+            side,
+            "--out",
+            str(out),
+            "--workers",
+            str(workers),
+            "--trials",
+            str(arguments.trials),
+            "--epochs",
+            str(arguments.epochs),
+            "--seed",
+            str(arguments.seed),
+        ]
         environment = {**os.environ, **harness.ray_environment(folder), "OMP_NUM_THREADS": "1", "BENCH_FOLDER": folder}
         done = subprocess.run(
             guarded(words), env=environment, cwd=harness.REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT_S
@@ -107,17 +123,20 @@ def sizes_of(arguments: argparse.Namespace) -> list[int]:
 
 def run_scaleray(arguments: argparse.Namespace, workers: int) -> list[float]:
     from scaleray.config import load_config
-    from scaleray.launch.sweep import sweep
-    from scaleray.scaling.sweep_question import question_of
+    from scaleray.launch.sweep.sweep import sweep
+    from scaleray.scaling.sweeps.question import question_of
 
     folder = os.environ["BENCH_FOLDER"]
     config = load_config(
         "jobs/digits.yaml",
         flags={
-            "stop.after": f"{arguments.epochs} epochs", "evaluation.every": "1 epoch", "seed": arguments.seed,
-            "tracking.uri": f"sqlite:///{folder}/mlflow.db", "checkpoint.storage_path": f"{folder}/runs",
+            "stop.after": f"{arguments.epochs} epochs",
+            "evaluation.every": "1 epoch",
+            "seed": arguments.seed,
+            "tracking.uri": f"sqlite:///{folder}/mlflow.db",
+            "checkpoint.storage_path": f"{folder}/runs",
         },
-    )  # fmt: skip
+    )
     repeats = -(-arguments.trials // len(BATCH_SIZES))
     sizes = ",".join(map(str, BATCH_SIZES[: arguments.trials]))
     question = question_of(config, batch_sizes=sizes, search="grid", seeds=repeats, workers_per_trial=workers)
@@ -212,12 +231,16 @@ def describe(found: list[harness.Measurement]) -> str:
         ratio = harness.ratios(own, "trials_per_hour", side="scaleray", baselines=["tune"])
         for side in SIDES:
             good = [m for m in own if m["side"] == side and "not_run" not in m]
-            rows.append([
-                str(workers), side, harness.show([m["seconds"] for m in good], "{:.1f}"),
-                harness.show([m["trials_per_hour"] for m in good]),
-                harness.show(ratio, "{:.1f}") if side == "scaleray" else "1",
-                harness.show([sum(m["losses"]) / len(m["losses"]) for m in good], "{:.3f}"),
-            ])  # fmt: skip
+            rows.append(
+                [
+                    str(workers),
+                    side,
+                    harness.show([m["seconds"] for m in good], "{:.1f}"),
+                    harness.show([m["trials_per_hour"] for m in good]),
+                    harness.show(ratio, "{:.1f}") if side == "scaleray" else "1",
+                    harness.show([sum(m["losses"]) / len(m["losses"]) for m in good], "{:.3f}"),
+                ]
+            )
     header = ("workers a trial", "side", "seconds", "trials an hour", "times tune", "mean test loss")
     return harness.table(header, rows)
 

@@ -72,20 +72,24 @@ def run(num_trials: int, folder: str) -> dict[str, float]:
     import psutil
     import ray
 
-    from scaleray.launch.sweep import sweep
-    from scaleray.reports.sweep_report import write_sweep_report
-    from scaleray.scaling.sweep_question import question_of
+    from scaleray.launch.sweep.sweep import sweep
+    from scaleray.reports.records.sweep import write_sweep_report
+    from scaleray.scaling.sweeps.question import question_of
 
     harness.start_ray(num_cpus=CPUS)
     writes = count_writes()
     config = load_config(
         flags={
-            "workload.name": "thousand_trials:Trivial", "batch.global_size": 8, "optimizer.name": "sgd",
-            "optimizer.learning_rate": 0.1, "stop.after": "1 steps", "tracking.uri": f"sqlite:///{folder}/mlflow.db",
+            "workload.name": "thousand_trials:Trivial",
+            "batch.global_size": 8,
+            "optimizer.name": "sgd",
+            "optimizer.learning_rate": 0.1,
+            "stop.after": "1 steps",
+            "tracking.uri": f"sqlite:///{folder}/mlflow.db",
             "checkpoint.storage_path": f"{folder}/runs",
         },
         environ={},
-    )  # fmt: skip
+    )
     question = question_of(config, learning_rates="1e-4..1", rules="none", trials=num_trials)
     process, done_at, memory = psutil.Process(), [], []
 

@@ -22,7 +22,7 @@ import psutil
 
 from scaleray.config import load_config
 from scaleray.guarded import end_with_parent
-from scaleray.records import StepRecord
+from scaleray.records.run import StepRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH = 50  # records of a message
@@ -33,10 +33,10 @@ MIB = 2**20
 
 def ladder(settings: dict[str, Any]) -> dict[str, Any]:
     """A whole study, from its start to its report."""
-    from scaleray.launch.study import study
-    from scaleray.launch.study_plan import Question
-    from scaleray.reports.study_report import write_study_report
-    from scaleray.training.ladder import Effort
+    from scaleray.launch.study.plan import Question
+    from scaleray.launch.study.study import study
+    from scaleray.reports.records.study import write_study_report
+    from scaleray.training.study.ladder import Effort
 
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(
@@ -56,11 +56,16 @@ def ladder(settings: dict[str, Any]) -> dict[str, Any]:
         total_s = time.perf_counter() - started
         trained_s = sum(sum(turn) for curve in record.curves for at in curve.points for turn in at.point.turns)
         return {
-            "workers": sizes, "turns": question.repeats, "total_s": total_s, "in_steady_steps_s": trained_s,
+            "workers": sizes,
+            "turns": question.repeats,
+            "total_s": total_s,
+            "in_steady_steps_s": trained_s,
             "driver_mib": psutil.Process().memory_info().rss / MIB,
             "record_bytes": (Path(record.folder) / "record.json").stat().st_size,
-            "efficiency": {curve.mode: {at.point.workers: str(at.efficiency) for at in curve.points} for curve in record.curves},
-        }  # fmt: skip
+            "efficiency": {
+                curve.mode: {at.point.workers: str(at.efficiency) for at in curve.points} for curve in record.curves
+            },
+        }
 
 
 def reports(settings: dict[str, Any]) -> dict[str, Any]:
@@ -69,10 +74,23 @@ def reports(settings: dict[str, Any]) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         description = RunDescription(
-            tracking_uri=f"sqlite:///{folder}/mlflow.db", experiment="tool", run_name="run", work_dir=folder, every_steps=10,
-            params={}, tags={}, files={}, datasets=[], tokens_per_sample=None, started_at=time.time(), run_path=folder, config={},
-            base_dir=None, continues=None, changes=[],
-        )  # fmt: skip
+            tracking_uri=f"sqlite:///{folder}/mlflow.db",
+            experiment="tool",
+            run_name="run",
+            work_dir=folder,
+            every_steps=10,
+            params={},
+            tags={},
+            files={},
+            datasets=[],
+            tokens_per_sample=None,
+            started_at=time.time(),
+            run_path=folder,
+            config={},
+            base_dir=None,
+            continues=None,
+            changes=[],
+        )
         recorder = Recorder(description)
         recorder.start()
         recorder.wait_started()
@@ -80,11 +98,18 @@ def reports(settings: dict[str, Any]) -> dict[str, Any]:
         for first in range(1, settings["steps"] + 1, BATCH):
             messages = [
                 StepRecord(
-                    step=step, loss=1.0, count=64, num_samples=64, learning_rate=1e-3, grad_norm=1.0, step_time_s=1e-3,
-                    input_wait_s=0.0, epoch=0.0,
+                    step=step,
+                    loss=1.0,
+                    count=64,
+                    num_samples=64,
+                    learning_rate=1e-3,
+                    grad_norm=1.0,
+                    step_time_s=1e-3,
+                    input_wait_s=0.0,
+                    epoch=0.0,
                 )
                 for step in range(first, first + BATCH)
-            ]  # fmt: skip
+            ]
             recorder.log(list(messages))
             if first % AT_ONCE == 1:
                 recorder.drain()

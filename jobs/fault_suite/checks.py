@@ -13,8 +13,8 @@ import torch
 
 from fault_suite.run import BATCH, Entry, Run
 from scaleray.data import StepPlan
-from scaleray.records import RunRecord
-from scaleray.training.weights import read_weights
+from scaleray.records.run import RunRecord
+from scaleray.training.state.weights import read_weights
 
 EXACT_METRICS = ("train/loss", "train/grad_norm", "train/learning_rate", "train/epoch", "val/loss")
 """Others are times, which no two runs share."""

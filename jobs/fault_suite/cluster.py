@@ -64,10 +64,21 @@ class Nodes:
     def drain(self, node: Any, *, seconds: int) -> bool:
         """Announce, as a cloud would, that the node goes away in so many seconds; true when Ray accepted that."""
         command = [
-            sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", self.address, "--node-id", node.node_id,
-            "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "fault suite",
-            "--deadline-remaining-seconds", str(seconds),
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "drain-node",
+            "--address",
+            self.address,
+            "--node-id",
+            node.node_id,
+            "--reason",
+            "DRAIN_NODE_REASON_PREEMPTION",
+            "--reason-message",
+            "fault suite",
+            "--deadline-remaining-seconds",
+            str(seconds),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         return done.returncode == 0
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scaleray.records import RunRecord
+from scaleray.records.run import RunRecord
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WORKERS = 2
@@ -75,15 +75,31 @@ class Run:
         values = {
             "workload.name": f"{Path(__file__).parent / 'workload.py'}:Recorded",
             "workload.args": {"folder": str(self.diary), "pause_s": self.size.pause_s},
-            "batch.global_size": BATCH, "optimizer.name": "adamw", "optimizer.learning_rate": 0.002, "optimizer.clip_norm": 1.0,
-            "schedule.name": "cosine", "schedule.warmup": "20 steps", "stop.after": f"{self.size.steps} steps",
-            "evaluation.every": "50 steps", "deterministic": True, "data.reserved_cpus": 1, "data.chunk_mib": 0.01,
-            "scale.workers": WORKERS, "scale.label_selector": {"role": "train"}, "scale.placement": "SPREAD",
-            "scale.max_failures": 100, "scale.collective_timeout_s": self.size.hang_limit_s, "scale.launch_timeout_s": 60,
-            "checkpoint.every": f"{self.size.checkpoint_every} steps", "checkpoint.storage_path": str(self.folder / "runs"),
-            "checkpoint.grace_s": 15, "tracking.uri": f"sqlite:///{self.folder / 'mlflow.db'}", "tracking.every_steps": 1,
-            "tracking.interval_s": 1, **self.options,
-        }  # fmt: skip
+            "batch.global_size": BATCH,
+            "optimizer.name": "adamw",
+            "optimizer.learning_rate": 0.002,
+            "optimizer.clip_norm": 1.0,
+            "schedule.name": "cosine",
+            "schedule.warmup": "20 steps",
+            "stop.after": f"{self.size.steps} steps",
+            "evaluation.every": "50 steps",
+            "deterministic": True,
+            "data.reserved_cpus": 1,
+            "data.chunk_mib": 0.01,
+            "scale.workers": WORKERS,
+            "scale.label_selector": {"role": "train"},
+            "scale.placement": "SPREAD",
+            "scale.max_failures": 100,
+            "scale.collective_timeout_s": self.size.hang_limit_s,
+            "scale.launch_timeout_s": 60,
+            "checkpoint.every": f"{self.size.checkpoint_every} steps",
+            "checkpoint.storage_path": str(self.folder / "runs"),
+            "checkpoint.grace_s": 15,
+            "tracking.uri": f"sqlite:///{self.folder / 'mlflow.db'}",
+            "tracking.every_steps": 1,
+            "tracking.interval_s": 1,
+            **self.options,
+        }
         self.storage_path, self.tracking_uri = str(values["checkpoint.storage_path"]), str(values["tracking.uri"])
         import yaml
 
@@ -99,13 +115,26 @@ class Run:
     def start(self) -> None:
         """The command, for the first time or again."""
         command = [
-            sys.executable, "-m", "scaleray", "train", "-c", str(self.folder / "run.yaml"), "--resume", "auto", "--json",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "scaleray",
+            "train",
+            "-c",
+            str(self.folder / "run.yaml"),
+            "--resume",
+            "auto",
+            "--json",
+        ]
         self._output = []
         self.driver = subprocess.Popen(
-            command, env=dict(self.environment), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            command,
+            env=dict(self.environment),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
             start_new_session=True,
-        )  # fmt: skip
+        )
         self.processes.add(self.driver.pid)
         self.starts += 1
         for stream, take in ((self.driver.stdout, self._output.append), (self.driver.stderr, self._hear)):

@@ -42,7 +42,9 @@ class Fault:
     @property
     def is_good(self) -> bool:
         """Injected, and nothing came of it."""
-        return bool(self.is_injected and self.has_recovered and self.weights_equal and self.records_equal and self.samples_once)  # fmt: skip
+        return bool(
+            self.is_injected and self.has_recovered and self.weights_equal and self.records_equal and self.samples_once
+        )
 
 
 @dataclass
@@ -65,7 +67,7 @@ class Report:
 
 def run_suite(
     num_faults: int, *, seed: int, kinds: Sequence[str], folder: Path, say: Callable[[str], None], size: Size = FULL
-) -> Report:  # fmt: skip
+) -> Report:
     """The undisturbed run, then disturbed ones until so many faults have struck."""
     started = time.monotonic()
     chosen = random.Random(seed)
@@ -134,9 +136,17 @@ class _Disturbed:
     """One run with several faults, one after another."""
 
     def __init__(
-        self, nodes: Nodes, bucket: services.Bucket | None, undisturbed: Outcome, folder: Path, number: int, chosen: random.Random, report: Report,
-        size: Size, say: Callable[[str], None],
-    ) -> None:  # fmt: skip
+        self,
+        nodes: Nodes,
+        bucket: services.Bucket | None,
+        undisturbed: Outcome,
+        folder: Path,
+        number: int,
+        chosen: random.Random,
+        report: Report,
+        size: Size,
+        say: Callable[[str], None],
+    ) -> None:
         self.nodes, self.bucket, self.undisturbed, self.folder, self.number = nodes, bucket, undisturbed, folder, number
         self.random, self.report, self.size, self.say = chosen, report, size, say
 

@@ -31,9 +31,16 @@ class Recorded(Workload):
         if self.plain:
             return nn.Sequential(nn.Linear(16, 128), nn.Tanh(), nn.Linear(128, 4))
         return nn.Sequential(
-            nn.Linear(16, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.2),
-            nn.Linear(128, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 4),
-        )  # fmt: skip
+            nn.Linear(16, 128),
+            nn.BatchNorm1d(128),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Linear(128, 128),
+            nn.BatchNorm1d(128),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Linear(128, 4),
+        )
 
     def datasets(self) -> dict[str, dict[str, np.ndarray]]:
         generator = np.random.default_rng(7)

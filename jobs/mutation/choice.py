@@ -18,7 +18,7 @@ def candidates(tree: Path, known: CoverageMap, rooms: Sequence[str]) -> dict[str
     """By file, the mutants of covered lines."""
     found = {}
     for room in rooms:
-        for path in sorted((tree / "scaleray" / room).glob("*.py")):
+        for path in sorted((tree / "scaleray" / room).rglob("*.py")):
             file = str(path.relative_to(tree))
             lines = known.lines.get(file, {})
             mutants = [mutant for mutant in mutants_of(file, path.read_text()) if mutant.line in lines]

@@ -38,11 +38,11 @@ class CoverageMap:
         """Those that run any of these lines: first the module's own tests and those of its room, the quickest first."""
         known = self.lines.get(file, {})
         numbers = {number for line in range(first, last + 1) for number in known.get(line, ())}
-        room, stem = Path(file).parent.name, Path(file).stem
+        room, stem = Path(file).parts[1:-1], Path(file).stem
 
         def order(test: KnownTest) -> tuple[bool, bool, bool, float, str]:
             module = Path(test.name.partition("::")[0])
-            is_own, is_room = module.stem == f"test_{stem}", module.parent.name == room
+            is_own, is_room = module.stem == f"test_{stem}", module.parts[1:-1] == room
             return not is_own, test.needs_pool, not is_room, test.seconds, test.name
 
         return sorted((self.tests[n] for n in numbers), key=order)
@@ -80,9 +80,23 @@ def record(tree: Path, *, tests: Sequence[str] = ()) -> CoverageMap:
     outcomes = tree / "outcomes.json"
     chosen = list(tests) or [*(f"tests/{room}" for room in TESTS), *COMMANDS]
     command = [
-        sys.executable, "-m", "pytest", *chosen, "-q", "-m", FAST, "--cov", "--cov-context=test", "--cov-report=", "--timeout", "900",
-        "-p", "jobs.mutation.contexts", "-p", "no:cacheprovider",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "pytest",
+        *chosen,
+        "-q",
+        "-m",
+        FAST,
+        "--cov",
+        "--cov-context=test",
+        "--cov-report=",
+        "--timeout",
+        "900",
+        "-p",
+        "jobs.mutation.contexts",
+        "-p",
+        "no:cacheprovider",
+    ]
     subprocess.run(command, cwd=tree, env=environment(tree) | {OUTCOMES: str(outcomes)}, check=False)
     return read_coverage(tree, json.loads(outcomes.read_text()))
 

@@ -20,10 +20,18 @@ def row_of(mutant: Mutant, outcome: Outcome, reasons: Mapping[tuple[str, ...], s
     reason = reasons.get(mutant.key, "")
     verdict = "equivalent" if outcome.verdict == "survived" and reason else outcome.verdict
     return {
-        "file": mutant.file, "line": mutant.line, "function": mutant.function, "operator": mutant.operator, "before": mutant.before,
-        "after": mutant.after, "verdict": verdict, "by": outcome.by, "tests": outcome.num_tests, "seconds": outcome.seconds,
+        "file": mutant.file,
+        "line": mutant.line,
+        "function": mutant.function,
+        "operator": mutant.operator,
+        "before": mutant.before,
+        "after": mutant.after,
+        "verdict": verdict,
+        "by": outcome.by,
+        "tests": outcome.num_tests,
+        "seconds": outcome.seconds,
         "reason": reason if verdict == "equivalent" else "",
-    }  # fmt: skip
+    }
 
 
 def equivalent_ones(path: Path = EQUIVALENT) -> dict[tuple[str, ...], str]:

@@ -1,86 +1,27 @@
-"""The checkpoints of one run: which exist, whether their bytes are right, what heals them, which may go."""
+"""Checkpoints of one run: which exist, whether their bytes are right, what heals them, which may be removed."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from scaleray.checkpoints.manifest import (
-    FILE_NAME,
-    Chunk,
-    Incomplete,
-    Manifest,
-    StoredFile,
-    Tensor,
-    folder_name,
-    step_of,
-)
+from scaleray.checkpoints.damage import Damage, damage_of, mended, problem_of
+from scaleray.checkpoints.manifest import FILE_NAME, Chunk, Incomplete, Manifest, Tensor, folder_name, step_of
+from scaleray.checkpoints.retention import Retention
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import CheckpointError
 
-UNREADABLE = "the storage does not give it"
-FOLDER = "checkpoints"  # of a run folder
-
-
-@dataclass(frozen=True)
-class Retention:
-    """Which checkpoints stay. keep_every: also one every so many steps. best: a metric of the run, such as val/loss, which
-    counts for a checkpoint only if it was measured at that step."""
-
-    keep_last: int = 2
-    keep_best: int = 0
-    best: str | None = None
-    is_higher_better: bool = False
-    keep_every: int | None = None
-
-    def kept(self, manifests: Iterable[Manifest]) -> set[int]:
-        """Steps of those that stay."""
-        ordered = sorted(manifests, key=lambda m: m.step)
-        kept = {m.step for m in ordered[max(0, len(ordered) - self.keep_last) :]}
-        kept |= set(self.best_of({m.step: m.own_metrics for m in ordered}))
-        if self.keep_every is not None:
-            kept |= {m.step for m in ordered if m.step % self.keep_every == 0}
-        return kept
-
-    def best_of(self, measured: Mapping[int, Mapping[str, float]]) -> list[int]:
-        """The `keep_best` best steps by the metrics that were measured on them, best first; of equal ones the older. Steps
-        without a finite value of `best` are none of them."""
-        if self.best is None:
-            return []
-        sign = -1 if self.is_higher_better else 1
-        values = {step: sign * metrics.get(self.best, math.nan) for step, metrics in measured.items()}
-        finite = [step for step, value in values.items() if math.isfinite(value)]
-        return sorted(finite, key=lambda step: (values[step], step))[: self.keep_best]
-
-
-@dataclass(frozen=True)
-class Damage:
-    """A file that is not what its manifest says. healed_from: the copy that replaced it, if one did. good_at: where a
-    good copy is; None where there is none, so that the checkpoint is lost."""
-
-    file: str
-    problem: str
-    healed_from: str | None = None
-    good_at: str | None = None
-
-    @property
-    def is_unreadable(self) -> bool:
-        """Whether the storage did not answer, which says nothing about the bytes."""
-        return self.problem.startswith(UNREADABLE)
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether no store has the file as it should be."""
-        return self.good_at is None
+FOLDER = "checkpoints"  # name of the folder in a run folder
 
 
 @dataclass(frozen=True)
 class Pruned:
-    """What `prune` removed, or would: steps of complete checkpoints, and bytes of all files in the first store."""
+    """Result of `prune`: steps of the complete checkpoints that it removed or would remove, and bytes of all files in
+    the first store."""
 
     steps: list[int]
     num_bytes: int
@@ -88,7 +29,7 @@ class Pruned:
 
 @dataclass(frozen=True)
 class Catalog:
-    """The checkpoints folder of a run, and its copy if there is one: `stores[0]` is the first, others hold the same."""
+    """Checkpoints folder of a run, and its copy if there is one: `stores[0]` is the first, others hold the same."""
 
     stores: list[Store]
 
@@ -103,7 +44,7 @@ class Catalog:
 
     @classmethod
     def at(cls, where: str, copy_path: str | None = None) -> tuple[Catalog, int | None]:
-        """The catalog that a path means, and the step if it is that of one checkpoint: a run folder, the checkpoints
+        """The catalog at a path, and the step if the path is that of one checkpoint: a run folder, the checkpoints
         folder in it, or a step's folder. copy_path as in `of_run`."""
         store = Store(where.rstrip("/") if "://" not in where else where)
         step = step_of(store.name)
@@ -116,7 +57,8 @@ class Catalog:
         return cls([store]), step
 
     def steps(self) -> list[int]:
-        """Steps of all that look like checkpoints in any store, newest first. Raises OSError where none can be read."""
+        """Steps of all folders named like checkpoints in any store, newest first.
+        Raises OSError where no store can be read."""
         found: set[int] = set()
         failed: list[OSError] = []
         for store in self.stores:
@@ -162,7 +104,7 @@ class Catalog:
         return next(self.complete(), None)
 
     def publish(self, manifest: Manifest) -> list[str]:
-        """Write the manifest, which makes the checkpoint exist; gives what went wrong in some store only.
+        """Write the manifest, which makes the checkpoint exist; returns what went wrong in some stores only.
 
         The copy's comes first: it must never be behind. Raises Incomplete if a file that it names is gone, for example
         one of an older checkpoint that was pruned from outside, and OSError where no store takes it.
@@ -183,20 +125,24 @@ class Catalog:
     def check(self, manifest: Manifest, files: Iterable[str] | None = None, *, heal: bool = True) -> list[Damage]:
         """Compare files (all by default) with their SHA-256 in every store; replace bad ones by a good copy if told to.
 
-        Gives what was found. A damage that `is_lost` leaves the checkpoint unusable. All files: the manifests as well.
+        Returns what was found. A damage that `is_lost` leaves the checkpoint unusable.
+        By default the manifests are compared as well.
         """
         found = []
         for name in sorted(manifest.files) if files is None else files:
             expected = manifest.files[name]
-            problems = {store: _problem(store, name, expected) for store in self.stores}
+            problems = {store: problem_of(store, name, expected) for store in self.stores}
             good = next((store for store, problem in problems.items() if problem is None), None)
             for store, problem in problems.items():
                 if problem is not None:
-                    found.append(_mended(store, name, problem, good, expected) if heal else _damage(store, name, problem, good))  # fmt: skip
+                    found.append(
+                        mended(store, name, problem, good, expected) if heal else damage_of(store, name, problem, good)
+                    )
         return found + (self.check_manifest(manifest, heal=heal) if files is None else [])
 
     def check_manifest(self, manifest: Manifest, *, heal: bool = True) -> list[Damage]:
-        """Compare the manifests of all stores with this one, which was read from one of them; replace others if told to."""
+        """Compare the manifests of all stores with this one, which was read from one of them;
+        replace others if told to."""
         found = []
         name, text = f"{manifest.name}/{FILE_NAME}", manifest.to_json().encode()
         good = next((store for store in self.stores if _same(store, name, text)), None)
@@ -212,7 +158,7 @@ class Catalog:
                 else:
                     found.append(Damage(store.path(name), problem, good.path(name), good.path(name)))
                     continue
-            found.append(_damage(store, name, problem, good))
+            found.append(damage_of(store, name, problem, good))
         return found
 
     def prune(
@@ -220,9 +166,10 @@ class Catalog:
     ) -> Pruned:
         """Remove what the policy does not keep, and what older attempts left behind.
 
-        Files that a kept checkpoint still names stay, whatever folder they are in. newest: what lies after this step
-        stays too and does not count; by default the newest complete one. spared_s: leftovers that are younger stay, since
-        a run that is under way may be about to name them. Raises CheckpointError where a newer format hides what is needed.
+        Files that a kept checkpoint still names stay, whatever folder they are in. newest: checkpoints after this step
+        stay too and do not count; by default the step of the newest complete one. spared_s: leftovers younger than so
+        many seconds stay, since a run that is under way may be about to name them. Raises CheckpointError where a newer
+        format hides what is needed.
         """
         by_step = {
             step: [m for m in (_read_or_none(store, step) for store in self.stores) if m] for step in self.steps()
@@ -244,9 +191,10 @@ class Catalog:
     def rebuild(self, manifest: Manifest) -> Manifest:
         """Write an incremental checkpoint anew as a full one, which depends on no other. Raises Incomplete.
 
-        The files that it named until now stay for the others that name them; `prune` removes those that nobody does.
+        The files that it named until now stay for other checkpoints that name them;
+        `prune` removes those that none names.
         """
-        from scaleray.checkpoints.sharded import ALIGNMENT, new_file, write_all
+        from scaleray.checkpoints.tensor_files import ALIGNMENT, new_file, write_all
 
         file = new_file(manifest.name, "full")
         tensors: dict[str, Tensor] = {}
@@ -267,7 +215,8 @@ class Catalog:
         return full
 
     def _prune_folder(self, store: Store, step: int, needed: set[str], *, before: float, is_dry_run: bool) -> int:
-        """Remove a step's files that are not needed and were written before; gives the bytes freed in the first store."""
+        """Remove a step's files that are not needed and were written up to `before`;
+        returns the bytes freed in the first store."""
         folder = folder_name(step)
         entries = store.entries(folder)
         unneeded = [entry for entry in entries if entry.name not in needed and entry.changed_at <= before]
@@ -301,41 +250,13 @@ def _read_or_none(store: Store, step: int) -> Manifest | None:
 def _contents(stores: list[Store], chunks: list[Chunk]) -> Iterator[Any]:
     import torch
 
-    from scaleray.checkpoints.sharded import ALIGNMENT, read_chunk
+    from scaleray.checkpoints.tensor_files import ALIGNMENT, read_chunk
 
     for chunk in chunks:
         plain = dataclasses.replace(chunk, sizes=(chunk.length,))
         yield read_chunk(stores, plain, torch.uint8).numpy().data
         if padding := -chunk.length % ALIGNMENT:
             yield bytes(padding)
-
-
-def _problem(store: Store, name: str, expected: StoredFile) -> str | None:
-    try:
-        sha256, length = store.digest(name)
-    except (FileNotFoundError, NotADirectoryError):
-        return "missing"
-    except OSError as exc:
-        return f"{UNREADABLE}: {exc}" if not store.is_local else f"it cannot be read: {exc}"
-    if length != expected.num_bytes:
-        return f"{length} bytes instead of {expected.num_bytes}"
-    return None if sha256 == expected.sha256 else "its SHA-256 is another"
-
-
-def _damage(store: Store, name: str, problem: str, good: Store | None) -> Damage:
-    return Damage(store.path(name), problem, good_at=good.path(name) if good else None)
-
-
-def _mended(store: Store, name: str, problem: str, good: Store | None, expected: StoredFile) -> Damage:
-    if good is None:
-        return _damage(store, name, problem, None)
-    try:
-        written = StoredFile(*store.copy_from(good, name))
-    except OSError as exc:
-        return _damage(store, name, f"{problem}; it cannot be replaced: {exc}", good)
-    if written != expected:
-        return _damage(store, name, f"{problem}; its copy changed while it was read", None)
-    return Damage(store.path(name), problem, good.path(name), good.path(name))
 
 
 def _same(store: Store, name: str, text: bytes) -> bool:
@@ -346,7 +267,7 @@ def _same(store: Store, name: str, text: bytes) -> bool:
 
 
 def _present(store: Store, manifest: Manifest) -> set[str]:
-    """Which of a checkpoint's files a store has with their length, by one listing a folder."""
+    """Names of a checkpoint's files that a store has with the right length, by one listing per folder."""
     found: set[str] = set()
     for folder in {name.partition("/")[0] for name in manifest.files}:
         try:

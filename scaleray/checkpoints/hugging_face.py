@@ -1,9 +1,10 @@
-"""Weights in the layout of a Hugging Face model folder: config.json beside model.safetensors, or several files and an index.
+"""Weights in the layout of a Hugging Face model folder: config.json beside model.safetensors, or several files and an
+index.
 
 Only safetensors is read, never a pickle. Each rank reads no more than the parts that it holds. Used by
-training.fine_tuning; which name in the files belongs to which of the model's is the workload's to say. A folder that
-training.weights wrote has the model's own names, and needs no config.json.
-Source: https://huggingface.co/docs/safetensors, and the index that transformers' `save_pretrained` writes.
+training.setup.fine_tuning; the workload says which name in the files belongs to which name in the model. A folder that
+training.state.weights wrote has the model's own names, and needs no config.json. Source:
+https://huggingface.co/docs/safetensors, and the index that transformers' `save_pretrained` writes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.consolidated import check_fit, with_a_source
 from scaleray.checkpoints.manifest import Tensor
 from scaleray.errors import CheckpointError
@@ -25,10 +27,12 @@ from scaleray.parsing import load_json
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 WRITTEN_BY = "scaleray"
-"""Of the index's metadata `written_by`: names in the files are the model's own."""
+"""Value of `written_by` in the index's metadata: names in the files are then the model's own."""
+FINAL_WEIGHTS = "weights"
+"""Folder of a run that holds the final weights of a sharded model."""
 _DTYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "I16": "int16",
-    "I8": "int8", "U8": "uint8", "BOOL": "bool",
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
 
 
@@ -37,9 +41,16 @@ def is_model_folder(where: str) -> bool:
     return any((Path(where) / name).is_file() for name in (WEIGHTS, INDEX))
 
 
+def model_folder(where: str) -> str:
+    """The folder with a sharded run's final weights, where `where` is that run and has no checkpoint; else `where`."""
+    inside = str(Path(where) / FINAL_WEIGHTS)
+    return inside if is_model_folder(inside) and not Catalog.at(where)[0].steps() else where
+
+
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder that can be read. files: in which file each tensor is. has_own_names: those are the model's names."""
+    """Folder of weights that can be read. files: name of the file of each tensor.
+    has_own_names: tensors have the model's names."""
 
     path: Path
     config: dict[str, Any]
@@ -68,14 +79,20 @@ class ModelFolder:
         return cls(path, config, files, is_own)
 
     def load(
-        self, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str], *, optional: Set[str] = frozenset(),
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        names: Mapping[str, str],
+        *,
+        optional: Set[str] = frozenset(),
         is_part: bool = False,
-    ) -> None:  # fmt: skip
-        """Fill a model's tensors in place, sharded or not; of a sharded one this rank's part alone is read. Not collective.
+    ) -> None:
+        """Fill a model's tensors in place, sharded or not; for a sharded one this rank's part alone is read.
+        Not collective.
 
-        names: where each of `tensors` comes from, by name in the files. Tensors in `optional` need no source. Every tensor in the
-        files must have a place, unless `is_part`: these are then a stage's. Values are cast to wider dtypes only. Raises CheckpointError, before anything is
-        changed, with the first tensor that does not fit.
+        names: source of each of `tensors`, as a name in the files. Tensors in `optional` need no source. Every tensor
+        in the files must have a place in the model, unless `is_part`: `tensors` are then those of a pipeline stage.
+        Values are cast to wider dtypes only. Raises CheckpointError, before anything is changed, with the first tensor
+        that does not fit.
         """
         wrong = sorted(set(names) - set(tensors))
         if wrong:
@@ -83,7 +100,7 @@ class ModelFolder:
                 f"the model's {wrong[0]}", "not there", "weight_names() of the workload gives it a source"
             )
         shapes = self.shapes()
-        # by the model's names, as a user knows them; what has no place keeps the name of the file
+        # by the model's names, as a user knows them; a tensor without a place keeps its name in the files
         own_names = {theirs: own for own, theirs in names.items()}
         saved = {own: shapes[theirs] for own, theirs in names.items() if theirs in shapes}
         if not is_part:
@@ -101,13 +118,14 @@ class ModelFolder:
                     _fill(wanted[own], file, names[own])
 
     def _follows_from_others(self, name: str) -> bool:
-        """A table of rotations, as old folders have it, or the embedding's second name."""
+        """Whether the tensor follows from others: a table of rotations, as old folders have it, or the embedding's
+        second name."""
         return name.endswith("rotary_emb.inv_freq") or (
             name == "lm_head.weight" and self.config.get("tie_word_embeddings") is True
         )
 
     def read(self) -> dict[str, torch.Tensor]:
-        """All tensors on the CPU, in the index's order; of a large model, more than one wants."""
+        """All tensors on the CPU, in the index's order; for a large model they may not fit."""
         self.shapes()
         return {name: self.tensor(name) for name in self.files}
 
@@ -118,7 +136,8 @@ class ModelFolder:
             return tensor
 
     def shapes(self) -> dict[str, Tensor]:
-        """Shape and dtype of each tensor. Raises CheckpointError for a file that is missing, cut off or not the index's."""
+        """Shape and dtype of each tensor.
+        Raises CheckpointError for a file that is missing, cut off or not the index's."""
         found: dict[str, Tensor] = {}
         for name in sorted(set(self.files.values())):
             with _opened(self.path / name) as file:
@@ -126,7 +145,9 @@ class ModelFolder:
                     about = file.get_slice(tensor)
                     dtype = about.get_dtype()
                     if dtype not in _DTYPES:
-                        raise CheckpointError(f"{tensor} in {self.path / name}", dtype, f"only {', '.join(_DTYPES)} can be read")  # fmt: skip
+                        raise CheckpointError(
+                            f"{tensor} in {self.path / name}", dtype, f"only {', '.join(_DTYPES)} can be read"
+                        )
                     found[tensor] = Tensor(_DTYPES[dtype], tuple(about.get_shape()), ())
         missing = sorted(set(self.files) - set(found))
         if missing:

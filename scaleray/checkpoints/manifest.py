@@ -1,4 +1,4 @@
-"""What makes a checkpoint: which tensors lie where, the small values, and the SHA-256 of every file.
+"""Manifest of a checkpoint: which tensors lie where, the small values, and the SHA-256 of every file.
 
 The manifest is written last. A folder without a whole one is not a checkpoint.
 """
@@ -18,12 +18,12 @@ from scaleray.parsing import load_json
 FORMAT = 1
 FILE_NAME = "manifest.json"
 HASH = '{"manifest_sha256": "%s",'
-"""How the text of every format begins: with the SHA-256 of all that follows, which no format may change."""
+"""Beginning of the text in every format: the SHA-256 of all that follows, which no format may change."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rectangular part of a tensor and the bytes that hold it, row by row, in a file of `Manifest.files`.
+    """Rectangular part of a tensor and the bytes that hold it, row by row, in a file of `Manifest.files`.
 
     digest: xxh3-128 of these bytes, which tells whether they changed since the last checkpoint. Not meant against
     forgery: for that, every file has its SHA-256.
@@ -48,7 +48,8 @@ class Tensor:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file, named relative to the run's checkpoints folder; an incremental checkpoint names files of older ones."""
+    """Hash and size of a file, which is named relative to the run's checkpoints folder;
+    an incremental checkpoint names files of older ones."""
 
     sha256: str
     num_bytes: int
@@ -56,8 +57,8 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One checkpoint. step: optimizer steps taken. facts: config, hashes, MLflow run, and `metrics` with the step that they
-    were measured at, `evaluated_at`, which may lie before this one."""
+    """One checkpoint. step: optimizer steps taken. facts: config, hashes, MLflow run, and `metrics` with the step that
+    they were measured at, `evaluated_at`, which may lie before this one."""
 
     step: int
     world_size: int
@@ -65,35 +66,35 @@ class Manifest:
     created_at: float
     tensors: dict[str, Tensor]
     values: dict[str, Any]
-    """The state that is no tensor, by item: schedule, scaler, progress and so on. JSON."""
+    """State that is no tensor, by item: schedule, scaler, progress and so on. JSON."""
     files: dict[str, StoredFile]
     facts: dict[str, Any] = field(default_factory=dict)
     chain: int = 0
-    """Checkpoints since the last full one; 0 is full, holding every byte itself."""
+    """Number of checkpoints since the last full one; 0 is full, holding every byte itself."""
     bytes_written: int = 0
     format: int = FORMAT
 
     @property
     def name(self) -> str:
-        """The folder's name."""
+        """Name of the checkpoint's folder."""
         return folder_name(self.step)
 
     @property
     def evaluated_at(self) -> int | None:
-        """After how many steps the metrics were measured; None where there are none, or nobody knows."""
+        """Number of steps after which the metrics were measured; None where there are no metrics, or nobody knows."""
         # manifests of older versions say it in the state alone
         step = self.facts.get("evaluated_at", self.values.get("progress", {}).get("evaluated_at"))
         return step if isinstance(step, int) and step >= 0 and self.metrics else None
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What the last evaluation before this checkpoint measured, in this step or an older one."""
+        """Metrics of the last evaluation before this checkpoint, in this step or an older one."""
         found = self.facts.get("metrics")
         return {k: v for k, v in found.items() if isinstance(v, (int, float))} if isinstance(found, dict) else {}
 
     @property
     def own_metrics(self) -> dict[str, float]:
-        """What was measured on this very state: nothing else says how good it is."""
+        """Metrics measured on this very state: nothing else says how good it is."""
         return self.metrics if self.evaluated_at == self.step else {}
 
     @property
@@ -108,7 +109,8 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: bytes, *, where: str) -> Manifest:
-        """Read and check a manifest. Raises Incomplete where it is cut or changed, CheckpointError for a newer format."""
+        """Read and check a manifest.
+        Raises Incomplete where it is cut or changed, CheckpointError for a newer format."""
         head = len(HASH % ("0" * 64))
         rest = bytes(text[head:])
         if bytes(text[:head]) != (HASH % _digest(rest)).encode():
@@ -118,9 +120,11 @@ class Manifest:
             number = body["format"]
             if not isinstance(number, int) or number > FORMAT:
                 raise CheckpointError(
-                    "the format of checkpoint " + where, number, f"this version reads formats up to {FORMAT}",
+                    "the format of checkpoint " + where,
+                    number,
+                    f"this version reads formats up to {FORMAT}",
                     "it was written by a newer scaleray: upgrade, or name another checkpoint",
-                )  # fmt: skip
+                )
             tensors = {
                 name: Tensor(
                     t["dtype"],
@@ -143,11 +147,11 @@ class Manifest:
 
 
 class Incomplete(Exception):
-    """What should be a checkpoint is not one: half written, cut or damaged."""
+    """Error for a checkpoint that is none: half written, cut or damaged."""
 
 
 def folder_name(step: int) -> str:
-    """Folder of the checkpoint after this many steps; names sort by step."""
+    """Folder name of the checkpoint after this many steps; names sort by step."""
     return f"step-{step:09d}"
 
 

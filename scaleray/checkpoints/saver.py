@@ -1,7 +1,8 @@
-"""Checkpoints beside the training: the loop hands over references and goes on; a thread copies, writes and publishes.
+"""Writing of checkpoints beside the training: the loop hands over references and goes on;
+a thread copies, writes and publishes.
 
-The copy runs beside the next forward and backward pass, which only read what is saved. `wait_staged` keeps the optimizer
-from changing a tensor that is not copied yet; what a forward pass may change (buffers) is copied at once.
+The copy runs beside the next forward and backward pass, which only read what is saved. `wait_staged` keeps the
+optimizer from changing a tensor that is not copied yet; what a forward pass may change (buffers) is copied at once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,32 +23,58 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from scaleray.checkpoints import sharded
-from scaleray.checkpoints.catalog import Catalog, Retention
+from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.manifest import Chunk, Incomplete, Manifest, StoredFile, Tensor, folder_name
+from scaleray.checkpoints.retention import Retention
+from scaleray.checkpoints.staging import Key, Staging
 from scaleray.errors import CheckpointError
-from scaleray.records import CheckpointRecord, EventRecord
+from scaleray.records.run import CheckpointRecord, EventRecord
 
-NICENESS = 10  # of a thread that writes beside training
+NICENESS = 10  # priority of a thread that writes beside training, as Linux counts it
 
 
 class NotPublished(Exception):
-    """All files are written, but the manifest is perhaps not: nobody can say whether the checkpoint exists."""
+    """Error after all files are written, but perhaps not the manifest: nobody can say whether the checkpoint exists."""
+
+
+@dataclass(frozen=True)
+class _Held:
+    """State that one checkpoint is made of, as the loop handed it over."""
+
+    step: int
+    tensors: dict[str, torch.Tensor]
+    versions: dict[str, int]
+    """Version counter of each tensor when it was handed over."""
+    values: dict[str, Any]
+    facts: dict[str, Any]
+
+    def changed(self) -> str | None:
+        """Name of the first tensor that was changed since then; None where none was."""
+        return next((name for name, tensor in self.tensors.items() if _version(tensor) != self.versions[name]), None)
 
 
 class Saver:
-    """Writes the checkpoints of one worker. Every worker of the group has one and calls it for the same steps.
+    """Writer of the checkpoints of one worker. Every worker of the group has one and calls it for the same steps.
 
-    group: for this alone, with a backend for CPU tensors; None is a single process. emit: takes CheckpointRecord from rank
-    0, and EventRecord from whichever rank failed. A checkpoint that cannot be written is reported and given up: training
-    is worth more than one checkpoint.
-    before_publishing: called on rank 0 when all files are written, for more facts; what it raises gives the checkpoint up.
+    group: process group for this alone, with a backend for CPU tensors; None is a single process. emit: takes
+    CheckpointRecord from rank 0, and EventRecord from whichever rank failed. A checkpoint that cannot be written is
+    reported and given up: training is worth more than one checkpoint. before_publishing: called on rank 0 when all
+    files are written, for more facts; what it raises gives the checkpoint up.
     """
 
     def __init__(
-        self, catalog: Catalog, group: dist.ProcessGroup | None, *, world_size: int, strategy: str, is_asynchronous: bool,
-        full_every: int, retention: Retention, emit: Callable[[CheckpointRecord | EventRecord], None],
+        self,
+        catalog: Catalog,
+        group: dist.ProcessGroup | None,
+        *,
+        world_size: int,
+        strategy: str,
+        is_asynchronous: bool,
+        full_every: int,
+        retention: Retention,
+        emit: Callable[[CheckpointRecord | EventRecord], None],
         before_publishing: Callable[[], Mapping[str, Any]] = dict,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.catalog, self.group, self.world_size, self.strategy = catalog, group, world_size, strategy
         self.is_asynchronous, self.full_every, self.retention, self.emit = is_asynchronous, full_every, retention, emit
         self.before_publishing = before_publishing
@@ -54,18 +82,18 @@ class Saver:
         self.stall_s = 0.0
         self.last_saved: int | None = None
         self.failed: set[int] = set()
-        """Steps whose checkpoints could not be written, as far as it is known."""
-        self._staging = sharded.Staging()
-        self._base: dict[sharded.Key, Chunk] = {}
+        """Steps whose checkpoints could not be written, as far as known."""
+        self._staging = Staging()
+        self._base: dict[Key, Chunk] = {}
         self._base_files: dict[str, StoredFile] = {}
-        self._last: Manifest | None = None  # of `last_saved`; on rank 0
-        self._since_full = -1  # checkpoints after the last full one; the same on every rank
+        self._last: Manifest | None = None  # manifest of `last_saved`; on rank 0
+        self._since_full = -1  # number of checkpoints after the last full one; the same on every rank
         self._thread: threading.Thread | None = None
         self._is_staged = threading.Event()
         self._is_staged.set()
 
     def start_from(self, manifest: Manifest) -> None:
-        """What the checkpoint that training was resumed from holds need not be written again."""
+        """Build on the checkpoint that training was resumed from: what it holds need not be written again."""
         self._base = {
             (name, chunk.offsets): chunk for name, tensor in manifest.tensors.items() for chunk in tensor.chunks
         }
@@ -73,28 +101,35 @@ class Saver:
         self.last_saved, self._last = manifest.step, manifest
 
     def save(
-        self, step: int, tensors: Mapping[str, torch.Tensor], *, volatile: set[str], values: Mapping[str, Any], facts: Mapping[str, Any],
-    ) -> None:  # fmt: skip
+        self,
+        step: int,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        volatile: set[str],
+        values: Mapping[str, Any],
+        facts: Mapping[str, Any],
+    ) -> None:
         """Begin the checkpoint after `step` steps. Collective, in a thread.
 
-        volatile: names of tensors that a forward pass may change. values: state that is no tensor, as JSON, already copied.
+        volatile: names of tensors that a forward pass may change.
+        values: state that is no tensor, as JSON, already copied.
         """
         started = time.perf_counter()
         self.wait()
         self.stall_s = 0.0
-        held = {name: tensor.detach().clone() if name in volatile else tensor for name, tensor in tensors.items()}
-        versions = {name: _version(tensor) for name, tensor in held.items()}
+        kept = {name: tensor.detach().clone() if name in volatile else tensor for name, tensor in tensors.items()}
+        versions = {name: _version(tensor) for name, tensor in kept.items()}
         self._is_staged.clear()
-        arguments = (step, held, versions, dict(values), dict(facts))
-        self._thread = threading.Thread(target=self._write, args=arguments, name="scaleray-checkpoint", daemon=True)
+        held = _Held(step, kept, versions, dict(values), dict(facts))
+        self._thread = threading.Thread(target=self._write, args=(held,), name="scaleray-checkpoint", daemon=True)
         self._thread.start()
         if not self.is_asynchronous:
             self._thread.join()
         self.stall_s += time.perf_counter() - started
 
     def restate(self, values: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """Let the last checkpoint say these values and facts too, which became known after it: its manifest is written anew,
-        its tensors stay. On rank 0; elsewhere nothing happens."""
+        """Add these values and facts, which became known later, to the last checkpoint: its manifest is written anew,
+        its tensors stay. Acts on rank 0 only."""
         self.wait()
         if not self.is_first or self._last is None:
             return
@@ -114,43 +149,27 @@ class Saver:
         self._prune(step)
 
     def wait_staged(self) -> None:
-        """Return when the optimizer may change the tensors."""
+        """Wait until the optimizer may change the tensors."""
         if not self._is_staged.is_set():
             started = time.perf_counter()
             self._is_staged.wait()
             self.stall_s += time.perf_counter() - started
 
     def wait(self) -> None:
-        """Return when the last checkpoint is written, or has failed."""
+        """Wait until the last checkpoint is written, or has failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
-    def _write(
-        self, step: int, tensors: dict[str, torch.Tensor], versions: dict[str, int], values: dict[str, Any], facts: dict[str, Any]
-    ) -> None:  # fmt: skip
+    def _write(self, held: _Held) -> None:
         started = time.perf_counter()
         since_full = self._since_full + 1
         is_full = since_full >= self.full_every or since_full == 0
         published: list[Manifest] = []
         problems: list[str] = []
 
-        def on_staged() -> None:
-            changed = next((name for name, tensor in tensors.items() if _version(tensor) != versions[name]), None)
-            self._is_staged.set()
-            if self.is_asynchronous:
-                _step_back()
-            if changed is not None:
-                self.is_asynchronous = False  # from here on nothing runs beside the copy
-                raise RuntimeError(f"{changed} was changed by a forward pass while it was copied")
-
         def publish(saved: dict[str, Tensor], new: dict[str, StoredFile], of_ranks: list[str]) -> None:
-            used = {chunk.file for tensor in saved.values() for chunk in tensor.chunks}
-            files = {name: stored for name, stored in {**self._base_files, **new}.items() if name in used}
-            manifest = Manifest(
-                step, self.world_size, self.strategy, time.time(), saved, values, files, {**facts, **self.before_publishing()},
-                chain=since_full if used - new.keys() else 0, bytes_written=sum(stored.num_bytes for stored in new.values()),
-            )  # fmt: skip
+            manifest = self._manifest(held, saved, new, since_full)
             try:
                 problems.extend([*of_ranks, *self.catalog.publish(manifest)])
             except OSError as exc:
@@ -158,39 +177,81 @@ class Saver:
             published.append(manifest)
 
         writer = sharded.ShardWriter(
-            self.catalog.stores, folder_name(step), self._staging, base={} if is_full else self._base,
-            on_staged=on_staged, publish=publish,
-        )  # fmt: skip
+            self.catalog.stores,
+            folder_name(held.step),
+            self._staging,
+            base={} if is_full else self._base,
+            on_staged=lambda: self._let_go(held),
+            publish=publish,
+        )
         try:
-            sharded.save(tensors, writer, self.group)
+            sharded.save(held.tensors, writer, self.group)
         except BaseException as exc:  # the disk is full, the bucket answers 500, another rank failed
-            inner = _inner(exc)
-            if any(isinstance(e, Incomplete) for e in inner):  # a file of the base is gone: hold every byte oneself
-                self._base, self._since_full = {}, -1
-            if isinstance(exc, CheckpointException) and not any(isinstance(e, NotPublished) for e in inner):
-                writer.discard()
-            self.failed.add(step)
-            if self.is_first:
-                self._warn(f"the checkpoint at step {step} could not be written: {_reason(inner[0])}")
+            self._give_up(held.step, writer, exc)
             return
         finally:
             self._is_staged.set()
         self._base = writer.written
         self._since_full = 0 if is_full else since_full
-        self.last_saved = step
-        self.failed.discard(step)
+        self.last_saved = held.step
+        self.failed.discard(held.step)
         if published:
-            manifest = published[0]
-            self._base_files, self._last = dict(manifest.files), manifest
-            self.emit(
-                CheckpointRecord(
-                    step=step, path=self.catalog.stores[0].path(manifest.name), bytes_written=manifest.bytes_written,
-                    total_bytes=manifest.total_bytes, duration_s=time.perf_counter() - started, stall_s=self.stall_s if self.is_asynchronous else time.perf_counter() - started,
-                )
-            )  # fmt: skip
-            if problems:
-                self._warn(f"the checkpoint at step {step} is not in every place: {problems[0]}")
-            self._prune(step)
+            self._report(published[0], problems, started)
+
+    def _let_go(self, held: _Held) -> None:
+        """Let the optimizer change the tensors, now that they are copied. Raises RuntimeError if one changed before."""
+        changed = held.changed()
+        self._is_staged.set()
+        if self.is_asynchronous:
+            _step_back()
+        if changed is not None:
+            self.is_asynchronous = False  # from here on nothing runs beside the copy
+            raise RuntimeError(f"{changed} was changed by a forward pass while it was copied")
+
+    def _manifest(self, held: _Held, saved: dict[str, Tensor], new: dict[str, StoredFile], since_full: int) -> Manifest:
+        """Manifest of a checkpoint whose tensors are `saved` in the files `new` and in older ones."""
+        used = {chunk.file for tensor in saved.values() for chunk in tensor.chunks}
+        files = {name: stored for name, stored in {**self._base_files, **new}.items() if name in used}
+        return Manifest(
+            held.step,
+            self.world_size,
+            self.strategy,
+            time.time(),
+            saved,
+            held.values,
+            files,
+            {**held.facts, **self.before_publishing()},
+            chain=since_full if used - new.keys() else 0,
+            bytes_written=sum(stored.num_bytes for stored in new.values()),
+        )
+
+    def _give_up(self, step: int, writer: sharded.ShardWriter, exc: BaseException) -> None:
+        """Note and report that a checkpoint could not be written, and remove what there is of it."""
+        inner = _inner(exc)
+        if any(isinstance(e, Incomplete) for e in inner):  # a file of the base is gone: the next one is full
+            self._base, self._since_full = {}, -1
+        if isinstance(exc, CheckpointException) and not any(isinstance(e, NotPublished) for e in inner):
+            writer.discard()
+        self.failed.add(step)
+        if self.is_first:
+            self._warn(f"the checkpoint at step {step} could not be written: {_reason(inner[0])}")
+
+    def _report(self, manifest: Manifest, problems: list[str], started: float) -> None:
+        """Report a checkpoint that exists now, and remove those that it makes superfluous."""
+        self._base_files, self._last = dict(manifest.files), manifest
+        self.emit(
+            CheckpointRecord(
+                step=manifest.step,
+                path=self.catalog.stores[0].path(manifest.name),
+                bytes_written=manifest.bytes_written,
+                total_bytes=manifest.total_bytes,
+                duration_s=time.perf_counter() - started,
+                stall_s=self.stall_s if self.is_asynchronous else time.perf_counter() - started,
+            )
+        )
+        if problems:
+            self._warn(f"the checkpoint at step {manifest.step} is not in every place: {problems[0]}")
+        self._prune(manifest.step)
 
     def _prune(self, newest: int) -> None:
         try:
@@ -203,8 +264,8 @@ class Saver:
 
 
 def _step_back() -> None:
-    """Let training have the cores first: from here on this thread hashes and writes, and nobody waits for it. Linux gives
-    each thread a priority of its own; elsewhere it would be the process's."""
+    """Let training have the cores first: from here on this thread hashes and writes, and nobody waits for it. Linux
+    gives each thread a priority of its own; elsewhere that of the whole process would change, so nothing is done."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

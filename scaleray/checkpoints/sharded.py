@@ -1,16 +1,17 @@
-"""Tensors of a training to files and back, through torch.distributed.checkpoint's planners and our own file format.
+"""Saving and loading of a training's tensors, with torch.distributed.checkpoint's (DCP's) planners and our own file
+format.
 
 DCP decides who writes what (replicated tensors once, spread over the ranks; shards where they are) and what each rank
 must read when the world size or the strategy has changed. Its own file format is not used: its metadata is a pickle,
-and it cannot leave out what has not changed. Here a rank writes one file of plain bytes, and the manifest says the rest.
+and it cannot leave out what has not changed. Here a rank writes one file of plain bytes, and the manifest says the
+rest.
 """
 
 from __future__ import annotations
 
 import contextlib
-import secrets
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -31,50 +32,37 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from scaleray.checkpoints.manifest import Chunk, Incomplete, Manifest, StoredFile, Tensor
+from scaleray.checkpoints.staging import Key, Staging
 from scaleray.checkpoints.storage import Store
+from scaleray.checkpoints.tensor_files import ALIGNMENT, aligned, dtype_of, new_file, read_chunk, write_all
 
 # DCP says so for every checkpoint of a single process, where it is meant; catching it would not be safe in a thread
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 SMALLEST_SHARE = 0.05
-"""Of a rank's bytes: less than this that is unchanged in an older file is written again, so that the file can go. A few
-random states must not hold a whole older checkpoint on the disk; a mask of one byte a parameter, beside Adam, is 8 %."""
-ALIGNMENT = 64  # of each tensor in its file, for readers that map it
-
-Key = tuple[str, tuple[int, ...]]
-"""A tensor's name and the offsets of a part of it."""
-
-
-class Staging:
-    """Host memory for the parts of the state that this rank writes; kept from one checkpoint to the next."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[Key, torch.Tensor] = {}
-
-    def copy(self, key: Key, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor's bytes, uint8 (n,), in memory that training does not touch. A CUDA device fills it in the order of
-        its stream, which must be waited for."""
-        source = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.numel() != source.numel():
-            buffer = torch.empty(source.numel(), dtype=torch.uint8, pin_memory=source.is_cuda)
-            self._buffers[key] = buffer
-        buffer.copy_(source, non_blocking=True)
-        return buffer
+"""Smallest share of a rank's bytes that keeps an older file: less than this that is unchanged there is written again,
+so that the file can go. A few random states must not hold a whole older checkpoint on the disk; a mask of one byte a
+parameter, beside Adam, is 8 %."""
 
 
 class ShardWriter(StorageWriter):
-    """Writes this rank's part of one checkpoint to one file; on rank 0 `finish` puts the manifest together.
+    """Writer of this rank's part of one checkpoint to one file; on rank 0 `finish` puts the manifest together.
 
     base: parts of the last checkpoint by key; what has the same digest there is named, not written. on_staged: called
-    when training may go on changing the tensors. publish: takes tensors, new files and what some store did not take.
-    Give `save` below the state that goes with it.
+    when training may go on changing the tensors. publish: takes the tensors, the new files, and the errors of stores
+    that did not take a file. Pass the writer to `save` below, with the state.
     """
 
     def __init__(
-        self, stores: list[Store], folder: str, staging: Staging, *, base: Mapping[Key, Chunk], on_staged: Callable[[], None],
+        self,
+        stores: list[Store],
+        folder: str,
+        staging: Staging,
+        *,
+        base: Mapping[Key, Chunk],
+        on_staged: Callable[[], None],
         publish: Callable[[dict[str, Tensor], dict[str, StoredFile], list[str]], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.stores, self.folder, self.staging, self.base = stores, folder, staging, base
         self.on_staged, self.publish = on_staged, publish
         self.rank = 0
@@ -82,22 +70,22 @@ class ShardWriter(StorageWriter):
         self.written: dict[Key, Chunk] = {}
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Part of DCP's interface; a writer serves one checkpoint."""
+        """Do nothing, as a writer serves one checkpoint; part of DCP's interface."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Learn the rank, which names the file."""
         self.rank = kwargs.get("rank", 0)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Nothing to add."""
+        """Return the plan as it is: there is nothing to add."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Nothing to add."""
+        """Return the plan as it is: there is nothing to add."""
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Copy, compare, write."""
+        """Copy the tensors, compare them with the last checkpoint, and write what changed."""
         staged: list[tuple[WriteItem, Key, np.ndarray]] = []
         devices: set[torch.device] = set()
         for item in plan.items:
@@ -128,7 +116,7 @@ class ShardWriter(StorageWriter):
         problems: list[str] = []
         if changed:
             self.file = name
-            stored, problems = write_all(self.stores, name, lambda: _aligned(changed))
+            stored, problems = write_all(self.stores, name, lambda: aligned(changed))
         files = {name: stored} if stored else {}
         results = [
             WriteResult(item.index, len(content), (self.written[key], files, problems)) for item, key, content in staged
@@ -138,7 +126,8 @@ class ShardWriter(StorageWriter):
         return future
 
     def _unchanged(self, staged: list[tuple[WriteItem, Key, np.ndarray]], digests: list[str]) -> dict[Key, Chunk]:
-        """Parts that need not be written, with where they are. A file of which hardly anything is left is not worth keeping."""
+        """Parts that need not be written, with their places.
+        A file of which hardly anything is left is not worth keeping."""
         found: dict[Key, Chunk] = {}
         of_file: dict[str, int] = {}
         for (item, key, content), digest in zip(staged, digests, strict=True):
@@ -156,7 +145,7 @@ class ShardWriter(StorageWriter):
                 store.delete(self.file or "")
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, when every rank has written: the manifest's tensors and files."""
+        """Publish the manifest's tensors and files; DCP calls it on rank 0 when every rank has written."""
         chunks: dict[str, list[Chunk]] = {}
         new: dict[str, StoredFile] = {}
         problems: dict[str, None] = {}
@@ -176,21 +165,21 @@ class ShardWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Part of DCP's interface."""
+        """Accept any id; part of DCP's interface."""
         return True
 
 
 class ShardReader(StorageReader):
-    """Gives DCP the parts of a checkpoint that it asks for; each is compared with its digest first."""
+    """Reader of the parts of a checkpoint that DCP asks for; each is compared with its digest first."""
 
     def __init__(self, stores: list[Store], manifest: Manifest) -> None:
         self.stores, self.manifest = stores, manifest
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Part of DCP's interface; a reader serves one checkpoint."""
+        """Do nothing, as a reader serves one checkpoint; part of DCP's interface."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The manifest in DCP's words."""
+        """Manifest converted to DCP's metadata."""
         return Metadata(
             {
                 name: TensorStorageMetadata(
@@ -203,14 +192,14 @@ class ShardReader(StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to prepare."""
+        """Do nothing, as there is nothing to prepare."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to add."""
+        """Return the plan as it is: there is nothing to add."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to add."""
+        """Return the plan as it is: there is nothing to add."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -236,7 +225,7 @@ class ShardReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Part of DCP's interface."""
+        """Accept any id; part of DCP's interface."""
         return True
 
 
@@ -252,7 +241,8 @@ def load(
     """Fill the tensors of a flat state dict in place, resharding as needed; values are cast to their dtype.
 
     stores: where the files may be, the first that has good bytes wins. Collective over `group`, where all ranks raise
-    Incomplete when one finds its bytes nowhere. None: this rank reads what it needs, sharded or not, without a word to others.
+    Incomplete when one finds its bytes nowhere. None: this rank reads what it needs, sharded or not, without
+    communication.
     """
     reader, planner = ShardReader(stores, manifest), DefaultLoadPlanner(flatten_state_dict=False)
     try:
@@ -260,81 +250,6 @@ def load(
     except dcp.CheckpointException as exc:
         found = next((e for e in (wrapped[0] for wrapped in exc.failures.values()) if isinstance(e, Incomplete)), None)
         raise found or exc from exc
-
-
-def read_chunk(stores: list[Store], chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
-    """One part of a tensor from the first store whose bytes have the right digest. Raises Incomplete."""
-    content = torch.empty(chunk.length, dtype=torch.uint8)
-    view = content.numpy().data
-    for store in stores:
-        try:
-            store.read_into(chunk.file, chunk.start, view)
-        except OSError:
-            continue
-        if xxhash.xxh3_128_hexdigest(view) == chunk.digest:
-            return content.view(dtype).reshape(chunk.sizes)
-    raise Incomplete(f"{stores[0].path(chunk.file)} is missing or damaged at byte {chunk.start}")
-
-
-def read_tensor(stores: list[Store], tensor: Tensor) -> torch.Tensor:
-    """A whole tensor on the CPU."""
-    dtype = dtype_of(tensor)
-    if len(tensor.chunks) == 1 and tensor.chunks[0].sizes == tensor.shape:
-        return read_chunk(stores, tensor.chunks[0], dtype)
-    whole = torch.empty(tensor.shape, dtype=dtype)
-    for chunk in tensor.chunks:
-        part = whole
-        for dim, (start, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-            part = part.narrow(dim, start, length)
-        part.copy_(read_chunk(stores, chunk, dtype))
-    return whole
-
-
-def dtype_of(tensor: Tensor) -> torch.dtype:
-    """The dtype of a saved tensor. Raises Incomplete for one that this torch does not have."""
-    found = getattr(torch, tensor.dtype, None)
-    if not isinstance(found, torch.dtype):
-        raise Incomplete(f"torch {torch.__version__} has no dtype {tensor.dtype}")
-    return found
-
-
-def write_tensors(stores: list[Store], file: str, names: list[str], get: Callable[[str], torch.Tensor]) -> tuple[dict[str, Tensor], StoredFile]:  # fmt: skip
-    """Write whole tensors to one file, one after another; each is asked for when its turn comes, once a store."""
-    tensors: dict[str, Tensor] = {}
-
-    def contents() -> Iterator[Any]:
-        position = 0
-        for name in names:
-            tensor = get(name)
-            content = Staging().copy((name, ()), tensor).numpy()
-            shape, length = tuple(tensor.shape), len(content)
-            digest = xxhash.xxh3_128_hexdigest(content.data)
-            chunk = Chunk((0,) * len(shape), shape, file, position, length, digest)
-            tensors[name] = Tensor(str(tensor.dtype).removeprefix("torch."), shape, (chunk,))
-            yield from _aligned([content])
-            position += length + -length % ALIGNMENT
-
-    stored, _ = write_all(stores, file, contents)
-    return tensors, stored
-
-
-def write_all(stores: list[Store], file: str, contents: Callable[[], Iterator[Any]]) -> tuple[StoredFile, list[str]]:
-    """Write a file to every store; gives also what went wrong in some. Raises OSError where it is in none."""
-    stored: StoredFile | None = None
-    failed: list[OSError] = []
-    for store in stores:
-        try:
-            stored = StoredFile(*store.write(file, contents()))
-        except OSError as exc:
-            failed.append(exc)
-    if stored is None:
-        raise failed[0]
-    return stored, [str(exc) for exc in failed]
-
-
-def new_file(folder: str, stem: str) -> str:
-    """A name that no other attempt at the same step has: files that exist may be named by other checkpoints."""
-    return f"{folder}/{stem}-{secrets.token_hex(4)}.bin"
 
 
 def _chunk(manifest: Manifest, index: MetadataIndex) -> Chunk:
@@ -351,10 +266,3 @@ def _sizes(item: WriteItem) -> tuple[int, ...]:
 
 def _offsets(key: Key, sizes: tuple[int, ...]) -> tuple[int, ...]:
     return key[1] or (0,) * len(sizes)
-
-
-def _aligned(contents: list[np.ndarray]) -> Iterator[Any]:
-    for content in contents:
-        yield content
-        if padding := -len(content) % ALIGNMENT:
-            yield bytes(padding)

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 from scaleray.config.base import without_password
 
-PIECE_BYTES = 8 * 2**20  # read, hashed and written at once
+PIECE_BYTES = 8 * 2**20  # bytes read, hashed and written at once
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Store:
-    """The files under one root: an absolute path or a URI such as s3://bucket/prefix. Names are relative, with '/'."""
+    """Files under one root: an absolute path or a URI such as s3://bucket/prefix. Names are relative, with '/'."""
 
     root: str
 
@@ -73,11 +73,12 @@ class Store:
         return Store(f"{base.rstrip('/').rpartition('/')[0]}{mark}{query}")
 
     def path(self, name: str) -> str:
-        """Where a file is, for people."""
+        """Full path of a file as shown to people, without a password."""
         return without_password(self.child(name).root)
 
     def write(self, name: str, pieces: Iterable[Any]) -> tuple[str, int]:
-        """Write buffers one after another; gives (SHA-256 of the whole in hex, its bytes). Flushed to the disk at the end.
+        """Write buffers one after another; returns the SHA-256 of the whole in hex, and its bytes.
+        Flushed to the disk at the end.
 
         Nobody sees a local file before all of it is there; an object appears when its upload is complete. A file that
         was there before is replaced.
@@ -98,7 +99,7 @@ class Store:
         self.write(name, [text.encode()])
 
     def read(self, name: str) -> bytes:
-        """A whole file. Raises FileNotFoundError or another OSError."""
+        """Content of a whole file. Raises FileNotFoundError or another OSError."""
         with self.open(name) as stream:
             return stream.read()
 
@@ -110,7 +111,7 @@ class Store:
         return filesystem.open_input_file(f"{root}/{name}")
 
     def digest(self, name: str) -> tuple[str, int]:
-        """(SHA-256 in hex, bytes) of a file as it is now."""
+        """SHA-256 in hex and number of bytes of a file as it is now."""
         digest, length = hashlib.sha256(), 0
         with self.open(name) as stream:
             while piece := stream.read(PIECE_BYTES):
@@ -130,7 +131,7 @@ class Store:
                 filled += count
 
     def copy_from(self, other: Store, name: str) -> tuple[str, int]:
-        """Take a file over from another store, replacing one's own; gives what `write` gives."""
+        """Copy a file from another store, replacing one's own; returns what `write` returns."""
         with other.open(name) as source:
             return self.write(name, iter(lambda: source.read(PIECE_BYTES), b""))
 
@@ -141,12 +142,16 @@ class Store:
     def entries(self, folder: str) -> list[Entry]:
         """The files in `folder` and below it, sorted by name; none where it does not exist."""
         return sorted(
-            (Entry(name, info.size, info.mtime_ns / 1e9) for name, info in self._infos(folder, recursive=True) if info.is_file),
+            (
+                Entry(name, info.size, info.mtime_ns / 1e9)
+                for name, info in self._infos(folder, recursive=True)
+                if info.is_file
+            ),
             key=lambda entry: entry.name,
-        )  # fmt: skip
+        )
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file; None where there is none."""
+        """Size of a file in bytes; None where there is no such file."""
         import pyarrow.fs
 
         filesystem, root = self._location
@@ -178,8 +183,8 @@ class Store:
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO]:
-        """A stream to write a file through, which appears when the context ends well: a local one, flushed, in one piece. In a
-        bucket what there is so far may appear after an error."""
+        """Context with a stream to write a file. The file appears when the context ends well; a local one is flushed
+        and appears in one piece. In a bucket the part written so far may appear after an error."""
         if not self.is_local:
             filesystem, root = self._location
             with filesystem.open_output_stream(f"{root}/{name}") as stream:
@@ -198,7 +203,7 @@ class Store:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise
-        _sync_folder(path.parent)  # nor a name
+        _sync_folder(path.parent)  # nor a name that it can take back
 
 
 def _make_folder(path: Path) -> None:

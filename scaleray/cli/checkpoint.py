@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import json as json_library
-import os
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from scaleray.errors import CheckpointError, StorageError, UsageError
+from scaleray.cli.checkpoint_path import chosen, empty, opened, weights_folder, written
+from scaleray.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
-    from scaleray.checkpoints.catalog import Catalog, Damage
-    from scaleray.checkpoints.hugging_face import ModelFolder
+    from scaleray.checkpoints.catalog import Catalog
+    from scaleray.checkpoints.damage import Damage
     from scaleray.checkpoints.manifest import Manifest
+    from scaleray.checkpoints.retention import Retention
 
 checkpoint_app = App(
     name="checkpoint", help="Look at stored checkpoints, prove and mend them.", help_format="plaintext"
@@ -32,16 +30,16 @@ CopyPath = Annotated[
 ]
 Json = Annotated[bool, Parameter(name="--json", negative="", help="Print the result as JSON on stdout.")]
 LEFTOVER_S = 3600.0
-"""Files that no manifest names stay for so long: a run that is under way may be writing them."""
+"""Seconds for which files that no manifest names stay: a run that is under way may be writing them."""
 
 
 @checkpoint_app.command(name="list")
 def list_(path: Where, *, copy_path: CopyPath = None, json: Json = False) -> int:
     """List what is stored: complete checkpoints, and what is left of others with the reason."""
-    with _opened(path, copy_path) as (catalog, only):
+    with opened(path, copy_path) as (catalog, only):
         rows = [_row(catalog, step) for step in catalog.steps() if only in (None, step)]
         if not rows:
-            raise _empty(path)
+            raise empty(path)
     if json:
         print(json_library.dumps(rows, indent=2))
         return 0
@@ -79,7 +77,7 @@ def verify(
 
     checked: list[dict[str, Any]] = []
     unfinished: list[str] = []
-    with _opened(path, copy_path) as (catalog, only):
+    with opened(path, copy_path) as (catalog, only):
         step = only if step is None else step
         manifests: list[Manifest] = []
         if step is not None:
@@ -95,7 +93,14 @@ def verify(
         for manifest in manifests:
             damages = catalog.check(manifest, heal=heal)
             left = [damage for damage in damages if damage.healed_from is None]
-            checked.append({"step": manifest.step, "files": len(manifest.files), "good": not left, "damages": [_told(d) for d in damages]})  # fmt: skip
+            checked.append(
+                {
+                    "step": manifest.step,
+                    "files": len(manifest.files),
+                    "good": not left,
+                    "damages": [_told(d) for d in damages],
+                }
+            )
     is_good = all(one["good"] for one in checked)
     if json:
         print(json_library.dumps({"good": is_good, "checkpoints": checked, "unfinished": unfinished}, indent=2))
@@ -115,9 +120,16 @@ def verify(
 
 @checkpoint_app.command
 def prune(
-    path: Where, *, keep_last: int = 2, keep_best: int = 1, best: str | None = None, keep_every: int | None = None,
-    dry_run: bool = False, copy_path: CopyPath = None, json: Json = False,
-) -> int:  # fmt: skip
+    path: Where,
+    *,
+    keep_last: int = 2,
+    keep_best: int = 1,
+    best: str | None = None,
+    keep_every: int | None = None,
+    dry_run: bool = False,
+    copy_path: CopyPath = None,
+    json: Json = False,
+) -> int:
     """Remove checkpoints that are not worth their place. Files that a kept checkpoint builds on stay.
 
     Parameters
@@ -133,27 +145,22 @@ def prune(
     dry_run
         Say what would go, and remove nothing.
     """
-    from scaleray.checkpoints.catalog import Retention
-
-    metric, direction = _best(best)
-    for option, value, least in (("--keep-last", keep_last, 1), ("--keep-best", keep_best, 0), ("--keep-every", keep_every, 1)):  # fmt: skip
-        if value is not None and value < least:
-            raise UsageError(option, value, f"it must be at least {least}")
-    retention = Retention(keep_last, keep_best, metric, direction == "max", keep_every)
-    with _opened(path, copy_path) as (catalog, only):
+    retention = _retention(keep_last, keep_best, best, keep_every)
+    with opened(path, copy_path) as (catalog, only):
         if only is not None:
             raise CheckpointError("the folder to prune", path, "it is a single checkpoint", "name the run folder")
         complete = list(catalog.complete())
         if not complete:
-            raise _empty(path)
-        measured = {name for manifest in complete for name in manifest.own_metrics}
-        if metric is not None and metric not in measured:  # else a slip would remove what it was meant to keep
-            known = f"there are: {', '.join(sorted(measured)) or 'none'}"
-            raise UsageError("--best", metric, "no checkpoint was evaluated at its own step with that metric", known)
+            raise empty(path)
+        _require_measured(retention.best, complete)
         done = catalog.prune(retention, spared_s=LEFTOVER_S, is_dry_run=dry_run)
     kept = [m.step for m in complete if m.step not in done.steps]
     if json:
-        print(json_library.dumps({"removed": done.steps, "kept": kept, "bytes": done.num_bytes, "dry_run": dry_run}, indent=2))  # fmt: skip
+        print(
+            json_library.dumps(
+                {"removed": done.steps, "kept": kept, "bytes": done.num_bytes, "dry_run": dry_run}, indent=2
+            )
+        )
         return 0
     verb = "would remove" if dry_run else "removed"
     print(f"{verb} {len(done.steps)} checkpoints, {_size(done.num_bytes)}: steps {_numbers(done.steps)}")
@@ -164,10 +171,12 @@ def prune(
 @checkpoint_app.command
 def rebuild(path: Where, *, step: Step = None, copy_path: CopyPath = None, json: Json = False) -> int:
     """Write an incremental checkpoint anew as a full one, which depends on no other."""
-    with _chosen(path, step, copy_path) as (catalog, manifest):
+    with chosen(path, step, copy_path) as (catalog, manifest):
         full = catalog.rebuild(manifest) if manifest.chain or _borrows(manifest) else manifest
     if json:
-        print(json_library.dumps({"step": full.step, "bytes_written": full.bytes_written if full is not manifest else 0}))  # fmt: skip
+        print(
+            json_library.dumps({"step": full.step, "bytes_written": full.bytes_written if full is not manifest else 0})
+        )
     elif full is manifest:
         print(f"step {full.step} holds every byte itself already")
     else:
@@ -177,9 +186,16 @@ def rebuild(path: Where, *, step: Step = None, copy_path: CopyPath = None, json:
 
 @checkpoint_app.command
 def export(
-    path: Where, file: str, *, step: Step = None, overwrite: bool = False, copy_path: CopyPath = None, json: Json = False,
-) -> int:  # fmt: skip
-    """Write a checkpoint's weights, or the final ones of a sharded run (RUN/weights), to one plain file: .pt or .safetensors.
+    path: Where,
+    file: str,
+    *,
+    step: Step = None,
+    overwrite: bool = False,
+    copy_path: CopyPath = None,
+    json: Json = False,
+) -> int:
+    """Write a checkpoint's weights, or the final ones of a sharded run (RUN/weights), to one plain file: .pt or
+    .safetensors.
 
     Parameters
     ----------
@@ -193,13 +209,13 @@ def export(
     from scaleray.config.base import absolute_path
 
     found_step: int | None = None
-    folder = _weights_folder(path) if step is None else None
+    folder = weights_folder(path) if step is None else None
     if folder is not None:
         tensors = folder.shapes()
-        with _written(file):
+        with written(file):
             num_bytes = write_file(absolute_path(file), tensors, folder.tensor, {}, overwrite=overwrite)
     else:
-        with _chosen(path, step, copy_path) as (catalog, manifest), _written(file):
+        with chosen(path, step, copy_path) as (catalog, manifest), written(file):
             num_bytes = write(catalog, manifest, absolute_path(file), overwrite=overwrite)
         found_step, tensors = manifest.step, model_tensors(manifest)
     if json:
@@ -225,103 +241,16 @@ def import_(file: str, path: str, *, json: Json = False) -> int:
     from scaleray.config.base import absolute_path
 
     target = absolute_path(path)
-    with _written(path):
+    with written(path):
         manifest = import_weights(absolute_path(file), target)
     if json:
         print(json_library.dumps({"path": target, "tensors": len(manifest.tensors), "bytes": manifest.total_bytes}))
     else:
-        print(f"imported {len(manifest.tensors)} tensors, {_size(manifest.total_bytes)}; start from them with --workload.weights {path}")  # fmt: skip
+        print(
+            f"imported {len(manifest.tensors)} tensors, {_size(manifest.total_bytes)}; "
+            f"start from them with --workload.weights {path}"
+        )
     return 0
-
-
-def _weights_folder(path: str) -> ModelFolder | None:
-    """The folder of safetensors files that a path means, or, of a run without checkpoints, that it has inside."""
-    from scaleray.checkpoints.hugging_face import ModelFolder, is_model_folder
-    from scaleray.training.weights import model_folder
-
-    where = model_folder(_meant(path))
-    return ModelFolder.open(where) if is_model_folder(where) else None
-
-
-@contextlib.contextmanager
-def _opened(path: str, copy_path: str | None) -> Iterator[tuple[Catalog, int | None]]:
-    """The catalog of a path, and the step if it names one. Storage that does not answer becomes one message."""
-    from pyarrow import ArrowInvalid
-
-    from scaleray.checkpoints.catalog import FOLDER, Catalog
-    from scaleray.config.base import absolute_path
-
-    where = _meant(path)
-    if "://" not in where and not _exists(where):
-        raise CheckpointError("the path", path, "there is nothing", f"folders of runs lie in {_storage_path()}")
-    try:
-        catalog, step = Catalog.at(where)
-        if copy_path is None and catalog.stores[0].name == FOLDER:
-            copy_path = _copy_path_of(catalog.stores[0].parent)
-        if copy_path:
-            catalog, step = Catalog.at(where, absolute_path(copy_path))
-        if step is not None and step not in catalog.steps():
-            raise CheckpointError("the path", path, "there is no such checkpoint", "scaleray checkpoint list RUN shows what there is")  # fmt: skip
-        yield catalog, step
-    except (OSError, ArrowInvalid) as exc:  # the latter for a bad URI
-        raise StorageError("the path", path, f"it cannot be read or written: {_first_line(exc)}") from exc
-
-
-@contextlib.contextmanager
-def _chosen(path: str, step: int | None, copy_path: str | None) -> Iterator[tuple[Catalog, Manifest]]:
-    from scaleray.checkpoints.catalog import require
-    from scaleray.checkpoints.manifest import Incomplete
-
-    with _opened(path, copy_path) as (catalog, only):
-        manifest = require(catalog, only if step is None else step, where=path)
-        try:
-            yield catalog, manifest
-        except Incomplete as exc:
-            raise CheckpointError(
-                f"the checkpoint of step {manifest.step}", "damaged", str(exc), f"scaleray checkpoint verify {path} looks for copies"
-            ) from exc  # fmt: skip
-
-
-@contextlib.contextmanager
-def _written(path: str) -> Iterator[None]:
-    from pyarrow import ArrowInvalid
-
-    try:
-        yield
-    except (OSError, ArrowInvalid) as exc:
-        raise StorageError("the path", path, f"it cannot be written: {_first_line(exc)}") from exc
-
-
-def _meant(path: str) -> str:
-    """A path or URI, or the folder of a run's name in the storage path."""
-    from scaleray.config.base import absolute_path
-
-    where = absolute_path(path)
-    return f"{_storage_path()}/{path}" if "/" not in path and not Path(where).exists() else where
-
-
-def _exists(where: str) -> bool:
-    try:
-        return Path(where).exists()
-    except OSError:  # a folder above that may not be entered: reading it says so
-        return True
-
-
-def _copy_path_of(run: Any) -> str | None:
-    from scaleray.parsing import load_json
-
-    try:
-        found = load_json(run.read("run.json"))["config"]["checkpoint"]["copy_path"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return found if isinstance(found, str) else None
-
-
-def _storage_path() -> str:
-    from scaleray.config.base import absolute_path
-    from scaleray.config.scale import CheckpointSettings
-
-    return absolute_path(os.environ.get("SCALERAY_CHECKPOINT__STORAGE_PATH") or CheckpointSettings().storage_path)
 
 
 def _row(catalog: Catalog, step: int) -> dict[str, Any]:
@@ -334,10 +263,17 @@ def _row(catalog: Catalog, step: int) -> dict[str, Any]:
     except CheckpointError as exc:
         return {"step": step, "complete": False, "reason": f"{exc.what} is {exc.found}, but {exc.allowed}"}
     return {
-        "step": step, "complete": True, "created_at": found.created_at, "world_size": found.world_size,
-        "strategy": found.strategy, "bytes_written": found.bytes_written, "total_bytes": found.total_bytes, "chain": found.chain,
-        "metrics": found.metrics, "evaluated_at": found.evaluated_at,
-    }  # fmt: skip
+        "step": step,
+        "complete": True,
+        "created_at": found.created_at,
+        "world_size": found.world_size,
+        "strategy": found.strategy,
+        "bytes_written": found.bytes_written,
+        "total_bytes": found.total_bytes,
+        "chain": found.chain,
+        "metrics": found.metrics,
+        "evaluated_at": found.evaluated_at,
+    }
 
 
 def _told(damage: Damage) -> dict[str, Any]:
@@ -350,6 +286,29 @@ def _borrows(manifest: Manifest) -> bool:
     return any(not name.startswith(f"{manifest.name}/") for name in manifest.files)
 
 
+def _retention(keep_last: int, keep_best: int, best: str | None, keep_every: int | None) -> Retention:
+    """What prune keeps. Raises UsageError for what cannot be meant."""
+    from scaleray.checkpoints.retention import Retention
+
+    metric, direction = _best(best)
+    for option, value, least in (
+        ("--keep-last", keep_last, 1),
+        ("--keep-best", keep_best, 0),
+        ("--keep-every", keep_every, 1),
+    ):
+        if value is not None and value < least:
+            raise UsageError(option, value, f"it must be at least {least}")
+    return Retention(keep_last, keep_best, metric, direction == "max", keep_every)
+
+
+def _require_measured(metric: str | None, complete: list[Manifest]) -> None:
+    """Refuse a metric that no checkpoint has of its own step: a slip would remove what it was meant to keep."""
+    measured = {name for manifest in complete for name in manifest.own_metrics}
+    if metric is not None and metric not in measured:
+        known = f"there are: {', '.join(sorted(measured)) or 'none'}"
+        raise UsageError("--best", metric, "no checkpoint was evaluated at its own step with that metric", known)
+
+
 def _best(text: str | None) -> tuple[str | None, str]:
     if text is None:
         return None, "min"
@@ -357,12 +316,6 @@ def _best(text: str | None) -> tuple[str | None, str]:
     if not metric or direction not in ("min", "max"):
         raise UsageError("--best", text, "it must be a metric and min or max", 'for example "val/loss min"')
     return metric, direction
-
-
-def _empty(path: str) -> CheckpointError:
-    return CheckpointError(
-        "the path", path, "it holds no complete checkpoint", "name a run folder, or one checkpoint in it"
-    )
 
 
 def _size(num_bytes: int) -> str:
@@ -382,8 +335,9 @@ def _print_table(rows: list[list[str]]) -> None:
     widths = [max(len(row[i]) for row in full) for i in range(columns)]
     widths[0] = max(len(row[0]) for row in rows)
     for row in rows:
-        print("  ".join(cell.rjust(width) if cell[:1].isdigit() and i != 1 else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=False))).rstrip())  # fmt: skip
-
-
-def _first_line(exc: BaseException) -> str:
-    return (str(exc).strip().splitlines() or [type(exc).__name__])[0]
+        print(
+            "  ".join(
+                cell.rjust(width) if cell[:1].isdigit() and i != 1 else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=False))
+            ).rstrip()
+        )

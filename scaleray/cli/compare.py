@@ -11,15 +11,17 @@ from scaleray.errors import ConfigError
 
 
 def compare(
-    *runs: str, uri: str | None = None, fail_if_slower: float | None = None,
+    *runs: str,
+    uri: str | None = None,
+    fail_if_slower: float | None = None,
     json: Annotated[bool, Parameter(name="--json", negative="")] = False,
-) -> int:  # fmt: skip
+) -> int:
     """Show what differs between two or more trainings, studies or sweeps, each beside the first.
 
-    Differences in config, code, environment, topology and data; figures side by side; and whether step times differ beyond
-    noise, with the 95 % interval. Those of the same config, code and machines count as repeats of each other: with at
-    least two launches of each, what differs between two launches of the same is in the interval. Of single launches it is
-    not known, and what looks slower is `inconclusive`, with the number of launches that would tell.
+    Differences in config, code, environment, topology and data; figures side by side; and whether step times differ
+    beyond noise, with the 95 % interval. Those of the same config, code and machines count as repeats of each other:
+    with at least two launches of each, what differs between two launches of the same is in the interval. Of single
+    launches it is not known, and what looks slower is `inconclusive`, with the number of launches that would tell.
 
     Exit code 0 when done, 2 for bad usage; with --fail-if-slower 1 for a regression, 3 where it is inconclusive.
 
@@ -30,8 +32,8 @@ def compare(
     uri
         MLflow's tracking URI, for runs that are found there.
     fail_if_slower
-        Exit with 1 when one is slower than the first by more than so many per cent, the whole interval beyond it; with 3 when
-        one looks slower by that much and its launches are too few to tell, or have no step times.
+        Exit with 1 when one is slower than the first by more than so many per cent, the whole interval beyond it; with
+        3 when one looks slower by that much and its launches are too few to tell, or have no step times.
     json
         Print the comparison as JSON on stdout; everything else goes to stderr.
     """
@@ -39,10 +41,10 @@ def compare(
         raise ConfigError("--fail-if-slower", fail_if_slower, "it must be per cent, 0 or more", "for example 3")
     from rich.console import Console
 
-    from scaleray.reports.comparison import EXIT_INCONCLUSIVE
-    from scaleray.reports.comparison import compare as compare_records
-    from scaleray.reports.comparison_terminal import show_comparison
-    from scaleray.tracking.found_run import find_run
+    from scaleray.reports.compare.comparison import EXIT_INCONCLUSIVE
+    from scaleray.reports.compare.comparison import compare as compare_records
+    from scaleray.reports.terminal.comparison import show_comparison
+    from scaleray.tracking.find_record import find_run
 
     comparison = compare_records([find_run(run, uri=uri) for run in runs])
     show_comparison(Console(stderr=json), comparison)
@@ -57,7 +59,8 @@ def compare(
         )
     for verdict in unclear:
         print(
-            f"cannot tell whether {verdict.runs} is slower than {verdict.base} by more than {fail_if_slower:g} %: {verdict.words}",
+            f"cannot tell whether {verdict.runs} is slower than {verdict.base} by more than {fail_if_slower:g} %: "
+            f"{verdict.words}",
             file=sys.stderr,
         )
     return 1 if slower else EXIT_INCONCLUSIVE if unclear else 0

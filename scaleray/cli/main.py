@@ -38,10 +38,7 @@ for command in (verify, study, sweep, plan_app, compare, report):
     app.command(command)
 
 ConfigFile = Annotated[Path | None, Parameter(name=["--config", "-c"], help="YAML file of the run.")]
-Overrides = Annotated[
-    str,
-    Parameter(allow_leading_hyphen=True, show=False),
-]
+Overrides = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
 Json = Annotated[
     bool,
     Parameter(name="--json", negative="", help="Print the record as JSON on stdout; everything else goes to stderr."),
@@ -50,9 +47,13 @@ Json = Annotated[
 
 @app.command
 def train(
-    *overrides: Overrides, config: ConfigFile = None, resume: str | None = None, allow_change: tuple[str, ...] = (),
-    local: bool = False, json: Json = False,
-) -> int:  # fmt: skip
+    *overrides: Overrides,
+    config: ConfigFile = None,
+    resume: str | None = None,
+    allow_change: tuple[str, ...] = (),
+    local: bool = False,
+    json: Json = False,
+) -> int:
     """Train a workload on Ray: a local cluster, or the one of RAY_ADDRESS.
 
     Every key of the config can be given as an option, for example --scale.workers 2 --batch.global-size 64;
@@ -61,8 +62,8 @@ def train(
     Parameters
     ----------
     resume
-        Continue an interrupted run after its newest checkpoint: its folder, its name, or `auto` for the newest unfinished
-        run of the same training, if there is one. Without -c, the config is that run's own.
+        Continue an interrupted run after its newest checkpoint: its folder, its name, or `auto` for the newest
+        unfinished run of the same training, if there is one. Without -c, the config is that run's own.
     allow_change
         A key whose change alters the training, and which may differ from the interrupted run's all the same.
     local
@@ -71,10 +72,10 @@ def train(
     from rich.console import Console
 
     from scaleray.config import load_config
-    from scaleray.reports.terminal import Terminal, final_lines
+    from scaleray.reports.terminal.live import Terminal, final_lines
 
     if config is None and resume is not None and resume != "auto":
-        from scaleray.launch.resume import config_of
+        from scaleray.launch.run.resume import config_of
 
         resolved = config_of(resume, overrides)
     else:
@@ -85,10 +86,18 @@ def train(
         from scaleray.launch import train as run
 
         record = run(
-            resolved, resume=resume, allow_change=allow_change, local=local, show=terminal.show, say=terminal.say, expect_steps=terminal.expect_steps,
-            base_dir=config.resolve().parent if config else None, # what a user waits for counts from the start of the process
+            resolved,
+            resume=resume,
+            allow_change=allow_change,
+            local=local,
+            show=terminal.show,
+            say=terminal.say,
+            expect_steps=terminal.expect_steps,
+            base_dir=config.resolve().parent
+            if config
+            else None,  # what a user waits for counts from the start of the process
             started_at=psutil.Process().create_time(),
-        )  # fmt: skip
+        )
     for line in final_lines(record):
         terminal.say(line)
     if json:
@@ -110,16 +119,17 @@ def show(*overrides: Overrides, config: ConfigFile = None, json: Json = False, d
     import yaml
 
     from scaleray.config import load_config
-    from scaleray.scaling.recipe import DataSize, derive
+    from scaleray.scaling.recipe.derive import derive
+    from scaleray.scaling.recipe.values import DataSize
 
     resolved = load_config(config, flags=overrides)
     size: DataSize | None = None
     if data:
-        from scaleray.launch.run import data_size, load_sources
+        from scaleray.launch.session.data import load_sources, size_of
         from scaleray.workload import load_workload
 
         base_dir = config.resolve().parent if config else None
-        size = data_size(load_sources(load_workload(resolved.workload.name, resolved.workload.args, base_dir=base_dir)))
+        size = size_of(load_sources(load_workload(resolved.workload.name, resolved.workload.args, base_dir=base_dir)))
     values: dict[str, Any] = {}
     explanations: dict[str, str] = {}
     if size is not None:
@@ -238,7 +248,7 @@ def _has_lost_its_reader(output: int) -> bool:
 
 
 def _make_early_ends_failures() -> None:
-    """Let os._exit(0) in this process, of user code that runs in it, not look like a command that is done."""
+    """Make os._exit(0) of user code in this process a failure, so that it does not look like a command that is done."""
     real, own = os._exit, os.getpid()
 
     def end(status: int) -> NoReturn:
@@ -261,7 +271,7 @@ def run_command(arguments: list[str]) -> int:
         return _fail(f"{type(exc).__name__.removesuffix('Error')}: {exc}\n  see scaleray --help", 2)
     except ScaleRayError as exc:
         return _fail(f"{type(exc).__name__}: {exc}", exc.exit_code)
-    except SystemExit as exc:  # of user code, in a place that nobody thought of: nothing of ours calls it
+    except SystemExit as exc:  # raised by user code, in a place that nobody thought of: nothing of ours calls it
         return _fail(f"RunFailedError: the command was ended by a call of sys.exit({exc.code!r}) before it was done", 1)
     except KeyboardInterrupt:
         return _fail("stopped; the MLflow run is marked KILLED", 1)

@@ -6,7 +6,7 @@ from scaleray.errors import ConfigError
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
-    """`1,2,4`. Raises ConfigError naming the option."""
+    """Whole numbers of an option such as `1,2,4`. Raises ConfigError naming the option."""
     try:
         return [int(word) for word in text.split(",") if word.strip()]
     except ValueError:

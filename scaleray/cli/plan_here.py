@@ -1,4 +1,5 @@
-"""What there is as a cluster: this machine, its GPUs by the driver or its processors where there is none; or the nodes of a Ray cluster."""
+"""What there is as a cluster: this machine, its GPUs by the driver or its processors where there is none; or the nodes
+of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ from typing import TYPE_CHECKING
 import psutil
 
 from scaleray.errors import ClusterError
-from scaleray.planner.hardware import Catalogue, Cluster, Gpu, Network
+from scaleray.planner.hardware.kinds import Cluster, Gpu, Network
+from scaleray.planner.hardware.lookup import Catalogue
 
 if TYPE_CHECKING:
-    from scaleray.launch.cluster import Node
+    from scaleray.launch.cluster.connection import Node
 
 GIB = 2.0**30
 
@@ -55,18 +57,22 @@ def _processors(catalogue: Catalogue, reason: str) -> Cluster:
 
 
 def ray_cluster(address: str, catalogue: Catalogue, *, network: str | None = None) -> Cluster:
-    """The GPU nodes of the Ray cluster at `address`; Ray is imported here only. Raises ClusterError as `cluster_of_nodes`."""
-    from scaleray.launch.cluster import joined
+    """The GPU nodes of the Ray cluster at `address`; Ray is imported here only.
+
+    Raises ClusterError as `cluster_of_nodes`.
+    """
+    from scaleray.launch.cluster.connection import joined
 
     with joined(address) as nodes:
         return cluster_of_nodes(nodes, catalogue, network=network)
 
 
 def cluster_of_nodes(nodes: Sequence[Node], catalogue: Catalogue, *, network: str | None = None) -> Cluster:
-    """Nodes with GPUs of one kind and number, or without any the processors of all. Ray knows neither links nor networks: they are those
-    of the usual machine, unless `network` says otherwise.
+    """Nodes with GPUs of one kind and number, or without any the processors of all. Ray knows neither links nor
+    networks: they are those of the usual machine, unless `network` says otherwise.
 
-    Raises ClusterError for nodes that differ, and for several without a network; UsageError for a GPU that the catalogue does not have.
+    Raises ClusterError for nodes that differ, and for several without a network; UsageError for a GPU that the
+    catalogue does not have.
     """
     with_gpus = [node for node in nodes if node.resources.get("GPU", 0) >= 1]
     kinds = Counter((_accelerator(node), int(node.resources["GPU"])) for node in with_gpus)
@@ -79,15 +85,27 @@ def cluster_of_nodes(nodes: Sequence[Node], catalogue: Catalogue, *, network: st
         )
     (name, per_node), num_nodes = next(iter(kinds.items()))
     if not name:
-        raise ClusterError("the nodes' GPUs", f"{per_node} on each of {num_nodes} nodes", "Ray does not say of which kind they are", "name them with --cluster")  # fmt: skip
+        raise ClusterError(
+            "the nodes' GPUs",
+            f"{per_node} on each of {num_nodes} nodes",
+            "Ray does not say of which kind they are",
+            "name them with --cluster",
+        )
     gpu = catalogue.find_gpu(name)
     notes = [f"link {gpu.link}, as machines with {gpu.name} usually have: Ray does not know it"]
     notes += [f"{len(nodes) - num_nodes} nodes without GPUs are left out"] if len(nodes) > num_nodes else []
     joined_by = _network(network, gpu.network, num_nodes, catalogue)
     if joined_by is not None and network is None:
         notes.append(f"network {gpu.network}, as machines with {gpu.name} usually have: Ray does not know it")
-    return Cluster(gpu=gpu, gpus_per_node=per_node, num_nodes=num_nodes, link=catalogue.find_link(gpu.link), network=joined_by,
-                   board_gpus=max(per_node, gpu.gpus_per_node), notes=tuple(notes))  # fmt: skip
+    return Cluster(
+        gpu=gpu,
+        gpus_per_node=per_node,
+        num_nodes=num_nodes,
+        link=catalogue.find_link(gpu.link),
+        network=joined_by,
+        board_gpus=max(per_node, gpu.gpus_per_node),
+        notes=tuple(notes),
+    )
 
 
 def _accelerator(node: Node) -> str:
@@ -113,15 +131,27 @@ def _processors_of(nodes: Sequence[Node], catalogue: Catalogue, network: str | N
     counts = Counter(int(node.resources.get("CPU", 0)) for node in nodes)
     counts.pop(0, None)
     if len(counts) != 1:
-        raise ClusterError("the nodes' processors", ", ".join(f"{count} on {number} nodes" for count, number in counts.items()) or "none", "there are no GPUs, and the nodes must be equal", "plan each kind with --cluster")  # fmt: skip
+        raise ClusterError(
+            "the nodes' processors",
+            ", ".join(f"{count} on {number} nodes" for count, number in counts.items()) or "none",
+            "there are no GPUs, and the nodes must be equal",
+            "plan each kind with --cluster",
+        )
     (cores, num_nodes), known = next(iter(counts.items())), catalogue.find_gpu("cpu")
     share = min(node.resources.get("memory", 0.0) for node in nodes if node.resources.get("CPU", 0) >= 1) / GIB / cores
     core = Gpu(**{**known.__dict__, "memory_gib": share or known.memory_gib})
     notes = (
-        f"no node has a GPU: {cores} processor cores each, whose rate is an order of magnitude only; measure with --step-time",
+        f"no node has a GPU: {cores} processor cores each, whose rate is an order of magnitude only; "
+        "measure with --step-time",
     )
-    return Cluster(gpu=core, gpus_per_node=cores, num_nodes=num_nodes, link=catalogue.find_link(core.link),
-                   network=_network(network, "", num_nodes, catalogue), notes=notes)  # fmt: skip
+    return Cluster(
+        gpu=core,
+        gpus_per_node=cores,
+        num_nodes=num_nodes,
+        link=catalogue.find_link(core.link),
+        network=_network(network, "", num_nodes, catalogue),
+        notes=notes,
+    )
 
 
 def _num_nvlinks(pynvml, handle) -> int:  # type: ignore[no-untyped-def]

@@ -12,38 +12,45 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from scaleray.cli.plan_options import ClusterOptions, MeasuredOptions, ModelOptions, RecipeOptions
 from scaleray.config import RunConfig, load_config
 from scaleray.errors import ConfigError, UsageError
 from scaleray.guarded import guarded
-from scaleray.planner.advise import Question
-from scaleray.planner.catalogue import CATALOGUE
-from scaleray.planner.cluster_file import is_cluster_file, read_cluster_file
-from scaleray.planner.cluster_text import parse_cluster
-from scaleray.planner.hardware import Catalogue, Cluster, read_hardware_file
-from scaleray.planner.layout import Layout
-from scaleray.planner.measured_collectives import read_measured_tables
-from scaleray.planner.measurement import Measurement, anchor_of, measurement_of, read_measurement
-from scaleray.planner.models import find_model
-from scaleray.planner.profile import ModelProfile
+from scaleray.planner.answers.measurement import Measurement, anchor_of, measurement_of, read_measurement
+from scaleray.planner.answers.question import Question
+from scaleray.planner.cost.layout import Layout
+from scaleray.planner.hardware.catalogue import CATALOGUE
+from scaleray.planner.hardware.cluster_file import is_cluster_file, read_cluster_file
+from scaleray.planner.hardware.cluster_text import parse_cluster
+from scaleray.planner.hardware.hardware_file import read_hardware_file
+from scaleray.planner.hardware.kinds import Cluster
+from scaleray.planner.hardware.lookup import Catalogue
+from scaleray.planner.hardware.measured_collectives import read_measured_tables
+from scaleray.planner.models.names import find_model
+from scaleray.planner.models.profile import ModelProfile
 
 OPTIMIZER_BYTES = {"adam": 8, "adamw": 8, "lamb": 8, "sgd": 0, "momentum": 4, "lars": 4}
 COUNTING_LIMIT_S = 600
 
 
 USUAL_TOKENS = 4_000_000
-"""Of a step, where a transformer is named and no batch: that of Llama 2 (Touvron et al. 2023, arXiv:2307.09288, section 2)."""
+"""Tokens of a step, where a transformer is named and no batch: those of Llama 2 (Touvron et al. 2023, arXiv:2307.09288,
+section 2)."""
 USUAL_SAMPLES = 32
-"""For each GPU, where another model is named: 256 on 8, as in Goyal et al. 2017, arXiv:1706.02677."""
+"""Samples of a step for each GPU, where another model is named: 256 on 8, as in Goyal et al. 2017, arXiv:1706.02677."""
 
 
 def question_of(
-    *, overrides: Sequence[str] = (), config: Path | None = None, model: str | None = None, profile: Path | None = None, cluster: str | None = None,
-    here: bool = False, global_batch: int | None = None, sequence: int | None = None, precision: str | None = None, strategies: str = "",
-    optimizer: str | None = None, compiled: bool = False, step_time: float | None = None, micro_batch: int | None = None,
-    from_run: Path | None = None, input_rate: float | None = None, rank_by: str = "throughput", hardware: Path | None = None,
-    collectives: Path | None = None, address: str | None = None, network: str | None = None,
-) -> Question:  # fmt: skip
-    """Raises ConfigError or UsageError where something is missing, unknown or impossible."""
+    model: ModelOptions,
+    cluster: ClusterOptions,
+    recipe: RecipeOptions,
+    measured: MeasuredOptions = MeasuredOptions(),
+    *,
+    rank_by: str = "throughput",
+    config: Path | None = None,
+    overrides: Sequence[str] = (),
+) -> Question:
+    """What the planner is asked. Raises ConfigError or UsageError where something is missing, unknown or impossible."""
     if overrides and config is None:
         raise ConfigError(
             "an option",
@@ -52,47 +59,58 @@ def question_of(
             "scaleray plan --help lists the options",
         )
     resolved = load_config(config, flags=overrides) if config else None
-    catalogue = CATALOGUE.with_entries(read_hardware_file(hardware)) if hardware else CATALOGUE
-    target = _cluster(cluster, here, catalogue, address=address, network=network)
-    if collectives is not None:
-        target = dataclasses.replace(target, measured=read_measured_tables(collectives))
-    shape = _model(resolved, config, overrides, model, profile, sequence)
-    batch = global_batch if global_batch is not None else _batch_of(resolved, shape, target.num_gpus)
-    if global_batch is None and resolved is None:
-        target = dataclasses.replace(
-            target, notes=(*target.notes, f"{batch} samples a step, as --global-batch is not given")
-        )
-    wanted = precision or _precision_of(resolved) or ("bf16" if "bf16" in target.gpu.peak_tflops else "fp16")
+    own = read_hardware_file(cluster.hardware) if cluster.hardware else None
+    catalogue = CATALOGUE.with_entries(own) if own is not None else CATALOGUE
+    target = _cluster(cluster, catalogue)
+    if cluster.collectives is not None:
+        target = dataclasses.replace(target, measured=read_measured_tables(cluster.collectives))
+    shape = _model(model, resolved, config, overrides, recipe.sequence)
+    batch = recipe.global_batch
+    if batch is None:
+        batch = _batch_of(resolved, shape, target.num_gpus)
+        if resolved is None:
+            note = f"{batch} samples a step, as --global-batch is not given"
+            target = dataclasses.replace(target, notes=(*target.notes, note))
+    wanted = recipe.precision or _precision_of(resolved) or ("bf16" if "bf16" in target.gpu.peak_tflops else "fp16")
     target.gpu.peak_flops(wanted)  # an unknown precision is refused here
-    found: Measurement | None = None
-    if from_run is not None:
-        found = read_measurement(from_run)
-    elif step_time is not None:
-        if not step_time > 0 or not micro_batch or micro_batch < 1:
-            raise ConfigError(
-                "--step-time",
-                f"{step_time} s, --micro-batch {micro_batch}",
-                "both must be given and positive: one step on one GPU",
-            )
-        found = Measurement(step_time_s=step_time, num_gpus=1, layout=Layout(micro_batch=micro_batch))
-    names = tuple(name.strip() for name in strategies.split(",") if name.strip())
-    state = OPTIMIZER_BYTES.get(optimizer or "adam", 8)
-    if optimizer is None and resolved is not None:
-        state = OPTIMIZER_BYTES.get(resolved.optimizer.name, 8)
     is_fused = "bf16" in target.gpu.peak_tflops and wanted not in ("fp32", "tf32")
-    measured = None
+    found, scaled = _measurement(measured), None
     if found is not None:
-        measured, target = measurement_of(found, shape, target, precision=wanted, fused_attention=is_fused)
+        scaled, target = measurement_of(found, shape, target, precision=wanted, fused_attention=is_fused)
+    named = recipe.optimizer or (resolved.optimizer.name if resolved is not None else "adam")
     return Question(
-        model=shape, cluster=target, global_batch=batch, precision=wanted, strategies=names or Question.strategies, optimizer_bytes=state,
-        fused_attention=is_fused, compiled=compiled or bool(resolved and resolved.compilation.what != "nothing"),
-        measured=measured, anchor=anchor_of(found, target, catalogue) if found else None, input_samples_per_s=input_rate, rank_by=rank_by,
-    )  # fmt: skip
+        model=shape,
+        cluster=target,
+        global_batch=batch,
+        precision=wanted,
+        strategies=tuple(n.strip() for n in recipe.strategies.split(",") if n.strip()) or Question.strategies,
+        optimizer_bytes=OPTIMIZER_BYTES.get(named, 8),
+        fused_attention=is_fused,
+        compiled=recipe.compiled or bool(resolved and resolved.compilation.what != "nothing"),
+        measured=scaled,
+        anchor=anchor_of(found, target, catalogue) if found else None,
+        input_samples_per_s=measured.input_rate,
+        rank_by=rank_by,
+    )
 
 
-def _cluster(
-    text: str | None, here: bool, catalogue: Catalogue, *, address: str | None, network: str | None
-) -> Cluster:
+def _measurement(options: MeasuredOptions) -> Measurement | None:
+    if options.from_run is not None:
+        return read_measurement(options.from_run)
+    step_time, micro_batch = options.step_time, options.micro_batch
+    if step_time is None:
+        return None
+    if not step_time > 0 or not micro_batch or micro_batch < 1:
+        raise ConfigError(
+            "--step-time",
+            f"{step_time} s, --micro-batch {micro_batch}",
+            "both must be given and positive: one step on one GPU",
+        )
+    return Measurement(step_time_s=step_time, num_gpus=1, layout=Layout(micro_batch=micro_batch))
+
+
+def _cluster(options: ClusterOptions, catalogue: Catalogue) -> Cluster:
+    text, here, address, network = options.cluster, options.here, options.address, options.network
     if address is not None and not here:
         raise ConfigError("--address", address, "it says whose nodes --here reads", "add --here")
     if network is not None and address is None:
@@ -112,13 +130,15 @@ def _cluster(
     return read_cluster_file(Path(text), catalogue) if is_cluster_file(text) else parse_cluster(text, catalogue)
 
 
-def _model(config: RunConfig | None, path: Path | None, overrides: Sequence[str], name: str | None, profile: Path | None, sequence: int | None) -> ModelProfile:  # fmt: skip
-    if profile is not None:
-        from scaleray.planner.counted import read_profile
+def _model(
+    options: ModelOptions, config: RunConfig | None, path: Path | None, overrides: Sequence[str], sequence: int | None
+) -> ModelProfile:
+    if options.profile is not None:
+        from scaleray.planner.models.from_counted_workload import read_profile
 
-        return read_profile(profile)
-    if name is not None:
-        return find_model(name, sequence=sequence)
+        return read_profile(options.profile)
+    if options.model is not None:
+        return find_model(options.model, sequence=sequence)
     if config is None or path is None:
         raise ConfigError(
             "--model",
@@ -131,8 +151,8 @@ def _model(config: RunConfig | None, path: Path | None, overrides: Sequence[str]
 
 def _counted(config: RunConfig, path: Path, overrides: Sequence[str]) -> ModelProfile:
     """The workload's profile, counted once in a process of its own, which imports torch, and kept for the next time."""
-    from scaleray.planner.counted import from_workload
-    from scaleray.workload_profile import WorkloadProfile
+    from scaleray.planner.models.from_counted_workload import from_workload
+    from scaleray.records.workload_profile import WorkloadProfile
 
     kept = _cache_folder() / f"{_fingerprint(config, path)}.json"
     if not kept.exists():
@@ -163,7 +183,8 @@ def _cache_folder() -> Path:
 
 
 def _fingerprint(config: RunConfig, path: Path) -> str:
-    """Of what the profile depends on: the workload's arguments, its file and neighbours, the precision, and how it is counted."""
+    """Hash of what the profile depends on: the workload's arguments, its file and neighbours, the precision, and how it
+    is counted."""
     from scaleray import __version__
 
     facts: dict[str, Any] = {
@@ -183,7 +204,8 @@ def _fingerprint(config: RunConfig, path: Path) -> str:
 
 
 def _batch_of(config: RunConfig | None, model: ModelProfile, num_gpus: int) -> int:
-    """The config's, or a usual one: a multiple of the GPUs near USUAL_TOKENS, or USUAL_SAMPLES for each GPU."""
+    """Samples of a step: the config's, or a usual number, a multiple of the GPUs near USUAL_TOKENS, or USUAL_SAMPLES
+    for each GPU."""
     if config is None:
         each = USUAL_TOKENS / model.tokens_per_sample / num_gpus if model.tokens_per_sample > 1 else USUAL_SAMPLES
         return max(1, round(each)) * num_gpus

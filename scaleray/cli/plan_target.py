@@ -1,18 +1,23 @@
-"""`scaleray plan --rank time-to-target`: the options, or a record that measured gradient noise, as the samples that each batch size needs."""
+"""`scaleray plan --rank time-to-target`: the options, or a record that measured gradient noise, as the samples that
+each batch size needs."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from scaleray.cli.plan_options import TargetOptions
 from scaleray.errors import ConfigError, UsageError
-from scaleray.parsing import load_json
-from scaleray.planner.to_target import Target
-from scaleray.scaling.goodput import Noise, is_trusted, predict_samples
-from scaleray.study_records import Estimate
+from scaleray.planner.answers.question import Question
+from scaleray.planner.answers.to_target import Target, Way, best_way, ways_to
+from scaleray.records.read import read_record
+from scaleray.records.run import RunRecord
+from scaleray.records.study import Estimate, StudyRecord
+from scaleray.records.sweep import SweepRecord, Trial
+from scaleray.scaling.noise.goodput import Noise, is_trusted, predict_samples
 
 
 @dataclass(frozen=True)
@@ -23,10 +28,52 @@ class Learned:
     noises: Sequence[Noise] = ()
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a plan is asked about the length of the training.
+
+    samples: samples of the whole training, where it is known how long that is. ways: batch sizes and numbers of GPUs
+    with the time that they take, where those were asked for, and `words` on where the target comes from.
+    """
+
+    samples: float | None
+    ways: Sequence[Way] = ()
+    words: str = ""
+
+
+def ways_and_samples(question: Question, options: TargetOptions, from_run: Path | None) -> tuple[Question, Asked]:
+    """Samples of the training and the ways to its target; with `--rank time-to-target` the question then has the batch
+    size of the best way.
+
+    Raises ConfigError for options that decide nothing, and what `target_of` raises.
+    """
+    samples, steps = options.samples, options.target_steps
+    if options.rank != "time-to-target":
+        if options.noise_scale is not None:
+            raise ConfigError(
+                "--noise-scale", options.noise_scale, "it decides nothing here", "add --rank time-to-target"
+            )
+        return question, Asked(steps * question.global_batch if samples is None and steps is not None else samples)
+    target = target_of(
+        batch_size=question.global_batch,
+        noise_scale=options.noise_scale,
+        samples=samples,
+        steps=steps,
+        from_run=from_run,
+    )
+    is_asynchronous = not options.waits_for_checkpoints
+    ways = ways_to(target, question, interval_s=options.interval_s, is_asynchronous=is_asynchronous)
+    chosen = best_way(ways, num_gpus=question.cluster.num_gpus)
+    if chosen is not None:
+        question = dataclasses.replace(question, global_batch=chosen.batch_size)
+        samples = chosen.samples.value
+    return question, Asked(samples, ways, target.words)
+
+
 def target_of(
     *, batch_size: int, noise_scale: float | None, samples: float | None, steps: float | None, from_run: Path | None
-) -> Target:  # fmt: skip
-    """Raises ConfigError where the noise or the target is not known.
+) -> Target:
+    """The target, from the options and the record. Raises ConfigError where the noise or the target is not known.
 
     noise_scale: in samples, measured at `batch_size`, as are `samples` and `steps` to the target.
     """
@@ -41,9 +88,19 @@ def target_of(
     wanted = samples if samples is not None else steps * batch_size if steps is not None else None
     known = {batch_size: wanted} if wanted is not None else dict(learned.samples)
     if not known:
-        raise ConfigError("--rank time-to-target", None, "it must be known how far the target is", "--target-steps or --target-samples at --global-batch, or --from-run with a sweep that reached its target")  # fmt: skip
+        raise ConfigError(
+            "--rank time-to-target",
+            None,
+            "it must be known how far the target is",
+            "--target-steps or --target-samples at --global-batch, or --from-run with a sweep that reached its target",
+        )
     if not learned.noises and len(known) < 2:
-        raise ConfigError("--rank time-to-target", None, "without a noise scale no batch size can be compared", "--noise-scale, or --from-run with a run, study or sweep that measured it")  # fmt: skip
+        raise ConfigError(
+            "--rank time-to-target",
+            None,
+            "without a noise scale no batch size can be compared",
+            "--noise-scale, or --from-run with a run, study or sweep that measured it",
+        )
     noises = list(learned.noises)
     measured = ", ".join(f"{noise.scale.value:,.4g} at a batch of {noise.batch_size:,}" for noise in noises[:3])
     reached = ", ".join(f"{value:,.4g} at a batch of {size:,}" for size, value in sorted(known.items())[:3])
@@ -55,16 +112,15 @@ def target_of(
 
 
 def read_learned(path: Path) -> Learned:
-    """Of a sweep's record: what its trials needed; of a study's or a run's: the noise scale. Nothing where it measured none.
+    """What a sweep's trials needed, or the noise scale that a study or a run measured; nothing where it measured none.
 
     Raises UsageError for a file that is no record.
     """
-    path = path / "record.json" if path.is_dir() else path
     try:
-        record = load_json(path.read_text())
-        if "trials" in record:
-            return _of_sweep(record["trials"])
-        if "curves" in record:
+        record = read_record(path)
+        if isinstance(record, SweepRecord):
+            return _of_sweep(record.trials)
+        if isinstance(record, StudyRecord):
             return _of_study(record)
         return _of_run(record)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
@@ -73,37 +129,35 @@ def read_learned(path: Path) -> Learned:
         ) from exc
 
 
-def _of_sweep(trials: Sequence[Mapping[str, Any]]) -> Learned:
-    """Of each batch size the trial that reached the target with the fewest samples."""
+def _of_sweep(trials: Sequence[Trial]) -> Learned:
+    """What a sweep says of learning; for each batch size, the trial that reached the target with the fewest samples
+    counts."""
     samples: dict[int, float] = {}
     noises: dict[int, Noise] = {}
     for trial in trials:
-        size, needed, scale = int(trial["batch_size"]), trial["samples_to_target"], trial["noise_scale"]
+        size, needed, scale = trial.batch_size, trial.samples_to_target, trial.noise_scale
         if needed and needed < samples.get(size, math.inf):
             samples[size] = float(needed)
-        noise = _noise(size, scale, *(trial["noise_interval"] or (scale, scale)))
+        noise = _noise(size, scale, *(trial.noise_interval or (scale, scale)))
         noises |= {size: noise} if noise else {}
     return Learned(samples, tuple(noises.values()))
 
 
-def _of_study(record: Mapping[str, Any]) -> Learned:
-    points = [one["point"] for curve in record["curves"] for one in curve["points"]]
-    noises = {
-        int(point["global_batch_size"]): float(point["noise_scale"]) for point in points if point.get("noise_scale")
-    }
+def _of_study(record: StudyRecord) -> Learned:
+    points = [at.point for curve in record.curves for at in curve.points]
+    noises = {point.global_batch_size: point.noise_scale for point in points if point.noise_scale}
     return Learned({}, tuple(Noise(size, Estimate(scale, scale, scale)) for size, scale in noises.items()))
 
 
-def _of_run(record: Mapping[str, Any]) -> Learned:
-    noise = record.get("noise") or {}
-    found = _noise(
-        int(record["derived"]["global_batch_size"]), *(noise.get(key) for key in ("effective", "effective_low", "effective_high"))
-    )  # fmt: skip
+def _of_run(record: RunRecord) -> Learned:
+    interval = (record.noise.get(key) for key in ("effective", "effective_low", "effective_high"))
+    found = _noise(int(record.derived["global_batch_size"]), *interval)
     return Learned({}, (found,) if found else ())
 
 
 def _noise(size: int, scale: float | None, low: float | None, high: float | None) -> Noise | None:
-    """Records have None for what is infinite: a scale without a value and with a lower end is larger than could be resolved."""
+    """The noise scale of a record, in which None is infinite: a scale without a value and with a lower end is larger
+    than could be resolved."""
     if scale is None and low is None:
         return None
     value = math.inf if scale is None else float(scale)

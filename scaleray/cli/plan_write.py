@@ -9,14 +9,15 @@ import yaml
 from scaleray.config import load_config
 from scaleray.errors import ConfigError, StorageError
 from scaleray.parsing import load_yaml
-from scaleray.planner.advise import Advice
-from scaleray.planner.write import config_keys, is_runnable
+from scaleray.planner.answers.advise import Advice
+from scaleray.planner.answers.write import config_keys, is_runnable
 
 
 def write_config(advice: Advice, config: Path | None, path: Path) -> list[str]:
     """Write the best layout that has a strategy in `scaleray train` onto `config`, and say what was written.
 
-    Raises ConfigError where there is none, or the config with it is one that `scaleray train` refuses; StorageError where `path` cannot be written.
+    Raises ConfigError where there is none, or the config with it is one that `scaleray train` refuses; StorageError
+    where `path` cannot be written.
     """
 
     runnable = [choice for choice in advice.choices if is_runnable(choice.layout)]
@@ -54,10 +55,14 @@ def write_config(advice: Advice, config: Path | None, path: Path) -> list[str]:
         )
     if chosen.fits != "fits":
         lines.append(
-            "  it may not fit: no layout that scaleray train can run surely does; memory.on_out_of_memory halve is a way out"
+            "  it may not fit: no layout that scaleray train can run surely does; "
+            "memory.on_out_of_memory halve is a way out"
         )
     if chosen.layout.checkpointing == "alternate":
-        lines.append("  recompute alternate became activations.checkpointing selective, which keeps every matrix product and needs more memory; full is safe")  # fmt: skip
+        lines.append(
+            "  recompute alternate became activations.checkpointing selective, "
+            "which keeps every matrix product and needs more memory; full is safe"
+        )
     if config is None:
         lines.append("  add workload.name, or plan with -c, for scaleray train to run it")
     return lines

@@ -10,10 +10,15 @@ from cyclopts import Parameter
 
 
 def report(
-    run: str, *, out: Path | None = None, uri: str | None = None, open_browser: Annotated[bool, Parameter(name="--open", negative="")] = False,
+    run: str,
+    *,
+    out: Path | None = None,
+    uri: str | None = None,
+    open_browser: Annotated[bool, Parameter(name="--open", negative="")] = False,
     json: Annotated[bool, Parameter(name="--json", negative="")] = False,
-) -> int:  # fmt: skip
-    """Write the report of a recorded training, study or sweep again: one HTML page, its figures as PNG, its numbers as CSV.
+) -> int:
+    """Write the report of a recorded training, study or sweep again: one HTML page, its figures as PNG, its numbers as
+    CSV.
 
     The page needs no network and can be passed on as it is.
 
@@ -30,8 +35,8 @@ def report(
     json
         Print the record as JSON on stdout; everything else goes to stderr.
     """
-    from scaleray.reports.record_report import write_report
-    from scaleray.tracking.found_run import find_run
+    from scaleray.reports.records.any import write_report
+    from scaleray.tracking.find_record import find_run
 
     found = find_run(run, uri=uri)
     page, *others = write_report(found, out)

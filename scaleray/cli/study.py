@@ -2,130 +2,133 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import shlex
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from scaleray.cli.numbers import whole_numbers
+from scaleray.cli.options import ConfigFile, Flag, Overrides
+from scaleray.cli.output import Output
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class StudyOptions:
+    """What is measured, and how."""
+
+    world_sizes: str = "1,2"
+    """Numbers of workers, with commas."""
+    mode: str = "strong"
+    """strong: the config's global batch divided among the workers. weak: a batch that grows with them. Or both."""
+    repeats: int = 5
+    """Turns of each size."""
+    steps: int = 40
+    """Optimizer steps of a turn, at least; those of its warm-up are left out."""
+    seconds: float = 3.0
+    """Length of a turn, at least."""
+    to_target: Flag = False
+    """Train each size to the config's stop.at as well, and report time and samples to it."""
+    noise: Flag = False
+    """Measure the gradient noise scale of each size, as noise_scale.measure auto does, in steps that are not timed."""
+    relaunch: Flag = False
+    """Launch each size on its own instead of as a part of the largest group."""
+    oversubscribe: Flag = False
+    """Measure although workers must share cores; every figure is marked."""
+    force: Flag = False
+    """Measure anew what is known already."""
+    points_of: tuple[str, ...] = ()
+    """Folder of another study whose points stand on the same curves; refused if its conditions were others."""
+    seed: int = 0
+    """Seed of the order of turns."""
+    local: bool = False
+    """Run in plain gloo processes on this machine, without Ray."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of workers. Raises ConfigError for anything else."""
+        return whole_numbers("--world-sizes", self.world_sizes)
+
+    @property
+    def modes(self) -> list[str]:
+        """The modes that were named."""
+        return [word.strip() for word in self.mode.split(",") if word.strip()]
 
 
 def study(
-    *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
-    config: Annotated[Path | None, Parameter(name=["--config", "-c"], help="YAML file of the run.")] = None,
-    world_sizes: str = "1,2",
-    mode: str = "strong",
-    repeats: int = 5,
-    steps: int = 40,
-    seconds: float = 3.0,
-    to_target: Annotated[bool, Parameter(negative="")] = False,
-    noise: Annotated[bool, Parameter(negative="")] = False,
-    relaunch: Annotated[bool, Parameter(negative="")] = False,
-    oversubscribe: Annotated[bool, Parameter(negative="")] = False,
-    force: Annotated[bool, Parameter(negative="")] = False,
-    points_of: tuple[str, ...] = (),
-    seed: int = 0,
-    local: bool = False,
+    *overrides: Overrides,
+    config: ConfigFile = None,
+    options: StudyOptions = StudyOptions(),
     json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
-    """Measure the training on several numbers of workers: curves with intervals, where the time goes, the next doubling.
+    """Measure the training on several numbers of workers: curves with intervals, where the time goes, the next
+    doubling.
 
-    All sizes are measured inside one group of workers, in turns and in random order. What was measured before under the same
-    conditions is reused, so that the same command continues a study that was interrupted. Keys of the config can be given as
-    options, as for train; study.price_per_worker_hour adds costs.
+    All sizes are measured inside one group of workers, in turns and in random order. What was measured before under the
+    same conditions is reused, so that the same command continues a study that was interrupted. Keys of the config can
+    be given as options, as for train; study.price_per_worker_hour adds costs.
 
     Parameters
     ----------
-    world_sizes
-        Numbers of workers, with commas.
-    mode
-        strong: the config's global batch divided among the workers. weak: a global batch that grows with them. Or both, with a
-        comma.
-    repeats
-        Turns of each size.
-    steps
-        Optimizer steps of a turn, at least; those of its warm-up are left out.
-    seconds
-        Length of a turn, at least.
-    to_target
-        Train each size to the config's stop.at as well, and report time and samples to it.
-    noise
-        Measure the gradient noise scale of each size, as noise_scale.measure auto does: in the training to the target, or over
-        a turn's steps that are not timed.
-    relaunch
-        Launch each size on its own instead of as a part of the largest group.
-    oversubscribe
-        Measure although workers must share cores; every figure is marked.
-    force
-        Measure anew what is known already.
-    points_of
-        Folder of another study whose points stand on the same curves; refused if it was measured under other conditions.
-    seed
-        Of the order of turns.
-    local
-        In plain gloo processes on this machine, without Ray.
     json
         Print the record as JSON on stdout; everything else goes to stderr.
     """
-    from rich.console import Console
-
     from scaleray.config import load_config
 
-    sizes, modes = (
-        whole_numbers("--world-sizes", world_sizes),
-        [word.strip() for word in mode.split(",") if word.strip()],
-    )
+    sizes = options.sizes
     resolved = load_config(config, flags=overrides)
-    from scaleray.launch.study_plan import Question
-    from scaleray.training.ladder import Effort
+    from scaleray.launch.study.plan import Question
+    from scaleray.training.study.ladder import Effort
 
     question = Question(
-        world_sizes=sizes, modes=modes, repeats=repeats, effort=Effort(steps=steps, seconds=seconds), to_target=to_target, noise=noise,
-        relaunch=relaunch, oversubscribe=oversubscribe, force=force, seed=seed,
-    )  # fmt: skip
-    from scaleray.launch.study import study as run
-    from scaleray.reports.record_terminal import show_record
-    from scaleray.reports.study_report import write_study_report
+        world_sizes=sizes,
+        modes=options.modes,
+        repeats=options.repeats,
+        effort=Effort(steps=options.steps, seconds=options.seconds),
+        to_target=options.to_target,
+        noise=options.noise,
+        relaunch=options.relaunch,
+        oversubscribe=options.oversubscribe,
+        force=options.force,
+        seed=options.seed,
+    )
+    from scaleray.launch.study.study import study as run
+    from scaleray.reports.records.study import write_study_report
+    from scaleray.reports.terminal.record import show_record
 
-    console = Console(stderr=json)
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    # Ray prints what its daemons say to stdout, which is the record's
-    with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
+    output = Output(json=json)
+    with output.kept_clean():
         record = run(
-            resolved, question, local=local, say=say, base_dir=config.resolve().parent if config else None,
-            command=command_of(
-                config, overrides, sizes=sizes, modes=modes, repeats=repeats, steps=steps, seconds=seconds, to_target=to_target,
-                noise=noise, relaunch=relaunch, oversubscribe=oversubscribe, points_of=points_of, seed=seed, local=local,
-            ),
-            points_of=points_of, write_report=write_study_report,
-        )  # fmt: skip
-    show_record(console, record)
+            resolved,
+            question,
+            local=options.local,
+            say=output.say,
+            base_dir=config.resolve().parent if config else None,
+            command=command_of(config, overrides, options),
+            points_of=options.points_of,
+            write_report=write_study_report,
+        )
+    show_record(output.console, record)
     if json:
         print(record.to_json())
     return 0
 
 
-def command_of(
-    config: Path | None, overrides: tuple[str, ...], *, sizes: list[int], modes: list[str], repeats: int, steps: int,
-    seconds: float, to_target: bool, noise: bool, relaunch: bool, oversubscribe: bool, points_of: tuple[str, ...], seed: int, local: bool,
-) -> str:  # fmt: skip
-    """The command that repeats a study, without passwords."""
+def command_of(config: Path | None, overrides: tuple[str, ...], options: StudyOptions) -> str:
+    """The command that repeats a study, without passwords: what is measured, and every other option that was given."""
     from scaleray.config.base import without_password
 
     words = ["scaleray", "study", *(["-c", str(config)] if config else [])]
-    words += ["--world-sizes", ",".join(map(str, sizes)), "--mode", ",".join(modes), "--repeats", str(repeats)]
-    for option, value, default in (("--steps", steps, 40), ("--seconds", seconds, 3.0), ("--seed", seed, 0)):
-        words += [option, f"{value:g}"] if value != default else []
-    for option, is_on in (
-        ("--to-target", to_target), ("--noise", noise), ("--relaunch", relaunch), ("--oversubscribe", oversubscribe), ("--local", local)
-    ):  # fmt: skip
-        words += [option] if is_on else []
-    for folder in points_of:
-        words += ["--points-of", folder]
+    words += ["--world-sizes", ",".join(map(str, options.sizes)), "--mode", ",".join(options.modes)]
+    words += ["--repeats", str(options.repeats)]
+    for field in dataclasses.fields(options):
+        value, option = getattr(options, field.name), f"--{field.name.replace('_', '-')}"
+        if value == field.default or field.name in ("world_sizes", "mode", "repeats", "force"):
+            continue  # what was reused then is not measured again
+        each = value if isinstance(value, tuple) else (value,)
+        for one in each:
+            words += [option] if one is True else [option, one if isinstance(one, str) else f"{one:g}"]
     return shlex.join([*words, *map(without_password, overrides)])

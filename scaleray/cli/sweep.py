@@ -2,140 +2,153 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from scaleray.cli.options import ConfigFile, Flag, Overrides
+from scaleray.cli.output import Output
 from scaleray.config.base import absolute_path
 from scaleray.errors import ConfigError
 
+if TYPE_CHECKING:
+    from scaleray.config import RunConfig
+    from scaleray.scaling.sweeps.question import SweepQuestion
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class SpaceOptions:
+    """What is tried, and how it is searched."""
+
+    batch_sizes: str | None = None
+    """Global batch sizes: 32..2048 is 32 and every doubling up to 2048; or 32,64,256."""
+    rules: str | None = None
+    """How the learning rate follows the batch: linear, sqrt, adam, legw, none, with commas."""
+    learning_rates: str | None = None
+    """At the reference batch: 1e-4..1e-2 is any value between (log-uniform), or 1e-3,2e-3."""
+    optimizers: str | None = None
+    """sgd, adamw, lars, lamb, with commas."""
+    warmups: str | None = None
+    """Lengths of the warm-up with commas, such as "0 epochs,1 epoch"."""
+    vary: tuple[str, ...] = ()
+    """Any other key of the config with its values: --vary optimizer.weight_decay=0,0.01. May be repeated."""
+    seeds: int = 1
+    """How often each combination runs, each time with another seed."""
+    trials: int | None = None
+    """How many combinations run. A random search draws them without repeats; a grid runs all."""
+    workers_per_trial: int | None = None
+    """Workers of each trial; by default as scale.workers says."""
+    search: Literal["random", "grid", "optuna"] = "random"
+    """random, grid, or optuna (needs the extra `search`)."""
+    scheduler: Literal["fifo", "asha", "hyperband", "median", "pbt"] = "fifo"
+    """fifo runs every trial to its end; asha, hyperband, median stop worse ones early; pbt hands on better weights."""
+    metric: str | None = None
+    """What trials are judged by, such as "val/loss min". By default that of stop.at, else the first split's loss."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class GuidedOptions:
+    """Whether only what is worth it runs."""
+
+    guided: Flag = False
+    """Run only what is worth it of the grid, by measured gradient noise and throughput. Needs a target (--stop.at)."""
+    guided_share: float = 0.2
+    """Samples that a guided sweep may take, as a share of the whole grid's."""
+    against_grid: str | None = None
+    """The folder of a sweep of the whole grid, to say how far the guided choice lies from its best."""
+
 
 def sweep(
-    *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
-    config: Annotated[Path | None, Parameter(name=["--config", "-c"], help="YAML file of the run.")] = None,
-    batch_sizes: str | None = None,
-    rules: str | None = None,
-    learning_rates: str | None = None,
-    optimizers: str | None = None,
-    warmups: str | None = None,
-    vary: tuple[str, ...] = (),
-    seeds: int = 1,
-    trials: int | None = None,
-    workers_per_trial: int | None = None,
-    search: Literal["random", "grid", "optuna"] = "random",
-    scheduler: Literal["fifo", "asha", "hyperband", "median", "pbt"] = "fifo",
-    metric: str | None = None,
-    guided: Annotated[bool, Parameter(negative="")] = False,
-    guided_share: float = 0.2,
-    against_grid: str | None = None,
+    *overrides: Overrides,
+    config: ConfigFile = None,
+    space: SpaceOptions = SpaceOptions(),
+    guidance: GuidedOptions = GuidedOptions(),
     continue_: Annotated[str | None, Parameter(name="--continue")] = None,
     json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
     """Train a recipe at many batch sizes and learning rates under Ray Tune, and say which are fastest and cheapest.
 
     Each trial is a training of one worker or of many, with any strategy. The learning rate of the config (or of
-    --learning-rates) is the one tuned at optimizer.reference_batch_size; rules carry it to other batch sizes. With a target
-    (--stop.at "test/accuracy >= 0.97") trials end when they reach it. Keys of the config can be given as options, as for
-    train. Exit code 0 when done, 1 when every trial failed, 2 for bad usage.
+    --learning-rates) is the one tuned at optimizer.reference_batch_size; rules carry it to other batch sizes. With a
+    target (--stop.at "test/accuracy >= 0.97") trials end when they reach it. Keys of the config can be given as
+    options, as for train. Exit code 0 when done, 1 when every trial failed, 2 for bad usage.
 
     Parameters
     ----------
-    batch_sizes
-        Global batch sizes: 32..2048 is 32 and every doubling up to 2048; or 32,64,256.
-    rules
-        How the learning rate follows the batch: linear, sqrt, adam, legw, none, with commas.
-    learning_rates
-        At the reference batch: 1e-4..1e-2 is any value between (log-uniform), or 1e-3,2e-3.
-    optimizers
-        sgd, adamw, lars, lamb, with commas.
-    warmups
-        Lengths of the warm-up with commas, such as "0 epochs,1 epoch".
-    vary
-        Any other key of the config with its values: --vary optimizer.weight_decay=0,0.01. May be repeated.
-    seeds
-        How often each combination runs, each time with another seed.
-    trials
-        How many combinations run. A random search draws them without repeats; a grid runs all.
-    workers_per_trial
-        Workers of each trial; by default as scale.workers says.
-    search
-        random, grid, or optuna (needs the extra `search`).
-    scheduler
-        fifo lets every trial run to its end. asha, hyperband and median stop the worse ones early; pbt (a population) hands the
-        weights of the better trials to the worse and mutates their learning rate.
-    metric
-        What trials are judged by, such as "val/loss min". By default that of stop.at, else the loss of the first split.
-    guided
-        Of the grid, run only what is worth it: two trainings measure gradient noise and throughput, and further ones run where the
-        goodput that follows is highest. Needs a target (--stop.at).
-    guided_share
-        Samples that a guided sweep may take, as a share of the whole grid's.
-    against_grid
-        The folder of a sweep of the whole grid, to say how far the guided choice lies from its best.
     continue_
         The folder of an interrupted sweep: run the trials that have no record yet.
     json
         Print the record as JSON on stdout; everything else goes to stderr.
     """
-    from rich.console import Console
-
-    from scaleray.config import load_config
     from scaleray.config.base import without_password
-    from scaleray.config.loading import read_flags
-    from scaleray.scaling.sweep_question import question_of
 
-    console = Console(stderr=json)
-    if not console.is_terminal:
-        console.width = 160
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    if against_grid is not None and not guided and continue_ is None:
-        raise ConfigError("--against-grid", against_grid, "only a guided sweep makes a choice to judge", "add --guided")
+    grid, is_guided = guidance.against_grid, guidance.guided
+    if grid is not None and not is_guided and continue_ is None:
+        raise ConfigError("--against-grid", grid, "only a guided sweep makes a choice to judge", "add --guided")
     resolved, question, tracking_uri = None, None, None
     if continue_ is None:
-        resolved = load_config(config, flags=overrides)
-        question = question_of(
-            resolved, batch_sizes=batch_sizes, rules=rules, learning_rates=learning_rates, optimizers=optimizers,
-            warmups=warmups, vary=vary, seeds=seeds, trials=trials, workers_per_trial=workers_per_trial, search=search,
-            scheduler=scheduler, metric=metric, guided_share=guided_share if guided else None,
-        )  # fmt: skip
+        resolved, question = _asked(config, overrides, space, guidance)
     else:
-        given = {key: entry.value for key, entry in read_flags(overrides).items()}
-        tracking_uri = given.pop("tracking.uri", None)
-        if config is not None or given:
-            raise ConfigError(
-                "--continue", str(continue_), "the sweep goes on as it was asked for, without other options",
-                "leave them out; only --tracking.uri may be given again",
-            )  # fmt: skip
-    # Ray prints what its daemons say to stdout, which is the record's
-    quiet = contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext()
-    with quiet:
-        from scaleray.launch.sweep import sweep as run
-        from scaleray.reports.record_terminal import show_record
-        from scaleray.reports.sweep_report import write_sweep_report
+        tracking_uri = _given_again(continue_, config, overrides)
+    output = Output(json=json, width=160)
+    with output.kept_clean():
+        from scaleray.launch.sweep.sweep import sweep as run
+        from scaleray.reports.records.sweep import write_sweep_report
+        from scaleray.reports.terminal.record import show_record
 
         record = run(
-            resolved, question, continue_folder=continue_, tracking_uri=tracking_uri,
-            say=say,
+            resolved,
+            question,
+            continue_folder=continue_,
+            tracking_uri=tracking_uri,
+            say=output.say,
             command=f"scaleray {shlex.join(map(without_password, sys.argv[1:]))}",
-            base_dir=config.resolve().parent if config else None, write_report=write_sweep_report,
-            against=_grid(against_grid) if against_grid is not None else None,
-        )  # fmt: skip
-    show_record(console, record)
+            base_dir=config.resolve().parent if config else None,
+            write_report=write_sweep_report,
+            against=_grid(grid) if grid is not None else None,
+        )
+    show_record(output.console, record)
     if json:
         print(record.to_json())
     return 0
 
 
+def _asked(
+    config: Path | None, overrides: tuple[str, ...], space: SpaceOptions, guidance: GuidedOptions
+) -> tuple[RunConfig, SweepQuestion]:
+    from scaleray.config import load_config
+    from scaleray.scaling.sweeps.question import question_of
+
+    resolved = load_config(config, flags=overrides)
+    share = guidance.guided_share if guidance.guided else None
+    return resolved, question_of(resolved, **vars(space), guided_share=share)
+
+
+def _given_again(folder: str, config: Path | None, overrides: tuple[str, ...]) -> str | None:
+    """Where MLflow is, the one thing that a sweep which goes on may be told. Raises ConfigError for any other."""
+    from scaleray.config.loading import read_flags
+
+    given = {key: entry.value for key, entry in read_flags(overrides).items()}
+    tracking_uri = given.pop("tracking.uri", None)
+    if config is not None or given:
+        raise ConfigError(
+            "--continue",
+            folder,
+            "the sweep goes on as it was asked for, without other options",
+            "leave them out; only --tracking.uri may be given again",
+        )
+    return tracking_uri
+
+
 def _grid(folder: str) -> Any:
     """The record of a finished sweep. Raises ConfigError for a folder that holds none."""
-    from scaleray.launch.sweep_folder import finished_record
+    from scaleray.launch.sweep.folder import finished_record
 
     found = finished_record(absolute_path(folder), option="--against-grid")
     if found is None:

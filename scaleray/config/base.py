@@ -1,4 +1,4 @@
-"""What every config section shares: frozen pydantic models that refuse unknown keys and sloppy types."""
+"""Base of every config section: frozen pydantic models that refuse unknown keys and sloppy types."""
 
 from __future__ import annotations
 
@@ -24,17 +24,14 @@ class Settings(BaseModel):
     """Base of all sections: frozen, unknown keys refused, finite numbers only, true/false never read as a number."""
 
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
-        validate_default=True,
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
     )
 
     @model_validator(mode="before")
     @classmethod
     def _no_nul_in_text(cls, values: Any) -> Any:
-        """No path, address or name can hold one, and what it is handed to fails late and in words of its own."""
+        """Refuse NUL characters: no path, address or name can hold one, and what it is handed to fails late
+        with an error of its own."""
         if isinstance(values, dict):
             for name, value in values.items():
                 info = cls.model_fields.get(name)
@@ -81,7 +78,8 @@ def _leaf_types(annotation: Any) -> set[Any]:
 
 @dataclass(frozen=True)
 class Duration:
-    """A length of training: a number and one of steps, epochs, samples, tokens. Written `3 epochs` or `1.5e6 samples`."""
+    """A length of training: a number and one of steps, epochs, samples, tokens. Written `3 epochs` or
+    `1.5e6 samples`."""
 
     value: float
     unit: str
@@ -112,8 +110,7 @@ class Duration:
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         return core_schema.no_info_plain_validator_function(
-            cls.parse,
-            serialization=core_schema.plain_serializer_function_ser_schema(str),
+            cls.parse, serialization=core_schema.plain_serializer_function_ser_schema(str)
         )
 
 
@@ -136,7 +133,7 @@ class Target:
         return f"{self.metric} {self.comparison} {self.value!r}"
 
     def is_reached(self, metrics: dict[str, float]) -> bool:
-        """Whether the last evaluation reached it; a metric that was not evaluated has not."""
+        """Whether the last evaluation reached the target; False for a metric that was not evaluated."""
         value = metrics.get(self.metric)
         if value is None:
             return False
@@ -162,8 +159,7 @@ class Target:
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         return core_schema.no_info_plain_validator_function(
-            cls.parse,
-            serialization=core_schema.plain_serializer_function_ser_schema(str),
+            cls.parse, serialization=core_schema.plain_serializer_function_ser_schema(str)
         )
 
 
@@ -179,7 +175,7 @@ class WorkerRange:
 
     @classmethod
     def parse(cls, value: Any) -> WorkerRange:
-        """Read either form. Raises ValueError with what is allowed."""
+        """Read `{min: 1, max: 4}` or `1..4`. Raises ValueError with what is allowed."""
         if isinstance(value, WorkerRange):
             return value
         if isinstance(value, str) and (match := re.fullmatch(r"\s*([0-9]{1,6})\s*\.\.\s*([0-9]{1,6})\s*", value)):
@@ -203,7 +199,7 @@ class WorkerRange:
 
 
 def _whole(value: Any) -> Any:
-    """`1e5` is a whole number too, although YAML reads it as text."""
+    """Read `1e5` as a whole number too, although YAML reads it as text."""
     if not isinstance(value, str):
         return value
     try:
@@ -220,15 +216,15 @@ Probability = Annotated[float, Field(ge=0, lt=1)]
 
 
 def absolute_path(value: str) -> str:
-    """Paths become absolute at once, since workers run in other directories; URIs such as s3://bucket stay, and file:// is a
-    path like any other."""
+    """Make a path absolute, since workers run in other directories; URIs such as s3://bucket stay, and file:// is
+    a path like any other."""
     if value.startswith("file:///"):
         return urllib.parse.unquote(value.removeprefix("file://"))
     return value if "://" in value else str(Path(value).expanduser().absolute())
 
 
 def without_password(uri: str) -> str:
-    """A URI that may be shown and stored: the password, if any, replaced by stars."""
+    """The URI as it may be shown and stored: the password, if any, replaced by stars."""
     try:
         parts = urllib.parse.urlsplit(uri)
         password = parts.password

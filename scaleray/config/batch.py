@@ -13,8 +13,9 @@ class BatchSettings(Settings):
     global_size: Count
     """Samples (or tokens) in one optimizer step, over all workers."""
     unit: Literal["samples", "tokens"] = "samples"
-    """What `global_size` and `optimizer.reference_batch_size` count."""
+    """Unit in which `global_size` and `optimizer.reference_batch_size` are counted."""
     micro_size: Count | None = None
-    """Samples in one forward pass of one worker. None: the worker's whole share. Smaller saves memory, by accumulation."""
+    """Samples in one forward pass of one worker. None: the worker's whole share. Smaller saves memory, by
+    accumulation."""
     drop_last: bool = False
-    """Leave out the last, partial batch of an epoch. False: it is used, and weighs what it counts."""
+    """Leave out the last, partial batch of an epoch. False: it is used, weighted by its count."""

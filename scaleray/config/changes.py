@@ -8,7 +8,7 @@ from typing import Any
 
 from scaleray.config.decides import Decides, decides
 from scaleray.config.run import RunConfig
-from scaleray.config.strategy import EXACT
+from scaleray.config.strategy import TRAITS
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Change:
     def alters_training(self) -> bool:
         """Whether the run would go on as another training."""
         if self.key == "strategy.name":
-            return not {self.before, self.after} <= set(EXACT)
+            exact = {"auto", *(name for name, traits in TRAITS.items() if not traits.trains_apart)}
+            return not {self.before, self.after} <= exact
         return decides(self.key) is Decides.RESULT
 
     def __str__(self) -> str:
@@ -31,7 +32,7 @@ class Change:
 
 
 def changes(before: Mapping[str, Any], after: RunConfig) -> list[Change]:
-    """Every key whose value differs. before: a config as `RunConfig.to_dict` gave it, maybe by an older version."""
+    """Every key whose value differs. before: a config as `RunConfig.to_dict` gave it, maybe in an older version."""
     old, new = dict(_flat(before)), dict(_flat(after.to_dict()))
     defaults = dict(_flat(_defaults(after)))
     found = []
@@ -50,8 +51,12 @@ def training_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _defaults(config: RunConfig) -> dict[str, Any]:
     """The config with everything optional left out."""
-    required = {"workload": {"name": config.workload.name}, "batch": {"global_size": config.batch.global_size},
-                "optimizer": {"learning_rate": config.optimizer.learning_rate}, "stop": {"after": config.stop.after}}  # fmt: skip
+    required = {
+        "workload": {"name": config.workload.name},
+        "batch": {"global_size": config.batch.global_size},
+        "optimizer": {"learning_rate": config.optimizer.learning_rate},
+        "stop": {"after": config.stop.after},
+    }
     return RunConfig.model_validate(required).to_dict()
 
 

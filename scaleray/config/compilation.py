@@ -1,4 +1,4 @@
-"""torch.compile."""
+"""Settings of torch.compile."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ class CompilationSettings(Settings):
     """Whether and how the model is compiled. Compiling happens inside the strategy's wrapper."""
 
     what: Literal["nothing", "blocks", "model"] = "nothing"
-    """blocks: each of the workload's `blocks` by itself, which compiles one of them and serves all."""
+    """Part of the model that is compiled. nothing: no part; blocks: each of the workload's `blocks` by itself, so that
+    one block is compiled for all; model: the whole model."""
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
-    """inductor generates code, for which a CPU needs g++; the others only trace the graph, to look for what breaks it."""
+    """Backend of torch.compile. inductor generates code, for which a CPU needs g++; the others only trace the graph, to
+    look for what breaks it."""
     dynamic: bool | None = None
-    """Shapes that vary without compiling anew. None: torch decides after the first change."""
+    """Compile for shapes that vary, without compiling anew. None: torch decides after the first change."""
     mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
-    """inductor's mode."""
+    """Mode of the inductor backend."""
     cache_dir: str | None = None
     """Folder on the workers in which inductor keeps compiled code between runs. None: torch's own."""
     must_succeed: bool = False

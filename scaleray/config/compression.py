@@ -1,4 +1,4 @@
-"""What is done to gradients before they are sent."""
+"""Compression of gradients before they are sent."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ OWNERS = {
     "allowed": "adaptive",
     "review_every": "adaptive",
 }
-"""Which method each setting belongs to."""
+"""Method that each setting belongs to."""
 
 
 class CompressionSettings(Settings):
-    """For DDP: fewer bytes for gradients, at the price of exactness."""
+    """Compression of gradients under DDP: fewer bytes, at the price of exactness."""
 
     name: Literal["none", "fp16", "bf16", "int8", "powersgd", "topk", "adaptive"] = "none"
-    """adaptive chooses among the others for each bucket, by measured bandwidth, bucket size and error."""
+    """Method of compression. adaptive chooses among the others for each bucket, by measured bandwidth, bucket size and
+    error."""
     start_step: Annotated[int, Field(ge=0)] = 0
-    """Steps that send whole gradients first."""
+    """Number of first steps that send whole gradients."""
     rank: Count = 4
     """powersgd: rank of the approximation of each matrix."""
     density: Annotated[float, Field(gt=0, le=1)] = 0.01
@@ -33,15 +34,16 @@ class CompressionSettings(Settings):
     block_size: Count = 256
     """int8: values that share one scale."""
     max_error: Positive = 0.1
-    """adaptive: largest relative error of a bucket's gradient that a choice may cause. Whole gradients where all err more."""
+    """adaptive: largest relative error of a bucket's gradient that a choice may cause. Whole gradients are sent where
+    the error of every choice is larger."""
     allowed: tuple[Literal["none", "fp16", "bf16", "int8", "powersgd", "topk"], ...] = ("none", "bf16", "int8", "topk")
-    """adaptive: what it may choose among."""
+    """adaptive: methods that it may choose among."""
     review_every: Count = 100
     """adaptive: steps between two measurements of bandwidth and error."""
 
     @model_validator(mode="after")
     def _says_what_it_uses(self) -> CompressionSettings:
-        # by value, not by what was given: the resolved config of a run, read again, gives every key
+        # compared by value, not by which keys were given: the resolved config of a run, read again, gives every key
         for key, owner in OWNERS.items():
             is_used = self.name == owner or (self.name == "adaptive" and owner in self.allowed)
             if not is_used and getattr(self, key) != type(self).model_fields[key].default:

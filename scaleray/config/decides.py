@@ -16,19 +16,21 @@ class Decides(Enum):
     COURSE = "course"
     """How the training runs: its speed, its memory, its number of workers. The result is the same within rounding."""
     NOTHING = "nothing"
-    """Neither: what is recorded, stored or measured beside the training."""
+    """Neither: it decides what is recorded, stored or measured beside the training."""
 
 
 BY_PREFIX = {
     "scale.": Decides.COURSE, "strategy.": Decides.COURSE, "fsdp.": Decides.COURSE, "tensor.": Decides.COURSE,
-    "pipeline.": Decides.COURSE, "shares.": Decides.COURSE, "activations.": Decides.COURSE, "compilation.": Decides.COURSE,
-    "memory.": Decides.COURSE, "evaluation.": Decides.COURSE, "batch.micro_size": Decides.COURSE,
+    "pipeline.": Decides.COURSE, "shares.": Decides.COURSE, "activations.": Decides.COURSE,
+    "compilation.": Decides.COURSE, "memory.": Decides.COURSE, "evaluation.": Decides.COURSE,
+    "batch.micro_size": Decides.COURSE,
     "fine_tuning.merge": Decides.COURSE, "data.chunk_mib": Decides.COURSE, "data.prefetch_mib": Decides.COURSE,
     "data.reserved_cpus": Decides.COURSE, "data.timeout_s": Decides.COURSE,
-    "checkpoint.": Decides.NOTHING, "tracking.": Decides.NOTHING, "noise_scale.": Decides.NOTHING, "study.": Decides.NOTHING,
+    "checkpoint.": Decides.NOTHING, "tracking.": Decides.NOTHING, "noise_scale.": Decides.NOTHING,
+    "study.": Decides.NOTHING,
 }  # fmt: skip
-"""By the beginning of a dotted key. What is not here decides the result. Two strategies that are not both exact differ in
-their result all the same: `Change.alters_training` knows."""
+"""What a key decides, by the beginning of the dotted key. A key that is not here decides the result. Two strategies
+that are not both exact differ in their result all the same: `Change.alters_training` knows."""
 
 
 def decides(key: str) -> Decides:

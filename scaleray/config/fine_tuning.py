@@ -1,4 +1,4 @@
-"""What of a model is trained when it starts from existing weights."""
+"""Fine-tuning: which parts of a model are trained when it starts from existing weights."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from scaleray.config.base import Positive, Settings
 
 
 class FineTuningSettings(Settings):
-    """Frozen parts and low-rank adapters. Where the weights come from says `workload.weights`."""
+    """Frozen parts and low-rank adapters. `workload.weights` says where the weights come from."""
 
     lora_rank: Annotated[int, Field(ge=0)] = 0
     """Rank of low-rank adapters (LoRA) beside the layers of `lora_layers`, with everything else frozen. 0: none."""
     lora_alpha: Positive = 16.0
-    """Adapters are scaled by alpha / rank."""
+    """Numerator of the adapters' scale, which is alpha / rank."""
     lora_layers: tuple[str, ...] = ("query", "value")
     """Last parts of the names of linear layers that get an adapter."""
     merge: bool = True
-    """The final weights are those of a model without adapters, which are added to the layers beside them. false: apart, as in
-    checkpoints."""
+    """Add the adapters to their layers in the final weights, which are then those of a model without adapters. false:
+    keep them apart, as in checkpoints."""
     freeze: tuple[str, ...] = ()
     """Beginnings of names of parameters that are not trained."""

@@ -1,7 +1,7 @@
-"""From a YAML file, the environment and dotted flags to a RunConfig, or to one ConfigError that names the key.
+"""Load a RunConfig from a YAML file, the environment and dotted flags, or raise one ConfigError that names the key.
 
-Flags win over the environment, the environment over the file. Environment variables are `SCALERAY_SCALE__WORKERS`
-for `scale.workers`: two underscores between section and key.
+Flags win over the environment, the environment over the file. Environment variables are `SCALERAY_SCALE__WORKERS` for
+`scale.workers`: two underscores between section and key.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from scaleray.parsing import MERGE, BoundedLoader, TooLarge, check_size, near_wo
 
 ENV_PREFIX = "SCALERAY_"
 ARGS = "workload.args"
-# what PyYAML lets through for dates and numbers that do not exist, tags that do not fit, and values inside themselves
+# errors that PyYAML lets through: for dates and numbers that do not exist, tags that do not fit, and values inside
+# themselves
 UNREADABLE = (ValueError, OverflowError, RecursionError, TypeError, LookupError, AttributeError)
-MAX_ENTRIES = 10_000  # of one value, as aliases can make billions of a few bytes
+MAX_ENTRIES = 10_000  # largest number of entries in one value, as aliases can make billions of a few bytes
 LONGEST_KEY = 200
 
 
@@ -94,7 +95,7 @@ def read_file(path: Path) -> dict[str, Entry]:
 
 
 def parse_yaml(text: str, *, name: str) -> dict[str, Entry]:
-    """The entries of YAML text by dotted key; `name` is what messages call it."""
+    """The entries of YAML text by dotted key; `name` is the name of the text in messages."""
     loader = None
     try:
         loader = BoundedLoader(text)
@@ -112,7 +113,9 @@ def parse_yaml(text: str, *, name: str) -> dict[str, Entry]:
         raise ConfigError(f"config file {place}", "not valid YAML", str(getattr(exc, "problem", None) or exc)) from exc
     except (TooLarge, RecursionError) as exc:
         problem = str(exc) if isinstance(exc, TooLarge) else "it is nested too deep"
-        raise ConfigError(f"config file {name}", "too large", problem, "long data belong into a file of the workload's own") from exc  # fmt: skip
+        raise ConfigError(
+            f"config file {name}", "too large", problem, "long data belong into a file of the workload's own"
+        ) from exc
     except UNREADABLE as exc:
         raise ConfigError(f"config file {name}", "not readable as values", f"{type(exc).__name__}: {exc}") from exc
     finally:
@@ -146,7 +149,8 @@ def _collect(
 def _own_keys(
     loader: BoundedLoader, node: yaml.MappingNode, *, prefix: str, name: str
 ) -> dict[str, tuple[str, yaml.Node]]:
-    """Each key of a mapping with its place and value; its own ones over those that `<<` merges into it."""
+    """Each key of a mapping with its place and value; the mapping's own keys win over those that `<<` merges into
+    it."""
 
     def read(pairs: list[tuple[yaml.Node, yaml.Node]], *, may_repeat: bool) -> dict[str, tuple[str, yaml.Node]]:
         found: dict[str, tuple[str, yaml.Node]] = {}
@@ -186,7 +190,8 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, Entry]:
 
 
 def read_flags(words: Sequence[str]) -> dict[str, Entry]:
-    """Entries from `--section.key value`, `--section.key=value`, or `--key` alone for true. Dashes in keys are underscores."""
+    """Entries from `--section.key value`, `--section.key=value`, or `--key` alone for true. Dashes in keys are
+    underscores."""
     entries: dict[str, Entry] = {}
     position = 0
     while position < len(words):

@@ -1,4 +1,4 @@
-"""How much memory a worker may use, and what happens where a micro-batch does not fit."""
+"""Memory that a worker may use, and what happens where a micro-batch does not fit."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ class MemorySettings(Settings):
     """Try micro-batches under the real strategy before the first step and train with the largest that fits:
     `batch.micro_size`, or a worker's whole share, is the largest that is tried."""
     limit_gib: Positive | None = None
-    """What a worker may use. None: all of its device. A CPU's memory is not the worker's own, so that a search there needs
-    a limit; what counts there is the tensors that are alive."""
+    """Memory that a worker may use, in GiB. None: all of its device. A CPU's memory is not the worker's own, so that a
+    search there needs a limit; what counts there is the tensors that are alive."""
     reserve: Probability = 0.05
     """Share of the limit that a micro-batch must leave free, for longer rows and fragments."""
     on_out_of_memory: Literal["raise", "halve"] = "raise"
-    """halve: repeat the step with half the micro-batch on all workers, the global batch unchanged. Costs several workers
-    one small collective a step, for which they wait before the backward pass that synchronises gradients."""
+    """What happens at a memory error. raise: the run fails; halve: repeat the step with half the micro-batch on all
+    workers, the global batch unchanged. With several workers halve costs one small collective a step, for which they
+    wait before the backward pass that synchronises gradients."""

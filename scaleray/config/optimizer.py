@@ -13,25 +13,29 @@ class OptimizerSettings(Settings):
     """Values as tuned at `reference_batch_size`; the rule carries them to `batch.global_size`."""
 
     name: Literal["adamw", "sgd", "lars", "lamb"] = "adamw"
-    """adamw (decoupled weight decay), sgd (with momentum), or their layer-wise relatives for large batches: lars and lamb."""
+    """Name of the optimizer: adamw (decoupled weight decay), sgd (with momentum), or their layer-wise relatives for
+    large batches: lars and lamb."""
     learning_rate: Annotated[float, Field(gt=0, le=1e6)]
     """Peak learning rate, tuned at the reference batch."""
     reference_batch_size: Count | None = None
-    """Batch at which the learning rate was tuned, in `batch.unit`. None: the global batch itself, so rules change nothing."""
+    """Batch at which the learning rate was tuned, in `batch.unit`. None: the global batch itself, so rules change
+    nothing."""
     rule: Literal["none", "linear", "sqrt", "adam", "legw"] = "none"
-    """How the learning rate follows the batch: see `scaleray.scaling.lr_rules`."""
+    """Rule by which the learning rate follows the batch: see `scaleray.scaling.recipe.lr_rules`."""
     betas: tuple[Probability, Probability] = (0.9, 0.999)
     """Averaging factors of adamw and lamb at the reference batch."""
     epsilon: Positive = 1e-8
     """Epsilon of adamw and lamb at the reference batch. LAMB's paper has 1e-6."""
     weight_decay: NonNegative = 0.0
-    """Decoupled for adamw, L2 for sgd, part of the layer's step for lars and lamb. Not scaled with the batch."""
+    """Weight decay: decoupled for adamw, L2 for sgd, part of the layer's step for lars and lamb. Not scaled with the
+    batch."""
     momentum: Probability = 0.9
-    """sgd and lars."""
+    """sgd and lars: momentum."""
     nesterov: bool = False
-    """sgd only."""
+    """sgd: use Nesterov momentum."""
     trust_coefficient: Positive = 0.001
-    """lars only: its step in a layer is about this share of the layer's weights, times the learning rate."""
+    """lars: trust coefficient. The step in a layer is about this share of the layer's weights, times the learning
+    rate."""
     adapt_vectors: bool = False
     """lars and lamb: adapt and decay parameters of one dimension too, which are biases and the scales of norms."""
     clip_norm: Positive | None = None

@@ -1,4 +1,4 @@
-"""Weights taken out while fine-tuning."""
+"""Pruning: weights that are set to zero while fine-tuning."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ class PruningSettings(Settings):
     """Which weights become zero and stay so. The masks are the same on all workers."""
 
     method: Literal["none", "magnitude", "structured", "2:4"] = "none"
-    """magnitude: the smallest weights of the whole model; structured: whole rows of each linear or convolution layer, which are
-    its outputs, by norm; 2:4: the two smallest of each four neighbouring inputs of linear layers, once, at `start_step`."""
+    """Weights that are pruned. none: no weights; magnitude: the smallest weights of the whole model; structured: whole
+    rows of each linear or convolution layer, which are its outputs, by norm; 2:4: the two smallest of each four
+    neighbouring inputs of linear layers, once, at `start_step`."""
     sparsity: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """Share of the prunable weights that are zero at the end. 2:4 is always 0.5."""
     start_step: Annotated[int, Field(ge=0)] = 0
-    """The first pruning comes after so many steps; 0 is before the first."""
+    """Number of steps before the first pruning; 0 is before the first step."""
     end_step: Count | None = None
-    """The last one: between both sparsity grows by the cubic schedule of Zhu and Gupta 2017. None: all at `start_step`."""
+    """Number of steps before the last pruning. From the first to the last, sparsity grows by the cubic schedule of Zhu
+    and Gupta 2017. None: everything is pruned at `start_step`."""
     every_steps: Count = 100
     """Steps between two prunings, from `start_step` to `end_step`."""
     exclude: tuple[str, ...] = ()

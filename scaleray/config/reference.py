@@ -1,4 +1,4 @@
-"""A table of every key of the config: for `scaleray config keys` and docs/config.md."""
+"""Table of every key of the config, for `scaleray config keys` and docs/config.md."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class KeyRow:
     """One key of the config, in words."""
 
     key: str
-    """Dotted, as on the command line."""
+    """Dotted name, as on the command line."""
     type: str
     default: str
-    """`required` where there is none."""
+    """Default as text; `required` where there is none."""
     meaning: str
 
 

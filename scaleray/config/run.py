@@ -11,8 +11,10 @@ from pydantic import Field, model_validator
 from scaleray.config.activations import ActivationSettings
 from scaleray.config.base import Settings, without_password
 from scaleray.config.batch import BatchSettings
+from scaleray.config.checkpoint import CheckpointSettings
 from scaleray.config.compilation import CompilationSettings
 from scaleray.config.compression import CompressionSettings
+from scaleray.config.data import DataSettings
 from scaleray.config.decides import is_beside_training
 from scaleray.config.fine_tuning import FineTuningSettings
 from scaleray.config.fsdp import FsdpSettings
@@ -22,23 +24,16 @@ from scaleray.config.memory import MemorySettings
 from scaleray.config.noise_scale import NoiseScaleSettings
 from scaleray.config.optimizer import OptimizerSettings
 from scaleray.config.pipeline import PipelineSettings
+from scaleray.config.precision import PrecisionSettings
 from scaleray.config.pruning import PruningSettings
-from scaleray.config.scale import (
-    CheckpointSettings,
-    DataSettings,
-    PrecisionSettings,
-    ScaleSettings,
-    TrackingSettings,
-)
+from scaleray.config.scale import ScaleSettings
 from scaleray.config.schedule import EvaluationSettings, ScheduleSettings, StopSettings
 from scaleray.config.shares import SharesSettings
-from scaleray.config.strategy import APART, StrategySettings
+from scaleray.config.strategy import StrategySettings, traits_of
 from scaleray.config.study import StudySettings
 from scaleray.config.tensor import TensorSettings
+from scaleray.config.tracking import TrackingSettings
 from scaleray.config.workload import WorkloadSettings
-
-NOT_REPEATABLE = (*APART, "pipeline")
-"""Strategies under which a step cannot be repeated on all workers."""
 
 
 class RunConfig(Settings):
@@ -71,11 +66,12 @@ class RunConfig(Settings):
     tracking: TrackingSettings = TrackingSettings()
     study: StudySettings = StudySettings()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """One seed; named streams for model, data and dropout are derived from it."""
+    """Seed of the run; named streams for model, data and dropout are derived from it."""
     deterministic: bool = False
     """Ask torch for deterministic algorithms; slower, and refused by operations that have none."""
     on_nonfinite: Literal["raise", "stop", "skip"] = "raise"
-    """A NaN or infinite loss: raise an error, stop and keep the weights so far, or skip the step and count it."""
+    """What to do at a NaN or infinite loss: raise an error, stop and keep the weights so far, or skip the step and
+    count it."""
 
     @model_validator(mode="after")
     def _target_is_looked_at(self) -> RunConfig:
@@ -91,18 +87,19 @@ class RunConfig(Settings):
             self.compilation.what == "nothing" or self.compilation.backend == "eager"
         ):
             raise ValueError(
-                "activations.checkpointing: budget is carried out by the compiler, which knows what each operation costs "
-                "and keeps: set compilation.what to blocks or model with backend inductor, or use selective"
+                "activations.checkpointing: budget is carried out by the compiler, which knows what each operation "
+                "costs and keeps: set compilation.what to blocks or model with backend inductor, or use selective"
             )
         return self
 
     @model_validator(mode="after")
     def _micro_batches_may_change(self) -> RunConfig:
-        for key, is_on, apart in (
-            ("memory.find_micro_size", self.memory.find_micro_size, ("async_sgd", "pipeline")),
-            ("memory.on_out_of_memory", self.memory.on_out_of_memory == "halve", NOT_REPEATABLE),
+        traits = traits_of(self.strategy.name)
+        for key, is_on, is_possible in (
+            ("memory.find_micro_size", self.memory.find_micro_size, traits.can_try_micro_sizes),
+            ("memory.on_out_of_memory", self.memory.on_out_of_memory == "halve", traits.can_repeat_steps),
         ):
-            if is_on and self.strategy.name in apart:
+            if is_on and not is_possible:
                 raise ValueError(
                     f"{key}: a step cannot be repeated on all workers under strategy.name {self.strategy.name}"
                 )
@@ -116,7 +113,8 @@ class RunConfig(Settings):
 
     @property
     def model_parallel_size(self) -> int:
-        """Workers that hold one replica of the model between them and see the same samples. A single worker has it whole."""
+        """Number of workers that hold one replica of the model between them and see the same samples. A
+        single worker has it whole."""
         if self.scale.max_workers == 1:
             return 1
         sizes = {"tensor": self.tensor.size, "pipeline": self.pipeline.size}
@@ -126,8 +124,10 @@ class RunConfig(Settings):
     def shards_replicas(self) -> bool:
         """Whether the strategy shards parameters over workers with data of their own, by the rules of `fsdp`."""
         has_replicas = self.scale.max_workers > self.model_parallel_size
-        kinds = {"fsdp": True, "tensor": has_replicas, "pipeline": has_replicas and self.pipeline.data_axis == "fsdp"}
-        return kinds.get(self.strategy.name, False)
+        traits = traits_of(self.strategy.name)
+        if traits.splits_replica:
+            return has_replicas and (self.strategy.name != "pipeline" or self.pipeline.data_axis == "fsdp")
+        return traits.sharding == "zero3"
 
     @property
     def gathered_dtype(self) -> Literal["fp32", "bf16", "fp16"] | None:
@@ -138,7 +138,8 @@ class RunConfig(Settings):
         return self.precision.dtype if self.precision.dtype in ("bf16", "fp16") else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as they would stand in a YAML file; passwords in URIs are stars, as these values are stored."""
+        """The config as plain values, as they would stand in a YAML file; passwords in URIs are stars, as
+        these values are stored."""
         values = self.model_dump(mode="json")
         secret = (
             ("tracking", "uri"),
@@ -152,6 +153,7 @@ class RunConfig(Settings):
         return values
 
     def hash(self) -> str:
-        """SHA-256 (16 hex digits) of what decides the training; where it is stored and what is recorded does not count."""
+        """SHA-256 (16 hex digits) of the keys that decide the training; where it is stored and what is
+        recorded does not count."""
         values = {section: value for section, value in self.to_dict().items() if not is_beside_training(section)}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

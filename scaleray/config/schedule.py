@@ -13,11 +13,11 @@ class ScheduleSettings(Settings):
     """Linear warm-up from zero, then constant, cosine or linear decay to `final_ratio` of the peak."""
 
     name: Literal["constant", "cosine", "linear"] = "constant"
-    """Shape after the warm-up."""
+    """Shape of the schedule after the warm-up."""
     warmup: Duration = Duration(0, "steps")
     """Length of the warm-up at the reference batch; legw stretches it with the batch, unless it is in steps."""
     length: Duration | None = None
-    """Where the decay ends. None: at the end of training."""
+    """Length of the schedule up to the end of the decay. None: to the end of training."""
     final_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Learning rate at the end of the decay, relative to the peak."""
 
@@ -30,7 +30,8 @@ class StopSettings(Settings):
     after: Duration
     """The full length of training, such as `30 epochs` or `2000 steps`."""
     at: Target | None = None
-    """Stop early when an evaluation reaches it, such as `val/accuracy >= 0.97`. Needs `evaluation.every`."""
+    """Target: training stops early when an evaluation reaches it, such as `val/accuracy >= 0.97`. Needs
+    `evaluation.every`."""
 
     _check_after = field_validator("after")(above_zero)
 

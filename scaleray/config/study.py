@@ -1,4 +1,4 @@
-"""What a scaling study needs to know beside the training: prices and peaks."""
+"""Prices and peaks that a scaling study needs beside the training."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ class StudySettings(Settings):
     currency: Annotated[str, Field(max_length=12)] = ""
     """Name of the price's unit, such as USD; only shown."""
     peak_tflops: Positive | None = None
-    """Dense peak of one worker's device in the run's precision, in 10^12 FLOP/s, for MFU. None: that of the GPU's name in
-    the planner's catalogue, where it is known."""
+    """Dense peak of one worker's device in the run's precision, in 10^12 FLOP/s, for MFU. None: the peak in the
+    planner's catalogue for the GPU's name, where it is known."""

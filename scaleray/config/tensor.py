@@ -9,6 +9,8 @@ class TensorSettings(Settings):
     """How each layer is split over neighbouring workers."""
 
     size: Count = 2
-    """Workers that share each layer. scale.workers / size replicas train on data of their own, sharded by FSDP."""
+    """Number of workers that share each layer. scale.workers / size replicas train on data of their own, sharded by
+    FSDP."""
     sequence_parallel: bool = True
-    """Split what lies between the layers (norms, residuals) along the sequence as well, where the workload's plan can."""
+    """Split the operations between the layers (norms, residuals) along the sequence as well, where the
+    workload's plan supports it."""

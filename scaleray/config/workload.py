@@ -15,13 +15,20 @@ class WorkloadSettings(Settings):
     """The user's class and its keyword arguments."""
 
     name: str = Field(min_length=1)
-    """`package.module:Name` or `path/to/file.py:Name`; a relative path is looked up from the current folder, then beside the config."""
+    """Class of the workload, as `package.module:Name` or `path/to/file.py:Name`; a relative path is looked up from the
+    current folder, then beside the config."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class: numbers, text, true/false, none, and lists and mappings of them."""
 
     weights: str | None = None
-    """Weights to start from, for fine-tuning: a run folder (its newest checkpoint), its folder `weights`, a folder of `scaleray
-    checkpoint import`, one checkpoint, or a folder in Hugging Face's layout (config.json and model.safetensors)."""
+    """Weights to start from, for fine-tuning: a run folder (its newest checkpoint), its folder `weights`, a
+    folder of `scaleray checkpoint import`, one checkpoint, or a folder in Hugging Face's layout (config.json
+    and model.safetensors)."""
+
+    @property
+    def stem(self) -> str:
+        """The class's name in lower case, for the names of runs and folders."""
+        return self.name.rpartition(":")[2].lower() or "run"
 
     @field_validator("args", mode="after")
     @classmethod
@@ -30,7 +37,7 @@ class WorkloadSettings(Settings):
 
 
 def _plain(value: Any, name: str, depth: int = 1) -> Any:
-    """The value as YAML and JSON can keep it, so that a saved config builds the same workload."""
+    """The value in a form that YAML and JSON can keep, so that a saved config builds the same workload."""
     if depth > DEEPEST_ARGUMENT:
         raise ValueError(f"{name} is nested more than {DEEPEST_ARGUMENT} deep")
     if isinstance(value, (list, tuple)):

@@ -1,9 +1,10 @@
-"""The input: sources, the step plan, and the stream that executes it."""
+"""Training input: sources, the step plan, and the stream that executes it."""
 
+from scaleray.data.part import Part
 from scaleray.data.part_stream import PartStream
 from scaleray.data.sources import ArraySource, DatasetSource, ParquetSource, StreamSource, TokenSource, as_source
 from scaleray.data.step_plan import StepPlan
-from scaleray.data.stream import Part, RankBatch, StepStream
+from scaleray.data.stream import RankBatch, StepStream
 
 __all__ = [
     "ArraySource",

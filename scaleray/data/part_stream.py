@@ -1,4 +1,4 @@
-"""The batches of a part that may be cut anew between two steps: other shares of the same samples."""
+"""Stream of the batches of a part that may be cut anew between two steps: other shares of the same samples."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import dataclasses
 import time
 from collections.abc import Callable
 
-from scaleray.data.stream import Part, RankBatch, StepStream
+from scaleray.data.part import Part
+from scaleray.data.stream import RankBatch, StepStream
 
 
 class PartStream:
-    """Iterates over the RankBatches of a part, like the stream that `open_part` opens, and opens another one when asked.
+    """Iterator over the RankBatches of a part, like the stream that `open_part` opens; opens another one when asked.
 
-    timeout_s: how long the reader of the old stream may take to leave the source, which need not stand two readers.
+    timeout_s: seconds that the reader of the old stream may take to leave the source, which need not stand two readers.
     """
 
     def __init__(self, open_part: Callable[[Part], StepStream], part: Part, *, timeout_s: float = 300.0) -> None:
@@ -32,7 +33,7 @@ class PartStream:
         return next(self._stream)
 
     def cut(self, step: int, shares: tuple[int, ...] | None) -> None:
-        """From `step` on, which must be the next one, this rank's batches are those of these shares.
+        """Give this rank the batches of these shares from `step` on, which must be the next step.
 
         What was read ahead is thrown away, and the old stream is closed before the new one is opened.
         """

@@ -1,11 +1,12 @@
 """Random numbers that are drawn while rows are read: found at the start, and seeded for each row.
 
 A Dataset draws its random transforms from the global generators of torch, numpy or `random`. Those belong to the whole
-process: no thread can have its own, and a thread that seeded them would also seed the dropout of the training beside it.
-So a source that draws is read only while nobody else in its process does: by Ray tasks, which run one at a time in
-processes of their own, or by a worker while its training thread waits for the rows (`stream.LocalBlocks`). There the
+process: no thread can have its own, and a thread that seeded them would also seed the dropout of the training beside
+it. So a source that draws is read only while nobody else in its process does: by Ray tasks, which run one at a time in
+processes of their own, or by a worker while its training thread waits for the rows (`blocks.LocalBlocks`). There the
 generators are seeded before each row, from the run's seed, the split, the epoch and the row (`StepPlan.row_seeds`), and
-put back after the last one. A row is then the same whoever reads it, and training draws what it would have drawn anyway.
+put back after the last one. A row is then the same whoever reads it, and training draws what it would have drawn
+anyway.
 
 Whether a source draws is seen from a few rows; one that does not is read ahead in a thread, at no cost. Random numbers
 from anywhere else (a generator object, the operating system, the clock) cannot be seeded, and are named instead.
@@ -17,37 +18,36 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from scaleray.data.source import Columns, Source
 from scaleray.reproducibility.seeding import seed_row
 
-if TYPE_CHECKING:
-    from scaleray.data.sources import Columns, Source
-
 ROWS_LOOKED_AT = 8
-READS = 3  # of each: a flip with a chance of one half shows with 1 - 4^-8
+READS = 3  # reads of each row: a flip with a chance of one half shows with probability 1 - 4^-8
 UNSEEDED = "random numbers are seeded where they come from the global generators of torch, numpy or `random`"
 
 
 @dataclass(frozen=True)
 class RowValues:
-    """Whether the values of a source's rows can be had again. difference: what shows that they cannot, in words."""
+    """Finding on whether the values of a source's rows can be repeated.
+    difference: what shows that they cannot, in words."""
 
     draw_random_numbers: bool = False
-    """From a global generator of torch, numpy or Python, so that reading has to seed it."""
+    """Whether rows draw from a global generator of torch, numpy or Python, so that reading has to seed it."""
     difference: str = ""
 
     @property
     def are_repeatable(self) -> bool:
-        """The same row in the same epoch of a run with the same seed has the same values, wherever it is read."""
+        """Whether a row has the same values in the same epoch of a run with the same seed, wherever it is read."""
         return not self.difference
 
     @property
     def promise(self) -> str:
-        """What a user can rely on, in words; nothing for rows that are simply stored."""
+        """Promise to the user, in words; empty for rows that are simply stored."""
         if self.difference:
             return f"the values of the rows are not repeatable: {self.difference}"
         return "random transforms follow from seed, epoch and row" if self.draw_random_numbers else ""
@@ -57,7 +57,7 @@ AS_STORED = RowValues()
 
 
 def row_values_of(source: Source) -> RowValues:
-    """What was found when the source was made; that its rows are simply stored for one that does not say."""
+    """Finding made when the source was made; for a source without one, that its rows are simply stored."""
     found: RowValues = getattr(source, "row_values", AS_STORED)
     return found
 
@@ -65,7 +65,7 @@ def row_values_of(source: Source) -> RowValues:
 def look_at_rows(read_row: Callable[[int], Columns], rows: Sequence[int]) -> RowValues:
     """Read each of these rows several times under one seed. The generators are afterwards as they were.
 
-    A row that cannot be read is passed over: when its turn comes, that is said with rank and step.
+    A row that cannot be read is passed over: its error is reported with rank and step when its turn comes.
     """
     draws = False
     with generators_kept():
@@ -92,9 +92,9 @@ def spread_rows(num_rows: int) -> list[int]:
 
 
 def read_alone(source: Source, indices: np.ndarray, seeds: Callable[[], np.ndarray]) -> Columns:
-    """The rows at `indices` (n,) of user code, which may draw random numbers: nobody else in this process may meanwhile.
+    """Rows at `indices` (n,) from user code, which may draw random numbers: nobody else in this process may meanwhile.
 
-    seeds: gives one for each row, uint64 (n,).
+    seeds: gives one seed for each row, uint64 (n,).
     """
     if not row_values_of(source).draw_random_numbers:
         with generators_kept():
@@ -102,16 +102,16 @@ def read_alone(source: Source, indices: np.ndarray, seeds: Callable[[], np.ndarr
             columns = source.read(indices)
             draws = _have_moved(before)
         if not draws:
-            return columns  # else what the first look found of a few rows does not hold for these
+            return columns  # else the finding of the first look at a few rows does not hold for these
     reader: Any = source if hasattr(source, "read_seeded") else RowByRow(source)
     seeded: Columns = reader.read_seeded(indices, seeds())
     return seeded
 
 
 class RowByRow:
-    """A source of the user's own whose values are not simply stored: read one row at a time, each under its seed.
+    """Source of the user's own whose values are not simply stored: read one row at a time, each under its seed.
 
-    One that can only be read in groups of rows is read as it is, as that would read a whole group for every row.
+    A source that can only be read in groups is not read by row, as that would read a whole group for every row.
     """
 
     def __init__(self, source: Source, row_values: RowValues = RowValues(draw_random_numbers=True)) -> None:
@@ -136,12 +136,12 @@ class RowByRow:
         return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
 
     def describe(self) -> dict[str, Any]:
-        """As the source describes itself."""
+        """Description that the source gives of itself."""
         return self.source.describe()
 
 
 def with_row_values(source: Source) -> Source:
-    """A source of the user's own, wrapped where its values have to be seeded or cannot be repeated."""
+    """The user's own source, wrapped where its values have to be seeded or cannot be repeated."""
     # one row of a source with groups reads a whole group
     rows = spread_rows(source.num_rows) if source.group_sizes is None else [0][: source.num_rows]
     found = look_at_rows(lambda row: source.read(np.array([row])), rows)
@@ -152,7 +152,8 @@ def with_row_values(source: Source) -> Source:
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """Whatever is drawn or seeded inside leaves the global generators as they were, those of GPUs included."""
+    """Context that leaves the global generators as they were, those of GPUs included, whatever is drawn or seeded
+    inside."""
     # all of them: in a thread that reads, the current GPU need not be the one of the training
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     from_torch, from_numpy, from_python = _states()
@@ -178,7 +179,8 @@ def _have_moved(before: tuple[torch.Tensor, Any, Any]) -> bool:
 
 
 def _first_difference(reads: list[Columns]) -> str | None:
-    """The first column that is not the same in all of these, by shape, type and bits."""
+    """Name of the first column that is not the same in all of these reads, by shape, type and bits;
+    None where all are."""
     first, *others = reads
     for name, values in first.items():
         for other in others:

@@ -1,8 +1,8 @@
-"""Which samples make up each step: a pure function of (seed, epoch, step), independent of the number of workers.
+"""Samples that make up each step: a pure function of (seed, epoch, step), independent of the number of workers.
 
-A worker's part is a contiguous slice of the global batch, so any world size that divides it sees the same samples
-in the same order, and so do workers whose parts are not equally large. Nothing is stored: the position of any sample follows from arithmetic, which makes a start in the
-middle of an epoch as cheap as one at its beginning.
+A worker's part is a contiguous slice of the global batch, so any world size that divides it sees the same samples in
+the same order, and so do workers whose parts are not equally large. Nothing is stored: the position of any sample
+follows from arithmetic, which makes a start in the middle of an epoch as cheap as one at its beginning.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from functools import lru_cache
 
 import numpy as np
 
-from scaleray.scaling.shares import share_of
+from scaleray.scaling.recipe.shares import share_of
 
-ROUNDS = 6  # of the Feistel network; with 4 and more, neighbouring positions show no correlation
+ROUNDS = 6  # rounds of the Feistel network; with 4 and more, neighbouring positions show no correlation
 
 
 @dataclass(frozen=True)
 class Permutation:
-    """A pseudo-random order of range(size) that can be evaluated anywhere without being stored.
+    """Pseudo-random order of range(size) that can be evaluated anywhere without being stored.
 
     An additive Feistel network over the grid a x b >= size (Black and Rogaway 2002, "Ciphers with arbitrary finite
     domains"), with the few positions outside the range walked on until they fall inside.
@@ -70,7 +70,7 @@ def stream_key(seed: int, *names: object) -> int:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a plan begins that continues another one with a batch of another size.
+    """Starting point of a plan that continues another one with a batch of another size.
 
     step: number of its first step; epoch and sample: how far the training was then, sample counted within the epoch.
     """
@@ -82,7 +82,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The order of the samples of one split.
+    """Order of the samples of one split.
 
     group_sizes: rows of each group that is read as one piece (a Parquet row group), or None where any row can be
     read alone. With groups, the groups are permuted, and rows are shuffled within windows of `window_rows`.
@@ -96,20 +96,20 @@ class StepPlan:
     group_sizes: tuple[int, ...] | None = None
     window_rows: int = 100_000
     is_streamed: bool = False
-    """The rows come from a stream in an order of its own; the plan only counts them."""
+    """Whether the rows come from a stream in an order of its own; the plan then only counts them."""
     name: str = field(default="train")
     origin: Origin | None = None
-    """The step from which this plan holds, if the batch had another size before; None is the first."""
+    """Place from which this plan holds, if the batch had another size before; None is the first step."""
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of one epoch, the partial last one included unless dropped."""
+        """Number of steps in one epoch, the partial last one included unless dropped."""
         full, rest = divmod(self.num_samples, self.global_batch_size)
         return full if self.drop_last or not rest else full + 1
 
     @property
     def promise(self) -> str:
-        """What a user can rely on, in words."""
+        """Promise to the user about the order of samples, in words."""
         if self.is_streamed:
             return (
                 "weak: a Ray Dataset is streamed, so the order of the samples depends on the number of workers; "
@@ -119,15 +119,18 @@ class StepPlan:
             return "exact: file order, the same for every number of workers"
         if self.group_sizes is None:
             return "exact: a global permutation each epoch, the same for every number of workers"
-        return f"exact: row groups in random order, rows shuffled in windows of about {self.window_rows}, the same for every number of workers"
+        return (
+            f"exact: row groups in random order, rows shuffled in windows of about {self.window_rows}, "
+            "the same for every number of workers"
+        )
 
     def num_rows(self, step: int) -> int:
-        """Samples in the global batch of this step (from 0, counted over epochs)."""
+        """Number of samples in the global batch of this step (from 0, counted over epochs)."""
         _, start = self.place(step)
         return min(self.global_batch_size, self.num_samples - start)
 
     def place(self, step: int) -> tuple[int, int]:
-        """(epoch, samples of that epoch that come before this step)."""
+        """Epoch of this step, and number of samples of that epoch that come before it."""
         if self.origin is None:
             epoch, in_epoch = divmod(step, self.steps_per_epoch)
             return epoch, in_epoch * self.global_batch_size
@@ -139,12 +142,12 @@ class StepPlan:
 
     @property
     def steps_to_epoch_end(self) -> int:
-        """Steps of this plan in the epoch in which it begins."""
+        """Number of steps of this plan in the epoch in which it begins."""
         rest = self.num_samples - (self.origin.sample if self.origin else 0)
         return rest // self.global_batch_size if self.drop_last else -(-rest // self.global_batch_size)
 
     def epochs(self, steps: int) -> float:
-        """Passes over the data after so many steps, with fraction."""
+        """Number of passes over the data after so many steps, with fraction."""
         if self.origin is None:
             return steps / self.steps_per_epoch
         epoch, start = self.place(steps)
@@ -172,7 +175,7 @@ class StepPlan:
     def positions(
         self, step: int, rank: int = 0, world_size: int = 1, shares: Sequence[int] | None = None
     ) -> np.ndarray:
-        """Where this rank's part lies in the endless sequence of all epochs, int64: epoch * num_samples + place."""
+        """Positions of this rank's part in the endless sequence of all epochs, int64: epoch * num_samples + place."""
         epoch, before = self.place(step)
         part = self.rank_slice(step, rank, world_size, shares)
         start = epoch * self.num_samples + before
@@ -188,7 +191,8 @@ class StepPlan:
         return result
 
     def row_seeds(self, positions: np.ndarray) -> np.ndarray:
-        """A seed for reading the row at each position, uint64 (n,): it follows from seed, split, epoch and row alone."""
+        """Seeds for reading the row at each position, uint64 (n,): they follow from seed, split, epoch and row
+        alone."""
         epochs = positions // self.num_samples
         seeds = self.samples_at(positions).astype(np.uint64)
         for epoch in np.unique(epochs):
@@ -223,7 +227,7 @@ def _windowed(plan: StepPlan, epoch: int, positions: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=4)
 def _group_layout(plan: StepPlan, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(group order, start position of each ordered group, first row of each group, start position of each window)."""
+    """Group order, start position of each ordered group, first row of each group, and start position of each window."""
     assert plan.group_sizes is not None
     sizes = np.asarray(plan.group_sizes, dtype=np.int64)
     order = Permutation(len(sizes), stream_key(plan.seed, "data", plan.name, epoch, "groups"))(

@@ -1,4 +1,5 @@
-"""Counts what one sample of a config's workload costs, in a process of its own: the planner reads the answer without importing torch.
+"""Counts what one sample of a config's workload costs, in a process of its own: the planner reads the answer without
+importing torch.
 
 python -m scaleray.launch.count_workload CONFIG [--key value ...]    prints the profile as JSON
 """
@@ -12,10 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from scaleray.config import load_config
-from scaleray.data.sources import Source
+from scaleray.data.source import Source
 from scaleray.errors import ScaleRayError
-from scaleray.launch.run import TRAIN, load_sources
+from scaleray.launch.session.data import load_sources
 from scaleray.training.model_profile import profile_workload
+from scaleray.training.setup.job import TRAIN
 from scaleray.workload import load_workload, no_exit
 
 NUM_ROWS = 4

@@ -1,1 +1,1 @@
-"""What people look at."""
+"""Reports that people read: pages, figures and views on the terminal."""

@@ -1,7 +1,8 @@
-"""Why a run left the one it should equal: the class of a divergence, from what both runs left behind.
+"""Diagnosis of a divergence: why a run left the one it should equal, as a class, from what both runs left behind.
 
 Evidence comes first. Where several classes would look alike, the caller runs both sides again with one thing taken out,
-and asks `from_experiment`; where it could take the gradient apart by worker and micro-batch, `from_shares`.
+and asks `experiments.from_experiment`. Where it could take the gradient apart by worker and micro-batch, it asks
+`gradient_shares.from_shares`.
 """
 
 from __future__ import annotations
@@ -12,25 +13,17 @@ from enum import StrEnum
 
 import numpy as np
 
-from scaleray.reproducibility.equivalence import (
-    IDLE_GRADIENT,
-    Divergence,
-    StepTrace,
-    Trace,
-    gradient_differences,
-    same_rows,
-)
+from scaleray.reproducibility.equivalence import IDLE_GRADIENT, Divergence, gradient_differences, same_rows
+from scaleray.reproducibility.traces import StepTrace, Trace
 
 SAME_RATIO = 1e-6
-"""Ratios closer than this are the same, in float64."""
+"""Relative difference below which two ratios are the same, in float64."""
 
 RESUMED = ("restored parameters", "restored state", "resume")
-EVALUATION_MODE, NO_CLIPPING = "evaluation mode", "no clipping"
-"""What an experiment takes out of both runs."""
 
 
 class Cause(StrEnum):
-    """The classes that a mismatch can be of."""
+    """Class of the cause of a mismatch."""
 
     MODEL = "another model"
     DTYPE = "dtype"
@@ -56,7 +49,8 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """A class, and the sentence that says why. parameter: the first concerned, where that is known better by now."""
+    """Class of cause, and the sentence that says why.
+    parameter: the first concerned, where it is known better by now."""
 
     cause: Cause
     why: str
@@ -65,18 +59,18 @@ class Finding:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the other run was spread."""
+    """Spread of the other run over workers and micro-batches."""
 
     world_size: int
     accumulation: int
     is_right_without_accumulation: bool = False
-    """The same strategy on as many workers agrees when it does not accumulate."""
+    """Whether the same strategy on as many workers agrees when it does not accumulate."""
     draws_by_itself: bool = False
-    """The strategy draws random numbers of its own, which say nothing about the model."""
+    """Whether the strategy draws random numbers of its own, which say nothing about the model."""
 
 
 def from_traces(reference: Trace, other: Trace, divergence: Divergence, layout: Layout) -> Finding | None:
-    """The class, where the traces alone are conclusive."""
+    """Class of the cause, where the traces alone are conclusive; else None."""
     if divergence.step == 0 or divergence.quantity == "steps":
         return _before_training(reference, other, divergence)
     if divergence.quantity in RESUMED:
@@ -93,7 +87,7 @@ def from_traces(reference: Trace, other: Trace, divergence: Divergence, layout: 
     if divergence.quantity == "learning rate":
         return _updates(other, ours, theirs)
     if divergence.quantity == "evaluation":
-        return None  # of what, only an experiment can say
+        return None  # only an experiment can tell the cause
     return (
         _narrow_numbers(reference, other, divergence, ours, theirs)
         or _ranks_disagree(other, divergence, theirs, layout)
@@ -105,13 +99,14 @@ def from_traces(reference: Trace, other: Trace, divergence: Divergence, layout: 
 
 
 def from_repetition(reference: Trace, again: Trace) -> Finding | None:
-    """The class, where the reference itself reads other values when it is run again: no order could be judged by them."""
+    """Class of the cause, where the reference itself reads other values when run again: no order could be judged by
+    them."""
     for ours, theirs in zip(reference.steps, again.steps, strict=False):
         if not same_rows(ours.rows, theirs.rows, in_order=True):
             return Finding(
                 Cause.DATA_NOT_REPEATABLE,
-                f"one process alone, run again, reads other values in step {ours.step}: rows are not the same when they "
-                "are read again, whatever their order",
+                f"one process alone, run again, reads other values in step {ours.step}: "
+                "rows are not the same when they are read again, whatever their order",
             )
     return None
 
@@ -212,14 +207,14 @@ def _ranks_disagree(other: Trace, divergence: Divergence, theirs: StepTrace, lay
 def _loss(ours: StepTrace, theirs: StepTrace, divergence: Divergence, layout: Layout) -> Finding | None:
     if ours.count != theirs.count:
         ratio = theirs.count / ours.count
-        if ratio < 1 and not any(_is_near(ratio, 1 / size) for size in _sizes(layout)):
+        if ratio < 1 and not any(is_near(ratio, 1 / size) for size in _sizes(layout)):
             return None  # a part is missing: the gradient tells which
-        return _count(ours, theirs)
+        return count_finding(ours, theirs)
     if divergence.quantity != "loss" or ours.loss == 0:
         return None
     ratio = theirs.loss / ours.loss
     for size, what in _sizes(layout).items():
-        if size > 1 and (_is_near(ratio, size) or _is_near(ratio, 1 / size)):
+        if size > 1 and (is_near(ratio, size) or is_near(ratio, 1 / size)):
             times = f"{size} times" if ratio > 1 else f"1/{size} of"
             return Finding(Cause.LOSS_NORMALISATION, f"the loss is {times} that of one process: {what} went into it")
     if not (gradient_differences(ours, theirs) > SAME_RATIO).any():
@@ -234,7 +229,8 @@ def _sizes(layout: Layout) -> dict[int, str]:
     return {**sizes, layout.world_size * layout.accumulation: "the number of micro-batches in all workers"}
 
 
-def _count(ours: StepTrace, theirs: StepTrace) -> Finding:
+def count_finding(ours: StepTrace, theirs: StepTrace) -> Finding:
+    """Finding for a step whose loss was divided by another count."""
     return Finding(
         Cause.LOSS_NORMALISATION,
         f"the loss was divided by a count of {theirs.count:g} in place of {ours.count:g} for the same rows",
@@ -244,10 +240,10 @@ def _count(ours: StepTrace, theirs: StepTrace) -> Finding:
 def _clipping(other: Trace, theirs: StepTrace) -> Finding | None:
     if other.clip_norm is None:
         return None
-    # a replica of its own has its own gradient, of which there is only rank 0's here
+    # replicas that train apart have a gradient each, and only rank 0's is here
     norms = (theirs.used_norm,) if theirs.replicas is not None else (theirs.used_norm, *theirs.used_norms)
     for norm in norms:
-        if norm is not None and not _is_near(norm, theirs.grad_norm):
+        if norm is not None and not is_near(norm, theirs.grad_norm):
             return Finding(
                 Cause.CLIPPING,
                 f"it clipped by a norm of {norm:.6g}, but that of the whole gradient is {theirs.grad_norm:.6g}",
@@ -256,7 +252,7 @@ def _clipping(other: Trace, theirs: StepTrace) -> Finding | None:
 
 
 def _updates_disagree(other: Trace, divergence: Divergence, theirs: StepTrace, layout: Layout) -> Finding | None:
-    """Every rank has the right gradient, and knows its norm: what the optimizer made of it did not reach all."""
+    """Finding for ranks that all have the right gradient and norm, but not all the same parameters after the update."""
     if divergence.quantity != "parameters" or layout.world_size == 1:
         return None
     apart = np.flatnonzero(~(theirs.parameter_spread <= SAME_RATIO))
@@ -284,130 +280,22 @@ def _uniform_ratio(ours: StepTrace, theirs: StepTrace, divergence: Divergence, l
 
 
 def ratio_finding(ratio: float, layout: Layout) -> Finding:
-    """What it means that the whole gradient is `ratio` times the right one, with the right loss."""
+    """Finding for a whole gradient that is `ratio` times the right one, with the right loss."""
     world, accumulation = layout.world_size, layout.accumulation
     times = f"the gradient is {ratio:.6g} times that of one process in every parameter"
-    by_accumulation = _is_near(ratio, accumulation) or _is_near(ratio, 1 / accumulation)
+    by_accumulation = is_near(ratio, accumulation) or is_near(ratio, 1 / accumulation)
     if by_accumulation and (world != accumulation or layout.is_right_without_accumulation):
         return Finding(Cause.LOSS_NORMALISATION, f"{times}: the {accumulation} accumulation steps count wrongly")
-    if world > 1 and _is_near(ratio, world):
+    if world > 1 and is_near(ratio, world):
         return Finding(
             Cause.DOUBLE_SYNCHRONISATION,
             f"{times}: summed over the {world} workers and not divided, or summed once more",
         )
-    if world > 1 and _is_near(ratio, 1 / world):
+    if world > 1 and is_near(ratio, 1 / world):
         return Finding(Cause.DOUBLE_SYNCHRONISATION, f"{times}: divided by the {world} workers twice")
     return Finding(Cause.LOSS_NORMALISATION, f"{times}")
 
 
-def needs_experiments(reference: Trace, other: Trace) -> list[str]:
-    """What to take out of both runs, one after another, to see whether they agree without it."""
-    # a strategy may draw random numbers of its own: what counts is whether the model does
-    steps = any(s.draws_random_numbers or s.changes_buffers for s in reference.steps)
-    found = [EVALUATION_MODE] if steps or other.quieted else []
-    return found + ([NO_CLIPPING] if other.clip_norm is not None else [])
-
-
-def from_experiment(name: str, reference: Trace, other: Trace) -> Finding:
-    """The class, when both runs agree as soon as `name` (of `needs_experiments`) is taken out."""
-    if name == NO_CLIPPING:
-        return Finding(
-            Cause.CLIPPING, "without clipping both runs agree: it does not clip by the norm of the whole gradient"
-        )
-    changes = any(s.changes_buffers for s in (*reference.steps, *other.steps))
-    draws = any(s.draws_random_numbers for s in (*reference.steps, *other.steps))
-    if draws and not (changes and "dropout" not in other.quieted and "everything" not in other.quieted):
-        return Finding(
-            Cause.RANDOMNESS, "in evaluation mode both runs agree, and the training step draws random numbers"
-        )
-    return Finding(
-        Cause.BATCH_NORM,
-        "in evaluation mode both runs agree, and the training step changes buffers: statistics of a part of the batch",
-    )
-
-
-def without_experiment(reference: Trace, other: Trace, divergence: Divergence, layout: Layout) -> Finding:
-    """The last resort, when neither experiments nor the gradient's parts say more."""
-    if divergence.quantity == "evaluation":
-        return Finding(
-            Cause.EVALUATION, f"all parameters agree, but {divergence.parameter} is not what one process measures"
-        )
-    if any(s.draws_random_numbers for s in reference.steps):
-        return Finding(
-            Cause.RANDOMNESS,
-            "the step draws random numbers even in evaluation mode, which differ from rank to rank; "
-            "use nn.Dropout, or look at module.training before drawing",
-        )
-    if any(s.draws_random_numbers for s in other.steps) and not layout.draws_by_itself:
-        return Finding(
-            Cause.RANDOMNESS,
-            "the step draws random numbers that it does not draw in one process, even in evaluation mode",
-        )
-    steps = {s.step for s in reference.steps} & {s.step for s in other.steps}
-    if divergence.step in steps:
-        ours, theirs = reference.step(divergence.step), other.step(divergence.step)
-        if ours.count != theirs.count:
-            return _count(ours, theirs)
-    return Finding(Cause.UNKNOWN, "none of the known classes fits")
-
-
-def from_shares(shares: np.ndarray, counts: np.ndarray, layout: Layout, *, stale: float = 0.0) -> Finding | None:
-    """The class, from what every worker's micro-batches weigh in the synchronised gradient.
-
-    shares: (ranks that look, ranks, micro-batches), 1 where a micro-batch weighs what it counts. counts: (ranks,
-    micro-batches), 0 where there was none. stale: the weight of the gradient of the step before.
-    """
-    if abs(stale) > SAME_RATIO:
-        why = f"the gradient of the step before is still in it, {stale:.4g} times"
-        return Finding(Cause.ACCUMULATION, why)
-    there = counts > 0
-    seen = shares[0]
-    if any(np.abs(view - seen)[there].max() > SAME_RATIO for view in shares[1:]):
-        own = all(
-            np.abs(np.delete(view, rank, axis=0)).max(initial=0.0) < SAME_RATIO for rank, view in enumerate(shares)
-        )
-        what = (
-            "each rank holds the gradient of its own rows only"
-            if own
-            else "the ranks hold different mixtures of gradients"
-        )
-        return Finding(Cause.MISSING_SYNCHRONISATION, what)
-    values = seen[there]
-    if np.ptp(values) <= SAME_RATIO * abs(values).max():
-        return None if _is_near(values[0], 1.0) else ratio_finding(float(values[0]), layout)
-    written = "; ".join(f"rank {r}: " + ", ".join(f"{v:.4g}" for v in row[there[r]]) for r, row in enumerate(seen))
-    # a mean of means: each micro-batch, or each rank, weighs the same whatever it counted
-    for totals in (counts, np.broadcast_to(counts.sum(axis=1, keepdims=True), counts.shape)):
-        weights = (seen * totals)[there]
-        if np.ptp(weights) <= SAME_RATIO * abs(weights).max():
-            return Finding(
-                Cause.LOSS_NORMALISATION,
-                f"a mean of means: parts of the batch weigh alike, whatever they count ({written})",
-            )
-    lost = [(r, p) for r, p in zip(*np.nonzero(there & (np.abs(seen) < SAME_RATIO)), strict=True)]
-    kept = seen[there & (np.abs(seen) >= SAME_RATIO)]
-    if lost and counts.shape[1] > 1 and np.ptp(kept) <= SAME_RATIO * abs(kept).max() and not _only_last(seen, there):
-        which = ", ".join(f"micro-batch {p + 1} of rank {r}" for r, p in lost[:3])
-        return Finding(Cause.ACCUMULATION, f"micro-batches are not in the gradient: {which}")
-    pairs = [(row[mask][:-1], row[mask][-1]) for row, mask in zip(seen, there, strict=True) if mask.sum() > 1]
-    if pairs and all(last != 0 for _, last in pairs):
-        early = np.concatenate([values / last for values, last in pairs])
-        if abs(early).max() < SAME_RATIO:
-            why = "only the last micro-batch of each rank is in the gradient; the others are lost"
-            return Finding(Cause.ACCUMULATION, why)
-        if layout.world_size > 1 and (early > 0).all():
-            powers = np.log(early) / math.log(layout.world_size)  # summed over the workers so many times more
-            if np.allclose(powers, np.round(powers), atol=SAME_RATIO) and powers.max() > 0.5:
-                why = f"earlier micro-batches are synchronised more than once ({written})"
-                return Finding(Cause.DOUBLE_SYNCHRONISATION, why)
-    return Finding(Cause.UNKNOWN, f"the micro-batches do not weigh what they count ({written})")
-
-
-def _only_last(seen: np.ndarray, there: np.ndarray) -> bool:
-    """Every rank has its last micro-batch, and none of those before."""
-    rows = [row[mask] for row, mask in zip(seen, there, strict=True) if mask.any()]
-    return all(row[-1] != 0 and np.abs(row[:-1]).max(initial=0.0) < SAME_RATIO for row in rows)
-
-
-def _is_near(value: float, target: float) -> bool:
+def is_near(value: float, target: float) -> bool:
+    """Whether two ratios are the same, up to `SAME_RATIO`."""
     return abs(value - target) <= SAME_RATIO * abs(target)

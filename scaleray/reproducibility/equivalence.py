@@ -1,192 +1,40 @@
-"""Are two runs the same training, step by step? What is kept of a run for that, and where two of them part.
+"""Comparison of two runs by their traces, step by step: by how much they differ, and where they part.
 
-A run leaves a Trace: losses, norms, learning rates and rows of every step, and of every parameter a signature instead
-of its values, so that large models need little memory. Used by training.verification, for single process against
-strategy, and for any other pair of runs; with a bound of 0 they must agree to the bit.
+Used by training.verify.variants, for single process against strategy, and for any other pair of runs; with a bound of 0
+they must agree to the bit.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
+
+from scaleray.reproducibility.traces import Restored, StepTrace, Trace
 
 BOUND = 1e-9
-"""In float64 an honest reordering of sums differs by about 1e-12; anything above this is a bug."""
+"""Largest relative difference accepted in float64: an honest reordering of sums differs by about 1e-12;
+anything above the bound is a bug."""
 SMALL_GRADIENT = 1e-3
-"""A parameter's gradient is compared relative to its norm, and to at least this share of the whole gradient's."""
+"""Least scale of a difference in a parameter's gradient, as a share of the whole gradient's norm;
+above it the scale is the norm of the parameter's own gradient."""
 IDLE_GRADIENT = 1e-10
-"""Below this share of the whole gradient a parameter has no gradient but rounding, such as a bias before a normalisation."""
-CHUNK = 2**22
-FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # by their digits
-
-
-@dataclass(frozen=True)
-class StepTrace:
-    """What one optimizer step did. Arrays over parameters are in the order of `Trace.names`."""
-
-    step: int
-    """From 1."""
-    loss: float
-    count: float
-    grad_norm: float
-    """Global norm before clipping, computed from the full gradients."""
-    used_norm: float | None
-    """The norm that the step itself took, for clipping and for its record."""
-    updates: tuple[tuple[float, ...], ...]
-    """The learning rates of all parameter groups, once for every update that the optimizer made."""
-    rows: np.ndarray
-    """A digest of every row of the global batch, in order, uint64 (num_rows,)."""
-    gradients: np.ndarray
-    """Signatures (parameters, 4) of the gradient that is meant, synchronised and not yet clipped."""
-    parameters: np.ndarray
-    """Signatures (parameters, 4) after the step."""
-    gradient_spread: np.ndarray
-    """Largest relative difference between two ranks' gradients, (parameters,)."""
-    parameter_spread: np.ndarray
-    gradient_formats: tuple[str, ...]
-    """The number format of fewest digits that holds every value of the gradient; "" for a wide one or for zeros."""
-    draws_random_numbers: bool
-    shares_random_state: bool
-    """Two ranks began the step with the same random generator."""
-    changes_buffers: bool
-    rows_agree: bool = True
-    """Workers of one replica had the same rows."""
-    used_norms: tuple[float | None, ...] = ()
-    """`used_norm` of every rank."""
-    due_factor: float | None = None
-    """The schedule's factor of this step, as it follows from the config alone."""
-    draws: tuple[tuple[tuple[str, bytes], ...], ...] = ()
-    """By rank: the layers that drew dropout masks, each with the state of the generator that it drew from."""
-    num_pieces: tuple[int, ...] = ()
-    """Micro-batches with rows, by rank."""
-    replicas: Replicas | None = None
-    """Of replicas that differ."""
-
-
-@dataclass(frozen=True)
-class Replicas:
-    """What replicas that train apart did in a step. Signatures are (ranks, parameters, 4)."""
-
-    before: np.ndarray
-    """Parameters before the optimizer's update."""
-    updated: np.ndarray
-    """After it, before ranks communicate."""
-    after: np.ndarray
-    """When the step is over."""
-    state_spread: float
-    """Largest relative difference between two ranks' state of the optimizer, when the step is over."""
-
-
-@dataclass(frozen=True)
-class Restored:
-    """A training right after it was loaded from a checkpoint of `step`, or when that was saved. parameters: signatures
-    (parameters, 4); state: of the optimizer's tensors, by name."""
-
-    step: int
-    parameters: np.ndarray
-    state: Mapping[str, np.ndarray]
-
-
-@dataclass(frozen=True)
-class Trace:
-    """A run, kept for comparison."""
-
-    names: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    initial: np.ndarray
-    """Signatures (parameters, 4) before the first step."""
-    steps: tuple[StepTrace, ...]
-    final: Mapping[str, np.ndarray]
-    """Parameters and buffers after the last step, in full; empty for a model too large for that."""
-    clip_norm: float | None = None
-    loss_dtype: str = ""
-    quieted: tuple[str, ...] = ()
-    """What was switched off in the model: `dropout`, `BatchNorm`, `everything` for evaluation mode."""
-    evaluations: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    """Metrics by the number of steps before them; on rank 0."""
-    saved: Restored | None = None
-    """The state at the end of what was saved."""
-    restored: Restored | None = None
-    """The state of the beginning, of a run that was resumed."""
-    parameter_formats: tuple[str, ...] = ()
-    """Of the parameters after the last step, like `gradient_formats`."""
-    base_rates: tuple[float, ...] = ()
-    """The learning rates of all parameter groups without the schedule's factor."""
-
-    def step(self, number: int) -> StepTrace:
-        """The step of this number, from 1."""
-        return next(step for step in self.steps if step.step == number)
-
-    def continued_by(self, later: Trace) -> Trace:
-        """One trace of a run and its resumption: what the later one did again counts, and how it ended."""
-        first = later.steps[0].step if later.steps else math.inf
-        steps = (*(step for step in self.steps if step.step < first), *later.steps)
-        evaluations = {**self.evaluations, **later.evaluations}
-        return dataclasses.replace(later, initial=self.initial, steps=steps, evaluations=evaluations, saved=self.saved)
-
-
-class Signer:
-    """Signatures of tensors: norm, sum, and sums under two fixed random signs, in float64.
-
-    If two tensors differ by d, each signed sum differs by about the norm of d, whatever d is; so four numbers show that
-    they differ, and by how much. Signs depend on the name and the number of elements alone.
-    """
-
-    def __init__(self, num_projections: int = 2) -> None:
-        self.num_projections = num_projections
-        self._signs: dict[tuple[str, int, torch.device], torch.Tensor] = {}
-
-    def __call__(self, name: str, tensor: torch.Tensor) -> np.ndarray:
-        """The signature (2 + num_projections,) of one tensor."""
-        flat = tensor.detach().reshape(-1)
-        signs = self._signs_of(name, flat)
-        total = torch.zeros(2 + self.num_projections, dtype=torch.float64, device=flat.device)
-        for start in range(0, flat.numel(), CHUNK):  # float64 copies of a large table would not fit beside it
-            part = flat[start : start + CHUNK].to(torch.float64)
-            total[0] += part @ part
-            total[1] += part.sum()
-            total[2:] += signs[:, start : start + CHUNK].to(torch.float64) @ part
-        total[0] = total[0].sqrt()
-        return total.cpu().numpy()
-
-    def _signs_of(self, name: str, flat: torch.Tensor) -> torch.Tensor:
-        key = (name, flat.numel(), flat.device)
-        if key not in self._signs:
-            seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
-            draw = torch.Generator().manual_seed(seed)
-            signs = torch.randint(0, 2, (self.num_projections, flat.numel()), generator=draw, dtype=torch.int8)
-            self._signs[key] = (2 * signs - 1).to(flat.device)
-        return self._signs[key]
-
-
-def number_format(tensor: torch.Tensor) -> str:
-    """The format of fewest digits that holds every value of a float64 or float32 tensor: bf16, fp16 or fp32; "" where it
-    needs its own, or has zeros only.
-
-    Sums fill all digits of their type, so a shorter one has been through a rounding.
-    """
-    flat = tensor.detach().reshape(-1)
-    if flat.dtype not in (torch.float64, torch.float32) or not bool(flat.any()):
-        return ""
-    narrower = ((name, kind) for name, kind in FORMATS.items() if kind != flat.dtype)
-    return next((name for name, kind in narrower if torch.equal(flat.to(kind).to(flat.dtype), flat)), "")
+"""Share of the whole gradient's norm below which a parameter's gradient is only rounding, such as a bias before a
+normalisation."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two runs part. step: from 1; 0 is before the first. parameter: the first that differs, in model order."""
+    """Place where two runs part. step: from 1; 0 is before the first.
+    parameter: the first that differs, in model order."""
 
     step: int
     quantity: str
-    """`model`, `dtype`, `initial parameters`, `rows`, `count`, `loss`, `gradient`, `learning rate`, `parameters`,
-    `final values`, `steps`, `restored parameters`, `restored state`, `evaluation`, `masks`, `averaging`, `own gradient`,
-    `sent gradient` or `resume`."""
+    """Quantity that differs: `model`, `dtype`, `initial parameters`, `rows`, `count`, `loss`, `gradient`, `learning
+    rate`, `parameters`, `final values`, `steps`, `restored parameters`, `restored state`, `evaluation`, `masks`,
+    `averaging`, `own gradient`, `sent gradient` or `resume`."""
     difference: float
     parameter: str | None = None
 
@@ -198,7 +46,7 @@ class Comparison:
     loss: float = math.nan
     grad_norm: float = math.nan
     parameters: float = math.nan
-    """Of the final values, relative to each tensor's largest."""
+    """Largest difference of the final values, relative to each tensor's largest value."""
     divergence: Divergence | None = field(default=None)
 
     @property
@@ -213,7 +61,8 @@ class Comparison:
 
 
 def compare(reference: Trace, other: Trace, *, bound: float = BOUND) -> Comparison:
-    """Compare a run with the one it should equal. bound: relative; 0 asks for the same bits and the same order of rows."""
+    """Compare a run with the one it should equal. bound: relative difference;
+    0 asks for the same bits and the same order of rows."""
     divergence = next(divergences(reference, other, bound), None)
     if reference.names != other.names or not reference.steps or not other.steps:
         return Comparison(divergence=divergence)
@@ -232,7 +81,7 @@ def compare(reference: Trace, other: Trace, *, bound: float = BOUND) -> Comparis
 
 
 def divergences(reference: Trace, other: Trace, bound: float) -> Iterator[Divergence]:
-    """Everything that differs, in the order of cause and effect."""
+    """Yield everything that differs, in the order of cause and effect."""
     if reference.names != other.names:
         pairs = zip((*reference.names, ""), (*other.names, ""), strict=False)
         yield Divergence(0, "model", math.inf, next((a or b for a, b in pairs if a != b), None))
@@ -275,11 +124,12 @@ def divergences(reference: Trace, other: Trace, bound: float) -> Iterator[Diverg
 def restored_differences(
     saved: Restored | None, restored: Restored, names: tuple[str, ...], bound: float
 ) -> Iterator[Divergence]:
-    """Where a restored training is not the one that was saved; steps count from the next one."""
+    """Yield where a restored training is not the one that was saved, as divergences of the step after the
+    checkpoint."""
     if saved is None:
         return
     norms = saved.parameters[:, 0]
-    # what has no gradient but rounding differs in nothing else
+    # a parameter without a gradient but rounding differs by rounding alone
     scale = np.maximum(norms, SMALL_GRADIENT * float(np.linalg.norm(norms)))
     apart = signature_differences(saved.parameters, restored.parameters, scale)
     yield from _first_above(names, apart, bound, saved.step + 1, "restored parameters")
@@ -307,7 +157,7 @@ def _evaluations(reference: Trace, other: Trace, step: int, bound: float) -> Ite
 
 
 def _from_due(trace: Trace, step: StepTrace) -> float:
-    """How far the learning rates are from those that the config asks for."""
+    """Relative difference between the learning rates and those that the config asks for."""
     if step.due_factor is None or not step.updates:
         return 0.0
     due = tuple(rate * step.due_factor for rate in trace.base_rates)
@@ -323,7 +173,7 @@ def _first_above(
 
 
 def signature_differences(ours: np.ndarray, theirs: np.ndarray, scale: np.ndarray | None = None) -> np.ndarray:
-    """About |a - b| / |a| for every parameter (parameters,), from signatures. scale: to divide by in place of |a|."""
+    """Estimate of |a - b| / |a| for every parameter (parameters,), from signatures. scale: divisor in place of |a|."""
     apart = _apart(ours, theirs).max(axis=1)
     below = ours[:, 0] if scale is None else scale
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -363,13 +213,15 @@ def final_differences(reference: Trace, other: Trace) -> dict[str, float]:
 
 
 def _apart(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    """|a - b| one by one; 0 where both are the same infinity, or both NaN: an overflow is a value, as fp16 skips its step."""
+    """Elementwise |a - b|;
+    0 where both are the same infinity, or both NaN: an overflow is a value, as fp16 skips its step."""
     with np.errstate(invalid="ignore"):
         return np.where((ours == theirs) | (np.isnan(ours) & np.isnan(theirs)), 0.0, np.abs(ours - theirs))
 
 
 def _is_idle(reference: Trace) -> np.ndarray:
-    """Parameters that have a gradient, and never one above rounding: a relative difference would compare noise."""
+    """Mask of parameters that have a gradient, but never one above rounding: a relative difference would compare
+    noise."""
     finite = [s for s in reference.steps if math.isfinite(s.grad_norm)]
     shares = np.array([s.gradients[:, 0] / (s.grad_norm or 1.0) for s in finite])
     most = shares.max(axis=0) if len(shares) else np.zeros(len(reference.names))
@@ -390,7 +242,7 @@ def _update_difference(ours: tuple[tuple[float, ...], ...], theirs: tuple[tuple[
 
 
 def _floor(values: list[float]) -> float:
-    """Losses and norms near zero are compared relative to a thousandth of the largest."""
+    """Smallest scale for losses and norms near zero: a thousandth of the largest."""
     return 1e-3 * max((abs(v) for v in values if math.isfinite(v)), default=0.0)
 
 

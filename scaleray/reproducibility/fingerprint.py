@@ -1,4 +1,5 @@
-"""What a result was measured on: code, packages, hardware, drivers. No environment variable is ever stored."""
+"""Fingerprint of what a result was measured on: code, packages, hardware, drivers.
+No environment variable but GIT_COMMIT is stored."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from typing import Any
 import psutil
 import torch
 
-LARGEST_HASHED_BYTES = 2**24  # data that lies beside the code must not delay every start
+LARGEST_HASHED_BYTES = 2**24  # larger files count by their size: data beside the code must not delay every start
 PACKAGES = ("scaleray", "torch", "ray", "mlflow", "mlflow-skinny", "numpy", "pyarrow", "pydantic")
 
 
 def environment(folder: str | Path = ".") -> dict[str, Any]:
-    """Facts about this machine and this code; `folder` is where git is asked."""
+    """Facts about this machine and this code; `folder` is the one that git is asked about."""
     return {
         "git": git_state(Path(folder)),
         "python": platform.python_version(),
@@ -40,7 +41,7 @@ def environment_hash(facts: dict[str, Any]) -> str:
 def git_state(folder: Path) -> dict[str, Any]:
     """Commit of the checkout around `folder`, and a hash of what differs from it.
 
-    Outside a checkout, as in a submitted job, the commit that GIT_COMMIT names, if it is set.
+    Outside a checkout, as in a submitted job, it is the commit that GIT_COMMIT names, if that is set.
     """
 
     def git(*words: str) -> bytes:
@@ -61,7 +62,8 @@ def git_state(folder: Path) -> dict[str, Any]:
 
 
 def _new_file(folder: Path, name: bytes) -> bytes:
-    """What a file that git does not know adds to the difference: its name and content, or its size if it is large."""
+    """Part of the difference that a file unknown to git adds: its name and a hash of its content, or its size if it is
+    large."""
     path = folder / os.fsdecode(name)
     if not path.is_file():
         return name

@@ -1,4 +1,4 @@
-"""Do workers draw the dropout masks that they should? Equal within a replica, others in each, and never the same again.
+"""Check of dropout masks: equal within a replica, different between replicas, and never the same again.
 
 Masks themselves are not compared: two workers that draw from the same state of the generator draw the same mask.
 """
@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 
 from scaleray.reproducibility.causes import Cause, Finding
-from scaleray.reproducibility.equivalence import Divergence, StepTrace, Trace
+from scaleray.reproducibility.equivalence import Divergence
+from scaleray.reproducibility.traces import StepTrace, Trace
 
 WHOLE_STEP = ""
-"""In place of a layer: the generator as the step found it."""
+"""Name in place of a layer's, for the state of the generator at the start of the step."""
 
 
 def masks_broken(trace: Trace, replica_size: int) -> tuple[Divergence, Finding] | None:
-    """The first step in which masks are not what they should be. replica_size: neighbouring workers that are one replica."""
+    """First step in which masks are not what they should be; None if there is none. replica_size: number of
+    neighbouring workers that are one replica."""
     seen: dict[tuple[int, str, bytes], int] = {}
     for step in trace.steps:
         why = _within(step, replica_size) or _between(step, replica_size) or _again(step, seen)
@@ -25,7 +27,7 @@ def masks_broken(trace: Trace, replica_size: int) -> tuple[Divergence, Finding] 
 
 
 def _layers(step: StepTrace, rank: int) -> dict[str, list[bytes]]:
-    """States by layer, each once: what is computed again in the backward pass draws the same again."""
+    """States of the generator by layer, each once: what is computed again in the backward pass draws the same again."""
     found: dict[str, list[bytes]] = {}
     for layer, state in step.draws[rank]:
         states = found.setdefault(layer, [])
@@ -51,7 +53,10 @@ def _between(step: StepTrace, replica_size: int) -> str:
             for state in states:
                 other = drawn.setdefault((layer, state), rank)
                 if other // replica_size != rank // replica_size:
-                    return f"replicas of ranks {other} and {rank} draw the same dropout masks{_of(layer)}, the same units on each"
+                    return (
+                        f"replicas of ranks {other} and {rank} draw the same dropout masks{_of(layer)}, "
+                        "the same units on each"
+                    )
     return ""
 
 

@@ -1,9 +1,10 @@
-"""Is a run in its own precision as exact as its numbers allow? By how much rounding changes one process.
+"""Check that a run in its own precision is as exact as its numbers allow, judged by how much rounding changes one
+process.
 
-Every step starts from the same parameters, so that no difference grows: what a step shows was made in it. The measure is
-how far one process in this precision is from one in float64; another order of the same sums may differ by some times
+Every step starts from the same parameters, so that no difference grows: what a step shows was made in it. The measure
+is how far one process in this precision is from one in float64; another order of the same sums may differ by some times
 that, or by a rounding for each part that was summed. A gradient that was sent in fewer digits differs by far more, or
-shows by its digits.
+shows it by its digits.
 """
 
 from __future__ import annotations
@@ -12,27 +13,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scaleray.reproducibility.equivalence import (
-    IDLE_GRADIENT,
-    Divergence,
-    StepTrace,
-    Trace,
-    gradient_differences,
-    signature_differences,
-)
+from scaleray.reproducibility.equivalence import IDLE_GRADIENT, Divergence, gradient_differences, signature_differences
+from scaleray.reproducibility.traces import StepTrace, Trace
 
 Trio = tuple[StepTrace, StepTrace, StepTrace]
-"""A step of one process in float64, of one in the run's precision, and of the run."""
+"""Same step of one process in float64, of one process in the run's precision, and of the run."""
 TIMES = 8.0
-"""Errors of rounding scatter: a median of few steps by less than this factor."""
+"""Factor of tolerance: rounding errors scatter, and a median over a few steps scatters by less than this factor."""
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """What a gradient may differ by. epsilon: of the type in which gradients are summed; num_parts: that are summed.
+    """Difference that a gradient may have. epsilon: that of the type in which gradients are summed;
+    num_parts: number of parts that are summed.
 
-    compares_gradients: false where they are each replica's own, or approximated. is_narrow: gradients are sent in fewer
-    digits because the config says so.
+    compares_gradients: false where gradients are each replica's own, or approximated. is_narrow: whether gradients are
+    sent in fewer digits because the config says so.
     """
 
     epsilon: float
@@ -43,23 +39,24 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Excess:
-    """A difference beyond rounding, what it is, and what rounding would have been at most."""
+    """Difference beyond rounding. allowed: the most that rounding would explain."""
 
     divergence: Divergence
     allowed: float
     format: str = ""
-    """The number format that all values fit into, where that says it."""
+    """Number format that all values fit into, where that shows the cause."""
 
 
 def excess(exact: Trace, reference: Trace, other: Trace, rounding: Rounding) -> Excess | None:
-    """The first difference from one process that rounding does not explain.
+    """First difference from one process that rounding does not explain; None if there is none.
 
-    exact: one process in float64; reference: in the run's precision; other: the run. All stand still at one place.
+    exact: one process in float64; reference: one in the run's precision; other: the run.
+    Every step of all three starts from the same parameters.
     """
     if reference.names != other.names:
         return None
     trios = list(zip(exact.steps, reference.steps, other.steps, strict=False))
-    # an overflow is another step's business: with loss scaling such a step is skipped
+    # steps with an overflow are left out: with loss scaling such a step is skipped
     trios = [t for t in trios if all(np.isfinite(step.grad_norm) and np.isfinite(step.loss) for step in t)]
     if not trios:
         return None

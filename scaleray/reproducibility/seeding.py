@@ -1,4 +1,4 @@
-"""One seed, many independent streams: model, data, and dropout per rank."""
+"""Many independent random streams from one seed: model, data, and dropout per rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from scaleray.errors import InitialisationError
 
 
 def stream_seed(seed: int, *names: object) -> int:
-    """A 63-bit seed for one named stream, such as ("dropout", rank). Different names give independent streams."""
+    """Seed of 63 bits for one named stream, such as ("dropout", rank). Different names give independent streams."""
     text = "/".join(str(part) for part in (seed, *names))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
@@ -45,7 +45,7 @@ def seed_row(seed: int) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """All global generators of this process, as tensors."""
+    """State of all global generators of this process, as tensors."""
     _, words, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=False)
     state = {
@@ -61,7 +61,7 @@ def random_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Put `random_state` back."""
+    """Restore a state from `random_state`."""
     torch.set_rng_state(state["torch"])
     *words, gauss = state["python"].tolist()
     random.setstate((3, tuple(words), _float(gauss)))
@@ -73,7 +73,7 @@ def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> No
 
 @contextlib.contextmanager
 def same_random_numbers(device: torch.device) -> Iterator[None]:
-    """Whatever is drawn inside leaves all generators as they were."""
+    """Context that leaves all generators as they were, whatever is drawn inside."""
     before = random_state(device)
     try:
         yield
@@ -82,7 +82,7 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
 
 
 def _bits(number: float | None) -> int:
-    """A float as 64 bits; None as those of NaN."""
+    """Bits of a float, 64 of them; None gives those of NaN."""
     value: int = struct.unpack("<q", struct.pack("<d", math.nan if number is None else number))[0]
     return value
 
@@ -94,7 +94,7 @@ def _float(bits: int) -> float | None:
 
 @contextlib.contextmanager
 def same_switches() -> Iterator[None]:
-    """Several trainings share a process: what one sets for all of torch must not reach the next."""
+    """Context that restores torch's switches: trainings share a process, and what one sets must not reach the next."""
     was_deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     benchmark, allows_tf32 = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
     matmul_precision = torch.get_float32_matmul_precision()
@@ -115,9 +115,10 @@ def use_deterministic_algorithms() -> None:
 
 
 def check_equal_structure(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Every rank built tensors of the same names, shapes and types. Collective over `group`, and meant to come first:
+    """Check that every rank built tensors of the same names, shapes and types. Collective over `group`.
 
-    the collectives of a strategy would wait for ever on a difference. Raises InitialisationError on all ranks.
+    It is meant to come first: the collectives of a strategy would wait for ever on a difference.
+    Raises InitialisationError on all ranks.
     """
     if group is None or dist.get_world_size(group) == 1:
         return
@@ -140,7 +141,9 @@ def check_equal_structure(module: nn.Module, group: dist.ProcessGroup | None) ->
 def check_equal_parameters(module: nn.Module, group: dist.ProcessGroup | None, *, is_partitioned: bool = False) -> str:
     """SHA-256 (16 hex digits) over all parameters and buffers, equal on every rank. Collective over `group`.
 
-    Sharded ones are gathered one by one. is_partitioned: ranks have different ones, which count once by name. Raises InitialisationError on all ranks, naming the first tensor that differs and the ranks that hold another value.
+    Sharded tensors are gathered one by one. is_partitioned: ranks have different tensors, each of which counts once, by
+    name. Raises InitialisationError on all ranks, naming the first tensor that differs and the ranks that hold another
+    value.
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
     digests = [_digest(tensor) for _, tensor in tensors]
@@ -157,8 +160,9 @@ def check_equal_parameters(module: nn.Module, group: dist.ProcessGroup | None, *
 
 
 def check_equal_digests(names: list[str], digests: list[int], module: nn.Module, group: dist.ProcessGroup) -> None:
-    """The digests (64 bits, signed) of tensors with these names are equal on every rank. Collective over `group`. Raises
-    InitialisationError on all ranks, naming the first tensor that differs and the ranks that hold another value."""
+    """Check that the digests (64 bits, signed) of tensors with these names are equal on every rank. Collective over
+    `group`. Raises InitialisationError on all ranks, naming the first tensor that differs and the ranks that hold
+    another value."""
     everyone = _gather(digests, module, group)
     for number, name in enumerate(names):
         others = [rank for rank, values in enumerate(everyone) if values[number] != everyone[0][number]]
@@ -171,7 +175,7 @@ def check_equal_digests(names: list[str], digests: list[int], module: nn.Module,
 
 
 def _gather(values: list[int], module: nn.Module, group: dist.ProcessGroup) -> list[list[int]]:
-    """The values of every rank, as many on each."""
+    """Values of every rank; each rank must give as many. Collective over `group`."""
     device = next(module.parameters()).device if dist.get_backend(group) == "nccl" else torch.device("cpu")
     mine = torch.tensor(values, dtype=torch.int64, device=device)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]

@@ -1,7 +1,9 @@
-"""How a model is spread over workers. Each strategy is a function `apply(model, mesh, config, workload) -> Parallel`."""
+"""Strategies that spread a model over workers.
+Each is a function `apply(model, mesh, config, workload) -> Parallel`."""
 
-from scaleray.strategies import async_sgd, ddp, diloco, fsdp, gossip, local_sgd, pipeline, single, tensor, zero1
-from scaleray.strategies.parallel import Parallel
+from scaleray.strategies import async_sgd, ddp, diloco, fsdp, gossip, local_sgd, single, tensor, zero1
+from scaleray.strategies.contract.parallel import Parallel
+from scaleray.strategies.pipeline import apply as pipeline
 
 STRATEGIES = {
     "single": single.apply,

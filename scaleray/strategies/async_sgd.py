@@ -11,21 +11,23 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from scaleray.config import RunConfig
-from scaleray.strategies.exchanges import Arrival, Outstanding, always_apart, group_for_exchanges
-from scaleray.strategies.parallel import Parallel, Tensors
-from scaleray.strategies.replicas import Replicas
+from scaleray.strategies.apart.in_flight_exchanges import Arrival, Outstanding, always_apart, group_for_exchanges
+from scaleray.strategies.apart.replicas import Replicas
+from scaleray.strategies.contract.parallel import Parallel, Tensors
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
-    """Every worker's update counts one n-th, and reaches the others at most `gossip.max_staleness` steps late. Collective.
+    """Add 1/n of every worker's update on all n workers, on the others at most `gossip.max_staleness` steps late.
+    Collective.
 
-    A worker in step t has seen its own updates, all updates of all workers up to step t - 1 - max_staleness, and newer ones
-    that have come: stale synchronous parallel, Ho et al. 2013 (NeurIPS 26). There is no server: the sums of a step's updates
-    are all-reduced beside the training, in a group of their own, and added where they are complete. So nobody sees a
-    step's updates before the slowest has made its own, and a worker that is slower all the time holds the others in
-    the end, as it does in every scheme with a bound. With max_staleness 0 and plain SGD it is the training of DDP, where
-    all ranks have equal counts. With `deterministic` updates are taken exactly so many steps late, which makes runs
-    repeatable. Optimizer states are each worker's own. In a meeting all updates are waited for, and replicas made equal.
+    A worker in step t has seen its own updates, all updates of all workers up to step t - 1 - max_staleness, and newer
+    ones that have arrived: stale synchronous parallel, Ho et al. 2013 (NeurIPS 26). There is no server: the sums of a
+    step's updates are all-reduced beside the training, in a group of their own, and added where they are complete. So
+    nobody sees a step's updates before the slowest has made its own, and a worker that is slower all the time holds the
+    others in the end, as it does in every scheme with a bound. With max_staleness 0 and plain SGD it is the training of
+    DDP, where all ranks have equal counts. With `deterministic` updates are taken exactly so many steps late, which
+    makes runs repeatable. Optimizer states are each worker's own. In a meeting all updates are waited for, and replicas
+    made equal.
     """
     if mesh is None:
         raise ValueError("async_sgd needs a device mesh with the axis 'dp'")
@@ -36,14 +38,15 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
 
 @dataclass(frozen=True)
 class _Update:
-    """This worker's part of a step's update, which it has added already, and the sum over all workers once it is there."""
+    """This worker's part of a step's update, which it has added already, and the sum over all workers once it has
+    arrived."""
 
     own: torch.Tensor
     total: torch.Tensor
 
 
 class Updates:
-    """What the optimizer did to the parameters in each step, on its way to all workers."""
+    """Parameter updates of each step, on their way to all workers."""
 
     def __init__(self, replicas: Replicas, config: RunConfig) -> None:
         self.replicas, most = replicas, config.gossip.max_staleness
@@ -60,7 +63,8 @@ class Updates:
         self._before = Replicas.flat(self.replicas.trained)
 
     def step(self, step: int) -> None:
-        """Scale what the optimizer has done to this worker's part, send it, and take the sums that are due or there already."""
+        """Scale the optimizer's update to this worker's part, send it, and take the sums that are due or have
+        arrived."""
         assert self._before is not None
         own = Replicas.flat(self.replicas.trained).sub_(self._before).div_(self.replicas.size)
         Replicas.fill(self.replicas.trained, self._before + own)
@@ -72,26 +76,27 @@ class Updates:
         self.outstanding.take_arrived()
 
     def meet(self) -> None:
-        """Take every update, and make replicas equal: sums were added in another order on each, which rounds differently."""
+        """Take every update, and make replicas equal: sums were added in another order on each, which rounds
+        differently."""
         self.outstanding.take_all()
         self.replicas.average(measures=False)
 
     def state(self) -> Tensors:
-        """What is under way, once it is there. Collective."""
+        """Updates that are under way, once they have arrived. Collective."""
         found: Tensors = {}
         for position, update in enumerate(self.outstanding.wait_all()):
             found |= {f"update.{position:04d}.own": update.own, f"update.{position:04d}.total": update.total}
         return found
 
     def load_state(self, saved: Tensors) -> None:
-        """Go on where `state` was taken."""
+        """Restore the updates that `state` returned."""
         device = self.replicas.trained[0].device
         for name in sorted(name for name in saved if name.endswith(".own")):
             own, total = (saved[n].to(device, copy=True) for n in (name, f"{name.removesuffix('.own')}.total"))
             self.outstanding.add(_Update(own, total), Arrival([]))
 
     def wait(self) -> None:
-        """For the sums that are under way."""
+        """Wait for the sums that are under way."""
         self.outstanding.wait_all()
 
     def _take(self, update: _Update) -> None:

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from scaleray.config import RunConfig
-from scaleray.strategies.compression import Compression
-from scaleray.strategies.parallel import OnModel, Parallel
-from scaleray.strategies.weight_shares import WeightShare, whole
+from scaleray.strategies.compression.hook import Compression
+from scaleray.strategies.contract.parallel import OnModel, Parallel
+from scaleray.strategies.contract.weight_shares import WeightShare, whole
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:

@@ -1,4 +1,4 @@
-"""DiLoCo: replicas take many steps apart, and an outer optimizer makes one step of what they have in common."""
+"""DiLoCo: replicas take many steps apart, and an outer optimizer then takes one step with the mean of their changes."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from scaleray.config import RunConfig
+from scaleray.strategies.contract.parallel import Parallel, Tensors
 from scaleray.strategies.local_sgd import TrainingApart
-from scaleray.strategies.parallel import Parallel, Tensors
 
 ANCHOR, MOMENTUM = "anchor", "momentum"
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
-    """Local steps with the configured optimizer; every `local_sgd.sync_every` an outer Nesterov step. Collective.
+    """Take local steps with the configured optimizer, and an outer Nesterov step every `local_sgd.sync_every` steps.
+    Collective.
 
     The outer gradient is the mean over the replicas of how far parameters have moved, from the anchor back; the outer
-    step moves the anchor, from which all replicas go on. Inner optimizers keep their own state; buffers are averaged. The
-    outer momentum and the anchor, a copy of the trained parameters each, are part of a checkpoint; on another number
-    of workers the momentum starts anew and the anchor is the mean of the replicas. With outer_learning_rate 1 and
-    outer_momentum 0 it is local SGD without `average_momentum`. Source: Douillard et al. 2023, arXiv:2311.08105.
+    step moves the anchor, from which all replicas go on. Inner optimizers keep their own state; buffers are averaged.
+    The outer momentum and the anchor, a copy of the trained parameters each, are part of a checkpoint; on another
+    number of workers the momentum starts anew and the anchor is the mean of the replicas. With outer_learning_rate 1
+    and outer_momentum 0 it is local SGD without `average_momentum`. Source: Douillard et al. 2023, arXiv:2311.08105.
     """
     settings = config.local_sgd
     apart = TrainingApart(model, mesh, config, workload)
@@ -32,7 +33,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     momentum: list[torch.Tensor] = []
 
     def begin() -> None:
-        if not anchor:  # else a checkpoint had them
+        if not anchor:  # else they came from a checkpoint
             anchor.extend(parameter.detach().clone() for parameter in trained)
             momentum.extend(torch.zeros_like(value) for value in anchor)
 
@@ -61,6 +62,9 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
             ]
 
     return apart.parallel(
-        synchronise=synchronise, synchronise_node=lambda node: apart.replicas.average(group=node),
-        begin=begin, state=state, load_state=load_state,
-    )  # fmt: skip
+        synchronise=synchronise,
+        synchronise_node=lambda node: apart.replicas.average(group=node),
+        begin=begin,
+        state=state,
+        load_state=load_state,
+    )

@@ -22,19 +22,20 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
-from scaleray.strategies.buffers import broadcast
-from scaleray.strategies.counting import CountedAllGather, CountedReduceScatter, Counter, Window
-from scaleray.strategies.parallel import Computation, OnModel, Parallel
-from scaleray.strategies.units import Units, choose_units, prefetch_distance
-from scaleray.strategies.unsharding import unshard_for_good
-from scaleray.strategies.weight_shares import WeightShare, share_among
+from scaleray.strategies.contract.parallel import Computation, OnModel, Parallel
+from scaleray.strategies.contract.weight_shares import WeightShare, share_among
+from scaleray.strategies.sharding.counted_collectives import CountedAllGather, CountedReduceScatter, Counter, Window
+from scaleray.strategies.sharding.fsdp_units import Units, choose_units, prefetch_distance
+from scaleray.strategies.sharding.unsharding import unshard_for_good
+from scaleray.strategies.wire.flat_broadcast import broadcast
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """A model whose parameters are shards now. sent: counts what its collectives are given; window: shows it."""
+    """Model whose parameters are shards. sent: counts the bytes given to its collectives;
+    window: shows own gradients."""
 
     model: nn.Module
     root: Root
@@ -45,7 +46,8 @@ class Sharded:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside leave whole gradients on each worker; the next one outside reduces their sum."""
+        """Context whose backward passes leave whole gradients on each worker;
+        the next one outside reduces their sum."""
         _wrapped(self.model).set_requires_gradient_sync(False)
         try:
             yield
@@ -54,10 +56,11 @@ class Sharded:
 
 
 class Root(OnModel):
-    """Runs the user's code while what of his model is in no unit is whole; units are gathered where they are called.
+    """Module that runs user code while parameters in no unit are whole; units are gathered where they are called.
 
-    Without parameters of its own. torch calls the outermost `fully_shard` module the root, gathers and completes in its
-    forward pass alone, and would do neither for a method of the model, or a part of it, that is called without the model.
+    It has no parameters of its own. torch calls the outermost `fully_shard` module the root, gathers and completes in
+    its forward pass alone, and would do neither for a method of the model, or a part of it, that is called without the
+    model.
     """
 
     @classmethod
@@ -87,7 +90,8 @@ class Root(OnModel):
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
-    """Shard the model over `mesh`: one axis `dp`, or `replicate` and `shard` (HSDP). Collective in forward and backward.
+    """Shard the model over `mesh`: one axis `dp`, or `replicate` and `shard` (HSDP). Collective in forward and
+    backward.
 
     Parameters become DTensors of the same names. Buffers are whole on each worker and follow rank 0 after every step.
     Raises WorkloadError for a model that cannot be sharded, ConfigError for units that do not fit the settings.
@@ -149,13 +153,20 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) 
     # inner units first: each takes what no other has taken
     for module in (m for m in reversed(units.modules) if m not in statistics):
         fully_shard(
-            module, mesh=mesh, reshard_after_forward=settings.reshard_after_forward, mp_policy=policy, offload_policy=offload
-        )  # fmt: skip
+            module,
+            mesh=mesh,
+            reshard_after_forward=settings.reshard_after_forward,
+            mp_policy=policy,
+            offload_policy=offload,
+        )
     fully_shard(
-        # used at the start of the backward pass, so that freeing it before would only gather it again
-        model, mesh=mesh, reshard_after_forward=False,
-        mp_policy=with_output(policy, dtype), offload_policy=offload,
-    )  # fmt: skip
+        # its own parameters are used at the start of the backward pass: freed before, they would only be gathered again
+        model,
+        mesh=mesh,
+        reshard_after_forward=False,
+        mp_policy=with_output(policy, dtype),
+        offload_policy=offload,
+    )
     wrapped = [_wrapped(module) for module in units.modules]
     own = [_wrapped(module) for module in statistics if module not in units.modules]
     for unit in (*wrapped, *own, _wrapped(model)):
@@ -171,9 +182,9 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) 
 
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Euclidean norm over all gradients, whole or sharded on any meshes, as a plain tensor equal on all ranks. Collective
-    over the meshes of sharded ones, in the order in which they first occur. Computed in float64: squares of large float32
-    gradients overflow."""
+    """Euclidean norm over all gradients, whole or sharded on any meshes, as a plain tensor equal on all ranks.
+    Collective over the meshes of sharded ones, in the order in which they first occur. Computed in float64: squares of
+    large float32 gradients overflow."""
     by_layout: dict[Any, list[torch.Tensor]] = {}
     for gradient in gradients:
         if isinstance(gradient, DTensor) and any(isinstance(p, Partial) for p in gradient.placements):
@@ -181,9 +192,7 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
                 placements=[Replicate() if isinstance(p, Partial) else p for p in gradient.placements]
             )
         layout = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
-        by_layout.setdefault(layout, []).append(
-            gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        )  # fmt: skip
+        by_layout.setdefault(layout, []).append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
     squares = []
     for layout, local in by_layout.items():
         norms = torch._foreach_norm(local, 2, dtype=torch.float64)
@@ -211,19 +220,21 @@ def share_of_square(gradients: Sequence[torch.Tensor], mesh: DeviceMesh) -> floa
 
 
 def check_one_dtype(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.dtype:
-    """The dtype of those that need a gradient. Raises WorkloadError where there are several."""
+    """Dtype of the parameters that need a gradient. Raises WorkloadError where there are several."""
     dtypes = {p.dtype: name for name, p in parameters if p.requires_grad}
     if len(dtypes) > 1:
         (first, one), (second, other), *_ = dtypes.items()
         raise WorkloadError(
-            "the model", f"of several types ({one} in {first}, {other} in {second})",
-            "fsdp reduces the gradients of a unit together", "convert them to one type, or use --strategy.name zero1",
-        )  # fmt: skip
+            "the model",
+            f"of several types ({one} in {first}, {other} in {second})",
+            "fsdp reduces the gradients of a unit together",
+            "convert them to one type, or use --strategy.name zero1",
+        )
     return next(iter(dtypes), torch.float32)
 
 
 def mixed_precision(config: RunConfig, dtype: torch.dtype) -> tuple[MixedPrecisionPolicy, list[str]]:
-    """In which types parameters of `dtype` are gathered and their gradients reduced, and what to tell the user."""
+    """Types in which parameters of `dtype` are gathered and their gradients reduced, and notes for the user."""
     settings = config.fsdp
     if config.precision.dtype == "fp64":
         ignored = [k for k in ("parameter_dtype", "reduce_dtype") if getattr(settings, k) is not None]
@@ -249,7 +260,8 @@ def has_statistics(module: nn.Module) -> bool:
 
 def shard_statistics(model: nn.Module, policy: MixedPrecisionPolicy, **options: Any) -> list[nn.Module]:
     """Make units of the layers with running statistics, which keep their own type while their inputs are narrower, as
-    autocast leaves them. Before any module around them. None where parameters are gathered in their own type."""
+    autocast leaves them. Must come before any module around them is sharded. Returns these layers; none where
+    parameters are gathered in their own type."""
     if policy.param_dtype is None:
         return []
     found = [m for m in model.modules() if has_statistics(m) and any(True for _ in m.parameters(recurse=False))]
@@ -260,10 +272,11 @@ def shard_statistics(model: nn.Module, policy: MixedPrecisionPolicy, **options: 
 
 
 def _prefetch(units: list[FSDPModule], root: FSDPModule, distance: int) -> None:
-    """Each unit gathers the next `distance` ones before it computes, forward and backward."""
+    """Let each unit gather the next `distance` ones before it computes, forward and backward."""
     for number, unit in enumerate(units):
         unit.set_modules_to_forward_prefetch(units[number + 1 : number + 1 + distance])
-        # torch gathers one ahead of its own accord where the list is empty; a unit that is gathered already is none
+        # torch gathers one ahead by default where the list is empty; the unit itself is gathered already and costs
+        # nothing
         before = units[max(0, number - distance) : number][::-1] if distance else []
         unit.set_modules_to_backward_prefetch(before or [unit])
     if units:
@@ -272,13 +285,16 @@ def _prefetch(units: list[FSDPModule], root: FSDPModule, distance: int) -> None:
 
 
 def _check_parameters(model: nn.Module) -> torch.dtype:
-    """The dtype of the parameters that need a gradient. Raises WorkloadError for what torch would refuse later, or worse."""
+    """The dtype of the parameters that need a gradient. Raises WorkloadError for what torch would refuse later, or
+    worse."""
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
             raise WorkloadError(
-                f"the parameter {name}", "a single number", "fsdp shards along the first dimension",
+                f"the parameter {name}",
+                "a single number",
+                "fsdp shards along the first dimension",
                 "give it the shape (1,), or use --strategy.name zero1",
-            )  # fmt: skip
+            )
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
             raise WorkloadError(
                 f"the parameter {name}", f"with strides {parameter.stride()}", "fsdp needs contiguous parameters"

@@ -1,4 +1,4 @@
-"""Gossip: every worker trains its own replica and averages it with a neighbour's, a few bytes at a time for all of them."""
+"""Gossip: every worker trains its own replica and averages it with few neighbours', however many workers there are."""
 
 from __future__ import annotations
 
@@ -13,21 +13,28 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from scaleray.config import RunConfig
-from scaleray.strategies.exchanges import Arrival, Outstanding, always_apart, group_for_exchanges, must_be_watched
-from scaleray.strategies.graphs import mixing_matrix
-from scaleray.strategies.parallel import Parallel, Tensors
-from scaleray.strategies.replicas import Replicas
+from scaleray.strategies.apart.graphs import mixing_matrix
+from scaleray.strategies.apart.in_flight_exchanges import (
+    Arrival,
+    Outstanding,
+    always_apart,
+    group_for_exchanges,
+    must_be_watched,
+)
+from scaleray.strategies.apart.replicas import Replicas
+from scaleray.strategies.contract.parallel import Parallel, Tensors
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
-    """A local step, then mixing with neighbours on `gossip.graph`, in every step. Collective between neighbours alone.
+    """Take a local step, then mix with neighbours on `gossip.graph`, in every step.
+    Collective between neighbours alone.
 
-    Parameters and floating-point buffers are mixed, the optimizer's state is each worker's own. Synchronous: a worker waits
-    for the parameters of its neighbours after the same step (D-PSGD, Lian et al. 2017, arXiv:1705.09056, with the update
-    before the mixing). Asynchronous: it sends its parameters and goes on; what neighbours sent is mixed in when it comes,
-    at most `max_staleness` steps late (stochastic gradient push with overlap, Assran et al. 2018, arXiv:1811.10792: each
-    message carries a part of its sender's weight, so that nothing is lost from the mean while it is under way). With
-    `deterministic` it is exactly so many steps late, which makes runs repeatable.
+    Parameters and floating-point buffers are mixed, the optimizer's state is each worker's own. Synchronous: a worker
+    waits for the parameters of its neighbours after the same step (D-PSGD, Lian et al. 2017, arXiv:1705.09056, with the
+    update before the mixing). Asynchronous: it sends its parameters and goes on; what neighbours sent is mixed in when
+    it arrives, at most `max_staleness` steps late (stochastic gradient push with overlap, Assran et al. 2018,
+    arXiv:1811.10792: each message carries a part of its sender's weight, so that nothing is lost from the mean while it
+    is under way). With `deterministic` it is exactly so many steps late, which makes runs repeatable.
     """
     if mesh is None:
         raise ValueError("gossip needs a device mesh with the axis 'dp'")
@@ -38,7 +45,8 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
 
 @dataclass(frozen=True)
 class _Letter:
-    """What neighbours sent in one step: for each, its values in one row and behind them the weight that they carry."""
+    """Messages from neighbours in one step: for each neighbour, its values in one row, then the weight that they
+    carry."""
 
     received: list[torch.Tensor]
 
@@ -46,9 +54,9 @@ class _Letter:
 class Mixing:
     """Push-sum: a worker gives away parts of its weight, with its values, and takes in those of others.
 
-    Values are weighted means, so that they never overshoot however late a message is, and the weights of all workers and
-    messages add up to the number of workers at any time. When nothing is late every weight is 1 after each step, and
-    the values are those of the mixing matrix.
+    Values are weighted means, so that they never overshoot however late a message is, and the weights of all workers
+    and messages add up to the number of workers at any time. When nothing is late every weight is 1 after each step,
+    and the values are those of the mixing matrix.
     """
 
     def __init__(self, replicas: Replicas, config: RunConfig) -> None:
@@ -65,10 +73,10 @@ class Mixing:
         replicas.settle = self._settle
 
     def before_step(self, step: int) -> None:
-        """Nothing: only parameters are sent."""
+        """Do nothing: only parameters are sent."""
 
     def step(self, step: int) -> None:
-        """Send to this step's neighbours, and mix in what is due or there already."""
+        """Send to this step's neighbours, and mix in what is due or has arrived."""
         matrix = mixing_matrix(self.settings.graph, len(self.ranks), step, seed=self.seed)
         self._exchange(matrix)
         self.inbox.take_arrived()
@@ -101,7 +109,7 @@ class Mixing:
         self.inbox.add(_Letter(received), Arrival(their_works, is_watched=self.is_watched))
 
     def _mix(self, letter: _Letter) -> None:
-        """Weighted mean of this replica and what came, in place."""
+        """Replace this replica by its weighted mean with what was received."""
         own = Replicas.flat(self.replicas.moving()).mul_(self.weight)
         for received in letter.received:
             weight = float(received[-1])
@@ -111,7 +119,8 @@ class Mixing:
         Replicas.fill(self.replicas.moving(), own)
 
     def _settle(self) -> float:
-        """Mix in what is under way to this worker, for the moment; the weight of its values then, 1 on average. Collective."""
+        """Mix in what is under way to this worker, for the moment, and return the weight of its values then, 1 on
+        average. Collective."""
         before = self.weight
         for letter in self.inbox.wait_all():
             self._mix(letter)
@@ -119,7 +128,7 @@ class Mixing:
         return weight
 
     def meet(self) -> None:
-        """Nothing: replicas go on with what they have."""
+        """Do nothing: replicas go on with what they have."""
 
     def state(self) -> Tensors:
         """This worker's weight, and what is under way to it. Collective."""
@@ -129,7 +138,7 @@ class Mixing:
         return found
 
     def load_state(self, saved: Tensors) -> None:
-        """Go on where `state` was taken."""
+        """Restore what `state` returned."""
         if not saved:
             return
         self.weight = float(saved["weight"])
@@ -141,7 +150,7 @@ class Mixing:
             self.inbox.add(_Letter(received), Arrival([]))
 
     def wait(self) -> None:
-        """For what this worker has sent, and what is under way to it."""
+        """Wait for what this worker has sent, and what is under way to it."""
         self.inbox.wait_all()
         for arrival, _ in self.outbox:
             arrival.wait()

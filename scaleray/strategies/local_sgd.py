@@ -15,16 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from scaleray.config import RunConfig
 from scaleray.strategies import ddp
-from scaleray.strategies.parallel import Computation, OnModel, Parallel, Tensors
-from scaleray.strategies.replicas import Replicas
+from scaleray.strategies.apart.replicas import Replicas
+from scaleray.strategies.contract.parallel import Computation, OnModel, Parallel, Tensors
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
-    """Ordinary steps for `local_sgd.warmup_steps`, then steps of each replica's own, averaged every `sync_every`. Collective.
+    """Take ordinary steps for `local_sgd.warmup_steps`, then local ones, averaged every `sync_every` steps. Collective.
 
     The optimizer's state is averaged with the parameters, if `average_momentum`. With sync_every 1, plain SGD and equal
-    counts on all ranks this is the training of DDP. Every replica weighs the same, so that where counts differ (the last
-    batch of an epoch, padded tokens) a sample weighs more on a rank that has fewer; `batch.drop_last` leaves such
+    counts on all ranks this is the training of DDP. Every replica weighs the same, so that where counts differ (the
+    last batch of an epoch, padded tokens) a sample weighs more on a rank that has fewer; `batch.drop_last` leaves such
     batches out. Sources: Stich 2018, arXiv:1805.09767; after a warm-up (post-local SGD): Lin et al. 2018,
     arXiv:1808.07217, whose hierarchical form is `node_sync_every`.
     """
@@ -52,14 +52,21 @@ class TrainingApart:
         self.has_begun = False
 
     def parallel(
-        self, *, synchronise: Callable[[], None], synchronise_node: Callable[[dist.ProcessGroup], None],
-        begin: Callable[[], None] = lambda: None, state: Callable[[], Tensors] = dict,
+        self,
+        *,
+        synchronise: Callable[[], None],
+        synchronise_node: Callable[[dist.ProcessGroup], None],
+        begin: Callable[[], None] = lambda: None,
+        state: Callable[[], Tensors] = dict,
         load_state: Callable[[Tensors], None] = lambda state: None,
-    ) -> Parallel:  # fmt: skip
-        """What the loop gets. begin: replicas are equal and the first local step is next, or a resumed run's."""
+    ) -> Parallel:
+        """Strategy as the loop takes it.
+        begin: called before the first local step of a run, resumed or not, with equal replicas."""
         warmup_steps, every, node_every = (
-            self.settings.warmup_steps, self.settings.sync_every, self.settings.node_sync_every,
-        )  # fmt: skip
+            self.settings.warmup_steps,
+            self.settings.sync_every,
+            self.settings.node_sync_every,
+        )
         warm_up_bytes = 0.0
 
         def before_step(step: int) -> None:
@@ -91,7 +98,7 @@ class TrainingApart:
 
         return self.replicas.parallel(
             model=self.route,
-            gradient_divisor=self.replicas.size,  # of the warm-up
+            gradient_divisor=self.replicas.size,  # used in the warm-up
             no_sync=no_sync,
             close=close,
             before_step=before_step,
@@ -113,7 +120,7 @@ class TrainingApart:
 
 
 class _Route(nn.Module):
-    """Runs the user's code within DDP during the warm-up, and on the model itself afterwards."""
+    """Module that runs the user's code within DDP during the warm-up, and on the model itself afterwards."""
 
     def __init__(self, target: nn.Module) -> None:
         super().__init__()
@@ -124,7 +131,8 @@ class _Route(nn.Module):
 
 
 def node_group(group: dist.ProcessGroup, config: RunConfig) -> dist.ProcessGroup:
-    """The part of `group` that shares a node with this rank. Collective over all processes, as torch makes groups so."""
+    """Process group of the ranks of `group` on this rank's node.
+    Collective over all processes, as torch's `new_group` is."""
     node_size, timeout = config.local_sgd.node_size, timedelta(seconds=config.scale.collective_timeout_s)
     ranks = dist.get_process_group_ranks(group)
     nodes: list[Any] = [position // node_size for position in range(len(ranks))] if node_size else [None] * len(ranks)
@@ -141,6 +149,6 @@ def node_group(group: dist.ProcessGroup, config: RunConfig) -> dist.ProcessGroup
 
 
 def _machine() -> tuple[str, str]:
-    """What processes on one machine have in common; containers on it may have host names of their own."""
+    """Identity that all processes on one machine share: its boot ID, as containers may have host names of their own."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return ("boot", boot.read_text().strip()) if boot.exists() else ("host", socket.gethostname())

@@ -1,4 +1,4 @@
-"""One worker, no communication: what every other strategy must equal."""
+"""Single worker without communication: the result that every other strategy must equal."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from scaleray.config import RunConfig
-from scaleray.strategies.parallel import Parallel
-from scaleray.strategies.weight_shares import whole
+from scaleray.strategies.contract.parallel import Parallel
+from scaleray.strategies.contract.weight_shares import whole
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
-    """The model as it is."""
+    """Leave the model as it is."""
     return Parallel(model=model, module=model, weights=lambda: whole(model, keeps=True), abandon=lambda: None)

@@ -23,18 +23,19 @@ from torch.utils._pytree import tree_leaves
 
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
+from scaleray.strategies.contract.parallel import MicroBatch, Objective, OnModel, Parallel
+from scaleray.strategies.contract.weight_shares import WeightShare, share_among
 from scaleray.strategies.fsdp import Root, check_one_dtype, mixed_precision, shard_statistics, with_output
-from scaleray.strategies.parallel import MicroBatch, Objective, OnModel, Parallel
-from scaleray.strategies.traffic import Traffic
-from scaleray.strategies.unsharding import unshard_for_good
-from scaleray.strategies.weight_shares import WeightShare, share_among
+from scaleray.strategies.sharding.unsharding import unshard_for_good
+from scaleray.strategies.wire.byte_counter import Traffic
 from scaleray.workload import call_user_code
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
-    """Split `model` over `mesh["tp"]` as `workload.tensor_plan` says, and shard that over `mesh["dp"]` with fully_shard.
+    """Split `model` over `mesh["tp"]` as `workload.tensor_plan` says, and shard that over `mesh["dp"]` with
+    fully_shard.
 
     Collective. A module that the plan leaves out computes the same on every worker of a group. Raises WorkloadError
     without a plan, or for one that does not fit. Sources: Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism:
@@ -48,7 +49,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     hooks = _Hooks(model)
     trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
     ties = _ties(model)
-    with warnings.catch_warnings():  # of keys that match nothing, which is an error here
+    with warnings.catch_warnings():  # torch warns of keys that match nothing, which is an error here
         warnings.simplefilter("error", UserWarning)
         parallelize_module(model, groups, dict(plan))
     _replicate_the_rest(model, groups, sequence_parallel=config.tensor.sequence_parallel)
@@ -154,7 +155,8 @@ def total_norm(gradients: Sequence[torch.Tensor], *, device: torch.device) -> to
 
 
 class Replicated(ParallelStyle):
-    """A module whose parameters lie whole on every worker, and which gets and gives plain tensors, equal on all of them."""
+    """Style of a module whose parameters lie whole on every worker, and which takes and returns plain tensors, equal on
+    all."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def to_dtensor(value: Any) -> Any:
@@ -178,13 +180,16 @@ def _plan(model: nn.Module, config: RunConfig, workload: Any, *, size: int) -> M
     if callable(make):
         plan = call_user_code(
             lambda: make(model, size=size, sequence_parallel=config.tensor.sequence_parallel),
-            what="tensor_plan()", doing="planning tensor parallelism",
-        )  # fmt: skip
+            what="tensor_plan()",
+            doing="planning tensor parallelism",
+        )
     if plan is None:
         raise WorkloadError(
-            "the workload", "without tensor_plan()", "tensor parallelism needs to know how each layer is split",
+            "the workload",
+            "without tensor_plan()",
+            "tensor parallelism needs to know how each layer is split",
             "return a style of torch.distributed.tensor.parallel for each layer's name, or use fsdp or pipeline",
-        )  # fmt: skip
+        )
     names = [name for name, _ in model.named_modules()]
     for key, style in plan.items():
         if not any(fnmatchcase(name, key) and name.count(".") == key.count(".") for name in names):
@@ -201,7 +206,7 @@ def _plan(model: nn.Module, config: RunConfig, workload: Any, *, size: int) -> M
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) -> list[str]:
-    """Shard the parts of a replica over the replicas; what to tell the user."""
+    """Shard the parts of a replica over the replicas; returns notes for the user."""
     dtype = check_one_dtype(model.named_parameters())
     policy, notes = mixed_precision(config, dtype)
     blocks = workload.blocks(model) if callable(getattr(workload, "blocks", None)) else None
@@ -223,14 +228,18 @@ def _replicate_the_rest(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel
         where = f"{name}.{left[0]}" if name else left[0]
         if any(True for _ in module.children()):
             raise WorkloadError(
-                "tensor_plan()", f"without {where}", "a parameter beside other modules cannot be left out",
+                "tensor_plan()",
+                f"without {where}",
+                "a parameter beside other modules cannot be left out",
                 f"name {name or 'the model'} in the plan, or put the parameter into a module of its own",
-            )  # fmt: skip
+            )
         if sequence_parallel:
             raise WorkloadError(
-                "tensor_plan()", f"without {where}", "under sequence parallelism a module may see a part of the tokens only, so that each must be named",
+                "tensor_plan()",
+                f"without {where}",
+                "under sequence parallelism a module may see a part of the tokens only, so that each must be named",
                 "name it in the plan, or use --tensor.sequence-parallel false",
-            )  # fmt: skip
+            )
         parallelize_module(module, mesh, Replicated())
 
 
@@ -243,7 +252,7 @@ def _ties(model: nn.Module) -> list[list[str]]:
 
 
 def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
-    """Styles give each use of a shared parameter a copy of its own; make it one again. Raises WorkloadError."""
+    """Make each shared parameter one again, as styles give each use a copy of its own. Raises WorkloadError."""
     for first, *others in ties:
         shared = model.get_parameter(first)
         for name in others:
@@ -251,9 +260,11 @@ def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
             ours, theirs = (p.placements if isinstance(p, DTensor) else None for p in (shared, other))
             if ours != theirs:
                 raise WorkloadError(
-                    "tensor_plan()", f"with {first} as {ours} and {name} as {theirs}",
-                    "they are one parameter, and must be split alike", "untie them, or split both along the same dimension",
-                )  # fmt: skip
+                    "tensor_plan()",
+                    f"with {first} as {ours} and {name} as {theirs}",
+                    "they are one parameter, and must be split alike",
+                    "untie them, or split both along the same dimension",
+                )
             path, _, last = name.rpartition(".")
             model.get_submodule(path).register_parameter(last, shared)
 
@@ -270,13 +281,13 @@ def _complete(parameter: torch.Tensor) -> None:
 
 
 class _Hooks:
-    """Knows which forward hooks a model had, to take off those that came later."""
+    """Record of the forward hooks that a model had, to remove those that were added later."""
 
     def __init__(self, model: nn.Module) -> None:
         self._before = {m: {kind: set(getattr(m, kind)) for kind in HOOKS} for m in model.modules()}
 
     def take_off(self) -> None:
-        """Only the hooks of the beginning are left. A second time does nothing."""
+        """Remove the hooks that were added later. A second call does nothing."""
         for module, kinds in self._before.items():
             for kind, had in kinds.items():
                 for key in set(getattr(module, kind)) - had:
@@ -285,7 +296,7 @@ class _Hooks:
 
 
 def _make_plain(model: nn.Module) -> None:
-    """Whole plain parameters and buffers again. Collective."""
+    """Make all parameters and buffers whole and plain again. Collective."""
     whole: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -12,18 +12,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
 from scaleray.strategies import ddp
-from scaleray.strategies.buffers import broadcast
-from scaleray.strategies.parallel import Parallel
+from scaleray.strategies.contract.parallel import Parallel
+from scaleray.strategies.wire.flat_broadcast import broadcast
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
-    """DDP whose optimizer updates on each rank about 1/n of the parameters; the others are sent its results. Collective.
+    """DDP whose optimizer updates on each rank about 1/n of the parameters; the others are sent its results.
+    Collective.
 
     Works with every optimizer that updates a parameter from its own gradient and state. Gradients stay whole on every
     rank (they are reduced as DDP does). Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.1 (P_os).
     """
     parallel = ddp.apply(model, mesh, config, workload)
-    assert mesh is not None  # ddp has looked
+    assert mesh is not None  # ddp has checked it
     group = mesh.get_group("dp")
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -37,9 +38,11 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     def owns(parameter: nn.Parameter) -> bool:
         if id(parameter) not in all_ids:
             raise WorkloadError(
-                "optimizer()", f"with a parameter of shape {list(parameter.shape)} that the model does not register",
-                "zero1 shares out the model's own parameters", "register it in the model, or use --strategy.name ddp",
-            )  # fmt: skip
+                "optimizer()",
+                f"with a parameter of shape {list(parameter.shape)} that the model does not register",
+                "zero1 shares out the model's own parameters",
+                "register it in the model, or use --strategy.name ddp",
+            )
         return owner_of.get(id(parameter), 0) == rank
 
     def send_updates(step: int) -> None:
@@ -61,7 +64,8 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
 
 
 def share_out(sizes: list[int], num_parts: int) -> list[int]:
-    """The part of each item, so that the parts' sums are near each other: the largest first, each to the lightest part.
+    """Part number of each item, so that the parts' sums are near each other: the largest first, each to the lightest
+    part.
 
     No part exceeds 4/3 - 1/(3 num_parts) of the best possible largest one. Source: Graham 1969, doi:10.1137/0117039.
     """

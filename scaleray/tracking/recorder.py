@@ -20,7 +20,7 @@ from typing import Any
 
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import TrackingError
-from scaleray.records import (
+from scaleray.records.run import (
     CheckpointRecord,
     DerivedRecord,
     EvaluationRecord,
@@ -30,18 +30,20 @@ from scaleray.records import (
     WorkerMessage,
     WorkerSummary,
 )
-from scaleray.tracking.points import Points, in_ms
+from scaleray.tracking.chart_points import Points, in_ms
+from scaleray.tracking.operations import EndRun, LogArtifact, LogDataset, LogMetrics, LogParams, Operation, SetTags
 from scaleray.tracking.recovery import Recovery
 from scaleray.tracking.run_description import RunDescription
 from scaleray.tracking.signs_of_life import SignsOfLife
 from scaleray.tracking.spool import Spool
 from scaleray.tracking.steps_file import StepsFile
-from scaleray.tracking.store import Operation, RunStore, run_link, without_password
+from scaleray.tracking.store import RunStore, run_link, without_password
 from scaleray.watchers import Guard, Watcher
 
 FLUSH_S = 1.0
 STALLED_S = 1800.0
-"""For one write to MLflow, which may be the upload of a large model; every other request has a time limit of its own."""
+"""Seconds for one write to MLflow, which may be the upload of a large model; every other request has a time limit of
+its own."""
 EVENT_TAG = "scaleray.event."
 CHANGE_TAG = "scaleray.changed."
 
@@ -109,10 +111,9 @@ class Recorder(SignsOfLife):
     def start(self, *, after_first_message_s: float = 0.0) -> RunIdentity:
         """Make the MLflow run and write what is known. Raises TrackingError when MLflow cannot be used.
 
-        run.json comes first, with a key: whoever continues the run finds the MLflow run by it, although this process was
-        killed before it could write down the id.
-        after_first_message_s: wait for a first message, at most so long. MLflow's import takes seconds of a core, which
-        the workers need more while they start.
+        run.json comes first, with a key: whoever continues the run finds the MLflow run by it, although this process
+        was killed before it could write down the id. after_first_message_s: wait for a first message, at most so long.
+        MLflow's import takes seconds of a core, which the workers need more while they start.
         """
         d = self.description
         before = d.continues or {}
@@ -124,8 +125,13 @@ class Recorder(SignsOfLife):
             self._is_continued = True  # run.json stays as it is until training has really gone on
         else:
             self.spool.store = RunStore.create(
-                d.tracking_uri, experiment=d.experiment, run_name=d.run_name, tags=d.tags, started_at=d.started_at, key=self._key
-            )  # fmt: skip
+                d.tracking_uri,
+                experiment=d.experiment,
+                run_name=d.run_name,
+                tags=d.tags,
+                started_at=d.started_at,
+                key=self._key,
+            )
             self._try_to_note()
         if d.continues is not None:
             known = self.recovery.ask_mlflow()
@@ -174,16 +180,16 @@ class Recorder(SignsOfLife):
 
     def mark_killed(self) -> None:
         """End the run as KILLED now, before the driver does so in good order, which it may not live long enough for."""
-        self._queue.put({"op": "status", "status": "KILLED", "end_time": in_ms(time.time())})
+        self._queue.put(EndRun("KILLED", in_ms(time.time())))
         self._has_message.set()
 
     def close(self) -> None:
-        """Nothing to free: the counterpart of an actor's end."""
+        """Do nothing: the counterpart of an actor's end."""
 
     def log_files(self, paths: Sequence[str], folder: str | None = None) -> None:
         """Add local files to the run's artifacts."""
         for path in paths:
-            self._queue.put({"op": "artifact", "path": str(path), "folder": folder})
+            self._queue.put(LogArtifact(str(path), folder))
 
     def drain(self) -> Recording:
         """Write everything that has arrived so far and say what the run came to."""
@@ -212,14 +218,14 @@ class Recorder(SignsOfLife):
         if metrics:
             step = max(self.steps.last_step, 0)
             points = [(k, v, now, step) for k, v in metrics.items() if step > self.points.known.get(k, -1)]
-            self._queue.put({"op": "metrics", "points": points})
+            self._queue.put(LogMetrics(points))
         if tags:
-            self._queue.put({"op": "tags", "values": dict(tags)})
+            self._queue.put(SetTags(dict(tags)))
         self._wait_until_written()  # steps.csv is complete
         for name, text in files.items():
             (self.work_dir / name).write_text(text)
         self.log_files([str(self.work_dir / name) for name in ("steps.csv", *files)])
-        self._queue.put({"op": "status", "status": status, "end_time": now})
+        self._queue.put(EndRun(status, now))
         self.spool.retry_now()  # a last time
         if not self._wait_until_written():
             self._event(
@@ -246,38 +252,46 @@ class Recorder(SignsOfLife):
     def _describe(self) -> None:
         """Write what is known of the run before it has a step. Written twice, it is the same."""
         d = self.description
-        self._queue.put({"op": "params", "values": dict(d.params)})
+        self._queue.put(LogParams(dict(d.params)))
         for dataset in d.datasets:
-            self._queue.put({"op": "dataset", **dataset})
+            self._queue.put(LogDataset(**dataset))
         for name, text in d.files.items():
             path = self.work_dir / name
             path.write_text(text)
-            self._queue.put({"op": "artifact", "path": str(path)})
+            self._queue.put(LogArtifact(str(path)))
 
     def _note_changes(self) -> None:
-        """What a run that goes on was told to do otherwise, and its whole config, beside those before."""
+        """Note what a run that goes on was told to do otherwise, and its whole config, beside those before."""
         text = "; ".join(self.description.changes)[:4000]
         if not text or text in self._changes[-1:]:  # noted by a recorder before this one
             return
         number = 1 + len(self._changes)
-        self._queue.put({"op": "tags", "values": {f"{CHANGE_TAG}{number:03d}": text}})
+        self._queue.put(SetTags({f"{CHANGE_TAG}{number:03d}": text}))
         config = self.work_dir / f"config-{number}.yaml"
         with contextlib.suppress(OSError):  # on a full disk the tag is enough
             config.write_text(self.description.files.get("config.yaml", ""))
-            self._queue.put({"op": "artifact", "path": str(config)})
+            self._queue.put(LogArtifact(str(config)))
 
     def _try_to_note(self) -> None:
         with contextlib.suppress(OSError):  # a bucket that is away for the moment; without it there is no checkpoint
             self._note_identity()
 
     def _note_identity(self) -> None:
-        """run.json: what is needed to continue this run from its folder alone. Its id as soon as MLflow has given it one."""
+        """Write run.json, which has what is needed to continue this run from its folder alone.
+
+        The run's id is in it as soon as MLflow has given it one.
+        """
         d, store = self.description, self.spool.store
         about = {
-            "name": d.run_name, "key": self._key, "run_id": store.run_id if store else None,
-            "experiment_id": store.experiment_id if store else None, "tracking_uri": without_password(d.tracking_uri),
-            "config": dict(d.config), "base_dir": d.base_dir, "started_at": d.started_at,
-        }  # fmt: skip
+            "name": d.run_name,
+            "key": self._key,
+            "run_id": store.run_id if store else None,
+            "experiment_id": store.experiment_id if store else None,
+            "tracking_uri": without_password(d.tracking_uri),
+            "config": dict(d.config),
+            "base_dir": d.base_dir,
+            "started_at": d.started_at,
+        }
         for root in {d.work_dir, d.run_path or d.work_dir}:
             Store(root).write_text("run.json", json.dumps(about, indent=1))
         self._is_noted = store is not None
@@ -327,7 +341,7 @@ class Recorder(SignsOfLife):
                 if item.is_published:
                     item.problem = problem or look(self._publish, "the record could not be brought to the run's folder")
                 item.done.set()
-            elif isinstance(item, dict):
+            elif isinstance(item, Operation):
                 flush()  # order: points before the status that ends the run
                 look(partial(self.spool.send, item), None)
             else:
@@ -359,7 +373,7 @@ class Recorder(SignsOfLife):
             self.points.add_checkpoint(message)
         elif isinstance(message, DerivedRecord):
             if not self._derived and not self._is_continued:  # params are written once and stay
-                self._queue.put({"op": "params", "values": {f"derived.{k}": v for k, v in message.values.items()}})
+                self._queue.put(LogParams({f"derived.{k}": v for k, v in message.values.items()}))
             self._derived = dict(message.values)
             return  # a warning says it where something is to be seen
         elif isinstance(message, WorkerSummary):
@@ -373,14 +387,17 @@ class Recorder(SignsOfLife):
             self._events.append(message.text)
             number = f"{EVENT_TAG}{len(self._events):03d}"
             text = f"{_clock(message.recorded_at)} | {message.text}"[:4000]
-            self._queue.put({"op": "tags", "values": {number: text}})
+            self._queue.put(SetTags({number: text}))
         self._shown.append(message)
         if len(self._shown) > 20_000:  # nobody shows them: a driver's memory must not grow with the number of steps
             self._shown_from += 10_000
             del self._shown[:10_000]
 
     def _take_step(self, record: StepRecord, *, is_new: bool) -> None:
-        """is_new: steps.csv does not have it. MLflow may lack steps that steps.csv has: it may have been away."""
+        """Take the record of a step.
+
+        is_new: steps.csv does not have it. MLflow may lack steps that steps.csv has: it may have been away.
+        """
         if self._is_continued and not self._has_new_steps:
             self._try_to_note()  # where it fails, the next checkpoint tries again
             self._note_changes()
@@ -390,7 +407,8 @@ class Recorder(SignsOfLife):
         self.points.add_step(record, num_nonfinite=self.steps.num_nonfinite)
 
     def _go_on_after(self, step: int) -> None:
-        """Training, for the first time or again, begins after this step: the steps before are all that is known of them."""
+        """Mend steps.csv up to this step, after which training begins, for the first time or again: the steps before
+        are all that is known of them."""
         if self.steps.lacks(max(step, self.steps.last_step)):
             self._flush()
             self.recovery.mend_steps(step)
@@ -401,7 +419,7 @@ class Recorder(SignsOfLife):
         except OSError as exc:
             self._event(f"{self.steps.path.name} cannot be written ({exc.strerror}); its rows wait in memory")
         if points := self.points.take():
-            self.spool.send({"op": "metrics", "points": points})
+            self.spool.send(LogMetrics(points))
         else:
             self.spool.send_kept()
 

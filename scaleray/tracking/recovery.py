@@ -1,7 +1,7 @@
 """A run that goes on: what its files and MLflow have of it, what they can give each other back, and what is lost.
 
-steps.csv has every step, MLflow every point that it was given. Either may lack some: a process is killed between two writes,
-a server is away, a file is damaged.
+steps.csv has every step, MLflow every point that it was given. Either may lack some: a process is killed between two
+writes, a server is away, a file is damaged.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from scaleray import metric_names as names
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import TrackingError, first_line
 from scaleray.parsing import load_yaml
-from scaleray.records import StepRecord
-from scaleray.tracking.points import Point, Points
+from scaleray.records.run import StepRecord
+from scaleray.tracking.chart_points import Point, Points
+from scaleray.tracking.operations import LogMetrics, Operation
 from scaleray.tracking.run_description import RunDescription
 from scaleray.tracking.spool import Spool
 from scaleray.tracking.steps_file import StepsFile, in_words
-from scaleray.tracking.store import Operation, without_password
+from scaleray.tracking.store import without_password
 
 NEEDED = ("num_samples", "learning_rate", "step_time_s", "epoch", "world_size", "recorded_at")
 """What a row must have to make points; rows that came from MLflow, and those of older versions, lack some."""
@@ -34,14 +35,14 @@ EXACT = {
 
 @dataclass(frozen=True)
 class KnownRun:
-    """What MLflow has of a run. last_steps: of each metric. steps: those whose loss is there."""
+    """What MLflow has of a run. last_steps: newest step of each metric. steps: those whose loss is there."""
 
     last_steps: dict[str, int]
     steps: set[int]
     all_tags: dict[str, str]
 
     def tags(self, prefix: str) -> list[str]:
-        """Values of the tags that begin so, in the order of their names."""
+        """Values of the tags whose names begin with `prefix`, in the order of their names."""
         return [text for name, text in sorted(self.all_tags.items()) if name.startswith(prefix)]
 
 
@@ -62,9 +63,11 @@ class Recovery:
             return KnownRun(store.last_steps(), steps, store.tags("scaleray."))
         except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
             raise TrackingError(
-                "MLflow at", without_password(store.uri), f"it does not say what run {store.run_id} has: {first_line(exc)}",
+                "MLflow at",
+                without_password(store.uri),
+                f"it does not say what run {store.run_id} has: {first_line(exc)}",
                 "resume when it answers",
-            ) from exc  # fmt: skip
+            ) from exc
 
     def send_what_mlflow_lacks(self, known: KnownRun) -> list[Operation]:
         """Take over what the interrupted process could not send; gives what else its files have and MLflow has not."""
@@ -84,12 +87,13 @@ class Recovery:
             self.points.known[name] = max(step, self.points.known.get(name, -1))
         steps = sorted({step for *_, step in lacking})
         self._say(
-            f"MLflow lacked {len(steps)} of the steps {steps[0]} to {steps[-1]}, which {self.steps.path.name} has: sent again"
+            f"MLflow lacked {len(steps)} of the steps {steps[0]} to {steps[-1]}, "
+            f"which {self.steps.path.name} has: sent again"
         )
-        return [{"op": "metrics", "points": lacking}]
+        return [LogMetrics(lacking)]
 
     def mend_steps(self, after: int) -> None:
-        """Training goes on after this step: give steps.csv back what it lacks before, as far as MLflow has it."""
+        """Give steps.csv back what it lacks up to the step after which training goes on, as far as MLflow has it."""
         lacks = self.steps.lacks(after)
         wanted = {step for first, last in lacks for step in range(first, last + 1)}
         points, problem = self.spool.points(), ""
@@ -159,11 +163,19 @@ def points_of(
 
 def _record(row: Mapping[str, str]) -> StepRecord:
     return StepRecord(
-        step=int(row["step"]), loss=float(row["loss"]), count=float(row["count"] or math.nan), num_samples=int(float(row["num_samples"])),
-        learning_rate=float(row["learning_rate"]), grad_norm=float(row["grad_norm"]) if row["grad_norm"] else None,
-        step_time_s=float(row["step_time_s"]), input_wait_s=float(row["input_wait_s"] or 0.0), epoch=float(row["epoch"]),
-        is_finite=row["is_finite"] == "True", world_size=int(float(row["world_size"])), recorded_at=float(row["recorded_at"]),
-    )  # fmt: skip
+        step=int(row["step"]),
+        loss=float(row["loss"]),
+        count=float(row["count"] or math.nan),
+        num_samples=int(float(row["num_samples"])),
+        learning_rate=float(row["learning_rate"]),
+        grad_norm=float(row["grad_norm"]) if row["grad_norm"] else None,
+        step_time_s=float(row["step_time_s"]),
+        input_wait_s=float(row["input_wait_s"] or 0.0),
+        epoch=float(row["epoch"]),
+        is_finite=row["is_finite"] == "True",
+        world_size=int(float(row["world_size"])),
+        recorded_at=float(row["recorded_at"]),
+    )
 
 
 def _is_yaml_mapping(content: bytes) -> bool:

@@ -40,8 +40,11 @@ class Chart:
 
 @dataclass(frozen=True)
 class View:
-    """A chart page. search: MLflow's filter. sort_by: a metric, as sorting by anything but the date shows children beside
-    their parent. columns: of the table, such as metrics.`point/world_size`."""
+    """A chart page.
+
+    search: MLflow's filter. sort_by: a metric, as sorting by anything but the date shows children beside their parent.
+    columns: those of the table, such as metrics.`point/world_size`.
+    """
 
     name: str
     search: str
@@ -94,14 +97,20 @@ def _state(view: View) -> dict[str, Any]:
         ],
         "isAccordionReordered": True,
         "globalLineChartConfig": {"xAxisKey": "step", "lineSmoothness": 0, "selectedXAxisMetricKey": ""},
-    }  # fmt: skip
+    }
 
 
 def _section(uuid: str, name: str, *, is_open: bool) -> dict[str, Any]:
     return {
-        "uuid": uuid, "name": name, "display": is_open, "isReordered": True, "deleted": False, "isGenerated": False, "columns": 2,
+        "uuid": uuid,
+        "name": name,
+        "display": is_open,
+        "isReordered": True,
+        "deleted": False,
+        "isGenerated": False,
+        "columns": 2,
         "cardHeight": 360,
-    }  # fmt: skip
+    }
 
 
 def _section_id(name: str) -> str:
@@ -110,26 +119,36 @@ def _section_id(name: str) -> str:
 
 def _chart(chart: Chart, number: int) -> dict[str, Any]:
     common = {
-        "uuid": f"scaleray-{number}", "type": chart.kind, "metricSectionId": _section_id(chart.section), "deleted": False,
-        "isGenerated": False, "runsCountToCompare": 100, "displayName": chart.title or None,
-    }  # fmt: skip
+        "uuid": f"scaleray-{number}",
+        "type": chart.kind,
+        "metricSectionId": _section_id(chart.section),
+        "deleted": False,
+        "isGenerated": False,
+        "runsCountToCompare": 100,
+        "displayName": chart.title or None,
+    }
     if chart.kind == "LINE":
         return {
-            **common, "metricKey": chart.metrics[0], "selectedMetricKeys": list(chart.metrics), "lineSmoothness": 0,
-            "useGlobalLineSmoothing": False, "useGlobalXaxisKey": False, "xAxisKey": "step", "yAxisKey": "metric",
-            "yAxisExpressions": [], "selectedXAxisMetricKey": "", "displayPoints": True, "ignoreOutliers": False,
-            "xAxisScaleType": "log" if chart.x_log else "linear", "scaleType": "log" if chart.y_log else "linear",
+            **common,
+            "metricKey": chart.metrics[0],
+            "selectedMetricKeys": list(chart.metrics),
+            "lineSmoothness": 0,
+            "useGlobalLineSmoothing": False,
+            "useGlobalXaxisKey": False,
+            "xAxisKey": "step",
+            "yAxisKey": "metric",
+            "yAxisExpressions": [],
+            "selectedXAxisMetricKey": "",
+            "displayPoints": True,
+            "ignoreOutliers": False,
+            "xAxisScaleType": "log" if chart.x_log else "linear",
+            "scaleType": "log" if chart.y_log else "linear",
             "range": {},
-        }  # fmt: skip
+        }
     if chart.kind == "BAR":
         return {**common, "metricKey": chart.metrics[0]}
     if chart.kind == "SCATTER":
         axes = [("PARAM", key) for key in chart.params] + [("METRIC", key) for key in chart.metrics]
         x, y = ({"type": kind, "key": key} for kind, key in (axes[0], axes[-1]))
         return {**common, "xaxis": x, "yaxis": y}
-    return {
-        **common,
-        "selectedParams": list(chart.params),
-        "selectedMetrics": list(chart.metrics),
-        "showAllRuns": True,
-    }
+    return {**common, "selectedParams": list(chart.params), "selectedMetrics": list(chart.metrics), "showAllRuns": True}

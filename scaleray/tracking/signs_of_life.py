@@ -1,11 +1,12 @@
-"""What a recorder knows of the workers beside their records: that they live, what they do, and whether they shall stop."""
+"""What a recorder knows of the workers beside their records: that they live, what they do, and whether they shall
+stop."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
 
-from scaleray.records import Heartbeat
+from scaleray.records.run import Heartbeat
 
 
 class SignsOfLife:

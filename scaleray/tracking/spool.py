@@ -10,26 +10,26 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scaleray.checkpoints.storage import Store
-from scaleray.parsing import load_json
 from scaleray.tracking import unsent_file
-from scaleray.tracking.points import Point
-from scaleray.tracking.store import Operation, RunStore, without_password
-
-RETRY_FIRST_S, RETRY_MOST_S = 2.0, 30.0
+from scaleray.tracking.chart_points import Point
+from scaleray.tracking.operations import EndRun, LogMetrics, Operation, to_json
+from scaleray.tracking.retry import Backoff
+from scaleray.tracking.store import RunStore, without_password
 
 
 class Spool:
     """Sends a run's operations. say: takes sentences about MLflow's absence. where: says how far the run is.
 
-    store: the run in MLflow, once it exists. sent_at: when it took something last, on the monotonic clock. problem: why what is kept is not in the file, which then is behind.
+    store: the run in MLflow, once it exists. sent_at: when it took something last, on the monotonic clock. problem: why
+    what is kept is not in the file, which then is behind.
     """
 
     def __init__(self, path: Path, *, say: Callable[[str], None], where: Callable[[], str]) -> None:
         self.path, self._say, self._where = path, say, where
         self.store: RunStore | None = None
-        self._kept: list[str] = []
+        self._kept: list[Operation] = []
         self._is_on_disk = True
-        self._retry_at, self._retry_s = 0.0, RETRY_FIRST_S
+        self._retry_at, self._backoff = 0.0, Backoff()
         self.sent_at = 0.0
 
     @property
@@ -55,23 +55,21 @@ class Spool:
             damaged = self.path.with_name(f"{self.path.name}.damaged")
             shutil.copyfile(self.path, damaged)
             self._say(
-                f"{self.path.name} was damaged: {unsent.num_damaged} of its lines cannot be read, {len(unsent.operations)} can; "
+                f"{self.path.name} was damaged: {unsent.num_damaged} of its lines cannot be read, "
+                f"{len(unsent.operations)} can; "
                 f"it is kept as {damaged.name}, and steps.csv gives MLflow the steps that are lost with them"
             )
         for operation in unsent.operations:
-            if operation["op"] == "metrics":  # sent already, but not forgotten yet
-                operation["points"] = [p for p in operation["points"] if p[3] > known.get(p[0], -1)]
-                known.update({p[0]: p[3] for p in operation["points"]})
-            if operation["op"] != "status":
-                self._kept.append(json.dumps(operation))
+            if isinstance(operation, LogMetrics):  # what was sent already, but not forgotten yet, is left out
+                operation = operation.after(known)
+                known.update({point[0]: point[3] for point in operation.points})
+            if not isinstance(operation, EndRun):
+                self._kept.append(operation)
         self._write_file()
 
     def points(self) -> list[Point]:
-        """Those that are kept."""
-        operations = map(json.loads, self._kept)
-        return [
-            tuple(point) for operation in operations if operation["op"] == "metrics" for point in operation["points"]
-        ]
+        """Points that are kept."""
+        return [point for operation in self._kept if isinstance(operation, LogMetrics) for point in operation.points]
 
     def send(self, operation: Operation) -> None:
         """Send, or keep; while anything is kept, later operations queue behind it."""
@@ -94,9 +92,9 @@ class Spool:
             return True
         if time.monotonic() < self._retry_at:
             return False
-        for number, line in enumerate(self._kept):
+        for number, operation in enumerate(self._kept):
             try:
-                self._send(load_json(line))
+                self._send(operation)
             except Exception:  # still away: what was sent is forgotten, the rest stays
                 if number:
                     del self._kept[:number]
@@ -105,7 +103,7 @@ class Spool:
                 return False
         self._kept.clear()
         self._write_file()
-        self._retry_s = RETRY_FIRST_S
+        self._backoff.reset()
         self._say(f"MLflow is back at {self._where()}; everything kept has been sent")
         return True
 
@@ -118,17 +116,17 @@ class Spool:
         self.sent_at = time.monotonic()
 
     def _wait_longer(self) -> None:
-        self._retry_at = time.monotonic() + self._retry_s
-        self._retry_s = min(RETRY_MOST_S, self._retry_s * 2)
+        self._retry_at = time.monotonic() + self._backoff.failed()
 
     def _keep(self, operation: Operation) -> None:
-        self._kept.append(json.dumps(operation))
+        line = to_json(operation)  # before it is kept: what cannot be written must not spoil the file for others
+        self._kept.append(operation)
         if len(self._kept) == 1 or not self._is_on_disk:
             self._write_file()
             return
         try:
             with open(self.path, "a") as file:
-                file.write(self._kept[-1] + "\n")
+                file.write(f"{line}\n")
         except OSError:
             self._is_on_disk = False
 
@@ -151,7 +149,7 @@ class Spool:
             "experiment_id": store.experiment_id,
         }
         temporary = self.path.with_suffix(".part")
-        temporary.write_text("".join(line + "\n" for line in [json.dumps(head), *self._kept]))
+        temporary.write_text("".join(f"{line}\n" for line in [json.dumps(head), *map(to_json, self._kept)]))
         temporary.replace(self.path)
 
     def _require_store(self) -> RunStore:

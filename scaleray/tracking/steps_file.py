@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import math
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.checkpoints.storage import Store
-from scaleray.records import StepRecord
+from scaleray.records.run import StepRecord
 
 STEP_COLUMNS = (
     "step",
@@ -30,7 +31,7 @@ STEP_COLUMNS = (
     "recorded_at",
 )
 OLD_COLUMNS = STEP_COLUMNS[:-1]
-"""Of files from before rows had a time; it is empty in these rows when such a run goes on."""
+"""Columns of files from before rows had a time; the time is empty in these rows when such a run goes on."""
 
 _NUMBER = r"(?:[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|inf|nan))"
 _OPTIONAL = rf"{_NUMBER}?"
@@ -44,9 +45,9 @@ Range = tuple[int, int]
 class StepsFile:
     """A new file, or that of the interrupted run; rows wait in memory for `write`.
 
-    run_path: where else the interrupted run's file may be. last_step, last_loss, num_nonfinite: of the rows so far.
-    damage: what was wrong with the interrupted run's file, whose copy is `kept_as`; "" for nothing, or a last line that was
-    cut, as a kill leaves it.
+    run_path: where else the interrupted run's file may be. last_step, last_loss, num_nonfinite: values after the rows
+    so far. damage: what was wrong with the interrupted run's file, whose copy is `kept_as`; "" for nothing, or a last
+    line that was cut, as a kill leaves it.
     """
 
     def __init__(self, path: Path, *, is_continued: bool, run_path: str | None) -> None:
@@ -68,7 +69,7 @@ class StepsFile:
         self._csv = csv.writer(self._rows, lineterminator="\n")
 
     def add(self, record: StepRecord) -> None:
-        """A row after the last one."""
+        """Add a row after the last one."""
         self._count(record.step, record.loss, record.is_finite)
         values = asdict(record)
         self._csv.writerow([repr(values[c]) if isinstance(values[c], float) else values[c] for c in STEP_COLUMNS])
@@ -102,7 +103,7 @@ class StepsFile:
             yield from csv.DictReader(file)
 
     def mend(self, after: int, found: Mapping[int, Mapping[str, Any]]) -> None:
-        """Training goes on after this step: put in rows that were missing up to it, by step.
+        """Put in rows, by step, that were missing up to the step after which training goes on.
 
         Rows after it stay, as long as none is missing among them: their steps come again. Raises OSError.
         """
@@ -173,7 +174,26 @@ def parse(content: bytes) -> tuple[dict[int, str], str]:
     return rows, ", ".join(problems)
 
 
+def step_rows(text: str | None) -> list[dict[str, float]]:
+    """The rows of steps.csv as numbers; what is empty is NaN. A line that was cut is left out."""
+    rows = []
+    for row in csv.DictReader(io.StringIO(text or "")):
+        try:
+            values = {
+                name: math.nan
+                if value in ("", "None")
+                else float(value == "True")
+                if value in ("True", "False")
+                else float(value)
+                for name, value in row.items()
+            }
+        except (TypeError, ValueError):
+            continue
+        rows.append(values)
+    return rows
+
+
 def in_words(ranges: Iterable[Range]) -> str:
-    """Ranges of steps for a sentence."""
+    """Ranges of steps in words, for a sentence."""
     words = [f"{first}" if first == last else f"{first} to {last}" for first, last in ranges]
     return ", ".join(words[:5]) + (f" and {len(words) - 5} more ranges" if len(words) > 5 else "")

@@ -17,6 +17,7 @@ from typing import Any
 from scaleray.config.base import without_password
 from scaleray.errors import TrackingError, first_line
 from scaleray.tracking import unsent_file
+from scaleray.tracking.operations import LogArtifact, LogDataset, LogMetrics, LogParams, Operation, SetTags
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
@@ -24,11 +25,8 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 UI_ADDRESS = "http://127.0.0.1:5000"
 KEY_TAG = "scaleray.key"
-"""On a run: what it is known by before MLflow has given it an id."""
+"""Tag of a run: what it is known by before MLflow has given it an id."""
 LONGEST_PARAM = 6000  # MLflow cuts longer values without a word; the whole config is an artifact
-
-Operation = dict[str, Any]
-"""One write to a run, as JSON: `metrics`, `params`, `tags`, `artifact`, `dataset` or `status`."""
 
 
 def resolve_uri(uri: str | None) -> str:
@@ -43,9 +41,11 @@ def resolve_uri(uri: str | None) -> str:
     scheme = urllib.parse.urlparse(uri).scheme
     if scheme not in ("http", "https", "databricks") and not scheme.startswith(("postgresql", "mysql", "mssql")):
         raise TrackingError(
-            "tracking.uri", without_password(uri), "it must be sqlite:///FILE, http(s)://SERVER or a database URL",
+            "tracking.uri",
+            without_password(uri),
+            "it must be sqlite:///FILE, http(s)://SERVER or a database URL",
             "MLflow 3 does not keep runs in plain folders any more; use sqlite:///mlflow.db",
-        )  # fmt: skip
+        )
     return uri
 
 
@@ -72,9 +72,11 @@ def check_reachable(uri: str, *, timeout_s: float = 5.0) -> None:
         except (OSError, ValueError) as exc:
             reason = getattr(exc, "reason", exc)
             raise TrackingError(
-                "the MLflow server", without_password(uri), f"it does not answer: {reason}",
+                "the MLflow server",
+                without_password(uri),
+                f"it does not answer: {reason}",
                 "start it, correct --tracking.uri, or leave the key out to use a local SQLite file",
-            ) from exc  # fmt: skip
+            ) from exc
 
 
 def sqlite_path(uri: str) -> Path:
@@ -102,16 +104,24 @@ class RunStore:
     def __init__(self, uri: str, run_id: str, experiment_id: str) -> None:
         self.uri, self.run_id, self.experiment_id = uri, run_id, experiment_id
         self.status_before: str | None = None
-        """Of a run that was reopened."""
+        """Status that a reopened run had before."""
         self.is_new = False
-        """Whether nobody can have written anything to it."""
+        """Whether the run is new, so that nobody can have written anything to it."""
         self.client = open_client(uri)
 
     @classmethod
     def create(
-        cls, uri: str, *, experiment: str, run_name: str, tags: Mapping[str, str], started_at: float | None = None, key: str | None = None,
-    ) -> RunStore:  # fmt: skip
-        """A new run, RUNNING, since `started_at` (wall clock in s; None is now). Makes the database and the experiment when they do not exist. Raises TrackingError.
+        cls,
+        uri: str,
+        *,
+        experiment: str,
+        run_name: str,
+        tags: Mapping[str, str],
+        started_at: float | None = None,
+        key: str | None = None,
+    ) -> RunStore:
+        """A new run, RUNNING, since `started_at` (wall clock in s; None is now). Makes the database and the experiment
+        when they do not exist. Raises TrackingError.
 
         key: names this run for ever: with the same key there comes to be one run, whoever was killed in between and
         whatever answer of the server was lost. None is a new one.
@@ -171,50 +181,51 @@ class RunStore:
         except Exception as exc:  # as above: no common base class
             first = first_line(exc)
             raise TrackingError(
-                "MLflow at", without_password(uri), f"the run {run_id} cannot be continued: {first}",
+                "MLflow at",
+                without_password(uri),
+                f"the run {run_id} cannot be continued: {first}",
                 "check --tracking.uri, which must be that of the interrupted run",
-            ) from exc  # fmt: skip
+            ) from exc
         return store
 
     def send(self, operation: Operation) -> None:
         """Write one operation. Safe to repeat: metric points not above the last stored step are left out on replay."""
         from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 
-        kind = operation["op"]
-        if kind == "metrics":
-            points = [
-                Metric(key, value, int(timestamp), int(step)) for key, value, timestamp, step in operation["points"]
-            ]
+        if isinstance(operation, LogMetrics):
+            points = [Metric(name, value, int(at_ms), int(step)) for name, value, at_ms, step in operation.points]
             for start in range(0, len(points), 1000):  # the server's limit for one call
                 self.client.log_batch(self.run_id, metrics=points[start : start + 1000])
-        elif kind == "params":
-            params = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in operation["values"].items()]
+        elif isinstance(operation, LogParams):
+            params = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in operation.values.items()]
             for start in range(0, len(params), 100):
                 self.client.log_batch(self.run_id, params=params[start : start + 100])
-        elif kind == "tags":
-            self.client.log_batch(self.run_id, tags=[RunTag(k, str(v)) for k, v in operation["values"].items()])
-        elif kind == "artifact":
-            self.client.log_artifact(self.run_id, operation["path"], operation.get("folder"))
-        elif kind == "dataset":
+        elif isinstance(operation, SetTags):
+            self.client.log_batch(self.run_id, tags=[RunTag(k, str(v)) for k, v in operation.values.items()])
+        elif isinstance(operation, LogArtifact):
+            self.client.log_artifact(self.run_id, operation.path, operation.folder)
+        elif isinstance(operation, LogDataset):
             dataset = Dataset(
-                name=operation["name"], digest=operation["digest"], source_type="scaleray",
-                source=json.dumps(operation["source"]), profile=json.dumps(operation["profile"]),
-            )  # fmt: skip
-            tag = InputTag("mlflow.data.context", operation["context"])
+                name=operation.name,
+                digest=operation.digest,
+                source_type="scaleray",
+                source=json.dumps(operation.source),
+                profile=json.dumps(operation.profile),
+            )
+            tag = InputTag("mlflow.data.context", operation.context)
             self.client.log_inputs(self.run_id, datasets=[DatasetInput(dataset, [tag])])
-        elif kind == "status":
-            self.client.set_terminated(self.run_id, operation["status"], operation["end_time"])
         else:
-            raise ValueError(f"unknown operation {kind}")
+            self.client.set_terminated(self.run_id, operation.status, operation.end_time)
 
     def remove_twins(self, key: str) -> None:
-        """Delete other runs with this key: a request that MLflow's client gave up and repeated may have made one late."""
+        """Delete other runs with this key: a request that MLflow's client gave up and repeated may have made one
+        late."""
         for run in _with_key(self.client, self.experiment_id, key):
             if run.info.run_id != self.run_id:
                 self.client.delete_run(run.info.run_id)
 
     def is_described(self) -> bool:
-        """Whether its params are there, which are the first thing that is written."""
+        """Whether the run's params are there, which are the first thing that is written."""
         return bool(self.client.get_run(self.run_id).data.params)
 
     def history(self, metric: str) -> list[tuple[str, float, int, int]]:
@@ -222,7 +233,7 @@ class RunStore:
         return [(metric, m.value, m.timestamp, m.step) for m in self.client.get_metric_history(self.run_id, metric)]
 
     def tags(self, prefix: str) -> dict[str, str]:
-        """The run's tags that begin so."""
+        """The run's tags whose names begin with `prefix`."""
         return {k: v for k, v in self.client.get_run(self.run_id).data.tags.items() if k.startswith(prefix)}
 
     def last_steps(self) -> dict[str, int]:
@@ -265,8 +276,8 @@ def replay(path: str | Path, *, uri: str | None = None) -> int:
 
     uri: where to send it; None is where the run wrote, whose password, if any, the file does not hold.
 
-    Raises TrackingError when the server still cannot be reached; the file stays then. Also where lines of it cannot be
-    read, when the others are sent; the file is `unsent.jsonl.damaged` then.
+    Raises TrackingError when the server still cannot be reached; the file stays then. It is raised too where lines of
+    the file cannot be read, once the others are sent; the file is `unsent.jsonl.damaged` then.
     """
     path = Path(path)
     try:
@@ -278,32 +289,31 @@ def replay(path: str | Path, *, uri: str | None = None) -> int:
     head = unsent.head
     if head is None:
         raise TrackingError(
-            "unsent file", str(path), "it is not one that scaleray wrote: its first line does not say which run it belongs to",
+            "unsent file",
+            str(path),
+            "it is not one that scaleray wrote: its first line does not say which run it belongs to",
             f"its {len(unsent.operations)} whole operations can be sent once that line is there, as in run.json",
-        )  # fmt: skip
+        )
     uri = uri or head["tracking_uri"]
     check_reachable(uri)
     try:
         store = RunStore(uri, head["run_id"], head["experiment_id"])
         known = store.last_steps()
         for operation in unsent.operations:
-            if operation["op"] == "metrics":  # a crash between sending and forgetting must not double points
-                operation["points"] = [p for p in operation["points"] if p[3] > known.get(p[0], -1)]
-            store.send(operation)
+            # a crash between sending and forgetting must not double points
+            store.send(operation.after(known) if isinstance(operation, LogMetrics) else operation)
     except Exception as exc:  # as above: no common base class
-        raise TrackingError(
-            "MLflow at",
-            without_password(uri),
-            f"it refused: {first_line(exc)}",
-        ) from exc
+        raise TrackingError("MLflow at", without_password(uri), f"it refused: {first_line(exc)}") from exc
     num_lost = unsent.num_damaged + unsent.is_cut
     if num_lost:
         damaged = path.with_name(f"{path.name}.damaged")
         path.replace(damaged)
         raise TrackingError(
-            "unsent file", str(path), f"{num_lost} of its lines cannot be read; the other {len(unsent.operations)} were sent",
+            "unsent file",
+            str(path),
+            f"{num_lost} of its lines cannot be read; the other {len(unsent.operations)} were sent",
             f"it is kept as {damaged}; steps.csv beside it has every step",
-        )  # fmt: skip
+        )
     path.unlink()
     return len(unsent.operations)
 
@@ -324,7 +334,8 @@ def open_client(uri: str) -> Any:
 
 @contextlib.contextmanager
 def _first_use_lock(uri: str) -> Iterator[None]:
-    """Two processes that migrate one new SQLite file at once break it for good; the lock lets one go first."""
+    """Lock for the first use of an SQLite file: two processes that migrate one new file at once break it for good, so
+    one goes first."""
     if not uri.startswith("sqlite:///"):
         yield
         return

@@ -12,14 +12,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from scaleray import metric_names as names
-from scaleray.study_records import Curve, CurvePoint, Point, StudyRecord, SweepRecord, Trial
-from scaleray.sweep_settings import best_by_batch, settings
+from scaleray.records.settings import best_by_batch, settings
+from scaleray.records.study import Curve, CurvePoint, Point, StudyRecord
+from scaleray.records.sweep import SweepRecord, Trial
 
 Value = tuple[str, float, int, float]
 """(metric, value, step, wall clock in seconds since 1970)."""
 
 MOST_CURVE_POINTS = 200
-"""Of one curve in MLflow; the record has all."""
+"""Largest number of points of one curve in MLflow; the record has all."""
 
 
 def point_name(point: Point) -> str:
@@ -35,35 +36,50 @@ def trial_name(trial: Trial) -> str:
 def point_params(point: Point) -> dict[str, Any]:
     """What was set for a point."""
     return {
-        "point.mode": point.mode, "point.workers": point.workers, "point.strategy": point.strategy,
-        "point.global_batch_size": point.global_batch_size, "point.micro_batch_size": point.micro_batch_size,
-        "point.accumulation_steps": point.accumulation_steps, "point.marks": ", ".join(point.marks) or "none",
+        "point.mode": point.mode,
+        "point.workers": point.workers,
+        "point.strategy": point.strategy,
+        "point.global_batch_size": point.global_batch_size,
+        "point.micro_batch_size": point.micro_batch_size,
+        "point.accumulation_steps": point.accumulation_steps,
+        "point.marks": ", ".join(point.marks) or "none",
         "point.reused_from": point.reused_from or "none",
-    }  # fmt: skip
+    }
 
 
 def trial_params(trial: Trial) -> dict[str, Any]:
     """What was set for a trial."""
     own = {
-        "trial.batch_size": trial.batch_size, "trial.rule": trial.rule, "trial.learning_rate": trial.learning_rate,
-        "trial.optimizer": trial.optimizer, "trial.warmup": trial.warmup, "trial.seed": trial.seed,
-        "trial.workers": trial.workers, **({} if trial.same_as is None else {"trial.same_as": trial.same_as}),
-    }  # fmt: skip
+        "trial.batch_size": trial.batch_size,
+        "trial.rule": trial.rule,
+        "trial.learning_rate": trial.learning_rate,
+        "trial.optimizer": trial.optimizer,
+        "trial.warmup": trial.warmup,
+        "trial.seed": trial.seed,
+        "trial.workers": trial.workers,
+        **({} if trial.same_as is None else {"trial.same_as": trial.same_as}),
+    }
     return {**{safe_name(key): value for key, value in trial.settings.items()}, **own}
 
 
 def point_values(point: Point) -> list[Value]:
-    """A point's single values at step 0, and its training to the target and noise with the number of samples as step."""
+    """A point's single values at step 0, and its training to the target and noise with the number of samples as
+    step."""
     at = point.measured_at
     singles = {
-        names.WORLD_SIZE: point.workers, names.POINT_SAMPLES_PER_S: point.samples_per_s.value,
+        names.WORLD_SIZE: point.workers,
+        names.POINT_SAMPLES_PER_S: point.samples_per_s.value,
         names.POINT_TOKENS_PER_S: point.tokens_per_s.value if point.tokens_per_s else None,
-        names.POINT_STEP_TIME_S: point.step_time_s.value, names.POINT_COMPUTE_S: point.compute_s,
-        names.POINT_EXPOSED_COMM_S: point.exposed_comm_s, names.POINT_INPUT_WAIT_S: point.input_wait_s,
-        names.POINT_OTHER_S: point.other_s, names.POINT_MFU: point.mfu,
-        names.PEAK_MEMORY_BYTES: point.peak_memory_bytes or None, names.POINT_COST: point.cost_per_million_samples,
+        names.POINT_STEP_TIME_S: point.step_time_s.value,
+        names.POINT_COMPUTE_S: point.compute_s,
+        names.POINT_EXPOSED_COMM_S: point.exposed_comm_s,
+        names.POINT_INPUT_WAIT_S: point.input_wait_s,
+        names.POINT_OTHER_S: point.other_s,
+        names.POINT_MFU: point.mfu,
+        names.PEAK_MEMORY_BYTES: point.peak_memory_bytes or None,
+        names.POINT_COST: point.cost_per_million_samples,
         names.POINT_NOISE_SCALE: point.noise_scale,
-    }  # fmt: skip
+    }
     reached = point.to_target if point.to_target and point.to_target.is_reached else None
     if reached:
         singles[names.POINT_SAMPLES_TO_TARGET] = reached.samples
@@ -78,27 +94,36 @@ def point_values(point: Point) -> list[Value]:
 
 
 def point_duration_s(point: Point) -> float:
-    """What measuring it took, as far as it is known: its turns."""
+    """Seconds that measuring a point took, as far as they are known: those of its turns."""
     return sum(map(sum, point.turns))
 
 
 def trial_values(trial: Trial, *, ended_at: float) -> list[Value]:
-    """A trial's single values at step 0, and its metric with the number of samples as step. ended_at: wall clock in s."""
+    """A trial's single values at step 0, and its metric with the number of samples as step.
+
+    ended_at: wall clock in s.
+    """
     singles = {
-        names.TRIAL_BATCH_SIZE: trial.batch_size, names.TRIAL_LEARNING_RATE: trial.learning_rate,
-        names.WORLD_SIZE: trial.workers, names.TRIAL_VALUE: trial.value, names.TRIAL_SAMPLES: trial.samples,
-        names.TRIAL_SAMPLES_TO_TARGET: trial.samples_to_target, names.TRIAL_TIME_TO_TARGET_S: trial.time_to_target_s,
-        names.TRIAL_TRAINING_TIME_S: trial.training_time_s, names.TRIAL_TOTAL_TIME_S: trial.total_time_s,
-        names.TRIAL_SAMPLES_PER_S: trial.samples_per_s, names.TRIAL_NOISE_SCALE: trial.noise_scale,
+        names.TRIAL_BATCH_SIZE: trial.batch_size,
+        names.TRIAL_LEARNING_RATE: trial.learning_rate,
+        names.WORLD_SIZE: trial.workers,
+        names.TRIAL_VALUE: trial.value,
+        names.TRIAL_SAMPLES: trial.samples,
+        names.TRIAL_SAMPLES_TO_TARGET: trial.samples_to_target,
+        names.TRIAL_TIME_TO_TARGET_S: trial.time_to_target_s,
+        names.TRIAL_TRAINING_TIME_S: trial.training_time_s,
+        names.TRIAL_TOTAL_TIME_S: trial.total_time_s,
+        names.TRIAL_SAMPLES_PER_S: trial.samples_per_s,
+        names.TRIAL_NOISE_SCALE: trial.noise_scale,
         names.TRIAL_GOODPUT: trial.goodput,
-    }  # fmt: skip
+    }
     began_at = ended_at - trial_duration_s(trial)
     curve = curve_values(trial.metric, trial.curve, trial.recorded_at, began_at=began_at)
     return list(_finite((metric.name, value, 0, ended_at) for metric, value in singles.items())) + curve
 
 
 def trial_duration_s(trial: Trial) -> float:
-    """From its first worker to its end; of its steps alone where no more is known."""
+    """Seconds from a trial's first worker to its end; those of its steps alone where no more is known."""
     return trial.total_time_s or trial.training_time_s
 
 
@@ -113,7 +138,8 @@ def curve_values(
 ) -> list[Value]:
     """Evaluations with samples as steps, at most MOST_CURVE_POINTS of them, the first and the last among these.
 
-    recorded_at: when each was; where that is not known, as in older records, it is `began_at` and the seconds of training.
+    recorded_at: when each was; where that is not known, as in older records, it is `began_at` and the seconds of
+    training.
     """
     times = recorded_at if len(recorded_at) == len(curve) else [began_at + seconds for _, seconds, _ in curve]
     name, few = safe_name(metric), thinned(list(zip(curve, times, strict=True)), MOST_CURVE_POINTS)
@@ -128,7 +154,8 @@ def record_values(record: StudyRecord | SweepRecord) -> list[Value]:
 
 
 def end_of(record: StudyRecord | SweepRecord) -> float:
-    """Wall clock of its end, in seconds since 1970; a sweep that was continued took longer than its last part."""
+    """Wall clock of a record's end, in seconds since 1970; a sweep that was continued took longer than its last
+    part."""
     trials = record.trials if isinstance(record, SweepRecord) else []
     return max([record.started_at + record.duration_s, *(t.ended_at for t in trials if t.ended_at is not None)])
 

@@ -7,15 +7,16 @@ from functools import partial
 
 from scaleray import metric_names as names
 from scaleray.metric_names import Metric
-from scaleray.study_records import StudyRecord, SweepRecord
+from scaleray.records.study import StudyRecord
+from scaleray.records.sweep import SweepRecord
 from scaleray.tracking.saved_views import Chart, View
 from scaleray.tracking.study_values import record_values, safe_name
 
 KEY_TAG = "scaleray.study"
-"""On a parent and its children: the parent's run id."""
+"""Tag of a parent and its children: the parent's run id."""
 FOLDED = ("scaling", "batch", "point", "trial", "progress", "train", "perf")
 MOST_RULES = 6
-"""Lines of one chart."""
+"""Largest number of lines of one chart."""
 
 
 def view_of(kind: str, name: str, run_id: str, record: StudyRecord | SweepRecord | None) -> View:
@@ -72,7 +73,8 @@ def _sweep_view(name: str, search: str, record: SweepRecord | None) -> View:
     columns = ["params.`trial.rule`", "params.`trial.batch_size`", "params.`trial.learning_rate`"]
     columns += _columns((names.TRIAL_VALUE, names.TRIAL_SAMPLES_TO_TARGET))
     is_ascending = record is None or record.direction == "min"
-    # the best trials first, and among them the parent, which has the best value too: its curves must be on the first page
+    # the best trials first, and among them the parent, which has the best value too: its curves must be on the first
+    # page
     folded = list(dict.fromkeys([*FOLDED, *([safe_name(record.metric).partition("/")[0]] if record else [])]))
     return View(f"Sweep {name}", search, names.TRIAL_VALUE.name, charts, columns, is_ascending, folded)
 

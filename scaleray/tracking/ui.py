@@ -13,7 +13,8 @@ from scaleray.tracking import store
 
 
 def serve(uri: str | None, *, port: int) -> int:
-    """Run MLflow's server on 127.0.0.1 until it is interrupted, by Ctrl-C, SIGTERM or a closed terminal; returns its exit code.
+    """Run MLflow's server on 127.0.0.1 until it is interrupted, by Ctrl-C, SIGTERM or a closed terminal; returns its
+    exit code.
 
     Raises TrackingError when the port is taken or the URI is a server already.
     """

@@ -19,25 +19,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop, sdpa_flop_count
 
-from scaleray.config.scale import PrecisionSettings
+from scaleray.config.precision import PrecisionSettings
+from scaleray.records.workload_profile import PartProfile, Product, WorkloadProfile
 from scaleray.reproducibility.seeding import same_random_numbers
-from scaleray.training import precision
-from scaleray.training.micro_batches import as_user_batch, to_device
-from scaleray.training.sum_and_count import check_sum_and_count
+from scaleray.training.setup import precision
+from scaleray.training.step.micro_batches import as_user_batch, to_device
+from scaleray.training.step.sum_and_count import check_sum_and_count
 from scaleray.workload import call_user_code
-from scaleray.workload_profile import PartProfile, Product, WorkloadProfile
 
 CPU = torch.device("cpu")
-SIZES = (2, 4)  # samples of the two passes; batch normalisation cannot train on a single one
+SIZES = (2, 4)  # numbers of samples of the two passes; batch normalisation cannot train on a single one
 
 
 def profile_workload(
     workload: Any, rows: Mapping[str, np.ndarray], settings: PrecisionSettings, *, gives_tuples: bool = False
 ) -> WorkloadProfile:
-    """The profile of a workload's model and loss in a precision. rows: a few of the training data, as a source reads them.
+    """The profile of a workload's model and loss in a precision. rows: a few of the training data, as a source reads
+    them.
 
-    Activations are those of torch's memory-saving attention, without activation checkpointing. Changes no random numbers.
-    Raises WorkloadError.
+    Activations are those of torch's memory-saving attention, without activation checkpointing. Changes no random
+    numbers. Raises WorkloadError.
     """
     with same_random_numbers(CPU):
         try:
@@ -94,7 +95,7 @@ def _profile(
 
 @dataclass
 class _Part:
-    """Of one micro-batch."""
+    """Counts of one part of the model, over one micro-batch."""
 
     name: str
     num_parameters: int = 0
@@ -242,8 +243,13 @@ def _bytes(tensor: torch.Tensor | None) -> int:
 
 
 def _attention_backward(
-    grad_out: tuple[int, ...], query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], *args: Any, **kwargs: Any
-) -> int:  # fmt: skip
+    grad_out: tuple[int, ...],
+    query: tuple[int, ...],
+    key: tuple[int, ...],
+    value: tuple[int, ...],
+    *args: Any,
+    **kwargs: Any,
+) -> int:
     # torch counts the scores that the backward pass computes again; a model's FLOPs do not
     return 2 * sdpa_flop_count(query, key, value)
 
@@ -263,6 +269,6 @@ _ATTENTION: dict[Any, Any] = {
 }
 _FREE = {
     _aten._unsafe_view, _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.lift_fresh, _aten.detach,
-    _aten._local_scalar_dense, torch.ops.prim.device,  # questions to a tensor
+    _aten._local_scalar_dense, torch.ops.prim.device,  # operations that only ask a tensor for something
 }  # fmt: skip
 """Operations that move no bytes, beside views."""

@@ -17,28 +17,21 @@ import torch
 
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.data import Part, StepStream
-from scaleray.data.sources import Columns
-from scaleray.data.stream import (
-    LOCAL_CHUNK_STEPS,
-    LOCAL_START_S,
-    Demand,
-    local_blocks,
-    ray_blocks,
-    ray_starvation_reason,
-    start_locally,
-    stream_blocks,
-)
-from scaleray.records import EventRecord, Heartbeat, WorkerMessage, WorkerSummary
+from scaleray.data.blocks import local_blocks
+from scaleray.data.local_start import LOCAL_CHUNK_STEPS, LOCAL_START_S, Demand, start_locally
+from scaleray.data.ray_blocks import ray_blocks, ray_starvation_reason, stream_blocks
+from scaleray.data.source import Columns
+from scaleray.records.run import EventRecord, Heartbeat, WorkerMessage, WorkerSummary
 from scaleray.training import loop
-from scaleray.training.checkpointing import Checkpointing, Control
-from scaleray.training.job import TRAIN, OpenStream, Split, TrainJob
-from scaleray.training.place import Place
-from scaleray.training.progress import HANG, WATCHDOG_SHARE, Progress, Tail, TailHandler, Watchdog
-from scaleray.training.weights import save_weights
+from scaleray.training.health.progress import HANG, WATCHDOG_SHARE, Progress, Tail, TailHandler, Watchdog
+from scaleray.training.setup.job import TRAIN, OpenStream, Split, TrainJob
+from scaleray.training.setup.place import Place
+from scaleray.training.state.checkpointing import Checkpointing, Control
+from scaleray.training.state.weights import save_weights
 from scaleray.workload import no_exit
 
 MIB = 2**20
-BEAT_S = 0.5  # between two signs of life
+BEAT_S = 0.5  # seconds between two signs of life
 TAIL_LINES = 20
 HANG_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
 
@@ -70,14 +63,7 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
     logging.getLogger("ray.train.v2._internal.util").setLevel(logging.CRITICAL)  # the driver says each error, once
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # says that progress bars are off
     uses_gpu = job.config.scale.gpus_per_worker > 0
-    place = Place(
-        rank=context.get_world_rank(),
-        world_size=context.get_world_size(),
-        local_rank=context.get_local_rank(),
-        local_world_size=context.get_local_world_size(),
-        node=ray.util.get_node_ip_address(),
-        device=_device() if uses_gpu else torch.device("cpu"),
-    )
+    place = place_under_ray(uses_gpu=uses_gpu)
     if not uses_gpu:
         torch.set_num_threads(max(1, int(job.config.scale.cpus_per_worker)))
     sender = Sender(assignment.recorder, interval_s=job.config.tracking.interval_s)
@@ -116,21 +102,34 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
         os._exit(HANG_EXIT_CODE)  # the training thread cannot be ended otherwise
 
     checkpointing = Checkpointing(
-        job, place, Catalog.of_run(assignment.run_path, job.config.checkpoint.copy_path), emit=sender, control=control,
-        facts=assignment.facts, before_publishing=before_publishing,
-    )  # fmt: skip
+        job,
+        place,
+        Catalog.of_run(assignment.run_path, job.config.checkpoint.copy_path),
+        emit=sender,
+        control=control,
+        facts=assignment.facts,
+        before_publishing=before_publishing,
+    )
     progress = Progress()
     watchdog = Watchdog(
-        progress, interval_s=max(BEAT_S, place.world_size / 100), beat=beat,
+        progress,
+        interval_s=max(BEAT_S, place.world_size / 100),
+        beat=beat,
         limit_s=WATCHDOG_SHARE * job.config.scale.collective_timeout_s,
-        on_leave=control.wants_leave.set, on_hang=die,
-    )  # fmt: skip
+        on_leave=control.wants_leave.set,
+        on_hang=die,
+    )
     try:
         with watchdog, no_exit("the workload's code"):
             return loop.run(
-                job, place, open_stream=open_stream, emit=sender, checkpointing=checkpointing, progress=progress,
+                job,
+                place,
+                open_stream=open_stream,
+                emit=sender,
+                checkpointing=checkpointing,
+                progress=progress,
                 save_weights=lambda share: save_weights(share, assignment.run_path, rank=place.rank),
-            )  # fmt: skip
+            )
     finally:
         sender.flush()
 
@@ -156,9 +155,13 @@ def stream_opener(
             source, part, chunk_bytes=min(chunk_bytes, step_bytes * LOCAL_CHUNK_STEPS), may_draw=may_draw
         )
         tasks = ray_blocks(
-            reference, part, row_bytes=split.row_bytes, chunk_bytes=chunk_bytes,
-            memory_bytes=data.prefetch_mib * MIB, cpus=input_cpus,
-        )  # fmt: skip
+            reference,
+            part,
+            row_bytes=split.row_bytes,
+            chunk_bytes=chunk_bytes,
+            memory_bytes=data.prefetch_mib * MIB,
+            cpus=input_cpus,
+        )
         if here.is_read_alone:
             return tasks  # here the model is being built and trained meanwhile, which draws random numbers too
         return start_locally(here, tasks, demand, patience_s=min(LOCAL_START_S, data.timeout_s))
@@ -175,9 +178,15 @@ def stream_opener(
         else:
             blocks = planned_blocks(split, part, demand)
         return StepStream(
-            blocks, part, row_bytes=split.row_bytes, demand=demand, prefetch_bytes=data.prefetch_mib * MIB / 2, timeout_s=data.timeout_s,
-            explain_wait=ray_starvation_reason(), warn=lambda text: emit(EventRecord(text, kind="warning")),
-        )  # fmt: skip
+            blocks,
+            part,
+            row_bytes=split.row_bytes,
+            demand=demand,
+            prefetch_bytes=data.prefetch_mib * MIB / 2,
+            timeout_s=data.timeout_s,
+            explain_wait=ray_starvation_reason(),
+            warn=lambda text: emit(EventRecord(text, kind="warning")),
+        )
 
     return open_stream
 
@@ -202,7 +211,10 @@ class Sender:
             self._send()
 
     def flush(self) -> bool:
-        """Send what is there and wait until it has arrived; whether it has. After the last step nothing is slowed by that."""
+        """Send what is there and wait until it has arrived; whether it has.
+
+        After the last step nothing is slowed by that.
+        """
         import ray
 
         with self._lock:
@@ -227,8 +239,10 @@ class Sender:
             self._sent_at = time.monotonic()
 
     def _is_free(self) -> bool:
-        """Whether nothing is under way. What did not arrive waits again; where only the answer was lost, it is sent twice,
-        which the recorder notices."""
+        """Whether nothing is under way.
+
+        What did not arrive waits again; where only the answer was lost, it is sent twice, which the recorder notices.
+        """
         import ray
 
         if self._last is None:
@@ -244,9 +258,20 @@ class Sender:
         return True
 
 
-def _device() -> torch.device:
+def place_under_ray(*, uses_gpu: bool) -> Place:
+    """Where this process stands among Ray Train's workers; its GPU, if it uses one, becomes the current device."""
+    import ray
     import ray.train.torch
 
-    device = ray.train.torch.get_device()
-    torch.cuda.set_device(device)
-    return device
+    context, device = ray.train.get_context(), torch.device("cpu")
+    if uses_gpu:
+        device = ray.train.torch.get_device()
+        torch.cuda.set_device(device)
+    return Place(
+        rank=context.get_world_rank(),
+        world_size=context.get_world_size(),
+        local_rank=context.get_local_rank(),
+        local_world_size=context.get_local_world_size(),
+        node=ray.util.get_node_ip_address(),
+        device=device,
+    )

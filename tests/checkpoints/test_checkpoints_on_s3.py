@@ -10,14 +10,14 @@ import torch
 from saved_runs import assert_equal, catalog_of, make_saver, read_all, save
 from small_runs import Classify, train_alone
 
-from scaleray.checkpoints.catalog import Retention
 from scaleray.checkpoints.consolidated import export, import_weights, load_weights
 from scaleray.checkpoints.hugging_face import ModelFolder
+from scaleray.checkpoints.retention import Retention
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import StorageError
-from scaleray.launch.run_folder import RunFolder
-from scaleray.strategies.weight_shares import Placed, WeightShare
-from scaleray.training.weights import complete, forget, save_weights
+from scaleray.launch.session.folder import RunFolder
+from scaleray.strategies.contract.weight_shares import Placed, WeightShare
+from scaleray.training.state.weights import complete, forget, save_weights
 
 FLAGS = {"checkpoint.every": "2 steps", "stop.after": "8 steps", "precision.dtype": "fp32", "optimizer.name": "adamw"}
 
@@ -59,9 +59,12 @@ def bucket(server, monkeypatch, request):
 
     endpoint = f"http://{server.host}:{server.port}"
     for name, value in {
-        "AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1", "AWS_REGION": "us-east-1",
-    }.items():  # fmt: skip
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_REGION": "us-east-1",
+    }.items():
         monkeypatch.setenv(name, value)
     name = f"bucket-{abs(hash(request.node.name)) % 10**9}"
     pyarrow.fs.S3FileSystem(endpoint_override=endpoint, allow_bucket_creation=True).create_dir(name)

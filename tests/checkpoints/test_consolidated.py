@@ -25,9 +25,12 @@ FLAGS = {"checkpoint.every": "2 steps", "stop.after": "4 steps", "precision.dtyp
 def varied(dtypes=DTYPES):
     values = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
     return {
-        **{f"layer.{name}": values.to(getattr(torch, name)) for name in dtypes}, "empty": torch.zeros(0, 2), "scalar": torch.tensor(2.0),
-        "ünï.code": values[:, ::2], "large": torch.arange(300_000, dtype=torch.int32),
-    }  # fmt: skip
+        **{f"layer.{name}": values.to(getattr(torch, name)) for name in dtypes},
+        "empty": torch.zeros(0, 2),
+        "scalar": torch.tensor(2.0),
+        "ünï.code": values[:, ::2],
+        "large": torch.arange(300_000, dtype=torch.int32),
+    }
 
 
 def stored(folder, tensors, step=7):

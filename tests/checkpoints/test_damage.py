@@ -194,6 +194,16 @@ def test_training_heals_a_checkpoint_from_its_copy_and_says_so(tmp_path):
     assert any("healed from" in event and "copies" in event for event in resumed.events)
 
 
+def test_one_worker_heals_a_manifest_that_is_missing_in_one_place(tmp_path):
+    flags = {**FLAGS, "checkpoint.copies": 2, "checkpoint.copy_path": str(tmp_path / "copies")}
+    train_alone(Classify(), flags, folder=tmp_path / "run", kill_at=7)
+    (manifest,) = (tmp_path / "copies").rglob("step-000000006/manifest.json")
+    text = manifest.read_text()
+    manifest.unlink()
+    resumed = train_alone(Classify(), flags, folder=tmp_path / "run", kill_at=1)
+    assert manifest.read_text() == text and any("missing, damaged" in event for event in resumed.events)
+
+
 class Wider(Classify):
     def build_model(self):
         return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))

@@ -35,7 +35,9 @@ def test_a_fine_tune_with_90_percent_frozen_writes_a_quarter_of_the_bytes_at_mos
     assert len({c.bytes_written for c in full.checkpoints}) == 1
     assert incremental.checkpoints[0].bytes_written == full.checkpoints[0].bytes_written, "the first is always full"
     parts = [a.bytes_written / b.bytes_written for a, b in zip(incremental.checkpoints, full.checkpoints, strict=True)]
-    print(f"each after the first: {min(parts[1:]):.2%} to {max(parts[1:]):.2%} of a full one; all {len(parts)}: {sum(parts) / len(parts):.1%}")  # fmt: skip
+    print(
+        f"each after the first: {min(parts[1:]):.2%} to {max(parts[1:]):.2%} of a full one; all {len(parts)}: {sum(parts) / len(parts):.1%}"
+    )
     assert max(parts[1:]) <= limit
     assert_equal(incremental.weights, full.weights)
 

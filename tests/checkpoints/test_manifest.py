@@ -19,18 +19,24 @@ from scaleray.checkpoints.manifest import (
     _digest,
     folder_name,
     step_of,
-)  # fmt: skip
+)
 from scaleray.errors import CheckpointError
 
 
 def example(**changes):
     chunk = Chunk((0, 2), (3, 2), "step-000000007/rank-00000-ab.bin", 64, 24, "d1")
     values = {
-        "step": 7, "world_size": 2, "strategy": "ddp", "created_at": 1.5, "values": {"progress": {"step": 7, "bad": float("inf")}},
+        "step": 7,
+        "world_size": 2,
+        "strategy": "ddp",
+        "created_at": 1.5,
+        "values": {"progress": {"step": 7, "bad": float("inf")}},
         "tensors": {"model.ä weight": Tensor("float32", (3, 4), (chunk,)), "model.empty": Tensor("bool", (0,), ())},
-        "files": {"step-000000007/rank-00000-ab.bin": StoredFile("ff" * 32, 88)}, "facts": {"metrics": {"val/loss": 0.1}},
-        "chain": 3, "bytes_written": 88,
-    }  # fmt: skip
+        "files": {"step-000000007/rank-00000-ab.bin": StoredFile("ff" * 32, 88)},
+        "facts": {"metrics": {"val/loss": 0.1}},
+        "chain": 3,
+        "bytes_written": 88,
+    }
     return Manifest(**{**values, **changes})
 
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from saved_runs import assert_equal, catalog_of, make_saver, read_all, save, snapshot
 
-from scaleray.checkpoints.catalog import Retention
 from scaleray.checkpoints.manifest import Manifest, folder_name
+from scaleray.checkpoints.retention import Retention
 from scaleray.checkpoints.storage import Store
-from scaleray.records import CheckpointRecord
+from scaleray.records.run import CheckpointRecord
 
 
 def manifests(**metrics):
@@ -28,8 +28,13 @@ def manifest_of(step, metrics, **more):
 
 
 STORED = manifests(
-    s10={"val/loss": 3.0}, s20={"val/loss": 1.0}, s30={}, s40={"val/loss": float("nan")}, s50={"val/loss": 2.0}, s60={"val/loss": 1.0}
-)  # fmt: skip
+    s10={"val/loss": 3.0},
+    s20={"val/loss": 1.0},
+    s30={},
+    s40={"val/loss": float("nan")},
+    s50={"val/loss": 2.0},
+    s60={"val/loss": 1.0},
+)
 
 
 @pytest.mark.parametrize(
@@ -52,9 +57,11 @@ def test_what_a_policy_keeps(policy, kept):
 
 def test_metrics_of_an_older_step_or_of_an_unknown_one_rank_nothing():
     stored = [
-        manifest_of(10, {"val/loss": 3.0}, evaluated_at=10), manifest_of(20, {"val/loss": 1.0}, evaluated_at=10),
-        manifest_of(30, {"val/loss": 1.0}), manifest_of(40, {}, evaluated_at=None),
-    ]  # fmt: skip
+        manifest_of(10, {"val/loss": 3.0}, evaluated_at=10),
+        manifest_of(20, {"val/loss": 1.0}, evaluated_at=10),
+        manifest_of(30, {"val/loss": 1.0}),
+        manifest_of(40, {}, evaluated_at=None),
+    ]
     assert Retention(keep_last=1, keep_best=1, best="val/loss").kept(stored) == {10, 40}
 
 
@@ -66,12 +73,15 @@ def tensors_at(numbers):
 actions = st.lists(
     st.one_of(
         st.tuples(st.just("save"), st.sets(st.integers(0, 3))),
-        st.tuples(st.just("prune"), st.builds(Retention, st.integers(1, 3), st.just(1), st.just("m"), keep_every=st.sampled_from([None, 2, 3]))),
+        st.tuples(
+            st.just("prune"),
+            st.builds(Retention, st.integers(1, 3), st.just(1), st.just("m"), keep_every=st.sampled_from([None, 2, 3])),
+        ),
         st.tuples(st.just("rebuild"), st.integers(0, 10)),
         st.tuples(st.just("resume"), st.integers(0, 3)),
     ),
     max_size=12,
-)  # fmt: skip
+)
 
 
 @settings(max_examples=60)

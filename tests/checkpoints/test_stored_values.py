@@ -23,11 +23,19 @@ def varied():
     plain = torch.randn(4, 6, generator=draw)
     return {
         **{f"dtype.{name}": plain.to(getattr(torch, name)) for name in DTYPES},
-        "empty": torch.zeros(0), "empty matrix": torch.zeros(3, 0, 2), "scalar": torch.tensor(3.5), "flag": torch.tensor(True),
-        "transposed": plain.t(), "every other": plain[:, ::2], "expanded": plain[:1].expand(5, 6), "conjugated": plain.to(torch.complex64).conj(),
-        "parameter": torch.nn.Parameter(plain), "one": torch.ones(1), "odd": torch.ones(13, dtype=torch.uint8),
+        "empty": torch.zeros(0),
+        "empty matrix": torch.zeros(3, 0, 2),
+        "scalar": torch.tensor(3.5),
+        "flag": torch.tensor(True),
+        "transposed": plain.t(),
+        "every other": plain[:, ::2],
+        "expanded": plain[:1].expand(5, 6),
+        "conjugated": plain.to(torch.complex64).conj(),
+        "parameter": torch.nn.Parameter(plain),
+        "one": torch.ones(1),
+        "odd": torch.ones(13, dtype=torch.uint8),
         "not.a.number": torch.tensor([float("nan"), float("inf"), -0.0]),
-    }  # fmt: skip
+    }
 
 
 def test_every_dtype_and_layout_is_saved_and_loaded(tmp_path):

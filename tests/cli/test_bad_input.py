@@ -239,9 +239,18 @@ def test_json_prints_the_record_and_nothing_else_on_stdout(folder, capsys):
 
 def test_config_show_prints_every_derived_value_with_how(folder, capsys):
     code, _, out = run(
-        capsys, "config", "show", "-c", "run.yaml", "--scale.workers", "2", "--optimizer.rule", "sqrt",
-        "--optimizer.reference-batch-size", "4",
-    )  # fmt: skip
+        capsys,
+        "config",
+        "show",
+        "-c",
+        "run.yaml",
+        "--scale.workers",
+        "2",
+        "--optimizer.rule",
+        "sqrt",
+        "--optimizer.reference-batch-size",
+        "4",
+    )
     assert code == 0
     assert "learning_rate" in out
     assert "rule sqrt at kappa = 4 = 16 / 4" in out

@@ -12,8 +12,8 @@ from saved_runs import catalog_of, flip, make_newer, make_saver, save, shards, s
 
 from scaleray.checkpoints.storage import Store
 from scaleray.cli.main import run_command
-from scaleray.strategies.weight_shares import Placed, WeightShare
-from scaleray.training.weights import complete, save_weights
+from scaleray.strategies.contract.weight_shares import Placed, WeightShare
+from scaleray.training.state.weights import complete, save_weights
 
 BODY, HEAD = torch.arange(10_000.0), torch.ones(500)
 
@@ -135,7 +135,12 @@ def test_prune_says_what_it_would_do_and_then_does_it(run, capsys):
     assert code == 0 and "would remove 2 checkpoints" in out and "steps 10, 30" in out and "kept: steps 20, 40" in out
     assert snapshot(run.parent.parent) == before
     code, out, _ = command(capsys, *words, "--json")
-    assert code == 0 and json.loads(out) == {"removed": [30, 10], "kept": [40, 20], "bytes": json.loads(out)["bytes"], "dry_run": False}  # fmt: skip
+    assert code == 0 and json.loads(out) == {
+        "removed": [30, 10],
+        "kept": [40, 20],
+        "bytes": json.loads(out)["bytes"],
+        "dry_run": False,
+    }
     assert steps_of(run) == [40, 20] == steps_of(run.parent.parent / "copies" / "mine")
     assert command(capsys, "verify", run)[0] == 0, "what the kept ones build on is still there"
 

@@ -13,7 +13,7 @@ import pytest
 import study_examples
 
 from scaleray.cli.main import run_command
-from scaleray.records import RunRecord
+from scaleray.records.run import RunRecord
 from scaleray.tracking.steps_file import STEP_COLUMNS
 
 ENVIRONMENT = {
@@ -28,21 +28,53 @@ CONFIG = {
 
 
 def training(
-    root: Path, name: str, *, step_time_s: float = 0.1, seed: int = 0, steps: int = 120, loss_at: dict[int, float] | None = None,
-    batch: int = 64, config: dict[str, Any] | None = None, environment: dict[str, Any] | None = None, with_steps: bool = True,
-) -> str:  # fmt: skip
+    root: Path,
+    name: str,
+    *,
+    step_time_s: float = 0.1,
+    seed: int = 0,
+    steps: int = 120,
+    loss_at: dict[int, float] | None = None,
+    batch: int = 64,
+    config: dict[str, Any] | None = None,
+    environment: dict[str, Any] | None = None,
+    with_steps: bool = True,
+) -> str:
     """A run folder with a record and the steps of a training; each launch has a speed of its own within 1 %."""
     folder = root / name
     folder.mkdir()
     draw = np.random.default_rng(seed)
     record = RunRecord(
-        name=name, status="FINISHED", verdict="done", workers=2, strategy="ddp", steps=steps, final_loss=0.1, metrics={"val/loss": 0.2},
-        samples_per_s=batch / step_time_s, tokens_per_s=None, step_time_s=step_time_s, input_wait_share=0.01, time_to_first_step_s=3.0,
-        training_time_s=steps * step_time_s, total_time_s=20.0, peak_memory_bytes=[2**20, 2**21], nonfinite_steps=0, sample_order="exact",
-        config={**CONFIG, **(config or {})}, config_hash="", derived={}, data={"train": {"rows": 100, "sha256": "d1"}},
-        environment=environment or ENVIRONMENT, environment_hash="", tracking_uri=f"sqlite:///{root}/none.db", experiment_id="1",
-        run_id=name, mlflow_link="", run_dir=str(folder),
-    )  # fmt: skip
+        name=name,
+        status="FINISHED",
+        verdict="done",
+        workers=2,
+        strategy="ddp",
+        steps=steps,
+        final_loss=0.1,
+        metrics={"val/loss": 0.2},
+        samples_per_s=batch / step_time_s,
+        tokens_per_s=None,
+        step_time_s=step_time_s,
+        input_wait_share=0.01,
+        time_to_first_step_s=3.0,
+        training_time_s=steps * step_time_s,
+        total_time_s=20.0,
+        peak_memory_bytes=[2**20, 2**21],
+        nonfinite_steps=0,
+        sample_order="exact",
+        config={**CONFIG, **(config or {})},
+        config_hash="",
+        derived={},
+        data={"train": {"rows": 100, "sha256": "d1"}},
+        environment=environment or ENVIRONMENT,
+        environment_hash="",
+        tracking_uri=f"sqlite:///{root}/none.db",
+        experiment_id="1",
+        run_id=name,
+        mlflow_link="",
+        run_dir=str(folder),
+    )
     (folder / "record.json").write_text(record.to_json())
     if with_steps:
         launch = step_time_s * np.exp(0.01 * draw.normal())
@@ -53,10 +85,17 @@ def training(
                 time = launch * np.exp(0.03 * draw.normal()) * (5 if step == 1 else 1)
                 loss = (loss_at or {}).get(step, 1 / step)
                 is_last_of_epoch = step % 20 == 0
-                rows.writerow({
-                    "step": step, "loss": repr(loss), "num_samples": 8 if is_last_of_epoch else batch, "world_size": 2,
-                    "step_time_s": time / (4 if is_last_of_epoch else 1), "input_wait_s": 0.0, "is_finite": True,
-                })  # fmt: skip
+                rows.writerow(
+                    {
+                        "step": step,
+                        "loss": repr(loss),
+                        "num_samples": 8 if is_last_of_epoch else batch,
+                        "world_size": 2,
+                        "step_time_s": time / (4 if is_last_of_epoch else 1),
+                        "input_wait_s": 0.0,
+                        "is_finite": True,
+                    }
+                )
     return str(folder)
 
 
@@ -248,7 +287,10 @@ def test_a_pipeline_that_cannot_judge_is_not_passed(tmp_path, capsys):
 
 
 def test_launches_of_one_config_show_what_launches_differ_by(tmp_path, capsys):
-    runs = [training(tmp_path, name, step_time_s=time, seed=n) for n, (name, time) in enumerate(zip("abc", (0.1, 0.2, 0.15), strict=True))]  # fmt: skip
+    runs = [
+        training(tmp_path, name, step_time_s=time, seed=n)
+        for n, (name, time) in enumerate(zip("abc", (0.1, 0.2, 0.15), strict=True))
+    ]
     verdicts = compared(capsys, *runs)["verdicts"]
     assert [(v["verdict"], v["basis"]) for v in verdicts] == [("no difference", "launches")] * 2
     assert compare(capsys, *runs, "--fail-if-slower", "5")[0] == 0

@@ -4,16 +4,18 @@ import json
 from pathlib import Path
 
 import pytest
+import study_examples
 import yaml
 
 from scaleray.cli.main import run_command
 from scaleray.cli.plan_write import write_config
 from scaleray.config import load_config
 from scaleray.errors import ConfigError, StorageError
-from scaleray.planner.advise import Advice, Question, predict
-from scaleray.planner.cluster_text import parse_cluster
-from scaleray.planner.layout import Layout
-from scaleray.planner.models import find_model
+from scaleray.planner.answers.advise import Advice, predict
+from scaleray.planner.answers.question import Question
+from scaleray.planner.cost.layout import Layout
+from scaleray.planner.hardware.cluster_text import parse_cluster
+from scaleray.planner.models.names import find_model
 
 SMALL = ["--model", "gpt2", "--cluster", "h100:4x2", "--global-batch", "64"]
 
@@ -61,13 +63,9 @@ def test_a_measured_step_scales_the_plan(capsys):
 
 
 def test_a_runs_record_takes_the_place_of_the_measured_step(capsys, tmp_path):
-    record = {
-        "step_time_s": 1.0,
-        "workers": 1,
-        "strategy": "single",
-        "derived": {"micro_batch_size": 8, "global_batch_size": 8},
-    }
-    (tmp_path / "record.json").write_text(json.dumps(record))
+    derived = {"micro_batch_size": 8, "global_batch_size": 8}
+    record = study_examples.run_record(step_time_s=1.0, workers=1, strategy="single", derived=derived)
+    (tmp_path / "record.json").write_text(record.to_json())
     by_hand = json.loads(run(capsys, *SMALL, "--json", "--step-time", "1.0", "--micro-batch", "8")[1])["choices"][0]
     from_run = json.loads(run(capsys, *SMALL, "--json", "--from-run", str(tmp_path))[1])["choices"][0]
     assert from_run["step_time_s"] == by_hand["step_time_s"]
@@ -168,17 +166,43 @@ def test_what_is_recommended_and_written_fits_and_a_faster_layout_that_may_not_i
     assert rival["words"] in line and f"{100 * rival['gain']:.0f} % faster" in line
     page = (tmp_path / "plan.html").read_text()
     assert line in page
-    written = load_config(tmp_path / "plan.yaml", environ={}, flags={"workload.name": "a:B", "optimizer.name": "adamw", "optimizer.learning_rate": 0.1, "stop.after": "5 steps"})  # fmt: skip
+    written = load_config(
+        tmp_path / "plan.yaml",
+        environ={},
+        flags={
+            "workload.name": "a:B",
+            "optimizer.name": "adamw",
+            "optimizer.learning_rate": 0.1,
+            "stop.after": "5 steps",
+        },
+    )
     assert written.batch.micro_size == first["layout"]["micro_batch"]
     # the advice, taken: its options make a config that loads, with the faster layout
     (advice,) = [line for line in err.splitlines() if "to try that one" in line]
     options = advice.partition("scaleray train with ")[2].partition(", and ")[0].replace("'5 steps'", "5~steps").split()
-    tried = load_config(tmp_path / "plan.yaml", environ={}, flags=[word.replace("~", " ") for word in options] + ["--workload.name", "a:B", "--optimizer.name", "adamw", "--optimizer.learning-rate", "0.1"])  # fmt: skip
+    tried = load_config(
+        tmp_path / "plan.yaml",
+        environ={},
+        flags=[word.replace("~", " ") for word in options]
+        + ["--workload.name", "a:B", "--optimizer.name", "adamw", "--optimizer.learning-rate", "0.1"],
+    )
     assert tried.strategy.name == "fsdp" and tried.batch.micro_size == rival["layout"]["micro_batch"]
 
 
 def test_where_none_surely_fits_terminal_page_and_written_config_say_so(capsys, tmp_path):
-    code, out, _ = run(capsys, "--model", "llama-3-8b", "--cluster", "v100:8x2", "--global-batch", "64", "--html", str(tmp_path / "plan.html"), "--write", str(tmp_path / "plan.yaml"))  # fmt: skip
+    code, out, _ = run(
+        capsys,
+        "--model",
+        "llama-3-8b",
+        "--cluster",
+        "v100:8x2",
+        "--global-batch",
+        "64",
+        "--html",
+        str(tmp_path / "plan.html"),
+        "--write",
+        str(tmp_path / "plan.yaml"),
+    )
     assert code == 0 and "no layout surely fits" in out and "that scaleray train can run surely does" in out
     assert "No layout surely fits" in (tmp_path / "plan.html").read_text()
 
@@ -252,31 +276,11 @@ def test_here_is_this_machine(capsys):
         (["--model", "gpt2", "--cluster", "h100:8", "--global-batch", "8", "--profile", "nowhere"], "nowhere"),
         (["--batch.global-size", "8"], "-c"),
         (["explain", "philosophy"], "constants"),
-        (["validate"], "folder"),
-        (["validate", "nowhere"], "nowhere"),
-        (["fit", "nowhere"], "nowhere"),
     ],
 )  # fmt: skip
 def test_a_slip_is_one_message_and_exit_code_2(capsys, words, says):
     code, _, err = run(capsys, *words)
     assert code == 2 and says in err and "Traceback" not in err
-
-
-def test_validate_prints_tables_and_what_was_left_out(capsys, tmp_path):
-    # torchtitan's benchmark of 64 A100, tokens per second and GPU; the second row is one nobody can predict
-    row = {
-        "id": "t-0", "family": "fsdp_transformer", "verified": True, "hardware": {"gpu": "A100 80GB", "gpus_per_node": 8, "gpus": 64},
-        "model": {"name": "Llama 2 13B", "layers": 40, "hidden": 5120, "heads": 40, "ffn": 13824, "vocab": 32000, "seq_len": 4096},
-        "parallelism": {"strategy": "FSDP2", "dp": 64, "precision": "bf16", "activation_checkpointing": "none", "micro_batch": 2, "global_batch_seqs": 128},
-        "measured": {"tokens_per_s_per_gpu": 2162},
-    }  # fmt: skip
-    (tmp_path / "titan.json").write_text(
-        json.dumps({"records": [row, {**row, "id": "t-1", "family": "convergence"}], "tables": []})
-    )
-    code, out, _ = run(capsys, "validate", str(tmp_path))
-    assert code == 0 and "by source" in out and "by family" in out and "1 rows not judged" in out and "accuracy" in out
-    code, out, _ = run(capsys, "validate", str(tmp_path), "--json")
-    assert json.loads(out)["all"][0]["num_rows"] == 1 and len(json.loads(out)["skipped"]) == 1
 
 
 def test_without_a_batch_a_usual_one_is_assumed_and_said(capsys):

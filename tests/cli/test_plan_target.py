@@ -2,20 +2,18 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
+import study_examples
 
 from scaleray.cli.main import run_command
 from scaleray.cli.plan_target import read_learned, target_of
 
 SMALL = ["--model", "gpt2", "--cluster", "h100:4x2", "--global-batch", "64", "--strategies", "ddp"]
-TRIAL = {
-    "batch_size": 64,
-    "samples_to_target": 5000,
-    "noise_scale": 300.0,
-    "noise_interval": [200.0, None],
-    "curve": [],
-}
+TRIAL = replace(
+    study_examples.trial(0, "none", 64, 0.1, 0), samples_to_target=5000, noise_scale=300.0, noise_interval=(200.0, None)
+)
 
 
 def run(capsys, *words):
@@ -39,8 +37,12 @@ def test_the_batch_of_the_soonest_way_is_planned(capsys):
 
 
 def test_a_sweeps_record_tells_target_and_noise(capsys, tmp_path):
-    trials = [TRIAL, {**TRIAL, "samples_to_target": 6000}, {**TRIAL, "batch_size": 256, "samples_to_target": None, "noise_scale": None, "noise_interval": [900.0, None]}]  # fmt: skip
-    (tmp_path / "record.json").write_text(json.dumps({"trials": trials}))
+    slower = replace(TRIAL, number=1, samples_to_target=6000)
+    large = replace(
+        TRIAL, number=2, batch_size=256, samples_to_target=None, noise_scale=None, noise_interval=(900.0, None)
+    )
+    record = replace(study_examples.sweep(), trials=[TRIAL, slower, large])
+    (tmp_path / "record.json").write_text(record.to_json())
     learned = read_learned(tmp_path)
     assert learned.samples == {64: 5000.0}, "the better of two trials"
     assert [(one.batch_size, one.scale.value, one.scale.high) for one in learned.noises] == [
@@ -53,10 +55,16 @@ def test_a_sweeps_record_tells_target_and_noise(capsys, tmp_path):
 
 def test_runs_and_studies_tell_the_noise(tmp_path):
     noise = {"effective": 300.0, "effective_low": 200.0, "effective_high": None}
-    run_record = {"noise": noise, "derived": {"global_batch_size": 64}}
-    study = {"curves": [{"points": [{"point": {"global_batch_size": 32, "noise_scale": 50.0}}, {"point": {"global_batch_size": 64, "noise_scale": None}}]}]}  # fmt: skip
-    for record, sizes in ((run_record, [64]), (study, [32]), ({"noise": {}, "derived": {"global_batch_size": 64}}, [])):
-        (tmp_path / "record.json").write_text(json.dumps(record))
+    trained = study_examples.run_record(noise=noise, derived={"global_batch_size": 64})
+    silent = replace(trained, noise={})
+    curve = study_examples.curve("strong", (1, 2))
+    first, second = (
+        replace(at, point=replace(at.point, global_batch_size=batch, noise_scale=scale))
+        for at, batch, scale in zip(curve.points, (32, 64), (50.0, None), strict=True)
+    )
+    study = replace(study_examples.study(), curves=[replace(curve, points=[first, second])])
+    for record, sizes in ((trained, [64]), (study, [32]), (silent, [])):
+        (tmp_path / "record.json").write_text(record.to_json())
         assert [one.batch_size for one in read_learned(tmp_path).noises] == sizes
     study_noise = target_of(batch_size=64, noise_scale=50.0, samples=1000.0, steps=None, from_run=None)
     assert study_noise.samples(64).value == 1000 and not study_noise.is_trusted(1024) and study_noise.is_trusted(128)

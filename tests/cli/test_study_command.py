@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scaleray.cli.main import run_command
-from scaleray.cli.study import command_of
+from scaleray.cli.study import StudyOptions, command_of
 
 CONFIG = """
 workload: {name: work.py:Line}
@@ -114,10 +114,8 @@ def test_more_workers_than_cores_are_refused_with_three_ways_out(folder, capsys)
 
 
 def test_the_command_that_repeats_a_study_holds_no_password():
-    command = command_of(
-        Path("a b.yaml"), ("--tracking.uri", "http://me:secret@host/"), sizes=[1, 2], modes=["weak"], repeats=5, steps=40,
-        seconds=3.0, to_target=True, noise=True, relaunch=False, oversubscribe=True, points_of=("old",), seed=0, local=False,
-    )  # fmt: skip
+    options = StudyOptions(mode="weak", to_target=True, noise=True, oversubscribe=True, points_of=("old",), force=True)
+    command = command_of(Path("a b.yaml"), ("--tracking.uri", "http://me:secret@host/"), options)
     assert "secret" not in command and "me:***@host" in command
     assert command.startswith(
         "scaleray study -c 'a b.yaml' --world-sizes 1,2 --mode weak --repeats 5 --to-target --noise --oversubscribe"

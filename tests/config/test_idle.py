@@ -3,10 +3,10 @@
 import pytest
 
 from scaleray.config import load_config
-from scaleray.config.idle import NEEDS, USERS, idle_settings
-from scaleray.config.strategy import APART, EXACT
+from scaleray.config.idle_settings import NEEDS, USERS, idle_settings
+from scaleray.config.strategy import TRAITS
 
-STRATEGIES = {*EXACT, *APART} - {"auto"}
+STRATEGIES = set(TRAITS)
 CHANGED = {
     "strategy.bucket_size_mib": 1, "strategy.gradient_as_bucket_view": False, "strategy.static_graph": True,
     "strategy.find_unused_parameters": True, "fsdp.prefetch": 2, "fsdp.cpu_offload": True, "fsdp.replicas": 2, "fsdp.wrap": "size",

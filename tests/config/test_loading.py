@@ -358,5 +358,9 @@ def test_the_hash_changes_with_everything_but_where_a_run_is_kept_and_what_it_me
 def test_read_flags_keeps_the_words_as_yaml_reads_them():
     entries = read_flags(["--a", "1", "--b", "1.5", "--c", "text with: colon", "--d", "", "--e=[1, x]"])
     assert {key: entry.value for key, entry in entries.items()} == {
-        "a": 1, "b": 1.5, "c": {"text with": "colon"}, "d": None, "e": [1, "x"],
-    }  # fmt: skip
+        "a": 1,
+        "b": 1.5,
+        "c": {"text with": "colon"},
+        "d": None,
+        "e": [1, "x"],
+    }

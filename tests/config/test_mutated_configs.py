@@ -183,12 +183,18 @@ def test_mutated_overrides_load_or_name_the_key(seed, num):
 @given(
     cuts=st.lists(
         st.tuples(
-            st.integers(0, len(TEXT)), st.integers(0, 40),
-            st.one_of(st.sampled_from(ODD_TEXT), st.text(max_size=8), st.sampled_from(["", "\n", "  ", ": ", "- ", "&a ", "*a"])),
+            st.integers(0, len(TEXT)),
+            st.integers(0, 40),
+            st.one_of(
+                st.sampled_from(ODD_TEXT),
+                st.text(max_size=8),
+                st.sampled_from(["", "\n", "  ", ": ", "- ", "&a ", "*a"]),
+            ),
         ),
-        min_size=1, max_size=4,
+        min_size=1,
+        max_size=4,
     )
-)  # fmt: skip
+)
 def test_damaged_text_loads_or_names_the_file(write, cuts):
     """Pieces cut out and odd pieces put in: anchors, tags, control characters, unclosed brackets."""
     text = TEXT

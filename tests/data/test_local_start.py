@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from scaleray.data import ArraySource, Part, StepPlan, StepStream
-from scaleray.data.stream import Demand, local_blocks, start_locally
+from scaleray.data.blocks import local_blocks
+from scaleray.data.local_start import Demand, start_locally
 from scaleray.errors import DataError, InputStarvedError
 
 PLAN = StepPlan(60, 6, seed=3)

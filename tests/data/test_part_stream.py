@@ -9,15 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaleray.data import ArraySource, Part, PartStream, StepPlan, StepStream
-from scaleray.data.stream import Demand, local_blocks, start_locally
+from scaleray.data.blocks import local_blocks
+from scaleray.data.local_start import Demand, start_locally
 
 share_lists = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(tuple)
 
 
 @given(
-    shares=share_lists, num_samples=st.integers(1, 200), first=st.integers(0, 20), shuffle=st.booleans(),
-    groups=st.booleans(), seed=st.integers(0, 2**63 - 1),
-)  # fmt: skip
+    shares=share_lists,
+    num_samples=st.integers(1, 200),
+    first=st.integers(0, 20),
+    shuffle=st.booleans(),
+    groups=st.booleans(),
+    seed=st.integers(0, 2**63 - 1),
+)
 def test_ranks_with_any_shares_are_together_the_global_batch(shares, num_samples, first, shuffle, groups, seed):
     sizes = tuple(len(part) for part in np.array_split(np.arange(num_samples), 4)) if groups else None
     plan = StepPlan(num_samples, sum(shares), seed=seed, shuffle=shuffle, group_sizes=sizes, window_rows=13)

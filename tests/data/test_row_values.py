@@ -12,7 +12,7 @@ import torch
 from random_rows import Augmented, DrawsForNothing, OwnGenerator, RarelyDraws, Unmoved
 
 from scaleray.data import ArraySource, Part, StepPlan, StepStream, as_source, row_values
-from scaleray.data.stream import local_blocks, read_chunk_alone
+from scaleray.data.blocks import local_blocks, read_chunk_alone
 from scaleray.errors import InputStarvedError
 
 PLAN = StepPlan(26, 8, seed=3)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scaleray.data import ArraySource, DatasetSource, ParquetSource, TokenSource, as_source
-from scaleray.data.sources import Source
+from scaleray.data.source import Source
 from scaleray.errors import DataError
 
 INDICES = np.array([5, 0, 11, 0, 7, 6, 11])
@@ -112,9 +112,14 @@ def test_the_hash_of_arrays_follows_content_type_shape_and_name():
 
     x = np.arange(6)
     digests = [
-        digest(x=x), digest(x=x + 1), digest(x=x.astype(np.int32)), digest(x=x.reshape(6, 1)), digest(y=x), digest(x=x, y=x),
+        digest(x=x),
+        digest(x=x + 1),
+        digest(x=x.astype(np.int32)),
+        digest(x=x.reshape(6, 1)),
+        digest(y=x),
+        digest(x=x, y=x),
         digest(x=x[::-1]),
-    ]  # fmt: skip
+    ]
     assert len(set(digests)) == len(digests)
     assert digest(x=x, y=x + 1) == digest(y=x + 1, x=x)  # the order of the columns says nothing
 
@@ -240,7 +245,7 @@ def test_the_hash_of_parquet_follows_the_content_and_large_folders_go_by_names(t
     first = ParquetSource(write_parquet(tmp_path / "a")).describe()
     assert first["hashed"] == "content"
     assert ParquetSource(write_parquet(tmp_path / "b", files=4)).describe()["sha256"] != first["sha256"]
-    monkeypatch.setattr("scaleray.data.sources.HASH_LIMIT_BYTES", 100)
+    monkeypatch.setattr("scaleray.data.parquet.HASH_LIMIT_BYTES", 100)
     assert ParquetSource(tmp_path / "a").describe()["hashed"] == "names and sizes"
 
 

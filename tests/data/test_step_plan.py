@@ -99,15 +99,24 @@ def test_global_batch_18_has_one_order_on_1_2_3_6_9_and_18_workers(order):
 
 
 @given(
-    groups=st.one_of(st.none(), group_lists), num_samples=st.integers(1, 200), per_rank=st.integers(1, 9),
-    world_size=st.integers(1, 20), window_rows=st.integers(1, 60), shuffle=st.booleans(), seed=st.integers(0, 2**63 - 1),
-)  # fmt: skip
+    groups=st.one_of(st.none(), group_lists),
+    num_samples=st.integers(1, 200),
+    per_rank=st.integers(1, 9),
+    world_size=st.integers(1, 20),
+    window_rows=st.integers(1, 60),
+    shuffle=st.booleans(),
+    seed=st.integers(0, 2**63 - 1),
+)
 def test_ranks_together_are_the_global_batch(groups, num_samples, per_rank, world_size, window_rows, shuffle, seed):
     num_samples = sum(groups) if groups else num_samples
     plan = StepPlan(
-        num_samples, per_rank * world_size, seed=seed, shuffle=shuffle, window_rows=window_rows,
+        num_samples,
+        per_rank * world_size,
+        seed=seed,
+        shuffle=shuffle,
+        window_rows=window_rows,
         group_sizes=tuple(groups) if groups else None,
-    )  # fmt: skip
+    )
     for step in range(2 * plan.steps_per_epoch):
         shares = [len(plan.rank_indices(step, rank, world_size)) for rank in range(world_size)]
         assert max(shares) - min(shares) <= 1
@@ -117,9 +126,13 @@ def test_ranks_together_are_the_global_batch(groups, num_samples, per_rank, worl
 
 @settings(max_examples=300)
 @given(
-    groups=st.one_of(st.none(), group_lists), num_samples=st.integers(1, 200), batch=st.integers(1, 64),
-    window_rows=st.integers(1, 100), shuffle=st.booleans(), epoch=st.integers(0, 5),
-)  # fmt: skip
+    groups=st.one_of(st.none(), group_lists),
+    num_samples=st.integers(1, 200),
+    batch=st.integers(1, 64),
+    window_rows=st.integers(1, 100),
+    shuffle=st.booleans(),
+    epoch=st.integers(0, 5),
+)
 def test_every_sample_comes_once_an_epoch_the_partial_batch_included(
     groups, num_samples, batch, window_rows, shuffle, epoch
 ):

@@ -1,6 +1,7 @@
 """From a source and a plan to one rank's batches: cut exactly, in order, read ahead, and with every error passed on."""
 
 import itertools
+import queue
 import threading
 from types import SimpleNamespace
 
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaleray.data import ArraySource, Part, StepPlan, StepStream
-from scaleray.data.stream import chunks, local_blocks, read_chunk, rebatch, stream_blocks
+from scaleray.data.blocks import chunks, local_blocks, read_chunk, rebatch
+from scaleray.data.ray_blocks import stream_blocks
 from scaleray.errors import DataError, InputStarvedError
 
 
@@ -70,9 +72,15 @@ def test_pieces_can_be_written_without_touching_the_block_they_came_from():
 
 @settings(max_examples=60)
 @given(
-    world_size=st.integers(1, 5), per_rank=st.integers(1, 4), num_samples=st.integers(1, 50), chunk_bytes=st.floats(1, 3000),
-    first=st.integers(0, 7), length=st.integers(0, 12), shuffle=st.booleans(), groups=st.booleans(),
-)  # fmt: skip
+    world_size=st.integers(1, 5),
+    per_rank=st.integers(1, 4),
+    num_samples=st.integers(1, 50),
+    chunk_bytes=st.floats(1, 3000),
+    first=st.integers(0, 7),
+    length=st.integers(0, 12),
+    shuffle=st.booleans(),
+    groups=st.booleans(),
+)
 def test_every_rank_gets_exactly_the_rows_of_the_plan(
     world_size, per_rank, num_samples, chunk_bytes, first, length, shuffle, groups
 ):
@@ -103,9 +111,13 @@ def test_a_rank_without_rows_gets_one_placeholder_row_and_the_count_0(opened):
 
 
 @given(
-    row_bytes=st.integers(1, 100), chunk_bytes=st.floats(1, 1e5), first=st.integers(0, 50), length=st.integers(0, 300),
-    shuffle=st.booleans(), groups=st.one_of(st.none(), st.just((40, 60))),
-)  # fmt: skip
+    row_bytes=st.integers(1, 100),
+    chunk_bytes=st.floats(1, 1e5),
+    first=st.integers(0, 50),
+    length=st.integers(0, 300),
+    shuffle=st.booleans(),
+    groups=st.one_of(st.none(), st.just((40, 60))),
+)
 def test_chunks_cover_the_steps_once_and_grow_from_small_ones(row_bytes, chunk_bytes, first, length, shuffle, groups):
     plan = StepPlan(100, 10, shuffle=shuffle, group_sizes=groups, window_rows=50)
     ranges = list(chunks(Part(plan, 0, 2, first, first + length), row_bytes=row_bytes, chunk_bytes=chunk_bytes))
@@ -312,3 +324,21 @@ def test_the_time_spent_waiting_is_counted(opened, monkeypatch):
     assert stream.waited_s == 0
     assert len(list(stream)) == 5
     assert stream.waited_s >= 6  # five batches and the end
+
+
+def test_the_last_wait_for_a_slow_source_ends_when_its_time_is_over(monkeypatch):
+    clock, asked = [0.0], []
+
+    class Empty:
+        def get(self, timeout):
+            asked.append(timeout)
+            clock[0] += timeout
+            raise queue.Empty
+
+    stream = open_stream(numbers(20), WHOLE, timeout_s=2.5)
+    stream.close(wait_s=30)
+    monkeypatch.setattr("scaleray.data.stream.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(stream, "_queue", Empty())
+    with pytest.raises(InputStarvedError, match=r"data\.timeout_s is 2\.5"):
+        stream._get(0.0)
+    assert asked == pytest.approx([1.0, 1.0, 0.51])

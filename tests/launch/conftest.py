@@ -10,7 +10,7 @@ import pytest
 @pytest.fixture(scope="session")
 def ray_head():
     """A head with 6 logical CPUs, whatever the machine has."""
-    from scaleray.launch.head import local_head
+    from scaleray.launch.cluster.head import local_head
 
     with local_head(num_cpus=6) as head:
         yield head
@@ -21,7 +21,7 @@ def ray_session(ray_head):
     """This process as a driver of the session's head; `scaleray.train` uses the connection."""
     import ray
 
-    from scaleray.launch import cluster
+    from scaleray.launch.cluster import connection as cluster
 
     for name, value in cluster.DRIVER_ENVIRONMENT.items():
         os.environ.setdefault(name, value)

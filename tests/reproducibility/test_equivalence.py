@@ -9,17 +9,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scaleray.reproducibility.causes import (
+from scaleray.reproducibility.causes import Layout, from_traces
+from scaleray.reproducibility.equivalence import Divergence, compare
+from scaleray.reproducibility.experiments import (
     EVALUATION_MODE,
     NO_CLIPPING,
-    Layout,
     from_experiment,
-    from_shares,
-    from_traces,
     needs_experiments,
     without_experiment,
 )
-from scaleray.reproducibility.equivalence import Divergence, Restored, Signer, StepTrace, Trace, compare, number_format
+from scaleray.reproducibility.gradient_shares import from_shares
+from scaleray.reproducibility.signatures import Signer, number_format
+from scaleray.reproducibility.traces import Restored, StepTrace, Trace
 
 NAMES = ("first.weight", "first.bias")
 SIGN = Signer()
@@ -34,11 +35,22 @@ def signatures(*tensors):
 def step(number, **changes):
     gradients = signatures([0.3, -0.4, 0.1], [0.2])
     values = {
-        "step": number, "loss": 2.0 / number, "count": 8.0, "grad_norm": float(np.linalg.norm(gradients[:, 0])), "used_norm": None,
-        "updates": ((0.1,),), "rows": np.arange(8, dtype=np.uint64) + 8 * number, "gradients": gradients,
-        "parameters": signatures([1.0, 2.0, 3.0], [4.0]), "gradient_spread": np.zeros(2), "parameter_spread": np.zeros(2),
-        "gradient_formats": ("", ""), "draws_random_numbers": False, "shares_random_state": False, "changes_buffers": False,
-    }  # fmt: skip
+        "step": number,
+        "loss": 2.0 / number,
+        "count": 8.0,
+        "grad_norm": float(np.linalg.norm(gradients[:, 0])),
+        "used_norm": None,
+        "updates": ((0.1,),),
+        "rows": np.arange(8, dtype=np.uint64) + 8 * number,
+        "gradients": gradients,
+        "parameters": signatures([1.0, 2.0, 3.0], [4.0]),
+        "gradient_spread": np.zeros(2),
+        "parameter_spread": np.zeros(2),
+        "gradient_formats": ("", ""),
+        "draws_random_numbers": False,
+        "shares_random_state": False,
+        "changes_buffers": False,
+    }
     return StepTrace(**{**values, **changes})
 
 
@@ -46,9 +58,13 @@ def trace(*, at=None, change=None, **more):
     """Three steps; the one numbered `at` has something changed."""
     steps = tuple(step(n, **(change if n == at else {})) for n in (1, 2, 3))
     values = {
-        "names": NAMES, "dtypes": ("float64",) * 2, "initial": signatures([1.0, 1.0, 1.0], [0.5]), "steps": steps,
-        "final": {"first.weight": np.array([1.0, 2.0, 3.0]), "first.bias": np.array([4.0])}, "loss_dtype": "float64",
-    }  # fmt: skip
+        "names": NAMES,
+        "dtypes": ("float64",) * 2,
+        "initial": signatures([1.0, 1.0, 1.0], [0.5]),
+        "steps": steps,
+        "final": {"first.weight": np.array([1.0, 2.0, 3.0]), "first.bias": np.array([4.0])},
+        "loss_dtype": "float64",
+    }
     return Trace(**{**values, **more})
 
 

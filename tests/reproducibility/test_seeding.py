@@ -13,8 +13,8 @@ from torch import nn
 from scaleray.errors import InitialisationError
 from scaleray.reproducibility.seeding import check_equal_parameters, seed_everything, stream_seed
 from scaleray.strategies import STRATEGIES, Parallel
-from scaleray.training.model_setup import prepare
-from scaleray.training.place import Place
+from scaleray.training.setup.model_setup import prepare
+from scaleray.training.setup.place import Place
 
 # streams
 

@@ -6,18 +6,11 @@ Every pair of values occurs in some row, for one worker and for two under DDP. T
 import pytest
 import torch
 from block_runs import TinyTransformer
-from small_runs import (
-    make_job,
-    plain_optimizer,
-    relative_differences,
-    same_generators,
-    train,
-    train_alone,
-)
+from small_runs import make_job, plain_optimizer, relative_differences, same_generators, train, train_alone
 from torch import nn
 
 from scaleray.reproducibility.seeding import seed_everything, stream_seed
-from scaleray.training.precision import AUTOCAST_DTYPES
+from scaleray.training.setup.precision import AUTOCAST_DTYPES
 
 # (micro-batch, precision, checkpointing, compiled, clip_norm)
 ROWS = [
@@ -41,12 +34,19 @@ BOUND = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 1e-2, "fp16": 2e-3}
 def recipe(row):
     micro, precision, checkpointing, compiled, clip = row
     return {
-        "batch.global_size": 16, "batch.micro_size": micro, "batch.drop_last": True, "stop.after": "3 steps",
-        "optimizer.name": "adamw", "optimizer.learning_rate": 0.01, "optimizer.clip_norm": clip, "precision.dtype": precision,
+        "batch.global_size": 16,
+        "batch.micro_size": micro,
+        "batch.drop_last": True,
+        "stop.after": "3 steps",
+        "optimizer.name": "adamw",
+        "optimizer.learning_rate": 0.01,
+        "optimizer.clip_norm": clip,
+        "precision.dtype": precision,
         "precision.initial_loss_scale": 256,  # both sides keep every step: they scale by other counts before the first sum
-
-        "activations.checkpointing": checkpointing, "compilation.what": compiled, "compilation.backend": "eager",
-    }  # fmt: skip
+        "activations.checkpointing": checkpointing,
+        "compilation.what": compiled,
+        "compilation.backend": "eager",
+    }
 
 
 def plain(flags):

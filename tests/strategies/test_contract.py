@@ -30,9 +30,9 @@ from torch import nn
 from scaleray.errors import WorkloadError
 from scaleray.strategies import STRATEGIES
 from scaleray.strategies.tensor import HOOKS
-from scaleray.training.model_setup import prepare
-from scaleray.training.place import Place
-from scaleray.training.verification import PROMISES
+from scaleray.training.setup.model_setup import prepare
+from scaleray.training.setup.place import Place
+from scaleray.training.verify.variants import PROMISES
 
 FOR_MANY = sorted(set(STRATEGIES) - {"single"})
 EXACT = sorted(set(FOR_MANY) - set(PROMISES))

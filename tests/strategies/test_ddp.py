@@ -8,8 +8,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from scaleray.data import RankBatch
 from scaleray.errors import RunFailedError
-from scaleray.training.model_setup import prepare
-from scaleray.training.step import TrainStep
+from scaleray.training.setup.model_setup import prepare
+from scaleray.training.step.step import TrainStep
 
 
 def bucket_reductions(place, micro_size):

@@ -28,10 +28,10 @@ from verified import judge
 from scaleray.data import RankBatch
 from scaleray.errors import ConfigError, InitialisationError, WorkloadError
 from scaleray.strategies import fsdp
-from scaleray.strategies.units import GIB
-from scaleray.training.model_setup import prepare
-from scaleray.training.place import Place
-from scaleray.training.step import TrainStep
+from scaleray.strategies.sharding.fsdp_units import GIB
+from scaleray.training.setup.model_setup import prepare
+from scaleray.training.setup.place import Place
+from scaleray.training.step.step import TrainStep
 
 FSDP = {"strategy.name": "fsdp"}
 STEPS = 4  # of 8 rows; the last has the 2 that are left of 26
@@ -180,9 +180,11 @@ def norms(place):
     plain = torch.randn(4, dtype=torch.float64)
     huge = distribute_tensor(torch.full((4, 2), 1e30), line, [Shard(0)])
     return (
-        fsdp.total_norm([*spread, plain]).item(), torch.nn.utils.get_total_norm([*whole, plain]).item(),
-        fsdp.total_norm([huge]).item(), fsdp.total_norm([]).item(),
-    )  # fmt: skip
+        fsdp.total_norm([*spread, plain]).item(),
+        torch.nn.utils.get_total_norm([*whole, plain]).item(),
+        fsdp.total_norm([huge]).item(),
+        fsdp.total_norm([]).item(),
+    )
 
 
 def test_the_norm_of_whole_and_sharded_gradients_on_several_meshes_is_that_of_the_whole(gloo):
@@ -299,7 +301,11 @@ def trained_then_closed(place, flags):
     weights = setup.parallel.weights().tensors
     model = setup.parallel.module
     setup.parallel.close()
-    hooks = [h for m in model.modules() for h in (m._forward_hooks, m._forward_pre_hooks, m._state_dict_pre_hooks, m._load_state_dict_pre_hooks)]  # fmt: skip
+    hooks = [
+        h
+        for m in model.modules()
+        for h in (m._forward_hooks, m._forward_pre_hooks, m._state_dict_pre_hooks, m._load_state_dict_pre_hooks)
+    ]
     has_hooks, names = any(hooks), {type(m).__name__ for m in model.modules()}
     marks = [key for m in model.modules() for key in vars(m) if "fsdp" in key or "compos" in key]
     sharded = {isinstance(p, DTensor) for p in model.parameters()}

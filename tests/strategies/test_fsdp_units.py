@@ -9,7 +9,7 @@ from torch import nn
 
 from scaleray.config.fsdp import FsdpSettings
 from scaleray.errors import ConfigError, WorkloadError
-from scaleray.strategies.units import GIB, Units, choose_units, prefetch_distance
+from scaleray.strategies.sharding.fsdp_units import GIB, Units, choose_units, prefetch_distance
 
 
 def units_of(model, workload=None, **settings):

@@ -12,9 +12,9 @@ from torch import nn
 from scaleray.config import load_config
 from scaleray.errors import NonFiniteLossError
 from scaleray.metric_names import CONSENSUS_DISTANCE
+from scaleray.strategies.apart.graphs import mixing_matrix
+from scaleray.strategies.apart.replicas import Replicas
 from scaleray.strategies.gossip import Mixing
-from scaleray.strategies.graphs import mixing_matrix
-from scaleray.strategies.replicas import Replicas
 
 GRAPHS = ["ring", "exponential", "matching"]
 GOSSIP = {"strategy.name": "gossip", "gossip.meet_every": 5, "batch.drop_last": True}
@@ -68,11 +68,14 @@ def mixed(place, flags, num_steps, values, pauses_s=None):
     """Each rank's value after each step of mixing alone; its weight and settled mean at the end."""
     config = load_config(
         flags={
-            "workload.name": "small_runs:Classify", "batch.global_size": 8, "optimizer.learning_rate": 0.1,
-            "stop.after": "1 epochs", **flags,
+            "workload.name": "small_runs:Classify",
+            "batch.global_size": 8,
+            "optimizer.learning_rate": 0.1,
+            "stop.after": "1 epochs",
+            **flags,
         },
         environ={},
-    )  # fmt: skip
+    )
     model = nn.Linear(1, 2, bias=False).double()
     with torch.no_grad():
         model.weight.copy_(torch.tensor(values[place.rank], dtype=torch.float64).reshape(2, 1))
@@ -126,8 +129,11 @@ def test_the_distance_on_a_ring_shrinks_by_the_second_eigenvalue(gloo):
 def test_late_messages_lose_nothing_of_the_mean_and_never_overshoot(gloo, graph, is_deterministic):
     values = spread_values(4)
     flags = {
-        "gossip.graph": graph, "gossip.is_asynchronous": True, "gossip.max_staleness": 3, "deterministic": is_deterministic,
-    }  # fmt: skip
+        "gossip.graph": graph,
+        "gossip.is_asynchronous": True,
+        "gossip.max_staleness": 3,
+        "deterministic": is_deterministic,
+    }
     pauses_s = np.random.default_rng(1).choice([0.0, 0.0, 0.01], size=(4, 100)).tolist()
     everyone = gloo.run(4, mixed, flags, 100, values, pauses_s)
     true = np.mean(values, axis=0)
@@ -184,9 +190,13 @@ class SlowOnRank1(Classify):
 @pytest.mark.parametrize("is_deterministic", [True, False])
 def test_a_slow_worker_does_not_hold_the_others_up_to_the_bound(gloo, tmp_path, strategy, staleness, is_deterministic):
     flags = {
-        **ASYNCHRONOUS, "strategy.name": strategy, "gossip.max_staleness": staleness, "gossip.meet_every": 20,
-        "stop.after": "20 steps", "deterministic": is_deterministic,
-    }  # fmt: skip
+        **ASYNCHRONOUS,
+        "strategy.name": strategy,
+        "gossip.max_staleness": staleness,
+        "gossip.meet_every": 20,
+        "stop.after": "20 steps",
+        "deterministic": is_deterministic,
+    }
     first = gloo.run(2, train, SlowOnRank1(tmp_path, lead=staleness), flags)[0]
     assert len(first.steps) == 20
     assert (tmp_path / "bounded").exists() and not (tmp_path / "too far").exists()

@@ -3,15 +3,7 @@
 import pytest
 import torch
 from deep_net import Deep
-from small_runs import (
-    Classify,
-    TiedAndFrozen,
-    Tokens,
-    WithDropout,
-    largest_difference,
-    relative_differences,
-    train,
-)
+from small_runs import Classify, TiedAndFrozen, Tokens, WithDropout, largest_difference, relative_differences, train
 from small_transformer import SmallTransformer
 from torch import nn
 

@@ -2,14 +2,7 @@
 
 import pytest
 import torch
-from small_runs import (
-    Classify,
-    largest_difference,
-    make_job,
-    relative_differences,
-    train,
-    train_in_plain_torch,
-)
+from small_runs import Classify, largest_difference, make_job, relative_differences, train, train_in_plain_torch
 from small_transformer import SmallTransformer
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -17,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.strategies.tensor import total_norm
-from scaleray.training.model_setup import prepare
+from scaleray.training.setup.model_setup import prepare
 
 TENSOR = {"strategy.name": "tensor"}
 ADAMW = {"optimizer.name": "adamw", "optimizer.learning_rate": 0.01, "optimizer.clip_norm": 0.5, "batch.micro_size": 2}

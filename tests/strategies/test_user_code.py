@@ -6,7 +6,7 @@ from small_runs import largest_difference, relative_differences, train, train_al
 
 from scaleray.errors import WorkloadError
 from scaleray.strategies import STRATEGIES
-from scaleray.training.verification import PROMISES
+from scaleray.training.verify.variants import PROMISES
 
 FOR_MANY = sorted(set(STRATEGIES) - {"single"})
 APART = sorted(set(FOR_MANY) & set(PROMISES))
@@ -16,12 +16,23 @@ SHARDED = "weight where a worker holds a part of it|sharded over the workers|out
 PARTS, AGAIN = "used by its part", "gradients of gradients"
 REFUSED = {
     "fsdp": {own.PenaltyOfAll: SHARDED, own.GradientPenalty: AGAIN},
-    "tensor": {own.ByWeight: SHARDED, own.PenaltyOfHead: SHARDED, own.PenaltyOfAll: SHARDED, own.GradientPenalty: AGAIN},
-    "pipeline": {
-        own.ByMethod: PARTS, own.ByParts: PARTS, own.ByWeight: PARTS, own.PenaltyOfHead: PARTS, own.PenaltyOfAll: PARTS,
-        own.Twice: "called 2 times", own.GradientPenalty: "differentiating", own.Adversarial: "differentiating",
+    "tensor": {
+        own.ByWeight: SHARDED,
+        own.PenaltyOfHead: SHARDED,
+        own.PenaltyOfAll: SHARDED,
+        own.GradientPenalty: AGAIN,
     },
-}  # fmt: skip
+    "pipeline": {
+        own.ByMethod: PARTS,
+        own.ByParts: PARTS,
+        own.ByWeight: PARTS,
+        own.PenaltyOfHead: PARTS,
+        own.PenaltyOfAll: PARTS,
+        own.Twice: "called 2 times",
+        own.GradientPenalty: "differentiating",
+        own.Adversarial: "differentiating",
+    },
+}
 """What a strategy cannot do with a model, by what its refusal says."""
 CASES = [(strategy, way) for strategy in FOR_MANY for way in WAYS]
 ALLOWED = [case for case in CASES if case[1] not in REFUSED.get(case[0], {})]

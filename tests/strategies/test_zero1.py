@@ -24,8 +24,8 @@ from verified import judge
 from scaleray.data import RankBatch
 from scaleray.errors import WorkloadError
 from scaleray.strategies.zero1 import share_out
-from scaleray.training.model_setup import prepare
-from scaleray.training.step import TrainStep
+from scaleray.training.setup.model_setup import prepare
+from scaleray.training.step.step import TrainStep
 
 ZERO1 = {"strategy.name": "zero1"}
 ADAMW = {
@@ -41,9 +41,14 @@ class Embedded(Tokens):
 
     def build_model(self):
         model = nn.Sequential(
-            nn.Embedding(self.vocabulary, 8), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 8), nn.LayerNorm(8),
+            nn.Embedding(self.vocabulary, 8),
+            nn.Linear(8, 4),
+            nn.Tanh(),
+            nn.Linear(4, 4),
+            nn.Linear(4, 8),
+            nn.LayerNorm(8),
             nn.Linear(8, self.vocabulary, bias=False),
-        )  # fmt: skip
+        )
         model[6].weight = model[0].weight
         model[3].requires_grad_(False)
         return model

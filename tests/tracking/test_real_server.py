@@ -10,8 +10,8 @@ import urllib.request
 
 import pytest
 
-from scaleray.launch.cluster import free_port
-from scaleray.records import StepRecord
+from scaleray.launch.cluster.connection import free_port
+from scaleray.records.run import StepRecord
 from scaleray.tracking.recorder import Recorder
 from scaleray.tracking.run_description import RunDescription
 
@@ -20,9 +20,21 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 def start_server(folder, port):
     command = [
-        sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{folder / 'mlflow.db'}",
-        "--artifacts-destination", str(folder / "artifacts"), "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "mlflow",
+        "server",
+        "--backend-store-uri",
+        f"sqlite:///{folder / 'mlflow.db'}",
+        "--artifacts-destination",
+        str(folder / "artifacts"),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--workers",
+        "1",
+    ]
     environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
@@ -50,10 +62,18 @@ def stop_server(process):
 def steps(numbers):
     return [
         StepRecord(
-            step=n, loss=1.0, count=1, num_samples=1, learning_rate=0.1, grad_norm=None, step_time_s=0.1, input_wait_s=0.0, epoch=0.1
+            step=n,
+            loss=1.0,
+            count=1,
+            num_samples=1,
+            learning_rate=0.1,
+            grad_norm=None,
+            step_time_s=0.1,
+            input_wait_s=0.0,
+            epoch=0.1,
         )
         for n in numbers
-    ]  # fmt: skip
+    ]
 
 
 def test_a_run_survives_the_death_and_return_of_its_server(tmp_path):

@@ -8,29 +8,45 @@ import math
 import shutil
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from scaleray.errors import TrackingError
-from scaleray.records import CheckpointRecord, EvaluationRecord, EventRecord, Heartbeat, StepRecord, SystemRecord
+from scaleray.records.run import CheckpointRecord, EvaluationRecord, EventRecord, Heartbeat, StepRecord, SystemRecord
 from scaleray.tracking import store
+from scaleray.tracking.operations import SetTags
 from scaleray.tracking.recorder import Recorder
 from scaleray.tracking.run_description import RunDescription
+from scaleray.tracking.spool import Spool
 
 
 def describe(uri, tmp_path, **more):
     values = {
-        "tracking_uri": uri, "experiment": "tests", "run_name": "run", "work_dir": str(tmp_path / "run"), "every_steps": 1,
-        "params": {"batch.global_size": 8}, "tags": {"scaleray.kind": "train"}, "files": {"config.yaml": "a: 1\n"},
-    }  # fmt: skip
+        "tracking_uri": uri,
+        "experiment": "tests",
+        "run_name": "run",
+        "work_dir": str(tmp_path / "run"),
+        "every_steps": 1,
+        "params": {"batch.global_size": 8},
+        "tags": {"scaleray.kind": "train"},
+        "files": {"config.yaml": "a: 1\n"},
+    }
     return RunDescription(**{**values, **more})
 
 
 def step(number, loss=1.0, **more):
     values = {
-        "step": number, "loss": loss, "count": 8.0, "num_samples": 8, "learning_rate": 0.1, "grad_norm": None, "step_time_s": 0.5,
-        "input_wait_s": 0.1, "epoch": number / 10,
-    }  # fmt: skip
+        "step": number,
+        "loss": loss,
+        "count": 8.0,
+        "num_samples": 8,
+        "learning_rate": 0.1,
+        "grad_norm": None,
+        "step_time_s": 0.5,
+        "input_wait_s": 0.1,
+        "epoch": number / 10,
+    }
     return StepRecord(**{**values, **more})
 
 
@@ -111,8 +127,10 @@ def test_a_file_of_steps_from_before_rows_had_a_time_goes_on(uri, tmp_path):
     again.finish("FINISHED", metrics={}, tags={}, files={})
     with open(path, newline="") as file:
         assert [(row["step"], row["recorded_at"]) for row in csv.DictReader(file)] == [
-            ("1", ""), ("2", ""), ("3", "1700000000.0"),
-        ]  # fmt: skip
+            ("1", ""),
+            ("2", ""),
+            ("3", "1700000000.0"),
+        ]
 
 
 def test_steps_repeated_after_a_restart_are_kept_once(uri, tmp_path):
@@ -147,8 +165,8 @@ class Broken:
             real(self_store, operation)
 
         monkeypatch.setattr(store.RunStore, "send", send)
-        monkeypatch.setattr("scaleray.tracking.spool.RETRY_FIRST_S", 0.0)
-        monkeypatch.setattr("scaleray.tracking.spool.RETRY_MOST_S", 0.0)
+        monkeypatch.setattr("scaleray.tracking.retry.FIRST_S", 0.0)
+        monkeypatch.setattr("scaleray.tracking.retry.MOST_S", 0.0)
 
 
 def test_what_the_server_missed_is_written_when_it_returns(uri, tmp_path, monkeypatch):
@@ -394,3 +412,24 @@ def test_a_worker_of_an_earlier_larger_group_is_not_missed(uri, tmp_path):
     for rank, size in ((0, 3), (1, 3), (2, 3), (0, 2), (1, 2)):
         recorder.beat(Heartbeat(rank, "node", 1, 5, "loss", 0.0, world_size=size))
     assert [beat.rank for beat in recorder.heartbeats()] == [0, 1]
+
+
+def test_tries_come_further_and_further_apart_while_mlflow_is_away(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("scaleray.tracking.spool.time", SimpleNamespace(monotonic=lambda: now[0]))
+    tried = []
+
+    class Away:
+        uri, run_id, experiment_id = "sqlite:///x", "r", "e"
+
+        def send(self, operation):
+            tried.append(now[0])
+            raise ConnectionError
+
+    spool = Spool(tmp_path / "unsent.jsonl", say=lambda text: None, where=lambda: "step 1")
+    spool.store = Away()
+    spool.send(SetTags({"a": "b"}))
+    while now[0] < 100 + 2 + 4 + 8 + 16 + 30 + 30:
+        now[0] += 1
+        spool.send_kept()
+    assert tried == [100, 102, 106, 114, 130, 160, 190]

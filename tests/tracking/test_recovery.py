@@ -11,7 +11,7 @@ from test_recorder import describe, rows, step
 
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import TrackingError
-from scaleray.records import EvaluationRecord, EventRecord
+from scaleray.records.run import EvaluationRecord, EventRecord
 from scaleray.tracking import recorder as recorder_module
 from scaleray.tracking import store
 from scaleray.tracking.recorder import Recorder
@@ -48,8 +48,8 @@ class World:
         self.mlflow.on_call = self._on_call
         monkeypatch.setattr("os.fsync", lambda file: None)  # no power fails here
         monkeypatch.setattr(recorder_module, "FLUSH_S", 0.02)
-        monkeypatch.setattr("scaleray.tracking.spool.RETRY_FIRST_S", 0.0)
-        monkeypatch.setattr("scaleray.tracking.spool.RETRY_MOST_S", 0.0)
+        monkeypatch.setattr("scaleray.tracking.retry.FIRST_S", 0.0)
+        monkeypatch.setattr("scaleray.tracking.retry.MOST_S", 0.0)
         monkeypatch.setattr(threading, "excepthook", lambda found: None)  # a thread that is killed says nothing
         for kind, write in WRITES.items():
             monkeypatch.setattr(kind, "write", self._around(write))

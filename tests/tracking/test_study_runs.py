@@ -6,10 +6,10 @@ import dataclasses
 import json
 import re
 import threading
-import time
 
 import pytest
 import study_examples
+from waiting import wait_until
 
 from scaleray import metric_names
 from scaleray.errors import TrackingError
@@ -208,8 +208,8 @@ class Away:
         self.is_away, self.calls = True, 0
         for name in ("create_run", "log_batch", "set_terminated", "log_artifact"):
             monkeypatch.setattr(MlflowClient, name, self._broken(getattr(MlflowClient, name)))
-        monkeypatch.setattr(study_runs, "RETRY_FIRST_S", 0.01)
-        monkeypatch.setattr(study_runs, "RETRY_MOST_S", 0.01)
+        monkeypatch.setattr("scaleray.tracking.retry.FIRST_S", 0.01)
+        monkeypatch.setattr("scaleray.tracking.retry.MOST_S", 0.01)
 
     def _broken(self, real):
         def call(*args, **more):
@@ -219,13 +219,6 @@ class Away:
             return real(*args, **more)
 
         return call
-
-
-def wait_until(is_so):
-    deadline = time.monotonic() + 600
-    while not is_so() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert is_so()
 
 
 def test_points_measured_while_mlflow_is_away_are_written_when_it_is_back(uri, monkeypatch):
@@ -264,7 +257,7 @@ def test_a_write_that_mlflow_refuses_does_not_keep_back_those_after_it(uri):
     run = open_study(uri)
     run.identify(record)
     client(uri).log_param(run.run_id, "taken", "1")
-    run._later(lambda: run._store.client.log_param(run.run_id, "taken", "2"))
+    run._writes.add(lambda: run._store.client.log_param(run.run_id, "taken", "2"))
     log_points(run, record)
     lacks = run.finish(run.identify(record))
     assert lacks is not None and lacks.startswith("1 ")
@@ -280,9 +273,10 @@ def test_a_continued_study_keeps_its_points_and_makes_half_written_ones_anew(uri
         first.log_point(point)
     before = first.identify(record)
     half = client(uri).create_run(
-        first.experiment_id, run_name=point_name(points[2]),
+        first.experiment_id,
+        run_name=point_name(points[2]),
         tags={"mlflow.parentRunId": first.run_id, study_runs.CHILD_TAG: point_name(points[2])},
-    )  # fmt: skip  # killed here
+    )  # killed here
     again = open_study(uri, continue_run_id=first.run_id)
     log_points(again, record)
     known = again.identify(record)
@@ -301,7 +295,7 @@ def test_a_trial_whose_writing_failed_half_way_has_one_child(uri, monkeypatch):
     record = study_examples.sweep(batches=(32,), rules=("sqrt",))
     run = ParentRun.open(uri, "sweeps", kind="sweep", name="sweep", config={})
     run.identify(record)
-    monkeypatch.setattr(study_runs, "RETRY_FIRST_S", 0.0)
+    monkeypatch.setattr("scaleray.tracking.retry.FIRST_S", 0.0)
     left = {"create_run": 1, "log_batch": 1, "set_terminated": 1}
 
     def failing_once(name):
@@ -409,7 +403,7 @@ def test_a_thousand_trials_cost_three_writes_each_and_few_more(uri, monkeypatch)
     calls = []
     for name in ("create_run", "log_batch", "set_terminated", "log_metric", "set_tag", "log_param"):
         monkeypatch.setattr(MlflowClient, name, lambda *a, _name=name, **k: calls.append(_name) or _Made(len(calls)))
-    monkeypatch.setattr(store.RunStore, "send", lambda self, operation: calls.append(operation["op"]))
+    monkeypatch.setattr(store.RunStore, "send", lambda self, operation: calls.append(type(operation).__name__))
     record = study_examples.large_sweep(count)
     run = ParentRun.open(uri, "sweeps", kind="sweep", name="thousand", config={})
     for trial in record.trials:

@@ -32,9 +32,9 @@ from torch import nn
 
 from scaleray.config import load_config
 from scaleray.errors import ConfigError, DataError, NonFiniteLossError, RunFailedError, WorkloadError
-from scaleray.records import SystemRecord
-from scaleray.scaling.schedules import learning_rate_factor
-from scaleray.training.place import Place
+from scaleray.records.run import SystemRecord
+from scaleray.scaling.recipe.schedules import learning_rate_factor
+from scaleray.training.setup.place import Place
 from scaleray.workload import load_workload
 
 ROOT = Path(__file__).parents[2]
@@ -250,7 +250,7 @@ def test_a_workload_without_metrics_evaluates_its_loss():
 def test_a_large_split_is_read_again_each_time_with_the_same_result(monkeypatch):
     flags = {"evaluation.every": "1 epoch"}
     kept = train_alone(Classify(num_val=9), flags)
-    monkeypatch.setattr("scaleray.training.evaluation.KEPT_BYTES", 0)
+    monkeypatch.setattr("scaleray.training.step.evaluation.KEPT_BYTES", 0)
     read_again = train_alone(Classify(num_val=9), flags)
     assert [e.metrics for e in read_again.evaluations] == [e.metrics for e in kept.evaluations]
 
@@ -434,7 +434,7 @@ def test_tokens_per_second_follow_from_the_length_of_a_sample():
 
 def test_system_metrics_are_sampled_by_the_first_worker_of_a_node(monkeypatch):
     clock = SimpleNamespace(time=time.time, perf_counter=time.perf_counter, monotonic=itertools.count(0, 10).__next__)
-    monkeypatch.setattr("scaleray.training.loop.time", clock)  # ten seconds later each time it is asked
+    monkeypatch.setattr("scaleray.training.health.reporter.time", clock)  # ten seconds later each time it is asked
     with same_generators():
         finished = train(Place(), Classify(), {"tracking.system_metrics": True})
         silent = train(Place(local_rank=1), Classify(), {"tracking.system_metrics": True})

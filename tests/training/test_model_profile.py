@@ -8,10 +8,10 @@ from small_runs import Classify, WithBatchNorm, rows
 from small_transformer import LENGTH, VOCABULARY, SmallTransformer
 from torch import nn
 
-from scaleray.config.scale import PrecisionSettings
+from scaleray.config.precision import PrecisionSettings
 from scaleray.errors import WorkloadError
+from scaleray.records.workload_profile import ImpossibleUtilisation, Product, WorkloadProfile, mfu
 from scaleray.training.model_profile import profile_workload
-from scaleray.workload_profile import ImpossibleUtilisation, Product, WorkloadProfile, mfu
 
 FP32 = PrecisionSettings()
 

@@ -22,14 +22,17 @@ from torch.utils.checkpoint import checkpoint
 
 from scaleray.config import RunConfig, load_config
 from scaleray.data import as_source
+from scaleray.data.blocks import local_blocks
+from scaleray.data.part import Part
 from scaleray.data.sources import TokenSource
-from scaleray.data.stream import Part, StepStream, local_blocks
-from scaleray.records import EventRecord, StepRecord, WorkerMessage
-from scaleray.scaling.recipe import DataSize, derive
+from scaleray.data.stream import StepStream
+from scaleray.records.run import EventRecord, StepRecord, WorkerMessage
+from scaleray.scaling.recipe.derive import derive
+from scaleray.scaling.recipe.values import DataSize
 from scaleray.training import loop
-from scaleray.training.job import TRAIN, Split, TrainJob
-from scaleray.training.micro_batches import to_device
-from scaleray.training.place import Place
+from scaleray.training.setup.job import TRAIN, Split, TrainJob
+from scaleray.training.setup.place import Place
+from scaleray.training.step.micro_batches import to_device
 from scaleray.workload import load_workload
 
 FOLDER = Path(__file__).resolve().parents[1]
@@ -117,9 +120,7 @@ def by_hand(task: Task) -> dict[str, float]:
             block.compile(backend=_backend(task))
     elif task.compiled == "model":
         model.compile(backend=_backend(task))
-    optimizer = torch.optim.AdamW(
-        model.parameters(), LEARNING_RATE, BETAS, weight_decay=WEIGHT_DECAY, fused=True
-    )  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, BETAS, weight_decay=WEIGHT_DECAY, fused=True)
     source, pieces = as_source(workload.datasets()["train"], split="train"), task.batch_size // task.micro_batch_size
     rows = torch.randperm(source.num_rows, generator=torch.Generator().manual_seed(task.seed)).numpy()
     begun = 0.0

@@ -1,0 +1,62 @@
+"""Damage to a checkpoint's files: what is wrong with a file in a store, and its replacement by a good copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scaleray.checkpoints.manifest import StoredFile
+from scaleray.checkpoints.storage import Store
+
+UNREADABLE = "the storage does not give it"
+
+
+@dataclass(frozen=True)
+class Damage:
+    """File that is not what its manifest says. healed_from: the copy that replaced it, if one did. good_at: where a
+    good copy is; None where there is none, so that the checkpoint is lost."""
+
+    file: str
+    problem: str
+    healed_from: str | None = None
+    good_at: str | None = None
+
+    @property
+    def is_unreadable(self) -> bool:
+        """Whether the storage did not answer, which says nothing about the bytes."""
+        return self.problem.startswith(UNREADABLE)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether no store has the file as it should be."""
+        return self.good_at is None
+
+
+def problem_of(store: Store, name: str, expected: StoredFile) -> str | None:
+    """Difference of a store's file from what its manifest says, in words; None for a good file."""
+    try:
+        sha256, length = store.digest(name)
+    except (FileNotFoundError, NotADirectoryError):
+        return "missing"
+    except OSError as exc:
+        return f"{UNREADABLE}: {exc}" if not store.is_local else f"it cannot be read: {exc}"
+    if length != expected.num_bytes:
+        return f"{length} bytes instead of {expected.num_bytes}"
+    return None if sha256 == expected.sha256 else "its SHA-256 is another"
+
+
+def damage_of(store: Store, name: str, problem: str, good: Store | None) -> Damage:
+    """Damage that stays as it is. good: the store that has a good copy, if one has."""
+    return Damage(store.path(name), problem, good_at=good.path(name) if good else None)
+
+
+def mended(store: Store, name: str, problem: str, good: Store | None, expected: StoredFile) -> Damage:
+    """Damage after the file was replaced by the copy in `good`; as it is where that is None or does not help."""
+    if good is None:
+        return damage_of(store, name, problem, None)
+    try:
+        written = StoredFile(*store.copy_from(good, name))
+    except OSError as exc:
+        return damage_of(store, name, f"{problem}; it cannot be replaced: {exc}", good)
+    if written != expected:
+        return damage_of(store, name, f"{problem}; its copy changed while it was read", None)
+    return Damage(store.path(name), problem, good.path(name), good.path(name))

@@ -1,0 +1,14 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+Overrides = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
+"""Keys of the config with their values, as `--section.key value`."""
+ConfigFile = Annotated[Path | None, Parameter(name=["--config", "-c"], help="YAML file of the run.")]
+Flag = Annotated[bool, Parameter(negative="")]
+"""A switch that is off unless it is named."""

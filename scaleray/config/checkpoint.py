@@ -1,0 +1,63 @@
+"""When checkpoints are made, where, and which are kept."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from scaleray.config.base import Count, Duration, NonNegative, Positive, Settings, above_zero
+
+
+class CheckpointSettings(Settings):
+    """Where a run's files go, and how often its whole state is saved so that it can be resumed."""
+
+    storage_path: str = "~/scaleray"
+    """Folder or s3:// URI for run folders; made absolute at once. On several nodes it must be shared."""
+    save_final: bool = True
+    """Save the final model weights (a plain state dict) in the run folder and in MLflow."""
+    every: Duration | None = None
+    """Distance between checkpoints, such as `500 steps` or `1 epoch`; the last step is saved too. None: by time
+    alone."""
+    every_minutes: Positive | None = 10.0
+    """Longest time between checkpoints, in minutes. None: only the checkpoints of `every`."""
+    is_asynchronous: bool = True
+    """Copy and write beside the training. false: training waits until a checkpoint is complete."""
+    keep_last: Count = 2
+    """Number of newest checkpoints that stay."""
+    keep_best: Annotated[int, Field(ge=0, le=1000)] = 1
+    """Number of best checkpoints that stay as well, by `best`."""
+    best: Annotated[str, Field(pattern=r"^[\w./-]+ (min|max)$")] | None = None
+    """Metric of an evaluation and its direction, such as `val/loss min`: a state that evaluates as one of the
+    `keep_best` best so far is saved at once. None: no checkpoint is better than another."""
+    keep_every: Duration | None = None
+    """Distance between checkpoints that stay for good, such as `10 epochs`."""
+    full_every: Count = 16
+    """Number of checkpoints from one full checkpoint to the next; in those between, tensors that have not changed are
+    not written again. 1: every checkpoint is full."""
+    copies: Literal[1, 2] = 1
+    """Number of copies of each checkpoint. 2 writes each shard to `copy_path` too; a lost or damaged one is healed from
+    there."""
+    copy_path: str | None = None
+    """Folder or s3:// URI of the second copy, on another disk, node or bucket."""
+    grace_s: NonNegative = 2.5
+    """Seconds that the last checkpoint may take after SIGTERM before the workers are ended. `ray job stop` kills after
+    3 s."""
+
+    _check_every = field_validator("every", "keep_every")(above_zero)
+
+    @property
+    def best_metric(self) -> str | None:
+        """Name of the metric in `best`, or None."""
+        return self.best.partition(" ")[0] if self.best is not None else None
+
+    @property
+    def is_higher_better(self) -> bool:
+        """Whether larger values of the metric in `best` are better."""
+        return self.best is not None and self.best.endswith(" max")
+
+    @model_validator(mode="after")
+    def _copies_have_a_place(self) -> CheckpointSettings:
+        if (self.copies == 2) != (self.copy_path is not None):
+            raise ValueError("checkpoint.copies 2 and checkpoint.copy_path belong together: give both or neither")
+        return self

@@ -1,0 +1,24 @@
+"""How rows are ordered, read and handed to the workers."""
+
+from __future__ import annotations
+
+from scaleray.config.base import Count, NonNegative, Positive, Settings
+
+
+class DataSettings(Settings):
+    """The input pipeline."""
+
+    shuffle: bool = True
+    """Take the samples in a new order every epoch, drawn from the run's seed."""
+    window_rows: Count = 100_000
+    """Sources without cheap random access (Parquet): rows shuffled together, from several row groups in random
+    order."""
+    chunk_mib: Positive = 16.0
+    """Rows that one Ray Data task reads for one worker, in MiB; larger has less overhead, smaller starts sooner."""
+    prefetch_mib: Positive = 256.0
+    """Data in MiB by which the pipeline of one worker may run ahead of training."""
+    reserved_cpus: NonNegative = 1.0
+    """Ray CPUs kept free for input tasks. With 0 the input can starve when training takes every CPU."""
+    timeout_s: Positive = 300.0
+    """Seconds that a step may wait for its input before the run fails; the wait is explained long before that. Of
+    several workers, one fails a little before the others give up on it, which is after `scale.collective_timeout_s`."""

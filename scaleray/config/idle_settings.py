@@ -1,0 +1,80 @@
+"""Settings that were changed and have no effect in this run, such as those of another strategy than the chosen one.
+
+One rule for all: such settings are reported in the run's events, and never refused. One file often serves several
+strategies (`--strategy.name`, `verify --strategies all`, a sweep), and a setting that is of no use to one of them may
+be needed by the next. A setting that asks for something impossible (compression.name under fsdp), or lacks the method
+that it is for (pruning.sparsity without pruning.method), is refused: see scaling.recipe.combinations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from scaleray.config.run import RunConfig
+from scaleray.config.strategy import names_with
+
+DDP, WITH_WARM_UP, MIXING = map(names_with, ("reduces_by_ddp", "averages_now_and_then", "mixes_with_neighbours"))
+USERS: dict[str, tuple[str, ...]] = {
+    "strategy.bucket_size_mib": (*DDP, *WITH_WARM_UP, *MIXING),
+    "strategy.gradient_as_bucket_view": (*DDP, *WITH_WARM_UP),
+    "strategy.static_graph": (*DDP, *WITH_WARM_UP),
+    "strategy.find_unused_parameters": (*DDP, *WITH_WARM_UP),
+    "fsdp": ("fsdp",),
+    "fsdp.reshard_after_forward": ("fsdp", "tensor"),
+    "fsdp.parameter_dtype": names_with("splits_parameters"),
+    "fsdp.reduce_dtype": names_with("splits_parameters"),
+    "tensor": ("tensor",),
+    "pipeline": ("pipeline",),
+    "local_sgd": WITH_WARM_UP,
+    "local_sgd.average_momentum": ("local_sgd",),
+    "local_sgd.outer_learning_rate": ("diloco",),
+    "local_sgd.outer_momentum": ("diloco",),
+    "gossip": ("gossip",),
+    "gossip.max_staleness": MIXING,
+    "gossip.meet_every": MIXING,
+}
+"""Strategies that use a section, or one setting of it where that differs."""
+NEEDS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
+    "gossip.max_staleness": (
+        lambda config: config.strategy.name == "async_sgd" or config.gossip.is_asynchronous,
+        "without gossip.is_asynchronous",
+    ),
+    **dict.fromkeys(
+        ("fsdp.parameter_dtype", "fsdp.reduce_dtype"),
+        (lambda config: config.shards_replicas, "without replicas that are sharded"),
+    ),
+    "fsdp.wrap_min_parameters": (lambda config: config.fsdp.wrap == "size", "without fsdp.wrap size"),
+    **dict.fromkeys(
+        ("noise_scale.every_steps", "noise_scale.averaging", "noise_scale.preconditioned"),
+        (lambda config: config.noise_scale.measure is not False, "without noise_scale.measure"),
+    ),
+    "shares.measure_every": (lambda config: config.shares.by == "speed", "without shares.by speed"),
+    "shares.smallest": (lambda config: config.shares.by != "equal", "with equal shares"),
+    "pipeline.data_axis": (lambda config: config.scale.max_workers > config.pipeline.size, "with one replica"),
+    "checkpoint.best": (lambda config: config.checkpoint.keep_best > 0, "with checkpoint.keep_best 0"),
+    "checkpoint.keep_best": (lambda config: config.checkpoint.best is not None, "without checkpoint.best"),
+    "precision.float8_leave_out": (lambda config: config.precision.float8 != "none", "without precision.float8"),
+    "precision.emulate_float8": (lambda config: config.precision.float8 != "none", "without precision.float8"),
+    "precision.initial_loss_scale": (lambda config: config.precision.dtype == "fp16", "without precision.dtype fp16"),
+}
+"""Settings that have an effect only with another one: a test of the config, and the words for where it fails."""
+
+
+def idle_settings(config: RunConfig, strategy: str) -> list[str]:
+    """One sentence for each setting that differs from its default and does nothing. strategy: name with `auto`
+    decided."""
+    where = "with one worker" if strategy == "single" else f"with strategy {strategy}"
+    found = []
+    for section in dict.fromkeys(key.partition(".")[0] for key in (*USERS, *NEEDS)):
+        settings = getattr(config, section)
+        for name, field in type(settings).model_fields.items():
+            key = f"{section}.{name}"
+            if getattr(settings, name) == field.default:
+                continue
+            users = USERS.get(key, USERS.get(section))
+            is_on, unless = NEEDS.get(key, (lambda config: True, ""))
+            if users is not None and strategy not in users:
+                found.append(f"{key} has no effect {where}")
+            elif not is_on(config):
+                found.append(f"{key} has no effect {unless}")
+    return found

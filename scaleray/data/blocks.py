@@ -1,0 +1,105 @@
+"""Blocks of rows of a part: steps that are read together, their reading in this process, and the cut into batches."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator
+
+import numpy as np
+
+from scaleray.data.part import Part
+from scaleray.data.row_values import read_alone, row_values_of
+from scaleray.data.source import Columns, Source
+from scaleray.data.sources import STORED
+from scaleray.workload import no_exit
+
+
+def chunks(part: Part, *, row_bytes: int, chunk_bytes: float) -> Iterator[range]:
+    """Ranges of steps that are read together: small at first so that training starts early, then `chunk_bytes` each.
+
+    Sources with row groups are read a whole window at a time, or every chunk would read the same groups again.
+    """
+    most = max(1, int(chunk_bytes // (part.rows_per_step * row_bytes)))
+    size = 1
+    if part.plan.group_sizes is not None and part.plan.shuffle:
+        size = most = max(most, -(-part.plan.window_rows // part.plan.global_batch_size))
+    step = part.first_step
+    while step < part.last_step:
+        yield range(step, min(step + size, part.last_step))
+        step += size
+        size = min(most, size * 4)
+
+
+def read_chunk(source: Source, part: Part, steps: range) -> Columns:
+    """The rows of these steps, one after another, in the exact order of the plan."""
+    with no_exit("the source of the data"):
+        return source.read(part.indices(steps))
+
+
+def read_chunk_alone(source: Source, part: Part, steps: range) -> Columns:
+    """Rows of these steps as `read_chunk` gives them, but each read under its own seed if user code draws random
+    numbers. Nobody else in this process may draw any meanwhile."""
+    if type(source) in STORED:
+        return read_chunk(source, part, steps)
+    positions = part.positions(steps)
+    return read_alone(source, part.plan.samples_at(positions), lambda: part.plan.row_seeds(positions))
+
+
+class LocalBlocks(Iterator[Columns]):
+    """The chunks of a part, read in this process.
+
+    may_draw: assume that user code draws random numbers, although a first look at a few rows has not shown it.
+    """
+
+    def __init__(self, source: Source, part: Part, *, chunk_bytes: float, may_draw: bool = False) -> None:
+        self.is_read_alone = type(source) not in STORED and (may_draw or row_values_of(source).draw_random_numbers)
+        """Whether nobody else in this process may draw random numbers while these blocks are read."""
+        # a step at a time, as training stands still while it is read
+        steps = chunks(part, row_bytes=source.row_bytes, chunk_bytes=0.0 if self.is_read_alone else chunk_bytes)
+        read = read_chunk_alone if self.is_read_alone else read_chunk
+        self._blocks = (read(source, part, those) for those in steps)
+
+    def __next__(self) -> Columns:
+        return next(self._blocks)
+
+
+def local_blocks(source: Source, part: Part, *, chunk_bytes: float, may_draw: bool = False) -> LocalBlocks:
+    """The chunks of a part, read in this process."""
+    return LocalBlocks(source, part, chunk_bytes=chunk_bytes, may_draw=may_draw)
+
+
+def close_blocks(blocks: Iterable[Columns]) -> None:
+    """End a generator, by the thread that ran it; anything else has nothing to end."""
+    if isinstance(blocks, Generator):
+        blocks.close()
+
+
+def rebatch(blocks: Iterable[Columns], sizes: Iterable[int]) -> Iterator[Columns]:
+    """Cut blocks of any length into pieces of the given sizes, in order."""
+    pending: list[Columns] = []
+    available = 0
+    source = iter(blocks)
+    for size in sizes:
+        while available < size:
+            block = next(source, None)
+            if block is None:
+                return
+            available += len(next(iter(block.values())))
+            pending.append(block)
+        piece: list[Columns] = []
+        missing = size
+        while missing:
+            block = pending[0]
+            length = len(next(iter(block.values())))
+            taken = min(missing, length)
+            piece.append({name: values[:taken] for name, values in block.items()})
+            if taken == length:
+                pending.pop(0)
+            else:
+                pending[0] = {name: values[taken:] for name, values in block.items()}
+            missing -= taken
+        available -= size
+        # copies: Ray's blocks are read-only shared memory, which training must not see
+        yield {
+            name: np.concatenate([p[name] for p in piece]) if len(piece) > 1 else np.array(piece[0][name])
+            for name in piece[0]
+        }

@@ -1,0 +1,99 @@
+"""Start of a stream while the cluster is cold: its worker reads the first rows itself, until the tasks deliver."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from scaleray.data.blocks import close_blocks
+from scaleray.data.source import Columns
+
+LOCAL_START_S = 30.0  # a worker reads for itself so long, until a late pipeline counts as late
+LOCAL_CHUNK_STEPS = (
+    64  # a worker reads so many steps at once meanwhile, unless they are large: these rows are read a second time
+)
+
+
+class Demand:
+    """State of the consumer of a stream, for whoever fills it. Set by the StepStream it is given to."""
+
+    def __init__(self) -> None:
+        self.has_begun = threading.Event()
+        """Event that the consumer has asked for its first batch."""
+        self.is_closed = threading.Event()
+        self.is_hungry: Callable[[], bool] = lambda: True
+        """Whether the consumer will soon have to wait."""
+
+
+def start_locally(
+    local: Iterable[Columns], remote: Iterable[Columns], demand: Demand, *, patience_s: float = LOCAL_START_S
+) -> Iterator[Columns]:
+    """Rows of `remote`, the first of them read from `local`, which gives the same rows in the same order.
+
+    Tasks on a cold cluster take seconds to start, and their start competes with the building of the model for the same
+    cores. So `remote` starts when training begins, and until its first block is here, at most `patience_s` seconds
+    long, the consumer is fed from `local`. Rows that came from there are left out of `remote`.
+    """
+    here = iter(local)
+    num_rows = 0
+    for block in itertools.islice(here, 1):
+        num_rows += _num_rows(block)
+        yield block
+    while not demand.has_begun.wait(timeout=0.2):
+        if demand.is_closed.is_set():
+            return
+    arrived: queue.Queue[Columns | BaseException | None] = queue.Queue(maxsize=2)
+    threading.Thread(target=_pump, args=(remote, arrived, demand), name="scaleray-tasks", daemon=True).start()
+    until = time.monotonic() + patience_s
+    while arrived.empty() and not demand.is_closed.is_set():
+        if time.monotonic() < until and demand.is_hungry():
+            read = next(here, None)
+            if read is None:
+                return  # everything is read before the first task has started
+            num_rows += _num_rows(read)
+            yield read
+        else:
+            time.sleep(0.005)
+    while not demand.is_closed.is_set():
+        try:
+            item = arrived.get(timeout=0.1)  # a stream may be closed while its tasks hang
+        except queue.Empty:
+            continue
+        if isinstance(item, BaseException):
+            raise item
+        if item is None:
+            return
+        skipped = min(num_rows, _num_rows(item))
+        num_rows -= skipped
+        if skipped < _num_rows(item):
+            yield {name: values[skipped:] for name, values in item.items()} if skipped else item
+
+
+def _pump(blocks: Iterable[Columns], arrived: queue.Queue[Columns | BaseException | None], demand: Demand) -> None:
+    try:
+        for block in blocks:
+            put_while_wanted(arrived, block, demand)
+            if demand.is_closed.is_set():
+                return
+        put_while_wanted(arrived, None, demand)
+    except BaseException as exc:  # carried to the thread that fills the stream
+        put_while_wanted(arrived, exc, demand)
+    finally:
+        close_blocks(blocks)  # ends the tasks that nobody waits for any more
+
+
+def put_while_wanted(target: queue.Queue[Any], item: Any, demand: Demand) -> None:
+    """Put an item into a queue as soon as it has room, unless the consumer closes its stream first."""
+    while not demand.is_closed.is_set():
+        try:
+            return target.put(item, timeout=0.5)
+        except queue.Full:
+            continue
+
+
+def _num_rows(block: Columns) -> int:
+    return len(next(iter(block.values())))

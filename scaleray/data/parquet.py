@@ -1,0 +1,169 @@
+"""Rows of Parquet files, local or in a bucket."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scaleray.data.source import HASH_LIMIT_BYTES, Columns, as_numbers, hash_names
+from scaleray.errors import DataError
+
+
+class ParquetSource:
+    """A Parquet file or folder, local or s3://, of numbers and fixed-length lists of numbers.
+
+    columns: the columns to read; None reads all. Footers are read at once, so that a broken file is found at the start.
+    """
+
+    tokens_per_row: int | None = None
+
+    def __init__(self, path: str | Path, *, columns: Sequence[str] | None = None) -> None:
+        import pyarrow.fs
+
+        self.uri = str(path) if "://" in str(path) else str(Path(path).expanduser().absolute())
+        self.columns = list(columns) if columns is not None else None
+        filesystem, root = self._open()
+        info = filesystem.get_file_info(root)
+        if info.type == pyarrow.fs.FileType.NotFound:
+            raise DataError("Parquet path", self.uri, "it does not exist")
+        found = [info] if info.is_file else filesystem.get_file_info(pyarrow.fs.FileSelector(root, recursive=True))
+        self.files = sorted(
+            (f.path, f.size) for f in found if f.is_file and (info.is_file or f.path.endswith((".parquet", ".pq")))
+        )
+        if not self.files:
+            raise DataError("Parquet path", self.uri, "it holds no .parquet file")
+        with ThreadPoolExecutor(16) as pool:
+            footers = list(pool.map(lambda file: self._footer(filesystem, file[0]), self.files))
+        self.groups = [(f, g) for f, footer in enumerate(footers) for g in range(footer.num_row_groups)]
+        self.group_sizes = tuple(footers[f].row_group(g).num_rows for f, g in self.groups)
+        self._starts = np.concatenate([[0], np.cumsum(self.group_sizes, dtype=np.int64)])
+        self.num_rows = int(self._starts[-1])
+        self._names = self._check_columns([footer.schema.to_arrow_schema() for footer in footers])
+        total = sum(footers[f].row_group(g).total_byte_size for f, g in self.groups)
+        self.row_bytes = max(1, total // max(1, self.num_rows))
+
+    def read(self, indices: np.ndarray) -> Columns:
+        import pyarrow as pa
+
+        filesystem, _ = self._open()
+        group_of = np.searchsorted(self._starts, indices, side="right") - 1
+        needed = np.unique(group_of)
+        tables, offsets, offset = [], np.zeros(len(self.groups), dtype=np.int64), 0
+        for number in needed:
+            table = self._read_group(filesystem, int(number))
+            offsets[number] = offset - self._starts[number]
+            offset += table.num_rows
+            tables.append(table)
+        rows = pa.concat_tables(tables, promote_options="default").take(pa.array(indices + offsets[group_of]))
+        return {name: _column_to_numpy(name, rows.column(name), self.uri) for name in rows.column_names}
+
+    def describe(self) -> dict[str, Any]:
+        size = sum(size for _, size in self.files)
+        facts = {
+            "kind": "parquet",
+            "rows": self.num_rows,
+            "bytes": size,
+            "files": len(self.files),
+            "row_groups": len(self.groups),
+        }
+        if size > HASH_LIMIT_BYTES or ("://" in self.uri and not self.uri.startswith("file://")):
+            return {**facts, "sha256": hash_names(self.files), "hashed": "names and sizes"}
+        digest = hashlib.sha256()
+        for path, _ in self.files:
+            with open(path, "rb") as file:
+                while block := file.read(2**20):
+                    digest.update(block)
+        return {**facts, "sha256": digest.hexdigest(), "hashed": "content"}
+
+    def _check_columns(self, schemas: list[Any]) -> list[str]:
+        """The columns to read, which every file must have with one type."""
+        first = schemas[0]
+        missing = [c for c in self.columns or [] if c not in first.names]
+        if missing:
+            raise DataError("Parquet columns", missing, f"{self.uri} has the columns {', '.join(first.names)}")
+        for (path, _), schema in zip(self.files, schemas, strict=True):
+            names = self.columns or dict.fromkeys([*first.names, *schema.names])
+            types = {n: [s.field(n).type if n in s.names else "missing" for s in (first, schema)] for n in names}
+            for name, (expected, found) in types.items():
+                if expected != found:
+                    raise DataError(
+                        f"column {name} of {path}",
+                        str(found),
+                        f"it is {expected} in {self.files[0][0]}",
+                        "write all files with the same columns, or name the ones that they share in `columns`",
+                    )
+        return self.columns or first.names
+
+    def _open(self) -> tuple[Any, str]:
+        import pyarrow.fs
+
+        try:
+            return pyarrow.fs.FileSystem.from_uri(self.uri)
+        except (OSError, ValueError) as exc:
+            raise DataError("Parquet path", self.uri, f"it cannot be opened: {exc}") from exc
+
+    def _footer(self, filesystem: Any, path: str) -> Any:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            with filesystem.open_input_file(path) as file:
+                return pq.read_metadata(file)
+        except (OSError, pa.ArrowException) as exc:
+            raise DataError(
+                "Parquet file", path, f"it cannot be read: {exc}", "write it again, or take it out of the folder"
+            ) from exc
+
+    def _read_group(self, filesystem: Any, number: int) -> Any:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        file, group = self.groups[number]
+        path = self.files[file][0]
+        try:
+            with filesystem.open_input_file(path) as opened:
+                return pq.ParquetFile(opened).read_row_group(group, columns=self._names).select(self._names)
+        except (OSError, pa.ArrowException) as exc:
+            raise DataError(
+                f"Parquet file {path}, row group {group},",
+                "damaged",
+                f"it cannot be read: {exc}",
+                "write it again, or take it out of the folder",
+            ) from exc
+
+
+def _column_to_numpy(name: str, column: Any, where: str) -> np.ndarray:
+    import pyarrow as pa
+
+    array = column.combine_chunks()
+    if isinstance(array, pa.ChunkedArray):
+        array = pa.concat_arrays(array.chunks)
+    depth: list[int] = []
+    while pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type):
+        if array.null_count:
+            raise DataError(f"column {name} of {where}", f"{array.null_count} nulls", "every row needs a value")
+        values = array.flatten()
+        width, rest = divmod(len(values), max(1, len(array)))
+        if rest or (not pa.types.is_fixed_size_list(array.type) and len(set(array.value_lengths().to_pylist())) > 1):
+            raise DataError(
+                f"column {name} of {where}",
+                "lists of several lengths",
+                "all rows need one length",
+                "pad them when the file is written",
+            )
+        depth.append(width)
+        array = values
+    if array.null_count:
+        raise DataError(
+            f"column {name} of {where}",
+            f"{array.null_count} nulls",
+            "every row needs a value",
+            "fill or drop them when the file is written",
+        )
+    flat = as_numbers(name, array.to_numpy(zero_copy_only=False))
+    return flat.reshape(len(column), *depth)

@@ -1,0 +1,50 @@
+"""Interface of a data source: rows by index, in columns."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from scaleray.errors import DataError
+
+Columns = dict[str, np.ndarray]
+"""Rows by column: arrays with the rows along dimension 0."""
+HASH_LIMIT_BYTES = 2**31  # larger files are identified by names and sizes: hashing them would delay every start
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Interface that the pipeline needs of a data source."""
+
+    num_rows: int
+    row_bytes: int
+    """Approximate bytes that a row takes in memory; decides how many steps one task reads."""
+    tokens_per_row: int | None
+    group_sizes: tuple[int, ...] | None
+    """Number of rows of each piece that can only be read whole, in row order; None where any row can be read alone."""
+
+    def read(self, indices: np.ndarray) -> Columns:
+        """The rows at `indices` (n,), in that order."""
+
+    def describe(self) -> dict[str, Any]:
+        """Kind, rows, bytes and SHA-256 (and what was hashed), for the run's record."""
+
+
+def as_numbers(name: str, value: Any) -> np.ndarray:
+    """A value as an array of numbers that torch can take. name: of its column. Raises DataError for anything else."""
+    array = value.numpy(force=True) if hasattr(value, "numpy") and hasattr(value, "detach") else np.asarray(value)
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))  # torch has no numbers of the other byte order
+    if array.dtype.kind not in "biufc" or array.dtype in (np.longdouble, np.clongdouble):
+        raise DataError(
+            f"column {name}", f"{array.dtype}", "columns hold numbers", "encode text or categories as integers first"
+        )
+    return array
+
+
+def hash_names(files: Sequence[tuple[str, int]]) -> str:
+    """SHA-256 of names and sizes in bytes, for files that are too large to be read at every start."""
+    return hashlib.sha256("\n".join(f"{path} {size}" for path, size in files).encode()).hexdigest()

@@ -1,0 +1,98 @@
+"""Whether a cluster can hold a run, how many trials it holds at a time, and what is missing where it holds none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scaleray.config import RunConfig
+from scaleray.config.scale import ScaleSettings
+from scaleray.errors import ClusterError
+from scaleray.launch.cluster.connection import Node
+
+
+def check_capacity(config: RunConfig, nodes: Sequence[Node]) -> None:
+    """Refuse a run that these nodes can never hold; Ray itself would wait for ever. Raises ClusterError.
+
+    Asked for: `workers` bundles of CPUs and GPUs on nodes with the right labels, and CPUs left for the input.
+    """
+    scale = config.scale
+    fitting = [n for n in nodes if all(n.labels.get(k) == v for k, v in scale.label_selector.items())]
+    per_node = [_bundles(scale, n) for n in fitting]
+    possible = sum(per_node)
+    if scale.placement == "STRICT_PACK":
+        possible = max(per_node, default=0)
+    elif scale.placement == "STRICT_SPREAD":
+        possible = sum(1 for count in per_node if count)
+    needed = scale.min_workers
+    asked = (
+        f"{'at least ' if scale.is_elastic else ''}{needed} worker{'s' if needed > 1 else ''} "
+        f"of {scale.cpus_per_worker:g} CPU"
+    )
+    asked += f" and {scale.gpus_per_worker:g} GPU" if scale.gpus_per_worker else ""
+    asked += f" ({scale.placement})" if scale.placement.startswith("STRICT") else ""
+    asked += f" on nodes labelled {dict(scale.label_selector)}" if scale.label_selector else ""
+    cpus = sum(n.resources.get("CPU", 0.0) for n in nodes)
+    gpus = sum(n.resources.get("GPU", 0.0) for n in nodes)
+    has = (
+        f"the cluster has {len(nodes)} node{'s' if len(nodes) != 1 else ''} with {cpus:g} CPUs and {gpus:g} GPUs in all"
+    )
+    most = int((cpus - config.data.reserved_cpus) / scale.cpus_per_worker + 1e-9)
+    if possible < needed:
+        where = f", {len(fitting)} with these labels" if scale.label_selector else ""
+        raise ClusterError("scale", asked, f"{has}{where} and can hold {possible}", _fewer(config, min(possible, most)))
+    if most < needed:
+        raise ClusterError(
+            "scale",
+            asked,
+            f"{has}, and {config.data.reserved_cpus:g} must stay free for the input tasks (data.reserved_cpus)",
+            _fewer(config, most),
+        )
+
+
+def check_trial_fits(config: RunConfig, nodes: Sequence[Node]) -> None:
+    """Refuse trials that these nodes can never hold; Ray would wait for ever.
+
+    config: a trial's config. Raises ClusterError.
+    """
+    try:
+        check_capacity(config, nodes)
+    except ClusterError as exc:
+        raise ClusterError(
+            "--workers-per-trial",
+            f"{config.scale.max_workers}, which needs {exc.found}",
+            exc.allowed,
+            exc.hint.replace("--scale.workers", "--workers-per-trial"),
+        ) from exc
+
+
+def num_concurrent(config: RunConfig, nodes: Sequence[Node]) -> int:
+    """How many trials fit beside each other, with `data.reserved_cpus` left free; at least 1 for one that fits.
+
+    A trial needs its workers on one node with STRICT_PACK, on as many nodes with STRICT_SPREAD, and anywhere else.
+    """
+    scale, workers = config.scale, config.scale.max_workers
+    fitting = [n for n in nodes if all(n.labels.get(k) == v for k, v in scale.label_selector.items())]
+    bundles = [_bundles(config.scale, node) for node in fitting]
+    if scale.placement == "STRICT_PACK":
+        trials = sum(count // workers for count in bundles)
+    elif scale.placement == "STRICT_SPREAD":
+        trials = max(
+            (t for t in range(1, sum(bundles) + 1) if sum(min(c, t) for c in bundles) >= t * workers), default=0
+        )
+    else:
+        trials = sum(bundles) // workers
+    cpus = sum(n.resources.get("CPU", 0.0) for n in nodes) - config.data.reserved_cpus
+    by_cpu = int(cpus / (scale.cpus_per_worker * workers) + 1e-9)
+    return max(1, min(trials, by_cpu))
+
+
+def _bundles(scale: ScaleSettings, node: Node) -> int:
+    by_cpu = node.resources.get("CPU", 0.0) / scale.cpus_per_worker + 1e-9
+    by_gpu = node.resources.get("GPU", 0.0) / scale.gpus_per_worker + 1e-9 if scale.gpus_per_worker else float("inf")
+    return int(min(by_cpu, by_gpu))
+
+
+def _fewer(config: RunConfig, possible: int) -> str:
+    if possible >= 1:
+        return f"use --scale.workers {possible}, or a smaller --scale.cpus-per-worker"
+    return "use smaller workers (scale.cpus_per_worker, scale.gpus_per_worker) or a larger cluster"

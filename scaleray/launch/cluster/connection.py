@@ -1,0 +1,250 @@
+"""The Ray cluster of a run: connect to it or start one, and tell its nodes.
+
+Every known trap of Ray 2.60 that concerns connecting is handled here, with its reason beside the line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from scaleray.config import RunConfig
+from scaleray.errors import ClusterError, first_line
+
+DRIVER_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # the controller looks at its workers this often, and a finished run ends one look later (default 2 s)
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",
+    # workers keep the driver's directory, or relative paths in a workload would mean something else there
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    # read_parquet starts 32 actors for footers at every execution by default
+    "RAY_DATA_PARQUET_FOOTER_NUM_ACTORS": "1",
+    # unequal collective calls would hang for ever by default
+    "RAY_TRAIN_COLLECTIVE_TIMEOUT_S": "300",
+    # a worker that is stopped or hangs does not take part in the shutdown of its group: 30 s by default
+    "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "5",
+    # workers' lines come through as they are, once each
+    "RAY_DEDUP_LOGS": "0",
+    # Train's own print would repeat every line, as workers remember their last ones
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    # on a worker without GPUs Ray would hide them even from code that only asks; this is also its future default
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+@dataclass(frozen=True)
+class Node:
+    """One alive node: its address, resources in total and labels."""
+
+    address: str
+    resources: Mapping[str, float]
+    labels: Mapping[str, str]
+
+
+@contextlib.contextmanager
+def connected(config: RunConfig) -> Iterator[str]:
+    """A connection to the cluster of RAY_ADDRESS, or to a local one that lives as long as the context; gives its
+    address.
+
+    A connection that the caller already has is used and left open. Raises ClusterError.
+    """
+    for name, value in DRIVER_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(config.scale.launch_timeout_s)
+    set_auth_mode()
+    import ray
+
+    if ray.is_initialized():
+        yield ray.get_runtime_context().gcs_address
+        return
+    # Ray's own processes take seconds to start; the imports that the launch needs fit into that wait
+    threading.Thread(target=_import_train, name="scaleray-imports", daemon=True).start()
+    address = os.environ.get("RAY_ADDRESS")
+    if address and address != "local":
+        _connect(address)
+    else:
+        _start_local(config)
+    try:
+        yield ray.get_runtime_context().gcs_address
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def joined(address: str) -> Iterator[list[Node]]:
+    """The alive nodes of a running cluster, to look at; a connection that the caller already has is used.
+
+    Raises ClusterError.
+    """
+    for name, value in DRIVER_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    set_auth_mode(address)
+    import ray
+
+    if ray.is_initialized():
+        yield alive_nodes()
+        return
+    _connect(address, name="--address")
+    try:
+        yield alive_nodes()
+    finally:
+        ray.shutdown()
+
+
+def _import_train() -> None:
+    importlib.import_module("ray.train.torch")
+
+
+def set_auth_mode(address: str | None = None) -> None:
+    """Decide token authentication explicitly: clients of Ray 2.60 do not follow the cluster's mode by themselves.
+
+    address: the cluster's address; None: that of RAY_ADDRESS, or a local one.
+    """
+    if "RAY_AUTH_MODE" in os.environ or _is_connected():
+        return
+    has_token = any(v in os.environ for v in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")) or token_file().exists()
+    connects = (address or os.environ.get("RAY_ADDRESS", "local")) != "local"
+    # a cluster that we start gets a token of its own if there is none; one that we join without a token has none
+    os.environ["RAY_AUTH_MODE"] = "disabled" if connects and not has_token else "token"
+    if "ray._raylet" in sys.modules:  # it read the mode when it was imported, and needs to be told to read it again
+        from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined] # not in its stubs
+
+        Config.initialize("")
+        AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _is_connected() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()
+
+
+def token_file() -> Path:
+    """Where Ray keeps the token of this user."""
+    return Path.home() / ".ray" / "auth_token"
+
+
+def _connect(address: str, *, name: str = "RAY_ADDRESS") -> None:
+    import ray
+
+    try:
+        ray.init(address=address, runtime_env=runtime_env(_gcs_address(address)), logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as exc:
+        raise ClusterError(
+            name,
+            address,
+            f"no Ray cluster answers there: {first_line(exc)}",
+            "check the address and the token (RAY_AUTH_MODE), or leave it out for this machine alone",
+        ) from exc
+
+
+def _gcs_address(address: str) -> str | None:
+    """host:port of the cluster's control store, where the address says it; `auto` has to be asked for afterwards."""
+    if address != "auto":
+        return address.removeprefix("ray://")
+    import ray._private.services as services
+
+    found = services.find_gcs_addresses()
+    return next(iter(found)) if len(found) == 1 else None
+
+
+def _start_local(config: RunConfig) -> None:
+    import ray
+
+    # Ray Train's cleaner looks for "the" cluster of this machine. Without its address, a second cluster started
+    # here makes it destroy a healthy run; so the port is fixed beforehand and the address handed to every process.
+    port = free_port()
+    host = ray.util.get_node_ip_address()
+    # Ray would start idle workers at once, without the run's environment, so that nobody could ever use them
+    during_start = {
+        "RAY_GCS_SERVER_PORT": str(port),
+        "RAY_prestart_worker_first_driver": "0",
+        "RAY_enable_worker_prestart": "0",
+    }
+    os.environ |= during_start
+    cores = psutil.cpu_count() or 1
+    try:
+        ray.init(
+            address="local",
+            # input tasks are counted beside the cores: they are light, and must never wait for training to end
+            num_cpus=cores + int(config.data.reserved_cpus),
+            runtime_env=runtime_env(f"{host}:{port}"),
+            logging_level=logging.ERROR,
+        )
+    finally:
+        for name in during_start:
+            del os.environ[name]
+
+
+def runtime_env(address: str | None) -> dict[str, Any]:
+    """Job-level environment of every process of a run; `address` keeps Ray Train from looking at another cluster."""
+    variables = {name: os.environ.get(name, value) for name, value in DRIVER_ENVIRONMENT.items()}
+    if address is not None:
+        variables["RAY_ADDRESS"] = address
+    return {"env_vars": variables}
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def alive_nodes() -> list[Node]:
+    """The nodes of the connected cluster, the driver's first."""
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    found = sorted((n for n in ray.nodes() if n["Alive"]), key=lambda n: (n["NodeID"] != here, n["NodeManagerAddress"]))
+    return [Node(n["NodeManagerAddress"], n["Resources"], n.get("Labels", {})) for n in found]
+
+
+def topology(nodes: Sequence[Node]) -> list[dict[str, Any]]:
+    """Nodes and their devices, for the record."""
+    return [
+        {
+            "node": n.address,
+            "cpus": n.resources.get("CPU", 0),
+            "gpus": n.resources.get("GPU", 0),
+            "accelerator": next((k.partition(":")[2] for k in n.resources if k.startswith("accelerator_type:")), None),
+        }
+        for n in nodes
+    ]
+
+
+def input_cpus(config: RunConfig) -> float:
+    """Ray CPUs that the input tasks of one worker may use together."""
+    return max(0.01, round(config.data.reserved_cpus / config.scale.max_workers, 2))
+
+
+def own_placement_groups() -> set[str]:
+    """Ids of the placement groups that this driver's actors have made and that hold or want resources."""
+    import ray
+
+    job = ray.get_runtime_context().get_job_id()  # an id ends with that of its job
+    table = ray.util.placement_group_table()
+    return {number for number, group in table.items() if number.endswith(job) and group["state"] != "REMOVED"}
+
+
+def remove_placement_groups(numbers: Iterable[str]) -> None:
+    """Give back what these hold, for actors that died without doing so: Ray itself waits for the end of the driver.
+
+    Ray Train's own cleaner knows a group only once its workers have started. A controller that dies before that would
+    leave a group behind that keeps the next one waiting for ever.
+    """
+    import ray
+    from ray.util.placement_group import PlacementGroup
+
+    for number in numbers:
+        ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(number))))

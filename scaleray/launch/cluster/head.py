@@ -1,0 +1,137 @@
+"""A Ray head of one's own on this machine: own ports, own folder, loopback only, gone with whoever started it.
+
+For demos, benchmarks and tests that need a cluster to submit jobs to. It never touches another Ray on the machine,
+as `ray stop` would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from scaleray.errors import ClusterError
+from scaleray.guarded import guarded
+from scaleray.launch.cluster.connection import DRIVER_ENVIRONMENT, free_port, set_auth_mode, token_file
+
+START_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Head:
+    """A running head. address: the cluster's address, for RAY_ADDRESS. dashboard: URL to submit jobs to."""
+
+    address: str
+    dashboard: str
+    log: Path
+    pid: int
+
+    def environment(self) -> dict[str, str]:
+        """Environment of a client of this head, such as `ray job submit`."""
+        return {**os.environ, "RAY_ADDRESS": self.dashboard, "PATH": _path()}
+
+
+@contextlib.contextmanager
+def local_head(
+    *, num_cpus: int, object_store_bytes: int = 512 * 2**20, environment: Mapping[str, str] | None = None
+) -> Iterator[Head]:
+    """Start a head and stop it, with everything it started, at the end of the context. Raises ClusterError.
+
+    num_cpus: CPUs that Ray may hand out, which may be more than the machine has. Token authentication is as Ray sets
+    it up: a token file in the user's home, made if there is none.
+    """
+    set_auth_mode()
+    _ensure_token()
+    # AF_UNIX paths hold 107 characters, and Ray's sockets are deep below this folder
+    folder = Path(tempfile.mkdtemp(prefix="sr-", dir="/tmp" if Path("/tmp").is_dir() else None))
+    port, dashboard_port = free_port(), free_port()
+    command = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--head",
+        "--block",
+        "--disable-usage-stats",
+        "--node-ip-address=127.0.0.1",
+        f"--port={port}",
+        "--dashboard-host=127.0.0.1",
+        f"--dashboard-port={dashboard_port}",
+        f"--ray-client-server-port={free_port()}",
+        f"--dashboard-agent-listen-port={free_port()}",
+        f"--dashboard-agent-grpc-port={free_port()}",
+        f"--runtime-env-agent-port={free_port()}",
+        f"--metrics-export-port={free_port()}",
+        "--min-worker-port=0",
+        "--max-worker-port=0",
+        f"--num-cpus={num_cpus}",
+        f"--object-store-memory={object_store_bytes}",
+        f"--temp-dir={folder}/ray",
+    ]
+    variables = {**os.environ, **DRIVER_ENVIRONMENT, **(environment or {}), "PATH": _path()}
+    # fixed by default: two heads on one machine would collide
+    variables |= {"AUTOSCALER_METRIC_PORT": str(free_port()), "DASHBOARD_METRIC_PORT": str(free_port())}
+    variables.pop("RAY_ADDRESS", None)
+    log = folder / "head.log"
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            guarded(command),
+            env=variables,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    try:
+        url = f"http://127.0.0.1:{dashboard_port}"
+        _wait_until_ready(process, url, log)
+        yield Head(f"127.0.0.1:{port}", url, log, process.pid)
+    finally:
+        process.terminate()
+        process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _path() -> str:
+    """PATH with this interpreter first: job entrypoints say `python`, and the environment may not be activated."""
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+
+
+def _ensure_token() -> None:
+    if (
+        os.environ.get("RAY_AUTH_MODE") == "token"
+        and not any(v in os.environ for v in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+        and not token_file().exists()
+    ):
+        command = [sys.executable, "-m", "ray.scripts.scripts", "get-auth-token", "--generate"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60)
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            break
+        try:
+            urllib.request.urlopen(f"{url}/api/version", timeout=2).close()
+            return
+        except urllib.error.HTTPError:  # it answers, and wants its token
+            return
+        except OSError:
+            time.sleep(0.3)
+    lines = log.read_text(errors="replace").strip().splitlines()[-5:]
+    raise ClusterError(
+        "the local Ray head",
+        "not running",
+        f"it should answer at {url}",
+        "last lines of its log:\n  " + "\n  ".join(lines),
+    )

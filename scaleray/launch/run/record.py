@@ -1,0 +1,200 @@
+"""What is written down of a run: its description before it starts, its record when it has ended, in MLflow and in
+files."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from scaleray import metric_names as names
+from scaleray.config.base import without_password
+from scaleray.launch.session.folder import RunFolder
+from scaleray.records.run import EMULATED, RunRecord, leaves
+from scaleray.reproducibility.fingerprint import environment_hash
+from scaleray.scaling.recipe.lr_rules import MOVED_BY_RULES
+from scaleray.tracking.recorder import Recording, RunIdentity
+from scaleray.tracking.run_description import RunDescription
+from scaleray.training.setup.job import TRAIN, TrainJob
+from scaleray.workload import brings_optimizer
+
+
+def describe(
+    job: TrainJob,
+    *,
+    data: Mapping[str, Mapping[str, Any]],
+    facts: Mapping[str, Any],
+    folder: RunFolder,
+    tracking_uri: str,
+    base_dir: Path | None,
+    continues: Mapping[str, Any] | None,
+    changes: Sequence[str],
+) -> RunDescription:
+    """The run for the recorder. data: facts of each split. facts: environment and topology. continues: run.json of the
+    interrupted run, changes: what differs from it, a line each."""
+    config, recipe = job.config, job.recipe
+    params: dict[str, Any] = dict(leaves(config.to_dict(), of_lists=False))
+    # what an optimizer of the workload's own makes of them, its workers say
+    later = MOVED_BY_RULES if brings_optimizer(job.workload) else ()
+    params.update({f"derived.{k}": v for k, v in recipe.values().items() if k not in later})
+    how = {k: f"{v}, for the workload's own optimizer()" if k in later else v for k, v in recipe.explanations.items()}
+    params.update({"topology.nodes": len(facts["topology"]), "topology.workers": str(config.scale.workers)})
+    return RunDescription(
+        tracking_uri=tracking_uri,
+        experiment=config.tracking.experiment,
+        run_name=folder.name,
+        work_dir=folder.work_dir,
+        every_steps=config.tracking.every_steps,
+        params={k: v for k, v in params.items() if v is not None},
+        tags=_start_tags(job, facts),
+        files={
+            "config.yaml": as_yaml(config.to_dict()),
+            "derived.yaml": as_yaml({"values": recipe.values(), "how": how}),
+        },
+        datasets=[
+            {
+                "name": name,
+                "digest": str(of_split.get("sha256") or "unhashed")[:32],
+                "context": "training" if name == TRAIN else "evaluation",
+                "source": {"workload": config.workload.name, "split": name},
+                "profile": of_split,
+            }
+            for name, of_split in data.items()
+        ],
+        tokens_per_sample=job.splits[TRAIN].tokens_per_row,
+        started_at=job.started_at,
+        run_path=folder.path,
+        config=config.to_dict(),
+        base_dir=str(base_dir) if base_dir else None,
+        continues=continues,
+        changes=changes,
+    )
+
+
+def _start_tags(job: TrainJob, facts: Mapping[str, Any]) -> dict[str, str]:
+    tags = {
+        "scaleray.kind": "train",
+        "scaleray.config_hash": job.config.hash(),
+        "scaleray.workload": job.config.workload.name,
+        "scaleray.strategy": job.recipe.strategy,
+        "mlflow.source.name": job.config.workload.name,
+        "mlflow.source.type": "JOB",
+    }
+    git = facts["environment"]["git"]
+    if git:
+        tags["mlflow.source.git.commit"] = git["commit"]
+        if git["is_dirty"] is not None:
+            tags["scaleray.git_is_dirty"] = str(git["is_dirty"]).lower()
+    if job_id := os.environ.get("RAY_JOB_SUBMISSION_ID"):
+        tags["scaleray.ray_job_id"] = job_id
+    return tags
+
+
+def make_record(
+    job: TrainJob,
+    recording: Recording,
+    identity: RunIdentity,
+    *,
+    status: str,
+    verdict: str,
+    data: dict[str, Any],
+    facts: Mapping[str, Any],
+    folder: RunFolder,
+    tracking_uri: str,
+) -> RunRecord:
+    """The record of a run that has ended. verdict: why it did; empty is what the workers say."""
+    config, summaries = job.config, recording.summaries
+    summary = next((s for s in summaries if s.rank == 0), None)
+    workers = [{"rank": s.rank, "node": s.node, "device": s.device, **s.hardware} for s in summaries]
+    hardware = _distinct([s.hardware for s in summaries])
+    first_step_s = summary.time_to_first_step_s if summary else math.nan
+    return RunRecord(
+        name=folder.name,
+        status=status,
+        verdict=verdict or (summary.verdict if summary else "done"),
+        workers=config.scale.max_workers,
+        strategy=job.recipe.strategy,
+        steps=max(0, recording.last_step),
+        final_loss=recording.final_loss,
+        metrics=recording.metrics,
+        samples_per_s=summary.samples_per_s if summary else None,
+        tokens_per_s=summary.tokens_per_s if summary else None,
+        step_time_s=summary.step_time_s if summary else None,
+        input_wait_share=summary.input_wait_share if summary else None,
+        time_to_first_step_s=None if math.isnan(first_step_s) else first_step_s,
+        training_time_s=summary.training_time_s if summary else None,
+        total_time_s=time.time() - job.started_at,
+        peak_memory_bytes=[s.peak_memory_bytes for s in summaries],
+        nonfinite_steps=summary.nonfinite_steps if summary else 0,
+        sample_order=job.sample_order,
+        config=config.to_dict(),
+        config_hash=config.hash(),
+        derived=_plain({**job.recipe.values(), **recording.derived}),
+        data=data,
+        environment={**facts, "workers": workers},
+        environment_hash=environment_hash({"environment": facts["environment"], "hardware": hardware}),
+        tracking_uri=without_password(tracking_uri),
+        experiment_id=identity.experiment_id,
+        run_id=identity.run_id,
+        mlflow_link=identity.link,
+        run_dir=without_password(folder.path),
+        events=recording.events,
+        resumed_after=recording.resumed_after,
+        compilation=summary.compilation if summary else {},
+        noise=summary.noise if summary else {},
+        memory=[s.memory for s in summaries],
+        marks=[EMULATED] if summary and summary.model.get("is_emulated") else [],
+    )
+
+
+def point_metrics(record: RunRecord) -> dict[str, float]:
+    """What MLflow shows of the whole run: one value each."""
+    values: dict[Any, float | None] = {
+        names.WORLD_SIZE: float(record.workers),
+        names.POINT_SAMPLES_PER_S: record.samples_per_s,
+        names.POINT_TOKENS_PER_S: record.tokens_per_s,
+        names.TIME_TO_FIRST_STEP_S: record.time_to_first_step_s,
+        names.PEAK_MEMORY_BYTES: float(max(record.peak_memory_bytes)) if record.peak_memory_bytes else None,
+    }
+    return {metric.name: value for metric, value in values.items() if value is not None and math.isfinite(value)}
+
+
+def end_tags(record: RunRecord) -> dict[str, str]:
+    """MLflow's tags that only the end knows; the run's description among them, as Markdown."""
+    rows = {
+        "verdict": record.verdict.splitlines()[0] if record.verdict else "",
+        "workers": f"{record.workers} ({record.strategy})",
+        "steps": record.steps,
+        "samples/s": f"{record.samples_per_s:.4g}" if record.samples_per_s else "",
+        "input wait": f"{record.input_wait_share:.2%}" if record.input_wait_share is not None else "",
+        **{name: f"{value:.4g}" for name, value in record.metrics.items()},
+        "sample order": record.sample_order,
+        "files": f"`{record.run_dir}`",
+    }
+    note = "| | |\n|---|---|\n" + "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    return {
+        "scaleray.environment_hash": record.environment_hash,
+        "scaleray.verdict": record.verdict[:500],
+        "mlflow.note.content": note,
+    }
+
+
+def as_yaml(value: Mapping[str, Any]) -> str:
+    """YAML for a file beside the record, in the order given."""
+    return yaml.safe_dump(_plain(value), sort_keys=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _distinct(hardware: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each kind of node once: the number of workers belongs to the topology, not to the environment."""
+    return [kind for number, kind in enumerate(hardware) if kind not in hardware[:number]]

@@ -1,0 +1,184 @@
+"""Which interrupted run a command continues, and whether it may with the config it is given."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from scaleray.checkpoints.catalog import Catalog, require
+from scaleray.checkpoints.manifest import Manifest
+from scaleray.checkpoints.storage import Store
+from scaleray.config import RunConfig, load_config
+from scaleray.config.base import absolute_path, without_password
+from scaleray.config.changes import Change, changes, training_values
+from scaleray.config.checkpoint import CheckpointSettings
+from scaleray.errors import CheckpointError, ConfigError, first_line
+from scaleray.parsing import load_json
+from scaleray.records.run import RunRecord
+
+Say = Callable[[str], None]
+AUTO = "auto"
+FILE = "run.json"
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A run that can go on.
+
+    about: its run.json. newest: its newest complete checkpoint; None is from the first step.
+    """
+
+    path: str
+    about: dict[str, Any]
+    newest: Manifest | None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config it was started with."""
+        config: dict[str, Any] = self.about["config"]
+        return config
+
+    def valid_config(self) -> RunConfig:
+        """The config it was started with, checked. Raises CheckpointError."""
+        try:
+            return RunConfig.model_validate(self.config)
+        except ValueError as exc:
+            raise _damaged(self.path, exc) from exc
+
+    def finished_record(self, say: Say = lambda text: None) -> RunRecord | None:
+        """The record of this run if it has reached its end. say: hears of one that is damaged."""
+        try:
+            record = RunRecord.from_json(Store(self.path).read("record.json"))
+        except OSError:
+            return None
+        except (ValueError, TypeError) as exc:
+            say(
+                f"warning: record.json of {without_password(self.path)} is damaged ({first_line(exc)}); "
+                "whether the run had ended is decided by its newest checkpoint, and its end writes the record anew"
+            )
+            return None
+        return record if record.status == "FINISHED" else None
+
+
+def find(
+    where: str, config: RunConfig | None, base_dir: Path | None = None, *, say: Say = lambda text: None
+) -> Interrupted | None:
+    """The run to continue: a run folder, the name of one in the storage path, or `auto`.
+
+    auto: the newest run of the same training there, of a workload from the same `base_dir`, that has not finished; None
+    when there is none, which is a fresh start. say: hears of folders that are passed over, as their run.json is
+    damaged. Raises CheckpointError for a folder that is no run.
+    """
+    if where != AUTO:
+        path = absolute_path(where)
+        if "/" not in where and not _exists(path):
+            storage = config.checkpoint.storage_path if config is not None else CheckpointSettings().storage_path
+            path = absolute_path(f"{storage}/{where}")
+        return _open(path, config)
+    if config is None:
+        raise ConfigError(
+            "--resume", AUTO, "it looks for a run of the same config", "give the config with -c, or name the run folder"
+        )
+    root = Store(absolute_path(config.checkpoint.storage_path))
+    if config.tracking.run_name is not None:
+        folder = root.child(config.tracking.run_name)
+        return _open(folder.root, config) if _exists(folder.root) else None
+    wanted = training_values(config.to_dict())
+    found: list[tuple[float, str]] = []
+    for name in root.names():
+        folder = root.child(name)
+        try:
+            about = load_json(folder.read(FILE))
+            same_place = about.get("base_dir") == (str(base_dir) if base_dir else None)
+            if training_values(about["config"]) == wanted and same_place and not is_finished(folder):
+                found.append((about.get("started_at") or 0.0, folder.root))
+        except OSError:
+            continue
+        except (ValueError, KeyError, TypeError, AttributeError) as exc:
+            say(f"warning: {without_password(folder.root)} is passed over: its {FILE} is damaged ({first_line(exc)})")
+    return _open(max(found)[1], config) if found else None
+
+
+def config_of(where: str, flags: Sequence[str]) -> RunConfig:
+    """The config of the run in a folder, with flags over it."""
+    before = find(where, None)
+    assert before is not None  # only `auto` finds none
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "config of the run.yaml")
+        path.write_text(yaml.safe_dump(before.config, sort_keys=False))
+        return load_config(path, flags=flags)
+
+
+def is_finished(folder: Store) -> bool:
+    """Whether the run in this folder has reached its end."""
+    try:
+        return bool(load_json(folder.read("record.json"))["status"] == "FINISHED")
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def check_changes(before: Interrupted, config: RunConfig, allowed: Sequence[str]) -> list[Change]:
+    """What differs from the config of the interrupted run.
+
+    Raises ConfigError for what would make it another training.
+    """
+    for key in ("storage_path", "copy_path"):
+        if ":***@" in (value := getattr(config.checkpoint, key) or ""):
+            raise ConfigError(
+                f"checkpoint.{key}",
+                value,
+                "it is a saved one, whose password is not kept",
+                f"give it again: --checkpoint.{key.replace('_', '-')}",
+            )
+    found = changes(before.config, config)
+    refused = [change for change in found if change.alters_training and change.key not in allowed]
+    if refused:
+        raise ConfigError(
+            "the config",
+            "; ".join(map(str, refused)),
+            "this would continue as another training than the one that was interrupted",
+            f"use the old values, start a new run, or say so: {' '.join(f'--allow-change {c.key}' for c in refused)}",
+        )
+    unknown = set(allowed) - {change.key for change in found}
+    if unknown:
+        raise ConfigError("--allow-change", ", ".join(sorted(unknown)), "this key has not changed", "leave it out")
+    return found
+
+
+def _damaged(path: str, exc: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{FILE} of the run",
+        without_password(path),
+        f"it is damaged: {first_line(exc)}",
+        f"put a whole one there, or start a new run from its weights: --workload.weights {without_password(path)}",
+    )
+
+
+def _exists(path: str) -> bool:
+    return Store(path).size(FILE) is not None
+
+
+def _open(path: str, config: RunConfig | None) -> Interrupted:
+    folder = Store(path)
+    try:
+        about = load_json(folder.read(FILE))
+        if not isinstance(about["config"], dict):
+            raise TypeError("it has no config")
+    except OSError as exc:
+        raise CheckpointError(
+            "--resume",
+            path,
+            "it is no run folder: it has no readable run.json",
+            "folders of runs lie in checkpoint.storage_path",
+        ) from exc
+    except (ValueError, KeyError, TypeError) as exc:
+        raise _damaged(path, exc) from exc
+    copy_path = config.checkpoint.copy_path if config else about["config"]["checkpoint"].get("copy_path")
+    catalog = Catalog.of_run(path, copy_path)
+    newest = require(catalog, None, where=path) if catalog.newest() is not None else None
+    return Interrupted(path, about, newest)

@@ -1,0 +1,344 @@
+"""`train`: from a config to a finished, recorded run.
+
+Everything that can be refused is refused before workers start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from scaleray.checkpoints.catalog import Catalog
+from scaleray.config import RunConfig, load_config
+from scaleray.config.base import without_password
+from scaleray.config.changes import Change
+from scaleray.data.source import Source
+from scaleray.errors import ClusterError, ConfigError, LeftEarly, TrackingError
+from scaleray.launch.cluster import connection as cluster
+from scaleray.launch.cluster.capacity import check_capacity
+from scaleray.launch.run import resume as interrupted
+from scaleray.launch.run.record import as_yaml, describe, end_tags, make_record, point_metrics
+from scaleray.launch.run.trainer import Interrupted, fit
+from scaleray.launch.session.data import check_same_data, load_sources, size_of
+from scaleray.launch.session.folder import RunFolder
+from scaleray.launch.session.start import forbid_ray, with_absolute_paths
+from scaleray.launch.workers.in_process import run_here
+from scaleray.launch.workers.recorder_actor import RemoteRecorder
+from scaleray.launch.workers.user_code import ship_user_code
+from scaleray.records.run import EventRecord, RunRecord, Say, Show
+from scaleray.reproducibility.fingerprint import environment, environment_hash
+from scaleray.scaling.recipe.derive import derive, resolve_strategy
+from scaleray.tracking import store
+from scaleray.tracking.recorder import Recorder
+from scaleray.training.setup.job import TRAIN, Split, TrainJob, rescaled
+from scaleray.training.state import weights as final_weights
+from scaleray.watchers import Guard, Watcher
+from scaleray.workload import brings_optimizer, build_workload, load_workload
+
+
+def train(
+    config: RunConfig | str | Path | Mapping[str, Any] | None,
+    workload: Any = None,
+    *,
+    resume: str | None = None,
+    allow_change: Sequence[str] = (),
+    local: bool = False,
+    show: Show = lambda messages: None,
+    say: Say = lambda text: None,
+    expect_steps: Callable[[int], None] = lambda steps: None,
+    base_dir: Path | None = None,
+    started_at: float | None = None,
+) -> RunRecord:
+    """Train a workload as the config says and return the run's record.
+
+    config: a RunConfig, a YAML file, or a mapping of dotted keys; None, with `resume`, is the config of that run.
+    resume: continue an interrupted run: its folder, its name, or `auto` for the newest unfinished run of the same
+    training, if there is one. allow_change: keys of the config that may differ from that run's although they alter the
+    training. workload: an instance or class; None loads `config.workload`. local: in this process, without Ray. show:
+    called with the run's messages as they arrive, say with lines about what happens meanwhile, expect_steps with the
+    length of the training once it is known. started_at: wall clock from which the time to the first step is counted;
+    None is now.
+
+    Raises UsageError for what the user can mend, RunFailedError for a run that failed, KeyboardInterrupt when stopped;
+    the MLflow run is then FAILED or KILLED.
+    """
+    started_at = started_at or time.time()
+    display = Guard()
+    show, say, expect_steps = (display.wrapped(Watcher.DISPLAY, tell) for tell in (show, say, expect_steps))
+    if isinstance(config, Mapping):
+        config = load_config(flags=config)
+    elif config is not None and not isinstance(config, RunConfig):
+        base_dir = base_dir or Path(config).resolve().parent
+        config = load_config(config)
+    config = with_absolute_paths(config) if config is not None else None
+    before = interrupted.find(resume, config, base_dir, say=say) if resume is not None else None
+    if config is None:
+        if before is None:
+            raise ConfigError("config", None, "it is needed to start a run", "give a file with -c")
+        config = before.valid_config()
+    changed = interrupted.check_changes(before, config, allow_change) if before is not None else []
+    if before is not None and base_dir is None and before.about.get("base_dir"):
+        base_dir = Path(before.about["base_dir"])
+    if before is not None and not any(change.alters_training for change in changed):
+        finished = before.finished_record(say)
+        if finished is not None:
+            say(f"run {finished.name} is finished already, after {finished.steps} steps; nothing is left to do")
+            return finished
+    resolve_strategy(config)
+    if local and config.scale.max_workers > 1:
+        raise ConfigError(
+            "scale.workers",
+            str(config.scale.workers),
+            "--local runs one worker in this process",
+            "leave --local out, or use --scale.workers 1: the global batch, and so the training, is the same",
+        )
+    tracking_uri = store.resolve_uri(config.tracking.uri)
+    store.check_reachable(tracking_uri)
+    if workload is None:
+        workload = load_workload(config.workload.name, config.workload.args, base_dir=base_dir)
+    elif isinstance(workload, type):
+        workload = build_workload(workload, config.workload.args, name=workload.__name__)
+    folder = RunFolder.reserve(config) if before is None else RunFolder.reopen(before.path)
+    try:
+        with _environment(config, local=local) as topology:
+            sources = load_sources(workload)
+            run = _Run(
+                config, workload, sources, folder, tracking_uri, topology, show, started_at, before, base_dir, changed
+            )
+            expect_steps(run.recipe.total_steps)
+            for line in [*run.announcement(), *(f"  changed: {change}" for change in changed)]:
+                say(line)
+            return run.train(local=local)
+    except BaseException:
+        folder.remove_if_empty()
+        raise
+    finally:
+        folder.unlock()
+
+
+@contextlib.contextmanager
+def _environment(config: RunConfig, *, local: bool) -> Iterator[list[dict[str, Any]]]:
+    """The nodes that the run has: this process, or a connected cluster that can hold it."""
+    if local:
+        forbid_ray()
+        if config.scale.gpus_per_worker:
+            import torch
+
+            if not torch.cuda.is_available():
+                raise ClusterError(
+                    "scale.gpus_per_worker",
+                    config.scale.gpus_per_worker,
+                    "this machine has no CUDA device",
+                    "use --scale.gpus-per-worker 0",
+                )
+        yield [{"node": "local"}]
+        return
+    with cluster.connected(config):
+        nodes = cluster.alive_nodes()
+        check_capacity(config, nodes)
+        yield cluster.topology(nodes)
+
+
+class _Run:
+    def __init__(
+        self,
+        config: RunConfig,
+        workload: Any,
+        sources: dict[str, Source],
+        folder: RunFolder,
+        tracking_uri: str,
+        topology: list[dict[str, Any]],
+        show: Show,
+        started_at: float,
+        before: interrupted.Interrupted | None,
+        base_dir: Path | None,
+        changed: Sequence[Change],
+    ) -> None:
+        self.config, self.sources, self.folder = config, sources, folder
+        self.tracking_uri, self.topology, self.show = tracking_uri, topology, show
+        self.before, self.base_dir, self.changed = before, base_dir, changed
+        self.recipe = derive(config, size_of(sources))
+        self.facts: dict[str, Any] = {"environment": environment(), "topology": topology}
+        self.data = {name: source.describe() for name, source in sources.items()}
+        if before is not None:
+            known = (before.newest.facts.get("data") or {}) if before.newest else {}
+            advice = "resume with the same data, or start a new run from its weights: --workload.weights RUN_FOLDER"
+            check_same_data(known.get(TRAIN), self.data[TRAIN].get("sha256"), what="run", advice=advice)
+        if config.scale.is_elastic:
+            self._check_every_size(config, sources)
+        self.job = TrainJob(config, self.recipe, workload, {n: Split.of(n, s) for n, s in sources.items()}, started_at)
+
+    @staticmethod
+    def _check_every_size(config: RunConfig, sources: Mapping[str, Source]) -> None:
+        """Refuse now what would fail when the number of workers changes."""
+        if Split.of(TRAIN, sources[TRAIN]).is_streamed:
+            raise ConfigError(
+                "scale.workers",
+                str(config.scale.workers),
+                "a Ray Dataset is dealt out once, for a fixed number of workers",
+                "give one number, or data that can be read by index",
+            )
+        full = derive(config, size_of(sources))
+        for workers in range(config.scale.min_workers, min(config.scale.max_workers, config.scale.min_workers + 1000)):
+            resized = rescaled(config, full, workers) if config.scale.on_resize == "rescale" else config
+            derive(resized, size_of(sources), workers=workers)
+
+    def train(self, *, local: bool) -> RunRecord:
+        description = describe(
+            self.job,
+            data=self.data,
+            facts=self.facts,
+            folder=self.folder,
+            tracking_uri=self.tracking_uri,
+            base_dir=self.base_dir,
+            continues=self.before.about if self.before else None,
+            changes=self._changes(),
+        )
+        facts = self._checkpoint_facts()
+        recorder: Recorder | RemoteRecorder
+        work: Callable[[], None]
+        if local:
+            recorder = here = Recorder(description)
+            recorder.start()
+            work = lambda: run_here(
+                self.job, self.sources, here, run_path=self.folder.path, facts=facts, show=self.show
+            )
+        else:
+            ship_user_code(self.job.workload)
+            recorder = remote = RemoteRecorder(description)
+            # one node alone has no other to go on with
+            can_be_preempted = len(self.topology) > 1
+            work = lambda: fit(
+                self.job,
+                self.sources,
+                remote,
+                run_path=self.folder.path,
+                facts=facts,
+                can_be_preempted=can_be_preempted,
+                show=self.show,
+            )
+        weights: list[str] = []
+        try:
+            if self.before is not None:
+                final_weights.forget(self.folder.path)
+            work()
+            recorder.wait_started()
+            if self.config.checkpoint.save_final:
+                weights = final_weights.complete(self.folder.path)  # every worker has ended, and nobody waits for this
+        except (Interrupted, KeyboardInterrupt, LeftEarly) as exc:
+            self._end(recorder, "KILLED", "stopped by the user")
+            self._say_how_to_continue()
+            recorder.close()
+            raise KeyboardInterrupt from exc
+        except BaseException as exc:
+            self._end(recorder, "FAILED", str(exc) or type(exc).__name__)
+            self._say_how_to_continue()
+            recorder.close()
+            raise
+        record = self._finish(recorder, "FINISHED", "", weights)
+        recorder.close()
+        return record
+
+    def announcement(self) -> list[str]:
+        """What is about to run, for the terminal."""
+        r, config = self.recipe, self.config
+        rule = (
+            ""
+            if config.optimizer.rule == "none"
+            else f" (rule {config.optimizer.rule} from {config.optimizer.learning_rate:g})"
+        )
+        if brings_optimizer(self.job.workload):
+            rule += " for the workload's own optimizer()"
+        start = "run"
+        if self.before is not None:
+            newest = self.before.newest
+            start = f"continuing after step {newest.step}: run" if newest else "continuing from the first step: run"
+        return [
+            f"{start} {self.folder.name}: {config.workload.name}",
+            f"  {config.scale.workers!s} worker{'s' if config.scale.max_workers > 1 else ''}, {r.strategy}, "
+            f"{config.precision.dtype}, "
+            f"global batch {r.global_batch_size} = {config.scale.max_workers} x {r.accumulation_steps} x "
+            f"{r.micro_batch_size}, "
+            f"{r.total_steps} steps ({r.steps_per_epoch} an epoch), learning rate {r.learning_rate:g}{rule}",
+            f"  sample order: {self.job.sample_order}",
+            "  starting the workers ..." if self.topology[0]["node"] != "local" else "  in this process, without Ray",
+        ]
+
+    def _changes(self) -> list[str]:
+        step = self.before.newest.step if self.before and self.before.newest else 0
+        return [f"after step {step}: {change}" for change in self.changed]
+
+    def _checkpoint_facts(self) -> dict[str, Any]:
+        """What every checkpoint says of the run, so that it can be judged without it."""
+        return {
+            "run": self.folder.name,
+            "config": self.config.to_dict(),
+            "config_hash": self.config.hash(),
+            "environment_hash": environment_hash({"environment": self.facts["environment"]}),
+            "data": {name: facts.get("sha256") for name, facts in self.data.items()},
+        }
+
+    def _say_how_to_continue(self) -> None:
+        with contextlib.suppress(Exception):  # what ended the run matters more
+            newest = Catalog.of_run(self.folder.path, self.config.checkpoint.copy_path).newest()
+            if newest is not None:
+                text = (
+                    f"to continue after step {newest.step}: "
+                    f"scaleray train --resume {without_password(self.folder.path)}"
+                )
+                self.show([EventRecord(text, kind="hint")])
+
+    def _end(self, recorder: Recorder | RemoteRecorder, status: str, reason: str) -> None:
+        """End a run that did not finish, if MLflow knows of it at all; the error that ended it is what the user
+        reads."""
+        try:
+            if recorder.wait_started(60.0):
+                self._finish(recorder, status, reason)
+        except TrackingError:
+            return  # this is what ended the run, or as good as that
+        except Exception as exc:  # the recorder may be what is lost; what ended the run must still be what is raised
+            text = f"the run could not be marked {status} in MLflow: {type(exc).__name__}"
+            self.show([EventRecord(text, kind="warning")])
+
+    def _finish(
+        self, recorder: Recorder | RemoteRecorder, status: str, reason: str, weights: Sequence[str] = ()
+    ) -> RunRecord:
+        recording = recorder.drain()
+        identity = recorder.identity()
+        record = make_record(
+            self.job,
+            recording,
+            identity,
+            status=status,
+            verdict=reason,
+            data=self.data,
+            facts=self.facts,
+            folder=self.folder,
+            tracking_uri=self.tracking_uri,
+        )
+        recorder.log_files(self.folder.local(weights), "model")
+        look = partial(Guard(lambda text: self.show([EventRecord(text, kind="warning")])), Watcher.RECORD)
+        extras = look(lambda: {"environment.yaml": as_yaml(record.environment)}, {}, part="environment.yaml")
+        unsent = recorder.finish(
+            status,
+            metrics=look(lambda: point_metrics(record), {}, part="metrics"),
+            tags=look(lambda: end_tags(record), {}, part="tags"),
+            files={"record.json": record.to_json(), **extras},
+        )
+        record = dataclasses.replace(record, unsent_file=unsent)
+        self.folder.complete()
+        if unsent:
+            self.show(
+                [
+                    EventRecord(
+                        f"MLflow did not take everything; when it is back: scaleray tracking replay {unsent}",
+                        kind="warning",
+                    )
+                ]
+            )
+        return record

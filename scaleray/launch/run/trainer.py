@@ -1,0 +1,302 @@
+"""One run under Ray Train: its workers, started again where that helps, while the driver shows what they say."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import math
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from scaleray.data.source import Source
+from scaleray.errors import LeftEarly, RunFailedError, ScaleRayError
+from scaleray.launch.cluster.connection import input_cpus, own_placement_groups, remove_placement_groups
+from scaleray.launch.workers.failures import (
+    SILENT_S,
+    cause_of,
+    explain,
+    failed_step,
+    fatal_error,
+    is_echo,
+    last_line,
+    silent_worker,
+    tail,
+    was_preempted,
+    what_failed,
+)
+from scaleray.launch.workers.ray_train import torch_trainer
+from scaleray.launch.workers.recorder_actor import RemoteRecorder
+from scaleray.launch.workers.signals import on_sigterm
+from scaleray.records.run import EventRecord, Heartbeat, Show
+from scaleray.training.setup.job import Split, TrainJob
+
+if TYPE_CHECKING:
+    pass
+
+POLL_S = 0.5
+SAME_FAILURE_S = 3.0  # failures this close are one: a new group of workers takes longer to start
+RECORDER_LOST = "the recorder's process was lost, again and again"
+
+
+class Interrupted(Exception):
+    """The user stopped the run: Ctrl-C, or `ray job stop`."""
+
+
+def fit(
+    job: TrainJob,
+    sources: dict[str, Source],
+    recorder: RemoteRecorder,
+    *,
+    run_path: str,
+    facts: Mapping[str, Any],
+    can_be_preempted: bool,
+    show: Show,
+) -> None:
+    """Run the job's workers to the end. Raises UsageError, RunFailedError or Interrupted.
+
+    run_path: the run's folder, for checkpoints and Ray Train's own files. facts: what every checkpoint says of the run.
+    """
+    import ray.train
+
+    from scaleray.training.worker import Assignment, train_worker
+
+    config = job.config
+    scale = config.scale
+
+    streamed = {name: source.dataset for name, source in sources.items() if Split.of(name, source).is_streamed}  # type: ignore[attr-defined]
+    assignment = Assignment(
+        job=job,
+        sources={name: ray.put(source) for name, source in sources.items() if name not in streamed},
+        recorder=recorder.actor,
+        input_cpus=input_cpus(config),
+        run_path=run_path,
+        facts=facts,
+        can_be_preempted=can_be_preempted,
+    )
+    # the watcher costs a process and prints an error at every start, so only where a node can be taken away
+    os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "1" if can_be_preempted else "0"
+    with _showing(recorder, show) as watcher, _stop_on_sigterm(recorder, config.checkpoint.grace_s):
+        others = own_placement_groups()
+        for attempt in itertools.count(1):
+            may_repeat = attempt <= scale.max_failures
+            try:
+                current = dataclasses.replace(assignment, recorder=recorder.actor)
+                trainer = torch_trainer(
+                    config,
+                    train_worker,
+                    {"assignment": current},
+                    num_workers=(scale.min_workers, scale.max_workers) if scale.is_elastic else scale.max_workers,
+                    # a name of its own each time: under an old one Ray would try to restore its snapshot
+                    name="ray_train" if attempt == 1 else f"ray_train-{attempt}-{secrets.token_hex(2)}",
+                    storage_path=run_path,
+                    max_failures=scale.max_failures,
+                    callbacks=[restart_callback(recorder.actor, scale.max_failures)],
+                    datasets=streamed,
+                )
+                trainer.fit()
+                if not recorder.is_lost():
+                    return
+                lost: BaseException = watcher.error or RunFailedError(RECORDER_LOST)
+            except (KeyboardInterrupt, SystemExit) as exc:
+                if not watcher.has_lost_recorder:
+                    raise (watcher.error or Interrupted()) from exc
+                lost = exc
+            # a controller that died is an actor error, which Ray does not count among training failures
+            except (ray.train.TrainingFailedError, ray.exceptions.RayError) as exc:
+                lost = exc
+                if not recorder.is_lost():
+                    recorder.wait_started(0)  # if MLflow was the reason, that is what the user must read
+                    if not isinstance(exc, ray.exceptions.RayActorError) or not may_repeat:
+                        error = explain(exc, recorder.heartbeats())
+                        raise (Interrupted() if isinstance(error, LeftEarly) else error) from exc
+            if watcher.can_interrupt:
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # Ray's own would wait for the old controller
+            what = "Ray Train's controller"
+            if recorder.is_lost():
+                if not may_repeat:
+                    raise RunFailedError(RECORDER_LOST) from lost
+                what = "the recorder's process"
+                recorder.respawn()
+                watcher.begin_again()
+            text = f"{what} was lost; starting again from the newest checkpoint, {attempt} of {scale.max_failures}"
+            recorder.log([EventRecord(text, kind="warning")])
+            _wait_for_silence(recorder)
+            remove_placement_groups(own_placement_groups() - others)
+
+
+def restart_callback(recorder: Any, max_failures: int) -> Any:
+    """Make the callback that Ray calls in its controller when workers fail: it says what happened, and refuses a
+    restart that cannot help."""
+    import ray
+    from ray.train import UserCallback
+
+    class Restart(UserCallback):
+        def __init__(self) -> None:
+            self.restarts = 0
+            self.called_at = -math.inf
+            self.failed_at = -1  # the furthest step that the workload's own code failed in
+
+        def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+            before, self.called_at = self.called_at, time.monotonic()
+            if self.called_at - before < SAME_FAILURE_S:
+                return  # Ray waits for the end of a preemption, and calls at every look
+            if (fatal := fatal_error(worker_exceptions, self.failed_at, is_restart=before > 0)) is not None:
+                logging.getLogger("ray.train.v2").setLevel(logging.CRITICAL)  # the driver says it, once
+                if isinstance(fatal, RunFailedError) and not isinstance(fatal, LeftEarly):
+                    beats = last_beats()
+                    failed = [r for r, e in worker_exceptions.items() if cause_of(e) is fatal]
+                    last_lines = tail(next((b for b in beats if b.rank in failed), None))
+                    fatal = type(fatal)(f"{fatal}{last_lines}")
+                raise fatal  # Ray starts nothing again after an error of its callbacks
+            self.failed_at = max([self.failed_at, *map(failed_step, worker_exceptions.values())])
+            is_preempted = any(map(was_preempted, worker_exceptions.values()))
+            self.restarts += not is_preempted
+            text = what_failed(worker_exceptions, heartbeats(worker_exceptions))
+            if self.restarts > max_failures and not is_preempted:
+                logging.getLogger("ray.train.v2").setLevel(logging.CRITICAL)
+                raise RunFailedError(text)  # Ray would end the run too, but knows less
+            count = "its node was taken away" if is_preempted else f"{self.restarts} of {max_failures}"
+            text = f"{text}\n  starting again from the newest checkpoint, {count}"
+            recorder.log.remote([EventRecord(text, kind="warning")])
+
+    def last_beats() -> list[Heartbeat]:
+        try:
+            return list(ray.get(recorder.heartbeats.remote(), timeout=30))
+        except (
+            ray.exceptions.RayError
+        ):  # it would end the run: Ray starts nothing again after an error of its callbacks
+            return []
+
+    def heartbeats(failures: Mapping[int, BaseException]) -> list[Heartbeat]:
+        deadline = time.monotonic() + 2 * SILENT_S
+        while True:
+            beats = last_beats()
+            # where all that failed only miss somebody, that one falls silent in a moment, if it is not so already
+            if (
+                not all(map(is_echo, failures.values()))
+                or silent_worker(failures, beats)
+                or time.monotonic() > deadline
+            ):
+                return beats
+            time.sleep(0.5)
+
+    return Restart()
+
+
+def _wait_for_silence(recorder: RemoteRecorder, *, silent_s: float = 3.0, timeout_s: float = 60.0) -> None:
+    """Wait until the workers of a controller that died are gone, before others write the same checkpoints."""
+    deadline = time.monotonic() + timeout_s
+    while recorder.silent_s() < silent_s and time.monotonic() < deadline:
+        time.sleep(0.5)
+
+
+class _Watcher:
+    """Polls the recorder while the driver waits for Ray, in a thread. error: why the recorder could not start.
+
+    has_lost_recorder: its process is gone, and this interrupted the driver, or tried to.
+    """
+
+    def __init__(self, recorder: RemoteRecorder, show: Show) -> None:
+        self.recorder, self.show = recorder, show
+        self.error: ScaleRayError | None = None
+        self.position = 0
+        self.has_lost_recorder = False
+        self.stop = threading.Event()
+        self.can_interrupt = threading.current_thread() is threading.main_thread()
+        self._start()
+
+    def _start(self) -> None:
+        self.thread = threading.Thread(target=self.watch, name="scaleray-show", daemon=True)
+        self.thread.start()
+
+    def begin_again(self) -> None:
+        """Watch the recorder that took the place of a lost one."""
+        self.end()
+        self.stop.clear()
+        self.error, self.position, self.has_lost_recorder = None, 0, False
+        self._start()
+
+    def end(self) -> None:
+        """End watching."""
+        self.stop.set()
+        self.thread.join(timeout=10)
+
+    def show_new(self) -> None:
+        self.position, messages = self.recorder.poll(self.position)
+        if messages:
+            self.show(messages)
+
+    def watch(self) -> None:
+        import ray
+
+        is_started = False
+        while not self.stop.wait(POLL_S):
+            try:
+                is_started = is_started or self.recorder.wait_started(0)
+                self.show_new()
+            except ScaleRayError as exc:  # a run that cannot be recorded is not worth its time
+                self.error = exc
+                if self.can_interrupt:
+                    signal.raise_signal(signal.SIGINT)
+                return
+            except ray.exceptions.ActorDiedError as exc:
+                if self.stop.is_set():
+                    return
+                # nothing would be recorded any more, and no checkpoint come to exist
+                self.has_lost_recorder = True
+                self.error = RunFailedError(f"the recorder's process was lost: {last_line(exc)}")
+                if self.can_interrupt:
+                    signal.raise_signal(signal.SIGINT)
+                return
+            except ray.exceptions.RayError:
+                continue  # it did not answer in time
+
+
+@contextlib.contextmanager
+def _showing(recorder: RemoteRecorder, show: Show) -> Iterator[_Watcher]:
+    """Hand the recorder's messages to `show` while the context lasts, and the rest at its end."""
+    import ray
+
+    watcher = _Watcher(recorder, show)
+    try:
+        yield watcher
+    finally:
+        watcher.end()
+        with contextlib.suppress(ray.exceptions.RayError, ScaleRayError):
+            recorder.drain()
+            watcher.show_new()
+
+
+@contextlib.contextmanager
+def _stop_on_sigterm(recorder: RemoteRecorder, grace_s: float) -> Iterator[None]:
+    """Answer SIGTERM: save, and leave, or end like Ctrl-C after `grace_s`.
+
+    `ray job stop` sends SIGTERM and, three seconds later, SIGKILL. On a loaded machine three seconds may not be enough
+    to free everything, so the recorder hears of it first.
+    """
+    timers: list[threading.Timer] = []
+
+    def tell() -> None:
+        recorder.actor.mark_killed.remote()
+        recorder.actor.request_stop.remote()
+
+    def leave() -> None:
+        # in a thread: the main one may be inside Ray, holding what a remote call needs
+        threading.Thread(target=tell, daemon=True).start()
+        timers.append(threading.Timer(grace_s, signal.raise_signal, [signal.SIGINT]))
+        timers[-1].daemon = True
+        timers[-1].start()
+
+    try:
+        with on_sigterm(leave):
+            yield
+    finally:
+        for timer in timers:
+            timer.cancel()

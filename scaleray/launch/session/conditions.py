@@ -1,0 +1,119 @@
+"""What must be the same for two measurements to stand on one curve: config, code, environment, topology."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import scaleray
+from scaleray.config import RunConfig
+from scaleray.config.decides import is_beside_training
+from scaleray.errors import ConfigError
+from scaleray.records.run import jsonable, leaves
+from scaleray.records.study import Conditions
+from scaleray.reproducibility.fingerprint import environment
+from scaleray.workload import user_modules
+
+OF_THE_GROUP = ("workers", "on_resize", "resize_interval_s", "max_failures", "launch_timeout_s", "collective_timeout_s")
+"""Keys of `scale` that say how many workers there are, and what happens when one fails."""
+MOST_DIFFERENCES = 8
+Configs = tuple[Mapping[str, Any], Mapping[str, Any]]
+
+
+def conditions_of(
+    config: RunConfig, workload: Any, topology: Mapping[str, Any], folder: str | Path = "."
+) -> Conditions:
+    """The conditions of what is measured here and now.
+
+    topology: nodes and how workers are started. folder: where git is asked for the commit.
+    """
+    facts = environment(folder)
+    git = facts.pop("git", {})
+    return Conditions(
+        config_hash=digest(training_of(config.to_dict())),
+        code_hash=digest(
+            {"scaleray": scaleray.__version__, "commit": git.get("commit"), "sources": _sources(workload)}
+        ),
+        environment_hash=digest(facts),
+        topology_hash=digest(topology),
+        environment={**facts, "git": git},
+        topology=dict(topology),
+    )
+
+
+def training_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config, nested, without what has no part in the training, and without the number of workers."""
+    values = {section: value for section, value in config.items() if not is_beside_training(section)}
+    values["scale"] = {key: value for key, value in values.get("scale", {}).items() if key not in OF_THE_GROUP}
+    return values
+
+
+def digest(value: Any) -> str:
+    """SHA-256 (16 hex digits) of a value as JSON."""
+    return hashlib.sha256(json.dumps(jsonable(value), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def key_of(conditions: Conditions) -> str:
+    """Hash of all four parts: config, code, environment and topology."""
+    return digest([getattr(conditions, f"{name}_hash") for name in ("config", "code", "environment", "topology")])
+
+
+def differences(here: Conditions, there: Conditions, *, configs: Configs | None = None) -> list[str]:
+    """Differences between two conditions, a line each; empty where points may stand on one curve.
+
+    configs: both configs, nested, to show the keys that differ.
+    """
+    found = []
+    if here.config_hash != there.config_hash:
+        mine, theirs = (training_of(config) for config in configs or ({}, {}))
+        found += _by_fact("config", mine, theirs) or [f"config: {here.config_hash} here, {there.config_hash} there"]
+    if here.code_hash != there.code_hash:
+        code = [f"{one.code_hash}{_commit(one)}" for one in (here, there)]
+        found.append(f"code: {code[0]} here, {code[1]} there")
+    for name in ("environment", "topology"):
+        if getattr(here, f"{name}_hash") != getattr(there, f"{name}_hash"):
+            facts = _by_fact(name, getattr(here, name), getattr(there, name))
+            found += facts or [f"{name}: other hashes, and no fact that shows why"]
+    return found
+
+
+def _by_fact(name: str, here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    mine, theirs = (dict(leaves(jsonable(facts))) for facts in (here, there))
+    keys = [k for k in sorted({*mine, *theirs}) if mine.get(k) != theirs.get(k) and not k.startswith("git.")]
+    return [f"{name}: {k} is {mine.get(k, 'missing')} here, {theirs.get(k, 'missing')} there" for k in keys]
+
+
+def _commit(conditions: Conditions) -> str:
+    commit = (conditions.environment.get("git") or {}).get("commit")
+    return f" (commit {str(commit)[:12]})" if commit else ""
+
+
+def check_same(here: Conditions, there: Conditions, *, whose: str, configs: Configs | None = None) -> None:
+    """Refuse to put points on one curve that were measured under other conditions.
+
+    Raises ConfigError with the difference.
+    """
+    found = differences(here, there, configs=configs)
+    if found:
+        more = [f"... and {len(found) - MOST_DIFFERENCES} more"] if len(found) > MOST_DIFFERENCES else []
+        raise ConfigError(
+            f"the curve of {whose}",
+            "measured under other conditions",
+            "points of one curve need the same config, code, environment and topology",
+            "\n  ".join(
+                [*found[:MOST_DIFFERENCES], *more, "measure all points here, or compare the two: scaleray compare"]
+            ),
+        )
+
+
+def _sources(workload: Any) -> dict[str, str]:
+    """Hashes of the files that the workload is made of, and of scaleray's own."""
+    package = Path(scaleray.__file__).parent
+    files = {f"scaleray/{path.relative_to(package)}": path for path in sorted(package.rglob("*.py"))}
+    for module in user_modules(workload):
+        if path := getattr(module, "__file__", None):
+            files[module.__name__] = Path(path)
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in files.items()}

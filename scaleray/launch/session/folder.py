@@ -1,0 +1,148 @@
+"""The folder of one run, local or in a bucket: reserved before anything starts, or opened again to continue a run."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from scaleray.checkpoints.catalog import Catalog
+from scaleray.checkpoints.storage import Store
+from scaleray.config import RunConfig
+from scaleray.errors import ConfigError, StorageError
+
+_LOCKS: dict[str, IO[str]] = {}
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of one run.
+
+    name: the run's name. path: local path or URI. work_dir: local folder; the same one, or one to upload from.
+    """
+
+    name: str
+    path: str
+    work_dir: str
+
+    @classmethod
+    def reserve(cls, config: RunConfig) -> RunFolder:
+        """Make the folder, which shows that it can be written. Raises StorageError.
+
+        A name in use is a ConfigError: Ray Train would silently resume the old run under it.
+        """
+        import pyarrow.fs
+
+        unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        name = (
+            config.tracking.run_name
+            or f"{config.workload.stem}-w{config.scale.max_workers:03d}-b{config.batch.global_size}-{unique}"
+        )
+        root = config.checkpoint.storage_path
+        path = f"{root.rstrip('/')}/{name}"
+        try:
+            filesystem, inner = pyarrow.fs.FileSystem.from_uri(path)
+            exists = filesystem.get_file_info(inner).type != pyarrow.fs.FileType.NotFound
+            # killed before it had made anything of its own: nobody could continue it
+            exists = exists and any(name not in (".lock", "ray_train") for name in Store(path).names())
+            copies = config.checkpoint.copy_path and Catalog.of_run(path, config.checkpoint.copy_path).stores[1].names()
+            if not exists and not copies:
+                filesystem.create_dir(inner, recursive=True)
+                with filesystem.open_output_stream(f"{inner}/.writable") as probe:
+                    probe.write(b"1")
+                filesystem.delete_file(f"{inner}/.writable")
+        except (OSError, ValueError) as exc:
+            raise StorageError(
+                "checkpoint.storage_path",
+                root,
+                f"it cannot be written: {exc}",
+                "choose another folder or bucket, or mend its permissions",
+            ) from exc
+        if copies and not exists:
+            raise ConfigError(
+                "checkpoint.copy_path",
+                config.checkpoint.copy_path,
+                f"it holds checkpoints of another run called {name}",
+                "choose another name or path, or remove them",
+            )
+        if exists:
+            raise ConfigError(
+                "tracking.run_name",
+                name,
+                f"{path} exists already",
+                f"to continue that run: --resume {path}; else choose another name, or leave it out for a unique one",
+            )
+        return cls(name, path, _work_dir(path))._locked()
+
+    @classmethod
+    def reopen(cls, path: str) -> RunFolder:
+        """The folder of an interrupted run. Raises StorageError while another process still writes it."""
+        name = path.partition("?")[0].rstrip("/").rpartition("/")[2]
+        return cls(name, path, _work_dir(path))._locked()
+
+    def _locked(self) -> RunFolder:
+        """Keep others out for as long as this process lives; only a local folder can be locked."""
+        if self.is_local:
+            lock = open(f"{self.path}/.lock", "w")  # noqa: SIM115 - the kernel frees it when the process is gone
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                lock.close()
+                raise StorageError(
+                    "the run folder", self.path, "another process is writing it", "wait until that run has ended"
+                ) from None
+            _LOCKS[self.path] = lock
+        return self
+
+    def unlock(self) -> None:
+        """Let others continue this run."""
+        lock = _LOCKS.pop(self.path, None)
+        if lock is not None:
+            lock.close()
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the folder is on this machine rather than in a bucket."""
+        return self.path == self.work_dir
+
+    def local(self, names: Sequence[str]) -> list[str]:
+        """Files of the run folder as local ones, which is what MLflow takes; those of a bucket until `complete`."""
+        if self.is_local:
+            return [f"{self.path}/{name}" for name in names]
+        fetched = Store(self._fetched)
+        for name in names:
+            fetched.copy_from(Store(self.path), name)
+        return [f"{self._fetched}/{name}" for name in names]
+
+    @property
+    def _fetched(self) -> str:
+        return f"{self.work_dir}-fetched"  # beside what will be uploaded
+
+    def complete(self) -> None:
+        """Upload what was written locally; nothing to do for a local folder."""
+        if self.is_local:
+            return
+        import pyarrow.fs
+
+        filesystem, inner = pyarrow.fs.FileSystem.from_uri(self.path)
+        pyarrow.fs.copy_files(self.work_dir, inner, destination_filesystem=filesystem)
+        for folder in (self.work_dir, self._fetched):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def remove_if_empty(self) -> None:
+        """Take an unused local folder away; the files of a failed run are worth keeping."""
+        if self.is_local:
+            with contextlib.suppress(OSError):
+                if {entry.name for entry in Path(self.path).iterdir()} <= {".lock"}:
+                    shutil.rmtree(self.path)
+
+
+def _work_dir(path: str) -> str:
+    return path if "://" not in path else tempfile.mkdtemp(prefix="scaleray-")

@@ -1,0 +1,76 @@
+"""What every command does before anything else: paths that hold from any folder, a name, and a Ray that it may use."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+
+from scaleray.config import RunConfig
+from scaleray.config.base import absolute_path
+from scaleray.errors import ConfigError
+from scaleray.launch.cluster import connection as cluster
+from scaleray.launch.session.folder import RunFolder
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """The config with paths that mean the same in every process, whatever folder that was started in."""
+    checkpoint, workload = config.checkpoint, config.workload
+    paths = {"storage_path": absolute_path(checkpoint.storage_path)}
+    if checkpoint.copy_path is not None:
+        paths["copy_path"] = absolute_path(checkpoint.copy_path)
+    weights = absolute_path(workload.weights) if workload.weights is not None else None
+    return config.model_copy(
+        update={
+            "checkpoint": checkpoint.model_copy(update=paths),
+            "workload": workload.model_copy(update={"weights": weights}),
+        }
+    )
+
+
+def check_local(config: RunConfig) -> None:
+    """Raise ConfigError for GPUs under `--local`, where workers are gloo processes."""
+    if config.scale.gpus_per_worker:
+        raise ConfigError(
+            "scale.gpus_per_worker",
+            config.scale.gpus_per_worker,
+            "--local uses gloo processes on the CPU",
+            "add --scale.gpus-per-worker 0, or leave --local out",
+        )
+
+
+def forbid_ray() -> None:
+    """Keep a Ray Dataset in a local run from starting a cluster in passing."""
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+
+
+@contextlib.contextmanager
+def connected_unless(config: RunConfig, *, local: bool) -> Iterator[None]:
+    """Context in which Ray is connected, or forbidden where the command runs locally."""
+    if local:
+        forbid_ray()
+        yield
+        return
+    with cluster.connected(config):
+        yield
+
+
+def named(config: RunConfig, kind: str, started_at: float) -> RunConfig:
+    """The config with a run name of its own where the user gave none. kind: first part of the name. started_at: in Unix
+    seconds."""
+    unique = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(started_at))}-{int(started_at * 1000) % 1000:03d}"
+    name = config.tracking.run_name or f"{kind}-{config.workload.stem}-{unique}"
+    return config.model_copy(update={"tracking": config.tracking.model_copy(update={"run_name": name})})
+
+
+@contextlib.contextmanager
+def own_folder(config: RunConfig, kind: str, started_at: float) -> Iterator[RunFolder]:
+    """A folder of a name of its own, completed with the context and taken away where it stayed empty."""
+    folder = RunFolder.reserve(named(config, kind, started_at))
+    try:
+        yield folder
+    finally:
+        folder.complete()
+        folder.remove_if_empty()
+        folder.unlock()

@@ -1,0 +1,1 @@
+"""A scaling study: its plan, its workers, what is known already, and its conclusions."""

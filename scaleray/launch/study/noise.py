@@ -1,0 +1,86 @@
+"""The gradient noise scale of a study: which rungs measure it, and what it says beside their batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from scaleray.config import RunConfig
+from scaleray.records.study import NoiseCourse, Point
+from scaleray.scaling.noise.source import NoiseWay, noise_way
+from scaleray.scaling.recipe.values import Recipe
+from scaleray.training.study.ladder import Rung
+
+WELL = 2.0
+"""Factor from which on a batch is well below or above the noise scale."""
+
+
+def with_noise(config: RunConfig) -> RunConfig:
+    """The config with its noise measured where that can be done."""
+    if config.noise_scale.measure is not False:
+        return config
+    return config.model_copy(update={"noise_scale": config.noise_scale.model_copy(update={"measure": "auto"})})
+
+
+def way_of(config: RunConfig, recipe: Recipe, workers: int) -> NoiseWay:
+    """How a rung measures its noise, if it does."""
+    shares = max(1, workers // config.model_parallel_size)
+    return noise_way(config, recipe.strategy, data_size=shares, accumulation_steps=recipe.accumulation_steps)
+
+
+def why_no_noise(rungs: Mapping[str, Rung]) -> str:
+    """Why no rung measures its noise, where the config wants it; "" where one does."""
+    ways = [way_of(rung.job.config, rung.job.recipe, rung.workers) for rung in rungs.values()]
+    return "" if any(way.way for way in ways) else next((way.why for way in reversed(ways) if way.why), "")
+
+
+def in_words(noise: NoiseCourse) -> str:
+    """Noise scale of one rung in words, with its interval."""
+    if not noise.num_measurements:
+        return "not measured, as the training was shorter than noise_scale.every_steps"
+    if noise.scale is None:
+        return "larger than could be resolved"
+    low, high = noise.interval or (None, None)
+    if low is None:
+        return f"{noise.scale:.3g} samples, of too few measurements for an interval"
+    return f"{noise.scale:.3g} samples ({low:.3g} to {'no bound' if high is None else f'{high:.3g}'})"
+
+
+def surest(points: Sequence[Point]) -> Point | None:
+    """The point whose noise rests on most measurements, unbiased ones first; None where there is none."""
+    measured = [point for point in points if point.noise is not None and point.noise.num_measurements]
+
+    def worth(point: Point) -> tuple[bool, int]:
+        noise = point.noise
+        return noise is not None and noise.way != "consecutive steps", noise.num_measurements if noise else 0
+
+    return max(measured, key=worth, default=None)
+
+
+def resolved(point: Point | None) -> list[tuple[int, float]]:
+    """(samples, noise scale) of a point, where it could be resolved."""
+    curve = point.noise.curve if point is not None and point.noise is not None else []
+    return [(samples, value) for samples, value in curve if value is not None]
+
+
+def sentence(point: Point) -> str:
+    """What the noise of this point says of batches."""
+    noise = point.noise
+    if noise is None:
+        return ""
+    workers = f"{point.workers} worker{'s' if point.workers > 1 else ''}"
+    first = f"Gradient noise scale over {noise.covers} on {workers}, from {_SOURCES[noise.way]}: {in_words(noise)}"
+    if noise.scale is None:
+        return f"{first}."
+    batch = point.global_batch_size
+    if batch * WELL <= noise.scale:
+        return f"{first}; the batch of {batch} is well below it, so that a larger one costs few samples more."
+    if batch >= WELL * noise.scale:
+        return f"{first}; the batch of {batch} is well above it, so that much of a larger one is wasted."
+    return f"{first}; the batch of {batch} is about as large, and each doubling costs samples."
+
+
+_SOURCES = {
+    "workers": "the workers' gradients",
+    "first micro-batch": "first micro-batches",
+    "consecutive steps": "consecutive steps, which makes it too small where the learning rate is high",
+}

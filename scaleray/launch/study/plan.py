@@ -1,0 +1,220 @@
+"""Which rungs a study measures: world sizes x modes, each with its recipe, all derived before anything starts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from scaleray.config import RunConfig
+from scaleray.config.base import Duration
+from scaleray.config.compression import CompressionSettings
+from scaleray.config.shares import SharesSettings
+from scaleray.config.strategy import traits_of
+from scaleray.data.source import Source
+from scaleray.errors import ConfigError, DataError
+from scaleray.launch.session.data import size_of
+from scaleray.launch.study.noise import way_of
+from scaleray.records.study import Mode
+from scaleray.scaling.recipe.derive import derive
+from scaleray.scaling.recipe.values import DataSize, Recipe, nearest_multiples
+from scaleray.training.setup.job import TRAIN, Split, TrainJob
+from scaleray.training.study.ladder import Effort, Rung
+
+MODES: tuple[Mode, ...] = ("strong", "weak")
+MOST_REPEATS = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What a study is asked. repeats: turns of each rung. effort: how long one lasts."""
+
+    world_sizes: Sequence[int] = (1, 2)
+    modes: Sequence[str] = ("strong",)
+    repeats: int = 5
+    effort: Effort = field(default_factory=Effort)
+    to_target: bool = False
+    noise: bool = False
+    """Measure the gradient noise scale although the config does not."""
+    relaunch: bool = False
+    oversubscribe: bool = False
+    force: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.world_sizes or min(self.world_sizes) < 1:
+            raise ConfigError("--world-sizes", list(self.world_sizes), "it must be whole numbers from 1, such as 1,2,4")
+        for mode in self.modes:
+            if mode not in MODES:
+                raise ConfigError("--mode", mode, "it must be strong, weak, or both with a comma")
+        if not self.modes:
+            raise ConfigError("--mode", "", "it must be strong, weak, or both with a comma")
+        if not 1 <= self.repeats <= MOST_REPEATS:
+            raise ConfigError("--repeats", self.repeats, f"it must be 1 to {MOST_REPEATS}", "5 is a common choice")
+        if self.effort.steps < 4:
+            raise ConfigError("--steps", self.effort.steps, "it must be at least 4", "40 leaves 20 after the warm-up")
+        if not 0 <= self.effort.seconds < 86_400:
+            raise ConfigError("--seconds", self.effort.seconds, "it must be 0 or more, and less than a day")
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of workers, each once, in order."""
+        return sorted(set(self.world_sizes))
+
+
+@dataclass(frozen=True)
+class OnCurve:
+    """Where a rung stands: on the curve of this mode, at this number of workers."""
+
+    mode: Mode
+    workers: int
+    rung: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The rungs of a study and the curves they stand on.
+
+    rungs: by name. places: those of all curves; a rung may stand on two, at the base. left_out: a sentence on sizes
+    that were asked for and are not measured.
+    """
+
+    rungs: Mapping[str, Rung]
+    places: Sequence[OnCurve]
+    sources: Mapping[str, Source]
+    left_out: str = ""
+
+    @property
+    def workers(self) -> int:
+        """Number of workers of the largest rung."""
+        return max(rung.workers for rung in self.rungs.values())
+
+
+def make_plan(config: RunConfig, question: Question, workload: Any, sources: Mapping[str, Source]) -> Plan:
+    """Every rung with its recipe. Raises UsageError for what cannot be divided or does not fit together."""
+    splits = {name: Split.of(name, source) for name, source in sources.items()}
+    _check(config, question, splits)
+    size = size_of(sources)
+    rungs: dict[str, Rung] = {}
+    places = []
+    for mode in MODES:
+        for workers in question.sizes if mode in question.modes else ():
+            batch = _batch(config, mode, workers, question)
+            is_as_given = batch == config.batch.global_size
+            spread = on_workers(config, workers, batch, as_given=is_as_given or question.to_target)
+            recipe = _derived(spread, size, mode, workers, question)
+            job = TrainJob(spread, recipe, workload, splits, time.time())
+            name = f"w{workers:03d}-b{recipe.global_batch_size}-m{recipe.micro_batch_size}-{recipe.strategy}"
+            name += "-relaunched" if question.relaunch else ""
+            rungs[name] = Rung(
+                name=name,
+                workers=workers,
+                job=job,
+                num_turns=question.repeats,
+                period=period_of(spread, recipe.strategy),
+                trains_to_target=question.to_target,
+                measures_noise=way_of(spread, recipe, workers).way is not None,
+            )
+            places.append(OnCurve(mode, workers, name))
+    return Plan(rungs, places, sources)
+
+
+def _derived(config: RunConfig, size: DataSize, mode: Mode, workers: int, question: Question) -> Recipe:
+    try:
+        return derive(config, size)
+    except DataError as exc:
+        if mode == "strong" or workers == question.sizes[0]:
+            raise
+        # what is advised for a training's own batch would be multiplied by the number of workers here
+        raise DataError(
+            "--world-sizes",
+            workers,
+            f"with --mode weak {exc.allowed} there, and {exc.what} is {exc.found}",
+            "leave the size out, or begin with a smaller batch.global_size",
+        ) from exc
+
+
+def on_workers(config: RunConfig, workers: int, batch_size: int, *, as_given: bool) -> RunConfig:
+    """The training on so many workers with this global batch (in the config's unit).
+
+    as_given: with the learning rate that follows from it; a step's time needs none, so that a rule which refuses the
+    batch need not stop a study.
+    """
+    updates: dict[str, Any] = {
+        "scale": config.scale.model_copy(update={"workers": workers, "max_failures": 0}),
+        "batch": config.batch.model_copy(update={"global_size": batch_size}),
+    }
+    if workers == 1:
+        updates["compression"] = CompressionSettings()  # one process sends nothing
+        updates["shares"] = SharesSettings()
+    if not as_given:
+        updates["optimizer"] = config.optimizer.model_copy(update={"rule": "none"})
+        updates["schedule"] = config.schedule.model_copy(update={"warmup": Duration(0, "steps"), "length": None})
+    return config.model_copy(update=updates)
+
+
+def period_of(config: RunConfig, strategy: str) -> int:
+    """Steps after which a strategy's steps repeat: averagings that come now and then belong to every step."""
+    return config.local_sgd.sync_every if traits_of(strategy).averages_now_and_then else 1
+
+
+def _check(config: RunConfig, question: Question, splits: Mapping[str, Split]) -> None:
+    if splits[TRAIN].is_streamed:
+        raise DataError(
+            "the train data",
+            "a Ray Dataset",
+            "it is dealt out once, for a fixed number of workers, while every turn begins anew with another",
+            "study rows that can be read by index: arrays, ParquetSource, TokenSource or a torch Dataset",
+        )
+    if config.memory.find_micro_size:
+        raise ConfigError(
+            "memory.find_micro_size",
+            True,
+            "every turn would search anew, and sizes with other micro-batches make no curve",
+            "give batch.micro_size what a training on the smallest size has found, and leave it out",
+        )
+    _check_shares(config, question)
+    if question.to_target and config.stop.at is None:
+        raise ConfigError(
+            "stop.at",
+            None,
+            "--to-target needs a target to train to",
+            "for example --stop.at 'val/loss <= 1.0' --evaluation.every '1 epoch'",
+        )
+    most = max(question.sizes)
+    if config.scale.gpus_per_worker and config.scale.gpus_per_worker < 1 and most > 1:
+        raise ConfigError("scale.gpus_per_worker", config.scale.gpus_per_worker, "several workers need a GPU each")
+
+
+def _check_shares(config: RunConfig, question: Question) -> None:
+    if config.shares.by == "speed":
+        raise ConfigError(
+            "shares.by",
+            "speed",
+            "a turn is over before its shares have settled, and every turn would settle on others",
+            "use equal shares, or give those that a training has settled on: shares.by given with shares.speeds",
+        )
+    speeds = config.shares.speeds
+    if speeds is not None and (other := [n for n in question.sizes if n not in (1, len(speeds))]):
+        raise ConfigError(
+            "shares.speeds",
+            list(speeds),
+            f"there is no speed for each of {other[0]} workers",
+            f"measure 1 and {len(speeds)} workers, or use equal shares",
+        )
+
+
+def _batch(config: RunConfig, mode: Mode, workers: int, question: Question) -> int:
+    size, base = config.batch.global_size, question.sizes[0]
+    if mode == "strong":
+        return size
+    if size * workers % base:
+        near = " or ".join(str(n) for n in nearest_multiples(size, base))
+        raise ConfigError(
+            "batch.global_size",
+            size,
+            f"weak scaling from {base} workers needs a multiple of {base}",
+            f"nearest: {near}",
+        )
+    return size * workers // base

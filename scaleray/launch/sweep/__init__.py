@@ -1,0 +1,1 @@
+"""A sweep under Ray Tune: its plan, its trials and the workers that these keep, and its record."""

@@ -1,0 +1,134 @@
+"""The files of a sweep: what was asked, a small file for each trial that has ended, and the record at the end.
+
+A trial's file appears whole or not at all, so that an interrupted sweep goes on with exactly the trials that have none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from scaleray.checkpoints.storage import Store
+from scaleray.config import RunConfig
+from scaleray.errors import ConfigError, first_line
+from scaleray.launch.session.folder import RunFolder
+from scaleray.parsing import load_json
+from scaleray.records.run import jsonable
+from scaleray.records.sweep import SweepRecord, Trial
+from scaleray.scaling.sweeps.question import SweepQuestion
+from scaleray.scaling.sweeps.search_space import LogUniform, Settings, Space
+
+ASKED_FILE, RECORD_FILE, TRIALS = "sweep.json", "record.json", "trials"
+FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AskedSweep:
+    """Everything to run a sweep again, or the rest of it.
+
+    candidates: in the order of their numbers. run_id: id of the MLflow run.
+    """
+
+    config: dict[str, Any]
+    question: SweepQuestion
+    candidates: list[Settings]
+    refused: list[tuple[Settings, str]]
+    command: str
+    base_dir: str | None
+    data: dict[str, str | None]
+    """SHA-256 of the training data, by the workload's arguments."""
+    started_at: float
+    run_id: str
+
+
+class SweepFolder:
+    """A sweep's files, local or in a bucket."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self.store = Store(folder.path)
+
+    def write_asked(self, asked: AskedSweep) -> None:
+        """Write what was asked, before the first trial."""
+        self.store.write_text(
+            ASKED_FILE, json.dumps({"format": FORMAT, **jsonable(dataclasses.asdict(asked))}, indent=1)
+        )
+
+    def write_trial(self, trial: Trial) -> None:
+        """Write the record of a trial that has ended."""
+        self.store.write_text(f"{TRIALS}/{trial.number:05d}.json", json.dumps(jsonable(dataclasses.asdict(trial))))
+
+    def read_trials(self) -> list[Trial]:
+        """Trials that have ended, by number. Raises ConfigError for a damaged file."""
+        adapter = TypeAdapter(Trial)
+        found = []
+        for name in self.store.names(TRIALS):
+            name = name if name.startswith(TRIALS) else f"{TRIALS}/{name}"
+            if not name.endswith(".json"):
+                continue
+            try:
+                found.append(adapter.validate_json(self.store.read(name)))
+            except (OSError, ValidationError) as exc:
+                raise ConfigError(
+                    "--continue",
+                    self.store.path(name),
+                    f"it cannot be read: {first_line(exc)}",
+                    "remove the file to run this trial again",
+                ) from exc
+        return sorted(found, key=lambda trial: trial.number)
+
+    def write_record(self, record: SweepRecord) -> None:
+        """Write the sweep's record, at the end. It is also where MLflow can take it from, if the folder is a bucket."""
+        self.store.write_text(RECORD_FILE, record.to_json())
+        if not self.folder.is_local:
+            Path(self.folder.work_dir, RECORD_FILE).write_text(record.to_json())
+
+
+def finished_record(path: str, *, option: str = "--continue") -> SweepRecord | None:
+    """The record of a sweep that is finished; None for one that is not.
+
+    Raises ConfigError, in the name of `option`, for a damaged one.
+    """
+    try:
+        return TypeAdapter(SweepRecord).validate_json(Store(path).read(RECORD_FILE))
+    except ValidationError as exc:
+        file = Store(path).path(RECORD_FILE)
+        raise ConfigError(option, file, f"it is not a sweep's record: {first_line(exc)}") from exc
+    except (OSError, ValueError):  # a URI of an unknown kind, of which `read_asked` says so
+        return None
+
+
+def read_asked(path: str) -> AskedSweep:
+    """What an interrupted sweep was asked. Raises ConfigError for a folder that holds none."""
+    store = Store(path)
+    file = store.path(ASKED_FILE)
+    try:
+        values = load_json(store.read(ASKED_FILE))
+    except FileNotFoundError:
+        raise ConfigError("--continue", path, f"there is no {ASKED_FILE}, so that it is no sweep's folder") from None
+    except (OSError, ValueError) as exc:
+        raise ConfigError("--continue", file, f"it cannot be read: {exc}") from exc
+    if values.pop("format", None) != FORMAT:
+        raise ConfigError("--continue", file, "another version of scaleray wrote it", "continue it with that one")
+    try:
+        rates = values["question"]["space"]["learning_rates"]
+        space = {
+            **values["question"]["space"],
+            "choices": {k: tuple(v) for k, v in values["question"]["space"]["choices"].items()},
+        }
+        space["learning_rates"] = LogUniform(**rates) if isinstance(rates, dict) else tuple(rates)
+        question = SweepQuestion(**{**values["question"], "space": Space(**space)})
+        refused = [(settings, reason) for settings, reason in values["refused"]]
+        return AskedSweep(**{**values, "question": question, "refused": refused})
+    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+        raise ConfigError("--continue", file, f"it is not what a sweep wrote: {exc}") from exc
+
+
+def named(config: RunConfig, started: str, suffix: str) -> RunConfig:
+    """The config with the name of a sweep's folder, where the user gave none."""
+    name = config.tracking.run_name or f"sweep-{config.workload.stem}-{started}-{suffix}"
+    return config.model_copy(update={"tracking": config.tracking.model_copy(update={"run_name": name})})

@@ -1,0 +1,185 @@
+"""`sweep`: many trainings of one recipe under Ray Tune, and what they say together.
+
+Everything that can be refused is refused before workers start. The driver alone writes records and MLflow; a sweep that
+was interrupted goes on with the trials that have no record yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from scaleray.config import RunConfig
+from scaleray.config.base import absolute_path
+from scaleray.errors import ConfigError
+from scaleray.launch.cluster import connection as cluster
+from scaleray.launch.cluster.capacity import check_trial_fits
+from scaleray.launch.session.data import check_same_data, load_sources
+from scaleray.launch.session.folder import RunFolder
+from scaleray.launch.session.start import with_absolute_paths
+from scaleray.launch.sweep.folder import AskedSweep, SweepFolder, finished_record, named, read_asked
+from scaleray.launch.sweep.guided import check_guided
+from scaleray.launch.sweep.plan import Material, all_args, check_question, make_material, make_plan, material_key
+from scaleray.launch.sweep.running import RunningSweep, WriteReport
+from scaleray.launch.sweep.tune import quiet_tune
+from scaleray.launch.workers.signals import sigterm_like_ctrl_c
+from scaleray.records.run import Say
+from scaleray.records.sweep import SweepRecord
+from scaleray.scaling.sweeps.question import SweepQuestion
+from scaleray.tracking import store
+from scaleray.training.setup.job import TRAIN
+from scaleray.workload import build_workload, load_workload
+
+
+def sweep(
+    config: RunConfig | None,
+    question: SweepQuestion | None,
+    workload: Any = None,
+    *,
+    continue_folder: str | None = None,
+    tracking_uri: str | None = None,
+    command: str = "",
+    say: Say = lambda text: None,
+    base_dir: Path | None = None,
+    write_report: WriteReport | None = None,
+    against: SweepRecord | None = None,
+) -> SweepRecord:
+    """Run the trials that `question` asks for, each a training of `config` with other settings.
+
+    continue_folder: folder of an interrupted sweep, whose question and config are then taken. tracking_uri: where
+    MLflow is, if not where the config says. command: how to repeat it. write_report: called with the record and a
+    folder, gives the files it wrote. against: the record of the whole grid, to judge a guided sweep's choice by.
+
+    Raises UsageError for what the user can mend, RunFailedError when all trials failed (the record is written all the
+    same), KeyboardInterrupt when stopped.
+    """
+    if continue_folder is not None and (finished := finished_record(absolute_path(continue_folder))) is not None:
+        say(f"sweep {finished.name} is finished already; nothing is left to do")
+        return finished
+    with opened(
+        config,
+        question,
+        workload,
+        continue_folder=continue_folder,
+        tracking_uri=tracking_uri,
+        command=command,
+        say=say,
+        base_dir=base_dir,
+        against=against,
+    ) as running:
+        running.run_all()
+        return running.finish(write_report)
+
+
+@contextlib.contextmanager
+def opened(
+    config: RunConfig | None,
+    question: SweepQuestion | None,
+    workload: Any = None,
+    *,
+    continue_folder: str | None = None,
+    tracking_uri: str | None = None,
+    command: str = "",
+    say: Say = lambda text: None,
+    base_dir: Path | None = None,
+    against: SweepRecord | None = None,
+) -> Iterator[RunningSweep]:
+    """A sweep with its cluster, folder and MLflow run, ready to run trials; ended in order with the context.
+
+    See `sweep`.
+    """
+    started_at = time.time()
+    before: AskedSweep | None = None
+    folder: RunFolder | None = None
+    if continue_folder is not None:
+        before = read_asked(absolute_path(continue_folder))
+        config, question, command = RunConfig.model_validate(before.config), before.question, before.command
+        base_dir = Path(before.base_dir) if before.base_dir else base_dir
+    assert config is not None and question is not None
+    config = with_absolute_paths(config)
+    check_question(config, question)
+    if question.guided_share is not None:
+        check_guided(config, question)
+    if question.search == "optuna":
+        from scaleray.launch.sweep.search import import_optuna
+
+        import_optuna()
+    tracking_uri = store.resolve_uri(tracking_uri or config.tracking.uri)
+    store.check_reachable(tracking_uri)
+    workloads = _load_workloads(config, question, workload, base_dir)  # before a cluster is started
+    try:
+        if continue_folder is not None:
+            folder = RunFolder.reopen(absolute_path(continue_folder))
+        with quiet_tune(), _connected(config, question) as nodes, sigterm_like_ctrl_c():
+            materials = {key: make_material(found, load_sources(found)) for key, found in workloads.items()}
+            plan, candidates = make_plan(config, question, materials)
+            check_trial_fits(plan.config(candidates.chosen[0]), nodes)
+            if before is not None:
+                check_data_of(before, _data_hashes(materials))
+                plan = dataclasses.replace(plan, candidates=before.candidates)
+            folder = folder or RunFolder.reserve(named(config, time.strftime("%Y%m%d-%H%M%S"), secrets.token_hex(2)))
+            asked = before or AskedSweep(
+                config=config.to_dict(),
+                question=question,
+                candidates=plan.candidates,
+                # Optuna meets them, or does not
+                refused=candidates.refused if question.search != "optuna" else [],
+                command=command,
+                base_dir=str(base_dir) if base_dir else None,
+                data=_data_hashes(materials),
+                started_at=started_at,
+                run_id="",
+            )
+            running = RunningSweep(
+                plan, asked, SweepFolder(folder), nodes, tracking_uri, say, started_at, against=against
+            )
+            with running:
+                yield running
+    finally:
+        if folder is not None:
+            folder.remove_if_empty()
+            folder.unlock()
+
+
+def _load_workloads(config: RunConfig, question: SweepQuestion, given: Any, base_dir: Path | None) -> dict[str, Any]:
+    """The workload with each of its arguments."""
+    workloads = {}
+    for args in all_args(config, question.space):
+        if given is None:
+            workload = load_workload(config.workload.name, args, base_dir=base_dir)
+        elif isinstance(given, type):
+            workload = build_workload(given, args, name=given.__name__)
+        elif args == dict(config.workload.args):
+            workload = given
+        else:
+            raise ConfigError(
+                "--vary", "workload.args", "the workload is an object that exists already", "give its class"
+            )
+        workloads[material_key(args)] = workload
+    return workloads
+
+
+def _data_hashes(materials: Mapping[str, Material]) -> dict[str, str | None]:
+    return {key: m.sources[TRAIN].describe().get("sha256") for key, m in materials.items()}
+
+
+def check_data_of(before: AskedSweep, now: Mapping[str, str | None]) -> None:
+    """Raise DataError where the training data is not what the interrupted sweep read.
+
+    now: its SHA-256 by the workload's arguments.
+    """
+    for key, digest in before.data.items():
+        advice = "continue with the same data, or start a new sweep"
+        check_same_data(digest, now.get(key), what="sweep", advice=advice)
+
+
+@contextlib.contextmanager
+def _connected(config: RunConfig, question: SweepQuestion) -> Iterator[list[cluster.Node]]:
+    workers = config.scale.model_copy(update={"workers": question.workers_per_trial})
+    with cluster.connected(config.model_copy(update={"scale": workers})):
+        yield cluster.alive_nodes()

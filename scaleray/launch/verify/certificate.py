@@ -1,0 +1,216 @@
+"""Certificates of verifications: what was asked, what came out, on what; in a folder and in MLflow."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scaleray import metric_names as names
+from scaleray.config import RunConfig
+from scaleray.data.source import Source
+from scaleray.launch.session.folder import RunFolder
+from scaleray.launch.session.start import own_folder
+from scaleray.launch.verify.plan import Plan, Question, course
+from scaleray.records.run import Say, jsonable
+from scaleray.reproducibility.fingerprint import environment, environment_hash
+from scaleray.tracking import store
+from scaleray.tracking.operations import EndRun, LogArtifact, LogMetrics, LogParams, Operation, SetTags
+from scaleray.tracking.store import RunStore
+from scaleray.training.setup.job import TRAIN
+from scaleray.training.verify.variants import Outcome
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """What every certificate says, readable without the code that gave it."""
+
+    passed: bool
+    verdict: str
+    workload: str
+    config_hash: str
+    environment_hash: str
+    bound: float
+    precision: str
+    steps: int
+    where: str
+    """Where workers ran: under Ray, or as gloo processes."""
+    date: str
+    duration_s: float
+    outcomes: list[Any]
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    run_dir: str
+    tracking_uri: str
+    run_id: str
+    mlflow_link: str
+
+    def to_json(self) -> str:
+        """The certificate as indented JSON; NaN and infinity become null."""
+        return json.dumps(jsonable(dataclasses.asdict(self)), indent=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EqualityCertificate(Certificate):
+    """Whether distributed runs are the training of one process."""
+
+    outcomes: list[Outcome]
+    own_precision: str
+    strategies: list[str]
+    world_sizes: list[int]
+    accumulation: list[int]
+    global_batch_size: int
+    data: dict[str, Any]
+    course: dict[str, int] = dataclasses.field(default_factory=dict)
+    """What lies on the way of the compared steps: rows of an epoch, the step of the resume, its batch size, rows of
+    each evaluation."""
+
+
+@contextlib.contextmanager
+def recorded(
+    config: RunConfig, tracking_uri: str, started_at: float, *, kind: str = "verify"
+) -> Iterator[tuple[RunFolder, RunStore]]:
+    """A folder and an MLflow run, which ends as FINISHED, FAILED or KILLED with the context."""
+    status = "FAILED"
+    with own_folder(config, "verify", started_at) as folder:
+        run = RunStore.create(
+            tracking_uri,
+            experiment=config.tracking.experiment,
+            run_name=folder.name,
+            started_at=started_at,
+            tags={
+                "scaleray.kind": kind,
+                "scaleray.config_hash": config.hash(),
+                "scaleray.workload": config.workload.name,
+                "mlflow.source.name": config.workload.name,
+                "mlflow.source.type": "JOB",
+            },
+        )
+        try:
+            yield folder, run
+            status = "FINISHED"
+        except KeyboardInterrupt:
+            status = "KILLED"
+            raise
+        finally:
+            with contextlib.suppress(Exception):  # a server that has gone since must not hide the result
+                run.send(EndRun(status, int(time.time() * 1000)))
+
+
+def common_facts(
+    config: RunConfig, folder: RunFolder, run: RunStore, *, local: bool, started_at: float
+) -> dict[str, Any]:
+    """The fields of a certificate that do not depend on what was asked."""
+    facts = environment()
+    return {
+        "workload": config.workload.name,
+        "config_hash": config.hash(),
+        "config": config.to_dict(),
+        "environment": facts,
+        "environment_hash": environment_hash({"environment": facts}),
+        "where": "gloo processes" if local else "Ray",
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "duration_s": time.time() - started_at,
+        "run_dir": folder.path,
+        "tracking_uri": store.without_password(run.uri),
+        "run_id": run.run_id,
+        "mlflow_link": store.run_link(run.uri, run.experiment_id, run.run_id),
+    }
+
+
+def make_certificate(
+    config: RunConfig,
+    question: Question,
+    plan: Plan,
+    sources: Mapping[str, Source],
+    outcomes: list[Outcome],
+    folder: RunFolder,
+    run: RunStore,
+    *,
+    local: bool,
+    started_at: float,
+) -> EqualityCertificate:
+    """Put the answer together. outcomes: one of every variant, the refused ones included."""
+    judged = [o for o in outcomes if o.verdict != "refused"]
+    bad = [o for o in judged if o.verdict == "differs"]
+    reference = plan.reference.job
+    return EqualityCertificate(
+        passed=not bad,
+        verdict=_verdict(judged, bad, question),
+        bound=question.bound,
+        precision=question.precision,
+        own_precision=config.precision.dtype,
+        steps=reference.recipe.total_steps,
+        strategies=list(question.strategies),
+        world_sizes=sorted(set(question.world_sizes)),
+        accumulation=sorted(set(question.accumulation)),
+        global_batch_size=reference.recipe.global_batch_size,
+        outcomes=outcomes,
+        data={TRAIN: sources[TRAIN].describe()},
+        course=course(plan),
+        **common_facts(config, folder, run, local=local, started_at=started_at),
+    )
+
+
+def _verdict(judged: list[Outcome], bad: list[Outcome], question: Question) -> str:
+    if bad:
+        causes = ", ".join(sorted({o.mismatch.cause for o in bad if o.mismatch}))
+        return f"not the same training: {len(bad)} of {len(judged)} variants differ ({causes})"
+    largest = max((o.comparison.largest for o in judged if o.verdict == "equal"), default=math.nan)
+    promised = sum(o.verdict == "as promised" for o in judged)
+    more = f"; {promised} that do not promise equality keep what they do promise" if promised else ""
+    return (
+        f"the same training: {len(judged) - promised} variants equal one process within {question.bound:g}, "
+        f"largest difference {largest:.1e}{more}"
+    )
+
+
+def largest_differences(outcomes: list[Outcome]) -> dict[str, float]:
+    """Largest differences over all variants that must equal one process, and the number of mismatches, as MLflow's
+    metrics."""
+    judged = [o.comparison for o in outcomes if o.verdict == "equal"]
+    return {
+        names.VERIFY_LOSS_DIFFERENCE.name: max((c.loss for c in judged), default=math.nan),
+        names.VERIFY_GRAD_NORM_DIFFERENCE.name: max((c.grad_norm for c in judged), default=math.nan),
+        names.VERIFY_PARAMETER_DIFFERENCE.name: max((c.parameters for c in judged), default=math.nan),
+        names.VERIFY_MISMATCHES.name: float(sum(o.verdict == "differs" for o in outcomes)),
+    }
+
+
+def keep(
+    certificate: Certificate,
+    folder: RunFolder,
+    run: RunStore,
+    *,
+    params: Sequence[str],
+    say: Say,
+    metrics: Mapping[str, float] | None = None,
+    more_files: Mapping[str, str] | None = None,
+) -> None:
+    """Write the certificate to the folder and to MLflow. params: names of its fields that become params of the run."""
+    files = {"certificate.json": certificate.to_json(), **(more_files or {})}
+    for name, text in files.items():
+        Path(folder.work_dir, name).write_text(text)
+    now = int(time.time() * 1000)
+    tags = {
+        "scaleray.verdict": certificate.verdict,
+        "scaleray.environment_hash": certificate.environment_hash,
+        "scaleray.passed": str(certificate.passed).lower(),
+    }
+    operations: list[Operation] = [
+        LogParams({key: getattr(certificate, key) for key in params}),
+        LogMetrics([(k, v, now, 0) for k, v in (metrics or {}).items() if math.isfinite(v)]),
+        SetTags(tags),
+        *(LogArtifact(str(Path(folder.work_dir, name))) for name in files),
+    ]
+    try:
+        for operation in operations:
+            run.send(operation)
+    except Exception as exc:  # mlflow and its drivers share no base class; the result stands in the folder
+        say(f"warning: MLflow did not take the certificate ({type(exc).__name__}); it is in {folder.path}")

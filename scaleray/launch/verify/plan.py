@@ -1,0 +1,255 @@
+"""Which variants of a training are verified: strategies x numbers of workers x accumulation, as far as they exist."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scaleray.config import RunConfig
+from scaleray.config.compression import CompressionSettings
+from scaleray.data.row_values import UNSEEDED
+from scaleray.data.source import Source
+from scaleray.errors import ConfigError, DataError
+from scaleray.launch.session.data import size_of
+from scaleray.scaling.recipe.combinations import check_schedule
+from scaleray.scaling.recipe.derive import derive
+from scaleray.scaling.recipe.values import DataSize, Recipe, largest_divisor, with_micro_size
+from scaleray.strategies import STRATEGIES
+from scaleray.training.setup.job import TRAIN, Split, TrainJob
+from scaleray.training.verify.compared_job import later_batch_size, rows_of_epoch, short_job, with_rows
+from scaleray.training.verify.compared_runs import Variant
+from scaleray.training.verify.quieted import Partition
+from scaleray.training.verify.variants import Outcome
+
+CPUS_PER_WORKER = 0.25
+"""Numbers are compared, not speed: four workers share a core rather than not fit on a small machine."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be verified. strategies: names, or `all`. accumulation: micro-batches in a worker's step."""
+
+    strategies: Sequence[str] = ("all",)
+    world_sizes: Sequence[int] = (1, 2)
+    accumulation: Sequence[int] = (1, 3)
+    steps: int = 20
+    bound: float = 1e-9
+    precision: str = "fp64"
+
+    def __post_init__(self) -> None:
+        for option, values in (("--world-sizes", self.world_sizes), ("--accumulation", self.accumulation)):
+            if not values or min(values) < 1:
+                raise ConfigError(option, list(values), "it must be whole numbers from 1, such as 1,2,4")
+        if self.steps < 1:
+            raise ConfigError("--steps", self.steps, "it must be at least 1")
+        if not 0 <= self.bound < 1:
+            raise ConfigError("--bound", self.bound, "it must be at least 0 and below 1", "1e-9 fits float64")
+        for name in self.strategies:
+            if name not in (*STRATEGIES, "all"):
+                raise ConfigError("--strategies", name, f"there are: all, {', '.join(STRATEGIES)}")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The variants of a verification.
+
+    groups: variants by number of workers, of which the first holds the reference. refused: variants that do not run,
+    with the reason.
+    """
+
+    reference: Variant
+    groups: Mapping[int, list[Variant]]
+    refused: list[Outcome]
+
+
+def make_plan(config: RunConfig, question: Question, workload: Any, sources: Mapping[str, Source]) -> Plan:
+    """Every variant asked for that the config and the strategies allow; the others with the reason.
+
+    Raises UsageError.
+    """
+    splits = {name: Split.of(name, source) for name, source in sources.items()}
+    if splits[TRAIN].is_streamed:
+        raise DataError(
+            "the train data",
+            "a Ray Dataset",
+            "its order depends on the number of workers, so that runs cannot be compared",
+            "verify with rows that can be read by index: arrays, ParquetSource, TokenSource or a torch Dataset",
+        )
+    if not splits[TRAIN].row_values.are_repeatable:
+        raise DataError(
+            "the train data",
+            "not repeatable",
+            f"runs are compared on the same values: {splits[TRAIN].row_values.difference}",
+            f"{UNSEEDED}: draw from those",
+        )
+    size = size_of(sources)
+    batch_size = derive(_spread(config, "auto", 1), size).global_batch_size
+    world_sizes = sorted(set(question.world_sizes))
+    later_size = later_batch_size(
+        batch_size, size.num_samples, world_sizes=world_sizes, accumulation=max(question.accumulation)
+    )
+    later_config = _with_batch(config, later_size, batch_size)
+    try:
+        derive(_spread(later_config, "auto", 1), size)
+    except ConfigError:  # this training has no other batch size
+        later_size, later_config = batch_size, config
+    rows = rows_of_epoch(
+        size.num_samples,
+        batch_size=batch_size,
+        later_batch_size=later_size,
+        steps=question.steps,
+        partitions=[
+            Partition(world_size, -(-total // world_size // pieces))
+            for total in (batch_size, later_size)
+            for world_size in world_sizes
+            for pieces in question.accumulation
+        ],
+    )
+
+    def variant(strategy: str, world_size: int, accumulation: int) -> Variant:
+        def job(config: RunConfig, *, at_most: bool = False) -> TrainJob:
+            spread = _spread(config, strategy, world_size)
+            recipe = _recipe(spread, size, accumulation, at_most=at_most)
+            # explicit, as if a file said so: what is resumed is compared with it
+            batch = spread.batch.model_copy(update={"micro_size": recipe.micro_batch_size})
+            spread = spread.model_copy(update={"batch": batch})
+            return TrainJob(spread, recipe, workload, splits, time.time())
+
+        def compared(job: TrainJob) -> TrainJob:
+            short = short_job(job, steps=question.steps, precision=question.precision)
+            # so few that a worker has a row less than another, and the last batch of some none
+            return with_rows(dataclasses.replace(short, splits=splits), rows.epoch, evaluated=batch_size + 3)
+
+        first = job(config)
+        own = with_rows(short_job(first, steps=question.steps), rows.epoch)
+        later = None
+        if first.recipe.total_steps > 1 and question.steps > 1:
+            later = compared(job(later_config, at_most=True))
+        return Variant(
+            first.recipe.strategy,
+            world_size,
+            first.recipe.accumulation_steps,
+            compared(first),
+            own,
+            later,
+            rows.with_statistics,
+        )
+
+    groups: dict[int, list[Variant]] = {1: []}  # the reference runs there, even if nothing else does
+    refused: dict[tuple[str, int, str], Outcome] = {}
+    first_error: ConfigError | None = None
+    asked = list(STRATEGIES) if "all" in question.strategies else list(dict.fromkeys(question.strategies))
+    for world_size in world_sizes:
+        _check_world_size(world_size, batch_size)
+        found: dict[tuple[str, int], Variant] = {}
+        # `single` is for one worker, which need not be said when others were asked for too
+        for strategy in [s for s in asked if s != "single" or world_size == 1 or len(asked) == 1]:
+            for accumulation in sorted(set(question.accumulation)):
+                try:
+                    made = variant(strategy, world_size, accumulation)
+                    found.setdefault((made.strategy, made.accumulation), made)
+                except ConfigError as exc:
+                    first_error = first_error or exc
+                    reason = f"{exc.what} {exc.found}: {exc.allowed}"
+                    refused[strategy, world_size, reason] = Outcome(
+                        strategy, world_size, accumulation, "refused", reason
+                    )
+        if found:
+            groups[world_size] = list(found.values())
+    if first_error is not None and not any(groups.values()):
+        raise first_error
+    try:
+        reference = variant("auto", 1, min(question.accumulation))
+    except ConfigError:
+        reference = variant("auto", 1, 1)
+    return Plan(reference, groups, list(refused.values()))
+
+
+def course(plan: Plan) -> dict[str, int]:
+    """What lies on the way of the compared steps."""
+    variant = plan.reference
+    found = {
+        "rows_of_epoch": variant.job.splits[TRAIN].num_rows,
+        "global_batch_size": variant.job.recipe.global_batch_size,
+    }
+    if variant.later is not None and variant.resumes_after is not None:
+        found |= {
+            "resumed_after": variant.resumes_after,
+            "later_global_batch_size": variant.later.recipe.global_batch_size,
+        }
+    return found | {f"{split.name}_rows": split.num_rows for split in variant.job.evaluation_splits()}
+
+
+def course_in_words(plan: Plan) -> str:
+    """Sentence on what lies on the way of the compared steps."""
+    facts = course(plan)
+    words = [f"epochs of {facts['rows_of_epoch']} rows"]
+    if "resumed_after" in facts:
+        words.append(
+            f"after step {facts['resumed_after']} a resume from one worker "
+            f"with batches of {facts['later_global_batch_size']}"
+        )
+    if any(name.endswith("_rows") for name in facts):
+        words.append("evaluations before it and at the end" if "resumed_after" in facts else "an evaluation at the end")
+    return ", ".join(words)
+
+
+def _check_world_size(world_size: int, batch_size: int) -> None:
+    if batch_size % world_size == 0:
+        return
+    below = next(n for n in range(min(world_size, batch_size), 0, -1) if batch_size % n == 0)
+    above = next((n for n in range(world_size, min(batch_size, 10**6) + 1) if batch_size % n == 0), batch_size)
+    near = " or ".join(str(n) for n in sorted({below, above}))
+    raise ConfigError(
+        "--world-sizes", world_size, f"it must divide the global batch of {batch_size} samples", f"nearest: {near}"
+    )
+
+
+def _with_batch(config: RunConfig, samples: int, of: int) -> RunConfig:
+    """The config with a global batch of `samples`, which is one of `of` samples now."""
+    batch = config.batch.model_copy(update={"global_size": config.batch.global_size // of * samples})
+    return config.model_copy(update={"batch": batch})
+
+
+def _recipe(config: RunConfig, size: DataSize, accumulation: int, *, at_most: bool) -> Recipe:
+    """The recipe with so many micro-batches in each worker's step, of which the last may be smaller.
+
+    at_most: without it, a single micro-batch is an error where more were asked for. Raises ConfigError.
+    """
+    recipe = derive(config, size)
+    share = recipe.per_worker_batch_size
+    micro_size = -(-share // accumulation)
+    if micro_size == share:
+        if accumulation > 1 and not at_most:
+            raise ConfigError("--accumulation", accumulation, f"each worker's step has {share} sample only")
+        return recipe
+    # what a config refuses, it refuses for any number of micro-batches above one
+    divisor = largest_divisor(share, at_most=micro_size) or 1
+    derive(config.model_copy(update={"batch": config.batch.model_copy(update={"micro_size": divisor})}), size)
+    if recipe.strategy == "pipeline":
+        check_schedule(config, -(-share // micro_size))
+    return with_micro_size(recipe, micro_size, why=f"at most {accumulation} micro-batches in each step")
+
+
+def _spread(config: RunConfig, strategy: str, world_size: int) -> RunConfig:
+    """The config of the training on other workers."""
+    # model_copy checks nothing: a strategy of the table need not be one that a config file may name
+    cpus = min(CPUS_PER_WORKER, config.scale.cpus_per_worker)
+    scale = {"workers": world_size, "cpus_per_worker": cpus, "max_failures": 0}
+    shares = config.shares
+    if shares.by != "equal":  # measured shares would hardly differ here, and not twice in the same way
+        speeds = tuple(1 + rank / max(1, world_size - 1) for rank in range(world_size))
+        shares = shares.model_copy(update={"by": "given", "speeds": speeds})
+    compression = CompressionSettings() if world_size == 1 else config.compression  # one process sends nothing
+    return config.model_copy(
+        update={
+            "shares": shares,
+            "compression": compression,
+            "scale": config.scale.model_copy(update=scale),
+            "strategy": config.strategy.model_copy(update={"name": strategy}),
+            "batch": config.batch.model_copy(update={"micro_size": None}),
+        }
+    )

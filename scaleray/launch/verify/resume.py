@@ -1,0 +1,174 @@
+"""`verify --resume`: is a run that was interrupted and resumed the run that was not? One interruption a variant."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scaleray.config import RunConfig
+from scaleray.data.source import Source
+from scaleray.errors import ConfigError
+from scaleray.launch.session.data import load_sources
+from scaleray.launch.session.start import connected_unless, with_absolute_paths
+from scaleray.launch.verify.certificate import Certificate, common_facts, keep, recorded
+from scaleray.launch.verify.plan import Question, make_plan
+from scaleray.launch.verify.verify import check_capacity
+from scaleray.launch.workers.gloo import UserCode, gloo_processes
+from scaleray.launch.workers.in_process import stream_opener
+from scaleray.launch.workers.ray_train import fit_group
+from scaleray.launch.workers.signals import sigterm_like_ctrl_c
+from scaleray.launch.workers.user_code import ship_user_code
+from scaleray.records.run import Say
+from scaleray.tracking import store
+from scaleray.training.setup.job import TRAIN
+from scaleray.training.setup.place import Place
+from scaleray.training.verify.resume import Interruption, ResumeOutcome, interruption_job, verify_resume
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeCertificate(Certificate):
+    """Whether interrupted and resumed runs are the run that was not interrupted.
+
+    seed: random seed of the steps to interrupt at.
+    """
+
+    outcomes: list[ResumeOutcome]
+    seed: int
+
+
+def verify_resumes(
+    config: RunConfig,
+    question: Question,
+    workload: Any = None,
+    *,
+    seed: int | None = None,
+    local: bool = False,
+    say: Say = lambda text: None,
+    base_dir: Path | None = None,
+) -> ResumeCertificate:
+    """Interrupt every variant asked for at a random step, resume it, and compare with the run that was not interrupted.
+
+    Runs are in their own precision, with deterministic algorithms, and compared to the bit. seed: random seed of
+    the steps; None draws one. Raises UsageError for what the user can mend and RunFailedError for a group that died.
+    """
+    started_at = time.time()
+    seed = random.SystemRandom().randrange(10**6) if seed is None else seed
+    config = with_absolute_paths(config)
+    tracking_uri = store.resolve_uri(config.tracking.uri)
+    store.check_reachable(tracking_uri)
+    code = UserCode(config.workload.name if workload is None else None, config.workload.args, base_dir, workload)
+    workload = code.load()
+    with connected_unless(config, local=local):
+        sources = load_sources(workload)
+        plan = make_plan(config, question, workload, sources)
+        if not local:
+            check_capacity(config, plan)
+        steps = plan.reference.job.recipe.total_steps
+        if steps < 2:
+            raise ConfigError("--steps", steps, "an interruption needs a step before and one after it", "use 2 or more")
+        say(
+            f"verify --resume {config.workload.name}: {steps} steps in {config.precision.dtype}, "
+            f"interrupted at random (seed {seed})"
+        )
+        outcomes = []
+        with recorded(config, tracking_uri, started_at, kind="verify-resume") as (folder, run):
+            draw = random.Random(seed)
+            todo = [
+                Interruption(
+                    variant.label,
+                    interruption_job(variant.own or variant.job),
+                    world_size,
+                    draw.randint(1, steps - 1),
+                    f"{folder.path}/resume-{number}",
+                )
+                for number, (world_size, variant) in enumerate(
+                    (w, v) for w, group in plan.groups.items() for v in group
+                )
+            ]
+            for outcome in _outcomes(todo, sources, code, workload, config, folder.path, local=local):
+                say(f"  {line(outcome)}")
+                outcomes.append(outcome)
+            certificate = ResumeCertificate(
+                passed=all(outcome.is_equal for outcome in outcomes),
+                verdict=_verdict(outcomes),
+                bound=0.0,
+                precision=config.precision.dtype,
+                steps=steps,
+                seed=seed,
+                outcomes=outcomes,
+                **common_facts(config, folder, run, local=local, started_at=started_at),
+            )
+            params = ("config_hash", "environment_hash", "bound", "steps", "seed")
+            keep(certificate, folder, run, params=params, say=say)
+    return certificate
+
+
+def line(outcome: ResumeOutcome) -> str:
+    """One outcome in words."""
+    what = f"{outcome.label}: interrupted after step {outcome.interrupt_at} of {outcome.steps}, resumed"
+    if outcome.is_equal:
+        return f"{what}: bit-identical ({outcome.duration_s:.0f} s)"
+    first = outcome.comparison.divergence
+    where = f"first at step {first.step}: the {first.quantity}" if first else "in the final state"
+    return f"{what}: differs, {where}; guilty: {', '.join(outcome.guilty)}"
+
+
+def _verdict(outcomes: list[ResumeOutcome]) -> str:
+    bad = [outcome for outcome in outcomes if not outcome.is_equal]
+    if bad:
+        guilty = ", ".join(sorted({name for outcome in bad for name in outcome.guilty}))
+        return f"a resumed run is not the same: {len(bad)} of {len(outcomes)} variants differ (guilty: {guilty})"
+    return f"a resumed run is the same to the bit: {len(outcomes)} interruptions"
+
+
+def _outcomes(
+    todo: list[Interruption],
+    sources: dict[str, Source],
+    code: UserCode,
+    workload: Any,
+    config: RunConfig,
+    path: str,
+    *,
+    local: bool,
+) -> Iterator[ResumeOutcome]:
+    train = {TRAIN: sources[TRAIN]}
+    if local:
+        timeout_s = config.scale.collective_timeout_s
+        with gloo_processes(max(i.world_size for i in todo), code, timeout_s=timeout_s) as processes:
+            for interruption in todo:
+                yield processes.run(interruption.world_size, resume_here, interruption, train, workload=workload)
+        return
+    import ray
+
+    ship_user_code(workload)
+    read = ray.put(train)
+    by_size: dict[int, list[Interruption]] = {}
+    for interruption in todo:
+        by_size.setdefault(interruption.world_size, []).append(interruption)
+    with sigterm_like_ctrl_c():
+        for world_size, group in by_size.items():
+            task = {"function": resumes_here, "arguments": (group,), "sources": read}
+            yield from fit_group(group[0].job.config, world_size, task, storage_path=path, name="ray_verify")
+
+
+def resume_here(place: Place, interruption: Interruption, sources: dict[str, Source]) -> ResumeOutcome:
+    """One worker's part of one interruption. It reads its rows itself."""
+    import torch
+
+    torch.set_num_threads(1)
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        return verify_resume(
+            place, interruption, open_stream=stream_opener(interruption.job, sources, lambda message: None)
+        )
+    finally:
+        torch.use_deterministic_algorithms(was_deterministic)
+
+
+def resumes_here(place: Place, group: list[Interruption], sources: dict[str, Source]) -> list[ResumeOutcome]:
+    """One worker's part of several interruptions."""
+    return [resume_here(place, interruption, sources) for interruption in group]

@@ -1,0 +1,1 @@
+"""Worker processes: in this process, under gloo, and how those of Ray fail and report."""

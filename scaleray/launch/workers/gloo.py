@@ -1,0 +1,218 @@
+"""Groups of plain gloo processes on this machine, without Ray: the same checks where a cluster would only be in the
+way."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from scaleray.errors import PeerLostError, RunFailedError, ScaleRayError
+from scaleray.guarded import end_with_parent
+from scaleray.training.setup.place import Place
+from scaleray.workload import load_workload, no_exit
+
+HOST = "127.0.0.1"
+GRACE_S = 10.0  # seconds after a rank's error for what the others have to say
+PRELOADED = ("scaleray.training.verify.variants", "scaleray.training.study.ladder", "scaleray.training.verify.resume")
+"""Modules that the processes run. They are imported once, by the process that the others are forked from: torch alone
+takes seconds."""
+
+
+@dataclass(frozen=True)
+class UserCode:
+    """How a process finds the workload again: by its name, or, given as an object, by itself."""
+
+    name: str | None
+    args: Mapping[str, Any]
+    base_dir: Path | None
+    workload: Any = None
+
+    def load(self) -> Any:
+        """The workload in this process."""
+        return self.workload if self.name is None else load_workload(self.name, self.args, base_dir=self.base_dir)
+
+
+class GlooProcesses:
+    """`world_size` processes that run one function after another in groups of any size up to that."""
+
+    def __init__(self, processes: list[Any], pipes: list[Connection], timeout_s: float) -> None:
+        self._processes, self._pipes, self._timeout_s = processes, pipes, timeout_s
+        self._num_groups = 0
+
+    def run(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        workload: Any,
+        on_message: Callable[[Any], None] = lambda message: None,
+    ) -> Any:
+        """What rank 0 returned of `function(place, *args)`. Raises what a rank raised.
+
+        workload: the object that each process replaces by its own. on_message: gets at once what a process says by
+        calling the function that it finds in the place of TELL among its arguments.
+        """
+        self._num_groups += 1
+        buffer = io.BytesIO()
+        _Pickler(buffer, workload).dump((function, args))
+        for pipe in self._pipes[:world_size]:
+            pipe.send((self._num_groups, world_size, self._timeout_s))
+            pipe.send_bytes(buffer.getvalue())
+        answers, failures = self._receive(world_size, on_message)
+        if failures:
+            raise _first_cause(failures)
+        return answers[0]
+
+    def _receive(
+        self, world_size: int, on_message: Callable[[Any], None]
+    ) -> tuple[dict[int, Any], dict[int, tuple[BaseException | None, str]]]:
+        waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes[:world_size])}
+        answers: dict[int, Any] = {}
+        failures: dict[int, tuple[BaseException | None, str]] = {}
+        while waiting:
+            ready: list[Any] = wait(list(waiting), timeout=GRACE_S if failures else None)
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                value: Any
+                try:
+                    is_good, value = pipe.recv()
+                    if is_good is None:
+                        waiting[pipe] = rank
+                        on_message(value)
+                        continue
+                except (EOFError, ConnectionError):
+                    self._processes[rank].join(timeout=5)
+                    is_good, value = False, (None, f"the process ended with code {self._processes[rank].exitcode}")
+                if is_good:
+                    answers[rank] = value
+                else:
+                    failures[rank] = value
+        return answers, failures
+
+
+@contextmanager
+def gloo_processes(world_size: int, user_code: UserCode, *, timeout_s: float) -> Iterator[GlooProcesses]:
+    """Start the processes, and end them by their own handles with the context.
+
+    timeout_s: time limit of a collective.
+    """
+    import torch.distributed as dist
+
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    processes, pipes = [], []
+    try:
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(rank, store.port, user_code, theirs, dict(os.environ)),
+                name=f"scaleray-gloo-{rank}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes.append(ours)
+        yield GlooProcesses(processes, pipes, timeout_s)
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+        for pipe in pipes:
+            pipe.close()
+
+
+def _serve(rank: int, port: int, user_code: UserCode, pipe: Connection, environment: dict[str, str]) -> None:
+    os.environ.clear()  # the environment that it was forked with is as old as the first group
+    os.environ.update(environment)
+    end_with_parent()  # one that was killed does not end its processes, and these may be in the middle of a step
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the driver ends its processes
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo may pick an address that the machine cannot reach
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            number, world_size, timeout_s = pipe.recv()
+            content = pipe.recv_bytes()
+        except (EOFError, KeyboardInterrupt):
+            return
+        try:
+            known = {"workload": user_code.load(), "tell": lambda value: pipe.send((None, value))}
+            function, args = _Unpickler(io.BytesIO(content), known).load()
+            if world_size > 1:
+                store = dist.PrefixStore(f"group {number}", dist.TCPStore(HOST, port, is_master=False))
+                dist.init_process_group(
+                    "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
+                )
+            place = Place(rank, world_size, local_rank=rank, local_world_size=world_size)
+            with no_exit("the workload's code"):
+                result = function(place, *args)
+            message = (True, result if rank == 0 else None)
+        except Exception as exc:
+            message = (False, (exc if isinstance(exc, ScaleRayError) else None, traceback.format_exc()))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        try:
+            pipe.send(message)
+        except ConnectionError:  # whoever asked is gone, killed most likely, and nobody wants to read about it here
+            return
+
+
+class _Tell:
+    """Stands for the function by which a process says something to the one that started it."""
+
+
+TELL = _Tell()
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves the workload out: a class from a user's file exists in this process only."""
+
+    def __init__(self, file: Any, workload: Any) -> None:
+        super().__init__(file)
+        self.workload = workload
+
+    def persistent_id(self, value: Any) -> str | None:
+        return "workload" if value is self.workload else "tell" if value is TELL else None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: Any, known: Mapping[str, Any]) -> None:
+        super().__init__(file)
+        self.known = known
+
+    def persistent_load(self, name: Any) -> Any:
+        return self.known[name]
+
+
+def _first_cause(failures: dict[int, tuple[BaseException | None, str]]) -> BaseException:
+    """The failure that began it, where there is one: ranks that only lost their peer say so, and are less telling."""
+    known = [error for _, (error, _) in sorted(failures.items()) if isinstance(error, ScaleRayError)]
+    lost = ("onnection closed", "Gloo", "gloo")
+    telling = [e for e in known if not isinstance(e, PeerLostError) and not any(words in str(e) for words in lost)]
+    if known:
+        return (telling or known)[0]
+    rank, (_, text) = min(failures.items())
+    return RunFailedError(f"rank {rank} failed: {(text.strip().splitlines() or ['it said nothing'])[-1]}")

@@ -1,0 +1,88 @@
+"""A run in this process, without Ray: for a debugger, and for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from scaleray.checkpoints.catalog import Catalog
+from scaleray.data import Part, StepStream
+from scaleray.data.blocks import local_blocks
+from scaleray.data.source import Source
+from scaleray.errors import DataError
+from scaleray.launch.workers.signals import on_sigterm
+from scaleray.records.run import Emit, EventRecord, Show, WorkerMessage
+from scaleray.tracking.recorder import Recorder
+from scaleray.training import loop
+from scaleray.training.setup.job import OpenStream, Split, TrainJob
+from scaleray.training.setup.place import Place
+from scaleray.training.state.checkpointing import Checkpointing, Control
+from scaleray.training.state.weights import save_weights
+
+MIB = 2**20
+
+
+def run_here(
+    job: TrainJob,
+    sources: Mapping[str, Source],
+    recorder: Recorder,
+    *,
+    run_path: str,
+    facts: Mapping[str, Any],
+    show: Show,
+) -> None:
+    """Train with one worker in this process and this thread."""
+    streamed = [name for name, split in job.splits.items() if split.is_streamed]
+    if streamed:
+        raise DataError(f"the {streamed[0]} data", "a Ray Dataset", "--local runs without Ray", "leave --local out")
+    device = torch.device("cuda") if job.config.scale.gpus_per_worker else torch.device("cpu")
+
+    def emit(message: WorkerMessage) -> None:
+        recorder.log([message])
+        show([message])
+
+    place, control = Place(device=device), Control()
+    checkpointing = Checkpointing(
+        job,
+        place,
+        Catalog.of_run(run_path, job.config.checkpoint.copy_path),
+        emit=emit,
+        control=control,
+        facts=facts,
+        before_publishing=lambda: {"mlflow": recorder.durable()},
+    )
+    threads, was_deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, int(job.config.scale.cpus_per_worker)))
+    try:
+        with on_sigterm(control.wants_leave.set, once=True):  # asks the loop to save and leave after its step
+            loop.run(
+                job,
+                place,
+                open_stream=stream_opener(job, sources, emit),
+                emit=emit,
+                checkpointing=checkpointing,
+                save_weights=lambda share: save_weights(share, run_path, rank=0),
+            )
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(was_deterministic)
+
+
+def stream_opener(job: TrainJob, sources: Mapping[str, Source], emit: Emit) -> OpenStream:
+    """Opens a split's batches by reading them in a thread of this process."""
+    data, may_draw = job.config.data, job.config.deterministic
+
+    def open_stream(split: Split, part: Part) -> StepStream:
+        return StepStream(
+            local_blocks(sources[split.name], part, chunk_bytes=data.chunk_mib * MIB, may_draw=may_draw),
+            part,
+            row_bytes=split.row_bytes,
+            prefetch_bytes=data.prefetch_mib * MIB / 2,
+            timeout_s=data.timeout_s,
+            warn=lambda text: emit(EventRecord(text, kind="warning")),
+        )
+
+    return open_stream

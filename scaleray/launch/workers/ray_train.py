@@ -1,0 +1,133 @@
+"""Ray Train as every command uses it: one way to build its trainer, and groups of workers that run once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from scaleray.config import RunConfig
+from scaleray.launch.workers.failures import explain
+
+CONTROLLER_FAILURE_LIMIT = 2  # Ray's default retries an impossible launch for ever
+
+
+def collective_backend(config: RunConfig) -> str:
+    """The process group's backend, as torch writes it."""
+    # gloo beside NCCL: collectives on CPU tensors need a backend of their own
+    return "cpu:gloo,cuda:nccl" if config.scale.gpus_per_worker else "gloo"
+
+
+def worker_resources(config: RunConfig) -> dict[str, float]:
+    """What Ray reserves for each worker."""
+    resources = {"CPU": config.scale.cpus_per_worker}
+    return {**resources, "GPU": config.scale.gpus_per_worker} if config.scale.gpus_per_worker else resources
+
+
+def torch_trainer(
+    config: RunConfig,
+    worker: Callable[[Any], Any],
+    task: dict[str, Any],
+    *,
+    num_workers: int | tuple[int, int],
+    name: str,
+    storage_path: str,
+    max_failures: int = 0,
+    callbacks: Sequence[Any] = (),
+    datasets: dict[str, Any] | None = None,
+) -> Any:
+    """A TorchTrainer with the config's backend, resources and placement, which has not been started.
+
+    num_workers: how many, or the least and the most of an elastic run. name: name of Ray Train's own folder in
+    `storage_path`. datasets: Ray Datasets that are streamed to the workers, by split.
+    """
+    import ray.train
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    scale = config.scale
+    elastic = {} if isinstance(num_workers, int) else {"elastic_resize_monitor_interval_s": scale.resize_interval_s}
+    return TorchTrainer(
+        worker,
+        train_loop_config=task,
+        torch_config=TorchConfig(backend=collective_backend(config), timeout_s=int(scale.collective_timeout_s)),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=num_workers,
+            use_gpu=scale.gpus_per_worker > 0,
+            resources_per_worker=worker_resources(config),
+            placement_strategy=scale.placement,
+            label_selector=dict(scale.label_selector) or None,
+            **elastic,
+        ),
+        run_config=ray.train.RunConfig(
+            name=name,
+            storage_path=storage_path,
+            failure_config=ray.train.FailureConfig(
+                max_failures=max_failures, controller_failure_limit=CONTROLLER_FAILURE_LIMIT
+            ),
+            callbacks=list(callbacks) or None,
+            logging_config=ray.train.LoggingConfig(log_level="ERROR"),
+        ),
+        datasets=datasets or None,
+        dataset_config=ray.train.DataConfig(enable_shard_locality=True) if datasets else None,
+    )
+
+
+def fit_group(
+    config: RunConfig,
+    world_size: int,
+    task: dict[str, Any],
+    *,
+    storage_path: str,
+    worker: Callable[[Any], Any] | None = None,
+    name: str,
+) -> Any:
+    """Run a group of workers once; gives what rank 0 returned. Raises what `failures.explain` makes of Ray's errors.
+
+    task: `function(place, *arguments, sources)` with arguments that may be object references, and a reference to the
+    `sources` by split; or whatever `worker` takes. name: name of Ray Train's own folder, with the world size added.
+    """
+    import ray
+    import ray.train
+
+    trainer = torch_trainer(
+        config,
+        worker or run_function,
+        {**task, "uses_gpu": config.scale.gpus_per_worker > 0},
+        num_workers=world_size,
+        name=f"{name}_{world_size}",
+        storage_path=storage_path,
+    )
+    try:
+        with _without_preemption_watcher():
+            return trainer.fit().return_value
+    except SystemExit as exc:  # Ray's answer to Ctrl-C
+        raise KeyboardInterrupt from exc
+    except (ray.train.TrainingFailedError, ray.exceptions.RayError) as exc:
+        raise explain(exc) from exc
+
+
+def run_function(task: dict[str, Any]) -> Any:
+    """Entry point of one Ray Train worker of a group; rank 0's answer is the group's."""
+    import ray
+
+    from scaleray.training.worker import place_under_ray
+
+    arguments = [ray.get(a) if isinstance(a, ray.ObjectRef) else a for a in task["arguments"]]
+    place = place_under_ray(uses_gpu=task["uses_gpu"])
+    return task["function"](place, *arguments, ray.get(task["sources"]))
+
+
+@contextlib.contextmanager
+def _without_preemption_watcher() -> Iterator[None]:
+    """Do without Ray Train's preemption watcher: nothing here could act on its notices, and it costs a process and
+    prints an error at every start."""
+    name = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before

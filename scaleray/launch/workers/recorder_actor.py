@@ -1,0 +1,147 @@
+"""The recorder as a Ray actor beside the driver, called like the plain object."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from scaleray.checkpoints.storage import Store
+from scaleray.launch.workers.failures import cause_of
+from scaleray.parsing import load_json
+from scaleray.records.run import Heartbeat, WorkerMessage
+from scaleray.tracking.run_description import RunDescription
+
+if TYPE_CHECKING:
+    from scaleray.tracking.recorder import Recording, RunIdentity
+
+WAIT_FOR_WORKERS_S = 30.0  # time that the recorder waits before it makes the MLflow run all the same
+
+
+def spawn_recorder(description: RunDescription) -> Any:
+    """The recorder as an actor on the driver's node, where an SQLite file and the run's local folder are."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from scaleray.tracking.recorder import Recorder
+
+    class PoliteRecorder(Recorder):
+        """Gives way to workers on the same cores, while they start as much as while they train."""
+
+        def __init__(self, description: RunDescription) -> None:
+            os.nice(10)
+            super().__init__(description)
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    # several calls at once: workers' messages must not wait while the run is being made
+    actor = ray.remote(PoliteRecorder).options(num_cpus=0, scheduling_strategy=here, max_concurrency=8)
+    return actor.remote(description)
+
+
+class RemoteRecorder:
+    """The recorder actor, called like the plain object."""
+
+    def __init__(self, description: RunDescription) -> None:
+        self.description = description
+        self._spawn(description)
+
+    def _spawn(self, description: RunDescription) -> None:
+        self.actor = spawn_recorder(description)
+        self.started = self.actor.start.remote(after_first_message_s=WAIT_FOR_WORKERS_S)
+
+    def respawn(self) -> None:
+        """Put another actor in the place of one that was lost.
+
+        It goes on with the same MLflow run, which run.json names.
+        """
+        self.close()
+        before = None
+        with contextlib.suppress(OSError, ValueError):  # lost before it had begun
+            before = load_json(Store(self.description.work_dir).read("run.json"))
+        self._spawn(dataclasses.replace(self.description, continues=before))
+
+    def is_lost(self) -> bool:
+        """Whether the actor's process is gone for good, rather than busy or not to be reached for a moment."""
+        import ray
+
+        try:
+            ray.get(self.actor.silent_s.remote(), timeout=60)
+        except ray.exceptions.ActorDiedError:
+            return True
+        except ray.exceptions.RayError:
+            return False
+        return False
+
+    def _ask(self, answer: Any, *, timeout_s: float | None = 180.0) -> Any:
+        """What the actor answers; what it raised is raised here."""
+        import ray
+
+        try:
+            return ray.get(answer, timeout=timeout_s)
+        except ray.exceptions.RayTaskError as exc:
+            raise cause_of(exc) from exc
+
+    def log(self, messages: Sequence[WorkerMessage]) -> None:
+        """See `Recorder.log`."""
+        self._ask(self.actor.log.remote(messages))
+
+    def poll(self, after: int) -> tuple[int, list[WorkerMessage]]:
+        """See `Recorder.poll`."""
+        number, messages = self._ask(self.actor.poll.remote(after))
+        return int(number), list(messages)
+
+    def heartbeats(self) -> list[Heartbeat]:
+        """See `Recorder.heartbeats`."""
+        return list(self._ask(self.actor.heartbeats.remote()))
+
+    def silent_s(self) -> float:
+        """See `Recorder.silent_s`."""
+        return float(self._ask(self.actor.silent_s.remote()))
+
+    def identity(self) -> RunIdentity:
+        """See `Recorder.identity`."""
+        identity: RunIdentity = self._ask(self.actor.identity.remote())
+        return identity
+
+    def log_files(self, paths: Sequence[str], folder: str | None = None) -> None:
+        """See `Recorder.log_files`."""
+        self._ask(self.actor.log_files.remote(paths, folder))
+
+    # what is written to MLflow at the end may take long; the recorder itself gives up what hangs
+
+    def drain(self) -> Recording:
+        """See `Recorder.drain`."""
+        recording: Recording = self._ask(self.actor.drain.remote(), timeout_s=None)
+        return recording
+
+    def finish(
+        self, status: str, *, metrics: Mapping[str, float], tags: Mapping[str, str], files: Mapping[str, str]
+    ) -> str | None:
+        """See `Recorder.finish`."""
+        unsent: str | None = self._ask(
+            self.actor.finish.remote(status, metrics=metrics, tags=tags, files=files), timeout_s=None
+        )
+        return unsent
+
+    def close(self) -> None:
+        """End the actor, whoever still holds a handle to it; what it had to write is written."""
+        import ray
+
+        with contextlib.suppress(Exception):  # it may be gone already
+            ray.kill(self.actor)
+
+    def wait_started(self, timeout_s: float | None = None) -> bool:
+        """True once the MLflow run exists; raises what went wrong. False when it is not decided in time."""
+        import ray
+
+        if timeout_s != 0:
+            self.actor.log.remote([])  # somebody waits: it must not wait for workers any longer
+        try:
+            ray.get(self.started, timeout=timeout_s)
+        except ray.exceptions.GetTimeoutError:
+            return False
+        except ray.exceptions.RayTaskError as exc:
+            raise cause_of(exc) from exc
+        return True

@@ -1,0 +1,38 @@
+"""SIGTERM, as `ray job stop` and container platforms send it: one way to answer it for as long as a context lasts."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+
+@contextlib.contextmanager
+def on_sigterm(handle: Callable[[], None], *, once: bool = False) -> Iterator[None]:
+    """Call `handle` for each SIGTERM while the context lasts; nothing outside the main thread, where Python allows
+    none.
+
+    once: the next one ends the process, as it would without this context.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before_term, before_int = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+
+    def answer(signum: int, frame: object) -> None:
+        if once:
+            signal.signal(signal.SIGTERM, before_term)
+        handle()
+
+    signal.signal(signal.SIGTERM, answer)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before_term)
+        signal.signal(signal.SIGINT, before_int)  # Ray leaves its own behind, which waits for a finished controller
+
+
+def sigterm_like_ctrl_c() -> contextlib.AbstractContextManager[None]:
+    """A context in which SIGTERM ends things as Ctrl-C does, which frees the workers."""
+    return on_sigterm(lambda: signal.raise_signal(signal.SIGINT))

@@ -1,0 +1,242 @@
+"""Which layout to train with on a cluster: every sensible one is laid out, what does not fit is dropped with the
+reason, the rest ranked.
+
+Predictions, not measurements: each has the interval that the planner's own misses on published measurements give
+(`uncertainty`), and choices whose intervals overlap are not told apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from scaleray.errors import ConfigError
+from scaleray.planner.answers.layouts import layouts
+from scaleray.planner.answers.question import STRATEGIES, Question
+from scaleray.planner.cost.constants import DEFAULT, Constants
+from scaleray.planner.cost.fits_in_memory import HEADROOM, Verdict, verdict
+from scaleray.planner.cost.layout import Layout
+from scaleray.planner.cost.memory import GIB, MemoryEstimate, memory
+from scaleray.planner.cost.step_time import StepTime, step_time
+from scaleray.planner.cost.uncertainty import Reason, doubts, interval, is_trusted, reasons
+from scaleray.planner.hardware.kinds import Network
+from scaleray.records.study import Estimate
+
+TIE = 1.02
+"""Ratio of step times up to which two layouts count as equally fast; the plainer one is put first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A layout with what is predicted of it."""
+
+    layout: Layout
+    step: StepTime
+    step_time_s: Estimate
+    memory: MemoryEstimate
+    fits: Verdict
+    samples_per_s: float
+    tokens_per_s: float
+    mfu: float
+    kind: str
+    """Class of the interval, a key of `SPREADS`."""
+    reasons: tuple[Reason, ...] = ()
+    """Reasons why the interval is wider than the narrowest of its class."""
+    is_trusted: bool
+    doubts: tuple[str, ...] = ()
+    """Ways in which the layout is unlike the rows that its interval comes from."""
+    cost_per_million_samples: float | None = None
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A layout that was dropped, and why."""
+
+    layout: Layout
+    reason: str
+    missing_gib: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """The recommended choice, then all others in their ranking, and what was dropped."""
+
+    question: Question
+    choices: list[Choice]
+    rejected: list[Rejected]
+    num_layouts: int
+
+    @property
+    def best(self) -> Choice:
+        """The recommended choice: the fastest (or smallest) whose memory surely fits, or the fastest where
+        none surely does."""
+        return self.choices[0]
+
+    @property
+    def faster(self) -> Choice | None:
+        """The fastest choice that may not fit, where it is faster than the recommended one by more than a tie."""
+        fastest = min(self.choices, key=lambda one: one.step_time_s.value)
+        return fastest if fastest.step_time_s.value * TIE < self.best.step_time_s.value else None
+
+
+def advise(question: Question, constants: Constants = DEFAULT) -> Advice:
+    """Every layout of the question's strategies on all of its cluster's GPUs, ranked.
+
+    Raises ConfigError where the batch cannot be divided at all, or nothing fits; the message says what would help.
+    """
+    advice = survey(question, constants)
+    if not advice.num_layouts:
+        raise ConfigError(
+            "--global-batch",
+            question.global_batch,
+            f"no layout of {question.cluster.num_gpus} GPUs divides it",
+            _nearest(question),
+        )
+    if not advice.choices:
+        rejected = advice.rejected
+        raise ConfigError(
+            "model", question.model.name, _fits_nowhere(question, rejected), _what_would_fit(question, rejected)
+        )
+    return advice
+
+
+def survey(question: Question, constants: Constants = DEFAULT) -> Advice:
+    """The same as `advise`, but with no choices and no error where nothing fits."""
+    choices: list[Choice] = []
+    rejected: list[Rejected] = []
+    count = 0
+    for layout in layouts(question):
+        count += 1
+        needed = memory(question.model, layout)
+        card = question.cluster.gpu.memory_gib * GIB
+        missing = HEADROOM * card - needed.spare_bytes(question.cluster.gpu)
+        if missing > 0:
+            reason = (
+                f"needs {needed.device_bytes / GIB:.1f} GiB of {card / GIB:.1f}, "
+                f"of which {100 * HEADROOM:.0f} % are kept free"
+            )
+            rejected.append(Rejected(layout, reason, missing / GIB))
+            continue
+        choices.append(predict(question, layout, needed=needed, constants=constants))
+    if question.rank_by == "memory":
+        choices.sort(key=lambda one: one.memory.device_bytes)
+    else:
+        # on given GPUs the fastest is the cheapest and the soonest done as well
+        choices.sort(key=lambda one: one.step_time_s.value)
+    if choices:
+        best = recommended(choices, is_by_time=question.rank_by != "memory")
+        choices = [best, *(one for one in choices if one is not best)]
+    return Advice(question=question, choices=choices, rejected=rejected, num_layouts=count)
+
+
+def recommended(choices: Sequence[Choice], *, is_by_time: bool = True) -> Choice:
+    """The first of ranked choices that surely fits, or the first of all where none does.
+
+    is_by_time: the plainest of those that are as fast is taken."""
+    safe = [one for one in choices if one.fits == "fits"] or list(choices)
+    if not is_by_time:
+        return safe[0]
+    return min((one for one in safe if one.step_time_s.value <= TIE * safe[0].step_time_s.value), key=_plainness)
+
+
+def predict(
+    question: Question, layout: Layout, *, needed: MemoryEstimate | None = None, constants: Constants = DEFAULT
+) -> Choice:
+    """Predict one layout of the question, whether it fits or not."""
+    model, cluster = question.model, question.cluster
+    needed = needed or memory(model, layout)
+    step = step_time(
+        model,
+        layout,
+        cluster,
+        measured=question.measured,
+        fused_attention=question.fused_attention,
+        constants=constants,
+    )
+    total = step.total_s
+    if question.input_samples_per_s is not None:
+        nodes = math.ceil(layout.num_gpus / cluster.gpus_per_node)
+        waited = layout.global_batch / (question.input_samples_per_s * nodes) - total
+        if waited > 0:
+            step = replace(step, overhead_s=step.overhead_s + waited)
+            total = step.total_s
+    kind = "unmeasured" if question.anchor is None else "anchored"
+    why_wide = reasons(question.anchor, layout, cluster, exposed_share=step.exposed_comm_s / total)
+    unlike = doubts(layout, cluster, is_guessed=model.is_guessed)
+    rate = layout.global_batch / total
+    peak = cluster.gpu.peak_flops(layout.precision) * layout.num_gpus
+    price = cluster.price_per_gpu_hour
+    return Choice(
+        layout=layout,
+        step=step,
+        step_time_s=interval(total, kind, widened=why_wide, doubted=bool(unlike)),
+        memory=needed,
+        fits=verdict(needed, cluster.gpu),
+        samples_per_s=rate,
+        tokens_per_s=rate * model.tokens_per_sample,
+        mfu=model.train_flops * rate / peak,
+        kind=kind,
+        is_trusted=is_trusted(kind, widened=why_wide, doubted=bool(unlike)),
+        reasons=why_wide,
+        doubts=unlike,
+        cost_per_million_samples=None if price is None else 1e6 / rate * price * layout.num_gpus / 3600,
+    )
+
+
+def _plainness(choice: Choice) -> tuple[float, ...]:
+    """Sort key that puts first what has fewer ways to go wrong: fewer kinds of parallelism, less sharding, fewer
+    chunks, no recomputation; then the faster."""
+    layout = choice.layout
+    level = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3}[layout.sharding] + (layout.shard not in (1, layout.data))
+    return (
+        layout.pipeline > 1,
+        layout.tensor > 1,
+        level,
+        layout.chunks,
+        layout.checkpointing != "none",
+        choice.step_time_s.value,
+    )
+
+
+def _nearest(question: Question) -> str:
+    gpus = question.cluster.num_gpus
+    lower = question.global_batch // gpus * gpus
+    return f"{lower or gpus} or {(question.global_batch // gpus + 1) * gpus} can be divided"
+
+
+def _fits_nowhere(question: Question, rejected: list[Rejected]) -> str:
+    closest = min(rejected, key=lambda one: one.missing_gib)
+    return (
+        f"it fits on no layout of {question.cluster.num_gpus} x {question.cluster.gpu.name}: "
+        f"the closest, {closest.layout.describe()}, {closest.reason}"
+    )
+
+
+def _what_would_fit(question: Question, rejected: list[Rejected]) -> str:
+    """The smallest number of nodes on which the state and one micro-batch fit, or another card."""
+    closest = min(rejected, key=lambda one: one.missing_gib)
+    unused = [
+        name for name in STRATEGIES if name not in question.strategies and (name != "ep" or question.model.num_experts)
+    ]
+    words = [f"{closest.missing_gib:.1f} GiB more per GPU"]
+    if unused:
+        words.append(f"or other strategies: --strategies {','.join((*question.strategies, *unused))}")
+    for factor in (2, 4, 8, 16, 32, 64):
+        larger = replace(
+            question.cluster,
+            num_nodes=question.cluster.num_nodes * factor,
+            network=question.cluster.network or _SOME_NETWORK,
+        )
+        batch = max(question.global_batch, larger.num_gpus)
+        trial = replace(question, cluster=larger, global_batch=batch - batch % larger.num_gpus)
+        if any(
+            memory(trial.model, layout).spare_bytes(larger.gpu) >= HEADROOM * larger.gpu.memory_gib * GIB
+            for layout in layouts(trial)
+        ):
+            words.append(f"or {larger.num_nodes} nodes of {larger.gpus_per_node}")
+            break
+    return ", ".join(words)
+
+
+_SOME_NETWORK = Network(name="8x400G", gb_per_s=400.0, num_adapters=8, source="assumed, to count memory alone")

@@ -1,0 +1,87 @@
+"""The throughput that the planner predicts over the number of workers, as a law for a measured scaling curve.
+
+Compute is scaled to one measured size. Between the sizes that it is asked for, throughput is a power of their number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from scaleray.errors import UsageError
+from scaleray.planner.answers.calibration import calibrate
+from scaleray.planner.cost.layout import Layout
+from scaleray.planner.cost.step_time import step_time
+from scaleray.planner.hardware.kinds import Cluster
+from scaleray.planner.models.profile import ModelProfile
+
+MOST_MISS = 0.02
+"""Largest relative error of the step time accepted after calibration."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A number of workers with the batch of its step; `global_batch_size`: samples of all workers."""
+
+    workers: int
+    global_batch_size: int
+    micro_batch_size: int
+    accumulation_steps: int
+
+
+def predicted_throughput(
+    model: ModelProfile, layout: Layout, node: Cluster, sizes: Sequence[Size], *, measured_step_s: float
+) -> Callable[[float], float]:
+    """A function from a number of workers to samples/s: interpolated between the `sizes`, constant beyond them.
+
+    layout: the same for all sizes but for its degrees and micro-batches. node: one node of the cluster, with the
+    network between several. measured_step_s: step time of the smallest size. Raises UsageError where the prediction
+    cannot be brought to that step time, or sizes need a network that is not known.
+    """
+    ordered = sorted(sizes, key=lambda size: size.workers)
+    base = ordered[0]
+    measured = calibrate(model, _layout(layout, base), _cluster(node, base.workers), measured_step_s)
+    found = [
+        step_time(model, _layout(layout, size), _cluster(node, size.workers), measured=measured).total_s
+        for size in ordered
+    ]
+    if abs(found[0] - measured_step_s) > MOST_MISS * measured_step_s:
+        raise UsageError(
+            f"a step on {base.workers} worker{'s' if base.workers > 1 else ''}",
+            f"{1e3 * measured_step_s:.3g} ms",
+            f"what the planner knows of the model and the hardware cannot come nearer than {1e3 * found[0]:.3g} ms",
+        )
+    at = np.log([size.workers for size in ordered])
+    rates = np.log([size.global_batch_size / seconds for size, seconds in zip(ordered, found, strict=True)])
+
+    def throughput(workers: float) -> float:
+        return math.exp(float(np.interp(math.log(workers), at, rates)))
+
+    return throughput
+
+
+def _layout(layout: Layout, size: Size) -> Layout:
+    # HSDP has as many replicas on all sizes
+    replicas = max(1, layout.data // layout.shard) if layout.sharding == "zero3" else 1
+    shard = max(1, size.workers // replicas) if layout.sharding == "zero3" else 1
+    return replace(
+        layout, data=size.workers, shard=shard, micro_batch=size.micro_batch_size, accumulation=size.accumulation_steps
+    )
+
+
+def _cluster(node: Cluster, workers: int) -> Cluster:
+    """The cluster of so many workers, nodes filled one after another."""
+    per_node = min(workers, node.gpus_per_node)
+    num_nodes = math.ceil(workers / node.gpus_per_node)
+    if num_nodes > 1 and node.network is None:
+        raise UsageError("the number of nodes", num_nodes, "the network between them is not known")
+    return replace(
+        node,
+        gpus_per_node=per_node,
+        num_nodes=num_nodes,
+        network=node.network if num_nodes > 1 else None,
+        board_gpus=node.board_gpus or node.gpus_per_node,
+    )

@@ -1,0 +1,139 @@
+"""Where the planner's figures come from, and why layouts were dropped, as lines of text."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import textwrap
+from collections import Counter
+
+from scaleray.errors import UsageError
+from scaleray.planner.answers.advise import HEADROOM, advise
+from scaleray.planner.answers.layouts import layouts
+from scaleray.planner.answers.question import Question
+from scaleray.planner.cost.constants import DEFAULT, FITTED, Constants
+from scaleray.planner.cost.memory import GIB, memory
+from scaleray.planner.cost.uncertainty import (
+    OF_A_DOUBLING,
+    OF_A_GPU,
+    OF_A_LAYOUT,
+    OF_A_MICRO_BATCH,
+    OF_A_NETWORK,
+    SPREADS,
+    is_trusted,
+)
+from scaleray.planner.hardware.catalogue import CATALOGUE
+from scaleray.planner.hardware.kinds import TRANSPORTS
+from scaleray.planner.simulation.step import simulated_step
+
+
+def explain_constants() -> list[str]:
+    """Every constant with its value and reason."""
+    source = inspect.getsource(Constants)
+    lines = ["the planner's constants; fitted ones are repeated by `python -m jobs.planner_evidence fit DATA`", ""]
+    for name in Constants.__dataclass_fields__:
+        match = re.search(rf'    {name}: float = [^\n]+\n    """(.*?)"""', source, re.DOTALL)
+        reason = " ".join(match[1].split()) if match else ""
+        mark = "fitted" if name in FITTED else "given"
+        lines.append(f"{name} = {getattr(DEFAULT, name):.6g}  ({mark})")
+        lines += textwrap.wrap(
+            reason.removeprefix("fitted. "), width=108, initial_indent="    ", subsequent_indent="    "
+        )
+    return lines
+
+
+def explain_intervals() -> list[str]:
+    """Every class of interval with what it holds."""
+    lines = ["90 % of published rows of each class lie between these factors of the prediction", ""]
+    for kind, spread in SPREADS.items():
+        low, high = math.exp(spread.low), math.exp(spread.high)
+        lines.append(
+            f"{kind:<24} {low:.2f} to {high:.2f}  from {spread.num_rows} rows"
+            f"{'' if is_trusted(kind) else '; do not trust a single figure'}"
+        )
+    lines += [
+        "",
+        "anchored is the interval near the measured point; "
+        "it is wider, by the root of the sum of squares of these, for",
+    ]
+    for words, (down, up) in {
+        "each doubling of the GPUs beyond 1.5": OF_A_DOUBLING,
+        "another layout": OF_A_LAYOUT,
+        "each doubling of the micro-batch beyond the first": OF_A_MICRO_BATCH,
+        "another kind of GPU": OF_A_GPU,
+    }.items():
+        lines.append(f"  {words:<52} {math.exp(-down):.2f} to {math.exp(up):.2f}")
+    lines.append(
+        f"  {'a network that was not measured':<52} its share of the step off by a factor of {OF_A_NETWORK:.2g}"
+    )
+    return lines
+
+
+def explain_hardware(name: str) -> list[str]:
+    """A GPU, link or network with its source. Raises UsageError for a name that none has."""
+    for find in (CATALOGUE.find_gpu, CATALOGUE.find_link, CATALOGUE.find_network):
+        try:
+            entry = find(name)
+        except UsageError:
+            continue
+        lines = [f"{key} = {value}" for key, value in entry.__dict__.items() if key != "source"]
+        transport = TRANSPORTS.get(getattr(entry, "transport", ""))
+        if transport is not None:
+            lines += [f"transport.{key} = {value}" for key, value in transport.__dict__.items()]
+        return [*lines, f"source: {entry.source}"]
+    raise UsageError(
+        "what to explain", name, "it must be constants, intervals, layouts, step, or the name of a GPU, link or network"
+    )
+
+
+def explain_layouts(question: Question, *, rows: int) -> list[str]:
+    """The layouts that do not fit, the closest first, with their memory by part; and how many of each kind."""
+    dropped, kept = [], Counter[str]()
+    for layout in layouts(question):
+        needed = memory(question.model, layout)
+        missing = HEADROOM * question.cluster.gpu.memory_gib - needed.spare_bytes(question.cluster.gpu) / GIB
+        if missing > 0:
+            dropped.append((missing, layout, needed))
+        else:
+            kept[layout.strategy] += 1
+    lost = Counter(layout.strategy for _, layout, _ in dropped)
+    lines = [f"{name}: {kept[name]} layouts fit, {lost[name]} do not" for name in sorted({*kept, *lost})]
+    lines += [
+        "",
+        f"the closest of those that do not fit on {question.cluster.gpu.memory_gib:.1f} GiB, "
+        f"of which {100 * HEADROOM:.0f} % are kept free:",
+    ]
+    for missing, layout, needed in sorted(dropped, key=lambda one: one[0])[:rows]:
+        parts = ", ".join(f"{name} {value / GIB:.1f}" for name, value in needed.parts().items() if value > 0.05 * GIB)
+        lines.append(f"{missing:8.1f} GiB too much: {layout.describe()}: {parts}")
+    return lines
+
+
+def explain_step(question: Question, *, rows: int) -> list[str]:
+    """The step of the recommended layout simulated task by task: how busy each stream is, and what the closed form says
+    of the same step."""
+    best = advise(question).best
+    simulated = simulated_step(
+        question.model,
+        best.layout,
+        question.cluster,
+        measured=question.measured,
+        fused_attention=question.fused_attention,
+    )
+    closed = best.step.total_s - best.step.straggler_s - best.step.overhead_s
+    lines = [
+        f"{best.layout.describe()}, simulated: {len(simulated.tasks)} tasks on {len(simulated.busy_shares())} streams",
+        f"{simulated.total_s:.4g} s from the first task to the last; the closed form has {closed:.4g} s, "
+        f"and adds {best.step.straggler_s:.2g} s for the slowest rank "
+        f"and {best.step.overhead_s:.2g} s around the passes",
+        f"the longest chain of dependencies is {simulated.critical_path_s:.4g} s",
+        "",
+        "rank of the pipeline, stream, share of the step in which it works:"
+        if best.layout.pipeline > 1
+        else "stream, share of the step in which it works:",
+    ]
+    for (rank, stream), share in sorted(simulated.busy_shares().items())[:rows]:
+        where = f"{rank:4d}  " if best.layout.pipeline > 1 else ""
+        lines.append(f"  {where}{stream:<22} {100 * share:5.1f} %  {'#' * round(40 * share)}")
+    return lines

@@ -1,0 +1,190 @@
+"""What the best layout would do on fewer and on more GPUs: the curve, what limits it, and whether the next
+doubling is worth it.
+
+The global batch stays what it is (strong scaling), as a run's own does; the layout of each size is the best one of the
+same strategies.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from scaleray.planner.answers.advise import TIE, Advice, Choice, predict, survey
+from scaleray.planner.answers.layouts import layouts
+from scaleray.planner.answers.question import Question
+from scaleray.planner.hardware.kinds import Cluster
+from scaleray.records.study import Estimate
+
+WORTH_IT = 1.6
+"""Least gain in throughput for which twice the GPUs are worth it; below, more than a fifth of the ideal is lost."""
+ROUNDING = 1e-3
+"""Largest difference of figures that are the same when they are printed."""
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """The best choice on a number of GPUs. `efficiency`: throughput per GPU over that of one GPU alone
+    (`Outlook.alone`)."""
+
+    num_gpus: int
+    choice: Choice
+    samples_per_s: Estimate
+    efficiency: float
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """The curve up to twice the cluster, and the words for it."""
+
+    points: list[CurvePoint]
+    alone: Choice
+    """The fastest layout on one GPU, were its memory large enough: what efficiency is measured by. Not the smallest
+    size that fits, for that may be slow for want of memory, and larger ones would look more than perfect beside it."""
+    limit: str
+    doubling: str
+    doubling_gain: float | None
+    remarks: tuple[str, ...] = ()
+    """Remarks on figures that look impossible: where more GPUs are worth more than their number, and why."""
+
+
+def outlook(advice: Advice) -> Outlook:
+    """The curve around an advice. Sizes on which nothing fits or the batch cannot be divided are left out."""
+    question = advice.question
+    found: list[tuple[int, Choice]] = []
+    for cluster in sizes(question.cluster):
+        if cluster.num_gpus == question.cluster.num_gpus:
+            found.append((cluster.num_gpus, advice.best))
+            continue
+        smaller = survey(replace(question, cluster=cluster, strategies=kinds_of(question, advice.best)))
+        if smaller.choices:
+            found.append((cluster.num_gpus, smaller.best))
+    lone = alone(question)
+    points = []
+    for gpus, choice in found:
+        low, high = choice.step_time_s.low, choice.step_time_s.high
+        batch = choice.layout.global_batch
+        rate = Estimate(choice.samples_per_s, batch / high, batch / low)
+        points.append(CurvePoint(gpus, choice, rate, choice.samples_per_s / gpus / lone.samples_per_s))
+    gain = _doubling_gain(points, question.cluster.num_gpus)
+    return Outlook(
+        points, lone, limit_of(advice.best), _doubling_words(question, gain), gain, tuple(remarks_on(points, lone))
+    )
+
+
+def alone(question: Question) -> Choice:
+    """The fastest layout of the question's batch on one of its GPUs, whether it fits or not."""
+    one = replace(question.cluster, gpus_per_node=1, num_nodes=1, network=None)
+    asked = replace(question, cluster=one, strategies=("ddp",))
+    return min((predict(asked, layout) for layout in layouts(asked)), key=lambda choice: choice.step_time_s.value)
+
+
+def sizes(cluster: Cluster) -> Iterator[Cluster]:
+    """Clusters to predict: parts of a node, then nodes, by doublings up to twice the cluster, and the
+    cluster itself."""
+    per_node = cluster.gpus_per_node
+    gpus = 1
+    while gpus < per_node and per_node % gpus == 0:
+        yield replace(cluster, gpus_per_node=gpus, num_nodes=1, network=None)
+        gpus *= 2
+    nodes = 1
+    while nodes <= 2 * cluster.num_nodes:
+        if nodes == 1 or cluster.network is not None:
+            yield replace(cluster, num_nodes=nodes)
+        nodes *= 2
+    if cluster.num_nodes & (cluster.num_nodes - 1):
+        yield cluster
+        if cluster.network is not None:
+            yield replace(cluster, num_nodes=2 * cluster.num_nodes)
+
+
+def limit_of(choice: Choice) -> str:
+    """The largest part of a step that is not useful arithmetic, in words."""
+    parts = {name: seconds for name, seconds in choice.step.parts().items() if name not in ("forward", "backward")}
+    name = max(parts, key=lambda key: parts[key])
+    share = parts[name] / choice.step.total_s
+    words = {
+        "recompute": "computing activations again; more memory per GPU or a smaller micro-batch would save it",
+        "exchange comm": "tokens on their way to experts, or keys and values of other ranks; "
+        "a smaller degree, or one that stays inside the node",
+        "tensor comm": "tensor parallel communication; a smaller degree or a faster link inside the node",
+        "pipeline bubble": "the pipeline's bubble; more micro-batches, or fewer stages",
+        "pipeline comm": "activations between pipeline stages; a faster network, or fewer stages",
+        "data comm": "gradients and parameters between replicas; a larger batch per GPU, or a faster network",
+        "optimizer": "the optimizer's update; sharding it (zero1, fsdp), or a larger batch per GPU",
+        "stragglers": "waiting for the slowest rank",
+        "overhead": "what lies outside forward and backward, the input included; a larger batch per GPU",
+    }
+    useful = 1 - sum(parts.values()) / choice.step.total_s
+    return (
+        f"{100 * useful:.0f} % of the step is useful arithmetic; "
+        f"the largest rest, {100 * share:.0f} %, is {words[name]}"
+    )
+
+
+def kinds_of(question: Question, best: Choice) -> tuple[str, ...]:
+    """The question's strategies that a choice uses, for a search on another size to be over soon."""
+    uses = {
+        "tp": best.layout.tensor > 1,
+        "pp": best.layout.pipeline > 1,
+        "ep": best.layout.expert > 1,
+        "ddp": True,
+        "zero1": best.layout.sharding == "zero1",
+        "fsdp": best.layout.sharding == "zero3",
+        "hsdp": best.layout.sharding == "zero3" and best.layout.shard < best.layout.data,
+    }
+    return tuple(name for name in question.strategies if uses[name]) or question.strategies
+
+
+def _doubling_gain(points: list[CurvePoint], num_gpus: int) -> float | None:
+    rates = {point.num_gpus: point.choice.samples_per_s for point in points}
+    if num_gpus not in rates or 2 * num_gpus not in rates:
+        return None
+    return rates[2 * num_gpus] / rates[num_gpus]
+
+
+def _doubling_words(question: Question, gain: float | None) -> str:
+    gpus = question.cluster.num_gpus
+    if gain is None:
+        reason = (
+            "no network is given for more nodes"
+            if question.cluster.network is None
+            else f"the batch of {question.global_batch} cannot be divided further"
+        )
+        return f"{2 * gpus} GPUs: not predicted, {reason}"
+    verdict = "worth it" if gain >= WORTH_IT else "not worth it at this batch"
+    return f"{2 * gpus} GPUs: {gain:.2f} times the throughput at twice the price, {verdict}"
+
+
+def remarks_on(points: list[CurvePoint], lone: Choice) -> Iterator[str]:
+    """Remarks on every size with an efficiency over 1, and on every step up to a size that is worth more than the
+    GPUs it adds."""
+    for point in points:
+        if point.efficiency > 1 + ROUNDING:
+            yield f"efficiency over 100 % on {point.num_gpus} GPUs: {_saved(lone, point.choice)}"
+    for before, after in itertools.pairwise(points):
+        if after.efficiency > TIE * before.efficiency:
+            cause = _saved(before.choice, after.choice)
+            yield f"from {before.num_gpus} to {after.num_gpus} GPUs throughput grows more than the GPUs: {cause}"
+
+
+def _saved(before: Choice, after: Choice) -> str:
+    """The part of a step that saves most GPU seconds per sample from `before` to `after`, in words."""
+
+    def gpu_seconds(choice: Choice) -> dict[str, float]:
+        parts = choice.step.parts()
+        parts["passes"] = parts.pop("forward") + parts.pop("backward")
+        return {
+            name: seconds / choice.samples_per_s / choice.step.total_s * choice.layout.num_gpus
+            for name, seconds in parts.items()
+        }
+
+    spent, needed = gpu_seconds(before), gpu_seconds(after)
+    name = max(spent, key=lambda part: spent[part] - needed[part])
+    words = {
+        "recompute": "memory suffices to compute fewer activations twice",
+        "passes": "its kernels have better sizes, as micro-batches or experts are larger for each GPU",
+        "optimizer": "the optimizer's update is shared by more GPUs",
+    }
+    return words.get(name, f"more memory in all allows a layout that spends less on {name}")

@@ -1,0 +1,156 @@
+"""How long a training to a target takes with each batch size on each number of GPUs, and which of these
+ways no other beats.
+
+A larger batch uses more GPUs well and needs more samples for the same progress; how many more is the caller's to say,
+from the gradient noise (`scaling.noise.goodput`), which the planner does not know. Interruptions and checkpoints
+lengthen the wall time (`checkpoints`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from scaleray.errors import ConfigError
+from scaleray.planner.answers.advise import Choice, survey
+from scaleray.planner.answers.outlook import kinds_of, sizes
+from scaleray.planner.answers.question import Question
+from scaleray.planner.cost.checkpoint_stalls import checkpoint_cost, is_asked
+from scaleray.planner.hardware.kinds import Cluster
+from scaleray.records.study import Estimate
+
+FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16)
+"""Batch sizes looked at, as multiples of the question's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A batch size on a number of GPUs, with its best layout. Times are of the whole training, with checkpoints and
+    interruptions."""
+
+    num_gpus: int
+    batch_size: int
+    choice: Choice
+    samples: Estimate
+    """Samples to the target."""
+    hours: Estimate
+    gpu_hours: float
+    cost: float | None
+    time_ratio: float
+    is_trusted: bool
+    """Whether the gradient noise was measured near this batch size; the step time has a mark of its
+    own, in `choice`."""
+    is_on_frontier: bool = False
+    """Whether no other way takes both less time and fewer GPU hours."""
+
+    @property
+    def steps(self) -> float:
+        """Optimizer steps to the target."""
+        return self.samples.value / self.batch_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The target as the planner is told of it. `samples(batch)`: samples to the target; `is_trusted(batch)`: whether
+    that number is known near this batch size."""
+
+    samples: Callable[[int], Estimate]
+    is_trusted: Callable[[int], bool]
+    words: str
+    """Where the target comes from, for the reader."""
+
+
+def ways_to(
+    target: Target,
+    question: Question,
+    *,
+    interval_s: float | None = None,
+    is_asynchronous: bool = True,
+    all_sizes: bool = True,
+) -> list[Way]:
+    """The best layout of every batch size, on the cluster and on smaller and larger ones of its kind;
+    the soonest first.
+
+    Raises ConfigError where no batch size works on any of them.
+    """
+    own = _ways(target, question, interval_s=interval_s, is_asynchronous=is_asynchronous)
+    found = list(own)
+    # other sizes are searched for the kinds of parallelism that are best here, for the answer to come soon
+    kinds = kinds_of(question, min(own, key=_time).choice) if own else question.strategies
+    for cluster in _others(question.cluster) if all_sizes else ():
+        smaller = replace(question, cluster=cluster, strategies=kinds)
+        found += _ways(target, smaller, interval_s=interval_s, is_asynchronous=is_asynchronous)
+    if not found:
+        raise ConfigError(
+            "--global-batch",
+            question.global_batch,
+            f"no batch from a {round(1 / FACTORS[0])}th to {FACTORS[-1]} times of it fits or can be divided",
+            "scaleray plan explain layouts says what is missing",
+        )
+    return sorted(_marked(found), key=_time)
+
+
+def best_way(ways: Iterable[Way], *, num_gpus: int) -> Way | None:
+    """The soonest way on a number of GPUs: among those that surely fit, and among those whose batch size the gradient
+    noise is trusted at, where there are any."""
+    own = [way for way in ways if way.num_gpus == num_gpus]
+    own = [way for way in own if way.choice.fits == "fits"] or own
+    return min([way for way in own if way.is_trusted] or own, key=_time, default=None)
+
+
+def _others(cluster: Cluster) -> list[Cluster]:
+    return [one for one in sizes(cluster) if one.num_gpus != cluster.num_gpus]
+
+
+def _ways(target: Target, question: Question, *, interval_s: float | None, is_asynchronous: bool) -> list[Way]:
+    found = []
+    for batch in sorted({round(question.global_batch * factor) for factor in FACTORS} - {0}):
+        choices = survey(replace(question, global_batch=batch)).choices
+        if choices:
+            found.append(
+                _way(target, question, choices[0], batch, interval_s=interval_s, is_asynchronous=is_asynchronous)
+            )
+    return found
+
+
+def _way(
+    target: Target, question: Question, choice: Choice, batch: int, *, interval_s: float | None, is_asynchronous: bool
+) -> Way:
+    cluster, samples = question.cluster, target.samples(batch)
+    kept = checkpoint_cost(
+        question.model, choice.layout, cluster, interval_s=interval_s, is_asynchronous=is_asynchronous
+    )
+    ratio = kept.time_ratio if is_asked(cluster, interval_s) else 1.0
+
+    def hours(number: float, step_time_s: float) -> float:
+        return number / batch * step_time_s / ratio / 3600 if ratio else float("inf")
+
+    step = choice.step_time_s
+    value = hours(samples.value, step.value)
+    gpu_hours = value * cluster.num_gpus
+    price = cluster.price_per_gpu_hour
+    return Way(
+        num_gpus=cluster.num_gpus,
+        batch_size=batch,
+        choice=choice,
+        samples=samples,
+        time_ratio=ratio,
+        gpu_hours=gpu_hours,
+        hours=Estimate(value, hours(samples.low, step.low), hours(samples.high, step.high)),
+        cost=None if price is None else gpu_hours * price,
+        is_trusted=target.is_trusted(batch),
+    )
+
+
+def _marked(ways: Sequence[Way]) -> list[Way]:
+    """The ways sorted by time, with the frontier of time and GPU hours marked: each that needs fewer GPU hours than
+    all before it."""
+    made, least = [], float("inf")
+    for way in sorted(ways, key=lambda one: (one.hours.value, one.gpu_hours)):
+        made.append(replace(way, is_on_frontier=way.gpu_hours < least))
+        least = min(least, way.gpu_hours)
+    return made
+
+
+def _time(way: Way) -> tuple[float, float]:
+    return way.hours.value, way.gpu_hours

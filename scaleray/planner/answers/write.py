@@ -1,0 +1,97 @@
+"""The chosen layout as keys of a run's config, for `scaleray train`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scaleray.config.loading import known_keys
+from scaleray.errors import ConfigError
+from scaleray.planner.cost.layout import Layout
+
+PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "tf32": "fp32", "fp8": "bf16", "fp4": "bf16"}
+
+
+def is_runnable(layout: Layout) -> bool:
+    """Whether `scaleray train` has a strategy for the layout: tensor or pipeline parallel, not both, and neither
+    context nor expert parallel."""
+    return not (layout.tensor > 1 and layout.pipeline > 1) and layout.context == 1 and layout.expert == 1
+
+
+def config_keys(layout: Layout, *, tokens_per_sample: int | None = None) -> dict[str, Any]:
+    """Sections of a config that `scaleray train` runs the layout with. Replicas of a tensor parallel layout are
+    always sharded there.
+
+    tokens_per_sample: for a config whose batch is counted in tokens. Raises ConfigError for a layout that
+    is not runnable.
+    """
+    if not is_runnable(layout):
+        raise ConfigError(
+            "layout",
+            layout.describe(),
+            "scaleray train runs tensor or pipeline parallel, not both, and neither context nor expert parallel",
+            "plan with --strategies without tp or without pp, and without ep",
+        )
+    keys: dict[str, Any] = {
+        "scale": {"workers": layout.num_gpus, "gpus_per_worker": 1},
+        "strategy": {"name": _strategy(layout)},
+        "batch": {"global_size": layout.global_batch * (tokens_per_sample or 1), "micro_size": layout.micro_batch},
+        "precision": {"dtype": PRECISIONS[layout.precision], "tf32": layout.precision == "tf32"},
+        "activations": _ACTIVATIONS[layout.checkpointing],
+    }
+    if layout.compiled:
+        keys["compilation"] = {"what": "blocks"}
+    if layout.pipeline > 1:
+        schedule = {"interleaved": "interleaved_1f1b"}.get(layout.schedule, layout.schedule)
+        # gathered and reduced once a step, as the planner counts ZeRO-1
+        axis = "ddp" if layout.sharding == "none" else "fsdp"
+        keys["pipeline"] = {
+            "size": layout.pipeline,
+            "schedule": schedule,
+            "stages_per_worker": layout.chunks,
+            "data_axis": axis,
+        }
+    elif layout.tensor > 1:
+        keys["tensor"] = {"size": layout.tensor, "sequence_parallel": layout.sequence_parallel}
+    elif layout.sharding in ("zero2", "zero3") and layout.data > 1:
+        replicas = layout.data // layout.shard if layout.shard > 1 else 1
+        keys["fsdp"] = {
+            "replicas": replicas,
+            "reshard_after_forward": layout.sharding == "zero3",
+            "cpu_offload": layout.offloads,
+        }
+        if layout.accumulation > 1 and not layout.accumulates_whole:
+            keys["fsdp"]["accumulate"] = "sharded"
+    return keys
+
+
+def layout_options(layout: Layout) -> list[str]:
+    """The layout as options of `scaleray train` on a config that has the batch, the precision and the
+    workers already."""
+    known = known_keys()
+    keys = {name: values for name, values in config_keys(layout).items() if name not in ("scale", "precision")}
+    keys["batch"] = {"micro_size": layout.micro_batch}
+    return [
+        f"--{section}.{key.replace('_', '-')} {str(value).lower()}"
+        for section, values in keys.items()
+        for key, value in values.items()
+        if known[f"{section}.{key}"].default != value
+    ]
+
+
+_ACTIVATIONS: dict[str, dict[str, Any]] = {
+    "none": {"checkpointing": "none"},
+    "selective": {"checkpointing": "selective"},
+    # torchtitan's policy, which keeps every other product; the nearest of ours keeps all
+    "alternate": {"checkpointing": "selective"},
+    "full": {"checkpointing": "full"},
+}
+
+
+def _strategy(layout: Layout) -> str:
+    if layout.tensor > 1:
+        return "tensor"
+    if layout.pipeline > 1:
+        return "pipeline"
+    if layout.data == 1:
+        return "single"
+    return {"none": "ddp", "zero1": "zero1", "zero2": "fsdp", "zero3": "fsdp"}[layout.sharding]

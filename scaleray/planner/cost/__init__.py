@@ -1,0 +1,1 @@
+"""What one step costs on a layout: memory, compute, communication, and the uncertainty of each."""

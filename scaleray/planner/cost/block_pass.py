@@ -1,0 +1,142 @@
+"""How long one micro-batch takes through a block of the model, forward and back, and what of it is communication.
+
+A stage of the pipeline is a sum of blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scaleray.planner.cost.communication import all_reduce_s
+from scaleray.planner.cost.compute import block_times, element_bytes
+from scaleray.planner.cost.constants import DEFAULT, Constants
+from scaleray.planner.cost.context_parallel import key_value_exchange_s
+from scaleray.planner.cost.experts import expert_exchange_s, owned_params, reduced_params
+from scaleray.planner.cost.layout import Layout, group_of
+from scaleray.planner.hardware.kinds import Cluster
+from scaleray.planner.models.profile import Block, ModelProfile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a measurement at a small size taught: how much longer than predicted the GPU computes, and
+    collectives take."""
+
+    compute_scale: float = 1.0
+    comm_scale: float = 1.0
+    sample_s: float | None = None
+    """Seconds of forward and backward pass of one sample, where the profile cannot say; scaled as well."""
+
+
+@dataclass(frozen=True)
+class BlockPass:
+    """Times of one micro-batch through one stage (or a block)."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    recompute_s: float = 0.0
+    tensor_comm_s: float = 0.0
+    """Communication inside the layers that the compute waits for, with `exchange_comm_s`."""
+    exchange_comm_s: float = 0.0
+    """Communication of experts and context parallelism."""
+    launch_s: float = 0.0
+    reduced_params: float = 0.0
+    """Parameters that gather and reduction move; fewer than are held where experts have fewer replicas
+    than the rest."""
+    owned_params: float = 0.0
+    """Parameters that the optimizer of this rank updates."""
+
+    def __add__(self, other: BlockPass) -> BlockPass:
+        # written out: the planner spends a tenth of its time here
+        return BlockPass(
+            self.forward_s + other.forward_s,
+            self.backward_s + other.backward_s,
+            self.recompute_s + other.recompute_s,
+            self.tensor_comm_s + other.tensor_comm_s,
+            self.exchange_comm_s + other.exchange_comm_s,
+            self.launch_s + other.launch_s,
+            self.reduced_params + other.reduced_params,
+            self.owned_params + other.owned_params,
+        )
+
+    def times(self, count: float) -> BlockPass:
+        return BlockPass(
+            self.forward_s * count,
+            self.backward_s * count,
+            self.recompute_s * count,
+            self.tensor_comm_s * count,
+            self.exchange_comm_s * count,
+            self.launch_s * count,
+            self.reduced_params * count,
+            self.owned_params * count,
+        )
+
+    @property
+    def total_s(self) -> float:
+        return max(self.forward_s + self.backward_s + self.recompute_s, self.launch_s) + self.tensor_comm_s
+
+
+def block_passes(
+    model: ModelProfile,
+    layout: Layout,
+    cluster: Cluster,
+    *,
+    measured: Measured | None = None,
+    fused_attention: bool = True,
+    constants: Constants = DEFAULT,
+) -> list[tuple[int, BlockPass]]:
+    """How often each block is repeated, and one micro-batch through one of them."""
+    measured = measured or Measured()
+    return [
+        (block.count, _pass_of(block, model, layout, cluster, measured, fused_attention, constants))
+        for block in model.blocks
+    ]
+
+
+def _pass_of(
+    block: Block,
+    model: ModelProfile,
+    layout: Layout,
+    cluster: Cluster,
+    measured: Measured,
+    fused: bool,
+    constants: Constants,
+) -> BlockPass:
+    reduced, owned = reduced_params(block, layout), owned_params(block, layout)
+    if measured.sample_s is not None:
+        # only the time of a whole step is known: a third of it is the forward pass
+        share = block.num_params / model.num_params * measured.sample_s * layout.micro_batch * measured.compute_scale
+        return BlockPass(share / 3, share * 2 / 3, reduced_params=reduced, owned_params=owned)
+    times = block_times(block, layout, cluster.gpu, fused_attention=fused, constants=constants)
+    is_layer = block.count > 1 or model.kind == "cnn"
+    again = {"none": 0.0, "selective": times.attention_s, "alternate": 0.5 * times.forward_s, "full": times.forward_s}
+    recompute = again[layout.checkpointing] if is_layer else 0.0
+    scale = measured.compute_scale
+    comm = 0.0
+    if layout.tensor > 1 and block.num_all_reduces:
+        group = group_of(cluster, layout.tensor, 1, num_gpus=layout.num_gpus)
+        nbytes = block.boundary_bytes * layout.micro_batch / layout.context * element_bytes(layout) / 2
+        once = all_reduce_s(nbytes, group, cluster, constants) * block.num_all_reduces * measured.comm_scale
+        comm = (
+            once
+            * (2 + (1 if layout.checkpointing == "full" and is_layer else 0))
+            * (0.3 if layout.overlaps_tensor else 1.0)
+        )
+    # the exchange goes back as often as forth, and once more where the layer is computed again; ring attention passes
+    # on gradients of keys and values too
+    again_too = 1 if layout.checkpointing == "full" and is_layer else 0
+    keys_and_values = key_value_exchange_s(block, layout, cluster, times.attention_s * scale, constants)
+    tokens = expert_exchange_s(block, layout, cluster, constants)
+    exchange = measured.comm_scale * (tokens * (2 + again_too) + keys_and_values * (3 + again_too))
+    # the forward pass is a third of a block's kernels, and what is repeated is launched again
+    launches = times.launch_s * (1 + recompute / times.forward_s / 3 if times.forward_s else 1.0)
+    return BlockPass(
+        forward_s=times.forward_s * scale,
+        backward_s=times.backward_s * scale,
+        recompute_s=recompute * scale,
+        tensor_comm_s=comm + exchange,
+        exchange_comm_s=exchange,
+        launch_s=launches * scale,
+        reduced_params=reduced,
+        owned_params=owned,
+    )

@@ -1,0 +1,112 @@
+"""Mixtures of experts over many GPUs: which part of a block a rank holds, what it exchanges with the others, how full
+its products are.
+
+Expert parallelism takes its ranks from those that hold the same layers (data, context and tensor parallel together).
+Where these suffice, tensor parallelism cuts the experts as well; otherwise each expert stays whole. What is left over
+are replicas of the expert group. Tokens are taken to be spread evenly over experts, as training with a balancing loss
+or bias comes close to.
+Sources: GShard, arXiv:2006.16668; DeepSpeed-MoE, arXiv:2201.05596; tokens that cross to a node once, DeepSeek-V3,
+arXiv:2412.19437, section 3.2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from scaleray.planner.cost.communication import network_latency_us, node_bytes_per_s
+from scaleray.planner.cost.compute import element_bytes
+from scaleray.planner.cost.constants import DEFAULT, Constants
+from scaleray.planner.cost.layout import Group, Layout, group_of
+from scaleray.planner.hardware.kinds import Cluster
+from scaleray.planner.models.profile import Block
+
+MESH_SHARE = 0.7
+"""Share of a link's all-reduce bandwidth that an all-to-all gets: each pair sends little at once. nccl-tests on
+NVSwitch show 0.6 to 0.8, from memory."""
+
+
+def expert_tensor_degree(layout: Layout) -> int:
+    """Ranks over which one expert is cut."""
+    return layout.tensor if layout.data * layout.context % layout.expert == 0 else 1
+
+
+def expert_replicas(layout: Layout) -> int:
+    """Ranks that hold the same part of the same experts, and sum its gradient."""
+    ranks = layout.data * layout.context * layout.tensor
+    return max(1, ranks // (layout.expert * expert_tensor_degree(layout)))
+
+
+def held_params(block: Block, layout: Layout) -> float:
+    """Parameters of the block on one rank, before any sharding of state."""
+    dense = (block.num_params - block.expert_params) / layout.tensor
+    return dense + block.expert_params / (layout.expert * expert_tensor_degree(layout))
+
+
+def owned_params(block: Block, layout: Layout) -> float:
+    """Parameters of the block that one rank updates: all it holds, or its shard of that."""
+    if layout.sharding == "none":
+        return held_params(block, layout)
+    return held_params(block, layout) / state_shards([block], layout)
+
+
+def state_shards(blocks: Sequence[Block], layout: Layout) -> float:
+    """Ranks over which the state of `blocks` is cut, where it is sharded; where dense and expert parts differ, what
+    both come to together."""
+    experts = sum(block.expert_params for block in blocks) / (layout.expert * expert_tensor_degree(layout))
+    if not experts:
+        return float(layout.num_shards)
+    dense = sum(block.num_params - block.expert_params for block in blocks) / layout.tensor
+    # hybrid sharding keeps to its part of the replicas
+    expert_shards = max(1.0, expert_replicas(layout) * layout.num_shards / (layout.data * layout.context))
+    return (dense + experts) / (dense / layout.num_shards + experts / expert_shards)
+
+
+def reduced_params(block: Block, layout: Layout) -> float:
+    """Parameters whose reduction over the data parallel group takes as long as that of this block's over the
+    groups that it has.
+
+    Each of n replicas sends (n - 1)/n of what it reduces, and experts have fewer replicas than the rest: none where
+    they are all apart.
+    """
+    if not block.expert_params:
+        return block.num_params / layout.tensor
+    ranks, replicas = layout.data * layout.context, expert_replicas(layout)
+    share = (1 - 1 / replicas) / (1 - 1 / ranks) if ranks > 1 else 0.0
+    dense = (block.num_params - block.expert_params) / layout.tensor
+    return dense + block.expert_params / (layout.expert * expert_tensor_degree(layout)) * share
+
+
+def expert_exchange_s(block: Block, layout: Layout, cluster: Cluster, constants: Constants = DEFAULT) -> float:
+    """Seconds in which the tokens of one micro-batch go to their experts and come back, in forward direction."""
+    if layout.expert == 1 or not block.num_experts:
+        return 0.0
+    group = group_of(cluster, layout.expert, expert_tensor_degree(layout), num_gpus=layout.num_gpus)
+    # ranks of a tensor parallel group hold the same tokens; each sends its part of them
+    nbytes = block.routed_bytes * layout.micro_batch / layout.context / layout.tensor * element_bytes(layout) / 2
+    return 2 * all_to_all_s(nbytes, group, cluster, copies=block.active_experts, constants=constants)
+
+
+def all_to_all_s(
+    nbytes: float, group: Group, cluster: Cluster, *, copies: int = 1, constants: Constants = DEFAULT
+) -> float:
+    """Seconds for every rank to send `nbytes`, evenly spread over the ranks of `group`.
+
+    `copies`: the bytes are so many copies of the same tokens. A copy crosses to each other node once, and is
+    passed on there.
+    """
+    if group.num_ranks < 2:
+        return 0.0
+    n, nodes = group.num_ranks, group.num_nodes
+    inside_bus = cluster.link.bus_gb_per_s * 1e9 * MESH_SHARE
+    if cluster.link.is_shared:
+        inside_bus /= group.per_node
+    latency_us = math.log2(n) * cluster.link.latency_us + (network_latency_us(cluster) if nodes > 1 else 0.0)
+    inside = nbytes * (group.per_node - 1) / group.per_node / inside_bus if group.per_node > 1 else 0.0
+    between = 0.0
+    if nodes > 1:
+        # expected number of other nodes that `copies` draws among the nodes hit at least once
+        others = (nodes - 1) * (1 - (1 - 1 / nodes) ** copies)
+        speed = node_bytes_per_s(cluster, nodes, constants) / group.num_rivals / group.per_node
+        between = nbytes / copies * others / speed
+    return latency_us * 1e-6 + max(inside, between)

@@ -1,0 +1,283 @@
+"""How much memory a GPU of a layout needs, part by part, and whether it fits.
+
+Model states as in ZeRO (arXiv:1910.02054), activations as in Korthikanti et al. 2022 (arXiv:2205.05198), the unsharded
+unit of FSDP as in Zhao et al. 2023 (arXiv:2304.11277). `allocated` is what torch.cuda.max_memory_allocated would say,
+`reserved` adds what the caching allocator loses to fragmentation, `device` adds the context and the communication
+library, as nvidia-smi counts. A step has several moments that can be its fullest, and what is there at one of them is
+not all there at another: logits at the loss, a recomputed layer in the backward pass, widened gradients in the
+optimizer's step.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from scaleray.planner.cost.compute import element_bytes
+from scaleray.planner.cost.experts import held_params, state_shards
+from scaleray.planner.cost.layout import Layout
+from scaleray.planner.cost.stages import balanced_cuts, even_cuts, filled_cuts
+from scaleray.planner.hardware.kinds import Gpu
+from scaleray.planner.models.profile import Block, ModelProfile
+
+GIB = 2.0**30
+FRAGMENTATION_SHARE = 0.05
+"""Fragmentation, as a share of allocated memory; 3 to 8 % in torchtitan's and nanotron's logs (reserved
+over allocated)."""
+CONTEXT_BYTES = 1.0 * GIB
+"""CUDA context with its kernels, cuBLAS workspace: 0.5 to 1.5 GiB."""
+COLLECTIVE_BYTES = 0.5 * GIB
+"""NCCL's channels and buffers, for each group that a rank is in: two dozen channels with 10 MiB each in
+both directions."""
+LIVE_PARAMS = 1e9
+"""Parameters that DeepSpeed's ZeRO-3 lets be whole at a time (stage3_max_live_parameters)."""
+PIPELINE_GROUPS = 3
+"""Communication groups of a rank in a pipeline: all stages, and those of two that it forms with the next and the
+previous one."""
+BUCKET_BYTES = 1e9
+"""Bytes of a bucket in which ZeRO-1 and 2 reduce 16-bit gradients: DeepSpeed's 500 million elements."""
+ALTERNATE_SHARE = 1 / 3
+"""Share of a block's activations that stay with alternate recomputation, where it is not known which operations
+are products."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes on the fullest GPU, at its fullest moment: a part that is not there then is 0."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    unsharded: float
+    """Units of FSDP that are whole for a moment, with their gradients."""
+    buckets: float
+    """Second copies of gradients while they are reduced."""
+    fragmentation: float
+    context: float
+
+    @property
+    def allocated_bytes(self) -> float:
+        """Bytes of tensors alone."""
+        return (
+            self.parameters
+            + self.gradients
+            + self.optimizer
+            + self.activations
+            + self.logits
+            + self.unsharded
+            + self.buckets
+        )
+
+    @property
+    def reserved_bytes(self) -> float:
+        """Bytes of tensors and of what the allocator loses between them."""
+        return self.allocated_bytes + self.fragmentation
+
+    @property
+    def device_bytes(self) -> float:
+        """All bytes taken of the card."""
+        return self.reserved_bytes + self.context
+
+    def parts(self) -> dict[str, float]:
+        """Bytes of each part by name; they add up to `device_bytes`."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+    def spare_bytes(self, gpu: Gpu) -> float:
+        """Bytes left on `gpu`; negative where the layout does not fit."""
+        return gpu.memory_gib * GIB - self.device_bytes
+
+
+def memory(model: ModelProfile, layout: Layout) -> MemoryEstimate:
+    """The memory of the fullest stage, at the moment of the step when it is fullest."""
+    stages = _stages(model, layout)
+    return max(
+        (one for index, stage in enumerate(stages) for one in _moments(stage, index, model, layout)),
+        key=lambda one: one.device_bytes,
+    )
+
+
+def activation_bytes(block: Block, layout: Layout) -> float:
+    """Bytes that one such block keeps of one micro-batch until its backward pass."""
+    samples = layout.micro_batch / layout.context
+    width = element_bytes(layout) / 2
+    unsplit = layout.tensor if layout.sequence_parallel else 1
+    if layout.checkpointing == "full" and block.count > 1:
+        return samples * width * block.boundary_bytes / unsplit
+    is_whole = block.count == 1 and not layout.splits_logits
+    tensor = 1 if is_whole else layout.tensor
+    if layout.checkpointing == "alternate" and block.alternate_kept_bytes and block.count > 1:
+        return samples * width * (block.boundary_bytes / unsplit + block.alternate_kept_bytes / tensor)
+    kept = block.kept_bytes / unsplit + block.split_kept_bytes / tensor
+    if layout.compiled:
+        kept -= block.eager_kept_bytes / unsplit + block.eager_split_kept_bytes / tensor
+    if layout.checkpointing != "selective":
+        kept += block.score_kept_bytes / tensor
+    if layout.sequence_parallel and layout.keeps_gathered:
+        # what is gathered along the sequence before two of the products stays whole for their weights' gradients
+        kept += 2 * block.boundary_bytes * (1 - 1 / layout.tensor) if block.count > 1 else 0.0
+    if layout.checkpointing == "alternate" and block.count > 1:
+        kept *= ALTERNATE_SHARE
+    return samples * width * kept
+
+
+def micro_batches_in_flight(layout: Layout) -> float:
+    """Micro-batches whose activations the first stage holds, in units of its own layers."""
+    stages, passes = layout.pipeline, layout.accumulation
+    if layout.schedule == "gpipe":
+        return passes
+    if layout.schedule == "interleaved" and stages > 1:
+        return min(passes, stages) * (1 + (stages - 1) / (stages * layout.chunks))
+    return min(passes, stages)
+
+
+def _stages(model: ModelProfile, layout: Layout) -> list[list[Block]]:
+    singles = [block for block in model.blocks for _ in range(block.count)]
+    if layout.pipeline == 1:
+        return [singles]
+    cuts = _cuts(model, layout.pipeline, layout.even_stages, layout.filled_stages)
+    return [singles[start:end] for start, end in itertools.pairwise(cuts)]
+
+
+@functools.lru_cache(maxsize=256)
+def _cuts(model: ModelProfile, pipeline: int, is_even: bool, is_filled: bool) -> list[int]:
+    if is_even:
+        return even_cuts(model, pipeline)
+    cut = filled_cuts if is_filled else balanced_cuts
+    return cut([max(block.forward_flops, 1.0) for block in model.blocks for _ in range(block.count)], pipeline)
+
+
+def _moments(stage: list[Block], index: int, model: ModelProfile, layout: Layout) -> Iterator[MemoryEstimate]:
+    """What the stage holds at each of the moments of a step that can be its fullest."""
+    states = _states(stage, layout)
+    layers = [block for block in stage if block is not model.blocks[-1] or model.kind == "cnn"]
+    head = [block for block in stage if block is model.blocks[-1] and model.kind != "cnn"]
+    in_flight = micro_batches_in_flight(layout)
+    if layout.schedule == "1f1b":
+        in_flight = min(layout.accumulation, max(1, layout.pipeline - index))
+    kinds = Counter(map(id, layers))  # equal layers are one object
+    distinct = list({id(block): block for block in layers}.values())
+    kept = in_flight * sum(kinds[id(block)] * activation_bytes(block, layout) for block in distinct)
+    if layout.pipeline > 1 and layers and not head:
+        # what was sent on is kept too: the backward pass begins at it
+        kept += in_flight * _sent_bytes(layers[-1], layout)
+    # without accumulation, FSDP and a lone GPU have no gradients before the backward pass
+    waits = layout.accumulation > 1 or layout.pipeline > 1 or (layout.data > 1 and layout.sharding != "zero3")
+    before = states.gradients if waits else 0.0
+    logits = sum(activation_bytes(block, layout) for block in head)
+    again = max((_again_bytes(block, layout) for block in distinct), default=0.0)
+    unsharded, reduced = _unsharded(stage, model, layout)
+    groups = sum(degree > 1 for degree in (layout.data, layout.tensor, layout.context))
+    groups += PIPELINE_GROUPS if layout.pipeline > 1 else 0
+    # a long row finds no place where activations lay, in blocks that are shorter, and keeps its own
+    row = states.update if layout.engine == "deepspeed" else 0.0
+    for activations, loss, gradients, units, update, lost in (
+        (kept, logits, before, unsharded, 0.0, row),  # the loss is taken
+        (kept + again, 0.0, before, unsharded + reduced, 0.0, row),  # the last layer's backward pass
+        (again, 0.0, states.gradients, unsharded + reduced, 0.0, row),  # the first layer's
+        (0.0, 0.0, states.gradients, 0.0, states.update, 0.0),  # the optimizer steps
+    ):
+        pieces = {
+            "parameters": states.parameters,
+            "gradients": gradients,
+            "optimizer": states.optimizer + update,
+            "activations": activations,
+            "logits": loss,
+            "unsharded": units,
+            "buckets": states.buckets,
+        }
+        share = 0.0 if layout.engine == "planned" else FRAGMENTATION_SHARE
+        yield MemoryEstimate(
+            **pieces,
+            fragmentation=share * sum(pieces.values()) + lost,
+            context=CONTEXT_BYTES + COLLECTIVE_BYTES * groups,
+        )
+
+
+@dataclass(frozen=True)
+class _States:
+    """Bytes of what outlives a micro-batch; `update`: bytes of what only the optimizer's step needs."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    update: float
+    buckets: float
+
+
+def _states(stage: list[Block], layout: Layout) -> _States:
+    copies = sum(block.tied_params for block in stage) if layout.pipeline > 1 else 0.0
+    params = sum(held_params(block, layout) for block in stage) + copies / layout.tensor
+    shards = state_shards(stage, layout)
+    cut_states = shards if layout.sharding != "none" else 1
+    cut_gradients = shards if layout.sharding in ("zero2", "zero3") else 1
+    cut_params = shards if layout.sharding == "zero3" else 1
+    narrow = layout.is_mixed and layout.sharding != "zero3"
+    param_bytes, master_bytes = (2.0, 4) if narrow else (4.0 if layout.is_mixed else element_bytes(layout), 0)
+    # FSDP keeps 32-bit shards, and gradients of the same width; what is compressed is so on the wire only
+    gradient_bytes = (
+        (4 if layout.sharding == "zero3" else max(2.0, layout.gradient_bytes))
+        if layout.is_mixed
+        else element_bytes(layout)
+    )
+    waits_whole = layout.sharding in ("zero2", "zero3") and layout.accumulates_whole
+    if (waits_whole or (layout.sharding == "zero3" and layout.pipeline > 1)) and layout.accumulation > 1:
+        # what waits whole for the last micro-batch, as it does in a pipeline, has the width that it is reduced in
+        gradient_bytes, cut_gradients = max(2.0, layout.gradient_bytes), 1
+    is_in_rows = layout.engine == "deepspeed"
+    if is_in_rows and narrow and gradient_bytes > 2:
+        gradient_bytes += 2  # 16-bit gradients stay beside the 32-bit row that they are added to
+    # 16-bit gradients are widened for the update, of the part that this rank updates; DeepSpeed puts them
+    # in a row first
+    is_widened = narrow and layout.gradient_bytes < 4
+    # DDP's buckets are the gradients themselves (gradient_as_bucket_view)
+    buckets = 0.0
+    if layout.sharding in ("zero1", "zero2") and is_widened and is_in_rows:
+        buckets = min(BUCKET_BYTES, params * gradient_bytes)
+    optimizer = 0.0 if layout.offloads else params * (master_bytes + layout.optimizer_bytes) / cut_states
+    return _States(
+        parameters=params * param_bytes / cut_params,
+        gradients=params * gradient_bytes / cut_gradients,
+        optimizer=optimizer,
+        update=params * (6 if is_in_rows else 4) / cut_states if is_widened and not layout.offloads else 0.0,
+        buckets=buckets,
+    )
+
+
+def _unsharded(stage: list[Block], model: ModelProfile, layout: Layout) -> tuple[float, float]:
+    """Bytes of FSDP's units that are whole during a pass, and of the gradient that is reduced."""
+    if layout.sharding != "zero3" or layout.num_shards == 1:
+        return 0.0, 0.0
+    unit = max(
+        (held_params(block, layout) for block in stage if block.count > 1), default=held_params(stage[0], layout)
+    )
+    # what is in no layer, embedding and head, is a unit of its own that stays
+    root = sum(held_params(block, layout) for block in stage if block.count == 1) if model.kind != "cnn" else 0.0
+    # two of the layers' units are whole: the one in use and the one that is fetched; those that are narrower on the
+    # wire are widened again before they are used
+    wide = 2.0 if layout.is_mixed else element_bytes(layout)
+    whole = 2 * unit + root
+    if layout.pipeline > 1:
+        # a stage's units would be gathered again for each of the micro-batches that are under way: they stay
+        whole = sum(held_params(block, layout) for block in stage)
+    if layout.engine == "deepspeed":
+        whole = max(whole, min(LIVE_PARAMS, sum(held_params(block, layout) for block in stage)))
+    return whole * wide, unit * (wide + max(2.0, layout.gradient_bytes))
+
+
+def _sent_bytes(block: Block, layout: Layout) -> float:
+    split = layout.tensor if layout.sequence_parallel else 1
+    return layout.micro_batch / layout.context * element_bytes(layout) / 2 * block.boundary_bytes / split
+
+
+def _again_bytes(block: Block, layout: Layout) -> float:
+    """Bytes that the backward pass of one such block holds besides what was kept: what is computed again, and gradients
+    of activations."""
+    whole = activation_bytes(block, replace(layout, checkpointing="none"))
+    products = max((2.0 * product.rows * product.columns for product in block.matmuls), default=0.0)
+    passing = layout.micro_batch / layout.context * element_bytes(layout) / 2 * products / layout.tensor
+    return whole - activation_bytes(block, layout) + passing + 2 * _sent_bytes(block, layout)

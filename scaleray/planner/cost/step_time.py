@@ -1,0 +1,266 @@
+"""How long one optimizer step takes, and what it is made of.
+
+Compute of the slowest stage for every micro-batch, plus what communication the compute cannot hide, plus the
+pipeline's bubble, the optimizer, the wait for the slowest rank. Overlap is a window: a collective that runs beside
+compute costs what does not fit into the window, and `leak` of what does, for it takes SMs and bandwidth from the
+compute it hides behind.
+Sources: pipeline, Narayanan et al. 2021, arXiv:2104.04473; FSDP, Zhao et al. 2023, arXiv:2304.11277; ZeRO,
+arXiv:1910.02054.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from scaleray.planner.cost.block_pass import BlockPass, Measured, block_passes
+from scaleray.planner.cost.communication import all_gather_s, all_reduce_s
+from scaleray.planner.cost.compute import optimizer_s
+from scaleray.planner.cost.constants import DEFAULT, Constants
+from scaleray.planner.cost.layout import Layout, group_of
+from scaleray.planner.cost.pipeline import hand_overs_s, idle_micro_batches
+from scaleray.planner.cost.stages import balanced_cuts, even_cuts
+from scaleray.planner.hardware.kinds import Cluster
+from scaleray.planner.models.profile import ModelProfile
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one optimizer step; the parts add up to `total_s`."""
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    bubble_s: float
+    tensor_comm_s: float
+    pipeline_comm_s: float
+    data_comm_s: float
+    """Exposed data parallel communication, which the step waits for; tensor and pipeline communication
+    are exposed too."""
+    optimizer_s: float
+    straggler_s: float
+    overhead_s: float
+    exchange_comm_s: float = 0.0
+    """Exposed exchange: tokens on their way to experts and back, keys and values of context parallel ranks."""
+    hidden_comm_s: float = 0.0
+    """Communication that runs beside compute; not a part of the total."""
+    sent_bytes: float = 0.0
+    """Bytes sent by one GPU."""
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds in which the GPU computes, useful or repeated."""
+        return self.forward_s + self.backward_s + self.recompute_s
+
+    @property
+    def exposed_comm_s(self) -> float:
+        """Seconds of all communication that the step waits for."""
+        return self.tensor_comm_s + self.exchange_comm_s + self.pipeline_comm_s + self.data_comm_s
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the whole step."""
+        return (
+            self.compute_s + self.bubble_s + self.exposed_comm_s + self.optimizer_s + self.straggler_s + self.overhead_s
+        )
+
+    def parts(self) -> dict[str, float]:
+        """Seconds of each part by name, in the order of a step."""
+        return {
+            "forward": self.forward_s,
+            "backward": self.backward_s,
+            "recompute": self.recompute_s,
+            "tensor comm": self.tensor_comm_s,
+            "exchange comm": self.exchange_comm_s,
+            "pipeline bubble": self.bubble_s,
+            "pipeline comm": self.pipeline_comm_s,
+            "data comm": self.data_comm_s,
+            "optimizer": self.optimizer_s,
+            "stragglers": self.straggler_s,
+            "overhead": self.overhead_s,
+        }
+
+
+def step_time(
+    model: ModelProfile,
+    layout: Layout,
+    cluster: Cluster,
+    *,
+    measured: Measured | None = None,
+    fused_attention: bool = True,
+    constants: Constants = DEFAULT,
+) -> StepTime:
+    """One optimizer step of `layout`. `measured` scales the compute to what was seen on a GPU."""
+    measured = measured or Measured()
+    hand_overs = [measured.comm_scale * one for one in hand_overs_s(model, layout, cluster, constants)]
+    stages = _stages(model, layout, cluster, measured, fused_attention, constants)
+    stage, wait = _slowest(stages, hand_overs)
+    passes = layout.accumulation
+    forward, backward, recompute = _stretched(stage, layout)
+    # all stages keep the pace of the slowest, and the step ends where most is left to be done: often at the embedding
+    ends = [
+        (
+            _data_comm(model, one, layout, cluster, constants, measured.comm_scale),
+            optimizer_s(one.owned_params, layout, cluster.gpu, constants),
+        )
+        for one in dict.fromkeys(stages)
+    ]
+    data, update = max(ends, key=lambda end: end[0].exposed_s + end[1])
+    bubbles = idle_micro_batches(layout)
+    shares = {
+        "transformer": constants.straggler_share,
+        "cnn": constants.straggler_share_input,
+        "other": constants.straggler_share_uneven,
+    }
+    behind = shares[model.kind] * math.sqrt(2 * math.log(layout.num_gpus)) if layout.num_gpus > 1 else 0.0
+    compute = (forward + backward + recompute) * passes
+    return StepTime(
+        forward_s=forward * passes,
+        backward_s=backward * passes,
+        recompute_s=recompute * passes,
+        tensor_comm_s=(stage.tensor_comm_s - stage.exchange_comm_s) * passes,
+        exchange_comm_s=stage.exchange_comm_s * passes,
+        bubble_s=bubbles * (forward + backward + recompute + stage.tensor_comm_s),
+        pipeline_comm_s=wait * passes + sum(hand_overs),
+        data_comm_s=data.exposed_s,
+        hidden_comm_s=data.hidden_s,
+        sent_bytes=data.sent_bytes,
+        optimizer_s=update,
+        straggler_s=compute * behind,
+        overhead_s=constants.step_overhead_s,
+    )
+
+
+def _stages(
+    model: ModelProfile, layout: Layout, cluster: Cluster, measured: Measured, fused: bool, constants: Constants
+) -> list[BlockPass]:
+    """What each stage of the pipeline has to do for a micro-batch."""
+    passes = block_passes(model, layout, cluster, measured=measured, fused_attention=fused, constants=constants)
+    if layout.pipeline == 1:
+        return [sum((one.times(count) for count, one in passes), BlockPass())]
+    singles = [one for count, one in passes for _ in range(count)]
+    if layout.even_stages:
+        cuts = even_cuts(model, layout.pipeline)
+    else:
+        # cuts as they are planned, before anything is measured: else a step's time would jump where a block
+        # changes its stage
+        planned = (
+            block_passes(model, layout, cluster, fused_attention=fused, constants=constants)
+            if model.has_flops
+            else passes
+        )
+        cuts = balanced_cuts([one.total_s for count, one in planned for _ in range(count)], layout.pipeline)
+    return [sum(singles[start:end], BlockPass()) for start, end in itertools.pairwise(cuts)]
+
+
+def _slowest(stages: list[BlockPass], hand_overs: list[float]) -> tuple[BlockPass, float]:
+    """The stage with most to compute, and what hand-overs add to each micro-batch, there or at a stage that they make
+    slower still."""
+    slowest = max(stages, key=lambda stage: stage.total_s)
+    if len(stages) == 1:
+        return slowest, 0.0
+    waits = [max(beside) for beside in zip([0.0, *hand_overs], [*hand_overs, 0.0], strict=True)]
+    period = max(stage.total_s + wait for stage, wait in zip(stages, waits, strict=True))
+    return slowest, period - slowest.total_s
+
+
+def _stretched(stage: BlockPass, layout: Layout) -> tuple[float, float, float]:
+    """Seconds of the forward pass, the backward pass and what is computed again, of one micro-batch."""
+    # the host launches kernels while the GPU runs them: a stage cannot be faster than its launches
+    stretch = max(1.0, stage.launch_s / max(stage.forward_s + stage.backward_s + stage.recompute_s, 1e-12))
+    # statistics of gradients are taken as these appear, so that communication goes on beside them
+    backward = stage.backward_s * stretch + layout.extra_s / layout.accumulation
+    return stage.forward_s * stretch, backward, stage.recompute_s * stretch
+
+
+@dataclass(frozen=True)
+class _DataComm:
+    exposed_s: float = 0.0
+    hidden_s: float = 0.0
+    sent_bytes: float = 0.0
+
+
+def _data_comm(
+    model: ModelProfile, stage: BlockPass, layout: Layout, cluster: Cluster, constants: Constants, scale: float
+) -> _DataComm:
+    if layout.data == 1 or not stage.reduced_params:
+        return _DataComm()
+    forward_s, backward_s, recompute_s = _stretched(stage, layout)
+    backward_s += recompute_s
+    stride = layout.tensor  # a context parallel group shards its state like replicas
+    group = group_of(cluster, layout.data * layout.context, layout.tensor, num_gpus=layout.num_gpus)
+    if layout.sharding == "zero3":
+        return _sharded_comm(model, stage, layout, cluster, forward_s, backward_s, stride, constants, scale)
+    gradients = stage.reduced_params * layout.gradient_bytes
+    # the last bucket is as full as chance will have it, unless it holds a tensor that cannot be cut
+    last = max(
+        min(gradients, constants.bucket_bytes) / 2, model.largest_tensor_params / layout.tensor * layout.gradient_bytes
+    )
+    last = min(gradients, last)
+    buckets = max(1, math.ceil(gradients / constants.bucket_bytes))
+    reduce = all_reduce_s if layout.sharding == "none" else all_gather_s
+    total = reduce(gradients, group, cluster, constants)
+    latency = reduce(0.0, group, cluster, constants)
+    total = scale * (total + latency * (buckets - 1))
+    window = constants.hiding_share * backward_s if layout.overlaps_data else 0.0
+    tail = total * last / gradients
+    exposed, hidden = _hide(total, window, tail, constants)
+    n = group.num_ranks
+    sent = (2 if layout.sharding == "none" else 1) * gradients * (n - 1) / n
+    times = layout.accumulation if layout.reduces_every_micro_batch else 1
+    exposed, hidden, sent = exposed * times, hidden * times, sent * times
+    if layout.sharding in ("zero1", "zero2"):
+        params = stage.reduced_params * layout.gather_bits / 8
+        gather = scale * all_gather_s(params, group, cluster, constants)
+        # parameters come back one layer after the other, beside the next forward pass where that is implemented
+        late, early = _hide(
+            gather, constants.prefetch_share * forward_s if layout.overlaps_gather else 0.0, 0.0, constants
+        )
+        exposed, hidden = exposed + late, hidden + early
+        sent += params * (n - 1) / n
+    return _DataComm(exposed, hidden, sent)
+
+
+def _sharded_comm(
+    model: ModelProfile,
+    stage: BlockPass,
+    layout: Layout,
+    cluster: Cluster,
+    forward_s: float,
+    backward_s: float,
+    stride: int,
+    constants: Constants,
+    scale: float,
+) -> _DataComm:
+    shards = layout.num_shards
+    group = group_of(cluster, shards, stride, num_gpus=layout.num_gpus)
+    num_units = max(1, round(model.num_layers / layout.pipeline))
+    unit = stage.reduced_params / num_units
+    gather_unit = scale * all_gather_s(unit * layout.gather_bits / 8, group, cluster, constants)
+    reduce_unit = scale * all_gather_s(unit * layout.gradient_bytes, group, cluster, constants)
+    gathers, reduces = gather_unit * num_units, reduce_unit * num_units
+    share = constants.prefetch_share
+    ahead, hidden_ahead = _hide(gathers, share * forward_s, gather_unit, constants)
+    back, hidden_back = _hide(gathers + reduces, share * backward_s, reduce_unit, constants)
+    times = layout.accumulation
+    exposed, hidden = (ahead + back) * times, (hidden_ahead + hidden_back) * times
+    n = group.num_ranks
+    sent = stage.reduced_params * (2 * layout.gather_bits / 8 + layout.gradient_bytes) * (n - 1) / n * times
+    replicas = layout.data * layout.context // shards
+    if replicas > 1:
+        part = stage.reduced_params * layout.gradient_bytes / shards
+        between = group_of(cluster, replicas, stride * shards, num_gpus=layout.num_gpus)
+        again, hidden_again = _hide(
+            scale * all_reduce_s(part, between, cluster, constants), 0.5 * share * backward_s, 0.0, constants
+        )
+        exposed, hidden = exposed + again, hidden + hidden_again
+        sent += 2 * part * (replicas - 1) / replicas
+    return _DataComm(exposed, hidden, sent)
+
+
+def _hide(comm_s: float, window_s: float, tail_s: float, constants: Constants) -> tuple[float, float]:
+    """(exposed, hidden): what does not fit beside the compute, at least the tail, and the leak of what does."""
+    exposed = min(comm_s, max(tail_s, comm_s - window_s))
+    hidden = comm_s - exposed
+    return exposed + constants.leak * hidden, hidden * (1 - constants.leak)

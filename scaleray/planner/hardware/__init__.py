@@ -1,0 +1,1 @@
+"""GPUs, networks and clusters: kinds, data sheets, and how a user names them."""

@@ -1,0 +1,170 @@
+"""What a model costs to train, before any GPU is named: parameters, FLOPs, memory traffic and
+activations of each block.
+
+Everything is per sample (a sequence, an image) and in forward direction; the backward pass costs twice the matrix
+products. `transformers` and `convolutions` count from the shape; `training.model_profile` counts a user's own model by
+running it once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Split = Literal["columns", "rows", "none"]
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """`rows` x `inner` times `inner` x `columns`, for each sample. What tensor parallel divides stands in `split`."""
+
+    rows: float
+    columns: int
+    inner: int
+    split: Split = "none"
+    num_weights: int = 1
+    """Matrices that the rows are spread over evenly: the experts of a mixture, computed by one grouped kernel."""
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of one sample: a multiplication and an addition for each element of the product's inner dimension."""
+        return 2.0 * self.rows * self.columns * self.inner
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A part of the model that repeats `count` times. Bytes are of 16-bit activations; wider ones double."""
+
+    name: str
+    count: int = 1
+    num_params: float
+    tied_params: float = 0.0
+    """Parameters shared with another block; a pipeline keeps a copy where the two are on different stages."""
+    matmuls: tuple[Matmul, ...] = ()
+    attention_flops: float = 0.0
+    """FLOPs of attention scores and their product with the values, which no weight takes part in."""
+    head_dim: int = 0
+    conv_flops: float = 0.0
+    """FLOPs of convolutions, which are not written as matrix products here."""
+    winograd_flops: float = 0.0
+    """The part of `conv_flops` whose filters are 3x3 or 5x5, ungrouped and of stride 1: in 32 bit they need
+    fewer products."""
+    traffic_bytes: float = 0.0
+    """Bytes read and written by what is no matrix product and only sequence parallel divides: norms, activations,
+    dropout, residual sums."""
+    split_traffic_bytes: float = 0.0
+    """Bytes read and written by what is no matrix product and tensor parallel divides."""
+    score_traffic_bytes: float = 0.0
+    """Bytes read and written for attention scores that a kernel writes out; tensor parallel divides it, selective
+    recomputation repeats it."""
+    kept_bytes: float = 0.0
+    """Bytes kept for the backward pass when nothing is recomputed, which only sequence parallel divides."""
+    split_kept_bytes: float = 0.0
+    score_kept_bytes: float = 0.0
+    """Bytes of attention scores kept by kernels that write them out; divided by tensor parallel, dropped by selective
+    recomputation."""
+    eager_kept_bytes: float = 0.0
+    """The part of `kept_bytes` that a compiler computes again on the way rather than keeps; `eager_split_kept_bytes`:
+    the same of `split_kept_bytes`."""
+    eager_split_kept_bytes: float = 0.0
+    alternate_kept_bytes: float = 0.0
+    """Bytes kept, besides what enters the block, by recomputation that keeps every other product's output and
+    attention's; 0 where that is not known."""
+    boundary_bytes: float = 0.0
+    """Bytes that enter the block: kept with full recomputation, sent between pipeline stages."""
+    num_kernels: int = 0
+    num_all_reduces: int = 0
+    """All-reduces of `boundary_bytes` each, in forward direction, when the block is split by tensor parallel."""
+    kv_bytes: float = 0.0
+    """Bytes of the keys and values of all tokens, which the ranks of a context parallel group show each other."""
+    num_experts: int = 0
+    """Experts that a token is routed among; 0 in a dense block."""
+    active_experts: int = 0
+    """Experts that each token visits."""
+    expert_params: float = 0.0
+    """The part of `num_params` that expert parallelism divides: all routed experts together."""
+    routed_bytes: float = 0.0
+    """Bytes of tokens on their way to their experts, every token as often as it has experts; the way
+    back is as long."""
+
+    @property
+    def forward_flops(self) -> float:
+        """FLOPs of one sample through one such block."""
+        return sum(product.flops for product in self.matmuls) + self.attention_flops + self.conv_flops
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelProfile:
+    """A model as the planner sees it, in the order in which a sample passes through it."""
+
+    name: str
+    blocks: tuple[Block, ...]
+    tokens_per_sample: int = 1
+    kind: Literal["transformer", "cnn", "other"] = "transformer"
+    vocab: int = 0
+    has_flops: bool = True
+    """Whether FLOPs are known; a model of which only the number of parameters is known needs a measured step time."""
+    num_heads: int = 0
+    largest_tensor_params: float = 0.0
+    """Elements of the parameter whose gradient comes last and cannot be cut, a word embedding as a rule."""
+    notes: tuple[str, ...] = ()
+    is_guessed: bool = False
+    """Whether only the model's size is known; the shape is a usual one then."""
+
+    @property
+    def num_params(self) -> float:
+        """Number of all parameters; tied ones count once."""
+        return sum(block.num_params * block.count for block in self.blocks)
+
+    @property
+    def num_active_params(self) -> float:
+        """Number of parameters that take part in one token: of the routed experts only as many as a token visits."""
+        idle = sum(
+            block.expert_params * (1 - block.active_experts / block.num_experts) * block.count
+            for block in self.blocks
+            if block.num_experts
+        )
+        return self.num_params - idle
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer that has them; 0 in a dense model."""
+        return max(block.num_experts for block in self.blocks)
+
+    @property
+    def num_tensors(self) -> float:
+        """Approximate number of parameter tensors: 16 in a layer with biases, three for a convolution with its norm."""
+        if self.kind == "transformer":
+            return 16.0 * self.num_layers + 6
+        return float(sum(block.count * block.num_kernels for block in self.blocks)) or 3.0 * self.num_layers
+
+    @property
+    def forward_flops(self) -> float:
+        """FLOPs of the forward pass of one sample."""
+        return sum(block.forward_flops * block.count for block in self.blocks)
+
+    @property
+    def train_flops(self) -> float:
+        """FLOPs of one sample, forward and backward, without recomputation: what MFU counts."""
+        return 3.0 * self.forward_flops
+
+    @property
+    def num_layers(self) -> int:
+        """Number of the repeated blocks: what a pipeline cuts between."""
+        return sum(block.count for block in self.blocks if block.count > 1)
+
+
+def of_size(
+    name: str, num_params: float, *, tokens_per_sample: int = 1, num_layers: int = 1, largest_params: float = 0.0
+) -> ModelProfile:
+    """A model of which only the number of parameters is known: its gradients have a size, its compute
+    must be measured."""
+    block = Block(name="layer", count=num_layers, num_params=num_params / num_layers)
+    return ModelProfile(
+        name=name,
+        blocks=(block,),
+        kind="other",
+        tokens_per_sample=tokens_per_sample,
+        has_flops=False,
+        largest_tensor_params=largest_params,
+    )

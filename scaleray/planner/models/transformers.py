@@ -1,0 +1,243 @@
+"""A transformer's cost by its shape: dense ones, grouped and latent attention, mixtures of experts.
+
+Sources: activation bytes of a layer, Korthikanti et al. 2022, arXiv:2205.05198, section 4; FLOPs per token as in the
+appendix of Narayanan et al. 2021, arXiv:2104.04473, but with attention counted once for causal masks where the kernel
+skips the other half.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from scaleray.errors import ConfigError
+from scaleray.planner.models.profile import Block, Matmul, ModelProfile
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerShape:
+    """The numbers a transformer's cost follows from."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    sequence: int
+    kv_heads: int | None = None
+    ffn: int | None = None
+    """Width inside the MLP; 4 x hidden where it is not given."""
+    head_dim: int | None = None
+    is_gated: bool = False
+    """SwiGLU: three matrices instead of two."""
+    is_causal: bool = True
+    fused_attention: bool = True
+    """Flash attention: no scores in memory, and the masked half is skipped."""
+    has_dropout: bool = False
+    tied_embeddings: bool = False
+    learned_positions: bool = False
+    has_lm_head: bool = True
+    predicted_share: float = 1.0
+    """Share of the tokens that the head is computed for; 0.15 in BERT's pretraining."""
+    experts: int = 0
+    """Routed experts of a layer, each as wide as `expert_ffn`; 0 for a dense model."""
+    active_experts: int = 0
+    """Experts that each token is sent to."""
+    expert_ffn: int | None = None
+    """Width of a routed expert; `ffn` where it is not given."""
+    shared_ffn: int = 0
+    """Width of the experts that every token visits, all together."""
+    dense_layers: int = 0
+    """Number of the `layers` without experts."""
+    query_rank: int = 0
+    """Latent attention (DeepSeek-V2, arXiv:2405.04434): queries go through as many dimensions; 0: not compressed."""
+    kv_rank: int = 0
+    """Latent attention: keys and values go through as many dimensions; 0: not compressed."""
+    rotary_dim: int = 0
+    """Dimensions of each head beside `head_dim` that only carry the position, with `kv_rank`."""
+    logit_bytes: int = 14
+    """Bytes for each logit at the peak of the loss: 2 for itself and 12 for its 32-bit softmax, the gradient of that
+    and its own. 8 where all of them have 16 bits; 6 where the softmax takes the logit's place and the gradient the
+    softmax's (Megatron, nanotron)."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.default == 0 else 1
+            if isinstance(value, int) and not isinstance(value, bool) and value < least:
+                raise ConfigError(f"model.{field.name}", value, f"it must be at least {least}")
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise ConfigError("model.kv_heads", self.kv_heads, f"it must divide the number of heads, {self.heads}")
+        if self.experts and not 1 <= self.active_experts <= self.experts:
+            raise ConfigError(
+                "model.active_experts", self.active_experts, f"it must be 1 to {self.experts}, the number of experts"
+            )
+        if self.dense_layers > self.layers:
+            raise ConfigError(
+                "model.dense_layers", self.dense_layers, f"it must be at most the number of layers, {self.layers}"
+            )
+
+
+def transformer(shape: TransformerShape, name: str = "transformer") -> ModelProfile:
+    """Embedding, `layers` blocks (dense ones, then those with experts) and the head."""
+    hidden, sequence = shape.hidden, shape.sequence
+    token_bytes = 2.0 * sequence
+    num_mixed = shape.layers - shape.dense_layers if shape.experts else 0
+    layers = [_layer(shape, "layer", shape.layers - num_mixed, is_mixed=False)] if num_mixed < shape.layers else []
+    layers += [_layer(shape, "expert layer", num_mixed, is_mixed=True)] if num_mixed else []
+    table = shape.vocab * hidden
+    positions = sequence * hidden if shape.learned_positions else 0
+    embedding = Block(
+        name="embedding",
+        num_params=table + positions,
+        traffic_bytes=token_bytes * 3 * hidden,
+        kept_bytes=8.0 * sequence,
+        boundary_bytes=8.0 * sequence,
+        num_kernels=4,
+        num_all_reduces=1,
+    )
+    predicted = sequence * shape.predicted_share
+    head = Block(
+        name="head",
+        tied_params=table if shape.tied_embeddings and shape.has_lm_head else 0,
+        num_params=hidden + (0 if shape.tied_embeddings or not shape.has_lm_head else table),
+        matmuls=(Matmul(predicted, shape.vocab, hidden, "columns"),) if shape.has_lm_head else (),
+        # logits in 16 and 32 bit, their softmax and gradient
+        split_traffic_bytes=(16.0 * predicted * shape.vocab) if shape.has_lm_head else 0.0,
+        split_kept_bytes=float(predicted * shape.logit_bytes * shape.vocab) if shape.has_lm_head else 0.0,
+        kept_bytes=token_bytes * 2 * hidden,
+        boundary_bytes=token_bytes * hidden,
+        num_kernels=10,
+        num_all_reduces=0,
+    )
+    return ModelProfile(
+        name=name,
+        blocks=(embedding, *layers, head),
+        tokens_per_sample=sequence,
+        vocab=shape.vocab,
+        num_heads=shape.heads,
+        largest_tensor_params=float(table),
+    )
+
+
+def _layer(shape: TransformerShape, name: str, count: int, *, is_mixed: bool) -> Block:
+    """One of the repeated blocks: attention and an MLP, or attention and experts."""
+    hidden, sequence = shape.hidden, shape.sequence
+    token_bytes = 2.0 * sequence
+    attention = _attention(shape)
+    attention_width, kv_width = attention.width, attention.kv_width
+    inputs = 2 if shape.is_gated else 1
+    # widths of what every token passes, and of what it is routed through
+    ffn = shape.shared_ffn if is_mixed else shape.ffn or 4 * hidden
+    expert_ffn = (shape.expert_ffn or shape.ffn or 4 * hidden) if is_mixed else 0
+    routed = shape.active_experts if is_mixed else 0
+    matmuls = [*attention.matmuls]
+    if ffn:
+        matmuls += [Matmul(sequence, inputs * ffn, hidden, "columns"), Matmul(sequence, hidden, ffn, "rows")]
+    if is_mixed:
+        rows = sequence * routed
+        matmuls += [
+            Matmul(sequence, shape.experts, hidden),
+            Matmul(rows, inputs * expert_ffn, hidden, "columns", shape.experts),
+            Matmul(rows, hidden, expert_ffn, "rows", shape.experts),
+        ]
+    expert_params = float(shape.experts * (inputs + 1) * hidden * expert_ffn) if is_mixed else 0.0
+    params = (
+        attention.num_params + (inputs + 1) * hidden * ffn + expert_params + (shape.experts * hidden if is_mixed else 0)
+    )
+    # gated models have scales only; the others have biases and two vectors a norm
+    params += 2 * hidden if shape.is_gated else 2 * (2 * hidden) + (attention_width + 2 * kv_width) + 2 * hidden + ffn
+    # elements per token that stay for the backward pass, from arXiv:2205.05198: norms' inputs, residual branches
+    unsplit_kept = 4 * hidden + (hidden if shape.has_dropout else 0)
+    # gated models as they are written today compute norms in 32 bit: input and normalized values are kept
+    # besides the result
+    unsplit_kept += 4 * hidden if shape.is_gated else 0
+    inside = ffn + routed * expert_ffn
+    split_kept = (
+        attention_width
+        + 2 * kv_width
+        + attention_width
+        + (inputs + 1) * inside
+        + (inside if shape.is_gated else 0)
+        + 2 * routed * hidden  # tokens in the order of their experts, and what these made of them
+    )
+    # kept by alternate recomputation: of seven products the query's, the value's, the gate's and the last; of six the
+    # query's, the value's and the one before the activation
+    alternate_kept = 2 * attention_width + kv_width + inside + routed * hidden + (hidden if shape.is_gated else 0)
+    scores = (
+        0.0 if shape.fused_attention else (2.5 if shape.has_dropout else 1.0) * shape.heads * sequence * token_bytes
+    )
+    # two norms, two residual sums and dropouts read and write about 10 hidden vectors a token; activation 2
+    # to 3 MLP widths
+    score_traffic = 0.0 if shape.fused_attention else 6.0 * shape.heads * sequence * token_bytes
+    return Block(
+        name=name,
+        count=count,
+        num_params=params,
+        matmuls=tuple(matmuls),
+        head_dim=attention.head_dim,
+        attention_flops=attention.flops,
+        kv_bytes=token_bytes * 2 * kv_width,
+        # each routed copy is read and written once on its way out and once on its way back
+        traffic_bytes=token_bytes * (10 + (4 if shape.has_dropout else 0) + 4 * routed) * hidden,
+        split_traffic_bytes=token_bytes * ((inputs + 1) * inside + 2 * attention_width),
+        score_traffic_bytes=score_traffic,
+        kept_bytes=token_bytes * unsplit_kept,
+        split_kept_bytes=token_bytes * split_kept,
+        score_kept_bytes=scores,
+        # a compiler fuses 32-bit norms and what stands before the gate's product into what needs them
+        eager_kept_bytes=token_bytes * 4 * hidden if shape.is_gated else 0.0,
+        eager_split_kept_bytes=token_bytes * inside if shape.is_gated else 0.0,
+        alternate_kept_bytes=token_bytes * alternate_kept,
+        boundary_bytes=token_bytes * hidden,
+        num_kernels=(22 if shape.fused_attention else 30) + (20 if is_mixed else 0),
+        num_all_reduces=2,
+        num_experts=shape.experts if is_mixed else 0,
+        active_experts=routed,
+        expert_params=expert_params,
+        routed_bytes=token_bytes * routed * hidden,
+    )
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """Attention's products and widths. `width`: of all heads' outputs; `kv_width`: of keys, and of values, as they are
+    exchanged between ranks."""
+
+    matmuls: tuple[Matmul, ...]
+    num_params: float
+    width: int
+    kv_width: int
+    head_dim: int
+    flops: float
+
+
+def _attention(shape: TransformerShape) -> _Attention:
+    hidden, sequence, heads = shape.hidden, shape.sequence, shape.heads
+    head_dim = shape.head_dim or hidden // heads
+    width = heads * head_dim
+    # only fused kernels skip what a causal mask hides
+    visible = 0.5 if shape.is_causal and shape.fused_attention else 1.0
+    if not shape.kv_rank:
+        kv_width = (shape.kv_heads or heads) * head_dim
+        products = (Matmul(sequence, width + 2 * kv_width, hidden, "columns"), Matmul(sequence, hidden, width, "rows"))
+        score_width = 2 * width
+    else:
+        kv_width = width
+        query_dim = head_dim + shape.rotary_dim
+        queries = (
+            (
+                Matmul(sequence, shape.query_rank, hidden),
+                Matmul(sequence, heads * query_dim, shape.query_rank, "columns"),
+            )
+            if shape.query_rank
+            else (Matmul(sequence, heads * query_dim, hidden, "columns"),)
+        )
+        products = (
+            *queries,
+            Matmul(sequence, shape.kv_rank + shape.rotary_dim, hidden),
+            Matmul(sequence, 2 * width, shape.kv_rank, "columns"),
+            Matmul(sequence, hidden, width, "rows"),
+        )
+        score_width = width + heads * query_dim
+    params = float(sum(product.columns * product.inner for product in products))
+    return _Attention(products, params, width, kv_width, head_dim, 2.0 * visible * sequence * sequence * score_width)

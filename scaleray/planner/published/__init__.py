@@ -1,5 +1,0 @@
-"""Measurements that other people published, read from a folder and made into questions that the planner can answer."""
-
-from scaleray.planner.published.rows import Observation, Skipped, observations, read_folder
-
-__all__ = ["Observation", "Skipped", "observations", "read_folder"]

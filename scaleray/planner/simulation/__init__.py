@@ -1,0 +1,1 @@
+"""One step simulated task by task, for `plan explain step`."""

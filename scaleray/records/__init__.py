@@ -1,0 +1,1 @@
+"""Frozen results that cross processes and are written to files. No torch, no Ray."""

@@ -1,0 +1,30 @@
+"""The one reader of record.json, whichever kind of record it holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from scaleray.parsing import load_json
+from scaleray.records.run import RunRecord
+from scaleray.records.study import StudyRecord
+from scaleray.records.sweep import SweepRecord
+
+AnyRecord = RunRecord | StudyRecord | SweepRecord
+FILE = "record.json"
+
+
+def parse_record(text: str | bytes) -> AnyRecord:
+    """The record in the text of a record.json. Raises ValueError or TypeError for anything else."""
+    data = load_json(text)
+    if "trials" in data:
+        return TypeAdapter(SweepRecord).validate_json(text)
+    if "curves" in data:
+        return TypeAdapter(StudyRecord).validate_json(text)
+    return RunRecord(**data)
+
+
+def read_record(path: Path) -> AnyRecord:
+    """The record in a file, or in the record.json of a folder. Raises OSError, ValueError or TypeError."""
+    return parse_record((path / FILE if path.is_dir() else path).read_text())

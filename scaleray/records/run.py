@@ -1,0 +1,255 @@
+"""Frozen results that cross process borders: from a worker to the recorder, and from a run to its reader.
+
+`recorded_at` is the wall clock of the process where something happened, in seconds since 1970, read when its record is
+made: charts over time must not show when a record arrived, which may be much later and many at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scaleray.parsing import load_json
+
+EMULATED = "emulated"
+"""Mark of figures whose compute was a timed sleep (`scaleray.emulation`)."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step, as rank 0 saw it. Loss is the global mean; times are seconds on rank 0.
+
+    Under strategies whose replicas train apart, loss and count are those of rank 0's own samples between two meetings,
+    and the gradient's norm is always its own.
+    """
+
+    step: int
+    """Number of this step, from 1."""
+    loss: float
+    count: float
+    """Number of samples or tokens that the loss was summed over, in all workers."""
+    num_samples: int
+    learning_rate: float
+    grad_norm: float | None
+    step_time_s: float
+    input_wait_s: float
+    epoch: float
+    is_finite: bool = True
+    loss_scale: float | None = None
+    world_size: int = 1
+    sent_bytes: float = 0.0
+    """Bytes that rank 0 gave to collectives in this step for gradients, parameters and activations."""
+    more: dict[str, float] = field(default_factory=dict)
+    """Figures of the strategy or a transform, by metric name."""
+    recorded_at: float = field(default_factory=time.time, compare=False)
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """Metrics of every evaluated split after `step` steps, named `split/metric`, over all workers."""
+
+    step: int
+    metrics: dict[str, float]
+    duration_s: float
+    recorded_at: float = field(default_factory=time.time, compare=False)
+
+
+@dataclass(frozen=True)
+class SystemRecord:
+    """Utilisation of one node, sampled by its first worker. Keys are those of MLflow's own system metrics."""
+
+    node: str
+    step: int
+    metrics: dict[str, float]
+    recorded_at: float = field(default_factory=time.time, compare=False)
+
+
+@dataclass(frozen=True)
+class CheckpointRecord:
+    """One complete checkpoint. bytes_written: bytes that were new since the last one, out of its total_bytes."""
+
+    step: int
+    path: str
+    bytes_written: int
+    total_bytes: int
+    duration_s: float
+    """Seconds from the beginning of the checkpoint to its manifest, beside the training."""
+    stall_s: float
+    """Seconds that training waited for the checkpoint on rank 0."""
+    recorded_at: float = field(default_factory=time.time, compare=False)
+
+
+@dataclass(frozen=True)
+class DerivedRecord:
+    """Derived values as training uses them, where only the workers know them: a workload's own optimizer may have
+    others."""
+
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class EventRecord:
+    """Something a user should know, said once: a warning, a restart, a promise that is weaker than usual."""
+
+    text: str
+    kind: str = "info"
+    """Kind of event: `info`, `warning`, `hint`, or `resumed`, which says after which step a run went on."""
+    step: int | None = None
+    recorded_at: float = field(default_factory=time.time, compare=False)
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """A sign of life of one worker. phase: what its step is doing since `since_s` seconds; tail: its last log lines."""
+
+    rank: int
+    node: str
+    process: int
+    step: int
+    phase: str
+    since_s: float
+    tail: tuple[str, ...] = ()
+    world_size: int = 1
+    silent_s: float = 0.0
+    """Seconds since the sign of life came, at the time when somebody asks."""
+
+
+@dataclass(frozen=True)
+class WorkerSummary:
+    """Measurements of one worker over the whole run. Rank 0's speaks for the run."""
+
+    rank: int
+    node: str
+    steps: int
+    verdict: str
+    """End of the run: `done`, `target reached` or `stopped: ...`."""
+    samples_per_s: float | None
+    """Global samples per second in steady state: the first steps and evaluations left out."""
+    tokens_per_s: float | None
+    step_time_s: float | None
+    """Median step time in steady state, in seconds."""
+    input_wait_share: float | None
+    time_to_first_step_s: float
+    training_time_s: float
+    peak_memory_bytes: int
+    nonfinite_steps: int
+    sample_order: str
+    """Promise of the input about the order of the samples."""
+    strategy: str
+    device: str
+    model: dict[str, Any] = field(default_factory=dict)
+    """Number of parameters, the hash of their initial values, and whether the model's compute is emulated."""
+    hardware: dict[str, Any] = field(default_factory=dict)
+    """Processor and accelerators of this worker's node."""
+    compilation: dict[str, Any] = field(default_factory=dict)
+    """Result of torch.compile: graphs, graph breaks and failures with file and line. Empty where it was not asked
+    for."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    """Parts of this worker's memory in bytes, and what a search for a micro-batch found."""
+    noise: dict[str, Any] = field(default_factory=dict)
+    """The gradient noise scale with its interval and how it was measured. Empty where it was not measured."""
+
+
+WorkerMessage = (
+    StepRecord | EvaluationRecord | SystemRecord | CheckpointRecord | DerivedRecord | EventRecord | WorkerSummary
+)
+Emit = Callable[[WorkerMessage], None]
+"""Function that takes a message of a worker."""
+Show = Callable[[Sequence[WorkerMessage]], None]
+"""Function that is called with a run's messages as they arrive."""
+Say = Callable[[str], None]
+"""Function that is called with lines of text for the user."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A finished run, readable without the code that made it."""
+
+    name: str
+    status: str
+    """Status in MLflow's words: `FINISHED`, `FAILED` or `KILLED`."""
+    verdict: str
+    workers: int
+    strategy: str
+    steps: int
+    final_loss: float | None
+    metrics: dict[str, float]
+    """Last value of every evaluation metric, `split/metric`."""
+    samples_per_s: float | None
+    tokens_per_s: float | None
+    step_time_s: float | None
+    input_wait_share: float | None
+    time_to_first_step_s: float | None
+    training_time_s: float | None
+    total_time_s: float
+    peak_memory_bytes: list[int]
+    nonfinite_steps: int
+    sample_order: str
+    config: dict[str, Any]
+    config_hash: str
+    derived: dict[str, Any]
+    data: dict[str, Any]
+    environment: dict[str, Any]
+    environment_hash: str
+    tracking_uri: str
+    experiment_id: str
+    run_id: str
+    mlflow_link: str
+    run_dir: str
+    """Folder with config.yaml, record.json, steps.csv and the final weights."""
+    events: list[str] = field(default_factory=list)
+    resumed_after: list[int] = field(default_factory=list)
+    """Steps whose checkpoints the run went on from, after interruptions and lost workers."""
+    compilation: dict[str, Any] = field(default_factory=dict)
+    """Result of torch.compile on rank 0, see WorkerSummary."""
+    memory: list[dict[str, Any]] = field(default_factory=list)
+    """Parts of each worker's memory in bytes, by rank."""
+    noise: dict[str, Any] = field(default_factory=dict)
+    """The gradient noise scale as rank 0 measured it, see WorkerSummary."""
+    marks: list[str] = field(default_factory=list)
+    """Marks that set the run's figures apart, such as `emulated`."""
+    unsent_file: str | None = None
+    """Metrics that MLflow did not take; `scaleray tracking replay FILE` sends them."""
+
+    def to_json(self) -> str:
+        """The record as indented JSON; NaN and infinity become null, as JSON has no word for them."""
+        return json.dumps(jsonable(dataclasses.asdict(self)), indent=2, sort_keys=False)
+
+    @classmethod
+    def read(cls, path: str | Path) -> RunRecord:
+        """Read a record.json written by `to_json`."""
+        return cls.from_json(Path(path).read_text())
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> RunRecord:
+        """The record in the text of a record.json. Raises ValueError or TypeError for anything else."""
+        return cls(**load_json(text))
+
+
+def jsonable(value: Any) -> Any:
+    """The value as JSON can hold it: NaN and infinity become null, and a value that is not plain becomes its text."""
+    if isinstance(value, dict):
+        return {str(k): jsonable(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(v) for v in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def leaves(value: Any, prefix: str = "", *, of_lists: bool = True) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything in nested mappings; an empty mapping is as good as none. of_lists: in lists of
+    mappings too."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from leaves(inner, f"{prefix}{key}.", of_lists=of_lists)
+    elif of_lists and isinstance(value, (list, tuple)) and any(isinstance(item, Mapping) for item in value):
+        for number, inner in enumerate(value):
+            yield from leaves(inner, f"{prefix}{number}.")
+    else:
+        yield prefix.removesuffix("."), value

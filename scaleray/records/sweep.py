@@ -1,0 +1,117 @@
+"""Frozen results of sweeps: every trial, what a batch size is worth, and the conclusions. JSON both ways.
+
+Intervals as in `scaleray.records.study`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
+
+from scaleray.records.run import jsonable
+from scaleray.records.study import Conditions, Estimate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One training of a sweep. status: `finished`, `stopped early`, `target reached`, `target missed`, `diverged` (its
+    loss or gradient became NaN or infinite), `failed` or `never fits`."""
+
+    number: int
+    status: str
+    batch_size: int
+    rule: str
+    learning_rate: float
+    """Learning rate after the rule."""
+    optimizer: str
+    warmup: str
+    seed: int
+    workers: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Every key that the trial sets, as a dotted name, with its value."""
+    metric: str = ""
+    value: float | None = None
+    """Last value of the metric."""
+    curve: list[tuple[int, float, float]] = field(default_factory=list)
+    """(samples, seconds of training, value of the metric) of each evaluation."""
+    recorded_at: list[float] = field(default_factory=list)
+    """Wall clock of each evaluation in `curve`, in seconds since 1970. Empty in older records."""
+    samples_to_target: int | None = None
+    time_to_target_s: float | None = None
+    samples: int = 0
+    training_time_s: float = 0.0
+    total_time_s: float = 0.0
+    """Seconds from when the trial had its workers to its end."""
+    ended_at: float | None = None
+    """Time of the trial's end, in seconds since 1970; None in older records."""
+    samples_per_s: float | None = None
+    noise_scale: float | None = None
+    """Noise scale that stands for the whole training, see `NoiseWindows.effective`; None with an interval: larger
+    than could be resolved."""
+    noise_interval: tuple[float, float | None] | None = None
+    """95 % interval of the noise scale; None as its upper end is infinite."""
+    goodput: float | None = None
+    """Samples of the reference batch that a second of this training was worth, by samples to the target."""
+    error: str = ""
+    run_id: str = ""
+    same_as: int | None = None
+    """Number of the trial whose training this one's settings come to as well: it was trained once, and the figures
+    are those of that trial."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoodputPoint:
+    """A batch size as a guided sweep sees it. Efficiency and goodput are relative to `batch_size` examples at the
+    reference."""
+
+    batch_size: int
+    samples_per_s: Estimate
+    statistical_efficiency: Estimate
+    goodput: Estimate
+    predicted_steps: float | None
+    predicted_samples: float | None
+    is_trusted: bool
+    """Whether the batch size lies within 4 times one whose noise was measured."""
+    is_measured: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepRecord:
+    """A finished sweep."""
+
+    name: str
+    command: str
+    config: dict[str, Any]
+    conditions: Conditions
+    metric: str
+    direction: Literal["min", "max"]
+    target: str | None
+    scheduler: str
+    search: str
+    trials: list[Trial]
+    goodput: list[GoodputPoint] = field(default_factory=list)
+    marks: list[str] = field(default_factory=list)
+    """Marks of a point that are true of the whole sweep."""
+    words: list[str] = field(default_factory=list)
+    """The result in sentences: fastest, cheapest, the knee, where each rule stopped holding."""
+    started_at: float
+    duration_s: float
+    tracking_uri: str = ""
+    experiment_id: str = ""
+    run_id: str = ""
+    mlflow_link: str = ""
+    folder: str = ""
+
+    def to_json(self) -> str:
+        """The record as indented JSON."""
+        return json.dumps(jsonable(dataclasses.asdict(self)), indent=2)
+
+    @classmethod
+    def read(cls, path: str | Path) -> SweepRecord:
+        """Read what `to_json` wrote. Raises pydantic's ValidationError for anything else."""
+        return TypeAdapter(cls).validate_json(Path(path).read_text())

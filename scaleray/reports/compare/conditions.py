@@ -1,0 +1,79 @@
+"""The conditions of a record as flat keys, and in which of them records differ."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scaleray.records.run import RunRecord, jsonable, leaves
+from scaleray.records.study import StudyRecord
+from scaleray.records.sweep import SweepRecord
+
+MISSING = "missing"
+SECTIONS = ("config", "derived", "code", "environment", "topology", "data")
+NAMES_OF_THE_RUN = ("tracking.run_name",)
+"""Keys of the config that differ between any two runs and mean nothing."""
+
+Conditions = dict[str, dict[str, Any]]
+"""Conditions by section, then by dotted key."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One key and what it is in each record, in order; `missing` where a record does not know it."""
+
+    section: str
+    key: str
+    values: list[Any]
+
+
+def conditions(record: RunRecord | StudyRecord | SweepRecord) -> Conditions:
+    """The conditions of a record: what decides how it came about."""
+    found: Conditions = {section: {} for section in SECTIONS}
+    found["config"] = {k: v for k, v in leaves(record.config) if k not in NAMES_OF_THE_RUN}
+    if isinstance(record, RunRecord):
+        found["derived"], found["data"] = dict(leaves(record.derived)), dict(leaves(record.data))
+        environment = record.environment.get("environment", {})
+        found["topology"] = _topology(record)
+    else:
+        environment = record.conditions.environment
+        found["topology"] = dict(leaves(record.conditions.topology))
+        found["code"]["hash"] = record.conditions.code_hash
+    for key, value in leaves(environment):
+        found["code" if key.startswith("git.") else "environment"][key] = value
+    return found
+
+
+def differences(of: Sequence[Conditions]) -> list[Difference]:
+    """Every key that is not the same in all, by section, then by key."""
+    found = []
+    for section in SECTIONS:
+        for key in sorted(set().union(*(one[section] for one in of))):
+            values = [jsonable(one[section].get(key, MISSING)) for one in of]
+            if any(value != values[0] for value in values):
+                found.append(Difference(section, key, values))
+    return found
+
+
+def _topology(record: RunRecord) -> dict[str, Any]:
+    """Kinds of nodes and workers and how many there are: the addresses of nodes say nothing."""
+    nodes, workers = record.environment.get("topology", []), record.environment.get("workers", [])
+    per_node = Counter(str(worker.get("node")) for worker in workers)
+    return {
+        "workers": record.workers,
+        "nodes": _kinds(nodes, leave_out=("node",)),
+        "kinds of workers": _kinds(workers, leave_out=("node", "rank")),
+        "workers on a node": sorted(per_node.values(), reverse=True),
+    }
+
+
+def _kinds(things: Sequence[Mapping[str, Any]], *, leave_out: Sequence[str]) -> list[str]:
+    kinds = Counter(
+        ", ".join(
+            f"{k} {v}" for k, v in sorted(leaves(thing)) if k.partition(".")[0] not in leave_out and v is not None
+        )
+        for thing in things
+    )
+    return sorted(f"{number} x {kind}" for kind, number in kinds.items())

@@ -1,0 +1,97 @@
+"""The figures of records side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scaleray.records.run import RunRecord
+from scaleray.records.settings import best, settings
+from scaleray.records.study import StudyRecord
+from scaleray.records.sweep import SweepRecord
+from scaleray.text.units import count, figure, memory, seconds, with_interval
+
+
+@dataclass(frozen=True)
+class Row:
+    """A figure's name, its values and how they are shown, in the order of the records; None and "" where
+    one lacks it."""
+
+    name: str
+    values: list[Any]
+    shown: list[str]
+
+
+def figures(records: Sequence[Any]) -> list[Row]:
+    """The figures that the records have, all of one kind. A figure that none has is left out."""
+    make: dict[type, Callable[[Any], list[Row]]] = {RunRecord: _training, StudyRecord: _study, SweepRecord: _sweep}
+    rows = make[type(records[0])](records)
+    return [row for row in rows if any(value is not None for value in row.values)]
+
+
+def _row(name: str, values: Sequence[Any], show: Callable[[Any], str]) -> Row:
+    return Row(name, list(values), ["" if value is None else show(value) for value in values])
+
+
+def _training(records: Sequence[RunRecord]) -> list[Row]:
+    rows = [
+        _row("verdict", [r.verdict.partition("\n")[0] for r in records], str),
+        _row("steps", [r.steps for r in records], count),
+        _row("final loss", [r.final_loss for r in records], figure),
+    ]
+    for name in sorted(set().union(*(r.metrics for r in records))):
+        rows.append(_row(name, [r.metrics.get(name) for r in records], figure))
+    rows += [
+        _row("samples/s", [r.samples_per_s for r in records], count),
+        _row("tokens/s", [r.tokens_per_s for r in records], count),
+        _row("step time", [r.step_time_s for r in records], seconds),
+        _row("waits for input", [r.input_wait_share for r in records], lambda v: f"{v:.1%}"),
+        _row("time to first step", [r.time_to_first_step_s for r in records], seconds),
+        _row("training time", [r.training_time_s for r in records], seconds),
+        _row("total time", [r.total_time_s for r in records], seconds),
+        _row("peak memory", [max(r.peak_memory_bytes, default=None) for r in records], memory),
+        _row("steps not finite", [r.nonfinite_steps or None for r in records], count),
+    ]
+    return rows
+
+
+def _study(records: Sequence[StudyRecord]) -> list[Row]:
+    curves = [{curve.mode: curve for curve in record.curves} for record in records]
+    rows = []
+    for mode in dict.fromkeys(mode for one in curves for mode in one):
+        known = [one.get(mode) for one in curves]
+        points = [{at.point.workers: at for at in curve.points} if curve else {} for curve in known]
+        for n in sorted(set().union(*points)):
+            at = [one.get(n) for one in points]
+            name = f"{mode} {n}"
+            rows.append(
+                _row(f"{name}: samples/s", [p and p.point.samples_per_s for p in at], lambda e: with_interval(e, count))
+            )
+            if any(p is not None and curve and n > curve.base_workers for p, curve in zip(at, known, strict=True)):
+                rows.append(
+                    _row(f"{name}: efficiency", [p and p.efficiency for p in at], lambda e: with_interval(e, _percent))
+                )
+        rows.append(_row(f"{mode}: limit", [curve.limit or None if curve else None for curve in known], str))
+        doublings = [curve.next_doubling.gain if curve and curve.next_doubling else None for curve in known]
+        rows.append(_row(f"{mode}: next doubling", doublings, str))
+    return rows
+
+
+def _sweep(records: Sequence[SweepRecord]) -> list[Row]:
+    chosen = [best(settings(record), record.direction) for record in records]
+    return [
+        _row("trials", [len(r.trials) for r in records], count),
+        _row("of them failed", [sum(t.status == "failed" for t in r.trials) for r in records], count),
+        _row("best batch size", [s and s.batch_size for s in chosen], count),
+        _row("best learning rate", [s and s.learning_rate for s in chosen], figure),
+        _row("best rule", [s and s.rule for s in chosen], str),
+        _row(f"best {records[0].metric}", [s and s.value for s in chosen], figure),
+        _row("its samples to target", [s and s.samples_to_target for s in chosen], count),
+        _row("its time to target", [s and s.time_to_target_s for s in chosen], seconds),
+        _row("duration", [r.duration_s for r in records], seconds),
+    ]
+
+
+def _percent(value: Any) -> str:
+    return f"{value:.0%}"

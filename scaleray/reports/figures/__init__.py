@@ -1,0 +1,1 @@
+"""Figures of reports, one file a kind of record."""

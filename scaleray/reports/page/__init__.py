@@ -1,0 +1,1 @@
+"""The HTML page that all reports share."""

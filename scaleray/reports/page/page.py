@@ -1,0 +1,140 @@
+"""One self-contained HTML page: what it says first, its figures, tables and facts. No script, no network, made
+for print too."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scaleray.reports.page.drawing import Drawing
+from scaleray.text.tables import Table
+
+LARGEST_PAGE_BYTES = 1_000_000
+LONGEST_FACT = 300
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A figure that stands alone. note: the interval, or what it is relative to."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with sentences, figures and tables under it."""
+
+    title: str
+    words: Sequence[str] = ()
+    drawings: Sequence[Drawing] = ()
+    tables: Sequence[Table] = ()
+
+
+@dataclass(frozen=True)
+class Page:
+    """Everything that a page shows. Text comes from configs and is escaped by the template.
+
+    kind: what the page is about, such as `Scaling study`. headline: the result in a line. verdicts: the result in full,
+    a paragraph each. words: what follows from the result. marks: conditions that a reader must know of. facts: by
+    heading, names with values for the end of the page.
+    """
+
+    kind: str
+    name: str
+    when: str
+    headline: str
+    verdicts: Sequence[str] = ()
+    words: Sequence[str] = ()
+    marks: Sequence[str] = ()
+    figures: Sequence[Fact] = ()
+    sections: Sequence[Section] = ()
+    command: str = ""
+    facts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    closing: str = "This page needs no network; figures as PNG and numbers as CSV lie beside it."
+
+    @property
+    def drawings(self) -> list[Drawing]:
+        """The drawings of all sections."""
+        return [drawing for section in self.sections for drawing in section.drawings]
+
+
+def render(page: Page) -> str:
+    """The page as HTML."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("scaleray.reports"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["flat"] = lambda values: list(flat(values))
+    return environment.get_template("page.html").render(page=page)
+
+
+def write(page: Page, folder: str | Path, *, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Path]:
+    """Write report.html, a CSV for each of `rows` and the figures as PNG into a folder; returns report.html,
+    then the others.
+
+    rows: the numbers behind the page by name, as dictionaries with the same keys. Files of an earlier
+    report are replaced.
+    """
+    folder = Path(folder)
+    figures = folder / "figures"
+    figures.mkdir(parents=True, exist_ok=True)
+    html = folder / "report.html"
+    _write(html, render(page).encode())
+    written = [html]
+    for name, table in rows.items():
+        _write(folder / f"{name}.csv", as_csv(table).encode())
+        written.append(folder / f"{name}.csv")
+    for drawing in page.drawings:
+        _write(figures / f"{drawing.name}.png", drawing.png())
+    return [*written, figures]
+
+
+def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as CSV with a header. Numbers stay as they are; what is not known is left empty."""
+    buffer = io.StringIO(newline="")
+    writer = csv.DictWriter(
+        buffer, fieldnames=list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n"
+    )
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({key: _cell(value) for key, value in row.items()})
+    return buffer.getvalue()
+
+
+def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Nested mappings and lists as (dotted name, text), equal items of a list once with their number."""
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from flat(value, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(values, (list, tuple)) and any(isinstance(item, (Mapping, list, tuple)) for item in values):
+        for number, item in enumerate(values):
+            yield from flat(item, f"{prefix}.{number}")
+    else:
+        text = (
+            ", ".join(map(str, values)) if isinstance(values, (list, tuple)) else "" if values is None else str(values)
+        )
+        yield prefix, text if len(text) <= LONGEST_FACT else text[: LONGEST_FACT - 3] + "..."
+
+
+def _cell(value: Any) -> Any:
+    """The value for a spreadsheet: text that it would take for a formula gets a quote in front, which keeps it text."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write the file whole or not at all: an interrupted writer leaves the old file."""
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_bytes(content)
+    temporary.replace(path)

@@ -1,0 +1,274 @@
+"""The report of one training, on the same kind of page as studies and sweeps."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scaleray.records.run import RunRecord
+from scaleray.reports.page import drawing
+from scaleray.reports.page.drawing import BLUE, ORANGE, VERMILION, Drawing, draw
+from scaleray.reports.page.page import Fact, Page, Section, write
+from scaleray.reports.records.study import sentence_case, where
+from scaleray.text.tables import Table
+from scaleray.text.units import count, figure, memory, seconds
+from scaleray.tracking.steps_file import step_rows
+from scaleray.tracking.study_values import thinned
+
+MOST_POINTS = 600
+"""Points of a line; where there are more, the mean of a window stands for each."""
+LONGEST_HEADLINE = 80
+"""Characters of a verdict that stands in the headline, such as `target reached`; an error has a paragraph."""
+
+
+def write_run_report(
+    record: RunRecord, folder: str | Path, *, steps: str | None, evaluations: Mapping[str, Sequence[tuple[int, float]]]
+) -> list[Path]:
+    """Write report.html, evaluations.csv and figures/ into the folder; returns their paths, report.html first.
+
+    steps: text of steps.csv; without it there are no curves of steps. evaluations: (step, value) by metric.
+    """
+    page = run_page(record, rows=step_rows(steps), evaluations=evaluations)
+    points = [
+        {"metric": name, "step": step, "value": value} for name, at in sorted(evaluations.items()) for step, value in at
+    ]
+    return write(page, folder, rows={"evaluations": points} if points else {})
+
+
+def run_page(
+    record: RunRecord, *, rows: Sequence[Mapping[str, float]], evaluations: Mapping[str, Sequence[tuple[int, float]]]
+) -> Page:
+    """The page of a training."""
+    learning = [_line("loss", "Loss", rows, "loss", "loss", evaluations=_of(evaluations, "loss"))] if rows else []
+    learning += [
+        _evaluations(name, at) for name, at in sorted(evaluations.items()) if len(at) > 1 and not name.endswith("loss")
+    ]
+    if any(math.isfinite(row["grad_norm"]) for row in rows):
+        learning.append(_line("grad-norm", "Gradient norm", rows, "grad_norm", "gradient norm before clipping"))
+    if rows:
+        learning.append(_line("learning-rate", "Learning rate", rows, "learning_rate", "learning rate", smooth=False))
+    speed = [_step_times(rows), _throughput(rows)] if rows else []
+    held = [_memory(record)] if any(record.memory) or any(record.peak_memory_bytes) else []
+    sections = [
+        Section("Learning", drawings=learning),
+        Section("Speed", drawings=speed),
+        Section("Memory", drawings=held),
+    ]
+    events = (
+        [Section("What happened", tables=[Table("Events", ("event",), tuple((e,) for e in record.events))])]
+        if record.events
+        else []
+    )
+    values = ", ".join(f"{name} {value:.4g}" for name, value in sorted(record.metrics.items()))
+    verdict, _, reason = record.verdict.partition("\n")
+    if len(verdict) > LONGEST_HEADLINE:
+        verdict, reason = record.status.lower(), record.verdict
+    headline = f"{sentence_case(verdict)} after {record.steps} steps in {seconds(record.total_time_s)}"
+    return Page(
+        kind="Training",
+        name=record.name,
+        when=f"{record.status.lower()}, took {seconds(record.total_time_s)}",
+        headline=headline,
+        verdicts=[text for text in (reason, f"At the end: {values}." if values else "") if text],
+        words=[f"Resumed after step {step}." for step in record.resumed_after],
+        marks=record.marks,
+        figures=_facts(record),
+        sections=[s for s in sections if s.drawings] + events,
+        facts={
+            "Environment": record.environment,
+            "Data": record.data,
+            "Derived": record.derived,
+            "Config": record.config,
+        },
+        notes=where(record.mlflow_link, record.run_dir),
+    )
+
+
+def _facts(record: RunRecord) -> list[Fact]:
+    found = [Fact("Workers", str(record.workers), record.strategy)]
+    if record.final_loss is not None:
+        found.append(Fact("Final loss", figure(record.final_loss)))
+    if record.samples_per_s:
+        found.append(Fact("Throughput", count(record.samples_per_s), "samples/s, steady state"))
+    if record.step_time_s:
+        found.append(Fact("Step time", seconds(record.step_time_s), "median, steady state"))
+    if record.input_wait_share is not None:
+        found.append(Fact("Waits for input", f"{record.input_wait_share:.1%}", "of the step time"))
+    if any(record.peak_memory_bytes):
+        found.append(Fact("Peak memory", memory(max(record.peak_memory_bytes)), "of the largest worker"))
+    return found
+
+
+def _line(
+    name: str,
+    title: str,
+    rows: Sequence[Mapping[str, float]],
+    key: str,
+    label: str,
+    *,
+    smooth: bool = True,
+    evaluations: Mapping[str, Sequence[tuple[int, float]]] | None = None,
+) -> Drawing:
+    points = [(row["step"], row[key]) for row in rows if math.isfinite(row[key])]
+    few = _means(points) if smooth else thinned(points, MOST_POINTS)
+    others = dict(evaluations or {})
+    colours = drawing.colours_of(["train", *others])
+
+    def paint(ax: Any) -> None:
+        ends = []
+        if few:
+            ax.plot([s for s, _ in few], [v for _, v in few], color=BLUE, linewidth=1.4)
+            ends.append((few[-1][0], few[-1][1], "train" if others else figure(few[-1][1]), BLUE))
+        for metric, at in others.items():
+            finite = [(step, value) for step, value in thinned(at, MOST_POINTS) if math.isfinite(value)]
+            if finite:
+                ax.plot([s for s, _ in finite], [v for _, v in finite], color=colours[metric], marker="o", markersize=3)
+                ends.append((finite[-1][0], finite[-1][1], metric.rpartition("/")[0] or metric, colours[metric]))
+        values = [v for _, v in few if v > 0]
+        if smooth and len(values) == len(few) and values and max(values) / min(values) > 20:
+            drawing.log_axis(ax.yaxis)
+        else:
+            drawing.plain_axis(ax.yaxis)
+        drawing.plain_axis(ax.xaxis)
+        ax.set(xlabel="step", ylabel=label)
+        drawing.label_ends(ax, ends)
+
+    mean = (
+        f" Each point is the mean of about {len(points) / max(1, len(few)):.0f} steps."
+        if len(few) < len(points) and smooth
+        else ""
+    )
+    missing = len(rows) - len(points)
+    gaps = f" {missing} steps without a value are left out." if 0 < missing < len(rows) else ""
+    return draw(name, title, f"The value over the optimizer steps.{mean}{gaps}", paint)
+
+
+def _evaluations(metric: str, at: Sequence[tuple[int, float]]) -> Drawing:
+    finite = [(step, value) for step, value in thinned(at, MOST_POINTS) if math.isfinite(value)]
+
+    def paint(ax: Any) -> None:
+        ax.plot([s for s, _ in finite], [v for _, v in finite], color=BLUE, marker="o", markersize=3.5)
+        drawing.plain_axis(ax.xaxis)
+        drawing.plain_axis(ax.yaxis)
+        ax.set(xlabel="step", ylabel=metric)
+        drawing.label_ends(ax, [(*finite[-1], figure(finite[-1][1]), BLUE)] if finite else [])
+
+    return draw(
+        "evaluation-" + "".join(c if c.isalnum() else "-" for c in metric),
+        metric,
+        "The value at each evaluation, over all workers.",
+        paint,
+    )
+
+
+def _step_times(rows: Sequence[Mapping[str, float]]) -> Drawing:
+    times = [(row["step"], 1e3 * row["step_time_s"], 1e3 * row["input_wait_s"]) for row in rows]
+    few = thinned(times, MOST_POINTS)
+    middle = statistics.median(t for _, t, _ in times)
+    waited = statistics.median(w for *_, w in times)
+    highest = sorted(t for _, t, _ in times)[max(0, math.ceil(0.99 * len(times)) - 1)]
+    top = max(1.15 * highest, 1.3 * middle)  # a hiccup must not flatten all others
+
+    def paint(ax: Any) -> None:
+        ax.plot(
+            [s for s, *_ in few],
+            [t for _, t, _ in few],
+            linestyle="",
+            marker="o",
+            markersize=2,
+            color=BLUE,
+            alpha=0.45,
+            markeredgewidth=0,
+        )
+        ax.plot(
+            [s for s, *_ in few],
+            [w for *_, w in few],
+            linestyle="",
+            marker="o",
+            markersize=2,
+            color=ORANGE,
+            alpha=0.45,
+            markeredgewidth=0,
+        )
+        ax.plot([times[0][0], times[-1][0]], [middle, middle], color=VERMILION, linewidth=1.3)
+        ax.set_ylim(0, top)
+        drawing.plain_axis(ax.xaxis)
+        drawing.plain_axis(ax.yaxis)
+        ax.set(xlabel="step", ylabel="step time in ms")
+        last = times[-1][0]
+        drawing.label_ends(
+            ax,
+            [
+                (last, middle, f"median {seconds(middle / 1e3)}", VERMILION),
+                (last, max(waited, 0.04 * middle), "input wait", ORANGE),
+            ],
+        )
+
+    over = sum(t > top for _, t, _ in times)
+    above = f" {over} {'step is' if over == 1 else 'steps are'} slower than the frame shows." if over else ""
+    drawn = f" {len(few)} of {len(times)} steps are drawn." if len(few) < len(times) else ""
+    return draw(
+        "step-times",
+        "Step times",
+        f"A dot for each step on rank 0, and below it how long it waited for its input.{above}{drawn}",
+        paint,
+    )
+
+
+def _throughput(rows: Sequence[Mapping[str, float]]) -> Drawing:
+    rates = [(row["step"], row["num_samples"] / row["step_time_s"]) for row in rows if row["step_time_s"] > 0]
+    few = _means(rates)
+
+    def paint(ax: Any) -> None:
+        ax.plot([s for s, _ in few], [r for _, r in few], color=BLUE, linewidth=1.4)
+        ax.set_ylim(0, 1.12 * max((r for _, r in few), default=1.0))
+        drawing.plain_axis(ax.xaxis)
+        drawing.plain_axis(ax.yaxis)
+        ax.set(xlabel="step", ylabel="samples/s of all workers")
+
+    return draw(
+        "throughput", "Throughput", "Samples of a step over its time; evaluations and checkpoints are not in it.", paint
+    )
+
+
+def _memory(record: RunRecord) -> Drawing:
+    peaks = [value / 2**20 for value in record.peak_memory_bytes]
+
+    def paint(ax: Any) -> None:
+        shown = peaks[:64]
+        ax.bar(range(len(shown)), shown, color=BLUE, width=0.62)
+        if len(shown) <= 8:
+            for rank, value in enumerate(shown):
+                ax.annotate(
+                    memory(value * 2**20),
+                    (rank, value),
+                    xytext=(0, 3),
+                    textcoords="offset points",
+                    ha="center",
+                    va="bottom",
+                    fontsize=8.5,
+                )
+        ax.set_ylim(0, 1.15 * max(shown, default=1.0) or 1.0)
+        drawing.plain_axis(ax.yaxis)
+        if len(shown) <= 16:
+            ax.set_xticks(range(len(shown)))
+        ax.set_xlim(-0.8, max(3.0, len(shown) - 0.2))
+        ax.grid(axis="x", visible=False)
+        ax.set(xlabel="rank", ylabel="peak memory in MiB")
+
+    left = f" The first 64 of {len(peaks)} workers." if len(peaks) > 64 else ""
+    return draw("memory", "Peak memory", f"Peak memory of each worker's process or device.{left}", paint)
+
+
+def _means(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most MOST_POINTS windows: (last step, mean) of each."""
+    size = math.ceil(len(points) / MOST_POINTS) if points else 1
+    windows = [points[i : i + size] for i in range(0, len(points), size)]
+    return [(window[-1][0], statistics.fmean(v for _, v in window)) for window in windows]
+
+
+def _of(evaluations: Mapping[str, Sequence[tuple[int, float]]], ending: str) -> dict[str, Sequence[tuple[int, float]]]:
+    return {name: at for name, at in sorted(evaluations.items()) if name.endswith(ending) and at}

@@ -1,0 +1,157 @@
+"""The report of a scaling study: a page, the figures as PNG and the points as CSV."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from scaleray.records.study import Conditions, Curve, StudyRecord
+from scaleray.reports.figures.study import noise_scale, study_drawings
+from scaleray.reports.page.page import Fact, Page, Section, write
+from scaleray.text.headlines import study_headline
+from scaleray.text.tables import Table, marks_of, sentence_case, study_tables
+from scaleray.text.units import count, figure, seconds
+
+
+def write_study_report(record: StudyRecord, folder: str | Path) -> list[Path]:
+    """Write report.html, points.csv and figures/ into the folder; returns their paths, report.html first."""
+    return write(study_page(record), folder, rows={"points": point_rows(record)})
+
+
+def study_page(record: StudyRecord) -> Page:
+    """The page of a study."""
+    verdicts = list(dict.fromkeys(sentence_case(curve.verdict) for curve in record.curves if curve.verdict))
+    sections = [
+        _section(record, curve, table) for curve, table in zip(record.curves, study_tables(record), strict=True)
+    ]
+    if record.noise:
+        sections.append(Section("Noise of the gradient", drawings=[noise_scale(record)]))
+    return Page(
+        kind="Scaling study",
+        name=record.name,
+        when=when(record.started_at, record.duration_s),
+        headline=study_headline(record),
+        verdicts=verdicts,
+        words=[word for word in dict.fromkeys(map(sentence_case, record.words)) if word not in verdicts],
+        marks=record.marks or sorted({m for c in record.curves for at in c.points for m in at.point.marks}),
+        figures=_facts(record),
+        sections=sections,
+        command=record.command,
+        facts=facts(record.conditions, record.config),
+        notes=where(record.mlflow_link, record.folder),
+    )
+
+
+def point_rows(record: StudyRecord) -> list[dict[str, Any]]:
+    """Every point with its figures in base units."""
+    rows = []
+    for curve in record.curves:
+        for at in curve.points:
+            p, to = at.point, at.point.to_target
+            rows.append(
+                {
+                    "mode": p.mode,
+                    "workers": p.workers,
+                    "strategy": p.strategy,
+                    "global_batch_size": p.global_batch_size,
+                    "micro_batch_size": p.micro_batch_size,
+                    "accumulation_steps": p.accumulation_steps,
+                    "steps_measured": sum(map(len, p.turns)),
+                    "turns": len(p.turns),
+                    **_with_interval("step_time_s", p.step_time_s),
+                    **_with_interval("samples_per_s", p.samples_per_s),
+                    "tokens_per_s": p.tokens_per_s.value if p.tokens_per_s else None,
+                    **_with_interval("speedup", at.speedup),
+                    **_with_interval("efficiency", at.efficiency),
+                    "compute_s": p.compute_s,
+                    "exposed_comm_s": p.exposed_comm_s,
+                    "input_wait_s": p.input_wait_s,
+                    "other_s": p.other_s,
+                    "comm_s": p.comm_s,
+                    "sent_bytes": p.sent_bytes,
+                    "mfu": p.mfu,
+                    "peak_memory_bytes": p.peak_memory_bytes,
+                    "cost_per_million_samples": p.cost_per_million_samples,
+                    "noise_scale": p.noise_scale,
+                    "target_reached": to.is_reached if to else None,
+                    "samples_to_target": to.samples if to and to.is_reached else None,
+                    "time_to_target_s": to.time_s if to and to.is_reached else None,
+                    "marks": ";".join(marks_of(at)),
+                    "reused_from": p.reused_from,
+                    "measured_at": p.measured_at,
+                    "run_id": p.run_id,
+                }
+            )
+    return rows
+
+
+def facts(conditions: Conditions, config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """What a figure depends on, by heading."""
+    hashes = {
+        "config": conditions.config_hash,
+        "code": conditions.code_hash,
+        "environment": conditions.environment_hash,
+        "topology": conditions.topology_hash,
+    }
+    return {"Topology": conditions.topology, "Environment": conditions.environment, "Hashes": hashes, "Config": config}
+
+
+def when(started_at: float, duration_s: float) -> str:
+    """The date in this machine's time zone, and how long it took."""
+    return f"{time.strftime('%Y-%m-%d %H:%M %Z', time.localtime(started_at))}, took {seconds(duration_s)}"
+
+
+def where(mlflow_link: str, folder: str) -> list[str]:
+    """Lines on where the record is, as plain text: a page that is passed on must not lead to a server."""
+    return ([f"MLflow: {mlflow_link}"] if mlflow_link else []) + ([f"Record: {folder}/record.json"] if folder else [])
+
+
+def _section(record: StudyRecord, curve: Curve, table: Table) -> Section:
+    drawings = study_drawings(record, curve) if curve.points else []
+    tables = [table, *([_fits(curve)] if curve.fits else [])]
+    return Section(f"{curve.mode.capitalize()} scaling", drawings=drawings, tables=tables)
+
+
+def _fits(curve: Curve) -> Table:
+    rows = []
+    for fit in curve.fits:
+        parameters = "; ".join(f"{name.replace('_', ' ')} {estimate}" for name, estimate in fit.parameters.items())
+        error = "not enough points" if fit.held_out_error is None else f"{fit.held_out_error:.1%}"
+        rows.append((fit.law + (" (chosen)" if fit.law == curve.best_law else ""), error, parameters))
+    note = "The law with the smallest error on points left out of its fit is drawn. In brackets the 95% interval."
+    return Table("Laws fitted to the curve", ("law", "held-out error", "parameters"), tuple(rows), (note,))
+
+
+def _facts(record: StudyRecord) -> list[Fact]:
+    found = []
+    for curve in record.curves:
+        if not curve.points:
+            continue
+        last = curve.points[-1]
+        at = f"at {last.point.workers} workers"
+        e = last.efficiency
+        found.append(
+            Fact(f"{curve.mode.capitalize()} efficiency {at}", f"{e.value:.0%}", f"{e.low:.0%} to {e.high:.0%}")
+        )
+        if curve.mode == "strong" or len(record.curves) == 1:
+            found.append(
+                Fact(
+                    f"Speed-up {at}", f"{last.speedup.value:.3g}×", f"{last.speedup.low:.3g} to {last.speedup.high:.3g}"
+                )
+            )
+            found.append(Fact("Throughput", count(last.point.samples_per_s.value), f"samples/s {at}"))
+            if last.point.cost_per_million_samples is not None:
+                found.append(
+                    Fact(
+                        "Million samples",
+                        f"{figure(last.point.cost_per_million_samples)} {record.currency}".strip(),
+                        at,
+                    )
+                )
+    return found
+
+
+def _with_interval(name: str, estimate: Any) -> dict[str, float]:
+    return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}

@@ -1,0 +1,1 @@
+"""What the terminal shows, live and at the end."""

@@ -1,0 +1,145 @@
+"""A run on the terminal: a line of fixed columns once an interval in a job's log, a live table where
+somebody watches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from scaleray.records.run import CheckpointRecord, EvaluationRecord, EventRecord, RunRecord, StepRecord, WorkerMessage
+
+
+class Terminal:
+    """Shows messages of one run. Use as a context: the live table ends with it.
+
+    interval_s: seconds between two lines.
+    """
+
+    def __init__(self, console: Console, *, interval_s: float) -> None:
+        self.console, self.interval_s = console, interval_s
+        self.total_steps = 0
+        self._live: Live | None = None
+        self._printed_at = time.monotonic() - interval_s
+        self._window: list[StepRecord] = []
+        self._metrics: dict[str, float] = {}
+
+    def __enter__(self) -> Terminal:
+        if self.console.is_terminal:
+            self._live = Live(console=self.console, refresh_per_second=4)
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def say(self, text: str) -> None:
+        """Print one plain line."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def expect_steps(self, total_steps: int) -> None:
+        """Set the number of steps of the whole training."""
+        self.total_steps = total_steps
+
+    def show(self, messages: Sequence[WorkerMessage]) -> None:
+        """Show messages that arrived together; steps are kept until the interval is over."""
+        for message in messages:
+            if isinstance(message, StepRecord):
+                self._window.append(message)
+            elif isinstance(message, EvaluationRecord):
+                self._metrics = message.metrics
+                if self._live is None:
+                    values = " | ".join(f"{k} {v:.4g}" for k, v in sorted(message.metrics.items()))
+                    self.say(f"{_progress(message.step, self.total_steps)} | {values}")
+            elif isinstance(message, CheckpointRecord):
+                written, total = message.bytes_written / 2**20, message.total_bytes / 2**20
+                self.say(
+                    f"{_progress(message.step, self.total_steps)} | checkpoint | "
+                    f"{written:.1f} of {total:.1f} MiB written in {message.duration_s:.1f} s, "
+                    f"training waited {message.stall_s * 1000:.0f} ms"
+                )
+            elif isinstance(message, EventRecord):
+                self.say(f"{message.kind}: {message.text}")
+        if not self._window:
+            return
+        is_edge = self._window[0].step == 1 or self._window[-1].step == self.total_steps
+        if is_edge or time.monotonic() - self._printed_at >= self.interval_s:
+            self._print_steps()
+
+    def _print_steps(self) -> None:
+        window, self._window = self._window, []
+        self._printed_at = time.monotonic()
+        if self._live is not None:
+            self._live.update(self._table(window))
+        else:
+            self.say(step_line(window, self.total_steps))
+
+    def _table(self, window: list[StepRecord]) -> Table:
+        last, seconds, rate, wait = _figures(window)
+        table = Table(title=f"step {last.step}/{self.total_steps or '?'}", min_width=48)
+        table.add_column("quantity")
+        table.add_column("value", justify="right")
+        rows: dict[str, Any] = {
+            "loss": f"{last.loss:.4f}",
+            "learning rate": f"{last.learning_rate:.3g}",
+            "epoch": f"{last.epoch:.2f}",
+            "step time": f"{1000 * seconds:.1f} ms",
+            "throughput": f"{_short(rate)} samples/s",
+            "input wait": f"{wait:.1%}",
+            **{name: f"{value:.4g}" for name, value in sorted(self._metrics.items())},
+        }
+        for name, value in rows.items():
+            table.add_row(name, value)
+        return table
+
+
+def step_line(window: list[StepRecord], total_steps: int) -> str:
+    """One line in fixed columns for the steps since the last line."""
+    last, seconds, rate, wait = _figures(window)
+    norm = f" | grad {last.grad_norm:8.3g}" if last.grad_norm is not None else ""
+    finite = "" if all(r.is_finite for r in window) else " | not finite, skipped"
+    return (
+        f"{_progress(last.step, total_steps)} | loss {last.loss:8.4f} | lr {last.learning_rate:.2e} | "
+        f"{1000 * seconds:7.1f} ms | {_short(rate):>6} samples/s | input {wait:5.1%}{norm}{finite}"
+    )
+
+
+def final_lines(record: RunRecord) -> list[str]:
+    """The verdict, where to look in MLflow, and where the record is."""
+    metrics = "".join(f" | {name} {value:.4g}" for name, value in sorted(record.metrics.items()))
+    speed = f" | {_short(record.samples_per_s)} samples/s" if record.samples_per_s else ""
+    lines = [f"{record.verdict}: {record.steps} steps in {record.total_time_s:.0f} s{speed}{metrics}"]
+    if not record.tracking_uri.startswith("http"):
+        lines.append(f"MLflow:  scaleray tracking ui --uri {record.tracking_uri}   then open {record.mlflow_link}")
+    else:
+        lines.append(f"MLflow:  {record.mlflow_link}")
+    lines.append(f"record:  {record.run_dir}/record.json")
+    return lines
+
+
+def _figures(window: list[StepRecord]) -> tuple[StepRecord, float, float, float]:
+    """(last step, mean step time in s, samples per s, share of time waiting for input)."""
+    seconds = sum(r.step_time_s for r in window) or 1e-9
+    return (
+        window[-1],
+        seconds / len(window),
+        sum(r.num_samples for r in window) / seconds,
+        sum(r.input_wait_s for r in window) / seconds,
+    )
+
+
+def _progress(step: int, total_steps: int) -> str:
+    width = len(str(total_steps or step))
+    return f"step {step:>{width}}/{total_steps or '?'}"
+
+
+def _short(value: float) -> str:
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.3g}{suffix}"
+    return f"{value:.3g}"

@@ -1,0 +1,120 @@
+"""Trace of a run: what is kept of it, step by step, to compare it with another.
+
+A run leaves losses, norms, learning rates and rows of every step, and for every parameter a signature instead of its
+values, so that large models need little memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """Record of one optimizer step. Arrays over parameters are in the order of `Trace.names`."""
+
+    step: int
+    """Number of the step, from 1."""
+    loss: float
+    count: float
+    grad_norm: float
+    """Global norm before clipping, computed from the full gradients."""
+    used_norm: float | None
+    """Norm that the step itself took, for clipping and for its record."""
+    updates: tuple[tuple[float, ...], ...]
+    """Learning rates of all parameter groups, once for every update that the optimizer made."""
+    rows: np.ndarray
+    """Digest of every row of the global batch, in order, uint64 (num_rows,)."""
+    gradients: np.ndarray
+    """Signatures (parameters, 4) of the gradient that counts, synchronised and not yet clipped."""
+    parameters: np.ndarray
+    """Signatures (parameters, 4) of the parameters after the step."""
+    gradient_spread: np.ndarray
+    """Largest relative difference between two ranks' gradients, (parameters,)."""
+    parameter_spread: np.ndarray
+    gradient_formats: tuple[str, ...]
+    """Number format of fewest digits that holds every value of the gradient, by parameter;
+    "" for a wide one or for zeros."""
+    draws_random_numbers: bool
+    shares_random_state: bool
+    """Whether two ranks began the step with the same state of the random generator."""
+    changes_buffers: bool
+    rows_agree: bool = True
+    """Whether the workers of one replica had the same rows."""
+    used_norms: tuple[float | None, ...] = ()
+    """Value of `used_norm` on every rank."""
+    due_factor: float | None = None
+    """Factor of the schedule in this step, as it follows from the config alone."""
+    draws: tuple[tuple[tuple[str, bytes], ...], ...] = ()
+    """Layers that drew dropout masks, by rank, each with the state of the generator that it drew from."""
+    num_pieces: tuple[int, ...] = ()
+    """Number of micro-batches with rows, by rank."""
+    replicas: Replicas | None = None
+    """Values of each replica, where replicas differ; else None."""
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Record of one step of replicas that train apart. Signatures are (ranks, parameters, 4)."""
+
+    before: np.ndarray
+    """Signatures of the parameters before the optimizer's update."""
+    updated: np.ndarray
+    """Signatures of the parameters after the optimizer's update, before ranks communicate."""
+    after: np.ndarray
+    """Signatures of the parameters when the step is over."""
+    state_spread: float
+    """Largest relative difference between two ranks' state of the optimizer, when the step is over."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """State of a training right after it was loaded from a checkpoint of `step`, or when that was saved. parameters:
+    signatures (parameters, 4); state: signatures of the optimizer's tensors, by name."""
+
+    step: int
+    parameters: np.ndarray
+    state: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Record of a run, kept for comparison."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    initial: np.ndarray
+    """Signatures (parameters, 4) of the parameters before the first step."""
+    steps: tuple[StepTrace, ...]
+    final: Mapping[str, np.ndarray]
+    """Parameters and buffers after the last step, in full; empty for a model too large for that."""
+    clip_norm: float | None = None
+    loss_dtype: str = ""
+    quieted: tuple[str, ...] = ()
+    """Parts that were switched off in the model: `dropout`, `BatchNorm`, `everything` for evaluation mode."""
+    evaluations: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """Metrics by the number of steps before them; on rank 0."""
+    saved: Restored | None = None
+    """State after the step at which the run was saved; None where it was not."""
+    restored: Restored | None = None
+    """State at the beginning of a run that was resumed; None for any other."""
+    parameter_formats: tuple[str, ...] = ()
+    """Number formats of the parameters after the last step, like `gradient_formats`."""
+    base_rates: tuple[float, ...] = ()
+    """Learning rates of all parameter groups without the schedule's factor."""
+
+    def step(self, number: int) -> StepTrace:
+        """The step of this number, from 1."""
+        return next(step for step in self.steps if step.step == number)
+
+    def continued_by(self, later: Trace) -> Trace:
+        """Joint trace of a run and its resumption: for steps done twice, and for the end, the later trace counts."""
+        first = later.steps[0].step if later.steps else math.inf
+        steps = (*(step for step in self.steps if step.step < first), *later.steps)
+        evaluations = {**self.evaluations, **later.evaluations}
+        return dataclasses.replace(later, initial=self.initial, steps=steps, evaluations=evaluations, saved=self.saved)

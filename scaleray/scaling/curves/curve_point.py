@@ -1,0 +1,144 @@
+"""Points of a curve from the turns of a rung: the steady steps, where their time goes, and what they cost."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scaleray.errors import RunFailedError
+from scaleray.records.study import Mode, NoiseCourse, Point, ToTarget, Turn
+from scaleray.records.workload_profile import ImpossibleUtilisation, mfu
+from scaleray.scaling.curves.efficiency import median_step_time, throughput
+from scaleray.scaling.curves.steady_state import steady_state
+from scaleray.scaling.recipe.values import Recipe
+
+NOT_STEADY = "not steady"
+"""Mark of a point whose turns drift, or have too few steps to tell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prices:
+    """Prices and peaks that turn measurements into cost and MFU; None where one is not known.
+
+    peak_flops: peak of one worker, in FLOP/s.
+    """
+
+    per_worker_hour: float | None = None
+    peak_flops: float | None = None
+    flops_per_sample: float | None = None
+
+
+@dataclass(frozen=True)
+class Split:
+    """Where the time of a turn's steps goes, as shares that add up to 1. comm: None where it is part of compute."""
+
+    compute: float
+    comm: float | None
+    input: float
+    other: float
+
+
+def as_point(
+    mode: Mode,
+    workers: int,
+    recipe: Recipe,
+    turns: Sequence[Turn],
+    *,
+    period: int = 1,
+    tokens_per_sample: int | None = None,
+    prices: Prices | None = None,
+    marks: Sequence[str] = (),
+    to_target: ToTarget | None = None,
+    noise: NoiseCourse | None = None,
+    reused_from: str | None = None,
+) -> Point:
+    """The point that these turns measured. period: steps after which they repeat; each period counts by its mean.
+
+    A point half of whose turns are not steady is marked. Raises RunFailedError for an MFU over 100 %, which no device
+    has.
+    """
+    prices = prices or Prices()
+    kept, firsts, unsteady = [], [], 0
+    for turn in turns:
+        times = periods(turn.step_times_s, period)
+        found = steady_state(times)
+        kept.append(times[found.first :])
+        firsts.append(found.first * period)
+        unsteady += not found.is_steady
+    step_time = median_step_time(kept)
+    samples_per_s = throughput(kept, samples_per_step=recipe.global_batch_size)
+    shares = [split(statistics.median(times), turn, workers) for times, turn in zip(kept, turns, strict=True)]
+    compute, other = (statistics.fmean(getattr(s, name) for s in shares) for name in ("compute", "other"))
+    wait = statistics.fmean(s.input for s in shares)
+    talking = [s.comm for s in shares if s.comm is not None]
+    comm_times = [turn.comm_s for turn in turns if turn.comm_s is not None]
+    t = step_time.value
+    return Point(
+        mode=mode,
+        workers=workers,
+        strategy=recipe.strategy,
+        global_batch_size=recipe.global_batch_size,
+        micro_batch_size=recipe.micro_batch_size,
+        accumulation_steps=recipe.accumulation_steps,
+        turns=kept,
+        rounds=[turn.round_name for turn in turns],
+        num_warmup_steps=max(firsts),
+        step_time_s=step_time,
+        samples_per_s=samples_per_s,
+        tokens_per_s=throughput(kept, samples_per_step=recipe.global_batch_size * tokens_per_sample)
+        if tokens_per_sample
+        else None,
+        compute_s=compute * t,
+        exposed_comm_s=statistics.fmean(talking) * t if len(talking) == len(shares) else None,
+        input_wait_s=wait * t,
+        other_s=other * t,
+        comm_s=statistics.median(comm_times) if comm_times else (0.0 if workers == 1 else None),
+        sent_bytes=statistics.fmean(turn.sent_bytes for turn in turns),
+        mfu=_mfu(samples_per_s.value, workers, prices),
+        peak_memory_bytes=max(turn.peak_memory_bytes for turn in turns),
+        cost_per_million_samples=cost_per_million_samples(samples_per_s.value, workers, prices.per_worker_hour),
+        noise_scale=noise.scale if noise else None,
+        noise=noise,
+        to_target=to_target,
+        marks=[*marks, *([NOT_STEADY] if 2 * unsteady >= len(turns) else [])],
+        reused_from=reused_from,
+        measured_at=max(turn.measured_at for turn in turns),
+    )
+
+
+def periods(times: Sequence[float], period: int) -> list[float]:
+    """Means of consecutive groups of `period` steps; steps at the start that do not fill a group are left out."""
+    first = len(times) % period
+    return [statistics.fmean(times[start : start + period]) for start in range(first, len(times), period)]
+
+
+def split(step_time_s: float, turn: Turn, workers: int) -> Split:
+    """Shares of a step's time. Computing is what the same work takes alone; `other` is what it takes longer on the
+    slowest worker of a step; communication is what is left."""
+    wait = min(1.0, max(0.0, turn.input_share))
+    rest = 1.0 - wait
+    if turn.alone_s is None:
+        return Split(rest, 0.0 if workers == 1 else None, wait, 0.0)
+    compute = min(rest, turn.alone_s / step_time_s)
+    slowest = max(turn.alone_s, turn.slowest_alone_s or 0.0) / step_time_s
+    other = min(rest - compute, slowest - turn.alone_s / step_time_s)
+    return Split(compute, rest - compute - other, wait, other)
+
+
+def cost_per_million_samples(samples_per_s: float, workers: int, price_per_worker_hour: float | None) -> float | None:
+    """Cost of a million samples, in the unit of the price; None without a price."""
+    return None if price_per_worker_hour is None else price_per_worker_hour * workers / 3600 * 1e6 / samples_per_s
+
+
+def _mfu(samples_per_s: float, workers: int, prices: Prices) -> float | None:
+    if not prices.peak_flops or not prices.flops_per_sample:
+        return None
+    try:
+        return mfu(
+            prices.flops_per_sample * samples_per_s, time_s=1.0, peak_flops_per_s=prices.peak_flops, num_devices=workers
+        )
+    except ImpossibleUtilisation as exc:
+        raise RunFailedError(
+            f"{exc}. Correct study.peak_tflops, which is the peak of one worker; the turns are kept"
+        ) from exc

@@ -1,0 +1,1 @@
+"""The gradient noise scale, and what it says about batch sizes."""

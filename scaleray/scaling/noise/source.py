@@ -1,0 +1,102 @@
+"""Choice of the gradients that a run measures its noise from: two batch sizes must be seen, of which the
+larger is the step's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from scaleray.config import RunConfig
+from scaleray.config.strategy import traits_of
+from scaleray.errors import ConfigError
+
+Way = Literal["workers", "first micro-batch", "consecutive steps"]
+
+ROUNDING = ("none", "fp16", "bf16")
+"""Compressions after which the mean gradient is still the mean, but for rounding."""
+
+
+@dataclass(frozen=True)
+class NoiseWay:
+    """Method by which a run measures its gradient noise.
+
+    way: the gradients that noise is measured from; None: noise is not measured. why: reason why no better method was
+    chosen.
+    """
+
+    way: Way | None
+    why: str = ""
+
+    def __str__(self) -> str:
+        """The method as text, `noise scale: from ...`, or why noise is not measured."""
+        text = {
+            "workers": "from the workers' gradients before they meet",
+            "first micro-batch": "from the first micro-batch of a step",
+            "consecutive steps": "from consecutive steps, which makes it too small where the learning rate is high",
+        }.get(self.way or "", "not measured")
+        return f"noise scale: {text}{f' ({self.why})' if self.why else ''}"
+
+
+def noise_way(config: RunConfig, strategy: str, *, data_size: int, accumulation_steps: int) -> NoiseWay:
+    """Method by which a run of this strategy measures its gradient noise. data_size: shares of a global batch."""
+    measure = config.noise_scale.measure
+    if measure is False:
+        return NoiseWay(None)
+    if never := _why_never(config, strategy):
+        return NoiseWay(None, never)
+    workers = _why_not_from_workers(config, strategy, data_size)
+    if not workers:
+        return NoiseWay("workers")
+    first = _why_not_from_micro_batches(config, strategy, data_size, accumulation_steps)
+    if not first:
+        return NoiseWay("first micro-batch")
+    return NoiseWay(None if measure == "auto" else "consecutive steps", f"{workers}; {first}")
+
+
+def check_noise_scale(config: RunConfig, strategy: str, *, data_size: int, accumulation_steps: int) -> None:
+    """Raise ConfigError where `noise_scale.measure: true` cannot be done."""
+    if config.noise_scale.measure is not True:
+        return
+    found = noise_way(config, strategy, data_size=data_size, accumulation_steps=accumulation_steps)
+    if found.way is None:
+        raise ConfigError("noise_scale.measure", True, found.why, "leave it out, or measure under --strategy.name ddp")
+
+
+def _why_not_from_workers(config: RunConfig, strategy: str, data_size: int) -> str:
+    if not traits_of(strategy).sums_gradients:
+        return {"single": "one worker", "tensor": "under tensor the workers of a replica see the same samples"}.get(
+            strategy, f"under {strategy} gradients do not meet"
+        )
+    if data_size < 2:
+        return "one worker"
+    if strategy == "fsdp" and config.noise_scale.preconditioned:
+        return "under fsdp no worker has the second moments of a whole gradient"
+    return ""
+
+
+def _why_not_from_micro_batches(config: RunConfig, strategy: str, data_size: int, accumulation_steps: int) -> str:
+    if accumulation_steps < 2:
+        return "no accumulation"
+    if strategy == "tensor" and data_size > 1:
+        return "under tensor with replicas gradients lie whole in FSDP's hands until the last micro-batch"
+    if strategy == "fsdp" and config.fsdp.accumulate == "whole":
+        return "fsdp.accumulate whole keeps gradients until the last micro-batch"
+    return ""
+
+
+def _why_never(config: RunConfig, strategy: str) -> str:
+    """Reason why no method works, or "": something makes gradients differ before and after they meet, or hides them."""
+    settings = config.noise_scale
+    if settings.preconditioned and config.optimizer.name not in ("adamw", "lamb"):
+        return f"noise_scale.preconditioned is true, and {config.optimizer.name} divides by no second moment"
+    if traits_of(strategy).reduces_by_ddp and config.compression.name not in ROUNDING:
+        return f"compression.name {config.compression.name} sends something else than the mean gradient"
+    if config.pruning.method != "none":
+        return f"pruning.method {config.pruning.method} masks gradients after they have met"
+    if settings.preconditioned and strategy == "zero1":
+        return "under zero1 no worker has the second moments of all parameters"
+    if settings.preconditioned and strategy == "tensor":
+        return "under tensor second moments and gradients are laid out in several ways"
+    if strategy == "pipeline":
+        return "under pipeline the gradients of micro-batches and of tied weights lie on several workers at a time"
+    return ""

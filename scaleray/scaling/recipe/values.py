@@ -1,0 +1,93 @@
+"""What a recipe is: every value that follows from a config and the size of its data, and how it was derived."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from scaleray.config import RunConfig
+from scaleray.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DataSize:
+    """Size of the training split. tokens_per_sample: None when samples are not sequences of one length."""
+
+    num_samples: int
+    tokens_per_sample: int | None = None
+
+    def tokens_of(self, key: str) -> int:
+        """Tokens of a sample. Raises ConfigError, in the name of `key`, where samples have no fixed number."""
+        if self.tokens_per_sample is None:
+            raise ConfigError(key, "tokens", "this data has no fixed number of tokens per sample", "count in samples")
+        return self.tokens_per_sample
+
+    def largest_batch(self, config: RunConfig) -> int:
+        """The largest global batch that the data can fill, in the unit of `batch.global_size`."""
+        samples = self.num_samples // config.scale.max_workers * config.scale.max_workers
+        return samples * (self.tokens_per_sample or 1) if config.batch.unit == "tokens" else samples
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The derived values. Batch sizes are samples; steps are optimizer steps."""
+
+    global_batch_size: int
+    per_worker_batch_size: int
+    micro_batch_size: int
+    evaluation_micro_batch_size: int
+    accumulation_steps: int
+    steps_per_epoch: int
+    total_steps: int
+    warmup_steps: int
+    schedule_steps: int
+    evaluate_every_steps: int | None
+    checkpoint_every_steps: int | None
+    keep_checkpoint_every_steps: int | None
+    learning_rate: float
+    betas: tuple[float, float]
+    epsilon: float
+    strategy: str
+    model_parallel_size: int = 1
+    worker_shares: tuple[int, ...] | None = None
+    """Samples of a full global batch for each worker; None: equal shares, at least at first."""
+    measure_shares_every_steps: int | None = None
+    """Steps between two measurements of the workers' speed, after which shares may change; None: they do not change."""
+    parameter_dtype: str | None = None
+    """dtype in which sharded parameters are gathered and used; None: nothing is sharded, or in the parameters' own."""
+    explanations: dict[str, str] = dataclasses.field(default_factory=dict)
+    """How each value was derived, by name."""
+
+    def values(self) -> dict[str, Any]:
+        """The derived values without their explanations."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if k != "explanations"}
+
+
+def with_micro_size(recipe: Recipe, size: int, *, why: str) -> Recipe:
+    """The recipe with smaller micro-batches, more of which make the same global batch. Evaluations use the same size
+    where they did before."""
+    follows = recipe.evaluation_micro_batch_size == recipe.micro_batch_size
+    return dataclasses.replace(
+        recipe,
+        micro_batch_size=size,
+        accumulation_steps=math.ceil(recipe.per_worker_batch_size / size),
+        evaluation_micro_batch_size=size if follows else recipe.evaluation_micro_batch_size,
+        explanations={
+            **recipe.explanations,
+            "micro_batch_size": why,
+            "accumulation_steps": f"{recipe.per_worker_batch_size} per worker / {size}",
+        },
+    )
+
+
+def largest_divisor(of: int, *, at_most: int) -> int | None:
+    """The largest divisor of `of` that is no larger than `at_most`; None where there is none."""
+    return next((d for d in range(min(of, at_most), 0, -1) if of % d == 0), None)
+
+
+def nearest_multiples(value: int, of: int) -> list[int]:
+    """The multiples of `of` next to `value`, at least `of`: what to suggest when `value` does not divide."""
+    below = value // of * of
+    return sorted({max(of, below), below + of})

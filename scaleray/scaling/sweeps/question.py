@@ -1,0 +1,166 @@
+"""What a user asks of a sweep: the space of its trials, how they are searched, scheduled and judged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from scaleray.config import Duration, RunConfig
+from scaleray.config.optimizer import OptimizerSettings
+from scaleray.errors import ConfigError
+from scaleray.parsing import load_yaml
+from scaleray.scaling.recipe.lr_rules import RULES
+from scaleray.scaling.sweeps.search_space import (
+    BATCH_SIZE,
+    LEARNING_RATE,
+    OPTIMIZER,
+    RULE,
+    SEED,
+    WARMUP,
+    Space,
+    parse_names,
+    parse_rates,
+    parse_sizes,
+)
+
+Scheduler = Literal["fifo", "asha", "hyperband", "median", "pbt"]
+Search = Literal["random", "grid", "optuna"]
+OPTIONS = {
+    BATCH_SIZE: "--batch-sizes",
+    RULE: "--rules",
+    OPTIMIZER: "--optimizers",
+    WARMUP: "--warmups",
+    LEARNING_RATE: "--learning-rates",
+}
+"""Keys that have a command-line option of their own, with its name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepQuestion:
+    """What the user asks for. metric: metric and direction, such as `val/loss min`; None: the target's metric, or else
+    the first split's loss.
+
+    batch_sizes_are_listed: the batch sizes were written out one by one, so that one which does not fit is a slip.
+    num_trials: number of combinations, each of which runs with every seed.
+    """
+
+    space: Space
+    search: Search = "random"
+    scheduler: Scheduler = "fifo"
+    num_trials: int | None = None
+    workers_per_trial: int = 1
+    metric: str | None = None
+    batch_sizes_are_listed: bool = False
+    guided_share: float | None = None
+    """Largest share of the grid's samples for a guided sweep, which runs only the trials that are worth it; None: not
+    guided."""
+
+
+def question_of(
+    config: RunConfig,
+    *,
+    batch_sizes: str | None = None,
+    rules: str | None = None,
+    learning_rates: str | None = None,
+    optimizers: str | None = None,
+    warmups: str | None = None,
+    vary: Sequence[str] = (),
+    seeds: int = 1,
+    trials: int | None = None,
+    workers_per_trial: int | None = None,
+    search: Search = "random",
+    scheduler: Scheduler = "fifo",
+    metric: str | None = None,
+    guided_share: float | None = None,
+) -> SweepQuestion:
+    """The question that the command's options ask. Keys that are not varied stay as the config says. Raises
+    ConfigError."""
+    for option, number in (("--trials", trials), ("--seeds", seeds), ("--workers-per-trial", workers_per_trial)):
+        if number is not None and number < 1:
+            raise ConfigError(option, number, "it must be at least 1")
+    optimizer_names = get_args(OptimizerSettings.model_fields["name"].annotation)
+    choices: dict[str, tuple[Any, ...]] = {
+        BATCH_SIZE: parse_sizes("--batch-sizes", batch_sizes) if batch_sizes else (config.batch.global_size,),
+        RULE: parse_names("--rules", rules, tuple(RULES)) if rules else (config.optimizer.rule,),
+        OPTIMIZER: parse_names("--optimizers", optimizers, optimizer_names) if optimizers else (config.optimizer.name,),
+        WARMUP: _durations(warmups) if warmups else (str(config.schedule.warmup),),
+        **dict(map(_varied, vary)),
+    }
+    rates = parse_rates("--learning-rates", learning_rates) if learning_rates else (config.optimizer.learning_rate,)
+    if guided_share is not None:
+        if not 0 < guided_share <= 1:
+            raise ConfigError(
+                "--guided-share", guided_share, "it is a share of the grid's samples, above 0 and at most 1"
+            )
+        if search == "optuna":
+            raise ConfigError("--search", search, "a guided sweep chooses among the trials of a grid", "leave it out")
+        search = "grid"
+    space = Space(choices, rates, num_seeds=seeds, first_seed=config.seed)
+    if search == "grid" and not space.is_finite:
+        raise ConfigError(
+            "--search",
+            "grid",
+            "a range of learning rates has no grid",
+            "give learning rates as a list, or use --search random",
+        )
+    if search == "optuna" and trials is None:
+        raise ConfigError("--trials", None, "Optuna goes on suggesting for ever", "say how many, such as --trials 24")
+    if scheduler == "pbt" and seeds > 1:
+        raise ConfigError(
+            "--seeds", seeds, "a population's trials take over each other's weights", "leave it out with pbt"
+        )
+    if workers_per_trial is None and config.scale.is_elastic:
+        raise ConfigError(
+            "scale.workers",
+            str(config.scale.workers),
+            "trials have a fixed number of workers",
+            "such as --workers-per-trial 2",
+        )
+    return SweepQuestion(
+        space=space,
+        search=search,
+        scheduler=scheduler,
+        num_trials=trials,
+        metric=metric,
+        workers_per_trial=workers_per_trial or config.scale.max_workers,
+        batch_sizes_are_listed=batch_sizes is not None and ".." not in batch_sizes,
+        guided_share=guided_share,
+    )
+
+
+def _durations(text: str) -> tuple[str, ...]:
+    found = []
+    for word in text.split(","):
+        try:
+            found.append(str(Duration.parse(word)))
+        except ValueError as exc:
+            raise ConfigError("--warmups", word.strip(), str(exc)) from None
+    return tuple(dict.fromkeys(found))
+
+
+def _varied(text: str) -> tuple[str, tuple[Any, ...]]:
+    """Split `key=v1,v2` into a key and its values, which are read as in a YAML file: `[0.9, 0.99]` is one value."""
+    key, equals, given = text.partition("=")
+    key = key.strip().removeprefix("--").replace("-", "_")
+    example = "such as --vary optimizer.weight_decay=0,0.01"
+    if not equals or not key or not given.strip():
+        raise ConfigError("--vary", text, "a key and its values are needed", example)
+    if key in OPTIONS:
+        raise ConfigError("--vary", text, f"{key} has an option of its own", f"use {OPTIONS[key]}")
+    if key in (SEED, "scale.workers"):
+        raise ConfigError("--vary", text, f"{key} has an option of its own", "use --seeds or --workers-per-trial")
+    try:
+        values = load_yaml(f"[{given}]")
+    except ValueError:
+        raise ConfigError("--vary", text, "its values cannot be read", example) from None
+    unique = [value for number, value in enumerate(values) if value not in values[:number]]
+    return key, tuple(_number(value) for value in unique)
+
+
+def _number(value: Any) -> Any:
+    """The value as a number where it is one, such as `1e-4`, which YAML takes for text."""
+    try:
+        return float(value) if isinstance(value, str) and any(c.isdigit() for c in value[:2]) else value
+    except ValueError:
+        return value

@@ -1,0 +1,164 @@
+"""Messages and sums between workers that are under way while training goes on, and the limit on their number.
+
+A worker waits when it has more under way than it may, and only then: that bounds how far it is ahead of the slowest of
+those it hears from. Used by strategies.gossip and strategies.async_sgd.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Generic, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from scaleray.config import RunConfig
+from scaleray.strategies.apart.replicas import Replicas
+from scaleray.strategies.contract.parallel import Parallel, Tensors
+
+Payload = TypeVar("Payload")
+BESIDE_TRAINING = "exchanges beside the training"
+"""Description of process groups whose operations may be under way for several steps, and so have their own timeout."""
+
+
+class Arrival:
+    """Operations of torch.distributed that are under way. An empty list is an exchange that has arrived already, as one
+    from a checkpoint has."""
+
+    def __init__(self, works: Sequence[dist.Work], *, is_watched: bool = False) -> None:
+        self._works = list(works)
+        self._error: BaseException | None = None
+        self._is_watched = is_watched and bool(self._works)
+        if self._is_watched:
+            self._thread = threading.Thread(target=self._watch, name="scaleray-arrival", daemon=True)
+            self._thread.start()
+
+    def has_come(self) -> bool:
+        """Whether all operations are complete, without waiting."""
+        return not self._thread.is_alive() if self._is_watched else all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        """Wait until all operations are complete. Raises torch's error when a peer is gone."""
+        if self._is_watched:
+            self._thread.join()
+        else:
+            self._wait_all()
+        if self._error is not None:  # kept: whoever asks again must not take what never came
+            raise self._error
+
+    def _watch(self) -> None:
+        try:
+            self._wait_all()
+        except BaseException as exc:  # for the training thread, which meets it when it takes this arrival
+            self._error = exc
+
+    def _wait_all(self) -> None:
+        while self._works:  # each once: gloo would wait for another message the second time
+            self._works[0].wait()
+            self._works.pop(0)
+
+
+class Outstanding(Generic[Payload]):
+    """Exchanges in the order in which they began. `take` is called once for each, in that order.
+
+    most: largest number under way when a step ends; with 0 every one is waited for. in_order_of_time: take each as soon
+    as it has arrived; otherwise exactly `most` steps late, which makes a run repeatable.
+    """
+
+    def __init__(self, take: Callable[[Payload], None], *, most: int, in_order_of_time: bool) -> None:
+        self._take, self._most, self._early = take, most, in_order_of_time
+        self._queue: deque[tuple[Payload, Arrival]] = deque()
+
+    def add(self, payload: Payload, arrival: Arrival) -> None:
+        """Append an exchange that has begun."""
+        self._queue.append((payload, arrival))
+
+    def take_arrived(self) -> None:
+        """Take the exchanges that are due or have arrived."""
+        while self._queue and (len(self._queue) > self._most or (self._early and self._queue[0][1].has_come())):
+            self._take_first()
+
+    def take_all(self) -> None:
+        """Wait for all exchanges and take them."""
+        while self._queue:
+            self._take_first()
+
+    def wait_all(self) -> list[Payload]:
+        """Payloads of all exchanges under way, once they have arrived; none is taken."""
+        for _, arrival in self._queue:
+            arrival.wait()
+        return [payload for payload, _ in self._queue]
+
+    def _take_first(self) -> None:
+        payload, arrival = self._queue[0]
+        arrival.wait()
+        self._queue.popleft()
+        self._take(payload)
+
+
+class Exchange(Protocol):
+    """Communication beside the training of replicas that are always apart."""
+
+    sent_bytes: float
+
+    def before_step(self, step: int) -> None:
+        """Begin step `step`, counted from 1."""
+
+    def step(self, step: int) -> None:
+        """Send, and take in what is due, after the optimizer's step."""
+
+    def meet(self) -> None:
+        """Meet the other replicas, right after the consensus distance was measured. Collective."""
+
+    def state(self) -> Tensors:
+        """State of this worker, with what is under way to it. Collective."""
+
+    def load_state(self, saved: Tensors) -> None:
+        """Restore what `state` returned."""
+
+    def wait(self) -> None:
+        """Wait until nothing is under way any more, taken or not. Collective."""
+
+
+def always_apart(replicas: Replicas, exchange: Exchange, group: dist.ProcessGroup, config: RunConfig) -> Parallel:
+    """Strategy of replicas that take every step alone and meet every `gossip.meet_every` steps.
+    group: the exchange's."""
+    meet_every = config.gossip.meet_every
+
+    def after_update(step: int) -> None:
+        exchange.step(step)
+        if step % meet_every == 0:
+            replicas.consensus_distance()
+            exchange.meet()
+
+    def close() -> None:
+        for parameter in replicas.model.parameters():
+            parameter.grad = None
+        exchange.wait()
+        dist.destroy_process_group(group)
+
+    return replicas.parallel(
+        close=close,
+        before_step=exchange.before_step,
+        after_update=after_update,
+        is_local=lambda step: True,
+        meets=lambda step: step % meet_every == 0,
+        state=exchange.state,
+        load_state=exchange.load_state,
+        bytes_sent=lambda: replicas.sent_bytes + exchange.sent_bytes,
+    )
+
+
+def group_for_exchanges(group: dist.ProcessGroup, config: RunConfig, *, most: int) -> dist.ProcessGroup:
+    """Process group of the same ranks, for what is under way beside the collectives of `group`.
+    Collective over all processes."""
+    # an exchange may be under way for as many steps, each of which may take as long
+    timeout = timedelta(seconds=config.scale.collective_timeout_s * (1 + most))
+    return dist.new_group(dist.get_process_group_ranks(group), timeout=timeout, group_desc=BESIDE_TRAINING)
+
+
+def must_be_watched(group: dist.ProcessGroup) -> bool:
+    """Whether messages between two ranks need a thread that waits for them: gloo's never say that they are complete."""
+    return str(dist.get_backend(group)) == "gloo"

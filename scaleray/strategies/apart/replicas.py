@@ -1,0 +1,192 @@
+"""Replicas of a model that train apart: their mean, and how far they are from it.
+
+Used by every strategy in which ranks hold different values of the same parameters. Each replica counts the same in a
+mean, whatever its share of the samples was. Frozen parameters never change, so that they are not sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from scaleray.metric_names import CONSENSUS_DISTANCE
+from scaleray.strategies.contract.parallel import Parallel
+from scaleray.strategies.contract.weight_shares import WeightShare, whole
+
+
+class Replicas:
+    """This rank's replica, one of those of `group`. Everything here is collective over it, unless it says otherwise."""
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, *, bucket_mib: float) -> None:
+        self.model, self.group, self.size = model, group, dist.get_world_size(group)
+        self.bucket_bytes = max(1, int(bucket_mib * 2**20))
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.sent_bytes = 0.0
+        self.settle: Callable[[], float] = lambda: 1.0
+        """Bring the replica to where it will be once everything under way to it has arrived, and return its weight in
+        the mean, 1 on average. Its values are put back afterwards."""
+        self.distance: float | None = None
+        """Consensus distance as last measured; None before."""
+
+    def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the optimizer of the trained parameters. Not collective."""
+        self.optimizer = optimizer
+
+    def moving(self) -> list[torch.Tensor]:
+        """Tensors that training changes and that have a mean: trained parameters and floating-point buffers.
+        Not collective."""
+        return [*self.trained, *(b for b in self.model.buffers() if b.is_floating_point())]
+
+    def metrics(self) -> dict[str, float]:
+        """The consensus distance as last measured. Not collective."""
+        return {} if self.distance is None else {CONSENSUS_DISTANCE.name: self.distance}
+
+    def average(
+        self, *, group: dist.ProcessGroup | None = None, with_momentum: bool = False, measures: bool = True
+    ) -> None:
+        """Replace trained parameters and buffers by their mean over `group`, by default all replicas; where it is all
+        of them, the consensus distance just before is measured on the way. with_momentum: average the optimizer's state
+        too."""
+        self._average(self.moving(), group or self.group, measures=measures and group is None)
+        if with_momentum:
+            self._average_optimizer(group or self.group)
+
+    @torch.no_grad()
+    def consensus_distance(self) -> float:
+        """Root mean square distance of the replicas from their mean, relative to its norm; changes nothing."""
+        self._average(self.trained, self.group, measures=True, keeps=True)
+        assert self.distance is not None
+        return self.distance
+
+    @contextlib.contextmanager
+    def averaged(self, with_optimizer: bool) -> Iterator[None]:
+        """Context in which the model holds the mean of the replicas, and the optimizer that of its state if asked;
+        counters among the buffers are rank 0's. Afterwards every value is back to the bit."""
+        state = (
+            [tensor for _, tensor in self._optimizer_tensors()] if with_optimizer else []
+        )  # a copy doubles its memory
+        tensors = [*self.trained, *self.model.buffers(), *state]
+        kept = [tensor.detach().clone() for tensor in tensors]
+        try:
+            self._average(self.moving(), self.group, weight=self.settle())
+            if with_optimizer:
+                self._average_optimizer(self.group)
+            for buffer in self.model.buffers():
+                if not buffer.is_floating_point():
+                    dist.broadcast(buffer, group=self.group, group_src=0)
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(tensors, kept, strict=True):
+                    tensor.copy_(value)
+
+    def parallel(self, *, model: nn.Module | None = None, **course: Any) -> Parallel:
+        """Strategy of replicas that differ, as the loop takes it. model: module that runs the user's code, where it is
+        not the replica itself. course: further fields of `Parallel`, such as when they meet. Not collective."""
+        return Parallel(
+            model=model if model is not None else self.model,
+            module=self.model,
+            weights=self.weights,
+            use_optimizer=self.use_optimizer,
+            replicas_differ=True,
+            averaged=self.averaged,
+            metrics=self.metrics,
+            **course,
+        )
+
+    def weights(self) -> WeightShare:
+        """The mean of the replicas on the CPU, on rank 0; nothing elsewhere. Collective."""
+        with self.averaged(False):
+            return whole(self.model, keeps=dist.get_rank(self.group) == 0)
+
+    @staticmethod
+    def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Copies of tensors in one row (num_values,), in fp32 at least. Not collective."""
+        dtype = torch.float32
+        for tensor in tensors:
+            dtype = torch.promote_types(dtype, tensor.dtype)
+        return torch.cat([tensor.detach().reshape(-1).to(dtype) for tensor in tensors])
+
+    @staticmethod
+    @torch.no_grad()
+    def fill(tensors: Sequence[torch.Tensor], values: torch.Tensor) -> None:
+        """Copy the values of a row from `flat` back into the tensors, in place. Not collective."""
+        for tensor, value in zip(tensors, values.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(value.view_as(tensor))
+
+    def _optimizer_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Optimizer state that has a value for each value of its parameter, by a name that is the same on all ranks."""
+        found = []
+        for number, parameter in enumerate(self.trained):
+            entries = self.optimizer.state.get(parameter, {}) if self.optimizer is not None else {}
+            for key in sorted(entries):
+                value = entries[key]
+                is_like = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+                if is_like and value.is_floating_point() and key != "step":  # a scalar parameter's step has its shape
+                    found.append((f"{number}.{key} {tuple(value.shape)}", value))
+        return found
+
+    def _average_optimizer(self, group: dist.ProcessGroup) -> None:
+        """Average the optimizer's state, if all ranks have it in the same layout: a rank that skipped every step has
+        none."""
+        tensors = self._optimizer_tensors()
+        digest = hashlib.sha256("\n".join(name for name, _ in tensors).encode()).digest()
+        number = int.from_bytes(digest[:7], "little")
+        extremes = torch.tensor([number, -number], device=self.trained[0].device)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+        if int(extremes[0]) == -int(extremes[1]):
+            self._average([tensor for _, tensor in tensors], group)
+
+    @torch.no_grad()
+    def _average(
+        self,
+        tensors: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+        *,
+        measures: bool = False,
+        keeps: bool = False,
+        weight: float = 1.0,
+    ) -> None:
+        trained = {id(p) for p in self.trained}
+        totals = torch.zeros(2, dtype=torch.float64, device=self.trained[0].device)  # distance and norm, squared
+        size = dist.get_world_size(group)
+        for bucket in self._buckets(tensors):
+            # 16-bit values are summed in fp32: the mean of many replicas would lose most of its digits
+            dtype = torch.promote_types(bucket[0].dtype, torch.float32)
+            own = torch.cat([tensor.reshape(-1).to(dtype) for tensor in bucket])
+            mean = own.clone() if measures else own
+            if weight != 1.0:
+                mean.mul_(weight)
+            dist.all_reduce(mean, group=group)
+            self.sent_bytes += mean.numel() * mean.element_size()
+            mean.div_(size)
+            sizes = [tensor.numel() for tensor in bucket]
+            for tensor, new, old in zip(bucket, mean.split(sizes), own.split(sizes), strict=True):
+                if measures and id(tensor) in trained:
+                    totals[0] += (old - new).double().square().sum()
+                    totals[1] += new.double().square().sum()
+                if not keeps:
+                    tensor.copy_(new.view_as(tensor))
+        if measures:
+            dist.all_reduce(totals, group=group)  # all ranks add the same norm: its sum is `size` times as large
+            apart, norm = totals.tolist()
+            self.distance = math.sqrt(apart / norm) if norm else 0.0
+
+    def _buckets(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """Lists of tensors of one type, each list as large as a bucket or the last of its type, in the same order on
+        all ranks."""
+        open_ones: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            bucket = open_ones.setdefault(tensor.dtype, [])
+            bucket.append(tensor)
+            if sum(t.numel() * t.element_size() for t in bucket) >= self.bucket_bytes:
+                yield open_ones.pop(tensor.dtype)
+        yield from open_ones.values()

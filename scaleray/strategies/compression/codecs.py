@@ -1,0 +1,280 @@
+"""Ways to send a bucket of gradients in fewer bytes. Each replaces a rank's values by a mean over the ranks.
+
+`mean_` returns what this rank did not send. Added to its next gradient (error feedback), nothing is lost but only late:
+the mean over ranks of all that was sent, plus the mean of what is left over, is the sum of the true mean gradients.
+Sources: Seide et al. 2014 (1-bit SGD); Karimireddy et al. 2019, arXiv:1901.09847.
+
+Values that are not finite stay so on every rank, as a loss scaler must see them. Every rank gets the same mean, bit by
+bit, and calls the same collectives, whose number and size do not depend on values.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from scaleray.strategies.wire.collectives_log import Message, Wire, pack, unpack
+
+LARGEST_INT8 = 127
+
+
+@dataclass(frozen=True)
+class Part:
+    """Place of a parameter in a bucket. rows: number of matrix rows that its values form in memory;
+    1 where it is no matrix."""
+
+    name: str
+    start: int
+    size: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Places of all parameters in a bucket. element_size: bytes of a value in the type that is computed with."""
+
+    parts: tuple[Part, ...]
+    element_size: int
+
+    @property
+    def size(self) -> int:
+        """Number of values in the bucket."""
+        return sum(part.size for part in self.parts)
+
+
+class Codec(Protocol):
+    """Way to send a bucket. values: flat (n,), in at least float32."""
+
+    def mean_(self, values: torch.Tensor, wire: Wire, layout: Layout) -> torch.Tensor:
+        """Replace `values` by the mean of what all ranks send; returns what this one did not send (n,). Collective."""
+
+    def seen(self, values: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Values that others would receive for these, without sending them."""
+
+    def messages(self, layout: Layout, world_size: int) -> list[Message]:
+        """Collectives that `mean_` will call."""
+
+
+class Whole:
+    """Codec that sends everything as it is."""
+
+    def mean_(self, values: torch.Tensor, wire: Wire, layout: Layout) -> torch.Tensor:
+        wire.mean_(values)
+        return torch.zeros_like(values)
+
+    def seen(self, values: torch.Tensor, layout: Layout) -> torch.Tensor:
+        return values
+
+    def messages(self, layout: Layout, world_size: int) -> list[Message]:
+        return [Message("all_reduce", layout.size * layout.element_size)]
+
+
+class Cast:
+    """Codec that rounds to 16 bits and sums in them. fp16 has 11 significant bits and ends at 65504;
+    bf16 has 8 and float32's range.
+
+    A mean beyond fp16's range becomes infinite, which a loss scaler takes as a reason for a smaller scale. Rounding is
+    relative, so that there is no error feedback; sums are rounded too, by as many steps as there are ranks.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def mean_(self, values: torch.Tensor, wire: Wire, layout: Layout) -> torch.Tensor:
+        small = (values / wire.world_size).to(self.dtype)
+        left = values - small.to(values.dtype) * wire.world_size
+        values.copy_(wire.sum_(small))
+        return left
+
+    def seen(self, values: torch.Tensor, layout: Layout) -> torch.Tensor:
+        return values.to(self.dtype).to(values.dtype)
+
+    def messages(self, layout: Layout, world_size: int) -> list[Message]:
+        return [Message("all_reduce", layout.size * self.dtype.itemsize)]
+
+
+class Int8:
+    """Codec of one byte a value and a float32 scale a block: the block's largest value is 127 (Dettmers 2015,
+    arXiv:1511.04561).
+
+    An error is at most half a scale. Bytes cannot be added on their way, and an all-gather of them would make each rank
+    receive world_size - 1 buckets: more than DDP's ring from 9 ranks on. So each rank averages one part: an all-to-all
+    brings it everyone's bytes of that part, it rounds the mean again and an all-gather spreads it. That is
+    2 (world_size - 1) / world_size bytes a value over a link, a quarter of float32's whatever the number of ranks.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+
+    def mean_(self, values: torch.Tensor, wire: Wire, layout: Layout) -> torch.Tensor:
+        count, ranks = values.numel(), wire.world_size
+        block, share = self._shape(count, ranks)
+        format_ = (torch.float32, share // block), (torch.int8, share)
+        rows = _padded(values, ranks * share).view(ranks, share)
+        scales, codes = quantise(rows, block)
+        arrived = dequantise(*unpack(wire.all_to_all(pack(scales, codes)), *format_), dtype=values.dtype)
+        arrived[wire.rank] = rows[wire.rank]  # a rank knows its own part exactly
+        mean = (arrived / ranks).sum(dim=0, keepdim=True)
+        mean_scales, mean_codes = quantise(mean, block)
+        left = rows - dequantise(scales, codes, dtype=values.dtype)
+        # What the second rounding loses is lost once, and this rank's next values count 1 / ranks in the mean. As its
+        # own part is not rounded on the way here, the place is free.
+        left[wire.rank] = (mean - dequantise(mean_scales, mean_codes, dtype=values.dtype))[0] * ranks
+        everyone = wire.all_gather(pack(mean_scales, mean_codes)[0])
+        values.copy_(dequantise(*unpack(everyone, *format_), dtype=values.dtype).view(-1)[:count])
+        return left.view(-1)[:count]
+
+    def seen(self, values: torch.Tensor, layout: Layout) -> torch.Tensor:
+        block = min(self.block_size, values.numel())
+        rows = _padded(values, -(-values.numel() // block) * block).view(1, -1)
+        return dequantise(*quantise(rows, block), dtype=values.dtype).view(-1)[: values.numel()]
+
+    def messages(self, layout: Layout, world_size: int) -> list[Message]:
+        block, share = self._shape(layout.size, world_size)
+        row = share + 4 * (share // block)
+        return [Message("all_to_all", world_size * row), Message("all_gather", row)]
+
+    def _shape(self, count: int, ranks: int) -> tuple[int, int]:
+        """Number of values in a block, and number that one rank averages: whole blocks."""
+        block = min(self.block_size, -(-count // ranks))
+        return block, -(-count // (ranks * block)) * block
+
+
+class TopK:
+    """Codec that sends the largest values of a bucket with their places;
+    the others wait until they have grown (Lin et al. 2017, arXiv:1712.01887).
+
+    The sparsification and the accumulation are that paper's; its momentum correction and local clipping are left out.
+    Each rank receives every other's values, so that it moves fewer bytes than DDP only for a density below 1 /
+    world_size.
+    """
+
+    def __init__(self, density: float) -> None:
+        self.density = density
+
+    def mean_(self, values: torch.Tensor, wire: Wire, layout: Layout) -> torch.Tensor:
+        places = self._largest(values)
+        count, place_dtype = places.numel(), self._place_dtype(values.numel())
+        message = pack(values[places].view(1, -1), places.to(place_dtype).view(1, -1))[0]
+        left = values.clone()
+        left[places] = 0.0
+        theirs, at = unpack(wire.all_gather(message), (values.dtype, count), (place_dtype, count))
+        values.zero_()
+        for some, where in zip(theirs, at, strict=True):  # in rank order; a rank's places are distinct
+            values.index_add_(0, where.long(), some)
+        values.div_(wire.world_size)
+        return left
+
+    def seen(self, values: torch.Tensor, layout: Layout) -> torch.Tensor:
+        places = self._largest(values)
+        return torch.zeros_like(values).index_copy_(0, places, values[places])
+
+    def messages(self, layout: Layout, world_size: int) -> list[Message]:
+        each = layout.element_size + self._place_dtype(layout.size).itemsize
+        return [Message("all_gather", self._count(layout.size) * each)]
+
+    def _largest(self, values: torch.Tensor) -> torch.Tensor:
+        return values.abs().topk(self._count(values.numel()), sorted=False).indices  # takes NaN for the largest of all
+
+    def _count(self, size: int) -> int:
+        return min(size, max(1, math.ceil(self.density * size)))
+
+    def _place_dtype(self, size: int) -> torch.dtype:
+        return torch.int32 if size < 2**31 else torch.int64
+
+
+class PowerSGD:
+    """Codec that sends each matrix as a product of two thin ones, found by one step of power iteration (Vogels et al.
+    2019, arXiv:1905.13727).
+
+    The iteration starts where the last step's ended. Vectors, and matrices that it would not shorten, go whole. A
+    tensor of more dimensions is a matrix with its outermost one as rows.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.thin: dict[str, torch.Tensor] = {}
+        """Right factor (columns, rank) of the last step, by parameter name."""
+
+    def mean_(self, values: torch.Tensor, wire: Wire, layout: Layout) -> torch.Tensor:
+        matrices, others = self._split(layout)
+        views = [(part, values[part.start : part.start + part.size]) for part in (*matrices, *others)]
+        left = torch.zeros_like(values)
+        tall = [view.view(part.rows, -1) @ self._start(part, values) for part, view in views[: len(matrices)]]
+        # whole tensors travel with the first factors
+        sent = [*tall, *(view for _, view in views[len(matrices) :])]
+        flat = wire.mean_(torch.cat([tensor.flatten() for tensor in sent]))
+        means = flat.split([tensor.numel() for tensor in sent])
+        for (_, view), mean in zip(views[len(matrices) :], means[len(matrices) :], strict=True):
+            view.copy_(mean)
+        if not matrices:
+            return left
+        # the same numbers on every rank, thus the same basis
+        bases = [
+            torch.linalg.qr(mean.view(old.shape)).Q for old, mean in zip(tall, means[: len(matrices)], strict=True)
+        ]
+        thin = [view.view(part.rows, -1).T @ basis for (part, view), basis in zip(views, bases, strict=False)]
+        for (part, view), basis, own in zip(views, bases, thin, strict=False):
+            left[part.start : part.start + part.size] = view - (basis @ own.T).view(-1)
+        flat = wire.mean_(torch.cat([factor.flatten() for factor in thin]))
+        for (part, view), basis, mean in zip(views, bases, flat.split([f.numel() for f in thin]), strict=False):
+            factor = mean.view(-1, basis.shape[1])
+            view.copy_((basis @ factor.T).view(-1))
+            # a step that is not finite is skipped, and must not spoil the next one
+            self.thin[part.name].copy_(torch.where(factor.isfinite().all(), factor, self.thin[part.name]))
+        return left
+
+    def seen(self, values: torch.Tensor, layout: Layout) -> torch.Tensor:
+        found = values.clone()
+        for part in self._split(layout)[0]:
+            matrix = values[part.start : part.start + part.size].view(part.rows, -1)
+            basis = torch.linalg.qr(matrix @ self._start(part, values)).Q
+            found[part.start : part.start + part.size] = (basis @ (matrix.T @ basis).T).view(-1)
+        return found
+
+    def messages(self, layout: Layout, world_size: int) -> list[Message]:
+        matrices, others = self._split(layout)
+        tall = sum(part.rows * self.rank for part in matrices) + sum(part.size for part in others)
+        thin = sum(part.size // part.rows * self.rank for part in matrices)
+        return [Message("all_reduce", count * layout.element_size) for count in (tall, thin) if count]
+
+    def shortens(self, part: Part) -> bool:
+        """Whether the two factors are smaller than the matrix."""
+        return (part.rows + part.size // part.rows) * self.rank < part.size if part.rows > 1 else False
+
+    def _split(self, layout: Layout) -> tuple[list[Part], list[Part]]:
+        matrices = [part for part in layout.parts if self.shortens(part)]
+        return matrices, [part for part in layout.parts if not self.shortens(part)]
+
+    def _start(self, part: Part, values: torch.Tensor) -> torch.Tensor:
+        if part.name not in self.thin:
+            # the same on every rank, and no draw from a generator that dropout uses
+            generator = torch.Generator().manual_seed(zlib.crc32(part.name.encode()))
+            drawn = torch.randn(part.size // part.rows, self.rank, generator=generator, dtype=torch.float64)
+            self.thin[part.name] = drawn.to(values.device, values.dtype)
+        return self.thin[part.name]
+
+
+def quantise(rows: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float32 scales (rows, n / block) and int8 codes (rows, n) of values;
+    a block with a value that is not finite has such a scale."""
+    blocks = rows.view(rows.shape[0], -1, block)
+    scales = (blocks.abs().amax(dim=2) / LARGEST_INT8).float()
+    usable = torch.where(scales > 0, scales, 1.0).to(rows.dtype)
+    # only the scale tells that a value is not finite
+    codes = (blocks / usable.unsqueeze(2)).nan_to_num(0.0).round().clamp(-LARGEST_INT8, LARGEST_INT8)
+    return scales, codes.to(torch.int8).view(rows.shape)
+
+
+def dequantise(scales: torch.Tensor, codes: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+    """The values (rows, n) that the codes stand for; not finite where the scale is not."""
+    blocks = codes.view(*scales.shape, -1).to(dtype)
+    return (blocks * scales.to(dtype).unsqueeze(2)).view(codes.shape)
+
+
+def _padded(values: torch.Tensor, size: int) -> torch.Tensor:
+    return torch.nn.functional.pad(values, (0, size - values.numel()))

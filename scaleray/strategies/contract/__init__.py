@@ -1,0 +1,1 @@
+"""Contract between strategies and the training loop, and the mesh that a strategy is given."""

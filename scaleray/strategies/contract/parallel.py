@@ -1,0 +1,162 @@
+"""Interface that a strategy gives to the training loop."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from scaleray.strategies.contract.weight_shares import WeightShare
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some rows of a step on the device, as the loss takes them, and how many of them count: 0 for a placeholder."""
+
+    batch: Any
+    weight: int
+
+
+Computation = Callable[[nn.Module], Any]
+"""User code that computes with the model it is given, such as a call of the workload's loss."""
+Run = Callable[[Computation], Any]
+"""Function that runs a computation on a model and returns its result."""
+
+
+class OnModel(nn.Module):
+    """Module that runs user code on the user's own model: `on_model(computation)` is `computation(module)`.
+
+    This is what strategies wrap, and not the model itself: whatever the computation does with the model (calls it, once
+    or several times, or a method or a part of it, or reads a weight) then lies within what the wrapper sees as one
+    forward pass, and the code gets the model as `build_model` made it, with all its methods and attributes.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, computation: Computation) -> Any:
+        return computation(self.module)
+
+
+class Objective(Protocol):
+    """Scaled loss of one micro-batch, ready for `backward()`; records its sum and count on the way.
+    run: runs the computation."""
+
+    def __call__(self, run: Run, piece: MicroBatch) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """A model spread over workers, and the few things the loop calls. "Collective": every worker calls it, in one
+    order."""
+
+    model: nn.Module
+    """`module` itself, or the wrapper around it that synchronises backward passes and takes a `Computation`.
+    See `run`."""
+    module: nn.Module
+    """The user's own model inside, whose state is trained; it has the user's methods and attributes."""
+    alone: Run | None = None
+    """Implementation of `run_alone`, where it is more than to compute on `module`."""
+    gradient_divisor: int = 1
+    """Number by which the strategy divides summed gradients: the world size where it averages, 1 where it sums.
+    In local steps nothing is summed."""
+    no_sync: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    """Context of a micro-batch that is not the last of its step: gradients stay local."""
+    abandon: Callable[[], None] | None = None
+    """Forget a step none of whose backward passes has communicated yet, so that it can be repeated. None: it cannot."""
+    before_evaluation: Callable[[], None] = lambda: None
+    """Make buffers equal on all ranks. Collective."""
+    weights: Callable[[], WeightShare] = WeightShare
+    """Share of the final weights that this rank is to write: rank 0 has them all where the model is unsharded.
+    Collective."""
+    close: Callable[[], None] = lambda: None
+    """Remove every hook from the user's model, and make sharded parameters whole where they fit. Collective."""
+    let_go: Callable[[], None] | None = None
+    """Part of `close` that the next run in this process needs, where nobody keeps the model: sharded parameters stay
+    shards. Not collective. None: `close` serves instead, as it waits for nobody."""
+
+    total_norm: Callable[[Sequence[torch.Tensor]], torch.Tensor] = lambda gradients: (
+        torch.linalg.vector_norm(gradients[0]) if len(gradients) == 1 else torch.nn.utils.get_total_norm(gradients)
+    )
+    """Norm of the whole model's gradient, given this rank's gradients. Collective where gradients are sharded."""
+    share_of_square: Callable[[Sequence[torch.Tensor]], float] | None = None
+    """This rank's share of the squared norm of the whole model's gradient, in float64: the shares of all ranks add up
+    to it. For callers that sum something else over ranks anyway. None: there is only `total_norm`."""
+    forward_is_collective: bool = False
+    """Whether a forward pass communicates, so that all ranks must run equally many."""
+    owns: Callable[[nn.Parameter], bool] = lambda parameter: True
+    """Whether this rank's optimizer updates the parameter (with ZeRO-1, the other ranks get it by `after_update`)."""
+    after_update: Callable[[int], None] = lambda step: None
+    """Hook after optimizer step `step`, counted from 1, where ranks communicate parameters."""
+    carry_over: Callable[[float, bool], None] = lambda factor, was_taken: None
+    """Hook before `after_update`, for gradients that a strategy keeps from step to step. Its arguments: the factor by
+    which the next step's gradients will be larger than this one's were, as the loss scale and the expected count
+    change; whether the optimizer took the step."""
+    is_partitioned: bool = False
+    """Whether ranks have parameters, or optimizer state, that others do not have at all: pipeline stages, ZeRO-1."""
+
+    is_local: Callable[[int], bool] = lambda step: False
+    """Whether, in step `step`, from 1, gradients are those of this rank's own samples, divided by their own count.
+    Their norm and clipping are this rank's own then, too."""
+    meets: Callable[[int], bool] = lambda step: True
+    """Whether all ranks sum losses and signals in step `step`, from 1. Evaluations, checkpoints and the end are
+    meetings too. In any other step the recorded loss is that of rank 0's own samples."""
+    replicas_differ: bool = False
+    """Whether ranks hold different values of the same parameters; checkpoints then keep each rank's."""
+    averaged: Callable[[bool], contextlib.AbstractContextManager[Any]] = lambda with_optimizer: contextlib.nullcontext()
+    """Context in which `module`, and if asked the optimizer's state, hold the mean of all replicas; each has its own
+    again afterwards. Collective."""
+    use_optimizer: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
+    """Take the optimizer, as soon as it is built."""
+    before_step: Callable[[int], None] = lambda step: None
+    """Hook before the first forward pass of optimizer step `step`, counted from 1."""
+
+    parameter_names: tuple[str, ...] = ()
+    """Names of all parameters in the whole model's order, where `module` holds only some of them: pipeline stages."""
+
+    run_micro_batches: (
+        Callable[[list[MicroBatch], Objective, Callable[[], contextlib.AbstractContextManager[Any]]], None] | None
+    ) = None
+    """Forward and backward of all micro-batches of a step, where the strategy decides their order: (micro-batches,
+    objective, autocast). The objective is called once a micro-batch, on ranks that count the loss."""
+    counts_loss: bool = True
+    """Whether this rank's losses count: where several ranks work on the same samples, one of them does."""
+
+    state: Callable[[], Tensors] = dict
+    """The strategy's own state on this rank (an outer momentum, error feedback), by reference, for checkpoints."""
+    load_state: Callable[[Tensors], None] = lambda state: None
+    """Restore `state`, as saved by this rank of as many; it is empty after a change of the number of workers."""
+    bytes_sent: Callable[[], float] = lambda: 0.0
+    """Bytes that this rank has given to collectives and sends, for gradients, parameters and activations, since it was
+    built: payloads, each counted once whatever the algorithm makes of them."""
+    show_own_gradients: Callable[[Callable[[torch.Tensor, float], None] | None], None] | None = None
+    """Call `see(piece, factor)` from now on with each piece of this rank's own gradient, divided by `factor`, right
+    before it is summed with the others'; `see` None ends that. None: hooks of the parameters see it, in a step's last
+    backward pass."""
+    metrics: Callable[[], dict[str, float]] = dict
+    """Figures of the last step by metric name, such as a consensus distance."""
+    notes: list[str] = field(default_factory=list)
+    """Notes for the user on what was chosen; each is reported once, in the run's events. May grow while training."""
+
+    def run(self, computation: Computation) -> Any:
+        """Result of user code on the model, as the forward pass of a micro-batch, whose backward pass is then
+        synchronised. Collective where `forward_is_collective`."""
+        return computation(self.module) if self.model is self.module else self.model(computation)
+
+    def run_alone(self, computation: Computation) -> Any:
+        """Result of user code on the model where no backward pass follows, as in evaluations.
+        Collective where `forward_is_collective`."""
+        return computation(self.module) if self.alone is None else self.alone(computation)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor that may be sharded. Collective for a sharded one."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

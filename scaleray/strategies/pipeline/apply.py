@@ -1,0 +1,345 @@
+"""Pipeline parallelism: the blocks of a model lie on neighbouring workers, and micro-batches go through them in turn.
+
+The stages are those of `pipeline_stages`, the order is one of torch.distributed.pipelining's schedules. Every worker of
+a replica has the same rows, so that each can call the workload's loss itself: it ends at the end of the worker's stage,
+and on the last stage it is the loss. Activations and their gradients are all that neighbours send each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+from torch.utils._pytree import tree_leaves
+
+from scaleray.config import RunConfig
+from scaleray.metric_names import BUBBLE_SHARE
+from scaleray.scaling.recipe.pipeline_bubble import runs
+from scaleray.strategies.contract.parallel import MicroBatch, Objective, Parallel
+from scaleray.strategies.pipeline.evaluation import Whole
+from scaleray.strategies.pipeline.parts import Parts
+from scaleray.strategies.pipeline.stages import Stage
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,  # Huang et al. 2019, arXiv:1811.06965
+    "1f1b": Schedule1F1B,  # Narayanan et al. 2019, SOSP; 2021, arXiv:2104.04473
+    "interleaved_1f1b": ScheduleInterleaved1F1B,  # arXiv:2104.04473, section 2.2
+    "zero_bubble": ScheduleInterleavedZeroBubble,  # Qi et al. 2023, arXiv:2401.10241
+}
+Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
+    """Keep this worker's stages of `model`, over `mesh["pp"]`; replicas of a stage share gradients over `mesh["dp"]`.
+
+    Collective. `model` itself stays as it is; its parameters that lie here are those that are trained. Raises
+    WorkloadError for a model that cannot be cut, when it is set up or with the first rows.
+    """
+    if mesh is None:
+        raise ValueError("pipeline needs a device mesh with the axes 'dp' and 'pp'")
+    parts = Parts(model, mesh, config, workload)
+    pipeline, whole = Pipeline(parts, config, workload), Whole(parts)
+    return Parallel(
+        model=parts.module,
+        module=parts.module,
+        before_evaluation=parts.share_buffers,
+        weights=parts.weights,
+        close=pipeline.close,
+        let_go=pipeline.let_go,
+        total_norm=parts.total_norm,
+        forward_is_collective=True,
+        is_partitioned=True,
+        parameter_names=tuple(parts.names),
+        run_micro_batches=pipeline.run_micro_batches,
+        counts_loss=parts.has_last,
+        alone=lambda computation: computation(whole),
+        bytes_sent=lambda: pipeline.sent_bytes + parts.sent_bytes,
+        metrics=lambda: {BUBBLE_SHARE.name: pipeline.bubble_share},
+        notes=[parts.note()],
+    )
+
+
+class Pipeline:
+    """Pipeline that runs the micro-batches of a step through the stages of all workers of a replica."""
+
+    def __init__(self, parts: Parts, config: RunConfig, workload: Any) -> None:
+        self.parts, self.workload, self.schedule_name = parts, workload, config.pipeline.schedule
+        self.sent_bytes = 0.0
+        self.bubble_share = 0.0
+        self._schedules: dict[Any, Any] = {}
+        self._boundaries: dict[Any, list[Any]] = {}
+        self._modules = [_StageModule(self, stage) for stage in parts.stages]
+        self._busy = _BusyTime(parts.device)
+        self._pieces: list[MicroBatch] = []
+
+    def run_micro_batches(self, pieces: list[MicroBatch], objective: Objective, autocast: Autocast) -> None:
+        """Run forward and backward of all micro-batches, and sum gradients over the replicas.
+        Collective over the replica.
+
+        Micro-batches of one shape go through the schedule together; a smaller one at the end, or more than the schedule
+        can order at once, afterwards on their own.
+        """
+        with self.parts.gathered():
+            self._run_micro_batches(pieces, objective, autocast)
+            self.parts.sum_gradients()
+        self.parts.share_buffers()
+
+    def _run_micro_batches(self, pieces: list[MicroBatch], objective: Objective, autocast: Autocast) -> None:
+        parts = self.parts
+        self._objective, self._autocast = objective, autocast
+        if not parts.is_checked:
+            self._check_by_loss(pieces[0])
+        # all workers of a replica must draw alike in the code around the blocks, whatever they drew inside them
+        seed = torch.randint(2**48, (1,), device=parts.device)
+        dist.broadcast(seed, group=parts.group, group_src=0)
+        self._seed = int(seed)
+        self._busy.start()
+        done, elapsed_s = 0, 0.0
+        for signature, equal in _equal_pieces(pieces):
+            for size in runs(self.schedule_name, num_workers=parts.num_workers, num_micro_batches=len(equal)):
+                self._pieces, self._first = equal[:size], done
+                schedule = self._schedule(signature, size)
+                numbers = torch.arange(size)
+                started = time.perf_counter()
+                with _own_errors():
+                    schedule.step(
+                        *((numbers,) if parts.has_first else ()),
+                        number=numbers,
+                        target=numbers if parts.has_last else None,
+                        return_outputs=False,
+                    )
+                self._busy.wait()
+                elapsed_s += time.perf_counter() - started
+                equal = equal[size:]
+                done += size
+        self._pieces = []
+        times = torch.tensor([self._busy.total_s(), elapsed_s], dtype=torch.float64, device=parts.device)
+        dist.all_reduce(times, group=parts.group)
+        self.bubble_share = 1.0 - float(times[0] / times[1])
+
+    def forward(self, stage: Stage, number: int, received: torch.Tensor | None) -> torch.Tensor:
+        """Run one micro-batch through one stage; returns its activation, or the scaled loss of the last stage."""
+        piece = self._pieces[number]
+        devices = [self.parts.device] if self.parts.device.type == "cuda" else []
+        self.parts.in_mode_of_module(stage)
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(_mixed(self._seed, self._first + number, 0))
+            stage.entry.on_pass = lambda: _seed(_mixed(self._seed, self._first + number, 1 + stage.index))
+            if stage.is_last:
+                result: torch.Tensor = stage.run(
+                    lambda module: self._objective(lambda computation: computation(module), piece), received
+                )
+                return result
+            with self._autocast():
+                result = stage.run(lambda module: self.workload.loss(module, piece.batch), received)
+        result = result.contiguous()
+        # a schedule detaches what it sent in place, which torch refuses for a view
+        return result.clone() if result._is_view() or result is received else result
+
+    def close(self) -> None:
+        """Forget the gradients and the schedules, and give the user's model the values of all stages. Collective."""
+        self.parts.give_back()
+        self._forget()
+
+    def let_go(self) -> None:
+        """Forget the gradients and the schedules, where nobody wants the model back. Not collective."""
+        self.parts.let_go()
+        self._forget()
+
+    def _forget(self) -> None:
+        for parameter in self.parts.module.parameters():
+            parameter.grad = None
+        self._schedules.clear()
+        self._modules.clear()
+
+    def _check_by_loss(self, piece: MicroBatch) -> None:
+        def call(module: nn.Module) -> Any:
+            with self._autocast():
+                return self.workload.loss(module, piece.batch)[0]
+
+        self.parts.check_chain(call)
+
+    def _schedule(self, signature: Any, size: int) -> Any:
+        """The schedule for micro-batches of these shapes. Collective over the replica when they are new."""
+        key = (signature, size)
+        if key not in self._schedules:
+            metas = self._shapes(signature)
+            stages = [_TimedStage(self, module, metas) for module in self._modules]
+            name = self.schedule_name
+            if name == "1f1b" and size < self.parts.num_stages:
+                name = "gpipe"  # torch's 1F1B wants one for each stage; with fewer, all are in flight at once in either
+            kind = SCHEDULES[name]
+            given = stages[0] if name in ("gpipe", "1f1b") else stages
+            # the objective is a sum that is divided already
+            self._schedules[key] = kind(
+                given, n_microbatches=size, loss_fn=lambda loss, number: loss, scale_grads=False
+            )
+        return self._schedules[key]
+
+    def _shapes(self, signature: Any) -> list[torch.Tensor]:
+        """Tensors without memory for the activations at the end of each stage but the last.
+        Collective over the replica."""
+        if signature in self._boundaries:
+            return self._boundaries[signature]
+        parts = self.parts
+        own = {stage.index: stage for stage in parts.stages}
+        buffers = [(buffer, buffer.clone()) for buffer in parts.module.buffers()]
+        found: list[torch.Tensor] = []
+        for index in range(parts.num_stages - 1):
+            told: list[Any] = [None]
+            if index in own:
+                received = None
+                if index:
+                    received = torch.zeros_like(found[-1], device=parts.device, requires_grad=found[-1].requires_grad)
+                with torch.enable_grad(), _own_errors():
+                    result = self.forward(own[index], 0, received)
+                told = [(tuple(result.shape), result.dtype, result.requires_grad)]
+            dist.broadcast_object_list(told, group=parts.group, group_src=parts.owner(index), device=parts.device)
+            shape, dtype, requires_grad = told[0]
+            found.append(torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad))
+        with torch.no_grad():  # statistics of batches count real passes only
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        self._boundaries[signature] = found
+        return found
+
+
+class _StageModule(nn.Module):
+    """A stage as torch's schedules call it: activation in, activation or loss out. number: that of the micro-batch."""
+
+    stage: Stage
+    pipeline: Pipeline
+
+    def __init__(self, pipeline: Pipeline, stage: Stage) -> None:
+        super().__init__()
+        self.stage_module = stage.module  # zero bubble asks for its parameters
+        self.pipeline, self.stage = pipeline, stage
+
+    def forward(self, received: torch.Tensor, *, number: torch.Tensor) -> torch.Tensor:
+        return self.pipeline.forward(self.stage, int(number), received if self.stage.index else None)
+
+
+class _TimedStage(PipelineStage):
+    """torch's stage with given shapes, which counts its working time and the bytes it sends."""
+
+    def __init__(self, pipeline: Pipeline, module: _StageModule, metas: list[torch.Tensor]) -> None:
+        parts, stage = pipeline.parts, module.stage
+        number = torch.zeros(1, dtype=torch.int64)
+        loss = torch.empty((), device="meta", requires_grad=True)
+        super().__init__(
+            module,
+            stage.index,
+            parts.num_stages,
+            parts.device,
+            group=parts.group,
+            input_args=metas[stage.index - 1] if stage.index else number,
+            output_args=loss if stage.is_last else metas[stage.index],
+        )
+        self._pipeline, self._busy = pipeline, pipeline._busy
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self._busy.working():
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self._busy.working():
+            result = super().backward_one_chunk(*args, **kwargs)
+            self._pipeline.parts.put_by_gradients()
+            return result
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self._busy.working():
+            super().backward_weight_one_chunk(*args, **kwargs)
+            self._pipeline.parts.put_by_gradients()
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Do nothing, as shapes are given. torch 2.13 would free the parameters that FSDP has gathered for this step,
+        and drop the gradients of the micro-batches before."""
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
+        return self._counted(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
+        return self._counted(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _counted(self, operations: list[Any]) -> list[Any]:
+        self._pipeline.sent_bytes += sum(op.tensor.numel() * op.tensor.element_size() for op in operations)
+        return operations
+
+
+class _BusyTime:
+    """Time in which this worker computed. On CUDA it is taken by events, read once a step;
+    that path has not been run."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+
+    def start(self) -> None:
+        self._busy_s = 0.0
+        self._events: list[tuple[Any, Any]] = []
+
+    def wait(self) -> None:
+        """Wait until the device has done its work."""
+        if self._on_cuda:
+            torch.cuda.synchronize()
+
+    def total_s(self) -> float:
+        """Seconds of computation since `start`; to be called after `wait`."""
+        if self._on_cuda:
+            return sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3
+        return self._busy_s
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        if self._on_cuda:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self._events.append((begin, end))
+        else:
+            started = time.perf_counter()
+            yield
+            self._busy_s += time.perf_counter() - started
+
+
+def _equal_pieces(pieces: list[MicroBatch]) -> list[tuple[Any, list[MicroBatch]]]:
+    """Runs of successive micro-batches with tensors of the same shapes, and those shapes."""
+    found: list[tuple[Any, list[MicroBatch]]] = []
+    for piece in pieces:
+        leaves = tree_leaves(piece.batch)
+        signature = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves)
+        if found and found[-1][0] == signature:
+            found[-1][1].append(piece)
+        else:
+            found.append((signature, [piece]))
+    return found
+
+
+@contextlib.contextmanager
+def _own_errors() -> Iterator[None]:
+    """Raise what a stage raised itself: torch wraps it into a RuntimeError with the shapes of its tensors, which says
+    less."""
+    try:
+        yield
+    except RuntimeError as exc:
+        if "failed to run forward" in str(exc) and isinstance(exc.__cause__, Exception):
+            raise exc.__cause__ from None
+        raise
+
+
+def _mixed(seed: int, number: int, stage: int) -> int:
+    """A seed for the random numbers of a micro-batch in a stage; any two differ."""
+    return (seed + 0x9E3779B97F4A7C15 * (1 + number * 4096 + stage)) % 2**63
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)

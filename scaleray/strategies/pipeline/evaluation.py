@@ -1,0 +1,159 @@
+"""Evaluation of a model whose stages lie on several workers: each of them gets the output of the last."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from scaleray.config import RunConfig
+from scaleray.errors import WorkloadError
+from scaleray.strategies.pipeline.parts import Parts, all_stages, check_chain
+from scaleray.strategies.pipeline.stages import Elsewhere, called_twice
+
+
+class OnlyWhole(nn.Module):
+    """Model that can only be used as a whole: called, or by one of its methods. Its other attributes are passed on, but
+    for parts with parameters, which may lie elsewhere."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_model"] = model  # no module of this one, so that its parameters are not counted twice
+        del self.__dict__["training"]  # the model's own is used
+
+    def _pass(self, call: Callable[[nn.Module], Any]) -> Any:
+        """Result of `call` on the model."""
+        return call(self.__dict__["_model"])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._pass(lambda module: module(*args, **kwargs))
+
+    def _class_of_model(self) -> type:
+        return type(self.__dict__["_model"]) if "_model" in self.__dict__ else type(self)
+
+    __class__ = property(_class_of_model)  # for `isinstance`, as the user's code may ask
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the first parameter, which tells device and type. Raises WorkloadError for any further one."""
+        yield next(iter(self.__dict__["_model"].named_parameters(*args, **kwargs)))
+        raise _in_parts("all parameters")
+
+    def __getattr__(self, name: str) -> Any:
+        model = self.__dict__["_model"]
+        value = getattr(model, name)
+        if isinstance(value, nn.Parameter) or (
+            isinstance(value, nn.Module) and (any(True for _ in value.parameters()) or _is_stand_in(value))
+        ):
+            raise _in_parts(name)
+        if inspect.ismethod(value) and value.__self__ is model:
+            return lambda *args, **kwargs: self._pass(lambda module: getattr(module, name)(*args, **kwargs))
+        return value
+
+
+class Rehearsal(OnlyWhole):
+    """Model on one worker that a loss can use only as it could the stages of a pipeline: once, and if it is a chain."""
+
+    def __init__(self, model: nn.Module, config: RunConfig, workload: Any) -> None:
+        super().__init__(model)
+        self.__dict__["_stages"] = all_stages(model, config, workload)
+        self.__dict__["_passes"] = 0
+
+    def _pass(self, call: Callable[[nn.Module], Any]) -> Any:
+        model = self.__dict__["_model"]
+        self.__dict__["_passes"] += 1
+        if self.__dict__["_passes"] > 1:
+            raise called_twice(self.__dict__["_passes"])
+        check_chain(model, self.__dict__["_stages"], call, next(model.parameters()).device)
+        return call(model)
+
+
+def _in_parts(name: str) -> WorkloadError:
+    return WorkloadError(
+        "the model",
+        f"used by its part ({name})",
+        "in a pipeline the parts lie on different workers, which run them in turn",
+        "call the model itself, or a method of it that goes through all of it; or use --strategy.name fsdp",
+    )
+
+
+def _is_stand_in(module: nn.Module) -> bool:
+    return any(isinstance(part, Elsewhere) for part in module.modules())
+
+
+class Whole(OnlyWhole):
+    """The whole model for evaluation: a call gives its output on every worker of the replica. Collective.
+
+    The stages run one after the other, without gradients. Anything else is asked of this worker's part of the model.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts.module)
+        self._stages = parts
+
+    def _pass(self, call: Callable[[nn.Module], Any]) -> Any:
+        """Result of `call` on the model, on all workers of the replica."""
+        with self._stages.gathered():
+            return self._through_stages(call)
+
+    def _through_stages(self, call: Callable[[nn.Module], Any]) -> Any:
+        parts = self._stages
+        if not parts.is_checked:
+            parts.check_chain(call)
+        output = None
+        for stage in parts.stages:
+            parts.in_mode_of_module(stage)
+            stage.entry.on_pass = lambda: None
+            received = _receive(parts.owner(stage.index - 1), parts) if stage.index else None
+            result = stage.run(call, received)
+            if stage.is_last:
+                output = result
+            else:
+                _send(result, parts.owner(stage.index + 1), parts)
+        return _from_last(output, parts)
+
+
+def _send(tensor: torch.Tensor, to: int, parts: Parts) -> None:
+    tensor = tensor.detach().contiguous()
+    header = [(tuple(tensor.shape), tensor.dtype)]
+    dist.send_object_list(header, group=parts.group, group_dst=to, device=parts.device)
+    dist.send(tensor, group=parts.group, group_dst=to)
+
+
+def _receive(source: int, parts: Parts) -> torch.Tensor:
+    header: list[Any] = [None]
+    dist.recv_object_list(header, group=parts.group, group_src=source, device=parts.device)
+    tensor = torch.empty(header[0][0], dtype=header[0][1], device=parts.device)
+    dist.recv(tensor, group=parts.group, group_src=source)
+    return tensor
+
+
+def _from_last(output: Any, parts: Parts) -> Any:
+    """Output of the last stage, on all workers of the replica. Collective."""
+    source = parts.owner(parts.num_stages - 1)
+    told: list[Any] = [None]
+    leaves: list[Any] = []
+    if parts.has_last:
+        leaves = [x.detach().contiguous() if isinstance(x, torch.Tensor) else x for x in tree_leaves(output)]
+        told = [tree_map_only(torch.Tensor, lambda x: _Shape(tuple(x.shape), x.dtype), output)]
+    dist.broadcast_object_list(told, group=parts.group, group_src=source, device=parts.device)
+    shown, structure = tree_flatten(told[0])
+    received = []
+    for number, leaf in enumerate(shown):
+        if isinstance(leaf, _Shape):
+            mine = leaves[number] if parts.has_last else torch.empty(leaf.shape, dtype=leaf.dtype, device=parts.device)
+            dist.broadcast(mine, group=parts.group, group_src=source)
+            leaf = mine
+        received.append(leaf)
+    return tree_unflatten(received, structure)
+
+
+class _Shape:
+    """Stand-in for a tensor in an output: its shape and dtype, without its values."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype

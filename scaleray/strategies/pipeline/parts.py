@@ -1,0 +1,400 @@
+"""This worker's part of a pipelined model: its stages, what it shares with others, and the whole put together again."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
+
+from scaleray.config import RunConfig
+from scaleray.errors import WorkloadError, first_line
+from scaleray.scaling.recipe.pipeline_bubble import bubble_share
+from scaleray.strategies.contract.weight_shares import Placed, WeightShare, share_of, shared_out, sizes
+from scaleray.strategies.fsdp import total_norm
+from scaleray.strategies.pipeline.costs import measured_costs
+from scaleray.strategies.pipeline.shards import Shards
+from scaleray.strategies.pipeline.stages import (
+    Stage,
+    Unit,
+    balanced_bounds,
+    counted_costs,
+    find_units,
+    make_part,
+    make_stage,
+    stage_of_block,
+)
+
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Tolerance, relative and absolute, of the chain of stages against the whole model: the same operations on the same
+worker. 1e-2 for other types."""
+
+
+class Parts:
+    """This worker's stages of a model. `module`: the model with only them, under the names of the whole. Collective to
+    build.
+
+    Stage s lies on worker s modulo the workers of a replica. A parameter that several stages use (a tied head) lies on
+    each of their workers, and its gradient is the sum of theirs. The other stages are kept until the first batch has
+    shown that the stages are the whole model: no less memory than `build_model` took to make it, and before there is
+    optimizer state.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) -> None:
+        settings = config.pipeline
+        self.group: dist.ProcessGroup = mesh.get_group("pp")
+        self.replicas: dist.ProcessGroup | None = mesh.get_group("dp") if mesh["dp"].size() > 1 else None
+        self._ranks: list[list[int]] = mesh.mesh.tolist()  # by replica and worker
+        self.num_workers, self.worker = mesh["pp"].size(), mesh.get_local_rank("pp")
+        self.num_stages = self.num_workers * settings.stages_of_each_worker
+        self.device = next(model.parameters()).device
+        self.config, self._sent_bytes = config, 0.0
+        blocks, self.units = cut(model, config, workload)
+        costs = counted_costs(self.units, len(blocks))
+        if settings.split == "measured":
+            costs = measured_costs(model, self.units, len(blocks), config=config, workload=workload)
+            told = [costs]
+            dist.broadcast_object_list(told, src=0, device=self.device)
+            costs = told[0]  # times differ from worker to worker, and all must cut alike
+        self.costs, self.bounds = costs, balanced_bounds(costs, self.num_stages)
+        self.stage_of = stage_of_block(self.bounds, len(blocks))
+        self.names = [name for name, _ in model.named_parameters()]
+        self.state_names = list(model.state_dict())
+        held = [self._names_on(model, worker) for worker in range(self.num_workers)]
+        self._refuse_idle(model, held)
+        self.module, self._containers = make_part(model, self.units, lambda unit: self._owner_of(unit) == self.worker)
+        everything = [make_stage(model, self.units, self.stage_of, index) for index in range(self.num_stages)]
+        self.stages = [stage for stage in everything if self.owner(stage.index) == self.worker]
+        self._unchecked: tuple[nn.Module, list[Stage]] | None = (model, everything)
+        self._original = weakref.ref(model)
+        self._shared = self._shared_parameters(held, mesh)
+        mine = dict(self.module.named_parameters())
+        first = {name: next(w for w, names in enumerate(held) if name in names) for name in self.names}
+        self._counted_elsewhere = [p for name, p in mine.items() if first[name] != self.worker]
+        self.shards: Shards | None = None
+        if settings.data_axis == "fsdp" and self.replicas is not None:  # last, as it replaces parameters
+            self.shards = self._shard(held, mesh["dp"])
+        self._whole_ids = {id(p) for p in self.module.parameters()} - (self.shards.sharded if self.shards else set())
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that this worker gave to collectives over the replicas, and over the stages of shared parameters."""
+        return self._sent_bytes + (self.shards.sent_bytes if self.shards is not None else 0.0)
+
+    def gathered(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which this worker's stages can run. Collective over the replicas of a stage."""
+        return self.shards.gathered() if self.shards is not None else contextlib.nullcontext()
+
+    @property
+    def has_first(self) -> bool:
+        return self.worker == 0
+
+    @property
+    def has_last(self) -> bool:
+        return self.owner(self.num_stages - 1) == self.worker
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether the chain of stages has been compared with the whole model."""
+        return self._unchecked is None
+
+    def owner(self, stage: int) -> int:
+        """The worker of a stage, by its number within the replica."""
+        return stage % self.num_workers
+
+    def check_chain(self, call: Callable[[nn.Module], Any]) -> None:
+        """Compare the stages, one after the other on this worker, with the whole model, and let go of what lies
+        elsewhere.
+
+        call: runs the model it is given. Raises WorkloadError where they differ.
+        Every worker does the same, and communicates only in `gathered`.
+        """
+        assert self._unchecked is not None
+        with self.gathered():
+            check_chain(*self._unchecked, call, self.device)
+        self._unchecked = None
+
+    def in_mode_of_module(self, stage: Stage) -> None:
+        """Put the copies of the modules around a stage's blocks into the mode of those of `module`."""
+        for copied, original in zip(stage.containers, self._containers, strict=True):
+            copied.training = original.training
+
+    def put_by_gradients(self) -> None:
+        """Set a micro-batch's gradients aside, after each of its backward passes. Not collective."""
+        if self.shards is not None:
+            self.shards.put_by()
+
+    def sum_gradients(self) -> None:
+        """Sum gradients over the replicas, and those of shared parameters over their stages. Collective, within
+        `gathered`.
+
+        One all-reduce at the end of the step, of all gradients of a type in one piece, or one reduce-scatter for each
+        part that is sharded; it does not overlap with computation.
+        """
+        if self.replicas is not None:
+            self._sum([p for p in self._whole_parameters if p.requires_grad], self.replicas)
+        if self.shards is not None:
+            self.shards.reduce()
+        for parameters, group in self._shared:
+            self._sum(parameters, group)
+
+    def share_buffers(self) -> None:
+        """Give the first replica's statistics to the others. Collective. Constants, which are not saved, are equal
+        anyway."""
+        if self.replicas is None:
+            return
+        saved = self.module.state_dict(keep_vars=True)
+        for name, buffer in self.module.named_buffers():
+            if name in saved:
+                dist.broadcast(buffer, group=self.replicas, group_src=0)
+
+    def total_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Norm of the gradient over all stages, a shared parameter counted once. Collective over the replica."""
+        skipped = {id(p.grad) for p in self._counted_elsewhere}
+        own = [g for g in gradients if id(g) not in skipped]
+        squared = torch.zeros((), dtype=torch.float64, device=self.device)
+        if own:
+            squared += (total_norm if self.shards is not None else torch.nn.utils.get_total_norm)(own).double() ** 2
+        dist.all_reduce(squared, group=self.group)
+        return squared.sqrt()
+
+    def weights(self) -> WeightShare:
+        """This rank's share of the whole model's weights: those of its stages are shared out among their replicas.
+        Collective over the replica, and over the replicas where they hold shards."""
+        everyone: list[Any] = [None] * self.num_workers
+        no_tensors = tuple(n for n, v in self.module.state_dict().items() if not isinstance(v, torch.Tensor))
+        dist.all_gather_object(everyone, (sizes(self.module), no_tensors), group=self.group)
+        layout: dict[str, Placed] = {}
+        for worker, (theirs, _) in enumerate(everyone):
+            first_here = {name: size for name, size in theirs.items() if name not in layout}
+            parts = shared_out(first_here, len(self._ranks))
+            layout |= {n: Placed(self._ranks[parts[n]][worker], size) for n, size in first_here.items()}
+        in_order = {name: layout[name] for name in self.state_names if name in layout}
+        share = share_of(self.module, in_order, rank=dist.get_rank())
+        return replace(share, left_out=tuple(dict.fromkeys(name for _, theirs in everyone for name in theirs)))
+
+    def let_go(self) -> None:
+        """Remove from the stages what shards them, where nobody wants the model back. Not collective."""
+        if self.shards is not None:
+            self.shards.close(self.module, keeps_shards=True)
+
+    def give_back(self) -> None:
+        """Put all stages' values into the model that was cut, where every worker of the replica still has it.
+        Collective."""
+        if self.shards is not None:
+            self.shards.close(self.module, keeps_shards=False)
+        whole = self._original()
+        is_held = torch.tensor(whole is not None, dtype=torch.int32, device=self.device)
+        dist.all_reduce(is_held, op=dist.ReduceOp.MIN, group=self.group)
+        if whole is None or not is_held:
+            return
+        mine = self.module.state_dict()
+        everyone: list[Any] = [None] * self.num_workers
+        dist.all_gather_object(everyone, list(mine), group=self.group)
+        for name, tensor in whole.state_dict().items():
+            if isinstance(tensor, torch.Tensor):
+                dist.broadcast(
+                    tensor, group=self.group, group_src=next(w for w, held in enumerate(everyone) if name in held)
+                )
+
+    def note(self) -> str:
+        """Text that says where the cuts lie, how even they are, and which idle share to expect."""
+        settings = self.config.pipeline
+        ends = [*self.bounds[1:], len(self.stage_of)]
+        blocks = ", ".join(f"{a}-{b - 1}" if b - a > 1 else f"{a}" for a, b in zip(self.bounds, ends, strict=True))
+        totals = [sum(self.costs[a:b]) for a, b in zip(self.bounds, ends, strict=True)]
+        slowest = max(totals) / (sum(totals) / len(totals))
+        sizes: dict[str, Any] = {"num_workers": self.num_workers, "stages_per_worker": settings.stages_of_each_worker}
+        shares = {m: bubble_share(settings.schedule, num_micro_batches=m, **sizes) for m in (1, 4, 16)}
+        formula = ", ".join(f"{100 * share:.0f} % with {m}" for m, share in shares.items())
+        data_axis = ""
+        if self.shards is not None:
+            whole = sum(p.numel() for p in self._whole_parameters)
+            sharded = sum(p.numel() for p in self.module.parameters()) - whole
+            data_axis = (
+                f"; of worker {self.worker}'s parameters {sharded:,} are shared out among replicas, "
+                f"{whole:,} whole on each"
+            )
+        return (
+            f"pipeline of {self.num_stages} stages on {self.num_workers} workers, {settings.schedule}: "
+            f"blocks {blocks}; the largest stage is {slowest:.2f} times the mean ({settings.split}). "
+            f"Idle share by formula, for even stages: {formula} micro-batches a step "
+            f"(measured: perf/bubble_share){data_axis}"
+        )
+
+    def _shard(self, held: list[set[str]], replicas: DeviceMesh) -> Shards:
+        """Shard the parts of this worker's stages, but for parameters that other stages use too, whose gradients are
+        summed over stages while they are whole."""
+        elsewhere = {name for worker, names in enumerate(held) if worker != self.worker for name in names}
+        kept = {id(p) for name, p in self.module.named_parameters() if name in elsewhere}
+        kept |= {id(p) for container in self._containers for p in container.parameters(recurse=False)}
+        here = {id(unit.module): unit.module for unit in self.units if self._owner_of(unit) == self.worker}
+        return Shards(list(here.values()), replicas, self.config, kept_whole=kept)
+
+    @property
+    def _whole_parameters(self) -> list[nn.Parameter]:
+        """Parameters of `module` that are no shards;
+        while shards are gathered, what lies in their places is none of these."""
+        return [p for p in self.module.parameters() if id(p) in self._whole_ids]
+
+    def _owner_of(self, unit: Unit) -> int:
+        return self.owner(self.stage_of[unit.block])
+
+    def _names_on(self, model: nn.Module, worker: int) -> set[str]:
+        part, _ = make_part(model, self.units, lambda unit: self._owner_of(unit) == worker)
+        return {name for name, _ in part.named_parameters()}
+
+    def _refuse_idle(self, model: nn.Module, held: list[set[str]]) -> None:
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        idle = [worker for worker, names in enumerate(held) if not names & trained]
+        if idle:
+            raise WorkloadError(
+                "the pipeline",
+                f"without a trained parameter on worker {idle[0]} of {self.num_workers}",
+                "each must have something to train",
+                "use a smaller pipeline.size, or freeze less of the model",
+            )
+
+    def _shared_parameters(
+        self, held: list[set[str]], mesh: DeviceMesh
+    ) -> list[tuple[list[nn.Parameter], dist.ProcessGroup]]:
+        """Trained parameters that lie on several workers of this replica, with the group of these. Collective over the
+        mesh."""
+        mine = dict(self.module.named_parameters())
+        by_workers: dict[tuple[int, ...], list[str]] = {}
+        for name in self.names:
+            workers = tuple(w for w, names in enumerate(held) if name in names)
+            if len(workers) > 1:
+                by_workers.setdefault(workers, []).append(name)
+        found = []
+        for workers, names in sorted(by_workers.items()):
+            for replica in mesh.mesh.tolist():  # every worker of all replicas takes part in making a group
+                group = dist.new_group([replica[w] for w in workers])
+                if dist.get_rank() in replica and self.worker in workers:
+                    found.append(([mine[n] for n in names if mine[n].requires_grad], group))
+        return found
+
+    def _sum(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+        """Sum gradients over `group`; where nobody has one, there is none. Collective."""
+        if not parameters:
+            return
+        present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=self.device)
+        dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
+        by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+        for parameter, is_present in zip(parameters, present.tolist(), strict=True):
+            if is_present:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                by_type.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+        for gradients in by_type.values():
+            flat = torch.cat([g.reshape(-1) for g in gradients])
+            dist.all_reduce(flat, group=group)
+            self._sent_bytes += flat.numel() * flat.element_size()
+            for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(total.view_as(gradient))
+
+
+def check_chain(whole: nn.Module, stages: list[Stage], call: Callable[[nn.Module], Any], device: torch.device) -> None:
+    """Compare all stages of a model, one after the other on this worker, with the whole. Raises WorkloadError where
+    they differ."""
+    views = [whole, *(stage.module for stage in stages)]
+    modes = [(part, part.training) for view in views for part in view.modules()]
+    try:
+        for view in views:
+            view.eval()
+        with torch.no_grad():
+            expected = _alike(lambda: call(whole), device)
+            try:
+                found = _alike(lambda: _chain(stages, call), device)
+            except WorkloadError:
+                raise
+            except Exception as exc:
+                raise _not_a_chain(f"fails with {type(exc).__name__}: {first_line(exc)}") from exc
+    finally:
+        for part, was_training in modes:
+            part.training = was_training
+    for ours, theirs in zip(_tensors(found), _tensors(expected), strict=False):
+        tolerance = TOLERANCES.get(theirs.dtype, 1e-2)
+        if ours.shape != theirs.shape or not torch.allclose(
+            ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True
+        ):
+            raise _not_a_chain("gives another result than the whole model")
+
+
+def cut(model: nn.Module, config: RunConfig, workload: Any) -> tuple[list[nn.Module], list[Unit]]:
+    """The blocks of a model and what is around them. Raises WorkloadError where stages cannot be made of them."""
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise WorkloadError(
+                f"the model's {name}", "with sparse gradients", "a pipeline sums dense ones", "use sparse=False"
+            )
+    blocks, each = find_blocks(model, workload), config.pipeline.stages_of_each_worker
+    if len(blocks) < config.pipeline.size * each:
+        raise WorkloadError(
+            "the model",
+            f"made of {len(blocks)} blocks",
+            f"{config.pipeline.size} workers with {each} stages each need {config.pipeline.size * each}",
+            "use a smaller pipeline.size or pipeline.stages_per_worker",
+        )
+    return blocks, find_units(model, blocks)
+
+
+def all_stages(model: nn.Module, config: RunConfig, workload: Any) -> list[Stage]:
+    """All stages of a model on this worker, balanced by counted operations."""
+    blocks, units = cut(model, config, workload)
+    num_stages = config.pipeline.size * config.pipeline.stages_of_each_worker
+    stage_of = stage_of_block(balanced_bounds(counted_costs(units, len(blocks)), num_stages), len(blocks))
+    return [make_stage(model, units, stage_of, index) for index in range(num_stages)]
+
+
+def find_blocks(model: nn.Module, workload: Any) -> list[nn.Module]:
+    """The workload's blocks; without these, the children of an nn.Sequential.
+    Raises WorkloadError where there are neither."""
+    given = workload.blocks(model) if callable(getattr(workload, "blocks", None)) else None
+    if given is not None:
+        return list(given)
+    if isinstance(model, nn.Sequential):
+        return list(model.children())
+    raise WorkloadError(
+        "the workload",
+        "without blocks()",
+        "a pipeline needs to know where the model can be cut",
+        "return the model's repeated blocks from blocks(model), in the order of use",
+    )
+
+
+def _chain(stages: list[Stage], call: Callable[[nn.Module], Any]) -> Any:
+    activation = None
+    for stage in stages:
+        stage.entry.on_pass = lambda: None
+        activation = stage.run(call, activation)
+    return activation
+
+
+def _not_a_chain(what: str) -> WorkloadError:
+    return WorkloadError(
+        "the model",
+        f"not a chain of its blocks: cut into stages it {what}",
+        "each block must take the activation as its first argument and return the next, "
+        "and code between blocks must not change it",
+        "return the blocks in the order of use from blocks(), "
+        "and register what comes before and after them in that order",
+    )
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _alike(call: Callable[[], Any], device: torch.device) -> Any:
+    """Result of `call` with a fixed seed; the random number generators are afterwards as they were."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        return call()

@@ -1,0 +1,1 @@
+"""Parts of FSDP: units, unsharding, counted collectives, and models built in pages."""

@@ -1,0 +1,86 @@
+"""Collectives on flat tensors that count the bytes given to them, and what those bytes cost on a link."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Message:
+    """One collective that a way of sending needs. payload_bytes: bytes that one rank gives to it."""
+
+    kind: str
+    """Kind of collective: all_reduce, all_gather or all_to_all."""
+    payload_bytes: int
+
+    def link_bytes(self, world_size: int) -> float:
+        """Bytes that each rank sends over its link with bandwidth-optimal algorithms (Thakur et al. 2005, section 4).
+
+        A ring's all-reduce sends a rank's payload nearly twice; an all-gather passes everyone's payload on, so that it
+        grows with the number of ranks; an all-to-all sends all but the rank's own part once.
+        """
+        others = world_size - 1
+        factor = {"all_reduce": 2 * others / world_size, "all_gather": others, "all_to_all": others / world_size}
+        return self.payload_bytes * factor[self.kind]
+
+
+class Wire:
+    """The collectives of one group. Each is blocking, and counted in `sent_bytes`: payloads, each once."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.world_size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.sent_bytes = 0
+
+    def mean_(self, values: torch.Tensor) -> torch.Tensor:
+        """Mean over all ranks, in place.
+        Divides first, as DDP does, so that a sum cannot overflow where no mean would."""
+        return self.sum_(values.div_(self.world_size))
+
+    def sum_(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in place."""
+        self._count(values)
+        dist.all_reduce(values, group=self.group)
+        return values
+
+    def largest_(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest over all ranks, in place."""
+        self._count(values)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+        return values
+
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
+        """Gather the values (n,) of each rank as (world_size, n)."""
+        gathered = values.new_empty(self.world_size, values.numel())
+        self._count(values)
+        dist.all_gather(list(gathered), values, group=self.group)
+        return gathered
+
+    def all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
+        """Exchange rows (world_size, n): row i goes to rank i, and row i of the result came from there."""
+        arrived = torch.empty_like(rows)
+        self._count(rows)
+        dist.all_to_all_single(arrived, rows, group=self.group)
+        return arrived
+
+    def _count(self, payload: torch.Tensor) -> None:
+        self.sent_bytes += payload.numel() * payload.element_size()
+
+
+def pack(*parts: torch.Tensor) -> torch.Tensor:
+    """Join tensors (rows, n_i) of any dtypes into one of bytes (rows, m): one message costs one latency."""
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
+
+
+def unpack(message: torch.Tensor, *parts: tuple[torch.dtype, int]) -> list[torch.Tensor]:
+    """Split what `pack` has joined. parts: (dtype, n) of each tensor."""
+    found, start = [], 0
+    for dtype, count in parts:
+        stop = start + count * dtype.itemsize
+        # a copy, as a view of another dtype needs its own alignment
+        found.append(message[:, start:stop].clone(memory_format=torch.contiguous_format).view(dtype))
+        start = stop
+    return found

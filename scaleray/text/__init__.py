@@ -1,0 +1,1 @@
+"""Words and tables of records, for every output alike."""

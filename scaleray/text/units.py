@@ -1,0 +1,52 @@
+"""Numbers with their units, as every page, table and line writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from scaleray.records.study import Estimate
+
+
+def with_interval(estimate: Estimate, show: Callable[[float], str]) -> str:
+    """The value and its interval in brackets, such as `124 ms (122–127 ms)`; alone where the interval is the value."""
+    if estimate.low == estimate.high:
+        return show(estimate.value)
+    low, high = show(estimate.low), show(estimate.high)
+    _, space, unit = high.partition(" ")
+    return f"{show(estimate.value)} ({low.removesuffix(space + unit) if unit else low}–{high})"
+
+
+def seconds(value: float | None) -> str:
+    """A duration with a unit in which it is easy to read."""
+    if value is None:
+        return ""
+    if value >= 7200:
+        return f"{value / 3600:.3g} h"
+    if value >= 120:
+        return f"{value / 60:.3g} min"
+    for limit, factor, unit in ((1.0, 1, "s"), (1e-3, 1e3, "ms")):
+        if value >= limit:
+            return f"{value * factor:.3g} {unit}"
+    return f"{value * 1e6:.3g} µs"
+
+
+def memory(value: float | None) -> str:
+    """Bytes as MiB or GiB."""
+    if not value:
+        return ""
+    return f"{value / 2**30:.3g} GiB" if value >= 999.5 * 2**20 else f"{value / 2**20:.3g} MiB"
+
+
+def count(value: float | None) -> str:
+    """A number of things, with k, M or G from ten thousand on."""
+    if value is None:
+        return ""
+    for limit, unit, suffix in ((1e9, 1e9, " G"), (1e6, 1e6, " M"), (1e4, 1e3, " k")):
+        if abs(value) >= limit:
+            return f"{value / unit:.3g}{suffix}"
+    return f"{value:.4g}"
+
+
+def figure(value: float | None) -> str:
+    """A number as text; nothing for what is not known."""
+    return "" if value is None else f"{value:.4g}"

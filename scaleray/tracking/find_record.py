@@ -1,0 +1,167 @@
+"""A recorded run by what a user knows of it: its folder or bucket, its name, or its id or name in MLflow."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scaleray.checkpoints.storage import Store
+from scaleray.config.base import absolute_path
+from scaleray.config.checkpoint import CheckpointSettings
+from scaleray.errors import TrackingError
+from scaleray.records.read import FILE, AnyRecord, parse_record
+from scaleray.records.run import RunRecord
+from scaleray.tracking.store import check_reachable, open_client, resolve_uri, sqlite_path, without_password
+
+STEPS = "steps.csv"
+
+PARENT_TAG = "mlflow.parentRunId"
+
+
+@dataclass(frozen=True)
+class FoundRun:
+    """A record and where it was found. steps: the text of steps.csv of a training, None without one.
+
+    folder: local; None for what lies in a bucket or in MLflow alone. evaluations: (step, value) by metric, from MLflow.
+    """
+
+    record: AnyRecord
+    where: str
+    folder: Path | None = None
+    steps: str | None = None
+    evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+
+
+def find_run(run: str, *, uri: str | None = None) -> FoundRun:
+    """The run that `run` names: a folder or bucket with a record.json, that file, the name of a folder in the default
+    storage path, or an id or name in MLflow.
+
+    uri: where MLflow is; None is scaleray's own. Raises TrackingError when there is none, or it has no record.
+    """
+    for place in _places(run):
+        with contextlib.suppress(OSError, ValueError):
+            text = place.read(FILE)
+            return _with_evaluations(_read(place, text))
+    return _with_evaluations(_in_mlflow(run, resolve_uri(uri)))
+
+
+def record_of(text: str | bytes, *, where: str) -> AnyRecord:
+    """The record in the text of a record.json. Raises TrackingError for anything else."""
+    try:
+        return parse_record(text)
+    except (ValueError, TypeError) as exc:  # pydantic's errors are ValueErrors
+        raise TrackingError(
+            "the record", where, f"it is not one of a run, study or sweep of this version: {_first_line(exc)}"
+        ) from exc
+
+
+def _places(run: str) -> list[Store]:
+    if "://" in run:
+        return [Store(run.removesuffix(f"/{FILE}"))]
+    path = Path(run).expanduser().absolute()
+    found = [Store(str(path.parent if path.name == FILE else path))]
+    if "/" not in run and run not in (".", ".."):
+        found.append(Store(absolute_path(f"{CheckpointSettings().storage_path}/{run}")))
+    return found
+
+
+def _read(place: Store, text: bytes) -> FoundRun:
+    where = without_password(place.root)
+    record = record_of(text, where=f"{where}/{FILE}")
+    steps = None
+    if isinstance(record, RunRecord):
+        with contextlib.suppress(OSError):
+            steps = place.read(STEPS).decode(errors="replace")  # whoever reads it leaves damaged lines out
+    return FoundRun(record, where, Path(place.root) if place.is_local else None, steps)
+
+
+def _in_mlflow(run: str, uri: str) -> FoundRun:
+    shown = without_password(uri)
+    unknown = TrackingError(
+        "RUN",
+        run,
+        f"there is no folder with a {FILE} and no run of this id or name in MLflow at {shown}",
+        "give a run's folder, or the database that it is in with --uri",
+    )
+    if uri.startswith("sqlite:///") and not sqlite_path(uri).exists():
+        raise unknown  # looking must not make a database
+    check_reachable(uri)
+    try:
+        client = open_client(uri)
+        known = _candidates(client, run)
+        found = [one for one in known if PARENT_TAG not in one.data.tags]
+        if not found:
+            raise _part_of_another(client, run, known[0]) if known else unknown
+        chosen = found[0].info.run_id
+        with tempfile.TemporaryDirectory() as folder:
+            names = {file.path for file in client.list_artifacts(chosen)}
+            if FILE not in names:
+                status = found[0].info.status
+                raise TrackingError(
+                    "the run in MLflow",
+                    chosen,
+                    f"it has no {FILE}; its status is {status}",
+                    "only what has ended has one",
+                )
+            text = Path(client.download_artifacts(chosen, FILE, folder)).read_bytes()
+            steps = (
+                Path(client.download_artifacts(chosen, STEPS, folder)).read_text(errors="replace")
+                if STEPS in names
+                else None
+            )
+    except TrackingError:
+        raise
+    except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
+        raise TrackingError("MLflow at", shown, f"the run {run} cannot be read: {_first_line(exc)}") from exc
+    where = f"MLflow run {chosen}" + (f", the newest of {len(found)} with this name" if len(found) > 1 else "")
+    return FoundRun(record_of(text, where=where), where, None, steps)
+
+
+def _candidates(client: Any, run: str) -> Sequence[Any]:
+    """Runs of this id or name, the newest first."""
+    if re.fullmatch(r"[0-9a-f]{32}", run):
+        with contextlib.suppress(Exception):
+            return [client.get_run(run)]
+    if "'" in run or len(run) > 250:  # no name that scaleray gives
+        return []
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    query = f"attributes.run_name = '{run}'"
+    found: Sequence[Any] = client.search_runs(
+        experiments, query, order_by=["attributes.start_time DESC"], max_results=100
+    )
+    return found
+
+
+def _part_of_another(client: Any, run: str, child: Any) -> TrackingError:
+    """Error for a point of a study or a trial of a sweep, which its parent's record holds."""
+    parent = child.data.tags[PARENT_TAG]
+    with contextlib.suppress(Exception):
+        parent = client.get_run(parent).info.run_name
+    kind = child.data.tags.get("scaleray.kind", "part")
+    return TrackingError("RUN", run, f"it is a {kind} of {parent}, whose record holds it", f"give {parent}")
+
+
+def _with_evaluations(found: FoundRun) -> FoundRun:
+    """The run with the evaluations' history, which MLflow alone has; without MLflow there is none."""
+    record = found.record
+    if not isinstance(record, RunRecord) or not record.metrics or not record.run_id:
+        return found
+    with contextlib.suppress(Exception):
+        uri = resolve_uri(record.tracking_uri)
+        if uri.startswith("sqlite:///") and not sqlite_path(uri).exists():
+            return found
+        check_reachable(uri, timeout_s=2.0)
+        client = open_client(uri)
+        for name in sorted(record.metrics):
+            history = client.get_metric_history(record.run_id, name)
+            found.evaluations[name] = sorted((metric.step, metric.value) for metric in history)
+    return found
+
+
+def _first_line(exc: Exception) -> str:
+    return (str(exc).strip().splitlines() or [type(exc).__name__])[0][:300]

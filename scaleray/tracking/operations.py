@@ -1,0 +1,103 @@
+"""Writes to one MLflow run, as values: the recorder queues them, the spool keeps them on the disk, a store carries them
+out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from scaleray.tracking.chart_points import Point
+
+
+@dataclass(frozen=True)
+class LogMetrics:
+    """Points of metrics: (name, value, wall clock in ms since 1970, step)."""
+
+    points: list[Point]
+
+    def after(self, known: Mapping[str, int]) -> LogMetrics:
+        """The same operation without points that MLflow has. known: the newest step of each metric in it."""
+        return LogMetrics([point for point in self.points if point[3] > known.get(point[0], -1)])
+
+
+@dataclass(frozen=True)
+class LogParams:
+    """Params of the run, which are written once and stay."""
+
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class SetTags:
+    """Tags of the run, of which the last value counts."""
+
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class LogArtifact:
+    """A local file or folder, to be uploaded. folder: where among the artifacts; None is their root."""
+
+    path: str
+    folder: str | None = None
+
+
+@dataclass(frozen=True)
+class LogDataset:
+    """A data set that the run reads. context: its split. source and profile: as JSON values."""
+
+    name: str
+    digest: str
+    source: Any
+    profile: Any
+    context: str
+
+
+@dataclass(frozen=True)
+class EndRun:
+    """The run's end. status: FINISHED, FAILED or KILLED. end_time: wall clock in ms since 1970."""
+
+    status: str
+    end_time: int
+
+
+Operation = LogMetrics | LogParams | SetTags | LogArtifact | LogDataset | EndRun
+KINDS: dict[str, type[Any]] = {
+    "metrics": LogMetrics, "params": LogParams, "tags": SetTags, "artifact": LogArtifact, "dataset": LogDataset,
+    "status": EndRun,
+}  # fmt: skip
+"""Names of the operations in files."""
+_NAMES = {kind: name for name, kind in KINDS.items()}
+
+
+def to_json(operation: Operation) -> str:
+    """One line of unsent.jsonl."""
+    return json.dumps({"op": _NAMES[type(operation)], **vars(operation)})
+
+
+def from_json(value: Any) -> Operation | None:
+    """The operation that a JSON value is; None for a value that cannot be sent to a run."""
+    if not isinstance(value, Mapping) or not isinstance(name := value.get("op"), str) or name not in KINDS:
+        return None
+    fields = dataclasses.fields(KINDS[name])
+    needed = [field.name for field in fields if field.default is dataclasses.MISSING]
+    if any(key not in value for key in needed):
+        return None
+    if name == "metrics" and not (isinstance(value["points"], list) and all(map(_is_point, value["points"]))):
+        return None
+    if "values" in value and not isinstance(value["values"], Mapping):
+        return None
+    found: Operation = KINDS[name](**{field.name: value[field.name] for field in fields if field.name in value})
+    return LogMetrics([(n, v, at, step) for n, v, at, step in found.points]) if isinstance(found, LogMetrics) else found
+
+
+def _is_point(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 4
+        and isinstance(value[0], str)
+        and all(isinstance(number, (int, float)) for number in value[1:])
+    )

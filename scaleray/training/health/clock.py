@@ -1,0 +1,52 @@
+"""How long steps take, and how fast training is once it runs steadily."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from array import array
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SteadyState:
+    """Steps after the warm-up of a process: the first of them, counted from its start, and their times."""
+
+    first: int
+    total_s: float
+    median_s: float
+    wait_share: float
+    """Share of the time that was spent waiting for input."""
+
+
+class Clock:
+    """Times from step to step, records and all, without evaluation. Steps are counted from 0."""
+
+    def __init__(self) -> None:
+        self.times, self.waits = array("d"), array("d")
+        self.total_s = 0.0
+
+    def start(self, waited_s: float) -> None:
+        """Start timing: a step begins now. waited_s: seconds that the input has been waited for in all."""
+        self._started, self._waited = time.perf_counter(), waited_s
+
+    def tick(self, waited_s: float) -> tuple[float, float]:
+        """(time since the last tick or start, of which waiting for input), in seconds."""
+        now = time.perf_counter()
+        step_s, wait_s = now - self._started, waited_s - self._waited
+        self._started, self._waited = now, waited_s
+        self.times.append(step_s)
+        self.waits.append(wait_s)
+        self.total_s += step_s
+        return step_s, wait_s
+
+    def steady_state(self) -> SteadyState | None:
+        """Steady state without the first 20 % of the steps, at least 10 and at most half; None for fewer than 2
+        steps."""
+        count = len(self.times)
+        if count < 2:
+            return None
+        first = min(max(10, count // 5), count // 2)
+        times, waits = self.times[first:], self.waits[first:]
+        total_s = sum(times)
+        return SteadyState(first, total_s, statistics.median(times), sum(waits) / total_s)

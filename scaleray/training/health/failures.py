@@ -1,0 +1,132 @@
+"""What an error in a worker means: whose it is, where it happened, and what the user can do about it."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator
+
+import torch
+
+from scaleray.config import RunConfig
+from scaleray.errors import (
+    DataError,
+    LeftEarly,
+    PeerLostError,
+    RunFailedError,
+    ScaleRayError,
+    StepFailedError,
+    WorkloadError,
+    first_line,
+)
+from scaleray.scaling.recipe.values import Recipe
+from scaleray.training.health.live_memory import is_out_of_memory
+from scaleray.training.health.progress import COLLECTIVES, Progress
+from scaleray.training.setup.compilation import compile_error
+from scaleray.training.setup.job import TrainJob
+from scaleray.training.setup.place import Place
+from scaleray.workload import no_exit, user_traceback
+
+
+@contextlib.contextmanager
+def locating(now: Callable[[], tuple[TrainJob, int]], place: Place, progress: Progress) -> Iterator[None]:
+    """Context from which errors are raised as `located` has them.
+
+    now: gives the job and the number of its last step.
+    """
+    try:
+        with no_exit("the workload's code"):
+            yield
+    except Exception as exc:
+        job, step = now()
+        error = located(exc, place, job.config, job.recipe, step=step, steps_done=progress.steps_done)
+        if error is exc:
+            raise
+        raise error from exc
+
+
+def located(
+    exc: Exception, place: Place, config: RunConfig, recipe: Recipe, *, step: int, steps_done: int
+) -> Exception:
+    """The error as the run should raise it: with rank, node and step, unless it says all that the user needs.
+
+    step: how many are complete. steps_done: those that this process took.
+    """
+    where = f"rank {place.rank} on {place.node}"
+    if isinstance(exc, (LeftEarly, PeerLostError)):
+        return exc
+    if isinstance(exc, RunFailedError):
+        return type(exc)(f"{where}: {exc}")
+    if isinstance(exc, ScaleRayError):
+        return exc
+    if place.world_size > 1 and is_lost_peer(exc):
+        first = first_line(exc)
+        return PeerLostError(f"{where}, step {step + 1}: another worker is gone or did not answer: {first}")
+    text = f"{where}, step {step + 1}:\n  {user_traceback(exc)}"
+    if is_out_of_memory(exc):
+        text += f"\n  {_memory_advice(config, recipe)}"
+    return explained(exc) or compile_error(exc) or StepFailedError(text, steps_done, step)
+
+
+def is_lost_peer(exc: BaseException) -> bool:
+    """Whether torch says that a collective could not be completed."""
+    if isinstance(exc, (torch.distributed.DistBackendError, torch.distributed.DistNetworkError)):
+        return True
+    words = (
+        "gloo/transport",
+        "onnection closed",
+        "onnection reset",
+        "Timed out waiting",
+        "NCCL",
+        "Socket closed",
+        "caused pair closure",
+    )
+    if not isinstance(exc, RuntimeError) or not any(word in str(exc) for word in words):
+        return False
+    # the same words may come from the user's own network: what torch says of collectives names its sources, or comes
+    # out of a collective (DDP's own in a forward pass included) or a backward pass
+    files = [frame.filename for frame in traceback.extract_tb(exc.__traceback__)][-3:]
+    return "gloo/transport" in str(exc) or any(
+        part in file for part in (*COLLECTIVES, "torch/autograd/") for file in files
+    )
+
+
+def explained(exc: Exception) -> DataError | WorkloadError | None:
+    """What an error of torch means for the user, where its text tells; None for any other, such as a list's
+    IndexError."""
+    text = str(exc)
+    if isinstance(exc, IndexError) and any(words in text for words in ("out of bounds", "index out of range in self")):
+        return DataError(
+            "a label or token",
+            text.rstrip("."),
+            "it must be below the number of classes the model knows",
+            "check the labels of the data, and the size of the model's last layer or embedding",
+        )
+    if isinstance(exc, RuntimeError) and "mixed torch.Tensor and DTensor" in text:
+        return WorkloadError(
+            "loss()",
+            "computing with a weight where a worker holds a part of it",
+            "sharded weights are whole, or meet only their like, within the forward() of their own layers",
+            "call the layers that have them, in a method or a part of the model; or use --strategy.name ddp or zero1",
+        )
+    if isinstance(exc, ValueError) and "more than 1 value per channel" in text:
+        return DataError(
+            "a micro-batch of one worker",
+            "a single row",
+            "batch normalisation needs two to train on",
+            "leave out the partial batch at the end of an epoch with --batch.drop-last, or enlarge batch.micro_size",
+        )
+    return None
+
+
+def _memory_advice(config: RunConfig, recipe: Recipe) -> str:
+    size = recipe.micro_batch_size
+    if size == 1:
+        return "Out of memory with single rows: activations.checkpointing full, or a strategy that shards the model."
+    backs_off = config.memory.on_out_of_memory == "halve"
+    why = "Ranks cannot give up a pass in which they communicate. " if backs_off else ""
+    more = "" if backs_off else ", --memory.on-out-of-memory halve"
+    return (
+        f"Out of memory with micro-batches of {size} rows. {why}Use --batch.micro-size {size // 2}, "
+        f"--memory.find-micro-size{more}, or activations.checkpointing."
+    )

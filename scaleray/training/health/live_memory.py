@@ -1,0 +1,100 @@
+"""How many bytes of tensors are alive: an allocator's counter where there is none, on the CPU.
+
+The resident memory of a process depends on its past, on threads and on fragments; these bytes depend on the program
+alone, so that a limit on them can be tested.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class LiveTensors(TorchDispatchMode):
+    """Counts the storages that operations inside the context make, as long as they live. Compiled code is not seen.
+
+    bytes: alive now; peak: the most there were at once. What was there before the context does not count. problem: what
+    kept it from counting, which the operations never feel.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.peak = 0
+        self.problem: Exception | None = None
+        self._alive: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it will ask again for each rank's own part
+        kwargs = kwargs or {}
+        before = self._storages((args, kwargs))
+        result = func(*args, **kwargs)
+        new = self._storages(result)
+        for key in new.keys() - before.keys():
+            self._count(new[key])
+        return result
+
+    def counted(self) -> LiveTensors:
+        """This counter, if it counted. Raises what kept it from counting."""
+        if self.problem is not None:
+            raise self.problem
+        return self
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's memory is among the bytes."""
+        return id(local_part(tensor).untyped_storage()) in self._alive
+
+    def _storages(self, values: Any) -> dict[int, torch.UntypedStorage]:
+        try:
+            return {id(t.untyped_storage()): t.untyped_storage() for t in tree_iter(values) if _has_storage(t)}
+        except Exception as exc:  # a tensor of a kind that has none: this is inside the training's own operations
+            self.problem = exc
+            return {}
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)  # the object lives as long as the memory
+        if key in self._alive:
+            return
+        self._alive[key] = storage.nbytes()
+        weakref.finalize(storage, self._forget, key)
+        self.bytes += storage.nbytes()
+        self.peak = max(self.peak, self.bytes)
+
+    def _forget(self, key: int) -> None:
+        self.bytes -= self._alive.pop(key, 0)
+
+
+def _has_storage(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the memory behind some tensors on this rank, shared memory counted once."""
+    storages = {id(s): s for s in (local_part(t).untyped_storage() for t in tensors if not t.is_meta)}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def is_out_of_memory(exc: BaseException) -> bool:
+    """Whether an error says that memory ran out, of a device or of the host."""
+    if isinstance(exc, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(exc, RuntimeError) and "can't allocate memory" in str(exc)
+
+
+def free_unused(device: torch.device) -> None:
+    """Give back what a failed pass left: cycles that hold activations, and the allocator's empty blocks."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a tensor that may be sharded."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,106 @@
+"""What fills the memory of a worker: parameters, gradients, optimizer state, buffers and activations, in bytes.
+
+On a GPU the sums are the caching allocator's. On the CPU, whose allocator keeps no books, tensors are counted and the
+resident memory of the process stands beside them: it holds Python, torch and the input pipeline as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scaleray.training.health.live_memory import LiveTensors, storage_bytes
+from scaleray.training.setup.model_setup import Setup
+from scaleray.watchers import Guard, Watcher
+
+
+@contextlib.contextmanager
+def watching(setup: Setup, device: torch.device, guard: Guard) -> Iterator[dict[str, Any]]:
+    """Fill the dict when the context, one whole training step, ends; with nothing if that fails.
+
+    parameters_bytes, gradients_bytes, optimizer_bytes, buffers_bytes: memory that outlives the step. activations_bytes:
+    what the step needed beyond that at its peak, temporary results included; None where compiled code on a CPU hides
+    it. allocated_bytes, reserved_bytes, peak_bytes: memory of tensors, of the allocator (CPU: resident memory), of
+    tensors at the peak. fragmentation_share: share of the reserved memory that lies unused between blocks in use; None
+    on the CPU.
+    """
+    report: dict[str, Any] = {}
+    # counting would switch compiled code off
+    live = LiveTensors() if device.type != "cuda" and setup.compilation is None else None
+    with live or contextlib.nullcontext():
+        yield report
+    report.update(
+        guard(Watcher.MEMORY, lambda: _on_cuda(setup, device) if device.type == "cuda" else _on_cpu(setup, live), {})
+    )
+
+
+def lasting(setup: Setup) -> dict[str, int]:
+    """Bytes on this rank of what outlives a step, by category."""
+    state = setup.optimizer.state
+    return {
+        "parameters_bytes": storage_bytes(setup.parallel.module.parameters()),
+        "gradients_bytes": storage_bytes(gradients(setup)),
+        "optimizer_bytes": storage_bytes(v for s in state.values() for v in s.values() if isinstance(v, torch.Tensor)),
+        "buffers_bytes": storage_bytes(setup.parallel.module.buffers()),
+    }
+
+
+def gradients(setup: Setup) -> list[torch.Tensor]:
+    """Gradients of this rank that are there."""
+    return [p.grad for p in setup.parallel.module.parameters() if p.grad is not None]
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak of allocated device memory, or of this process's resident memory on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+def _on_cpu(setup: Setup, live: LiveTensors | None) -> dict[str, Any]:
+    kept = lasting(setup)
+    total = sum(kept.values())
+    activations = None
+    if live is not None:
+        activations = max(0, live.counted().peak - storage_bytes(g for g in gradients(setup) if live.knows(g)))
+    return {
+        **kept,
+        "activations_bytes": activations,
+        "allocated_bytes": total,
+        "reserved_bytes": _resident_bytes(),
+        "peak_bytes": total + activations if activations is not None else None,
+        "peak_resident_bytes": _peak_resident_bytes(),
+        "fragmentation_share": None,
+        "is_counted": True,
+    }
+
+
+def _on_cuda(setup: Setup, device: torch.device) -> dict[str, Any]:
+    kept = lasting(setup)
+    stats = torch.cuda.memory_stats(device)
+    peak, reserved = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.current"]
+    return {
+        **kept,
+        "activations_bytes": max(0, peak - sum(kept.values())),
+        "allocated_bytes": stats["allocated_bytes.all.current"],
+        "reserved_bytes": reserved,
+        "peak_bytes": peak,
+        "peak_resident_bytes": _peak_resident_bytes(),
+        "fragmentation_share": stats["inactive_split_bytes.all.current"] / reserved if reserved else 0.0,
+        "is_counted": False,
+    }
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def _peak_resident_bytes() -> int:
+    # Linux counts the peak in KiB, and brings it up to date later than the present value
+    return max(_resident_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)

@@ -1,0 +1,172 @@
+"""What a worker is doing right now, told to the outside by a thread of its own, which also notices when it hangs."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TextIO
+
+from scaleray.records.phases import TIMED, Phase
+from scaleray.workload import user_frames
+
+HANG = "a hang: "  # begins the phase of a worker that is about to end itself
+COMPILERS = (  # files that are on a thread's stack only while it compiles
+    "torch/_dynamo/convert_frame.py",
+    "torch/_inductor/compile_fx.py",
+    "torch/_inductor/async_compile.py",
+)
+COLLECTIVES = ("torch/distributed/", "torch/nn/parallel/distributed.py")  # files that wait for other workers
+LONGEST_LINE = 1000
+FIRST_STEP_FACTOR = 3.0  # a first step may compile, and fill caches; so may a first evaluation
+WATCHDOG_SHARE = 0.9  # share of the time that the others wait for this worker: only it knows where it hangs
+
+
+class Progress:
+    """The loop's place: a step and a phase of it. Written by the training thread, read by others."""
+
+    def __init__(self) -> None:
+        self.step = self.steps_done = 0
+        self.phase = Phase.START
+        self.passed: set[Phase] = set()
+        """Phases that have been left at least once."""
+        self.since = time.monotonic()
+        self.thread_id = threading.get_ident()
+
+    def enter(self, phase: Phase) -> None:
+        """Enter the next phase."""
+        self.passed.add(self.phase)
+        self.phase, self.since = phase, time.monotonic()
+
+    def finish_step(self, step: int) -> None:
+        """Take note that so many steps are complete."""
+        self.step = step
+        self.steps_done += 1
+
+    def others_wait_s(self, collective_timeout_s: float) -> float:
+        """How long other workers wait for this one in a collective, as `limit_collectives` has it in this step."""
+        return collective_timeout_s * (1.0 if self.steps_done else FIRST_STEP_FACTOR)
+
+    def is_new(self, phase: Phase) -> bool:
+        """Whether the training has not been through it yet, so that it may compile and fill caches first."""
+        return not self.steps_done or phase not in self.passed
+
+
+class Watchdog:
+    """Reports progress at an interval. beat: takes (step, phase, seconds in it), true when the run should leave.
+
+    on_hang: called once with a sentence when the training thread has not left a watched phase for `limit_s`, or three
+    times that where it compiles or does something for the first time.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        *,
+        interval_s: float,
+        limit_s: float,
+        beat: Callable[[int, str, float], bool],
+        on_leave: Callable[[], None],
+        on_hang: Callable[[str], None],
+    ) -> None:
+        self.progress, self.interval_s, self.limit_s = progress, interval_s, limit_s
+        self.beat, self.on_leave, self.on_hang = beat, on_leave, on_hang
+        self._stop = threading.Event()
+        self._waited_since = self._compiled_since = -1.0
+        self._thread = threading.Thread(target=self._watch, name="scaleray-watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self.interval_s):
+            progress = self.progress
+            step, phase, since_s = progress.step, progress.phase, time.monotonic() - progress.since
+            compiling = is_compiling(progress.thread_id)
+            if compiling:
+                self._compiled_since = progress.since  # what was compiled must still run
+            is_longer = progress.is_new(phase) or self._compiled_since == progress.since
+            limit_s = self.limit_s * (FIRST_STEP_FACTOR if is_longer else 1.0)
+            if waits_for_others(progress.thread_id):
+                self._waited_since = progress.since  # and if that fails, its way out may take longer than the limit
+            if phase in TIMED and since_s > limit_s and self._waited_since != progress.since:
+                self.on_hang(
+                    f"it has been in `{phase}` of step {step + 1} for {since_s:.0f} s: {where(progress.thread_id)}"
+                )
+                return
+            try:
+                if self.beat(step, Phase.COMPILING if compiling else phase, since_s):
+                    self.on_leave()
+            except Exception:  # nobody listens for the moment, which is no reason to stop training
+                continue
+
+
+def waits_for_others(thread_id: int) -> bool:
+    """Whether a thread is inside a collective, such as DDP's own in a forward pass: then another worker is to blame."""
+    frame = sys._current_frames().get(thread_id)
+    return frame is not None and any(part in frame.f_code.co_filename for part in COLLECTIVES)
+
+
+def is_compiling(thread_id: int) -> bool:
+    """Whether a thread is inside torch.compile's compiler, which also works in the middle of a training: for a batch of
+    another shape, or a first evaluation."""
+    frame = sys._current_frames().get(thread_id)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(COMPILERS):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def where(thread_id: int) -> str:
+    """The place in the user's own code where a thread is, innermost first, or just the innermost one."""
+    frame = sys._current_frames().get(thread_id)
+    if frame is None:
+        return "the thread is gone"
+    stack = traceback.extract_stack(frame)
+    own = user_frames(stack) or stack
+    last = own[-1]
+    return f"{last.filename}:{last.lineno} in {last.name}: {last.line or ''}".rstrip(": ")
+
+
+class Tail:
+    """A stream that passes everything on and remembers its last lines."""
+
+    def __init__(self, stream: TextIO, lines: deque[str]) -> None:
+        self._stream, self._lines, self._open = stream, lines, ""
+
+    def write(self, text: str) -> int:
+        """Pass on."""
+        # progress bars write for ever without a new line
+        *whole, last = (self._open + text).replace("\r", "\n").split("\n")
+        self._open = last[-LONGEST_LINE:]
+        self._lines.extend(line.rstrip() for line in whole if line.strip())
+        return self._stream.write(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Pass on, line by line."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+
+class TailHandler(logging.Handler):
+    """Remembers the last lines that were logged, beside those that were printed."""
+
+    def __init__(self, lines: deque[str]) -> None:
+        super().__init__(logging.INFO)
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the message."""
+        self._lines.extend(f"{record.levelname}: {line}" for line in record.getMessage().splitlines() if line.strip())

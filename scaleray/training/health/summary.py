@@ -1,0 +1,69 @@
+"""What a worker says of its training when it has ended."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from scaleray.data import StepPlan
+from scaleray.emulation import is_emulated
+from scaleray.records.run import WorkerSummary
+from scaleray.reproducibility.fingerprint import accelerators, cpu_model
+from scaleray.training.health import memory_report
+from scaleray.training.health.clock import Clock
+from scaleray.training.setup.job import TRAIN, TrainJob
+from scaleray.training.setup.model_setup import Setup
+from scaleray.training.setup.place import Place
+from scaleray.watchers import Guard, Watcher
+
+
+def summary_of(
+    job: TrainJob,
+    place: Place,
+    setup: Setup,
+    plan: StepPlan,
+    clock: Clock,
+    guard: Guard,
+    *,
+    first_step: int,
+    step: int,
+    verdict: str,
+    first_step_s: float,
+    nonfinite_steps: int,
+    compilation: dict[str, Any],
+    memory: dict[str, Any],
+    noise: dict[str, Any],
+) -> WorkerSummary:
+    """The summary of steps `first_step` + 1 to `step`. What cannot be measured is left out, and the guard says so."""
+    look = partial(guard, Watcher.SUMMARY)
+    steady = look(clock.steady_state, None, part="steady state")
+    samples_per_s = None
+    if steady is not None:
+        samples_per_s = sum(map(plan.num_rows, range(first_step + steady.first, step))) / steady.total_s
+    tokens = job.splits[TRAIN].tokens_per_row
+    return WorkerSummary(
+        rank=place.rank,
+        node=place.node,
+        steps=step,
+        verdict=verdict,
+        samples_per_s=samples_per_s,
+        tokens_per_s=samples_per_s * tokens if samples_per_s and tokens else None,
+        step_time_s=steady.median_s if steady else None,
+        input_wait_share=steady.wait_share if steady else None,
+        time_to_first_step_s=first_step_s,
+        training_time_s=clock.total_s,
+        peak_memory_bytes=look(lambda: memory_report.peak_memory_bytes(place.device), 0, part="memory"),
+        nonfinite_steps=nonfinite_steps,
+        sample_order=job.sample_order,
+        strategy=job.recipe.strategy,
+        device=str(place.device),
+        model={
+            "num_parameters": setup.num_parameters,
+            "initial_hash": setup.initial_hash,
+            "is_emulated": is_emulated(setup.parallel.module),
+        },
+        hardware=look(lambda: {"cpu": cpu_model(), "accelerators": accelerators()}, {}, part="hardware"),
+        compilation=compilation,
+        memory=memory,
+        noise=noise,
+    )

@@ -1,0 +1,1 @@
+"""Measuring the gradient noise scale while training."""

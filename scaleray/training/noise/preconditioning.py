@@ -1,0 +1,194 @@
+"""Gradients as noise is measured on them: as they are, or as Adam's update sees them, divided by the root of its second
+moment.
+
+For the division, small tensors are laid end to end and handled as one: in a small model, dispatching
+operations is what costs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+Gradients = Mapping[nn.Parameter, torch.Tensor]
+SMALL_NUMEL = 2**16
+"""Largest number of elements of a small tensor. Up to it several operations on a tensor cost more to dispatch than to
+compute. Room for larger tensors, and divisors that are kept for a step, would take the memory of a model."""
+
+
+class Row:
+    """Room for the values of some parameters, end to end; zero for parameters without a value."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        first = parameters[0]
+        self.values = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        pieces = self.values.split([p.numel() for p in parameters])
+        self.places = {p: piece.view(p.shape) for p, piece in zip(parameters, pieces, strict=True)}
+
+    def put(self, values: Gradients) -> torch.Tensor:
+        """Put in these values and no others; the result is the whole room, end to end."""
+        if len(values) < len(self.places):
+            self.values.zero_()
+        torch._foreach_copy_([self.places[p] for p in values], list(values.values()))
+        return self.values
+
+
+class View:
+    """Gradients as they are. `begin` and `end` enclose a step in which they are looked at.
+
+    small: parameters whose gradients are laid end to end.
+    """
+
+    def __init__(self, small: Sequence[nn.Parameter] = ()) -> None:
+        self.small = dict.fromkeys(small)
+        self._row: Row | None = None
+
+    def begin(self) -> None:
+        """Begin a step in which gradients are looked at, or begin it anew."""
+
+    def end(self) -> None:
+        """Forget what was learned about the step."""
+
+    def all(self, gradients: Gradients) -> list[torch.Tensor]:
+        """Tensors whose common norm is that of these gradients; for the same parameters always the same tensors. They
+        may be overwritten by the next call."""
+        found = [self.large(p, gradient) for p, gradient in gradients.items() if p not in self.small]
+        small = {p: gradient for p, gradient in gradients.items() if p in self.small}
+        if not small:
+            return found
+        self._row = self._row or Row(list(self.small))
+        return [self.flat(self._row.put(small)), *found]
+
+    def flat(self, values: torch.Tensor) -> torch.Tensor:
+        """Small gradients, end to end, as noise is measured on them. May overwrite `values`."""
+        return values
+
+    def large(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient of a parameter that is not small, as noise is measured on it."""
+        return gradient
+
+
+class Preconditioned(View):
+    """Gradients divided by sqrt(v / (1 - beta_2^t)) + epsilon, with v and t as they are before the update; gradients of
+    parameters without state are left as they are.
+
+    parameters: trained parameters of this rank.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        small = [p for p in parameters if not isinstance(p, DTensor) and p.numel() <= SMALL_NUMEL]
+        kind = [(p.device, p.dtype) for p in small[:1]]  # tensors of other kinds stay alone
+        super().__init__([p for p in small if [(p.device, p.dtype)] == kind])
+        self.optimizer = optimizer
+        self._scales: dict[nn.Parameter, tuple[float, float]] = {}  # (sqrt(1 - beta_2^t), epsilon)
+        self._divisors: Row | None = None  # divisors of the small tensors
+        self._divisor: torch.Tensor | None = None
+
+    def begin(self) -> None:
+        """Read the step counts, and make the small tensors' divisor."""
+        self.end()
+        for group in self.optimizer.param_groups:
+            states = {p: state for p in group["params"] if "exp_avg_sq" in (state := self.optimizer.state.get(p, {}))}
+            if not states:
+                continue
+            # read at once, as reading each alone would wait for a GPU
+            counts = torch.stack([state["step"] for state in states.values()]).tolist()
+            beta, eps = float(group["betas"][1]), float(group["eps"])
+            # computed in Python's float64, as 1 - 0.999^t has few digits in float32
+            scales = {count: math.sqrt(1 - beta**count) for count in set(counts)}
+            self._scales.update((p, (scales[count], eps)) for p, count in zip(states, counts, strict=True))
+        moments = {p: self.optimizer.state[p]["exp_avg_sq"] for p in self.small if p in self._scales}
+        if not moments:
+            return
+        self._divisors = self._divisors or Row(list(self.small))
+        self._divisor = self._divisors.put(moments).sqrt_()
+        if len(moments) == len(self.small) and len({self._scales[p] for p in moments}) == 1:
+            scale, eps = self._scales[next(iter(moments))]
+            self._divisor.div_(scale).add_(eps)
+            return
+        for parameter, place in self._divisors.places.items():
+            scale, eps = self._scales.get(parameter, (1.0, 1.0))  # no state: 0 + 1 leaves it as it is
+            place.div_(scale).add_(eps)
+
+    def end(self) -> None:
+        """Forget the step counts and divisors."""
+        self._scales, self._divisor = {}, None
+
+    def flat(self, values: torch.Tensor) -> torch.Tensor:
+        """The small gradients divided."""
+        return values if self._divisor is None else values.div_(self._divisor)
+
+    def large(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient divided, in a tensor of its own: roots are not kept, as they would take the memory of a
+        model."""
+        if parameter not in self._scales:
+            return gradient
+        scale, eps = self._scales[parameter]
+        # computed on shards alone, as a step's count is no DTensor
+        divided = _local(self.optimizer.state[parameter]["exp_avg_sq"]).sqrt().div_(scale).add_(eps)
+        torch.div(_local(gradient), divided, out=divided)
+        if not isinstance(gradient, DTensor):
+            return divided
+        return DTensor.from_local(
+            divided,
+            gradient.device_mesh,
+            gradient.placements,
+            run_check=False,
+            shape=gradient.shape,
+            stride=gradient.stride(),
+        )
+
+
+class OwnNorm:
+    """The norm of a gradient that comes piece by piece, each of which is overwritten soon."""
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self._norms: list[torch.Tensor] = []
+        self._row = Row(list(view.small)) if view.small else None
+        self._places = self._row.places if self._row is not None else {}
+        self._has_small = False
+
+    def add(self, parameter: nn.Parameter) -> None:
+        """Add the gradient that lies in a parameter."""
+        gradient, place = parameter.grad, self._places.get(parameter)
+        assert gradient is not None
+        if place is not None and not gradient.is_sparse:
+            place.copy_(gradient)
+            self._has_small = True
+        else:
+            self.add_norm(norm(self.view.large(parameter, gradient)))
+
+    def add_norm(self, value: torch.Tensor) -> None:
+        """Add the norm of a piece."""
+        self._norms.append(value)
+
+    def take(self) -> list[torch.Tensor]:
+        """Norms of the pieces that came since the last call; they are then forgotten."""
+        if self._has_small and self._row is not None:
+            self._norms.append(norm(self.view.flat(self._row.values)))
+        taken = self._norms
+        self.forget()
+        return taken
+
+    def forget(self) -> None:
+        """Forget all pieces so far: the step begins anew."""
+        if self._has_small and self._row is not None:
+            self._row.values.zero_()
+        self._norms, self._has_small = [], False
+
+
+def norm(gradient: torch.Tensor) -> torch.Tensor:
+    """Euclidean norm on the gradient's device; 16-bit values are summed in float32."""
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
+    dtype = torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else None
+    return torch.linalg.vector_norm(gradient.detach(), dtype=dtype)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,62 @@
+"""The repeated blocks of a model, and how a transform takes the place of one's forward pass without another name.
+
+Wrapping a block in another module, as torch's checkpoint_wrapper and torch.compile(module) do, puts a prefix before the
+names of its parameters, and checkpoints would no longer fit. A method of the block's own keeps every name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from scaleray.errors import WorkloadError
+from scaleray.workload import call_user_code
+
+Forward = Callable[..., Any]
+"""A forward pass as a function of the module and its inputs."""
+
+
+def model_blocks(workload: Any, model: nn.Module, *, wanted_by: str) -> list[nn.Module]:
+    """What the workload's `blocks` gives, in its order. Raises WorkloadError, naming `wanted_by`, where it gives
+    none."""
+    method = getattr(workload, "blocks", None)
+    found = call_user_code(lambda: method(model), what="blocks()", doing="naming the blocks") if method else None
+    hint = "add blocks(self, model) to the workload, which returns the repeated parts, such as model.blocks"
+    if found is None:
+        raise WorkloadError("blocks()", None, f"{wanted_by} works on the blocks of the model", hint)
+    blocks = list(found)
+    if not blocks:
+        raise WorkloadError("blocks()", "empty", f"{wanted_by} works on the blocks of the model", hint)
+    inside = set(map(id, model.modules()))
+    for block in blocks:
+        if not isinstance(block, nn.Module) or id(block) not in inside:
+            raise WorkloadError("blocks()", f"with a {type(block).__name__}", "every block must be a part of the model")
+    if len(set(map(id, blocks))) < len(blocks):
+        raise WorkloadError("blocks()", "with one block twice", "every block must be named once")
+    return blocks
+
+
+def forward_of(module: nn.Module) -> Forward:
+    """The forward pass of a module as a function that takes the module: one and the same for all modules of a class."""
+    forward = module.forward
+    if inspect.ismethod(forward) and forward.__self__ is module:
+        return forward.__func__
+    return lambda self, *args, **kwargs: forward(*args, **kwargs)
+
+
+def replace_forward(module: nn.Module, forward: Forward) -> Callable[[], None]:
+    """Put `forward` in the place of the module's own; hooks stay outside of it. Returns a function that undoes it."""
+    before = module.__dict__.get("forward")
+    module.forward = types.MethodType(forward, module)
+
+    def undo() -> None:
+        if before is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.forward = before
+
+    return undo

@@ -1,0 +1,148 @@
+"""Training that starts from existing weights: where they are read from, what is frozen, and low-rank adapters (LoRA).
+
+An adapter is two parameters `lora_a` and `lora_b` of the layer itself, whose own weight keeps its name, so that
+the weights of a model without adapters still load. Called by model_setup (before and after the strategy) and,
+at the end, by the loop.
+Source: Hu et al. 2021, arXiv:2106.09685.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from scaleray.checkpoints import consolidated
+from scaleray.checkpoints.hugging_face import ModelFolder, is_model_folder, model_folder
+from scaleray.config.fine_tuning import FineTuningSettings
+from scaleray.errors import WorkloadError
+from scaleray.strategies.contract.weight_shares import WeightShare
+from scaleray.workload import call_user_code
+
+ADAPTERS = ("lora_a", "lora_b")
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer with `alpha / rank * B A` added to its weight: A is lora_a (rank, in), B is lora_b (out, rank)."""
+
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    lora_scale: float
+
+    @classmethod
+    def adapt(cls, layer: nn.Linear, *, rank: int, alpha: float) -> None:
+        """Give an adapter to a layer, in place: hooks and references to the layer stay valid. B is zero, so that the
+        layer computes what it did; A is drawn like a layer of its own, as the paper's code does."""
+        weight = layer.weight
+        layer.__class__ = cls
+        assert isinstance(layer, cls)
+        layer.lora_scale = alpha / rank
+        layer.lora_a = nn.Parameter(torch.empty(rank, layer.in_features, dtype=weight.dtype, device=weight.device))
+        layer.lora_b = nn.Parameter(torch.zeros(layer.out_features, rank, dtype=weight.dtype, device=weight.device))
+        nn.init.kaiming_uniform_(layer.lora_a, a=math.sqrt(5))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        low_rank = F.linear(F.linear(input, self.lora_a), self.lora_b)
+        return super().forward(input) + self.lora_scale * low_rank
+
+
+def adapt(model: nn.Module, settings: FineTuningSettings) -> None:
+    """Freeze what is to be frozen and add adapters, in place. Called before the strategy, which lays out what it finds.
+
+    It draws from torch's generator after the model has, so that the model itself starts as it would without adapters.
+    Raises WorkloadError for names that the model does not have, and where nothing is left to train.
+    """
+    for beginning in settings.freeze:
+        # including the second names of tied parameters
+        found = [p for name, p in model.named_parameters(remove_duplicate=False) if name.startswith(beginning)]
+        if not found:
+            raise WorkloadError(
+                "fine_tuning.freeze",
+                beginning,
+                "no parameter's name begins so",
+                f"there are: {_shortened(sorted({n for n, _ in model.named_children()}))}",
+            )
+        for parameter in found:
+            parameter.requires_grad_(False)
+    if settings.lora_rank:
+        layers = _layers(model, settings)
+        model.requires_grad_(False)
+        for layer in layers:
+            LoraLinear.adapt(layer, rank=settings.lora_rank, alpha=settings.lora_alpha)
+    if settings.freeze and not any(p.requires_grad for p in model.parameters()):
+        raise WorkloadError("fine_tuning.freeze", list(settings.freeze), "nothing is left to train")
+
+
+def load(module: nn.Module, workload: Any, where: str, *, is_part: bool = False) -> None:
+    """Fill a model, whose strategy may have sharded it, with the weights at `where`; adapters stay where
+    those weights have none.
+
+    is_part: the module is a stage of the model, and takes its own tensors. where: what `workload.weights` allows. Each
+    rank reads its own part, without communication. Raises CheckpointError.
+    """
+    where = model_folder(where)
+    tensors = {name: t for name, t in module.state_dict().items() if isinstance(t, torch.Tensor)}
+    adapters = {name for name in tensors if name.rpartition(".")[2] in ADAPTERS}
+    if not is_model_folder(where):
+        consolidated.load_weights(tensors, where, optional=adapters, is_part=is_part)
+        return
+    folder = ModelFolder.open(where)
+    names: Mapping[str, str] | None = None
+    if not folder.has_own_names and callable(getattr(workload, "weight_names", None)):
+        names = call_user_code(
+            lambda: workload.weight_names(module, folder.config), what="weight_names()", doing="naming the weights"
+        )
+    if names is None:
+        names = {name: name for name in tensors if name in folder.files}
+    if is_part:
+        names = {name: source for name, source in names.items() if name in tensors}
+    folder.load(tensors, names, optional=adapters, is_part=is_part)
+
+
+def merged_share(share: WeightShare, settings: FineTuningSettings) -> WeightShare:
+    """Final weights with each adapter added to its layer's weight, which lies beside it in one share, under the names
+    of a model without adapters."""
+    if not settings.lora_rank or not settings.merge:
+        return share
+    layout = {name: placed for name, placed in share.layout.items() if name.rpartition(".")[2] not in ADAPTERS}
+    return replace(share, tensors=merged(share.tensors, settings), layout=layout)
+
+
+def merged(weights: dict[str, Any], settings: FineTuningSettings) -> dict[str, Any]:
+    """A state dict of whole layers with each adapter added to its layer's weight."""
+    plain = {name: value for name, value in weights.items() if name.rpartition(".")[2] not in ADAPTERS}
+    for name, low in weights.items():
+        layer, _, last = name.rpartition(".")
+        if last != "lora_a":
+            continue
+        prefix = f"{layer}." if layer else ""
+        weight, high = weights[f"{prefix}weight"], weights[f"{prefix}lora_b"]
+        # computed in float32 at least, and rounded once
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        change = settings.lora_alpha / settings.lora_rank * (high.to(wide) @ low.to(wide))
+        plain[f"{prefix}weight"] = (weight.to(wide) + change).to(weight.dtype)
+    return plain
+
+
+def _layers(model: nn.Module, settings: FineTuningSettings) -> list[nn.Linear]:
+    # exactly nn.Linear: a subclass may compute something else
+    linear = {name: part for name, part in model.named_modules() if type(part) is nn.Linear}
+    chosen: dict[str, nn.Linear] = {}
+    for words in settings.lora_layers:
+        found = {name: part for name, part in linear.items() if name == words or name.endswith(f".{words}")}
+        if not found:
+            there = sorted({name.rpartition(".")[2] for name in linear})
+            raise WorkloadError(
+                "fine_tuning.lora_layers", words, "no linear layer's name ends so", f"there are: {_shortened(there)}"
+            )
+        chosen.update(found)
+    return list(chosen.values())
+
+
+def _shortened(names: list[str]) -> str:
+    return ", ".join(names[:12]) + (", ..." if len(names) > 12 else "") if names else "none"

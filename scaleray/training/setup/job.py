@@ -1,0 +1,201 @@
+"""The job that the driver sends to every worker: decided once, derived nowhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from scaleray.config import Duration, RunConfig
+from scaleray.data import DatasetSource, Part, StepPlan, StepStream, StreamSource
+from scaleray.data.row_values import AS_STORED, UNSEEDED, RowValues, row_values_of
+from scaleray.data.source import Source
+from scaleray.data.step_plan import Origin
+from scaleray.errors import ConfigError, DataError
+from scaleray.scaling.recipe.derive import derive
+from scaleray.scaling.recipe.values import DataSize, Recipe
+
+TRAIN = "train"
+
+
+@dataclass(frozen=True)
+class Split:
+    """Facts about one split that workers need to know without holding its rows."""
+
+    name: str
+    num_rows: int
+    row_bytes: int
+    tokens_per_row: int | None
+    group_sizes: tuple[int, ...] | None
+    gives_tuples: bool
+    is_streamed: bool
+    row_values: RowValues = AS_STORED
+
+    @classmethod
+    def of(cls, name: str, source: Source) -> Split:
+        """Collect the facts of a source."""
+        return cls(
+            name=name,
+            num_rows=source.num_rows,
+            row_bytes=source.row_bytes,
+            tokens_per_row=source.tokens_per_row,
+            group_sizes=source.group_sizes,
+            gives_tuples=isinstance(source, DatasetSource) and source.gives_tuples,
+            is_streamed=isinstance(source, StreamSource),
+            row_values=row_values_of(source),
+        )
+
+
+class OpenStream(Protocol):
+    """Function that opens this worker's batches of a split."""
+
+    def __call__(self, split: Split, part: Part) -> StepStream: ...
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """One training, ready to run anywhere. started_at: wall clock of the command's start, in seconds."""
+
+    config: RunConfig
+    recipe: Recipe
+    workload: Any
+    splits: Mapping[str, Split]
+    started_at: float
+    workers: int = 0
+    """Number of workers that train; 0: the number in the config."""
+    origin: Origin | None = None
+    """Point where the plan begins, when the global batch had another size before."""
+    varied: tuple[str, ...] = ()
+    """Keys of the config by which the trainings of a sweep differ."""
+
+    def __post_init__(self) -> None:
+        by = self.config.shares.by
+        if by != "equal" and self.splits[TRAIN].is_streamed:
+            raise ConfigError(
+                "shares.by",
+                by,
+                "a Ray Dataset is dealt out once, in equal shares",
+                "use equal shares, or data that can be read by index",
+            )
+        for split in self.splits.values():
+            if self.config.deterministic and not split.row_values.are_repeatable:
+                raise DataError(
+                    f"the {split.name} data",
+                    "not repeatable",
+                    f"deterministic: true promises the same bits again: {split.row_values.difference}",
+                    f"{UNSEEDED}: draw from those, or train without --deterministic",
+                )
+
+    @property
+    def sample_order(self) -> str:
+        """The order of the training data that a user can rely on, in words."""
+        promise, values = self.train_plan().promise, self.splits[TRAIN].row_values
+        return f"{promise}; {'but ' if values.difference else ''}{values.promise}" if values.promise else promise
+
+    def data_warnings(self) -> list[str]:
+        """Warnings for data that cannot be read again as it was."""
+        return [
+            f"the {split.name} data: {split.row_values.promise}; {UNSEEDED}"
+            for split in self.splits.values()
+            if not split.row_values.are_repeatable
+        ]
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers that train."""
+        return self.workers or self.config.scale.max_workers
+
+    @property
+    def data_size(self) -> int:
+        """Number of shares into which a global batch is cut."""
+        return self.world_size // self.recipe.model_parallel_size
+
+    def on(self, workers: int) -> TrainJob:
+        """The same training on as many workers as an elastic run has now."""
+        if workers == self.world_size:
+            return self
+        train = self.splits[TRAIN]
+        config = (
+            rescaled(self.config, self.recipe, workers) if self.config.scale.on_resize == "rescale" else self.config
+        )
+        recipe = derive(config, DataSize(train.num_rows, train.tokens_per_row), workers=workers)
+        return dataclasses.replace(self, recipe=recipe, workers=workers)
+
+    def continued(self, progress: Mapping[str, Any]) -> TrainJob:
+        """The rest of a training that a checkpoint's progress describes, whose global batch may have had another
+        size."""
+        origin = Origin(**progress["origin"]) if progress.get("origin") else None
+        if progress["global_batch_size"] != self.recipe.global_batch_size:
+            origin = Origin(progress["step"], progress["epoch"], progress["sample_in_epoch"])
+        if origin is None:
+            return self
+        job = dataclasses.replace(self, origin=origin)
+        total = origin.step + self.recipe.total_steps - job.steps_before()
+        return dataclasses.replace(job, recipe=dataclasses.replace(self.recipe, total_steps=total))
+
+    def steps_before(self) -> int:
+        """Number of steps of today's size that the training before the origin would have been."""
+        if self.origin is None:
+            return 0
+        plan = self.train_plan()
+        return (self.origin.epoch + 1) * plan.steps_per_epoch - plan.steps_to_epoch_end
+
+    def train_plan(self) -> StepPlan:
+        """The order of the training samples."""
+        split = self.splits[TRAIN]
+        return StepPlan(
+            num_samples=self._usable_rows(split),
+            global_batch_size=self.recipe.global_batch_size,
+            seed=self.config.seed,
+            shuffle=self.config.data.shuffle,
+            drop_last=self.config.batch.drop_last,
+            group_sizes=split.group_sizes,
+            window_rows=self.config.data.window_rows,
+            is_streamed=split.is_streamed,
+            origin=self.origin,
+        )
+
+    def evaluation_plan(self, split: Split) -> StepPlan:
+        """Every row of an evaluation split once, in file order. Each evaluation is epoch 0, so that random transforms
+        give the same values each time and metrics differ by the weights alone."""
+        batch_size = self.recipe.evaluation_micro_batch_size * self.data_size
+        rows = self._usable_rows(split)
+        return StepPlan(
+            rows, min(batch_size, rows), self.config.seed, shuffle=False, is_streamed=split.is_streamed, name=split.name
+        )
+
+    def evaluation_splits(self) -> list[Split]:
+        """Every split but `train`."""
+        return [split for name, split in self.splits.items() if name != TRAIN]
+
+    def _usable_rows(self, split: Split) -> int:
+        # a streamed dataset gives every worker the same number of rows and leaves out the rest
+        workers = self.data_size
+        return split.num_rows // workers * workers if split.is_streamed else split.num_rows
+
+
+def rescaled(config: RunConfig, full: Recipe, workers: int) -> RunConfig:
+    """The config at which each of fewer workers keeps its share: a smaller global batch, and the same samples in all.
+
+    The learning rate follows from `optimizer.rule`. Lengths in steps mean steps of the full batch.
+    """
+
+    def in_epochs(duration: Duration | None) -> Duration | None:
+        if duration is None or duration.unit != "steps":
+            return duration
+        return Duration(duration.value / full.steps_per_epoch, "epochs")
+
+    share = config.batch.global_size // config.scale.max_workers
+    warmup = config.schedule.warmup
+    if warmup.unit == "steps":  # stays in steps, which no rule stretches
+        warmup = Duration(round(warmup.value * config.scale.max_workers / workers), "steps")
+    return config.model_copy(
+        update={
+            "batch": config.batch.model_copy(update={"global_size": share * workers}),
+            "stop": config.stop.model_copy(update={"after": in_epochs(config.stop.after)}),
+            "schedule": config.schedule.model_copy(
+                update={"warmup": warmup, "length": in_epochs(config.schedule.length)}
+            ),
+        }
+    )

@@ -1,0 +1,217 @@
+"""The order in which a model becomes a training set-up. It stands here once, with the reason beside each line."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from scaleray.config import RunConfig
+from scaleray.errors import ConfigError, WorkloadError
+from scaleray.reproducibility.seeding import (
+    check_equal_digests,
+    check_equal_parameters,
+    check_equal_structure,
+    seed_everything,
+    stream_seed,
+    use_deterministic_algorithms,
+)
+from scaleray.scaling.recipe.values import Recipe
+from scaleray.strategies import STRATEGIES, Parallel
+from scaleray.strategies.contract.mesh import build_mesh
+from scaleray.strategies.sharding.paged_build import PagedBuild
+from scaleray.training.setup import activation_checkpointing, fine_tuning, float8, optimizers, precision, pruning
+from scaleray.training.setup.compilation import Compilation, compiled
+from scaleray.training.setup.own_optimizer import InUse
+from scaleray.training.setup.place import Place
+from scaleray.workload import call_user_code
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything the loop needs to take steps."""
+
+    parallel: Parallel
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LambdaLR
+    precision: precision.Precision
+    parameters: list[nn.Parameter]
+    """Trained parameters of this rank; their gradients lie in them after a backward pass. Listed before the first pass:
+    FSDP hides them while a unit is whole, as the last one is after an evaluation."""
+    num_parameters: int
+    initial_hash: str
+    pruning: pruning.Pruning | None = None
+    compilation: Compilation | None = None
+    in_use: InUse = field(default_factory=InUse)
+    """Values that an optimizer of the workload's own has in place of derived ones."""
+    undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """Callbacks that undo, in reverse order, what was done to the user's model and to torch before the strategy."""
+
+    def close(self) -> None:
+        """Leave the user's model as `build_model` made it, but trained. Collective."""
+        self.parallel.close()
+        self.undo.close()
+
+    def let_go(self) -> None:
+        """End a set-up whose model is not wanted back: `close` without its communication, so that this rank waits for
+        none. For an unsharded model it is the same as `close`."""
+        (self.parallel.let_go or self.parallel.close)()
+        self.undo.close()
+
+
+def prepare(
+    workload: Any,
+    config: RunConfig,
+    recipe: Recipe,
+    place: Place,
+    *,
+    is_resumed: bool = False,
+    varied: Collection[str] = (),
+) -> Setup:
+    """Build the model and everything around it. Collective: every worker calls it.
+
+    is_resumed: a checkpoint will be loaded into it, so that `workload.weights` is not needed any more. varied: keys of
+    the config by which this training differs from others of a sweep.
+    """
+    undo = contextlib.ExitStack()
+    try:
+        return _prepare(workload, config, recipe, place, undo, is_resumed=is_resumed, varied=varied)
+    except BaseException:
+        undo.close()
+        raise
+
+
+def _prepare(
+    workload: Any,
+    config: RunConfig,
+    recipe: Recipe,
+    place: Place,
+    undo: contextlib.ExitStack,
+    *,
+    is_resumed: bool,
+    varied: Collection[str],
+) -> Setup:
+    if config.deterministic:
+        use_deterministic_algorithms()
+    # the same seed on every rank, so that every rank draws the same initial parameters
+    seed_everything(stream_seed(config.seed, "model"))
+    with _building(config, recipe, place) as pages:
+        with place.device:  # build where it will live: no copy of a large model through the CPU
+            model = call_user_code(workload.build_model, what="build_model()", doing="building the model")
+        _check_model(model)
+        # adapters and freezing before the strategy, which lays out parameters by whether they are trained
+        fine_tuning.adapt(model, config.fine_tuning)
+        # device before optimizer, which holds references to the parameters
+        model.to(place.device)
+        # dtype before the strategy: DDP sizes its buckets by the parameters it is given
+        keeps_casts = config.activations.checkpointing == "none"
+        arithmetic = precision.prepare(model, place.device, config.precision, keeps_casts=keeps_casts)
+        # before what wraps forward passes, and before the strategy, which may replace the parameters that layers hold
+        notes = float8.convert(model, place.device, config.precision, workload, undo)
+        num_parameters = sum(p.numel() for p in model.parameters())
+        # before the strategy, whose collectives would wait for ever for ranks that built another model
+        check_equal_structure(model, place.group)
+        # checkpointing before compiling: the compiler then sees what is computed again, and plans memory with it
+        undo.callback(activation_checkpointing.apply(model, config.activations, workload))
+        # compiling before the strategy: hooks that communicate stay outside the graphs, or would break them
+        # without a word
+        compilation = undo.enter_context(compiled(model, config, workload))
+        is_sharded = recipe.strategy == "fsdp" or (
+            recipe.strategy == "pipeline" and config.pipeline.data_axis == "fsdp"
+        )
+        if is_sharded and place.group is not None:
+            # before each rank cuts its part out of its own model: afterwards nobody could tell
+            if pages is None:
+                check_equal_parameters(model, place.group)
+            else:
+                digests = pages.digests(model)
+                check_equal_digests(list(digests), list(digests.values()), model, place.group)
+                pages.finish(model)
+        mesh = build_mesh(config, recipe.strategy, place.world_size, place.device.type) if place.group else None
+        if config.deterministic:
+            # DDP lays its buckets out anew after the first step, which changes the order of its sums: a resumed run
+            # would start with the first layout again. It does not do so while it looks for unused parameters.
+            strategy = config.strategy.model_copy(update={"find_unused_parameters": True, "static_graph": False})
+            config = config.model_copy(update={"strategy": strategy})
+        parallel = STRATEGIES[recipe.strategy](model, mesh, config, workload)
+        parallel.notes.extend(notes)
+    if config.memory.on_out_of_memory == "halve" and parallel.abandon is None:
+        raise ConfigError(
+            "memory.on_out_of_memory",
+            "halve",
+            f"under {recipe.strategy} ranks communicate within a pass, which none can give up alone",
+            "use --memory.find-micro-size, or a smaller batch.micro_size",
+        )
+    if config.workload.weights is not None and not is_resumed:
+        # after the strategy, so that each rank reads its own shards only; nobody writes there meanwhile
+        fine_tuning.load(parallel.module, workload, config.workload.weights, is_part=bool(parallel.parameter_names))
+    if place.group is not None and _differs_between_ranks(parallel):
+        # after the strategy, which knows what each rank has
+        arithmetic = precision.share_loss_scale(arithmetic, parallel.module, place.group)
+    # after the strategy, which may broadcast: what matters is what the first step starts from
+    initial_hash = check_equal_parameters(
+        parallel.module, place.group, is_partitioned=parallel.is_partitioned and parallel.run_micro_batches is not None
+    )
+    # the optimizer last: a strategy may have replaced parameters
+    optimizer, in_use = optimizers.build(workload, parallel.module, config, recipe, owns=parallel.owns, varied=varied)
+    parallel.use_optimizer(optimizer)
+    schedule = optimizers.build_schedule(optimizer, config, recipe)
+    # masks lie over ranks as the strategy has laid out the parameters, and clear the optimizer's state
+    masks = pruning.build(parallel.module, optimizer, config.pruning, place.group)
+    if masks is not None and masks.is_due(0) and not is_resumed:
+        masks.prune(0)
+    # from here on ranks must differ, or dropout would use the same mask on every rank; ranks of one replica must not,
+    # as they may each compute a part of the same activations
+    seed_everything(stream_seed(config.seed, "dropout", place.data_rank))
+    return Setup(
+        parallel=parallel,
+        optimizer=optimizer,
+        schedule=schedule,
+        precision=arithmetic,
+        parameters=[p for p in parallel.module.parameters() if p.requires_grad],
+        num_parameters=num_parameters,
+        initial_hash=initial_hash,
+        pruning=masks,
+        compilation=compilation,
+        in_use=in_use,
+        undo=undo,
+    )
+
+
+def _building(config: RunConfig, recipe: Recipe, place: Place) -> contextlib.AbstractContextManager[PagedBuild | None]:
+    """Context in which the model is built and sharded."""
+    if recipe.strategy != "fsdp" or config.fsdp.build_gib is None or place.group is None:
+        return contextlib.nullcontext()
+    return PagedBuild(place.group, bound_bytes=config.fsdp.build_gib * 2**30)
+
+
+def _differs_between_ranks(parallel: Parallel) -> bool:
+    """Whether a rank can see an overflow that others do not, in a step that they take together."""
+    is_sharded = any(isinstance(p, DTensor) for p in parallel.module.parameters())
+    return not parallel.replicas_differ and (is_sharded or parallel.is_partitioned)
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise WorkloadError("build_model()", type(model).__name__, "it must return a torch.nn.Module")
+    lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
+    if lazy:
+        raise WorkloadError(
+            "the model",
+            f"with lazy parameters ({lazy[0]})",
+            "their shapes are needed before the first batch",
+            "run one dummy batch through it in build_model()",
+        )
+    if not any(p.requires_grad for p in model.parameters()):
+        count = sum(1 for _ in model.parameters())
+        raise WorkloadError(
+            "the model",
+            f"without trainable parameters ({count} frozen)",
+            "at least one must need a gradient",
+            "check requires_grad",
+        )

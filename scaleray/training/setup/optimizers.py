@@ -1,0 +1,132 @@
+"""The configured optimizer with the derived learning rate, and the schedule that moves it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from scaleray.config import RunConfig
+from scaleray.scaling.recipe.schedules import learning_rate_factor
+from scaleray.scaling.recipe.values import Recipe
+from scaleray.training.setup.large_batch_optimizers import Lamb, Lars
+from scaleray.training.setup.own_optimizer import InUse, OptimizerValues, build_own
+from scaleray.workload import brings_optimizer
+
+
+def build(
+    workload: Any,
+    model: nn.Module,
+    config: RunConfig,
+    recipe: Recipe,
+    *,
+    owns: Callable[[nn.Parameter], bool] = lambda p: True,
+    varied: Collection[str] = (),
+) -> tuple[torch.optim.Optimizer, InUse]:
+    """The workload's own optimizer and what it has of the config's settings, or the configured one over all
+    parameters that need a gradient; of those, it keeps the ones that this rank owns. varied: keys by which a
+    sweep's trials differ."""
+    optimizer, in_use = _build(workload, model, config, recipe, varied)
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if owns(p)]
+    return optimizer, in_use
+
+
+def _build(
+    workload: Any, model: nn.Module, config: RunConfig, recipe: Recipe, varied: Collection[str]
+) -> tuple[torch.optim.Optimizer, InUse]:
+    settings = config.optimizer
+    values = OptimizerValues(
+        name=settings.name,
+        learning_rate=recipe.learning_rate,
+        betas=recipe.betas,
+        epsilon=recipe.epsilon,
+        weight_decay=settings.weight_decay,
+        momentum=settings.momentum,
+        nesterov=settings.nesterov,
+    )
+    own, in_use = None, InUse()
+    if brings_optimizer(workload):
+        own, in_use = build_own(lambda values: workload.optimizer(model, values), values, config, varied)
+    return own or _configured(model, values, config), in_use
+
+
+def _configured(model: nn.Module, values: OptimizerValues, config: RunConfig) -> torch.optim.Optimizer:
+    settings = config.optimizer
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if settings.name in ("lars", "lamb"):
+        return _layer_wise(trained, values, config)
+    if settings.name == "sgd":
+        return torch.optim.SGD(
+            trained,
+            lr=values.learning_rate,
+            momentum=values.momentum,
+            nesterov=values.nesterov,
+            weight_decay=values.weight_decay,
+            **_kernels(trained, config),
+        )
+    return torch.optim.AdamW(
+        trained,
+        lr=values.learning_rate,
+        betas=values.betas,
+        eps=values.epsilon,
+        weight_decay=values.weight_decay,
+        **_kernels(trained, config),
+    )
+
+
+def _kernels(trained: list[nn.Parameter], config: RunConfig) -> dict[str, bool]:
+    """Switches for torch's optimizer implementation: fused (one kernel for all parameters, on the CPU too) where it
+    works."""
+    if not all(p.is_floating_point() for p in trained):
+        return {}
+    layouts = {p.device_mesh if isinstance(p, DTensor) else None for p in trained}
+    if len(layouts) > 1:
+        # torch 2.13 takes only DTensors of one mesh in one kernel, and tensor parallelism leaves norms on another
+        return {"foreach": False, "fused": False}
+    is_sharded = layouts != {None}
+    if config.optimizer.name == "sgd" and is_sharded:
+        return {"foreach": True}  # torch 2.13 has no fused SGD for DTensors
+    if config.optimizer.name == "sgd" and config.precision.dtype == "fp16":
+        return {}  # torch 2.13: a first step that the loss scaler skips leaves the momentum of fused SGD uninitialised
+    return {"fused": True}
+
+
+def _layer_wise(trained: list[nn.Parameter], values: OptimizerValues, config: RunConfig) -> torch.optim.Optimizer:
+    """LARS or LAMB. Biases and norms are left out of adaptation and decay, as in both papers' experiments: their norms
+    say little about a good step, and decay moves them for nothing."""
+    settings = config.optimizer
+    is_matrix = [settings.adapt_vectors or p.ndim > 1 for p in trained]
+    groups = [
+        {
+            "params": [p for p, here in zip(trained, is_matrix, strict=True) if here == adaptive],
+            "adaptive": adaptive,
+            "weight_decay": values.weight_decay if adaptive else 0.0,
+        }
+        for adaptive in (True, False)
+    ]
+    groups = [group for group in groups if group["params"]]
+    if settings.name == "lars":
+        return Lars(
+            groups, values.learning_rate, momentum=values.momentum, trust_coefficient=settings.trust_coefficient
+        )
+    return Lamb(groups, values.learning_rate, betas=values.betas, eps=values.epsilon)
+
+
+def build_schedule(
+    optimizer: torch.optim.Optimizer, config: RunConfig, recipe: Recipe
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """The schedule over steps, relative to each parameter group's own learning rate."""
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: learning_rate_factor(
+            step,
+            name=config.schedule.name,
+            warmup_steps=recipe.warmup_steps,
+            schedule_steps=recipe.schedule_steps,
+            final_ratio=config.schedule.final_ratio,
+        ),
+    )

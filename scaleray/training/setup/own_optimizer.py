@@ -1,0 +1,204 @@
+"""A workload's own optimizer beside what the config asks for: which settings it uses, and which it ignores.
+
+An optimizer may well have other values than the derived ones: rates that fall with the depth of a layer, all of them a
+share of the derived rate. So where values differ, the optimizer is built again under other values: a value that then
+moves follows the config, whatever the optimizer makes of it, and a value that stays does not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from scaleray.config import RunConfig
+from scaleray.errors import ConfigError, WorkloadError
+from scaleray.scaling.recipe.lr_rules import MOVED_BY_RULES
+
+
+@dataclass(frozen=True)
+class OptimizerValues:
+    """Values that a workload's own `optimizer` receives: the configured ones with the batch-size rule applied."""
+
+    name: str
+    learning_rate: float
+    betas: tuple[float, float]
+    epsilon: float
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+
+
+@dataclass(frozen=True)
+class InUse:
+    """Values that an optimizer of the workload's own has in place of derived ones, by their names, and warnings about
+    them."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+Build = Callable[[OptimizerValues], Any]
+GROUP_KEYS = {
+    "learning_rate": "lr", "betas": "betas", "epsilon": "eps", "weight_decay": "weight_decay", "momentum": "momentum",
+    "nesterov": "nesterov",
+}  # fmt: skip
+"""Key of each setting in the parameter groups of torch's optimizers."""
+NOT_GIVEN = ("trust_coefficient", "adapt_vectors")
+"""Settings of the optimizers that scaleray brings; `optimizer()` does not receive them."""
+
+
+def build_own(
+    build: Build, values: OptimizerValues, config: RunConfig, varied: Collection[str] = ()
+) -> tuple[torch.optim.Optimizer | None, InUse]:
+    """The workload's own optimizer, if it brings one, and which of the config's settings it uses.
+
+    build: calls `optimizer()`; it is called again under other values where the optimizer lacks values that matter.
+    varied: keys of the config by which this training differs from others of a sweep. Raises ConfigError where they, or
+    a rule, would change nothing.
+    """
+    own = _checked(build(values))
+    if own is None:
+        return None, InUse()
+    matter = [name for name in GROUP_KEYS if _matters(name, values, config, varied)]
+    other = [name for name in matter if not _has(own, name, values)]
+    asked = [name for name in matter if name in other or f"optimizer.{name}" in varied]
+    ignored = _unmoved(build, own, values, asked) if asked else {}
+    asks_for_name = _is_set("name", config, varied)
+    if asks_for_name:
+        changed = _try(build, dataclasses.replace(values, name="sgd" if values.name != "sgd" else "adamw"))
+        if changed is not None and type(changed) is type(own):
+            ignored["name"] = True
+    if asked or asks_for_name:
+        own = _checked(build(values))  # built last, so that a workload that keeps what it made keeps this optimizer
+        assert own is not None
+    for name in (name for name, is_certain in ignored.items() if is_certain):
+        _refuse(name, own, values, config, varied)
+    warnings = [_warning(name, own, values, is_certain) for name, is_certain in ignored.items()]
+    warnings += [
+        f"optimizer.{name} has no effect on the workload's own optimizer()"
+        for name in NOT_GIVEN
+        if _is_set(name, config, varied)
+    ]
+    in_use = {name: _of_groups(own, name)[0] for name in other if name in MOVED_BY_RULES and _of_groups(own, name)}
+    return own, InUse(in_use, warnings)
+
+
+def _checked(own: Any) -> torch.optim.Optimizer | None:
+    if own is not None and not isinstance(own, torch.optim.Optimizer):
+        raise WorkloadError("optimizer()", type(own).__name__, "it must return a torch.optim.Optimizer or None")
+    return own
+
+
+def _matters(name: str, values: OptimizerValues, config: RunConfig, varied: Collection[str]) -> bool:
+    """Whether somebody asked for the value: the user, by another one than the default, or a rule."""
+    is_moved = name in MOVED_BY_RULES and getattr(values, name) != getattr(config.optimizer, name)
+    return is_moved or _is_set(name, config, varied)
+
+
+def _is_set(name: str, config: RunConfig, varied: Collection[str]) -> bool:
+    default = type(config.optimizer).model_fields[name].default
+    return f"optimizer.{name}" in varied or getattr(config.optimizer, name) != default
+
+
+def _of_groups(own: torch.optim.Optimizer, name: str) -> list[Any]:
+    """Values of the setting in the parameter groups that have it, as plain numbers."""
+    found = [group[GROUP_KEYS[name]] for group in own.param_groups if group.get(GROUP_KEYS[name]) is not None]
+    return [tuple(float(v) for v in value) if isinstance(value, (tuple, list)) else _plain(value) for value in found]
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, bool) else float(value)
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, tuple) or isinstance(right, tuple):
+        return (
+            isinstance(left, tuple)
+            and isinstance(right, tuple)
+            and len(left) == len(right)
+            and all(map(_same, left, right))
+        )
+    return math.isclose(left, right, rel_tol=1e-6)  # a rate may be a tensor in float32
+
+
+def _has(own: torch.optim.Optimizer, name: str, values: OptimizerValues) -> bool:
+    """Whether any group has the value: the others may have shares of it, or none (no decay of biases)."""
+    return any(_same(value, getattr(values, name)) for value in _of_groups(own, name))
+
+
+def _unmoved(build: Build, own: torch.optim.Optimizer, values: OptimizerValues, names: list[str]) -> dict[str, bool]:
+    """Settings that stay under other values, and whether that is certain: it is not where the optimizer
+    cannot be built under these."""
+    changed = _try(build, _other(values))
+    if changed is None or len(changed.param_groups) != len(own.param_groups):
+        return dict.fromkeys(names, False)
+    pairs = {name: (_of_groups(own, name), _of_groups(changed, name)) for name in names}
+    return {
+        name: True
+        for name, (ours, theirs) in pairs.items()
+        if len(ours) == len(theirs) and all(map(_same, ours, theirs))
+    }
+
+
+def _other(values: OptimizerValues) -> OptimizerValues:
+    """Other values that are just as possible."""
+    part = lambda value: 0.25 if value == 0.5 else 0.5
+    return dataclasses.replace(
+        values,
+        learning_rate=values.learning_rate / 2,
+        betas=(part(values.betas[0]), part(values.betas[1])),
+        epsilon=2 * values.epsilon,
+        weight_decay=2 * values.weight_decay + 0.01,
+        momentum=part(values.momentum),
+        nesterov=not values.nesterov,
+    )
+
+
+def _try(build: Build, values: OptimizerValues) -> torch.optim.Optimizer | None:
+    try:
+        return _checked(build(values))
+    except Exception:  # it may know some values only
+        return None
+
+
+def _refuse(
+    name: str, own: torch.optim.Optimizer, values: OptimizerValues, config: RunConfig, varied: Collection[str]
+) -> None:
+    key, advice = f"optimizer.{name}", f"use settings.{name} in optimizer()"
+    if key in varied:
+        raise ConfigError(
+            key,
+            getattr(config.optimizer, name),
+            f"the workload's own optimizer() ignores it: it has {_shown(own, name)} in every trial",
+            f"{advice}, or leave {key} out of the sweep",
+        )
+    if name == "learning_rate" and (config.optimizer.rule != "none" or "optimizer.rule" in varied):
+        raise ConfigError(
+            "optimizer.rule",
+            config.optimizer.rule,
+            f"the workload's own optimizer() ignores the learning rate that it derives: it has {_shown(own, name)}, "
+            f"not {values.learning_rate:g}",
+            f"{advice}, or --optimizer.rule none",
+        )
+
+
+def _warning(name: str, own: torch.optim.Optimizer, values: OptimizerValues, is_certain: bool) -> str:
+    verb = "ignores" if is_certain else "does not have"
+    asked = getattr(values, name)
+    shown = f"{asked:g}" if isinstance(asked, float) else str(asked)
+    return (
+        f"the workload's own optimizer() {verb} optimizer.{name}: it has {_shown(own, name)}, not {shown}, "
+        f"and trains with that; use settings.{name} there, or leave optimizer.{name} to what it has"
+    )
+
+
+def _shown(own: torch.optim.Optimizer, name: str) -> str:
+    if name == "name":
+        return type(own).__name__
+    found = list(dict.fromkeys(_of_groups(own, name)))
+    return ", ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in found[:4]) or "none"

@@ -1,0 +1,53 @@
+"""Place of a worker: its rank, its node, its device and the groups it communicates through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place of one worker among all. Without a process group it is the only one."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node: str = "local"
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 - torch.device is immutable
+    model_parallel_size: int = 1
+    """Number of neighbouring workers that hold one replica of the model between them."""
+
+    @property
+    def data_rank(self) -> int:
+        """Number of the share of the global batch that this worker trains on; workers of one replica have the same."""
+        return self.rank // self.model_parallel_size
+
+    @property
+    def data_size(self) -> int:
+        """Number of shares into which the global batch is cut."""
+        return self.world_size // self.model_parallel_size
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group of all workers, or None when there is only one."""
+        return dist.group.WORLD if self.world_size > 1 else None
+
+    def all_reduce(self, values: list[float]) -> list[float]:
+        """Sum a few numbers over all workers, in float64. Collective."""
+        if self.world_size == 1:
+            return values
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor)
+        return [float(v) for v in tensor.tolist()]
+
+    def all_reduce_max(self, values: list[float]) -> list[float]:
+        """The largest of each of a few numbers over all workers. Collective."""
+        if self.world_size == 1:
+            return values
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return [float(v) for v in tensor.tolist()]

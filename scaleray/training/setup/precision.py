@@ -1,0 +1,101 @@
+"""Arithmetic of a step: autocast for bf16 and fp16, dynamic loss scaling for fp16, TF32, float64 for checks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from scaleray.config.precision import PrecisionSettings
+from scaleray.errors import ConfigError
+
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Arithmetic of a run. `autocast()` gives the context of a forward pass; `scaler` is enabled for fp16 only."""
+
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]]
+    scaler: torch.amp.GradScaler
+    input_dtype: torch.dtype | None = None
+    """dtype to which floating-point inputs are converted; None leaves them."""
+
+
+def prepare(
+    model: nn.Module, device: torch.device, settings: PrecisionSettings, *, keeps_casts: bool = True
+) -> Precision:
+    """The precision of a run. fp64 converts `model` in place. Raises ConfigError where the device does not support it.
+
+    keeps_casts: autocast keeps each 16-bit copy of a parameter until its context ends, for a second use. The backward
+    pass needs those copies, so that they cost nothing more; where it computes activations again, it makes new ones, and
+    the old ones would only fill the memory up to the loss.
+    """
+    dtype = settings.dtype
+    if dtype == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        name = torch.cuda.get_device_name(device)
+        raise ConfigError("precision.dtype", "bf16", f"{name} has no bf16 arithmetic", "use fp16 or fp32")
+    if settings.tf32 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        name = torch.cuda.get_device_name(device)
+        raise ConfigError("precision.tf32", True, f"{name} has no TF32, which came with Ampere", "leave it out")
+    if device.type == "cuda":  # switches of the whole process
+        torch.set_float32_matmul_precision("high" if settings.tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = settings.tf32
+    if dtype == "fp64":
+        model.double()
+    target = AUTOCAST_DTYPES.get(dtype)
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    if target is not None:
+        autocast = lambda: torch.autocast(device.type, dtype=target, cache_enabled=keeps_casts)
+    scaler = torch.amp.GradScaler(device.type, init_scale=settings.initial_loss_scale, enabled=dtype == "fp16")
+    return Precision(autocast, scaler, torch.float64 if dtype == "fp64" else None)
+
+
+def share_loss_scale(precision: Precision, module: nn.Module, group: dist.ProcessGroup) -> Precision:
+    """The precision with a scaler that skips a step on every rank when one finds an overflow. It is for strategies
+    whose ranks hold different gradients, or update different parameters; under others, ranks agree without
+    communication. Collective in use."""
+    if not precision.scaler.is_enabled():
+        return precision
+    return dataclasses.replace(precision, scaler=SharedScaler(precision.scaler, module.parameters(), group))
+
+
+class SharedScaler(torch.amp.GradScaler):
+    """A GradScaler whose ranks in `group` agree: `unscale_` is collective. It scales the gradients of
+    `parameters`, whichever of them the optimizer has. For one optimizer. Source of the method: Micikevicius et al.
+    2018, arXiv:1710.03740."""
+
+    def __init__(
+        self, like: torch.amp.GradScaler, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup
+    ) -> None:
+        super().__init__(like._device, init_scale=like._init_scale)
+        self._lazy_init_scale_growth_tracker(torch.device(like._device))  # a stage without the loss never calls scale()
+        self._parameters, self._group = list(parameters), group
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for parameter in dict.fromkeys([*self._parameters, *own]):
+            if (gradient := parameter.grad) is not None:
+                # the shard alone: DTensor would ask the ranks of its mesh, once for every mesh and device
+                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                local = local._values() if local.is_sparse else local
+                alike.setdefault((local.device, local.dtype), []).append(local)
+        with torch.no_grad():
+            for (device, _), gradients in alike.items():
+                found = found_inf.to(device, copy=True)
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inv_scale.to(device))
+                found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
+        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=self._group)
+        # a fused optimizer reads the answer on the device of its parameters, which is the CPU with offloaded shards
+        devices = {p.device for p in own} or {found_inf.device}
+        return {device: found_inf.to(device) for device in devices}

@@ -1,0 +1,1 @@
+"""A training's whole state: saved, restored, paused."""

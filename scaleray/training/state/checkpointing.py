@@ -1,0 +1,311 @@
+"""When a run saves its state, where it starts again, and how it leaves in good order. Called by the loop, once a step.
+
+All ranks must save after the same step. What a single rank knows (the time, a notice that its node goes away, a request
+to stop) travels with the sums that every step reduces anyway, so that all ranks decide alike without a word more.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from scaleray.checkpoints.catalog import Catalog
+from scaleray.checkpoints.damage import Damage
+from scaleray.checkpoints.manifest import Incomplete, Manifest
+from scaleray.checkpoints.retention import Retention
+from scaleray.checkpoints.saver import Saver
+from scaleray.errors import CheckpointError, RunFailedError, ScaleRayError
+from scaleray.records.run import CheckpointRecord, EventRecord
+from scaleray.training.setup.job import TrainJob
+from scaleray.training.setup.place import Place
+from scaleray.training.state.state import PROGRESS, REPLICA, Rates, TrainState, as_json
+from scaleray.training.step.evaluation import check_split, unknown_metric
+from scaleray.watchers import Guard, Watcher
+
+GROUP_TIMEOUT = timedelta(hours=1)  # an upload may take long; a lost peer closes its connections at once
+NOTICE_INTERVAL_S = 2.0
+
+SAVE, LEAVE, ASK = 0, 1, 2
+"""Places in the signals of a step: ranks that want a checkpoint, that want to leave, that want to ask for a notice."""
+NUM_SIGNALS = 3
+
+
+@dataclass
+class Control:
+    """What reaches one worker from outside. wants_leave: save and end in good order, because somebody asked for it.
+
+    notice: the nodes of workers that the cluster will take away soon; collective, None where nobody can know.
+    """
+
+    wants_leave: threading.Event = field(default_factory=threading.Event)
+    notice: Callable[[], frozenset[str]] | None = None
+
+
+class Checkpointing:
+    """The checkpoints of one worker's run, from the one it starts from to its last."""
+
+    def __init__(
+        self,
+        job: TrainJob,
+        place: Place,
+        catalog: Catalog,
+        *,
+        emit: Callable[[CheckpointRecord | EventRecord], None],
+        control: Control | None = None,
+        facts: Mapping[str, Any] | None = None,
+        before_publishing: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        self.job, self.place, self.catalog = job, place, catalog
+        self.emit = emit = Guard().wrapped(Watcher.MESSAGES, emit)
+        self.control, self.facts = control or Control(), dict(facts or {})
+        settings = job.config.checkpoint
+        # a group of its own: its collectives run in a thread beside those of the training
+        self.group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if place.world_size > 1 else None
+        self.retention = Retention(
+            settings.keep_last,
+            settings.keep_best,
+            settings.best_metric,
+            settings.is_higher_better,
+            job.recipe.keep_checkpoint_every_steps,
+        )
+        self.saver = Saver(
+            catalog,
+            self.group,
+            world_size=place.world_size,
+            strategy=job.recipe.strategy,
+            is_asynchronous=settings.is_asynchronous,
+            full_every=settings.full_every,
+            emit=emit,
+            before_publishing=before_publishing,
+            retention=self.retention,
+        )
+        self._measured: dict[int, Mapping[str, float]] = {}  # on rank 0: of the best so far, by step
+        self._best_step: int | None = None  # the last one that was among the best when it was measured
+        self._is_ranked = False  # whether an evaluation has had the metric to rank by
+        self.resumed_from: Manifest | None = None
+        self.saved_at = self.asked_at = time.monotonic()
+        self.noticed: frozenset[str] = frozenset()
+        self._state: TrainState | None = None
+
+    def find(self) -> int:
+        """The step to start from: that of the newest checkpoint with all its bytes, or 0. Collective.
+
+        Damaged files are healed from their copy; a checkpoint that cannot be healed is passed over, and the events say
+        so. Raises CheckpointError on every rank for one that this version cannot read.
+        """
+        for step in self._agreed(self.catalog.steps):
+            manifest = self._read(step)
+            if manifest is None:
+                continue
+            names = sorted(manifest.files)[self.place.rank :: self.place.world_size]
+            mine = self.catalog.check(manifest, names)
+            mine += self.catalog.check_manifest(manifest) if self.place.rank == 0 else []
+            damages = [damage for found in self._gathered(mine) for damage in found]
+            for damage in damages:
+                self._say(_told(damage, step))
+            unreadable = next((d for d in damages if d.is_lost and d.is_unreadable), None)
+            if (
+                unreadable is not None
+            ):  # the storage is away, which says nothing about the bytes: try again, lose nothing
+                raise RunFailedError(
+                    f"the checkpoint of step {step} cannot be read now: {unreadable.file}, {unreadable.problem}"
+                )
+            if not any(damage.is_lost for damage in damages):
+                self.resumed_from = manifest
+                self.job = self.job.continued(manifest.values[PROGRESS])
+                return manifest.step
+            self._say(f"the checkpoint of step {step} cannot be used; an older one is taken")
+        return 0
+
+    def begin(self, state: TrainState) -> None:
+        """Take the state over from the checkpoint that `find` chose, if any, and save this one from now on.
+
+        Collective.
+        """
+        if self.retention.best is not None and self.retention.keep_best:
+            check_split("checkpoint.best", self.retention.best, self.job)
+        self._state = state
+        state.capture()  # what cannot be saved is better said now than after ten minutes
+        if self.resumed_from is not None:
+            before = self.resumed_from.values[PROGRESS]["global_batch_size"]
+            own_rates = Rates.of(state.setup)
+            state.restore(self.resumed_from, self.catalog.stores, self.group)
+            if before != self.job.recipe.global_batch_size:
+                own_rates.put_back(state.setup, position=self.job.steps_before())
+            elif self._has_other_optimizer(self.resumed_from):  # a change that was allowed
+                own_rates.put_back(state.setup, position=state.setup.schedule.last_epoch)
+            self.saver.start_from(self.resumed_from)
+            self._measured = self._best_until(self.resumed_from.step) if self.place.rank == 0 else {}
+            if self.place.rank == 0:
+                text = _resumed(self.resumed_from, self.place.world_size, self.job)
+                self.emit(EventRecord(text, kind="resumed", step=self.resumed_from.step))
+        self.saved_at = time.monotonic()
+
+    def _has_other_optimizer(self, manifest: Manifest) -> bool:
+        before = manifest.facts.get("config", {}).get("optimizer")
+        return before is not None and before != self.job.config.to_dict()["optimizer"]
+
+    def before_update(self) -> None:
+        """Take note that the optimizer is about to change parameters."""
+        self.saver.wait_staged()
+
+    def signals(self) -> tuple[float, ...]:
+        """What this rank wants after the step that runs, to be summed over all ranks."""
+        now = time.monotonic()
+        minutes = self.job.config.checkpoint.every_minutes
+        wants_save = self.place.rank == 0 and minutes is not None and now - self.saved_at > minutes * 60
+        wants_ask = self.place.rank == 0 and self.control.notice is not None and now - self.asked_at > NOTICE_INTERVAL_S
+        return float(wants_save), float(self.control.wants_leave.is_set()), float(wants_ask)
+
+    def evaluated(self, step: int, metrics: Mapping[str, float], *, is_last: bool) -> None:
+        """Take note of an evaluation after `step` steps: a state that is among the best so far is saved. Collective.
+
+        Raises ConfigError where the first one lacks the metric to rank by; if it is the last as well, which is too late
+        to mend that, an event says so.
+        """
+        name = self.retention.best
+        if name is None or not self.retention.keep_best:
+            return
+        if name not in metrics and not self._is_ranked:
+            error = unknown_metric("checkpoint.best", name, metrics)
+            if not is_last:
+                raise error
+            self._say(str(error))
+        self._is_ranked = True
+        is_best = False
+        if self.place.rank == 0:  # it alone knows which checkpoints exist
+            stored = {at: values for at, values in self._measured.items() if at not in self.saver.failed}
+            self._measured = {**stored, step: dict(metrics)}
+            best = self.retention.best_of(self._measured)
+            self._measured = {at: self._measured[at] for at in best}
+            is_best = step in best
+        if self.place.all_reduce([float(is_best)])[0] > 0:
+            self._best_step = step
+
+    def after_step(self, step: int, signals: tuple[float, ...]) -> bool:
+        """Save if it is due after `step` steps; true when the run should leave now, which it then may. Collective."""
+        leaves, asks = signals[LEAVE] > 0, signals[ASK] > 0
+        is_new_notice = asks and self._is_notice_new()
+        every = self.job.recipe.checkpoint_every_steps
+        is_due = signals[SAVE] > 0 or leaves or is_new_notice or (every is not None and step % every == 0)
+        if is_due or self._best_step == step:
+            self.save(step)
+        if is_new_notice:
+            self._say(f"the cluster announced that it takes a node away; saved at step {step}")
+        if leaves:
+            self.saver.wait()
+        return leaves
+
+    def save(self, step: int) -> None:
+        """Begin a checkpoint now. Collective."""
+        assert self._state is not None
+        self._state.setup.parallel.before_evaluation()  # buffers as on rank 0, as the next forward pass would make them
+        tensors, volatile, values = self._state.capture(is_saved=True)
+        self.saver.save(
+            step, tensors, volatile=volatile, values=values, facts={**self.facts, **evaluation_facts(values[PROGRESS])}
+        )
+        self.saved_at = time.monotonic()
+
+    def finish(self, step: int) -> None:
+        """Finish after the last step and its evaluation: save the state where checkpoints are asked for or it is among
+        the best, and wait until it is written. Collective."""
+        assert self._state is not None
+        self.saver.wait()
+        if (
+            self.saver.last_saved == step
+        ):  # perhaps before the last evaluation, which changes nothing but what is known of it
+            progress = as_json(PROGRESS, self._state.get_progress())
+            self.saver.restate({PROGRESS: progress}, evaluation_facts(progress))
+        elif self.job.recipe.checkpoint_every_steps is not None or self._best_step == step:
+            self.save(step)
+            self.saver.wait()
+        if self.group is not None:
+            # rank 0 may be removing old ones still, for longer than the training's own collectives wait
+            dist.barrier(group=self.group)
+
+    def _best_until(self, step: int) -> dict[int, Mapping[str, float]]:
+        """The metrics of the best checkpoints that there are, of those up to `step`."""
+        try:
+            found = {m.step: m.own_metrics for m in self.catalog.complete() if m.step <= step}
+        except (OSError, CheckpointError):  # then a next one may be saved that is none of the best
+            return {}
+        return {at: found[at] for at in self.retention.best_of(found)}
+
+    def _is_notice_new(self) -> bool:
+        self.asked_at = time.monotonic()
+        found = self.control.notice() if self.control.notice is not None else frozenset()
+        is_new = not found <= self.noticed  # Ray goes on naming a node, and may name another one beside it
+        self.noticed = found
+        return is_new
+
+    def _read(self, step: int) -> Manifest | None:
+        def read() -> Manifest | None:
+            try:
+                return self.catalog.read(step)
+            except Incomplete as exc:
+                self._say(f"the checkpoint of step {step} is passed over: {exc}")
+                return None
+
+        manifest: Manifest | None = self._agreed(read)
+        return manifest
+
+    def _agreed(self, decide: Callable[[], Any]) -> Any:
+        """What rank 0 finds, on every rank; its error too."""
+        box: list[Any] = [None]
+        if self.place.rank == 0:
+            try:
+                box = [decide()]
+            except ScaleRayError as exc:
+                box = [exc]
+            except OSError as exc:
+                box = [
+                    CheckpointError(
+                        "the checkpoints at " + self.catalog.stores[0].root, str(exc), "they cannot be read"
+                    )
+                ]
+        if self.group is not None:
+            dist.broadcast_object_list(box, src=0, group=self.group)
+        if isinstance(box[0], ScaleRayError):
+            raise box[0]
+        return box[0]
+
+    def _gathered(self, mine: Any) -> list[Any]:
+        if self.group is None:
+            return [mine]
+        everyone: list[Any] = [None] * self.place.world_size
+        dist.all_gather_object(everyone, mine, group=self.group)
+        return everyone
+
+    def _say(self, text: str) -> None:
+        if self.place.rank == 0:
+            self.emit(EventRecord(text, kind="warning"))
+
+
+def evaluation_facts(progress: Mapping[str, Any]) -> dict[str, Any]:
+    """What a manifest says of the last evaluation: its metrics, and the step that they belong to."""
+    step = progress["evaluated_at"]
+    return {"metrics": progress["metrics"], "evaluated_at": step if step >= 0 else None}
+
+
+def _told(damage: Damage, step: int) -> str:
+    text = f"in the checkpoint of step {step}, {damage.file} is damaged ({damage.problem})"
+    return f"{text}; healed from {damage.healed_from}" if damage.healed_from else text
+
+
+def _resumed(manifest: Manifest, world_size: int, job: TrainJob) -> str:
+    text = f"resumed after step {manifest.step}"
+    if manifest.world_size != world_size:
+        text += f" on {world_size} worker{'s' if world_size > 1 else ''} instead of {manifest.world_size}"
+        if any(name.startswith(f"{REPLICA}.") for name in manifest.tensors):
+            text += ", from the mean of its replicas; what the strategy itself had kept starts anew"
+    before, now = manifest.values[PROGRESS]["global_batch_size"], job.recipe.global_batch_size
+    if before != now:
+        rate = manifest.values["schedule"]["base_lrs"][0]
+        text += f"; global batch {before} -> {now}, learning rate {rate:g} -> {job.recipe.learning_rate:g}"
+    return text

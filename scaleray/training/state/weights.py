@@ -1,0 +1,157 @@
+"""The final weights in a run folder: `weights.pt`, or of a sharded model the folder `weights`, whose files all ranks
+write.
+
+`weights.pt` is a state dict that `torch.load(..., weights_only=True)` reads. `weights` has Hugging Face's layout:
+`model-00001-of-00004.safetensors` and so on, each whole or not there, and an index that says which file has which
+tensor. The index is written last, once the run is over and every file is there, by who waited for the workers; a folder
+without it is no set of weights. No rank waits for another one's file.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scaleray.checkpoints.hugging_face import FINAL_WEIGHTS, INDEX, WRITTEN_BY, ModelFolder, is_model_folder
+from scaleray.checkpoints.manifest import Tensor
+from scaleray.checkpoints.storage import Store
+from scaleray.checkpoints.weight_files import safetensors_file
+from scaleray.errors import CheckpointError, StorageError
+from scaleray.parsing import load_json
+from scaleray.strategies.contract.weight_shares import Placed, WeightShare
+
+PLAIN = "weights.pt"
+PENDING = "index.pending.json"
+"""File in `FINAL_WEIGHTS` that says what the index will be, while files are being written."""
+MAX_FILE_BYTES = 5 * 10**9
+"""Largest size of a file in bytes: larger shares become several files, as transformers' `save_pretrained` cuts them."""
+
+
+def file_names(layout: Mapping[str, Placed], *, max_bytes: int = MAX_FILE_BYTES) -> dict[str, str]:
+    """The file of each tensor: a rank's own tensors are in files of its own, of at most `max_bytes` or one tensor."""
+    numbers: dict[str, tuple[int, int]] = {}
+    filled: dict[int, tuple[int, int]] = {}
+    for name, (rank, num_bytes) in layout.items():
+        number, before = filled.get(rank, (0, 0))
+        if before and before + num_bytes > max_bytes:
+            number, before = number + 1, 0
+        filled[rank] = number, before + num_bytes
+        numbers[name] = rank, number
+    files = {key: place for place, key in enumerate(sorted(set(numbers.values())), start=1)}
+    return {name: f"model-{files[key]:05d}-of-{len(files):05d}.safetensors" for name, key in numbers.items()}
+
+
+def save_weights(share: WeightShare, run_path: str, *, rank: int, max_bytes: int = MAX_FILE_BYTES) -> None:
+    """Write what this rank has, to a local run folder or an s3:// URI. Not collective: no rank waits for another.
+
+    Raises StorageError where it cannot be written, and CheckpointError for a dtype that safetensors does not know.
+    """
+    store = Store(run_path)
+    try:
+        if share.layout:
+            _write_files(share, store.child(FINAL_WEIGHTS), is_first=rank == 0, max_bytes=max_bytes)
+        elif share.tensors:
+            _write_plain(share.tensors, store)
+    except OSError as exc:
+        raise StorageError(
+            f"the share of rank {rank} of the final weights",
+            "not written",
+            f"{store.path('').rstrip('/')} does not take it: {exc or type(exc).__name__}",
+            f"make room, or mend the storage, and then: scaleray train --resume {store.path('').rstrip('/')}",
+        ) from exc
+
+
+def forget(run_path: str) -> None:
+    """Remove the index of a run that goes on: what is in its folder is not the whole of its final weights any more."""
+    folder = Store(run_path).child(FINAL_WEIGHTS)
+    for name in (INDEX, PENDING):
+        folder.delete(name)
+
+
+def complete(run_path: str) -> list[str]:
+    """Declare the final weights of a run whole whose workers have all ended well; gives the names of its files in the
+    run folder, none where it wrote none. Files of earlier attempts go. Raises StorageError for a file that is missing
+    or torn."""
+    store = Store(run_path)
+    folder = store.child(FINAL_WEIGHTS)
+    if folder.size(PENDING) is None:
+        return [PLAIN] if store.size(PLAIN) is not None else []
+    index = load_json(folder.read(PENDING))
+    files = sorted(set(index["weight_map"].values()))
+    for file in files:
+        expected = {name for name, place in index["weight_map"].items() if place == file}
+        if (found := _tensors_in(folder, file)) != expected:
+            raise StorageError(
+                folder.path(file),
+                "missing or torn" if found is None else f"with {len(found)} tensors",
+                f"every worker has ended, and {len(expected)} tensors should be in it",
+                f"scaleray train --resume {store.path('').rstrip('/')}",
+            )
+    folder.write_text(INDEX, json.dumps(index, indent=2))
+    for name in folder.names():
+        if name not in (INDEX, *files):
+            folder.delete(name)
+    store.delete(PLAIN)
+    return [f"{FINAL_WEIGHTS}/{name}" for name in (*files, INDEX)]
+
+
+def read_weights(run_path: str | Path) -> dict[str, Any]:
+    """The final weights in a local run folder as a state dict, whichever way they were written.
+
+    Raises CheckpointError.
+    """
+    path = Path(run_path)
+    if is_model_folder(str(path / FINAL_WEIGHTS)):
+        return ModelFolder.open(str(path / FINAL_WEIGHTS)).read()
+    if not (path / PLAIN).is_file():
+        raise CheckpointError(
+            f"the final weights of {path}",
+            "not there",
+            f"neither {PLAIN} nor {FINAL_WEIGHTS}/{INDEX}",
+            "a run writes them when it ends well",
+        )
+    state: dict[str, Any] = torch.load(path / PLAIN, weights_only=True)
+    return state
+
+
+def _write_plain(weights: Mapping[str, Any], store: Store) -> None:
+    with store.writing(PLAIN) as stream:
+        torch.save(weights, stream)
+    store.delete_folder(FINAL_WEIGHTS)  # what an attempt, or an earlier part of the run, left under another strategy
+
+
+def _write_files(share: WeightShare, folder: Store, *, is_first: bool, max_bytes: int) -> None:
+    files = file_names(share.layout, max_bytes=max_bytes)
+    if is_first:
+        total = sum(placed.num_bytes for placed in share.layout.values())
+        index = {"metadata": {"total_size": total, "written_by": WRITTEN_BY}, "weight_map": files}
+        folder.write_text(PENDING, json.dumps(index))
+    by_file: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in share.tensors.items():
+        about = Tensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), ())
+        by_file.setdefault(files[name], {})[name] = about
+    for file, tensors in by_file.items():
+        folder.write(file, safetensors_file(tensors, share.tensors.__getitem__, {}))
+
+
+def _tensors_in(folder: Store, file: str) -> set[str] | None:
+    """Names of the tensors of a whole safetensors file; None for one that is missing, cut off or something else."""
+    size = folder.size(file)
+    if size is None or size < 8:
+        return None
+    with folder.open(file) as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        try:
+            header = load_json(stream.read(length)) if 8 + length <= size else None
+        except ValueError:
+            header = None
+    if not isinstance(header, dict):
+        return None
+    header.pop("__metadata__", None)
+    ends = [about["data_offsets"][1] for about in header.values()]
+    return set(header) if 8 + length + max(ends, default=0) == size else None

@@ -1,0 +1,79 @@
+"""Smaller micro-batches when memory runs out: the step is repeated with half of each, by all ranks alike.
+
+Possible while no gradient of the step has been communicated, which is up to the last backward pass (alone: to its end).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from scaleray.config import RunConfig
+from scaleray.errors import first_line
+from scaleray.scaling.recipe.values import Recipe, largest_divisor, with_micro_size
+from scaleray.training.health.live_memory import free_unused, is_out_of_memory
+from scaleray.training.setup.model_setup import Setup
+from scaleray.training.setup.place import Place
+
+
+class MemoryRanOut(Exception):
+    """Memory ran out on some rank, before anything was communicated; raised on all ranks."""
+
+
+class OutOfMemory(MemoryError):
+    """Memory ran out, and no smaller micro-batch is left."""
+
+
+class BackOff:
+    """What a step needs in order to be repeated. Without `memory.on_out_of_memory: halve` it does nothing."""
+
+    def __init__(self, config: RunConfig, setup: Setup, place: Place) -> None:
+        self.setup, self.place = setup, place
+        self.is_on = config.memory.on_out_of_memory == "halve"
+
+    def buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The model's buffers and what is in them now, before a step that may be repeated."""
+        return [(b, b.clone()) for b in self.setup.parallel.module.buffers()] if self.is_on else []
+
+    @contextlib.contextmanager
+    def caught(self, *, here: bool = True) -> Iterator[list[str]]:
+        """Catches a memory error where the step can be repeated; the list then has its text."""
+        shortage: list[str] = []
+        try:
+            yield shortage
+        except Exception as exc:
+            if not (self.is_on and here and is_out_of_memory(exc)):
+                raise
+            # the text, as the error itself would hold the activations
+            shortage.append(first_line(exc))
+
+    def agree_on(self, shortage: list[str]) -> None:
+        """Raise MemoryRanOut on all ranks if memory ran out on any: no gradient has been communicated yet.
+
+        Collective.
+        """
+        if not self.is_on:
+            return
+        is_short = torch.tensor(float(bool(shortage)), device=self.place.device)
+        if self.place.world_size > 1:
+            dist.all_reduce(is_short, op=dist.ReduceOp.MAX)
+        if is_short:
+            raise MemoryRanOut(shortage[0] if shortage else "on another worker")
+
+    def halved(self, recipe: Recipe, why: str, buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> Recipe:
+        """The recipe with micro-batches of half the size, and everything as it was before the step that failed."""
+        size = recipe.micro_batch_size
+        smaller = largest_divisor(recipe.per_worker_batch_size, at_most=size // 2)
+        if smaller is None:
+            raise OutOfMemory(f"a micro-batch of one row does not fit: {why}")
+        assert self.setup.parallel.abandon is not None
+        self.setup.parallel.abandon()
+        self.setup.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        free_unused(self.place.device)
+        return with_micro_size(recipe, smaller, why=f"halved from {size}, which ran out of memory")

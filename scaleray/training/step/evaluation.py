@@ -1,0 +1,212 @@
+"""Metrics over all workers, from sums and counts: of one split, and of a run's splits whenever they are due."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from scaleray.data import Part, RankBatch
+from scaleray.errors import ConfigError, WorkloadError
+from scaleray.records.phases import Phase
+from scaleray.records.run import EvaluationRecord
+from scaleray.training.health.failures import is_lost_peer
+from scaleray.training.health.live_memory import is_out_of_memory
+from scaleray.training.setup.job import OpenStream, Split, TrainJob
+from scaleray.training.setup.model_setup import Setup
+from scaleray.training.setup.place import Place
+from scaleray.training.step.micro_batches import as_user_batch, to_device
+from scaleray.training.step.named_sums import NamedSums
+from scaleray.training.step.sum_and_count import check_sum_and_count
+
+KEPT_BYTES = 2**26  # a split up to this size per worker is read once and kept, as an execution costs 0.3 s
+
+
+class Evaluations:
+    """A run's evaluations.
+
+    metrics: what the last one measured; step: after which step that was, -1 before the first.
+    """
+
+    def __init__(self, place: Place, open_stream: OpenStream, enter: Callable[[Phase], None]) -> None:
+        self.place, self.open_stream, self.enter = place, open_stream, enter
+        self.metrics: dict[str, float] = {}
+        self.step = -1
+
+    def prepare(self, job: TrainJob, setup: Setup) -> None:
+        """Evaluate this job from now on, with micro-batches of its size.
+
+        Raises ConfigError for the target of no split.
+        """
+        self.setup, self.target, self.every = setup, job.config.stop.at, job.recipe.evaluate_every_steps
+        self.evaluators = [self._evaluator(job, split) for split in job.evaluation_splits()]
+        if self.target is not None:
+            check_split("stop.at", str(self.target), job)
+
+    def are_due(self, step: int, *, at_end: bool) -> bool:
+        """Whether to evaluate after `step`, which may have been done already."""
+        is_due = at_end or (self.every is not None and step % self.every == 0)
+        return is_due and self.step != step and bool(self.evaluators)
+
+    def run(self, step: int) -> EvaluationRecord:
+        """Evaluate every split, with the mean of replicas that differ. Collective."""
+        started = time.perf_counter()
+        parallel = self.setup.parallel
+        with parallel.averaged(False):
+            parallel.before_evaluation()
+            found: dict[str, float] = {}
+            for evaluator in self.evaluators:
+                self.enter(Phase.INPUT)
+                found.update(evaluator.run())
+        self.metrics, self.step = found, step  # nothing of older evaluations: a metric belongs to its step
+        return EvaluationRecord(step, dict(self.metrics), time.perf_counter() - started)
+
+    def check_target(self) -> None:
+        """Raise ConfigError if the target's metric is not among those that were measured."""
+        if self.target is not None and self.target.metric not in self.metrics:
+            raise unknown_metric("stop.at", str(self.target), self.metrics)
+
+    def target_reached(self, step: int) -> str | None:
+        """The verdict of a run whose evaluation after `step` has reached its target."""
+        if self.target is None or self.step != step or not self.target.is_reached(self.metrics):
+            return None
+        return f"target reached: {self.target}"
+
+    def _evaluator(self, job: TrainJob, split: Split) -> Evaluator:
+        plan = job.evaluation_plan(split)
+        part = Part(plan, self.place.data_rank, self.place.data_size, 0, plan.steps_per_epoch)
+        return Evaluator(
+            split.name,
+            job.workload,
+            self.setup,
+            self.place,
+            lambda: self.open_stream(split, part),
+            gives_tuples=split.gives_tuples,
+            rank_bytes=split.num_rows * split.row_bytes // self.place.data_size,
+            enter=self.enter,
+        )
+
+
+class Evaluator:
+    """Evaluates one split; `open_stream` gives this worker's batches of it, in file order."""
+
+    def __init__(
+        self,
+        name: str,
+        workload: Any,
+        setup: Setup,
+        place: Place,
+        open_stream: Callable[[], Iterable[RankBatch]],
+        *,
+        gives_tuples: bool,
+        rank_bytes: int,
+        enter: Callable[[Phase], None] = lambda phase: None,
+    ) -> None:
+        self.name, self.workload, self.setup, self.place = name, workload, setup, place
+        self.gives_tuples, self.enter = gives_tuples, enter
+        self._open_stream = open_stream
+        self._sums = NamedSums(place)
+        self._needs_gradients = False
+        self._keeps = rank_bytes <= KEPT_BYTES
+        self._kept: list[RankBatch] | None = None
+
+    def run(self) -> dict[str, float]:
+        """`name/loss` and the workload's metrics, over every row of the split once. Collective."""
+        module = self.setup.parallel.module
+        totals: dict[str, list[float]] = {}
+        with evaluation_mode(module):
+            for batch in self._batches():
+                self.enter(Phase.EVALUATION)  # with every batch, or a long evaluation would look like a hang
+                for name, (total, count) in self._measure(batch).items():
+                    pair = totals.setdefault(name, [0.0, 0.0])
+                    if batch.num_rows:  # else a placeholder row
+                        pair[0] += float(total.detach())
+                        pair[1] += float(count)
+                self.enter(Phase.INPUT)
+        self.enter(Phase.SYNCHRONISE)
+        result = {}
+        for name, (total, count) in self._sums({name: (pair[0], pair[1]) for name, pair in totals.items()}).items():
+            if count <= 0:
+                raise WorkloadError(
+                    f"the count of {self.name}/{name}", count, "it must be above 0 over the whole split"
+                )
+            result[f"{self.name}/{name}"] = total / count
+        return result
+
+    def _measure(self, batch: RankBatch) -> dict[str, Any]:
+        columns = to_device(batch.columns, self.place.device, self.setup.precision.input_dtype)
+        user_batch = as_user_batch(columns, self.gives_tuples)
+        with self.setup.precision.autocast():
+            run = self.setup.parallel.run_alone
+            metrics = getattr(self.workload, "metrics", None)
+            given = dict(run(lambda model: metrics(model, user_batch))) if callable(metrics) else {}
+            if "loss" not in given:  # a workload that has it at hand saves this forward pass
+                given["loss"] = self._loss(user_batch)
+            found = {name: check_sum_and_count(pair, what=f"metrics()[{name!r}]") for name, pair in given.items()}
+        return found
+
+    def _loss(self, user_batch: Any) -> Any:
+        """The loss of a micro-batch, with gradients only where it fails without, as one does that differentiates (a
+        penalty on gradients)."""
+
+        def measure() -> Any:
+            return self.setup.parallel.run_alone(lambda model: self.workload.loss(model, user_batch))
+
+        if not self._needs_gradients:
+            try:
+                return measure()
+            except Exception as exc:
+                if is_lost_peer(exc) or is_out_of_memory(exc):
+                    raise
+                failed = exc
+        with torch.enable_grad():
+            try:
+                found = measure()
+            except Exception as exc:
+                if self._needs_gradients or is_lost_peer(exc):
+                    raise
+                raise failed from None  # it was not for want of gradients
+        self._needs_gradients = True
+        return found
+
+    def _batches(self) -> Iterable[RankBatch]:
+        if self._kept is not None:
+            return self._kept
+        if not self._keeps:
+            return self._open_stream()
+        self._kept = list(self._open_stream())
+        return self._kept
+
+
+def check_split(key: str, text: str, job: TrainJob) -> None:
+    """Raise ConfigError where `text`, the value of `key`, begins with a metric of no split that is evaluated."""
+    names = [split.name for split in job.evaluation_splits()]
+    if text.partition("/")[0] not in names:
+        raise unknown_metric(key, text, [f"{name}/loss" for name in names])
+
+
+def unknown_metric(key: str, text: str, known: Iterable[str]) -> ConfigError:
+    """The error of a setting that names a metric which is not one of these."""
+    there_are = ", ".join(sorted(known)) or "no splits to evaluate"
+    return ConfigError(key, text, "no evaluation measures that", f"there are: {there_are}")
+
+
+@contextlib.contextmanager
+def evaluation_mode(module: nn.Module, *, with_gradients: bool = False) -> Iterator[None]:
+    """Evaluation mode, in general without gradients.
+
+    Each part gets its own mode back: a workload may keep frozen parts in eval.
+    """
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        # no_grad, not inference_mode: DDP's hooks may meet the same buffers again in training
+        with torch.set_grad_enabled(with_gradients):
+            yield
+    finally:
+        for part, was_training in modes:
+            part.training = was_training

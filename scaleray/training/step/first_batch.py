@@ -1,0 +1,253 @@
+"""A look at the first batch: whether its rows and the loss are what training needs, said before training hides it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from scaleray.config import RunConfig
+from scaleray.data import RankBatch
+from scaleray.errors import DataError, WorkloadError
+from scaleray.reproducibility.seeding import same_random_numbers
+from scaleray.training.health.failures import explained, is_lost_peer
+from scaleray.training.health.live_memory import is_out_of_memory
+from scaleray.training.setup.model_setup import Setup
+from scaleray.training.setup.place import Place
+from scaleray.training.step.evaluation import evaluation_mode
+from scaleray.training.step.micro_batches import as_user_batch, to_device
+from scaleray.training.step.on_one_worker import no_gradients_of_gradients, rehearsed
+from scaleray.training.step.sum_and_count import check_sum_and_count
+from scaleray.training.step.unchanged import unchanged_model
+from scaleray.workload import call_user_code
+
+MOST_ROWS = 8
+DRAWS = 5
+"""How often a loss is looked at that can only be had in training mode, where dropout and the like make each look
+another."""
+
+Result = TypeVar("Result")
+
+
+def check_first_batch(
+    workload: Any,
+    config: RunConfig,
+    batch: RankBatch,
+    setup: Setup,
+    place: Place,
+    *,
+    gives_tuples: bool,
+    micro_batch_size: int,
+    evaluated: Sequence[str] = (),
+) -> float | None:
+    """Run a few rows of the first batch as training will, and say what is wrong with the data or the loss.
+
+    Gives how much a row counts, over the rows that all ranks looked at; None where none of them counts. evaluated:
+    names of the splits of which the loss will be wanted, in evaluation mode. Changes neither parameters nor buffers nor
+    random numbers nor gradients. Collective. Raises DataError or WorkloadError.
+    """
+    bad = next((n for n, v in batch.columns.items() if v.dtype.kind == "f" and not np.isfinite(v).all()), None)
+    if bad is not None:
+        bad_rows = np.flatnonzero(~np.isfinite(batch.columns[bad].reshape(len(batch.columns[bad]), -1)).all(axis=1))
+        raise DataError(
+            f"column {bad} of the first batch",
+            f"NaN or infinite in {len(bad_rows)} of {len(batch.columns[bad])} rows",
+            "inputs must be finite",
+            "clean the data, or fill the gaps before training",
+        )
+    look = _Look(workload, batch, setup, place, gives_tuples=gives_tuples, micro_batch_size=micro_batch_size)
+    with unchanged_model(workload, setup.parallel.module), same_random_numbers(place.device):
+        count = look.as_in_training(config)
+        look.whether_it_is_a_sum()
+        if evaluated:
+            look.whether_it_can_be_evaluated(evaluated)
+    counted, looked_at = place.all_reduce([count or 0.0, 0.0 if count is None else float(look.rows_with_gradients)])
+    return counted / looked_at if 0 < counted < math.inf else None
+
+
+class _Look:
+    """Losses of a few rows of the first batch."""
+
+    def __init__(
+        self, workload: Any, batch: RankBatch, setup: Setup, place: Place, *, gives_tuples: bool, micro_batch_size: int
+    ) -> None:
+        self.workload, self.columns, self.setup, self.place = workload, batch.columns, setup, place
+        self.gives_tuples = gives_tuples
+        rows = min(MOST_ROWS, len(next(iter(batch.columns.values()))))
+        self.ranks_agree = setup.parallel.forward_is_collective and place.world_size > 1
+        if self.ranks_agree:  # all ranks must run equally many passes
+            rows = -int(place.all_reduce_max([-rows])[0])
+        self.rows = rows
+        self.rows_with_gradients = min(rows, micro_batch_size)  # training needs memory for no more
+        self.can_be_evaluated = True
+        self.model: nn.Module | None = None  # for the user's code, where it is not the one of the set-up
+
+    def as_in_training(self, config: RunConfig) -> float | None:
+        """One pass in the mode of training, with gradients: what was counted, or None where memory ran out.
+
+        Raises what is wrong with it: on one worker, too, what the strategy could not do on several.
+        """
+        module = self.setup.parallel.module
+
+        def loss() -> tuple[float, float]:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(no_gradients_of_gradients(module, config.strategy.name))
+                if self.place.world_size > 1:
+                    return self._loss(np.arange(self.rows_with_gradients))
+                self.model = stack.enter_context(rehearsed(module, config, self.workload))
+                stack.callback(lambda: setattr(self, "model", None))
+                return self._loss(np.arange(self.rows_with_gradients))
+
+        try:
+            total, count = call_user_code(
+                lambda: _with_explanation(loss), what="loss()", doing="computing the first loss"
+            )
+        except WorkloadError as exc:
+            if exc.__cause__ is not None and is_out_of_memory(exc.__cause__):
+                return None  # smaller micro-batches may be looked for, and training says what to do else
+            raise
+        if not math.isfinite(total):
+            raise DataError(
+                "the loss of the first batch",
+                total,
+                "it must be finite",
+                "the inputs are finite: look at the initial parameters, a log of zero or a division in the loss",
+            )
+        return count
+
+    def whether_it_is_a_sum(self) -> None:
+        """Raise WorkloadError where the loss is a mean.
+
+        The look is in evaluation mode if the loss can be had there: dropout, and statistics of a batch, change with the
+        rows and from pass to pass.
+        """
+        module = self.setup.parallel.module
+        for with_gradients in (False, True):  # a penalty on gradients needs them
+            with evaluation_mode(module, with_gradients=with_gradients):
+                found = self._attempt(partial(self._halves, with_gradients))
+            if found is not None:
+                _check_halves(*found)
+                return
+        self.can_be_evaluated = False
+        for with_gradients in (False, True):
+            with torch.set_grad_enabled(with_gradients):
+                repeats = self._attempt(partial(self._repeated, with_gradients))
+            if repeats is not None:
+                _check_repeated(*repeats)
+                return
+
+    def whether_it_can_be_evaluated(self, splits: Sequence[str]) -> None:
+        """Raise WorkloadError for a loss that training mode alone has, where evaluations have no other."""
+        metrics = getattr(self.workload, "metrics", None)
+        if self.can_be_evaluated:
+            return
+        if callable(metrics):
+            with evaluation_mode(self.setup.parallel.module):
+                given = self._attempt(lambda: set(self._run(metrics, np.arange(self.rows))))
+            if given is None or "loss" in given:  # None: a split may have columns of its own, so let evaluations tell
+                return
+        raise WorkloadError(
+            "loss()",
+            "failing in evaluation mode",
+            f"the loss of {', '.join(splits)} is wanted there",
+            "return `loss` among metrics(), which is then asked alone; or leave out the split",
+        )
+
+    def _halves(self, with_gradients: bool) -> list[tuple[float, float]]:
+        """(sum, count) of some rows, and of their first and second half, if there are two of them."""
+        rows = self.rows_with_gradients if with_gradients else self.rows
+        cuts = [(0, rows), (0, rows // 2), (rows // 2, rows)] if rows >= 2 else [(0, rows)]
+        return [self._loss(np.arange(*cut)) for cut in cuts]
+
+    def _repeated(self, with_gradients: bool) -> tuple[int, list[tuple[float, float]], list[tuple[float, float]]]:
+        """How many times over one or two rows were taken, and (sum, count) of them and of their repetition, `DRAWS`
+        times.
+
+        Statistics of a batch are the same for both."""
+        most = self.rows_with_gradients if with_gradients else MOST_ROWS
+        few = np.arange(min(self.rows, max(1, min(2, most // 4))))
+        times = most // len(few)
+        drawn = [(self._loss(few), self._loss(np.tile(few, times))) for _ in range(DRAWS if times > 1 else 0)]
+        return times, [once for once, _ in drawn], [repeated for _, repeated in drawn]
+
+    def _loss(self, index: np.ndarray) -> tuple[float, float]:
+        total, count = check_sum_and_count(self._run(self.workload.loss, index), what="loss()")
+        return float(total.detach()), float(count)
+
+    def _run(self, user_code: Callable[[Any, Any], Any], index: np.ndarray) -> Any:
+        rows = {n: v[index] for n, v in self.columns.items()}
+        columns = to_device(rows, self.place.device, self.setup.precision.input_dtype)
+        with self.setup.precision.autocast():
+            return self.setup.parallel.run_alone(
+                lambda model: user_code(self.model or model, as_user_batch(columns, self.gives_tuples))
+            )
+
+    def _attempt(self, measure: Callable[[], Result]) -> Result | None:
+        """What was measured, or None where the user's code fails on this rank or, where ranks must do alike, on any."""
+        found: Result | None = None
+        try:
+            found = measure()
+        except Exception as exc:
+            if is_lost_peer(exc):
+                raise
+        if self.ranks_agree and self.place.all_reduce_max([float(found is None)])[0]:
+            return None
+        return found
+
+
+def _check_halves(
+    whole: tuple[float, float], first: tuple[float, float] = (0.0, 0.0), second: tuple[float, float] = (0.0, 0.0)
+) -> None:
+    (total, count), (one, one_count), (other, other_count) = whole, first, second
+    if count <= 1 or min(one_count, other_count) <= 0:
+        return
+    averaged = (one * one_count + other * other_count) / (one_count + other_count)
+    # a mean equals the weighted mean of its halves; a sum does not, unless the loss is zero
+    if math.isclose(total, averaged, rel_tol=1e-4) and not math.isclose(total, one + other, rel_tol=1e-2):
+        raise _a_mean(f"({total:.6g} for some rows, {one:.6g} and {other:.6g} for their halves)")
+
+
+def _check_repeated(times: int, once: list[tuple[float, float]], repeated: list[tuple[float, float]]) -> None:
+    """Raise WorkloadError where the loss is a mean: a sum grows with the rows, a mean does not.
+
+    Noise must not be taken for that: all draws have to say so.
+    """
+    few, many = [abs(total) for total, _ in once], [abs(total) for total, _ in repeated]
+    signs = {math.copysign(1, total) for total, _ in (*once, *repeated)}
+    if (
+        not few
+        or min(count for _, count in repeated) <= 1
+        or len(signs) > 1
+        or not 0 < min(few) <= max(many) < math.inf
+    ):
+        return
+    # the limit is half-way to what a sum would be, for losses that noise moves; the ranges meet, as those of a mean do
+    # and those of a sum with something constant beside it do not
+    limit = math.sqrt(times) if times >= 4 else 1 + 1e-4
+    if max(many) < limit * min(few) and min(many) <= (1 + 1e-4) * max(few):
+        raise _a_mean(f"({once[0][0]:.6g} for some rows, {repeated[0][0]:.6g} for the same rows {times} times)")
+
+
+def _a_mean(what: str) -> WorkloadError:
+    return WorkloadError(
+        "loss()",
+        f"a mean {what}",
+        "it must return the sum over the micro-batch",
+        "use reduction='sum'; scaleray divides by the count of all workers",
+    )
+
+
+def _with_explanation(call: Any) -> Any:
+    try:
+        return call()
+    except Exception as exc:
+        found = explained(exc)
+        if found is None:
+            raise
+        raise found from exc

@@ -1,0 +1,140 @@
+"""What a strategy could not do with the user's loss, found where it could not happen: on one worker, before anything is
+spread.
+
+A recipe that trains on one worker must not fail on two because of how its loss uses the model. Used by the look at the
+first batch, for the strategy that the config names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_iter
+
+from scaleray.config import RunConfig
+from scaleray.config.strategy import traits_of
+from scaleray.errors import WorkloadError
+from scaleray.strategies.pipeline.evaluation import Rehearsal
+from scaleray.strategies.sharding.fsdp_units import choose_units
+
+
+@contextlib.contextmanager
+def rehearsed(model: nn.Module, config: RunConfig, workload: Any) -> Iterator[nn.Module]:
+    """Context for one forward pass on a model that is whole: it raises WorkloadError for what the strategy named in the
+    config could not do on several workers. Gives the model that the user's code is to get."""
+    name = config.strategy.name
+    with contextlib.ExitStack() as stack:
+        if name == "fsdp" and config.fsdp.reshard_after_forward:
+            units = choose_units(model, config.fsdp, workload).modules
+            stack.enter_context(
+                _weights_within(units, model, "fsdp frees the weights of a unit outside of its forward pass")
+            )
+        if name == "tensor":
+            owners = [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))]
+            stack.enter_context(_weights_within(owners, model, "under tensor parallelism a worker holds a part of it"))
+        yield Rehearsal(model, config, workload) if name == "pipeline" else model
+
+
+@contextlib.contextmanager
+def no_gradients_of_gradients(model: nn.Module, strategy: str) -> Iterator[None]:
+    """Context for one forward pass: raises WorkloadError where the loss differentiates (in a pipeline), or does so in a
+    way that can be differentiated again, under a strategy that would do it wrong or not at all."""
+    if not traits_of(strategy).splits_parameters:  # what is communicated for these is not differentiated again
+        yield
+        return
+    is_inside = True
+
+    def refuse(gradient: torch.Tensor) -> None:
+        if not is_inside:
+            return
+        advice = "use --strategy.name ddp or zero1, or leave it out"
+        if strategy == "pipeline":
+            raise WorkloadError(
+                "loss()",
+                "differentiating by itself",
+                "in a pipeline no worker has a gradient before all have run",
+                advice,
+            )
+        if torch.is_grad_enabled():
+            raise WorkloadError(
+                "loss()",
+                "differentiating with create_graph",
+                f"{strategy} has no gradients of gradients: what it communicates is not differentiated again",
+                advice,
+            )
+
+    def watch(module: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in tree_iter(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(refuse)
+
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            if any(True for _ in module.parameters(recurse=False)):
+                stack.callback(module.register_forward_hook(watch).remove)
+        try:
+            yield
+        finally:
+            is_inside = False
+
+
+class Absent(torch.Tensor):
+    """A weight where it will not be there: it tells its shape and device, and refuses to be computed with."""
+
+    path: str
+    why: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        is_detached = func in (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined] # for a log
+        # within a backward pass, layers that are computed again are on their own
+        is_pass = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        if is_pass and not is_detached and any(isinstance(t, torch.Tensor) for t in tree_iter(result)):
+            absent = next(t for t in tree_iter((args, kwargs)) if isinstance(t, Absent))
+            raise WorkloadError(
+                "loss()",
+                f"computing with {absent.path} outside of the layers' own forward()",
+                absent.why,
+                "put what needs it into the forward() of the module that has it; for a penalty on weights use "
+                "optimizer.weight_decay; or use --strategy.name ddp or zero1",
+            )
+        return result
+
+
+@contextlib.contextmanager
+def _weights_within(owners: Iterable[nn.Module], model: nn.Module, why: str) -> Iterator[None]:
+    """Context in which parameters of `owners` can be computed with in their forward passes alone."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    with contextlib.ExitStack() as stack:
+        for owner in reversed(list(owners)):  # inner ones first, which keep what is theirs
+            places = [
+                (part, name, p)
+                for part in owner.modules()
+                for name, p in part._parameters.items()
+                if p is not None and not isinstance(p, Absent)
+            ]
+            absent = []
+            for part, name, parameter in places:
+                stand_in: Any = torch.Tensor._make_subclass(Absent, parameter, parameter.requires_grad)
+                stand_in._is_param, stand_in.path, stand_in.why = True, names[id(parameter)], why
+                absent.append((part, name, stand_in))
+
+            def put(values: list[tuple[nn.Module, str, Any]]) -> None:
+                for part, name, value in values:
+                    part._parameters[name] = value
+
+            put(absent)
+            stack.callback(put, places)
+            before = owner.register_forward_pre_hook(lambda module, inputs, places=places: put(places))
+            after = owner.register_forward_hook(
+                lambda module, inputs, output, absent=absent: put(absent), always_call=True
+            )
+            stack.callback(before.remove)
+            stack.callback(after.remove)
+        yield

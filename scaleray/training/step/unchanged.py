@@ -1,0 +1,80 @@
+"""Passes that are only tried: afterwards model and workload are what they were."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from scaleray.training.health.live_memory import local_part
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+@contextlib.contextmanager
+def unchanged_model(workload: Any, module: nn.Module) -> Iterator[None]:
+    """Context after which parameters, buffers, modes and the workload's own state are what they were, whatever passes
+    do.
+
+    Copies lie where the values are: those of trained parameters take no more than gradients will. Frozen ones are left
+    out where they are more than that (the base of adapters); those that a loss moves, a teacher's, are as many.
+    """
+    trained = [p for p in module.parameters() if p.requires_grad]
+    frozen = [p for p in module.parameters() if not p.requires_grad]
+    kept = [*trained, *(frozen if _bytes(frozen) <= _bytes(trained) else [])]
+    with unchanged_buffers(workload, module):
+        copies = [(part, part.detach().clone(), part._version) for part in map(local_part, kept)]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for part, value, version in copies:
+                    if part._version != version:
+                        part.copy_(value)
+
+
+@contextlib.contextmanager
+def unchanged_buffers(workload: Any, module: nn.Module) -> Iterator[None]:
+    """Context like `unchanged_model`, but for parameters, which somebody else looks after.
+
+    Counters among the attributes of a module or of the workload, and modes, are what they were as well.
+    """
+    buffers = [(part, name, b) for part in module.modules() for name, b in part._buffers.items() if b is not None]
+    values = [local_part(b).detach().clone() for _, _, b in buffers]
+    holders = [*module.modules(), *([workload] if hasattr(workload, "__dict__") else [])]
+    plain = [
+        (holder, set(vars(holder)), {k: v for k, v in vars(holder).items() if isinstance(v, PLAIN)})
+        for holder in holders
+    ]
+    extra = [(part, copy.deepcopy(part.get_extra_state())) for part in module.modules() if _has_extra_state(part)]
+    has_state = callable(getattr(workload, "state_dict", None)) and callable(getattr(workload, "load_state_dict", None))
+    state = copy.deepcopy(workload.state_dict()) if has_state else None
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for (part, name, buffer), value in zip(buffers, values, strict=True):
+                part._buffers[name] = buffer
+                local_part(buffer).copy_(value)
+        if has_state:
+            workload.load_state_dict(state)
+        for holder, names, attributes in plain:
+            now = vars(holder)
+            # a counter that begins as an attribute of the class is one of the instance from its first count on
+            for name in [name for name, value in now.items() if name not in names and isinstance(value, PLAIN)]:
+                del now[name]
+            now.update(attributes)
+        for part, value in extra:
+            part.set_extra_state(value)
+
+
+def _has_extra_state(part: nn.Module) -> bool:
+    return type(part).get_extra_state is not nn.Module.get_extra_state
+
+
+def _bytes(parameters: list[nn.Parameter]) -> int:
+    return sum(local_part(p).numel() * p.element_size() for p in parameters)

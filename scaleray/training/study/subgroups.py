@@ -1,0 +1,145 @@
+"""Process groups of the first 1, 2, 4 ... workers of a group that is up, one after another, node by node.
+
+Strategies talk through torch's default group, so that it is made anew for each of them: a fresh gloo group costs
+milliseconds, an NCCL one costs its communicators with the first collective, which falls into a warm-up. Workers outside
+wait in a store for the others to leave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from scaleray.errors import PeerLostError
+from scaleray.training.setup.place import Place
+
+LOOPBACK = "127.0.0.1"
+LONGEST_TURN = timedelta(days=7)  # wait for the others; a lost one closes the store's connections or is ended, too
+
+
+class SubGroups:
+    """Sub-groups of the process group that `place` is in, which is taken over and ended. Collective: every worker makes
+    one.
+
+    timeout_s: timeout of a collective in any of the groups. host: address at which the others reach this worker's
+    machine. Close it at the end; there is no default group then.
+    """
+
+    def __init__(self, place: Place, *, timeout_s: float, host: str = LOOPBACK) -> None:
+        self.place, self.timeout_s = place, timeout_s
+        self._number = 0
+        self._order = [0]
+        self._nodes = [place.node]
+        self._store: Any = None
+        if place.world_size > 1:
+            self._order, self._nodes = self._by_node()
+            self._store = self._make_store(host)
+            leave_group()
+
+    def _by_node(self) -> tuple[list[int], list[str]]:
+        """(ranks, with those of a node beside each other, in the order of each node's first rank; the node of each
+        rank)."""
+        found: list[Any] = [None] * self.place.world_size
+        dist.all_gather_object(found, self.place.node)
+        return sorted(range(len(found)), key=lambda rank: (found.index(found[rank]), rank)), found
+
+    def _make_store(self, host: str) -> Any:
+        server = None
+        if self.place.rank == 0:
+            server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        everyone: list[Any] = [None] * self.place.world_size
+        dist.all_gather_object(everyone, (host, server.port if server else None))
+        host, port = everyone[0]
+        return server or dist.TCPStore(host, port, is_master=False)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this worker is in every group, with rank 0."""
+        return self.place.rank == self._order[0]
+
+    def placement(self, size: int) -> dict[str, int]:
+        """Number of workers on each node, for a group of this size."""
+        nodes = [self._nodes[rank] for rank in self._order[:size]]
+        return {node: nodes.count(node) for node in dict.fromkeys(nodes)}
+
+    @contextlib.contextmanager
+    def of(self, size: int) -> Iterator[Place | None]:
+        """Context of the first `size` workers, which get their place in a group of their own; others get None, and wait
+        at its end. Collective over all workers. Raises PeerLostError where it failed on another worker."""
+        self._number += 1
+        name = f"group {self._number}"
+        position = self._order.index(self.place.rank)
+        is_in = position < size
+        try:
+            if is_in and size > 1:
+                dist.init_process_group(
+                    # gloo beside NCCL: collectives on CPU tensors need a backend of their own
+                    "cpu:gloo,cuda:nccl" if self.place.device.type == "cuda" else "gloo",
+                    store=dist.PrefixStore(name, self._store),
+                    rank=position,
+                    world_size=size,
+                    timeout=timedelta(seconds=self.timeout_s),
+                )
+            yield self._place(position, size) if is_in else None
+        except BaseException:
+            if self._store is not None:
+                self._store.set(f"{name} is over", "failed")
+            raise
+        leave_group()
+        self._meet(name)
+
+    def _place(self, position: int, size: int) -> Place:
+        nodes = [self._nodes[rank] for rank in self._order[:size]]
+        node = nodes[position]
+        return dataclasses.replace(
+            self.place,
+            rank=position,
+            world_size=size,
+            local_rank=nodes[:position].count(node),
+            local_world_size=nodes.count(node),
+        )
+
+    def _meet(self, name: str) -> None:
+        if self._store is None:
+            return
+        if self._store.add(f"{name} has left", 1) == self.place.world_size:
+            self._store.set(f"{name} is over", "done")
+        self._store.wait([f"{name} is over"], LONGEST_TURN)
+        if self._store.get(f"{name} is over") != b"done":
+            raise PeerLostError("another worker failed in this turn")
+
+    def share(self, value: str) -> str:
+        """Give the first worker's text to every worker. Collective."""
+        if self._store is None:
+            return value
+        self._number += 1
+        if self.is_first:
+            self._store.set(f"value {self._number}", value)
+        self._store.wait([f"value {self._number}"], LONGEST_TURN)
+        return str(self._store.get(f"value {self._number}").decode())
+
+    def close(self) -> None:
+        """Leave the other workers. Collective: the store's server must outlive the last one that asks it."""
+        if self._store is not None:
+            if self._store.add("closed", 1) == self.place.world_size:
+                self._store.set("all closed", "1")
+            if self.place.rank == 0:
+                self._store.wait(["all closed"], timedelta(seconds=self.timeout_s))
+            self._store = None
+
+
+def leave_group() -> None:
+    """End this process's default group, if it has one."""
+    if not dist.is_initialized():
+        return
+    # torch's cache holds meshes, which compare equal to those of the next group and would lead to groups that are gone
+    _clear_sharding_prop_cache()
+    gc.collect()  # a wrapper of the last training may still hold the group
+    dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""Worker side of verification: variants, their traces, and interrupted runs."""

@@ -1,0 +1,172 @@
+"""The jobs that verify compares: a few steps of a training, with ends of epochs, evaluations and a resume among them.
+
+Pure functions of a job, so that every worker and the single process beside them make the same jobs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scaleray.scaling.recipe.schedules import learning_rate_factor
+from scaleray.training.setup.job import TRAIN, Split, TrainJob
+from scaleray.training.verify.quieted import Partition
+
+OWN_STEPS = 5
+"""Number of steps in the run's own precision. All start from the same parameters, so that a few show what rounding
+does."""
+
+
+def short_job(job: TrainJob, *, steps: int, precision: str | None = None) -> TrainJob:
+    """The first steps of a training, as they are in its full length: neither evaluations nor files."""
+    config = job.config
+    updates: dict[str, Any] = {
+        "stop": config.stop.model_copy(update={"at": None}),
+        "evaluation": config.evaluation.model_copy(update={"every": None}),
+        "checkpoint": config.checkpoint.model_copy(
+            update={
+                "save_final": False,
+                "every": None,
+                "every_minutes": None,
+                "keep_every": None,
+                "best": None,
+                "copy_path": None,
+            }
+        ),
+        "tracking": config.tracking.model_copy(update={"system_metrics": False, "every_steps": 1}),
+    }
+    if precision is not None:
+        # float8 is seen in the run's own precision, as bf16 is
+        updates["precision"] = config.precision.model_copy(
+            update={"dtype": precision, "float8": "none", "float8_leave_out": (), "emulate_float8": False}
+        )
+    recipe = dataclasses.replace(
+        job.recipe,
+        total_steps=min(steps, job.recipe.total_steps),
+        evaluate_every_steps=None,
+        checkpoint_every_steps=None,
+        keep_checkpoint_every_steps=None,
+    )
+    splits = {TRAIN: job.splits[TRAIN]}
+    return dataclasses.replace(job, config=config.model_copy(update=updates), recipe=recipe, splits=splits)
+
+
+def steps_before_resume(steps: int) -> int:
+    """Number of the compared steps after which the state goes to other workers; 0: it does not."""
+    return steps // 2
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Number of rows of the training data in an epoch of the compared steps. with_statistics: the same for a model that
+    takes statistics over the rows of a worker, which cannot be taken over one row."""
+
+    epoch: int
+    with_statistics: int
+
+
+def rows_of_epoch(
+    available: int, *, batch_size: int, later_batch_size: int, steps: int, partitions: Sequence[Partition]
+) -> Rows:
+    """Rows of an epoch, so few that epochs end within the compared steps, with a last batch that workers cannot divide.
+
+    With batches of `batch_size` the last one is about half full; with the later batches it is so small that a worker
+    has no row. Data with too few rows stay as they are. partitions: how workers will cut batches.
+    """
+    full = max(1, (steps_before_resume(steps) - 1) // 3)
+    rest = later_batch_size if later_batch_size < batch_size else 0
+    if later_batch_size > batch_size:
+        full += 1 - full % 2  # so that the last of the later batches is about half full
+    smallest = min(batch_size, later_batch_size)
+    few = max(1, max(p.num_shares for p in partitions) - 1)
+
+    def fitting(more: int) -> int:
+        wanted = full * batch_size + more
+        while wanted > available and wanted - batch_size >= batch_size:
+            wanted -= batch_size
+        return min(wanted, available)
+
+    # one row has no statistics
+    suits = (
+        n
+        for n in range(smallest - 1, 1, -1)
+        if all(p.smallest(n) > 1 and n % p.num_shares for p in partitions if p.num_shares > 1)
+    )
+    return Rows(fitting(rest + few if few < smallest else rest), fitting(next(suits, 0)))
+
+
+def later_batch_size(batch_size: int, available: int, *, world_sizes: Sequence[int], accumulation: int) -> int:
+    """Half the global batch, where that leaves every micro-batch at least two rows; else twice the global batch where
+    there are rows for it, else the same."""
+    half, every = batch_size // 2, math.lcm(*world_sizes)
+    if batch_size % 2 == 0 and half % every == 0 and half // max(world_sizes) >= 2 * accumulation:
+        return half
+    return 2 * batch_size if 2 * batch_size < available else batch_size
+
+
+def with_rows(job: TrainJob, rows: int, *, evaluated: int = 0) -> TrainJob:
+    """The job on the first `rows` rows of its training data. evaluated: number of first rows of every other split; 0:
+    without the other splits."""
+    splits = {TRAIN: _first_rows(job.splits[TRAIN], rows)}
+    if evaluated:
+        splits.update({n: _first_rows(s, evaluated) for n, s in job.splits.items() if n != TRAIN and not s.is_streamed})
+    return dataclasses.replace(job, splits=splits)
+
+
+def _first_rows(split: Split, rows: int) -> Split:
+    groups = None
+    if split.group_sizes is not None:
+        left, cut = rows, []
+        for size in split.group_sizes:
+            if left > 0:
+                cut.append(min(size, left))
+            left -= size
+        groups = tuple(cut)
+    return dataclasses.replace(split, num_rows=min(rows, split.num_rows), group_sizes=groups)
+
+
+def first_part(job: TrainJob, steps: int) -> TrainJob:
+    """The job of the steps before the resume, with a checkpoint and an evaluation at their end."""
+    recipe = dataclasses.replace(job.recipe, total_steps=steps, checkpoint_every_steps=steps)
+    return dataclasses.replace(job, recipe=recipe)
+
+
+def later_part(job: TrainJob, earlier: TrainJob, *, first: int, last: int) -> TrainJob:
+    """The job of the steps after `first` up to `last`, resumed from a checkpoint of `earlier`."""
+    if job.recipe.global_batch_size == earlier.recipe.global_batch_size:
+        return dataclasses.replace(job, recipe=dataclasses.replace(job.recipe, total_steps=last))
+    # a resumed job counts its total in steps of its own size, as if the training before had been in them
+    before = position_after(earlier, first, in_steps_of=job)
+    return dataclasses.replace(job, recipe=dataclasses.replace(job.recipe, total_steps=last - first + before))
+
+
+def position_after(earlier: TrainJob, step: int, *, in_steps_of: TrainJob) -> int:
+    """Number of steps of another job's size that the first `step` steps were: whole epochs, and what is left of the
+    last."""
+    plan, later = earlier.train_plan(), in_steps_of.train_plan()
+    epoch, sample = plan.place(step)
+    left, size = plan.num_samples - sample, later.global_batch_size
+    return (epoch + 1) * later.steps_per_epoch - (left // size if later.drop_last else math.ceil(left / size))
+
+
+@dataclass(frozen=True)
+class DueRates:
+    """Learning rates that follow from the config alone. position: position in the schedule before step `first` + 1."""
+
+    job: TrainJob
+    first: int = 0
+    position: int = 0
+
+    def factor(self, step: int) -> float:
+        """Factor of the learning rate at step `step`, counted from 1."""
+        schedule, recipe = self.job.config.schedule, self.job.recipe
+        return learning_rate_factor(
+            self.position + step - 1 - self.first,
+            name=schedule.name,
+            warmup_steps=recipe.warmup_steps,
+            schedule_steps=recipe.schedule_steps,
+            final_ratio=schedule.final_ratio,
+        )

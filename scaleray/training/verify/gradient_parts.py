@@ -1,0 +1,167 @@
+"""Parts of a synchronised gradient: how much every micro-batch of every rank weighs in it.
+
+Each rank computes the gradients of its own micro-batches once more, on a plain model without any strategy. The
+gradient of the step is then expressed as a mixture of them, by least squares. Used by step_trace, where the gradient
+of a step is asked about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from scaleray.data import RankBatch
+from scaleray.reproducibility.signatures import Signer
+from scaleray.strategies.contract.parallel import full
+from scaleray.training.setup.fine_tuning import adapt
+from scaleray.training.setup.job import TRAIN, TrainJob
+from scaleray.training.setup.model_setup import Setup
+from scaleray.training.setup.place import Place
+from scaleray.training.step.micro_batches import as_user_batch, micro_batches, to_device
+
+PROJECTIONS = 16
+SAME = 1e-6
+
+Collect = Callable[[Any], Any]
+
+
+class GradientParts:
+    """Decomposition of the gradient of one step. Everything is collective.
+
+    names: names of all parameters, in order. whole: function from values by name to those of all ranks of this replica;
+    gather: function that gives what every rank has. shares, stale: as `from_shares` takes them; shares are None
+    where the gradient is no mixture.
+    """
+
+    def __init__(
+        self,
+        job: TrainJob,
+        place: Place,
+        setup: Setup,
+        names: Sequence[str],
+        step: int,
+        *,
+        whole: Collect,
+        gather: Collect,
+        replica_size: int,
+    ) -> None:
+        self.job, self.place, self.setup, self.names, self.step = job, place, setup, names, step
+        self._whole, self._gather, self._replica_size = whole, gather, replica_size
+        self.shares: tuple[np.ndarray, np.ndarray] | None = None
+        self.stale = 0.0
+        self.unsent: float | None = None
+        """Error of a compressed gradient together with what was left over, relative to the true gradient. What was left
+        over after the step before must be part of it."""
+        self._found = self._before = np.zeros(0)
+        self._left: np.ndarray | None = None
+        self._carried: np.ndarray | None = None
+        self._lost = np.zeros(0)
+        self._sign = Signer(PROJECTIONS)
+
+    def begin(self, number: int, batch: RankBatch) -> None:
+        """Begin a step with these rows of this rank."""
+        self.number = number
+        if number == self.step:
+            self._pieces, self._left = self._take_apart(batch), self._left_over()
+            if self._left is not None:
+                self._lost = self._left - self._carried if self._carried is not None else np.zeros_like(self._left)
+
+    def see(self, gradients: Mapping[str, torch.Tensor | None], correction: float) -> None:
+        """Look at the step's gradients, whole ones by name; times `correction` they are the mean gradients."""
+        if self.step - 1 <= self.number <= self.step:
+            signatures = self._whole({n: self._signature(n, g) for n, g in gradients.items()})
+            self._before = self._found
+            self._found = np.concatenate([signatures[name] for name in self.names]) * correction
+        if self.number == self.step - 1 and (left := self._left_over()) is not None:
+            self._carried = left * correction
+        if self.number == self.step and self._left is not None:
+            left = self._left_over()
+            assert left is not None
+            self._left = (self._left - left) * correction
+
+    def end(self) -> None:
+        """End the step, and find the shares if it is the one that is taken apart."""
+        if self.number != self.step:
+            return
+        mine = (*self._pieces, self._found, self._before, (self._left, self._lost))
+        everyone = self._gather(mine)[:: self._replica_size]
+        self.shares = self._solved(everyone)
+        if self._left is not None:
+            total = sum(sum(counts) for _, counts, *_ in everyone)
+            true = sum(gradients.sum(axis=0) for gradients, *_ in everyone) / total
+            missing = everyone[0][2] - true - np.mean([left for *_, (left, _) in everyone], axis=0)
+            lost = [lost for *_, (_, lost) in everyone]
+            self.unsent = float(max(np.linalg.norm(m) for m in (missing, *lost)) / (np.linalg.norm(true) or 1.0))
+
+    def _take_apart(self, batch: RankBatch) -> tuple[np.ndarray, list[float]]:
+        """(signatures (micro-batches, values) of each micro-batch's own gradient, without any strategy; the count of
+        each)."""
+        model = self._plain_model()
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        gives_tuples = self.job.splits[TRAIN].gives_tuples
+        gradients, counts = [], []
+        for arrays, weight in micro_batches(batch, self.job.recipe.micro_batch_size):
+            columns = to_device(arrays, self.place.device, self.setup.precision.input_dtype)
+            with self.setup.precision.autocast():
+                loss, count = self.job.workload.loss(model, as_user_batch(columns, gives_tuples))
+            found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+            by_name = dict(zip(trained, found, strict=True))
+            gradients.append(np.concatenate([self._signature(n, by_name.get(n)) for n in self.names]) * bool(weight))
+            counts.append(float(count) * bool(weight))
+        return np.array(gradients), counts
+
+    def _plain_model(self) -> nn.Module:
+        """A new model with the present values, which no strategy has touched. Collective for sharded parameters."""
+        with self.place.device:
+            model: nn.Module = self.job.workload.build_model()
+        adapt(model, self.job.config.fine_tuning)
+        if self.job.config.precision.dtype == "fp64":
+            model.double()
+        module = self.setup.parallel.module
+        values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        values = self._whole({name: full(tensor.detach()) for name, tensor in values.items()})
+        with torch.no_grad():
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                tensor.copy_(values[name])
+        return model
+
+    def _left_over(self) -> np.ndarray | None:
+        """Signatures of what compression has not sent on this rank; None without compression."""
+        if self.job.config.compression.name == "none" or self.place.world_size == 1:
+            return None
+        state = self.setup.parallel.state()
+        return np.concatenate([self._signature(name, state.get(f"left.{name}")) for name in self.names])
+
+    def _signature(self, name: str, tensor: torch.Tensor | None) -> np.ndarray:
+        return np.zeros(PROJECTIONS) if tensor is None else self._sign(name, tensor)[2:]
+
+    def _solved(self, everyone: list[Any]) -> tuple[np.ndarray, np.ndarray] | None:
+        """Each rank's gradient as a mixture of all micro-batches' gradients, and of that of the step before."""
+        most = max(len(counts) for _, counts, *_ in everyone)
+        counts = np.array([[*counts, *[0.0] * (most - len(counts))] for _, counts, *_ in everyone])
+        there = np.concatenate([np.array(c) > 0 for _, c, *_ in everyone])
+        columns = np.concatenate([gradients for gradients, *_ in everyone]).T[:, there] / counts.sum()
+        shares = np.zeros((len(everyone), *counts.shape))
+        positions = [(rank, piece) for rank, (_, c, *_) in enumerate(everyone) for piece in range(len(c))]
+        kept = [position for position, is_there in zip(positions, there, strict=True) if is_there]
+        for view, (_, _, found, before, _) in enumerate(everyone):
+            weights, rest = _mixture(columns, found)
+            if rest > SAME and before.any():
+                weights, rest = _mixture(np.column_stack([columns, before]), found)
+                self.stale = float(weights[-1])
+            if rest > SAME:
+                return None
+            for (rank, piece), weight in zip(kept, weights, strict=False):
+                shares[view, rank, piece] = weight
+        return shares, counts
+
+
+def _mixture(columns: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, float]:
+    """(weights with which the columns come nearest to the target; distance that remains, relative to the target)."""
+    weights, *_ = np.linalg.lstsq(columns, target, rcond=None)
+    rest = float(np.linalg.norm(columns @ weights - target))
+    return weights, rest / (float(np.linalg.norm(target)) or 1.0)

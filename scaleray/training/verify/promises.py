@@ -1,0 +1,208 @@
+"""Promises of each strategy about the training of one process, and whether a run has kept them.
+
+Replicas that train apart are no run of one process. But whatever they tell each other is linear: means, sums, mixtures.
+Signatures are linear, too, so that a mean of tensors has the mean of their signatures, and every exchange can be
+computed again from what each replica was before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from scaleray.config import RunConfig
+from scaleray.reproducibility.equivalence import Divergence
+from scaleray.reproducibility.traces import StepTrace, Trace
+from scaleray.strategies.apart.graphs import mixing_matrix
+
+Law = Callable[[Trace, RunConfig], Iterator[tuple[int, np.ndarray]]]
+"""Function that yields (step, signatures (ranks, parameters, 3) that the replicas should have after it)."""
+
+
+@dataclass(frozen=True)
+class Promise:
+    """Promise of a strategy about the training of one process."""
+
+    is_exact: bool = True
+    keeps: frozenset[str] = frozenset()
+    """Quantities of a Divergence that must be equal even where the strategy is not exact."""
+    words: str = "equal to one process"
+    exact_steps: Callable[[RunConfig], int] | None = None
+    """Number of first steps that are equal in everything; the loss of the next step is equal too, as it starts
+    from the same parameters."""
+    agrees_after: Callable[[RunConfig, int], bool] = lambda config, step: False
+    """Whether all ranks hold the same parameters after this step."""
+    shares_state_after: Callable[[RunConfig, int], bool] = lambda config, step: False
+    """Whether all ranks hold the same state of the optimizer after this step."""
+    law: Law | None = None
+    """Parameters that the replicas hold after each step, given those before."""
+    mean: Callable[[Trace, RunConfig, int], np.ndarray | None] = lambda trace, config, step: None
+    """Signatures (parameters, 3) of the replicas' mean after a step; None where it cannot be known from outside."""
+
+    def is_kept_by(self, divergence: Divergence, config: RunConfig, resumed_after: int | None = None) -> bool:
+        """Whether the quantity may differ from one process in this step. resumed_after: step after which
+        replicas were made equal."""
+        if divergence.quantity == "evaluation":
+            return True  # compared with the mean of the replicas
+        first = self.exact_steps(config) if self.exact_steps is not None else -1
+        must_be_equal = divergence.quantity in self.keeps or divergence.step <= first
+        starts_equal = divergence.step == first + 1 or (
+            resumed_after is not None and divergence.step == resumed_after + 1
+        )
+        return not (must_be_equal or (starts_equal and divergence.quantity == "loss"))
+
+    def disagreement(self, trace: Trace, config: RunConfig, bound: float) -> Divergence | None:
+        """The first step after which ranks should hold the same, or what their exchange gives, and do not."""
+        due = dict(self.law(trace, config)) if self.law is not None and config.pruning.method == "none" else {}
+        for step in trace.steps:
+            for found in (self._apart(step, trace, config, bound), self._unlawful(step, trace, due, bound)):
+                if found is not None:
+                    return found
+        return None
+
+    def _apart(self, step: StepTrace, trace: Trace, config: RunConfig, bound: float) -> Divergence | None:
+        spread = float(step.parameter_spread.max(initial=0.0))
+        if self.agrees_after(config, step.step) and not spread <= bound:
+            name = trace.names[int(np.nanargmax(step.parameter_spread))]
+            return Divergence(step.step, "averaging" if step.replicas is not None else "parameters", spread, name)
+        if step.replicas is None or not self.shares_state_after(config, step.step):
+            return None
+        is_shared = step.replicas.state_spread <= bound
+        return None if is_shared else Divergence(step.step, "averaging", step.replicas.state_spread, None)
+
+    def _unlawful(self, step: StepTrace, trace: Trace, due: dict[int, np.ndarray], bound: float) -> Divergence | None:
+        if step.step not in due or step.replicas is None:
+            return None
+        found = step.replicas.after
+        apart = np.abs(found[:, :, 1:] - due[step.step]).max(axis=(0, 2))
+        norms = found[:, :, 0].max(axis=0)
+        relative = apart / np.maximum(norms, 1e-3 * float(np.linalg.norm(norms)))
+        if not relative.max(initial=0.0) <= bound:
+            first = int(np.flatnonzero(~(relative <= bound))[0])
+            return Divergence(step.step, "averaging", float(relative[first]), trace.names[first])
+        return None
+
+
+def _averages_after(config: RunConfig, step: int) -> bool:
+    since = step - config.local_sgd.warmup_steps
+    return since <= 0 or since % config.local_sgd.sync_every == 0
+
+
+def _averages_within_nodes_after(config: RunConfig, step: int) -> bool:
+    since, every = step - config.local_sgd.warmup_steps, config.local_sgd.node_sync_every
+    return every is not None and since > 0 and since % every == 0
+
+
+def _local_steps(trace: Trace, config: RunConfig) -> Iterator[tuple[StepTrace, np.ndarray]]:
+    """Steps that replicas take on their own, with the signatures after the optimizer's update (ranks, parameters,
+    3)."""
+    for step in trace.steps:
+        if step.step > config.local_sgd.warmup_steps and step.replicas is not None:
+            yield step, step.replicas.updated[:, :, 1:]
+
+
+def _alike(mean: np.ndarray, ranks: int) -> np.ndarray:
+    return np.broadcast_to(mean, (ranks, *mean.shape))
+
+
+def _local_sgd(trace: Trace, config: RunConfig) -> Iterator[tuple[int, np.ndarray]]:
+    for step, updated in _local_steps(trace, config):
+        if _averages_after(config, step.step):
+            yield step.step, _alike(updated.mean(axis=0), len(updated))
+        elif not _averages_within_nodes_after(config, step.step):
+            yield step.step, updated
+
+
+def _diloco(trace: Trace, config: RunConfig) -> Iterator[tuple[int, np.ndarray]]:
+    settings = config.local_sgd
+    anchor = momentum = np.zeros(0)
+    begins = {max(1, settings.warmup_steps + 1), (trace.restored.step if trace.restored else 0) + 1}
+    for step, updated in _local_steps(trace, config):
+        if step.step in begins:  # a resume on other workers begins anew, at the mean
+            assert step.replicas is not None
+            anchor = step.replicas.before[:, :, 1:].mean(axis=0)
+            momentum = np.zeros_like(anchor)
+        if _averages_after(config, step.step):
+            moved = anchor - updated.mean(axis=0)
+            momentum = settings.outer_momentum * momentum + moved
+            anchor = anchor - settings.outer_learning_rate * (moved + settings.outer_momentum * momentum)
+            yield step.step, _alike(anchor, len(updated))
+        elif not _averages_within_nodes_after(config, step.step):
+            yield step.step, updated
+
+
+def _gossip(trace: Trace, config: RunConfig) -> Iterator[tuple[int, np.ndarray]]:
+    if config.gossip.is_asynchronous:
+        return
+    for step in trace.steps:
+        if step.replicas is not None:
+            updated = step.replicas.updated[:, :, 1:]
+            matrix = mixing_matrix(config.gossip.graph, len(updated), step.step, seed=config.seed)
+            yield step.step, np.einsum("rs,spq->rpq", matrix, updated)
+
+
+def _mean_of_replicas(trace: Trace, config: RunConfig, step: int) -> np.ndarray | None:
+    replicas = trace.step(step).replicas
+    return replicas.after[:, :, 1:].mean(axis=0) if replicas is not None else None
+
+
+def _mean_in_gossip(trace: Trace, config: RunConfig, step: int) -> np.ndarray | None:
+    # messages under way carry weights that only their senders know
+    return None if config.gossip.is_asynchronous else _mean_of_replicas(trace, config, step)
+
+
+def _sum_of_updates(trace: Trace, config: RunConfig, step: int) -> np.ndarray | None:
+    """Sum of all updates: each worker's update of each step counts one n-th, wherever it is by then."""
+    total = trace.initial[:, 1:].copy()
+    for number in range(1, step + 1):
+        replicas = trace.step(number).replicas
+        if replicas is None:
+            return None
+        total += (replicas.updated - replicas.before)[:, :, 1:].mean(axis=0)
+    return total
+
+
+_SAME_COURSE = frozenset(
+    {"model", "dtype", "initial parameters", "rows", "count", "learning rate", "steps", "restored parameters"}
+)
+PROMISES = {
+    "local_sgd": Promise(
+        False, _SAME_COURSE,
+        "replicas train apart between averagings: same start, rows and learning rates, and the mean of all",
+        lambda config: config.local_sgd.warmup_steps, _averages_after,
+        lambda config, step: config.local_sgd.average_momentum and _averages_after(config, step),
+        _local_sgd, _mean_of_replicas,
+    ),
+    "diloco": Promise(
+        False, _SAME_COURSE,
+        "replicas train apart between outer steps: same start, rows and learning rates, "
+        "and the outer optimizer's steps",
+        lambda config: config.local_sgd.warmup_steps, _averages_after, law=_diloco, mean=_mean_of_replicas,
+    ),
+    "gossip": Promise(
+        False, _SAME_COURSE,
+        "replicas agree only in the limit: same start, rows and learning rates, and mixtures by the graph",
+        lambda config: 0, law=_gossip, mean=_mean_in_gossip,
+    ),
+    "async_sgd": Promise(
+        False, _SAME_COURSE,
+        "updates are late by a bounded number of steps: same start, rows and learning rates, and each update once",
+        lambda config: 0, lambda config, step: step % config.gossip.meet_every == 0, mean=_sum_of_updates,
+    ),
+    "compression": Promise(
+        False, _SAME_COURSE,
+        "gradients are approximated: same start, rows and learning rates; what was not sent is kept, "
+        "and all ranks agree",
+        agrees_after=lambda config, step: True,
+    ),
+}  # fmt: skip
+"""Strategies that do not promise equality. Every other one does."""
+
+
+def promise_of(strategy: str, config: RunConfig, world_size: int) -> Promise:
+    """Promise of a strategy under this config."""
+    if strategy not in PROMISES and config.compression.name != "none" and world_size > 1:
+        return PROMISES["compression"]
+    return PROMISES.get(strategy, Promise())

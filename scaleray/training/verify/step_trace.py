@@ -1,0 +1,341 @@
+"""A probe that records every step of a run: its trace."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import pickle
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from scaleray.data import RankBatch
+from scaleray.records.run import EvaluationRecord, WorkerMessage
+from scaleray.reproducibility.equivalence import SMALL_GRADIENT, signature_differences
+from scaleray.reproducibility.signatures import Signer, number_format
+from scaleray.reproducibility.traces import Replicas, Restored, StepTrace, Trace
+from scaleray.strategies.contract.parallel import full
+from scaleray.training.setup.job import TrainJob
+from scaleray.training.setup.model_setup import Setup
+from scaleray.training.setup.place import Place
+from scaleray.training.step.micro_batches import cuts
+from scaleray.training.step.step import StepResult
+from scaleray.training.verify.compared_job import DueRates
+from scaleray.training.verify.gradient_parts import GradientParts
+from scaleray.training.verify.quieted import Masks, Quieted
+
+LARGEST_KEPT_BYTES = 2**30  # larger models are compared by signature at the end, too
+
+
+class TraceProbe:
+    """A probe that records a Trace of a run. Every rank has one; they exchange what they saw after each step.
+
+    take_apart_at: a step (from 1) whose gradient is decomposed into those of every rank's micro-batches, see `parts`;
+    the job's workload then builds the model that is taken for that. masks: record of what the model draws. due: the
+    learning rates that are due. keeps: after these steps, each replica's own values are kept on rank 0, see `values`.
+    saves_after: the step whose state is saved. stands_still: parameters never change.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        job: TrainJob,
+        *,
+        take_apart_at: int | None = None,
+        masks: Masks | None = None,
+        due: DueRates | None = None,
+        keeps: tuple[int, ...] = (),
+        saves_after: int | None = None,
+        stands_still: bool = False,
+    ) -> None:
+        self.place, self.job, self.take_apart_at, self.masks, self.due = place, job, take_apart_at, masks, due
+        self.keeps, self.saves_after, self.stands_still = keeps, saves_after, stands_still
+        self.parts: GradientParts | None = None
+        self.values: dict[int, list[dict[str, torch.Tensor]]] = {}
+        """Parameters and buffers of every rank after the steps of `keeps`, on rank 0."""
+        self.has_begun = False
+        """Whether the model is set up: an error from now on is one of training."""
+        self._sign = Signer()
+        self._steps: list[StepTrace] = []
+        self._final: dict[str, np.ndarray] = {}
+        self._evaluations: dict[int, Mapping[str, float]] = {}
+        self._saved: Restored | None = None
+        self._restored: Restored | None = None
+        self._parameter_formats: tuple[str, ...] = ()
+
+    def hear(self, message: WorkerMessage) -> None:
+        """Note the evaluations among the run's messages."""
+        if isinstance(message, EvaluationRecord):
+            self._evaluations[message.step] = dict(message.metrics)
+
+    def on_setup(self, setup: Setup) -> None:
+        self._setup = setup
+        self._parameters = dict(setup.parallel.module.named_parameters())
+        self._names = setup.parallel.parameter_names or tuple(self._parameters)
+        self._has_parts = bool(setup.parallel.parameter_names)
+        self.has_begun = not self._has_parts  # a pipeline may still refuse the model with the first rows
+        dtypes = self._whole({n: str(p.dtype).removeprefix("torch.") for n, p in self._parameters.items()})
+        self._dtypes = tuple(dtypes[name] for name in self._names)
+        if self.stands_still:
+            _stand_still(setup)
+        self._initial = self._before = self._updated = self._signatures()
+        if self.due is not None and self.due.first:
+            self._restored = Restored(self.due.first, self._initial, self._optimizer_state())
+        self._base_rates = self._due_rates()
+        if self.take_apart_at is not None:
+            self.parts = GradientParts(
+                self.job,
+                self.place,
+                setup,
+                self._names,
+                self.take_apart_at,
+                whole=self._whole,
+                gather=self._gather,
+                replica_size=self._replica_size,
+            )
+        self._updates: list[tuple[float, ...]] = []
+        setup.optimizer.register_step_post_hook(self._after_update)
+
+    def on_batch(self, batch: RankBatch) -> None:
+        self.has_begun = True
+        self._step, self._rows = batch.step + 1, _row_digests(batch)
+        self._num_pieces = sum(1 for _ in cuts(batch.num_rows, self.job.recipe.micro_batch_size))
+        self._updates.clear()
+        if isinstance(self.job.workload, Quieted):
+            self.job.workload.rows_of_step = batch.num_rows
+        if self.masks is not None:
+            self.masks.begin()
+        self._random_before, self._buffers_before = _random_state(self.place.device), self._buffer_digest()
+        if self.parts is not None:
+            self.parts.begin(self._step, batch)
+
+    def on_gradients(self, correction: float) -> None:
+        whole = {n: None if p.grad is None else full(p.grad) for n, p in self._parameters.items()}
+        formats = self._whole({n: "" if g is None else number_format(g) for n, g in whole.items()})
+        self._formats = tuple(formats[name] for name in self._names)
+        empty = np.zeros(2 + self._sign.num_projections)
+        self._gradients = self._in_order(
+            {n: empty if g is None else self._sign(n, g) * correction for n, g in whole.items()}
+        )
+        if self.parts is not None:
+            self.parts.see(whole, correction)
+
+    def on_step(self, result: StepResult, learning_rate: float) -> None:
+        differs = self._setup.parallel.replicas_differ
+        after = self._signatures()
+        mine = {
+            "rows": self._rows,
+            "gradients": self._gradients,
+            "parameters": after,
+            "replica": (self._before, self._updated, self._optimizer_state(here=True)) if differs else None,
+            "random_before": self._random_before,
+            "draws": self.masks.end()
+            if self.masks is not None
+            else self._random_before != _random_state(self.place.device),
+            "masks": tuple(self.masks.draws) if self.masks is not None else (),
+            "num_pieces": self._num_pieces,
+            "changes": self._buffers_before != self._buffer_digest(),
+            "loss": (result.loss * result.count, result.count),
+            "used_norm": result.grad_norm,
+        }
+        everyone = self._gather(mine)
+        first, size = everyone[0], self._replica_size
+        replicas = everyone[::size]  # their workers have the same rows and random numbers
+        loss, count = result.loss, result.count
+        if result.is_own:  # replicas train apart; gradients are rank 0's own then, too
+            loss_sum, count = (sum(theirs["loss"][part] for theirs in everyone) for part in (0, 1))
+            loss = loss_sum / count if count else math.nan
+        grad_norm = float(np.linalg.norm(first["gradients"][:, 0]))
+        floor = SMALL_GRADIENT * grad_norm
+        self._steps.append(
+            StepTrace(
+                step=self._step,
+                loss=loss,
+                count=count,
+                grad_norm=grad_norm,
+                used_norm=result.grad_norm,
+                updates=tuple(self._updates),
+                rows=np.concatenate([theirs["rows"] for theirs in replicas]),
+                gradients=first["gradients"],
+                parameters=first["parameters"],
+                gradient_spread=_spread([theirs["gradients"] for theirs in everyone], floor),
+                parameter_spread=_spread([theirs["parameters"] for theirs in everyone], 0.0),
+                gradient_formats=self._formats,
+                draws_random_numbers=any(theirs["draws"] for theirs in everyone),
+                shares_random_state=len({theirs["random_before"] for theirs in replicas}) < len(replicas),
+                changes_buffers=any(theirs["changes"] for theirs in everyone),
+                rows_agree=all(
+                    np.array_equal(theirs["rows"], replicas[rank // size]["rows"])
+                    for rank, theirs in enumerate(everyone)
+                ),
+                used_norms=tuple(theirs["used_norm"] for theirs in everyone),
+                due_factor=self.due.factor(self._step) if self.due is not None else None,
+                draws=tuple(theirs["masks"] for theirs in everyone),
+                num_pieces=tuple(theirs["num_pieces"] for theirs in everyone),
+                replicas=_replicas(everyone) if differs else None,
+            )
+        )
+        self._before = self._updated = after
+        if isinstance(self.job.workload, Quieted):
+            self.job.workload.rows_of_step = 0
+        if self.parts is not None:
+            self.parts.end()
+        if self._step in self.keeps:
+            self._keep_values()
+        if self._step == self.saves_after:
+            self._saved = Restored(self._step, first["parameters"], self._optimizer_state())
+        if self._step == self.job.recipe.total_steps:
+            self._keep_final()
+
+    def trace(self, *, loss_dtype: str = "", quieted: tuple[str, ...] = ()) -> Trace:
+        """The trace of what was recorded."""
+        clip_norm = self.job.config.optimizer.clip_norm
+        return Trace(
+            self._names,
+            self._dtypes,
+            self._initial,
+            tuple(self._steps),
+            self._final,
+            clip_norm,
+            loss_dtype,
+            quieted,
+            evaluations=self._evaluations,
+            saved=self._saved,
+            restored=self._restored,
+            parameter_formats=self._parameter_formats,
+            base_rates=self._base_rates,
+        )
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._updates.append(tuple(float(group["lr"]) for group in optimizer.param_groups))
+        if self._setup.parallel.replicas_differ:
+            self._updated = self._signatures()
+
+    def _due_rates(self) -> tuple[float, ...]:
+        """Learning rates without the schedule's factor: the recipe's, unless the workload has chosen its own."""
+        groups, workload = self._setup.optimizer.param_groups, self.job.workload
+        if callable(getattr(workload, "optimizer", None)):
+            return tuple(float(group["initial_lr"]) for group in groups)
+        return (self.job.recipe.learning_rate,) * len(groups)
+
+    def _optimizer_state(self, *, here: bool = False) -> dict[str, np.ndarray]:
+        """Signatures of the optimizer's tensors by name, from whichever rank has them; those of this rank alone where
+        `here`. Collective unless `here`; for sharded tensors always."""
+        names = {id(p): name for name, p in self._parameters.items()}
+        mine = {
+            f"{names.get(id(p), 'unnamed')}: {key}": self._sign(names.get(id(p), key), full(value.detach()))
+            for p, entries in self._setup.optimizer.state.items()
+            for key, value in sorted(entries.items())
+            if isinstance(value, torch.Tensor)
+        }
+        if here or self.place.world_size == 1:
+            return mine
+        return {name: value for theirs in reversed(self._gather(mine)) for name, value in theirs.items()}
+
+    def _keep_values(self) -> None:
+        tensors = {**self._parameters, **dict(self._setup.parallel.module.named_buffers())}
+        if sum(t.numel() * t.element_size() for t in tensors.values()) > LARGEST_KEPT_BYTES // self.place.world_size:
+            return
+        everyone = self._gather({name: t.detach().cpu().clone() for name, t in tensors.items()})
+        if self.place.rank == 0:
+            self.values[self._step] = everyone
+
+    @property
+    def _replica_size(self) -> int:
+        return self.job.config.model_parallel_size if self.place.world_size > 1 else 1
+
+    def _signatures(self) -> np.ndarray:
+        return self._in_order({name: self._sign(name, full(p.detach())) for name, p in self._parameters.items()})
+
+    def _in_order(self, rows: dict[str, np.ndarray]) -> np.ndarray:
+        """One row for each parameter of the whole model: this rank's own where it has one, else that of the rank that
+        has it."""
+        whole = {**self._whole(rows), **rows}
+        return np.array([whole[name] for name in self._names])
+
+    def _whole(self, mine: dict[str, Any]) -> dict[str, Any]:
+        """Values by name, with those of the other ranks of this replica where ranks have parts; collective in that
+        case."""
+        if not self._has_parts:
+            return mine
+        everyone, size = self._gather(mine), self._replica_size
+        first = self.place.rank // size * size
+        return {name: value for theirs in reversed(everyone[first : first + size]) for name, value in theirs.items()}
+
+    def _keep_final(self) -> None:
+        tensors = {**self._parameters, **dict(self._setup.parallel.module.named_buffers())}
+        if (
+            sum(self._whole({n: t.numel() * t.element_size() for n, t in tensors.items()}).values())
+            > LARGEST_KEPT_BYTES
+        ):
+            return
+        whole = self._whole({name: full(t.detach()).cpu() for name, t in tensors.items()})
+        formats = self._whole({n: number_format(full(p.detach())) for n, p in self._parameters.items()})
+        self._parameter_formats = tuple(formats[name] for name in self._names)
+        if self.place.rank == 0:
+            # numpy has no bf16; copied, since the parameter still changes
+            self._final = {n: (t.float() if t.dtype == torch.bfloat16 else t).numpy().copy() for n, t in whole.items()}
+
+    def _gather(self, mine: Any) -> list[Any]:
+        if self.place.world_size == 1:
+            return [mine]
+        everyone: list[Any] = [None] * self.place.world_size
+        dist.all_gather_object(everyone, mine)
+        return everyone
+
+    def _buffer_digest(self) -> bytes:
+        digest = hashlib.sha256()
+        for buffer in self._setup.parallel.module.buffers():
+            local = buffer.to_local() if isinstance(buffer, DTensor) else buffer
+            digest.update(local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.digest()
+
+
+def _stand_still(setup: Setup) -> None:
+    """Make updates change nothing: every step then starts from the same parameters."""
+    for group in setup.optimizer.param_groups:
+        group["lr"] = group["initial_lr"] = 0.0
+    setup.schedule.base_lrs = [0.0] * len(setup.schedule.base_lrs)
+
+
+def _replicas(everyone: list[Any]) -> Replicas:
+    before, updated = (np.array([theirs["replica"][part] for theirs in everyone]) for part in (0, 1))
+    states = [theirs["replica"][2] for theirs in everyone]
+    names = [name for name in states[0] if all(name in theirs for theirs in states)]
+    spread = 0.0
+    if names:
+        spread = float(_spread([np.array([theirs[name] for name in names]) for theirs in states], 0.0).max())
+    return Replicas(before, updated, np.array([theirs["parameters"] for theirs in everyone]), spread)
+
+
+def _row_digests(batch: RankBatch) -> np.ndarray:
+    names = sorted(batch.columns)
+    digests = [
+        hashlib.blake2b(b"".join(batch.columns[n][row].tobytes() for n in names), digest_size=8).digest()
+        for row in range(batch.num_rows)
+    ]
+    return np.frombuffer(b"".join(digests), dtype=np.uint64)
+
+
+def _random_state(device: torch.device) -> bytes:
+    """A digest of the states of the generators that a model may draw from."""
+    digest = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
+    if device.type == "cuda":
+        digest.update(torch.cuda.get_rng_state(device).numpy().tobytes())
+    digest.update(pickle.dumps((np.random.get_state(), random.getstate())))
+    return digest.digest()
+
+
+def _spread(signatures: list[np.ndarray], floor: float) -> np.ndarray:
+    """Largest relative difference between rank 0 and another, (parameters,)."""
+    first = signatures[0]
+    if len(signatures) == 1:
+        return np.zeros(len(first))
+    norms = np.max([s[:, 0] for s in signatures], axis=0)
+    scale = np.maximum(norms, floor if math.isfinite(floor) else 0.0)
+    return np.max([signature_differences(first, theirs, scale) for theirs in signatures[1:]], axis=0)

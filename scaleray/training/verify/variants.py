@@ -1,0 +1,377 @@
+"""Check whether a strategy is still the same training: it runs through the real loop, beside one process, and
+the difference is judged.
+
+Works in any group of workers: under Ray Train, in plain gloo processes, or alone. Rank 0 compares and decides; every
+rank then runs what was decided.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from scaleray.errors import CheckpointError, InitialisationError, NonFiniteLossError, UsageError, WorkloadError
+from scaleray.reproducibility.causes import Cause, Finding, Layout, from_repetition, from_traces
+from scaleray.reproducibility.equivalence import Comparison, Divergence, compare, divergences, restored_differences
+from scaleray.reproducibility.experiments import (
+    EVALUATION_MODE,
+    NO_CLIPPING,
+    from_experiment,
+    needs_experiments,
+    without_experiment,
+)
+from scaleray.reproducibility.gradient_shares import from_shares
+from scaleray.reproducibility.masks import masks_broken
+from scaleray.reproducibility.own_precision import Excess, excess
+from scaleray.reproducibility.traces import Restored, Trace
+from scaleray.training import loop
+from scaleray.training.setup.job import OpenStream
+from scaleray.training.setup.place import Place
+from scaleray.training.verify.compared_job import short_job
+from scaleray.training.verify.compared_runs import (
+    EXACT,
+    OWN,
+    Key,
+    References,
+    Runs,
+    Variant,
+    Watched,
+    partition_of,
+    shared_folder,
+)
+from scaleray.training.verify.promises import PROMISES, Promise
+from scaleray.training.verify.quieted import Quieted
+from scaleray.training.verify.step_trace import TraceProbe
+from scaleray.training.verify.verdicts import (
+    Found,
+    Mismatch,
+    beyond_rounding,
+    failure,
+    judged,
+    mean_of,
+    own_gradients,
+    promised,
+    rounding_of,
+    unkept,
+    without_statistics,
+)
+
+__all__ = [
+    "PROMISES", "Assignment", "Mismatch", "Outcome", "Promise", "References", "Variant", "loop", "short_job",
+    "verify_group",
+]  # fmt: skip
+
+Result = TypeVar("Result")
+UNSAVED = "the state of the"
+"""Beginning of an error that says which part of a training's state cannot be saved."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of one variant. verdict: equal, as promised, differs, or refused."""
+
+    strategy: str
+    world_size: int
+    accumulation: int
+    verdict: str
+    words: str = ""
+    """What was judged, where it is less than the whole; for a refusal its reason."""
+    comparison: Comparison = field(default_factory=Comparison)
+    own: Comparison | None = None
+    """Comparison in the run's own precision, over steps that all start from the initial parameters; judged by
+    what rounding explains."""
+    mismatch: Mismatch | None = None
+    duration_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Variants that a group of workers verifies. reference: one process, one micro-batch. folder: folder for
+    checkpoints, seen by all workers of all groups that share references; None: a folder of this machine, for this
+    group."""
+
+    reference: Variant
+    variants: tuple[Variant, ...]
+    bound: float
+    folder: str | None = None
+
+
+def verify_group(
+    place: Place, assignment: Assignment, references: References, *, open_stream: OpenStream
+) -> tuple[list[Outcome], References]:
+    """Judge every variant. Collective over the place's group. The references found are added to those given (rank 0).
+
+    Raises UsageError when the reference itself cannot run.
+    """
+    return _Group(place, assignment, references, open_stream).run()
+
+
+class _Group:
+    def __init__(self, place: Place, assignment: Assignment, references: References, open_stream: OpenStream) -> None:
+        self.place, self.assignment, self.open_stream = place, assignment, open_stream
+        self.references, self.bound = references, assignment.bound
+        self.unsaved = ""
+
+    def run(self) -> tuple[list[Outcome], References]:
+        with shared_folder(self.place, self.assignment.folder) as folder:
+            self.runs = Runs(self.place, self.assignment.reference, self.references, self.open_stream, folder)
+            try:
+                self.quiet, self.has_statistics = self._on_first(self._choose_quiet)
+            except WorkloadError as exc:
+                if not exc.what.startswith(UNSAVED):
+                    raise
+                self.runs.resumes, self.unsaved = False, f"without a resume: {exc.what} cannot be saved ({exc.found})"
+                self.quiet, self.has_statistics = self._on_first(self._choose_quiet)
+            self.outcomes: list[Outcome] = []
+            for variant in self.assignment.variants:
+                self.outcomes.append(self._outcome(variant))
+                if self.place.rank == 0:
+                    self.runs.forget(variant)
+        return self.outcomes, self.runs.references
+
+    def _choose_quiet(self) -> tuple[str, bool]:
+        """(what to switch off so that several workers can repeat one process; whether the model takes statistics over
+        batches that can be repeated). The reference runs on the way."""
+        trace = self.runs.reference(Key(Quieted.MODULES))
+        if not any(step.draws_random_numbers for step in trace.steps):
+            has_statistics = "BatchNorm" in trace.quieted and "SyncBatchNorm" not in trace.quieted
+            return Quieted.MODULES, has_statistics
+        everything = self.runs.reference(Key(Quieted.EVERYTHING))
+        still_draws = any(step.draws_random_numbers for step in everything.steps)
+        return (Quieted.MODULES if still_draws else Quieted.EVERYTHING), False
+
+    def _key(self, variant: Variant) -> Key:
+        """Key of a variant's reference."""
+        if not self.has_statistics or not promised(variant).is_exact:
+            return Key(self.quiet, self.has_statistics)
+        later = partition_of(variant.later) if variant.later is not None else None
+        return Key(self.quiet, True, partition_of(variant.job), later)
+
+    def _outcome(self, variant: Variant) -> Outcome:
+        started = time.perf_counter()
+        outcome = Outcome(variant.strategy, variant.world_size, variant.accumulation, "equal")
+        probes: list[TraceProbe] = []
+        key, promise = self._key(variant), promised(variant)
+        if key.partition is not None and (why := without_statistics(variant)):
+            return dataclasses.replace(outcome, verdict="refused", words=why)
+        self._on_first(lambda: bool(self.runs.reference(key)))  # the variant goes on from its checkpoint
+        take_apart_at = None if promise.is_exact else self._partial_step(variant)
+        try:
+            watched = self.runs.compared(
+                variant, key, keeps=not promise.is_exact, take_apart_at=take_apart_at, saves=True, began=probes.append
+            )
+            trace = watched.trace
+            outcome = (self._judge_exact if promise.is_exact else self._judge_promise)(variant, outcome, watched)
+            if outcome.mismatch is None and self.runs.resumes_after(variant) is not None:
+                found = self._on_first(lambda: self._saved_wrongly(variant, key, promise, trace))
+                outcome = self._with(outcome, found)
+            outcome = self._in_own_precision(variant, outcome)
+        except (UsageError, InitialisationError, NonFiniteLossError, CheckpointError) as exc:  # raised on every rank
+            if isinstance(exc, UsageError) and not any(p.has_begun for p in probes):  # the workload is refused
+                return dataclasses.replace(outcome, verdict="refused", words=" ".join(str(exc).split()))
+            before = self._on_first(lambda: self._before_failure(variant, key, promise, probes))
+            mismatch = Mismatch.of(*before) if before is not None else failure(exc, variant, probes)
+            outcome = dataclasses.replace(outcome, verdict="differs", mismatch=mismatch)
+        words = "; ".join(text for text in (outcome.words, self.unsaved) if text)
+        return dataclasses.replace(outcome, words=words, duration_s=time.perf_counter() - started)
+
+    def _before_failure(self, variant: Variant, key: Key, promise: Promise, probes: list[TraceProbe]) -> Found | None:
+        """Divergence from before a run failed, if its traces show one: it may be the reason of the failure. On rank
+        0."""
+        done = [probe.trace() for probe in probes if probe.has_begun]
+        if not done:
+            return None
+        reference, trace = self.runs.reference(key), done[0] if len(done) == 1 else done[0].continued_by(done[-1])
+        last = trace.steps[-1].step if trace.steps else 0
+        for found in divergences(reference, trace, self.bound):
+            if found.step > last or found.quantity in ("steps", "final values", "evaluation"):
+                return None
+            if promise.is_exact or not promise.is_kept_by(found, variant.job.config, variant.resumes_after):
+                finding = from_traces(reference, trace, found, self._layout(variant))
+                return None if finding is None else (found, finding)
+        return None
+
+    def _partial_step(self, variant: Variant) -> int:
+        """Number of the first step, after whole ones, in which workers may have unequal counts."""
+        last = self.runs.resumes_after(variant) or variant.job.recipe.total_steps
+        return max(1, min(last, variant.job.train_plan().steps_per_epoch))
+
+    def _judge_exact(self, variant: Variant, outcome: Outcome, watched: Watched) -> Outcome:
+        key, trace = self._key(variant), watched.trace
+        comparison = self._on_first(lambda: compare(self.runs.reference(key), trace, bound=self.bound))
+        outcome = dataclasses.replace(outcome, comparison=comparison, words=judged(trace, key))
+        if comparison.divergence is not None:
+            finding = self._explain(variant, trace, comparison.divergence)
+            return self._with(outcome, (comparison.divergence, finding))
+        return self._with(outcome, self._on_first(lambda: masks_broken(trace, self._replica_size(variant))))
+
+    def _judge_promise(self, variant: Variant, outcome: Outcome, watched: Watched) -> Outcome:
+        promise, config, key, trace = promised(variant), variant.job.config, self._key(variant), watched.trace
+
+        def first_broken() -> tuple[Comparison, Found | None]:
+            reference = self.runs.reference(key)
+            found = divergences(reference, trace, self.bound)
+            resumed = variant.resumes_after
+            broken = next((d for d in found if not promise.is_kept_by(d, config, resumed)), None)
+            broken = broken or promise.disagreement(trace, config, self.bound)
+            comparison = compare(reference, trace, bound=self.bound)
+            if broken is not None:
+                finding = self._unrepeatable(key, broken) or from_traces(
+                    reference, trace, broken, self._layout(variant)
+                )
+                return comparison, (broken, finding or unkept(broken))
+            return comparison, (
+                own_gradients(variant, watched, config, self.bound)
+                or self._evaluated_wrongly(variant, key, watched)
+                or masks_broken(trace, self._replica_size(variant))
+            )
+
+        comparison, found = self._on_first(first_broken)
+        outcome = dataclasses.replace(outcome, verdict="as promised", comparison=comparison, words=promise.words)
+        return self._with(outcome, found)
+
+    def _evaluated_wrongly(self, variant: Variant, key: Key, watched: Watched) -> Found | None:
+        """First evaluation that is not that of the replicas' mean. On rank 0."""
+        trace, promise, config = watched.trace, promised(variant), variant.job.config
+        if not variant.job.evaluation_splits():
+            return None
+        for step, everyone in watched.values.items():
+            if promise.law is not None and promise.mean(trace, config, step) is None:
+                continue
+            if promise.law is None and promise.mean(trace, config, step) is not None:
+                continue  # updates under way belong to the mean
+            mean = mean_of(everyone)
+            due, found = self.runs.measured_alone(mean, key), trace.evaluations.get(step, {})
+            for name in dict.fromkeys((*due, *found)):
+                apart = abs(due.get(name, math.inf) - found.get(name, math.inf))
+                if not apart <= self.bound * max(1.0, abs(due.get(name, 0.0))):
+                    why = f"{name} is {found.get(name)}, and that of the mean of all replicas is {due.get(name)}"
+                    return Divergence(step, "evaluation", apart, name), Finding(Cause.EVALUATION, why)
+        return None
+
+    def _saved_wrongly(self, variant: Variant, key: Key, promise: Promise, trace: Trace) -> Found | None:
+        """Difference between a variant and one process that has loaded its checkpoint, if there is one. On rank 0."""
+        reference = self.runs.reference(key)
+        restored = self.runs.restored_alone(variant, key).restored
+        assert restored is not None and variant.resumes_after is not None
+        saved = reference.saved
+        if not promise.is_exact:
+            if variant.strategy not in PROMISES:  # every rank has the same, which is not that of one process
+                saved = trace.saved
+            else:
+                mean = promise.mean(trace, variant.job.config, variant.resumes_after)
+                if mean is None:
+                    return None
+                # a mean of norms says nothing: the norms are those of the restored parameters
+                parameters = np.column_stack([restored.parameters[:, 0], mean])
+                saved = Restored(variant.resumes_after, parameters, {})
+        broken = next(restored_differences(saved, restored, reference.names, self.bound), None)
+        if broken is None:
+            return None
+        finding = from_traces(reference, trace, broken, self._layout(variant))
+        assert finding is not None
+        return broken, dataclasses.replace(
+            finding, why=finding.why.replace("on another number of workers", "on one worker")
+        )
+
+    def _in_own_precision(self, variant: Variant, outcome: Outcome) -> Outcome:
+        """The outcome with the distance in the run's own precision, and the verdict on it."""
+        if variant.own is None or variant.own.config.precision.dtype == variant.job.config.precision.dtype:
+            return outcome
+        key = dataclasses.replace(self._key(variant), own=OWN)
+        trace = self.runs.standing_still(variant, key)
+
+        def judge() -> tuple[Comparison, Excess | None]:
+            exact, reference = (self.runs.reference(dataclasses.replace(key, own=own)) for own in (EXACT, OWN))
+            return compare(reference, trace, bound=math.inf), excess(exact, reference, trace, rounding_of(variant))
+
+        comparison, found = self._on_first(judge)
+        outcome = dataclasses.replace(outcome, own=comparison)
+        if found is None or outcome.mismatch is not None:
+            return outcome
+        return self._with(outcome, (found.divergence, beyond_rounding(found, variant)))
+
+    def _explain(self, variant: Variant, trace: Trace, divergence: Divergence) -> Finding:
+        """Finding on a mismatch: from the traces, from runs with something taken out, or from the gradient's parts."""
+        layout, key = self._layout(variant), self._key(variant)
+        finding: Finding | None = self._on_first(
+            lambda: (
+                self._unrepeatable(key, divergence) or from_traces(self.runs.reference(key), trace, divergence, layout)
+            )
+        )
+        if finding is not None:
+            return finding
+        for name in self._on_first(lambda: needs_experiments(self.runs.reference(key), trace)):
+            if self._agrees_without(name, variant, divergence):
+                return self._on_first(partial(self._without, name, key, trace))
+        if divergence.quantity != "evaluation":
+            probes = self.runs.compared(variant, key, take_apart_at=divergence.step, only_its_part=True).probes
+            parts = probes[-1].parts
+            if parts is not None and parts.shares is not None:
+                finding = from_shares(*parts.shares, layout, stale=parts.stale)
+        return finding or self._on_first(
+            lambda: without_experiment(self.runs.reference(key), trace, divergence, layout)
+        )
+
+    def _without(self, experiment: str, key: Key, trace: Trace) -> Finding:
+        return from_experiment(experiment, self.runs.reference(key), trace)
+
+    def _unrepeatable(self, key: Key, divergence: Divergence) -> Finding | None:
+        """Finding that other rows are the data's own doing, if they are: the reference is run once more. On rank 0."""
+        if divergence.quantity != "rows":
+            return None
+        return from_repetition(self.runs.reference(key), self.runs.again(key))
+
+    def _layout(self, variant: Variant) -> Layout:
+        is_right = any(
+            o.verdict == "equal" and o.accumulation == 1 for o in self.outcomes if o.strategy == variant.strategy
+        )
+        return Layout(
+            variant.world_size,
+            variant.accumulation,
+            is_right_without_accumulation=is_right,
+            draws_by_itself=variant.strategy == "pipeline",
+        )
+
+    def _replica_size(self, variant: Variant) -> int:
+        return variant.job.config.model_parallel_size if self.place.world_size > 1 else 1
+
+    def _agrees_without(self, experiment: str, variant: Variant, divergence: Divergence) -> bool:
+        """Whether variant and reference agree once `experiment` is taken out of both."""
+        key = self._key(variant)
+        if experiment == NO_CLIPPING:
+            key = dataclasses.replace(key, leaves_out=NO_CLIPPING)
+        elif experiment == EVALUATION_MODE:
+            key = Key(Quieted.EVERYTHING, key.has_statistics)
+        self._on_first(lambda: bool(self.runs.reference(key)))
+        trace = self.runs.compared(variant, key).trace
+        return self._on_first(lambda: compare(self.runs.reference(key), trace, bound=self.bound).is_equal)
+
+    def _with(self, outcome: Outcome, found: Found | None) -> Outcome:
+        return (
+            outcome if found is None else dataclasses.replace(outcome, verdict="differs", mismatch=Mismatch.of(*found))
+        )
+
+    def _on_first(self, decide: Callable[[], Result]) -> Result:
+        """Let rank 0 decide, and give its decision to every rank. Collective."""
+        if self.place.world_size == 1:
+            return decide()
+        answer: list[Any] = [None, None]
+        if self.place.rank == 0:
+            try:
+                answer[0] = decide()
+            except Exception as exc:  # the others would wait for it
+                answer[1] = exc
+        dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
+        if answer[1] is not None:
+            raise answer[1]
+        return answer[0]

@@ -1,0 +1,113 @@
+"""When two measurements may stand on one curve."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from small_runs import DEFAULTS, Classify
+
+from scaleray.config import load_config
+from scaleray.errors import ConfigError
+from scaleray.launch.session.conditions import MOST_DIFFERENCES, check_same, conditions_of, differences, key_of
+from scaleray.launch.study.turn_store import KnownTurns, studies_of
+from scaleray.records.study import ToTarget, Turn
+
+NODES = {"launch": "Ray Train", "nodes": [{"cpus": 2, "gpus": 0, "accelerator": None}]}
+
+
+def conditions(topology=None, **flags):
+    config = load_config(flags={**DEFAULTS, **flags}, environ={})
+    return conditions_of(config, Classify(), topology or NODES)
+
+
+def test_where_a_study_is_kept_and_on_how_many_workers_do_not_matter():
+    plain = conditions()
+    for flags in (
+        {"scale.workers": 4},
+        {"tracking.experiment": "other"},
+        {"checkpoint.storage_path": "/elsewhere"},
+        {"study.price_per_worker_hour": 3.0},
+        {"scale.max_failures": 9},
+        {"noise_scale.measure": True},
+    ):
+        assert differences(plain, conditions(**flags)) == [], flags
+    assert key_of(plain) == key_of(conditions())
+
+
+def test_what_decides_the_speed_matters():
+    plain = conditions()
+    for flags in ({"batch.global_size": 16}, {"precision.dtype": "fp32"}, {"scale.cpus_per_worker": 2.0}, {"seed": 1}):
+        found = differences(plain, conditions(**flags))
+        assert len(found) == 1 and found[0].startswith("config:"), flags
+
+
+def test_a_difference_of_environment_or_topology_is_shown_fact_by_fact():
+    here = conditions()
+    there = dataclasses.replace(here, environment_hash="other", environment={**here.environment, "python": "3.0"})
+    assert differences(here, there) == [f"environment: python is {here.environment['python']} here, 3.0 there"]
+    with pytest.raises(ConfigError, match=r"the curve of study-1 .*one curve need the same") as caught:
+        check_same(here, there, whose="study-1")
+    assert "3.0 there" in str(caught.value) and "scaleray compare" in str(caught.value)
+    other = conditions({**NODES, "nodes": [{"cpus": 8, "gpus": 0, "accelerator": None}]})
+    assert differences(here, other) == ["topology: nodes.0.cpus is 2 here, 8 there"]
+    check_same(here, conditions(), whose="itself")
+
+
+def test_another_config_is_shown_key_by_key_and_other_code_with_its_commit():
+    here = conditions()
+    there = dataclasses.replace(
+        conditions(**{"batch.global_size": 16}),
+        code_hash="other",
+        environment={**here.environment, "git": {"commit": 40 * "a"}},
+    )
+    configs = [
+        load_config(flags={**DEFAULTS, "batch.global_size": size, "scale.workers": 2}, environ={}).to_dict()
+        for size in (8, 16)
+    ]
+    config, code = differences(here, there, configs=tuple(configs))
+    assert config == "config: batch.global_size is 8 here, 16 there"
+    assert code.startswith(f"code: {here.code_hash}") and code.endswith(f"other (commit {12 * 'a'}) there")
+    assert differences(here, there)[0] == f"config: {here.config_hash} here, {there.config_hash} there"
+
+
+def test_many_differences_are_counted_rather_than_listed():
+    here = conditions()
+    there = dataclasses.replace(here, topology_hash="other", topology={f"key {n}": n for n in range(30)})
+    with pytest.raises(ConfigError, match="more") as caught:
+        check_same(here, there, whose="it")
+    assert len(str(caught.value).splitlines()) == MOST_DIFFERENCES + 3
+
+
+# turns that are kept
+
+
+def turn(at, study="one"):
+    return Turn(step_times_s=[0.1, 0.2], input_waits_s=[0.0, 0.0], input_share=0.0, measured_at=at, study=study)
+
+
+def test_turns_come_back_oldest_first_under_the_same_conditions_only(tmp_path):
+    known = KnownTurns(str(tmp_path), conditions())
+    for at in (3.0, 1.0, 12.0):
+        known.keep("w001", turn(at))
+    known.keep_target(
+        "w001", ToTarget(is_reached=True, steps=1, samples=2, time_s=3.0, metric="val/loss", value=0.5), at=5.0
+    )
+    again = KnownTurns(str(tmp_path), conditions())
+    assert again.turns("w001") == [turn(1.0), turn(3.0), turn(12.0)]
+    assert again.to_target("w001").samples == 2
+    assert again.turns("w002") == [] and again.to_target("w002") is None
+    assert KnownTurns(str(tmp_path), conditions(seed=1)).turns("w001") == []
+
+
+def test_a_file_that_is_no_turn_counts_as_not_there(tmp_path):
+    known = KnownTurns(str(tmp_path), conditions())
+    known.keep("w001", turn(1.0))
+    known.store.write_text("w001/turn-2.000-beef.json", '{"step_times_s": "no"}')
+    assert known.turns("w001") == [turn(1.0)]
+
+
+def test_reused_turns_are_named():
+    assert studies_of([turn(1, "a"), turn(2, "a")], own="a") is None
+    assert studies_of([turn(1, "a"), turn(2, "b")], own="c") == "a, b"
+    assert studies_of([turn(1, "a"), turn(2, "c"), turn(3, "c")], own="c") == "a (1 of 3 turns)"

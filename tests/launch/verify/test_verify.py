@@ -1,0 +1,156 @@
+"""Whole verifications: what is planned, what ends in the certificate and in MLflow, and how groups of processes fail."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from scaleray.config import load_config
+from scaleray.errors import ConfigError, RunFailedError
+from scaleray.launch.session.data import load_sources
+from scaleray.launch.verify.plan import Question, course, make_plan
+from scaleray.launch.verify.verify import verify
+from scaleray.launch.workers.gloo import UserCode, gloo_processes
+from scaleray.workload import load_workload
+
+HERE = Path(__file__).parent.parent
+
+pytestmark = pytest.mark.usefixtures("mlflow_database")
+
+
+def config(tmp_path, workload="Line", **more):
+    flags = {
+        "workload.name": f"{HERE / 'workloads.py'}:{workload}",
+        "batch.global_size": 16,
+        "optimizer.learning_rate": 0.05,
+        "stop.after": "12 steps",
+        "tracking.uri": f"sqlite:///{tmp_path / 'mlflow.db'}",
+        "checkpoint.storage_path": str(tmp_path / "runs"),
+        **more,
+    }
+    return load_config(flags=flags, environ={})
+
+
+def plan(tmp_path, question, **more):
+    resolved = config(tmp_path, **more)
+    workload = load_workload(resolved.workload.name, {})
+    return make_plan(resolved, question, workload, load_sources(workload))
+
+
+# the plan
+
+
+def test_all_strategies_are_planned_where_they_exist(tmp_path):
+    made = plan(tmp_path, Question(world_sizes=[1, 2, 4], accumulation=[1, 2]))
+    assert [v.label for v in made.groups[1]] == ["single x 1", "single x 1, 2 micro-batches"]
+    assert "ddp x 4, 2 micro-batches" in [v.label for v in made.groups[4]]
+    assert not made.refused
+
+
+@pytest.mark.parametrize(("accumulation", "batch"), [([1, 2], 8), ([1, 4], 32), ([4, 1], 32)])
+def test_the_batch_after_the_resume_leaves_every_micro_batch_two_rows_or_is_twice_as_large(
+    tmp_path, accumulation, batch
+):
+    made = plan(tmp_path, Question(world_sizes=[2], accumulation=accumulation))
+    assert course(made)["global_batch_size"] == 16 and course(made)["later_global_batch_size"] == batch
+
+
+def test_a_variant_is_the_start_of_the_whole_training_on_other_workers(tmp_path):
+    more = {"schedule.name": "cosine", "schedule.warmup": "5 steps", "scale.workers": 8, "batch.micro_size": 1}
+    made = plan(tmp_path, Question(steps=3, world_sizes=[2], accumulation=[2]), **more)
+    variant = made.groups[2][0]
+    recipe = variant.job.recipe
+    assert (recipe.total_steps, recipe.schedule_steps, recipe.warmup_steps) == (3, 12, 5)
+    assert (recipe.per_worker_batch_size, recipe.micro_batch_size, recipe.accumulation_steps) == (8, 4, 2)
+    assert variant.job.config.precision.dtype == "fp64" and variant.own.config.precision.dtype == "fp32"
+    assert list(variant.own.splits) == ["train"]  # of its own precision only steps are compared
+    assert made.groups[1] == [] and made.reference.world_size == 1
+
+
+def test_what_a_config_forbids_is_listed_with_the_reason(tmp_path):
+    made = plan(
+        tmp_path,
+        Question(strategies=["ddp"], world_sizes=[2], accumulation=[1, 2, 3]),
+        **{"strategy.static_graph": True},
+    )
+    assert [v.label for v in made.groups[2]] == ["ddp x 2"]
+    reasons = {(o.strategy, o.accumulation): o.words for o in made.refused}
+    assert "static graph cannot accumulate" in reasons["ddp", 2]
+    assert "static graph cannot accumulate" in reasons["ddp", 3]
+
+
+@pytest.mark.parametrize(
+    ("question", "words"),
+    [
+        ({"world_sizes": [3]}, "nearest: 2 or 4"),
+        ({"world_sizes": [32]}, "nearest: 16"),
+        ({"world_sizes": [0]}, "from 1"),
+        ({"accumulation": []}, "from 1"),
+        ({"strategies": ["ddp"], "world_sizes": [16], "accumulation": [2]}, "each worker's step has 1 sample only"),
+        ({"strategies": ["dpp"]}, "there are: all, single, ddp"),
+        ({"strategies": ["single"], "world_sizes": [2]}, "it is for one worker"),
+        ({"steps": 0}, "at least 1"),
+        ({"bound": 1.0}, "below 1"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_with_the_way_out(tmp_path, question, words):
+    with pytest.raises(ConfigError, match=words):
+        plan(tmp_path, Question(**question))
+
+
+# plain gloo processes
+
+
+def leave(place, what):
+    if what == "die" and place.rank == 1:
+        os._exit(3)
+    if what == "refuse":
+        raise ConfigError("a key", 1, "it must be 2")
+    return place.world_size
+
+
+def test_processes_run_groups_of_any_size_and_report_what_ended_them():
+    with gloo_processes(2, UserCode(None, {}, None), timeout_s=30) as processes:
+        assert [processes.run(n, leave, "", workload=object()) for n in (1, 2, 1)] == [1, 2, 1]
+        with pytest.raises(ConfigError, match="it must be 2"):
+            processes.run(2, leave, "refuse", workload=object())
+        with pytest.raises(RunFailedError, match=r"rank 1 failed: .*code 3"):
+            processes.run(2, leave, "die", workload=object())
+
+
+# under Ray
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+def test_a_verification_on_ray_leaves_its_certificate_in_mlflow(ray_session, tmp_path):
+    from mlflow import MlflowClient
+
+    said: list[str] = []
+    resolved = config(tmp_path)
+    certificate = verify(
+        resolved,
+        Question(["ddp"], world_sizes=[2], accumulation=[1], steps=4),
+        say=said.append,
+        render=lambda c: c.verdict,
+    )
+    assert certificate.passed and certificate.where == "Ray"
+    assert certificate.verdict.startswith("the same training: 1 variants equal one process")
+    assert [(o.strategy, o.world_size, o.verdict) for o in certificate.outcomes] == [("ddp", 2, "equal")]
+    assert certificate.outcomes[0].comparison.largest < 1e-13
+    assert any("0.25 CPU each" in line for line in said)
+
+    client = MlflowClient(certificate.tracking_uri)
+    run = client.get_run(certificate.run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["scaleray.kind"] == "verify" and run.data.tags["scaleray.passed"] == "true"
+    assert run.data.params["config_hash"] == resolved.hash()
+    assert run.data.metrics["verify/loss_difference"] < 1e-13 and run.data.metrics["verify/mismatches"] == 0
+    stored = json.loads(
+        Path(client.download_artifacts(certificate.run_id, "certificate.json", str(tmp_path))).read_text()
+    )
+    assert stored["bound"] == 1e-9 and stored["passed"] and stored["environment_hash"]
+    assert "verification.txt" in {f.path for f in client.list_artifacts(certificate.run_id)}

@@ -1,0 +1,29 @@
+"""Gloo processes end with their group, whatever runs in them."""
+
+import os
+import signal
+import time
+
+import psutil
+
+from scaleray.launch.workers.gloo import UserCode, gloo_processes
+
+
+def runs(pid):
+    """Whether the process is there and not only waiting to be forgotten."""
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def deaf(place):
+    """Hear no SIGTERM from now on."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return os.getpid()
+
+
+def test_a_process_that_hears_no_sigterm_is_ended_all_the_same():
+    with gloo_processes(1, UserCode(None, {}, None), timeout_s=60) as processes:
+        pid = processes.run(1, deaf, workload=None)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and runs(pid):
+        time.sleep(0.05)
+    assert not runs(pid)

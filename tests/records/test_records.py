@@ -1,0 +1,44 @@
+"""Run records: written as JSON, read again, and strict enough for other readers."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from scaleray import metric_names
+from scaleray.records.run import RunRecord
+
+VALUES = {
+    "name": "digits", "status": "FINISHED", "verdict": "done", "workers": 2, "strategy": "ddp", "steps": 40, "final_loss": 0.25,
+    "metrics": {"val/accuracy": 0.98}, "samples_per_s": 100.0, "tokens_per_s": None, "step_time_s": 0.01, "input_wait_share": 0.0,
+    "time_to_first_step_s": 3.0, "training_time_s": 1.0, "total_time_s": 5.0, "peak_memory_bytes": [1, 2], "nonfinite_steps": 0,
+    "sample_order": "exact", "config": {"seed": 1}, "config_hash": "ab", "derived": {"betas": [0.9, 0.99]}, "data": {"train": {"rows": 5}},
+    "environment": {}, "environment_hash": "cd", "tracking_uri": "sqlite:///x", "experiment_id": "1", "run_id": "2", "mlflow_link": "",
+    "run_dir": "/x", "events": ["a restart"], "resumed_after": [20], "compilation": {}, "noise": {"scale": 12.0}, "memory": [{}], "marks": ["emulated"], "unsent_file": None,
+}  # fmt: skip
+
+
+def test_a_record_reads_what_it_wrote(tmp_path):
+    record = RunRecord(**VALUES)
+    (tmp_path / "record.json").write_text(record.to_json())
+    assert RunRecord.read(tmp_path / "record.json") == record
+    assert set(VALUES) == {field.name for field in dataclasses.fields(RunRecord)}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_json_has_no_word_for_what_is_not_finite(value):
+    record = RunRecord(**{**VALUES, "final_loss": value, "metrics": {"val/loss": value, "list": [value, 1.0]}})
+    found = json.loads(record.to_json(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert found["final_loss"] is None and found["metrics"] == {"val/loss": None, "list": [None, 1.0]}
+
+
+def test_what_json_does_not_know_becomes_text():
+    found = json.loads(RunRecord(**{**VALUES, "config": {1: ("a", {2}, None, True)}}).to_json())
+    assert found["config"] == {"1": ["a", "{2}", None, True]}
+
+
+def test_every_metric_has_a_name_of_its_own_with_section_unit_and_help():
+    names = [metric.name for metric in metric_names.ALL]
+    assert len(names) == len(set(names)) >= 10
+    assert all("/" in metric.name and metric.unit and metric.help for metric in metric_names.ALL)

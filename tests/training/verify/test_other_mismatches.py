@@ -1,0 +1,224 @@
+"""Rows, random numbers, statistics, schedules and initial values that differ are found: each bug is planted."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_runs import NUM_CLASSES, NUM_FEATURES, Classify, WithDropout
+from torch import nn
+from verified import (
+    TRAINING_ON,
+    broken_strategy,
+    every_rank_reads_the_same,
+    found,
+    judge,
+    judge_with,
+    knows_who_trains,
+    many,
+)
+
+from scaleray.strategies import Parallel, ddp
+from scaleray.training.setup import model_setup, optimizers
+from scaleray.training.verify import variants as verification
+
+# data order
+
+
+def test_ranks_that_read_the_same_rows_are_found_as_data_order(gloo):
+    outcome = gloo.run(2, judge_with, every_rank_reads_the_same, Classify())[0]
+    assert found(outcome) == ("data order", 1, None)
+    assert "4 of 8 rows are missing, 4 come twice" in outcome.mismatch.why
+
+
+@contextlib.contextmanager
+def another_order_in_the_second_epoch():
+    init = verification._Group.__init__
+
+    def broken(self, place, assignment, references, open_stream):
+        def reseeded(split, part):
+            from scaleray.data.step_plan import StepPlan
+
+            class Later(StepPlan):
+                def _order(self, epoch, positions):
+                    return super()._order(epoch + 7 * (epoch > 0), positions)
+
+            plan = Later(**dataclasses.asdict(part.plan)) if part.world_size > 1 else part.plan
+            return open_stream(split, dataclasses.replace(part, plan=plan))
+
+        init(self, place, assignment, references, reseeded)
+
+    with mock.patch.object(verification._Group, "__init__", broken):
+        yield
+
+
+def test_another_order_of_the_second_epoch_is_found_at_its_first_step(gloo):
+    outcome = gloo.run(2, judge_with, another_order_in_the_second_epoch, Classify())[0]
+    assert found(outcome) == ("data order", 5, None)
+    assert "belong to other steps" in outcome.mismatch.why
+
+
+# dropout and other random numbers
+
+
+class AlwaysNoisy(Classify):
+    """Draws random numbers in evaluation mode as well."""
+
+    def loss(self, model, batch):
+        x = batch["x"]
+        return super().loss(model, {**batch, "x": x + 0.1 * torch.randn_like(x)})
+
+
+def test_random_numbers_that_cannot_be_switched_off_are_found(gloo):
+    outcome = gloo.run(2, judge, AlwaysNoisy(), {})[0]
+    assert found(outcome)[:2] == ("dropout or random numbers", 1)
+    assert "use nn.Dropout" in outcome.mismatch.why
+
+
+@contextlib.contextmanager
+def one_seed_for_all():
+    with mock.patch.object(model_setup, "stream_seed", return_value=7):
+        yield
+
+
+def test_the_same_masks_on_all_ranks_are_found(gloo):
+    outcome = gloo.run(2, judge_with, one_seed_for_all, WithDropout())[0]
+    assert found(outcome)[:2] == ("dropout or random numbers", 1)
+    assert "the same units on each" in outcome.mismatch.why
+
+
+def test_equal_generators_are_no_mismatch_without_dropout(gloo):
+    assert gloo.run(2, judge_with, one_seed_for_all, Classify())[0].verdict == "equal"
+
+
+@contextlib.contextmanager
+def dropout_comes_back():
+    """A strategy that turns dropout on again, as one that builds the model anew would."""
+
+    def apply(model, mesh, config, workload):
+        for name, module in model.named_children():
+            if isinstance(module, nn.Dropout):
+                setattr(model, name, nn.Dropout(0.5))
+        return ddp.apply(model, mesh, config, workload)
+
+    with broken_strategy(apply):
+        yield
+
+
+def test_dropout_on_one_side_only_is_found(gloo):
+    outcome = gloo.run(2, judge_with, dropout_comes_back, WithDropout())[0]
+    assert found(outcome)[:2] == ("dropout or random numbers", 1)
+    assert "in evaluation mode both runs agree" in outcome.mismatch.why
+
+
+# BatchNorm
+
+
+class HandwrittenNorm(nn.Module):
+    """Batch statistics that torch's own class does not announce."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        if not self.training:
+            return x - self.mean
+        mean = x.mean(dim=0)
+        self.mean.lerp_(mean.detach(), 0.1)
+        return x - mean
+
+
+class WithHandwrittenNorm(Classify):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(NUM_FEATURES, 8), HandwrittenNorm(), nn.Tanh(), nn.Linear(8, NUM_CLASSES))
+
+
+@pytest.mark.parametrize(("world_size", "accumulation"), [(2, 1), (1, 2)])
+def test_batch_statistics_are_found(gloo, world_size, accumulation):
+    outcome = gloo.run(world_size, judge, WithHandwrittenNorm(num_rows=32), {}, accumulation)[0]
+    assert found(outcome)[:2] == ("BatchNorm statistics", 1)
+
+
+# schedule
+
+
+@contextlib.contextmanager
+def schedule_steps_once_per_worker():
+    build = optimizers.build_schedule
+
+    def faster(optimizer, config, recipe):
+        schedule = build(optimizer, config, recipe)
+        step = schedule.step
+        schedule.step = lambda: [step() for _ in range(TRAINING_ON[0])]
+        return schedule
+
+    with knows_who_trains(), mock.patch.object(optimizers, "build_schedule", faster):
+        yield
+
+
+def test_a_schedule_that_steps_once_per_worker_is_found(gloo):
+    outcome = gloo.run(2, judge_with, schedule_steps_once_per_worker, Classify(), {"schedule.name": "cosine"})[0]
+    assert found(outcome)[:2] == ("schedule or learning-rate step count", 2)
+    assert "learning rate is" in outcome.mismatch.why
+
+
+@contextlib.contextmanager
+def optimizer_steps_twice():
+    build = optimizers.build_schedule
+
+    def eager(optimizer, config, recipe):
+        schedule = build(optimizer, config, recipe)
+        step = optimizer.step
+        optimizer.step = lambda: [step() for _ in range(TRAINING_ON[0])][-1]
+        return schedule
+
+    with knows_who_trains(), mock.patch.object(optimizers, "build_schedule", eager):
+        yield
+
+
+def test_an_optimizer_that_steps_once_per_worker_is_found(gloo):
+    outcome = gloo.run(2, judge_with, optimizer_steps_twice, Classify())[0]
+    assert found(outcome)[:2] == ("schedule or learning-rate step count", 1)
+    assert "2 updates in place of 1" in outcome.mismatch.why
+
+
+# initial parameters
+
+
+class DrawnByWorldSize(Classify):
+    """All ranks agree, but not with one process."""
+
+    def build_model(self):
+        torch.manual_seed(TRAINING_ON[0])
+        return super().build_model()
+
+
+def test_initial_parameters_that_depend_on_the_world_size_are_found(gloo):
+    outcome = gloo.run(2, judge_with, knows_who_trains, DrawnByWorldSize())[0]
+    assert found(outcome) == ("initial parameters", 0, "0.weight")
+
+
+class DrawnByRank(Classify):
+    def build_model(self):
+        torch.manual_seed(dist.get_rank() if many() else 0)
+        return super().build_model()
+
+
+@contextlib.contextmanager
+def keeps_own_parameters():
+    def apply(model, mesh, config, workload):
+        return Parallel(model=model, module=model)
+
+    with broken_strategy(apply):
+        yield
+
+
+def test_initial_parameters_that_differ_from_rank_to_rank_are_found(gloo):
+    outcome = gloo.run(2, judge_with, keeps_own_parameters, DrawnByRank())[0]
+    assert found(outcome)[:2] == ("initial parameters", 0)
+    assert "0.weight differs between rank 0 and rank 1" in outcome.mismatch.why
