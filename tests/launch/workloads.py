@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from scaleray import Workload
+from scaleray.training.health.progress import Watchdog
 
 
 class Line(Workload):
@@ -66,13 +68,29 @@ def _raise(gradient):
 
 
 class Talking(Failing):
-    """The same, and says every step."""
+    """The same, and says every step. A process that is killed has told the recorder before in which step it is."""
 
     def loss(self, model, batch):
         if model.training:
             print(f"call {self.calls} of rank {torch.distributed.get_rank()}", flush=True)
-            time.sleep(0.6)  # a worker that is killed tells nothing more, but its last sign of life has told
+            if self.calls == self.at_call - 1:
+                wait_for_beats(2)  # the first of them may have been on its way before
         return super().loss(model, batch)
+
+
+def wait_for_beats(number: int) -> None:
+    """Wait until the recorder has taken so many more signs of life of this worker."""
+    watchdog = next(o for o in gc.get_objects() if isinstance(o, Watchdog))
+    taken, beat = [], watchdog.beat
+
+    def counted(*values):
+        wants_leave = beat(*values)
+        taken.append(values)
+        return wants_leave
+
+    watchdog.beat = counted
+    while len(taken) < number:
+        time.sleep(0.01)
 
 
 class Endless(Line):
