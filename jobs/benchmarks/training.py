@@ -25,11 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import harness
+from processes import CpuWatch
 
 from scaleray.config.loading import load_config
 from scaleray.guarded import guarded
 
 SIDES = ("scaleray", "torchrun", "ray_train", "lightning", "accelerate")
+BEFORE = "before"  # scaleray as another checkout has it, with --before
 BASELINE = "torchrun"
 NEEDED_LIBRARY = {"lightning": "lightning", "accelerate": "accelerate"}
 WORKLOADS = {"digits": 1000, "language_model": 100}  # jobs/<name>.yaml, and steps of a run
@@ -49,6 +51,8 @@ are taken in each round, to {baseline} in that round.
 
 - samples/s: global samples over wall time on rank 0, the first 20 % of the steps, at least 10, left out.
 - first step: from the start of the command to the end of the first optimizer step on rank 0.
+- CPU s to it: CPU seconds of all processes of the command up to then. foreign CPU s: of all other processes of the
+  machine, over the whole command: what disturbed the measurement.
 - input wait: share of the steady time that rank 0 spent waiting for its next batch.
 - memory: peak resident memory of a worker, the larger of the two; processes of data loaders not counted.
 - final loss: mean of the last 20 steps over all workers. A check that all sides train alike; the order of samples is
@@ -90,7 +94,7 @@ def make_job(name: str, arguments: argparse.Namespace) -> Job:
 
 def command_of(side: str, job: Job, folder: Path) -> list[str]:
     """The command line of one side."""
-    if side == "scaleray":
+    if side in ("scaleray", BEFORE):
         flags = {
             **job.flags,
             "tracking.uri": f"sqlite:///{folder}/mlflow.db",
@@ -109,26 +113,45 @@ def command_of(side: str, job: Job, folder: Path) -> list[str]:
     return [sys.executable, *(launcher if side in ("torchrun", "accelerate") else []), str(script), str(task_file)]
 
 
-def run(side: str, job: Job) -> harness.Measurement:
-    """Run one side once. A side that fails gives `not_run` with the reason."""
+def run(side: str, job: Job, before: Path | None) -> harness.Measurement:
+    """Run one side once. A side that fails gives `not_run` with the reason. before: checkout of the side `before`."""
     library = NEEDED_LIBRARY.get(side)
     if library is not None and importlib.util.find_spec(library) is None:
         return {"not_run": f"{library} is not installed; see jobs/benchmarks/requirements.txt"}
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
         started_at = time.time()
-        code, output, errors = execute(command_of(side, job, folder))
+        source = before if side == BEFORE and before is not None else harness.REPOSITORY
+        code, output, errors, watch = execute(command_of(side, job, folder), source)
         total_s = time.time() - started_at
         if code != 0:
             harness.log(errors[-8000:] or output[-8000:])
             return {"not_run": f"exit code {code}: {reason(errors or output)}"}
-        read = read_scaleray if side == "scaleray" else read_by_hand
-        return {**read(folder, output, started_at), "total_s": total_s}
+        read = read_by_hand if side not in ("scaleray", BEFORE) else read_scaleray
+        return with_cpu(read(folder, output, started_at), watch, started_at) | {"total_s": total_s}
 
 
-def execute(command: Sequence[str]) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr. All processes of the command end with it, and with this one."""
-    places = [harness.REPOSITORY / "jobs" / "benchmarks", harness.REPOSITORY / "jobs" / "benchmarks" / "sides"]
+def with_cpu(found: harness.Measurement, watch: CpuWatch, started_at: float) -> harness.Measurement:
+    """What was measured, with the CPU seconds of the command's processes and of all others on the machine."""
+    first_step_at = started_at + found["first_step_s"]
+    start, steady = watch.cpu_s(until=first_step_at), watch.cpu_s(since=first_step_at)
+    return {
+        **found,
+        "start_cpu_s": sum(start.values()),
+        "steady_cpu_s": sum(steady.values()),
+        "foreign_cpu_s": watch.foreign_s(),
+        "start_cpu_s_by_process": {name: round(seconds, 2) for name, seconds in start.items() if seconds >= 0.05},
+        "steady_cpu_s_by_process": {name: round(seconds, 2) for name, seconds in steady.items() if seconds >= 0.05},
+    }
+
+
+def execute(command: Sequence[str], source: Path) -> tuple[int, str, str, CpuWatch]:
+    """Exit code, stdout, stderr and CPU seconds. All processes of the command end with it, and with this one.
+
+    source: checkout whose package the command runs.
+    """
+    benchmarks = harness.REPOSITORY / "jobs" / "benchmarks"
+    places = [source, benchmarks, benchmarks / "sides"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, places))}
     with subprocess.Popen(
         guarded(command),
@@ -139,11 +162,13 @@ def execute(command: Sequence[str]) -> tuple[int, str, str]:
         text=True,
         start_new_session=True,
     ) as process:
+        watch = CpuWatch(process.pid)
         try:
-            output, errors = process.communicate(timeout=TIMEOUT_S)
-            return process.returncode, output, errors
+            with watch:
+                output, errors = process.communicate(timeout=TIMEOUT_S)
+            return process.returncode, output, errors, watch
         except subprocess.TimeoutExpired:
-            return 124, "", f"not done after {TIMEOUT_S:.0f} s"
+            return 124, "", f"not done after {TIMEOUT_S:.0f} s", watch
         finally:
             if process.poll() is None:
                 process.terminate()
@@ -202,12 +227,17 @@ def describe(job: Job, found: list[harness.Measurement], arguments: argparse.Nam
                 harness.show(speed, "{:.2f}"),
                 harness.show([m["first_step_s"] for m in own], "{:.1f}"),
                 harness.show(start, "{:.2f}"),
+                harness.show([m["start_cpu_s"] for m in own], "{:.1f}"),
+                harness.show([m["foreign_cpu_s"] for m in own], "{:.0f}"),
                 harness.show([100 * m["input_wait_share"] for m in own], "{:.1f}"),
                 harness.show([max(m["peak_memory_bytes"]) / 2**20 for m in own]),
                 harness.show([m["final_loss"] for m in own], "{:.4f}"),
             ]
         )
-    header = ["side", "samples/s", "ratio", "first step, s", "ratio", "input wait, %", "memory, MiB", "final loss"]
+    header = [
+        "side", "samples/s", "ratio", "first step, s", "ratio", "CPU s to it", "foreign CPU s", "input wait, %", "memory, MiB",
+        "final loss",
+    ]  # fmt: skip
     rules = RULES.format(
         steps=job.task["steps"],
         batch=job.task["global_batch_size"],
@@ -232,8 +262,11 @@ def main() -> None:
     parser.add_argument("--loader-workers", type=int, default=0, help="processes of each rank's DataLoader")
     parser.add_argument("--seed", type=int, default=0, help="of the training and of the order of sides")
     parser.add_argument("--results", type=Path, default=harness.RESULTS, help="folder for the report")
+    parser.add_argument("--before", type=Path, help="another checkout of scaleray, to be measured as the side `before`")
     arguments = parser.parse_args()
-    if unknown := (set(arguments.sides) - set(SIDES)) | (set(arguments.workloads) - set(WORKLOADS)):
+    if arguments.before is not None:
+        arguments.sides = [*arguments.sides, BEFORE]
+    if unknown := (set(arguments.sides) - {*SIDES, BEFORE}) | (set(arguments.workloads) - set(WORKLOADS)):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     if arguments.steps is not None and arguments.steps < 20:
         parser.error("--steps must be at least 20, as the first 10 are left out")
@@ -243,7 +276,7 @@ def main() -> None:
     for job in jobs:
         own: list[harness.Measurement] = []
         for number, side in harness.interleaved(arguments.sides, repeats=arguments.repeats, seed=arguments.seed):
-            own.append({"workload": job.name, "round": number, "side": side, **run(side, job)})
+            own.append({"workload": job.name, "round": number, "side": side, **run(side, job, arguments.before)})
             harness.log(f"{job.name} round {number + 1}: {json.dumps(own[-1])}")
         texts.append(describe(job, own, arguments))
         found += own
