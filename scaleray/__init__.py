@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "train": "scaleray.launch",
+    "train": "scaleray.launch.run.train",
     "Workload": "scaleray.workload",
     "RunConfig": "scaleray.config",
     "RunRecord": "scaleray.records.run",
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from scaleray.config import RunConfig, load_config
     from scaleray.data import ArraySource, ParquetSource, TokenSource
     from scaleray.errors import ConfigError, ScaleRayError
-    from scaleray.launch import train
+    from scaleray.launch.run.train import train
     from scaleray.records.run import RunRecord
     from scaleray.workload import Workload
 

@@ -155,7 +155,7 @@ def execute(command: Sequence[str], source: Path) -> tuple[int, str, str, CpuWat
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, places))}
     with subprocess.Popen(
         guarded(command),
-        cwd=harness.REPOSITORY,
+        cwd=source,  # where `python -m` looks first
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -83,7 +83,7 @@ def train(
     terminal = Terminal(Console(stderr=json), interval_s=resolved.tracking.interval_s)
     # what the workload prints, here or in a worker, must not mix with the record
     with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext(), terminal:
-        from scaleray.launch import train as run
+        from scaleray.launch.run.train import train as run
 
         record = run(
             resolved,

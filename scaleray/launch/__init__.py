@@ -1,5 +1,1 @@
 """The driver: connects to Ray, launches the workers, and sees a run through to its record."""
-
-from scaleray.launch.run.train import train
-
-__all__ = ["train"]

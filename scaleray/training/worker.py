@@ -52,11 +52,11 @@ class Assignment:
 
 
 def train_worker(config: dict[str, Any]) -> WorkerSummary:
-    """Entry point of one Ray Train worker; `config["assignment"]` is an Assignment."""
+    """Entry point of one Ray Train worker; `config["assignment"]` is a reference to an Assignment."""
     import ray
     import ray.train
 
-    assignment: Assignment = config["assignment"]
+    assignment: Assignment = ray.get(config["assignment"])
     context = ray.train.get_context()
     job = assignment.job.on(context.get_world_size())
     logging.getLogger("ray.data").setLevel(logging.WARNING)

@@ -32,8 +32,6 @@ DRIVER_ENVIRONMENT = {
     "RAY_DATA_PARQUET_FOOTER_NUM_ACTORS": "1",
     # unequal collective calls would hang for ever by default
     "RAY_TRAIN_COLLECTIVE_TIMEOUT_S": "300",
-    # a worker that is stopped or hangs does not take part in the shutdown of its group: 30 s by default
-    "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "5",
     # workers' lines come through as they are, once each
     "RAY_DEDUP_LOGS": "0",
     # Train's own print would repeat every line, as workers remember their last ones
@@ -50,6 +48,15 @@ class Node:
     address: str
     resources: Mapping[str, float]
     labels: Mapping[str, str]
+
+
+_own_cluster = False
+"""Whether this process started the Ray that it is connected to."""
+
+
+def is_own() -> bool:
+    """Whether the connected Ray was started here, for this command alone."""
+    return _own_cluster
 
 
 @contextlib.contextmanager
@@ -78,6 +85,8 @@ def connected(config: RunConfig) -> Iterator[str]:
     try:
         yield ray.get_runtime_context().gcs_address
     finally:
+        global _own_cluster
+        _own_cluster = False
         ray.shutdown()
 
 
@@ -161,6 +170,9 @@ def _gcs_address(address: str) -> str | None:
 def _start_local(config: RunConfig) -> None:
     import ray
 
+    global _own_cluster
+    _own_cluster = True
+
     # Ray Train's cleaner looks for "the" cluster of this machine. Without its address, a second cluster started
     # here makes it destroy a healthy run; so the port is fixed beforehand and the address handed to every process.
     port = free_port()
@@ -178,6 +190,7 @@ def _start_local(config: RunConfig) -> None:
             address="local",
             # input tasks are counted beside the cores: they are light, and must never wait for training to end
             num_cpus=cores + int(config.data.reserved_cpus),
+            include_dashboard=config.scale.dashboard,
             runtime_env=runtime_env(f"{host}:{port}"),
             logging_level=logging.ERROR,
         )

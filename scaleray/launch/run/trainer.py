@@ -91,7 +91,7 @@ def fit(
                 trainer = torch_trainer(
                     config,
                     train_worker,
-                    {"assignment": current},
+                    {"assignment": ray.put(current)},  # as a reference: the controller has no use for what is in it
                     num_workers=(scale.min_workers, scale.max_workers) if scale.is_elastic else scale.max_workers,
                     # a name of its own each time: under an old one Ray would try to restore its snapshot
                     name="ray_train" if attempt == 1 else f"ray_train-{attempt}-{secrets.token_hex(2)}",

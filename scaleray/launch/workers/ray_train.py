@@ -43,14 +43,16 @@ def torch_trainer(
     `storage_path`. datasets: Ray Datasets that are streamed to the workers, by split.
     """
     import ray.train
-    from ray.train.torch import TorchConfig, TorchTrainer
+
+    from scaleray.launch.workers.lean_trainer import lean_trainer
+    from scaleray.launch.workers.process_group import ProcessGroup
 
     scale = config.scale
     elastic = {} if isinstance(num_workers, int) else {"elastic_resize_monitor_interval_s": scale.resize_interval_s}
-    return TorchTrainer(
+    return lean_trainer(
         worker,
         train_loop_config=task,
-        torch_config=TorchConfig(backend=collective_backend(config), timeout_s=int(scale.collective_timeout_s)),
+        torch_config=ProcessGroup(collective_backend(config), int(scale.collective_timeout_s)),
         scaling_config=ray.train.ScalingConfig(
             num_workers=num_workers,
             use_gpu=scale.gpus_per_worker > 0,

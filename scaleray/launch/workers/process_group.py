@@ -1,0 +1,104 @@
+"""The workers' process group, set up for Ray Train by a controller that never imports torch.
+
+`ray.train.torch.TorchConfig` does the same, but brings torch into the controller, which only passes addresses on: two
+seconds of a core before the first worker starts.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import ray
+from ray.train.backend import Backend, BackendConfig
+
+SHUTDOWN_TIMEOUT_S = 5.0
+"""Seconds that workers get to leave their group: one that was stopped or hangs does not take part in it."""
+
+
+class ProcessGroup(BackendConfig):
+    """A `torch.distributed` process group over all workers, as `torch_config` of a TorchTrainer.
+
+    backend: as torch writes it. timeout_s: seconds that a collective may take.
+    """
+
+    def __init__(self, backend: str, timeout_s: int) -> None:
+        self.backend, self.timeout_s = backend, timeout_s
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """What the controller does with it."""
+        return _ProcessGroupBackend
+
+    def to_dict(self) -> dict[str, Any]:
+        """Facts for Ray's own record of the run."""
+        return {"backend": self.backend, "timeout_s": self.timeout_s}
+
+
+class _ProcessGroupBackend(Backend):
+    share_cuda_visible_devices = True  # workers of one node see each other's GPUs, as peer-to-peer copies need
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        """Bring the workers into one group, by the address of rank 0."""
+        address = worker_group.execute_single(0, _free_address)
+        ray.get(
+            [
+                worker_group.execute_single_async(rank, _join, address, backend_config.backend, backend_config.timeout_s)
+                for rank in range(len(worker_group))
+            ]
+        )
+
+    def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
+        """Let the workers leave their group, as long as they answer."""
+        ray.wait(worker_group.execute_async(_leave), num_returns=len(worker_group), timeout=SHUTDOWN_TIMEOUT_S)
+
+
+def _free_address() -> tuple[str, int]:
+    """Address of this worker's node, and a port that is free there now."""
+    import socket
+
+    address = ray.util.get_node_ip_address()
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.bind(("", 0))
+        return address, int(probe.getsockname()[1])
+
+
+def _join(address: tuple[str, int], backend: str, timeout_s: int) -> None:
+    """Make this worker a member, under the variables that torchrun sets."""
+    from datetime import timedelta
+
+    import ray.train
+    import torch.distributed as dist
+    from ray.train.torch import get_device
+
+    context = ray.train.get_context()
+    os.environ |= {
+        "MASTER_ADDR": address[0],
+        "MASTER_PORT": str(address[1]),
+        "RANK": str(context.get_world_rank()),
+        "WORLD_SIZE": str(context.get_world_size()),
+        "LOCAL_RANK": str(context.get_local_rank()),
+        "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
+        "NODE_RANK": str(context.get_node_rank()),
+        "ACCELERATE_TORCH_DEVICE": str(get_device()),
+    }
+    if "nccl" in backend and "TORCH_NCCL_BLOCKING_WAIT" not in os.environ:
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # collectives that time out fail
+    dist.init_process_group(
+        backend,
+        init_method="env://",
+        rank=context.get_world_rank(),
+        world_size=context.get_world_size(),
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def _leave() -> None:
+    """Leave the group, and give back what the GPU's allocator keeps."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
