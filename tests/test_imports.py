@@ -49,6 +49,11 @@ def test_the_check_itself_sees_a_heavy_import():
     assert loaded_after("import scaleray.training.setup.precision") == ["torch"]
 
 
+def test_ray_trains_controller_imports_no_torch():
+    rooms = ("process_group", "lean_trainer", "failures")
+    assert loaded_after("".join(f"import scaleray.launch.workers.{room}\n" for room in rooms)) == ["ray"]
+
+
 def test_every_public_name_exists():
     for name in scaleray.__all__:
         assert getattr(scaleray, name) is not None

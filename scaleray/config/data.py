@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from scaleray.config.base import Count, NonNegative, Positive, Settings
 
 
@@ -13,6 +15,10 @@ class DataSettings(Settings):
     window_rows: Count = 100_000
     """Sources without cheap random access (Parquet): rows shuffled together, from several row groups in random
     order."""
+    readers: Literal["auto", "worker", "ray"] = "auto"
+    """Where rows are read: in a thread of each `worker`, or by `ray` tasks on any node. auto: arrays in memory and
+    token files by the worker, as that is only copying; all that may have to be decoded, computed or fetched by tasks.
+    The rows and their order are the same."""
     chunk_mib: Positive = 16.0
     """Rows that one Ray Data task reads for one worker, in MiB; larger has less overhead, smaller starts sooner."""
     prefetch_mib: Positive = 256.0

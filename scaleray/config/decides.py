@@ -25,7 +25,7 @@ BY_PREFIX = {
     "compilation.": Decides.COURSE, "memory.": Decides.COURSE, "evaluation.": Decides.COURSE,
     "batch.micro_size": Decides.COURSE,
     "fine_tuning.merge": Decides.COURSE, "data.chunk_mib": Decides.COURSE, "data.prefetch_mib": Decides.COURSE,
-    "data.reserved_cpus": Decides.COURSE, "data.timeout_s": Decides.COURSE,
+    "data.readers": Decides.COURSE, "data.reserved_cpus": Decides.COURSE, "data.timeout_s": Decides.COURSE,
     "checkpoint.": Decides.NOTHING, "tracking.": Decides.NOTHING, "noise_scale.": Decides.NOTHING,
     "study.": Decides.NOTHING,
 }  # fmt: skip

@@ -9,7 +9,7 @@ import numpy as np
 from scaleray.data.part import Part
 from scaleray.data.row_values import read_alone, row_values_of
 from scaleray.data.source import Columns, Source
-from scaleray.data.sources import STORED
+from scaleray.data.sources import IN_MEMORY, STORED
 from scaleray.workload import no_exit
 
 
@@ -51,6 +51,8 @@ class LocalBlocks(Iterator[Columns]):
     """
 
     def __init__(self, source: Source, part: Part, *, chunk_bytes: float, may_draw: bool = False) -> None:
+        self.are_copies = type(source) in IN_MEMORY
+        """Whether every block is memory of its own, which training may change."""
         self.is_read_alone = type(source) not in STORED and (may_draw or row_values_of(source).draw_random_numbers)
         """Whether nobody else in this process may draw random numbers while these blocks are read."""
         # a step at a time, as training stands still while it is read
@@ -74,7 +76,9 @@ def close_blocks(blocks: Iterable[Columns]) -> None:
 
 
 def rebatch(blocks: Iterable[Columns], sizes: Iterable[int]) -> Iterator[Columns]:
-    """Cut blocks of any length into pieces of the given sizes, in order."""
+    """Cut blocks of any length into pieces of the given sizes, in order, which training may change."""
+    # Ray's blocks are read-only shared memory, and a source of the user may hand out its own
+    copied = np.asarray if isinstance(blocks, LocalBlocks) and blocks.are_copies else np.array
     pending: list[Columns] = []
     available = 0
     source = iter(blocks)
@@ -98,8 +102,7 @@ def rebatch(blocks: Iterable[Columns], sizes: Iterable[int]) -> Iterator[Columns
                 pending[0] = {name: values[taken:] for name, values in block.items()}
             missing -= taken
         available -= size
-        # copies: Ray's blocks are read-only shared memory, which training must not see
         yield {
-            name: np.concatenate([p[name] for p in piece]) if len(piece) > 1 else np.array(piece[0][name])
+            name: np.concatenate([p[name] for p in piece]) if len(piece) > 1 else copied(piece[0][name])
             for name in piece[0]
         }

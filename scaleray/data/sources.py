@@ -80,8 +80,8 @@ class TokenSource:
         self.num_rows = max(0, (len(self._tokens()) - 1) // sequence_length)
 
     def read(self, indices: np.ndarray) -> Columns:
-        positions = indices[:, None] * self.sequence_length + np.arange(self.sequence_length + 1)
-        return {"tokens": np.asarray(self._tokens()[positions])}
+        rows = np.lib.stride_tricks.sliding_window_view(self._tokens(), self.sequence_length + 1)
+        return {"tokens": np.asarray(rows[indices * self.sequence_length])}  # whole rows are copied, not single tokens
 
     def describe(self) -> dict[str, Any]:
         tokens = self._tokens()
@@ -196,6 +196,8 @@ class StreamSource:
         }
 
 
+IN_MEMORY = (ArraySource, TokenSource)
+"""Sources whose rows lie in memory or in a mapped file, so that reading them is copying."""
 STORED = (ArraySource, TokenSource, ParquetSource)
 """Sources whose rows are read by scaleray alone, and are what is stored."""
 

@@ -154,6 +154,8 @@ def stream_opener(
         here = local_blocks(
             source, part, chunk_bytes=min(chunk_bytes, step_bytes * LOCAL_CHUNK_STEPS), may_draw=may_draw
         )
+        if split.read_by(data.readers) == "worker":
+            return here
         tasks = ray_blocks(
             reference,
             part,

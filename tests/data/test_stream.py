@@ -342,3 +342,15 @@ def test_the_last_wait_for_a_slow_source_ends_when_its_time_is_over(monkeypatch)
     with pytest.raises(InputStarvedError, match=r"data\.timeout_s is 2\.5"):
         stream._get(0.0)
     assert asked == pytest.approx([1.0, 1.0, 0.51])
+
+
+def test_a_batch_that_training_changes_changes_nothing_else(opened):
+    rows = np.arange(24.0).reshape(12, 2)
+    source = ArraySource({"x": rows.copy()})
+    part = Part(StepPlan(12, 4, seed=0, shuffle=False), 0, 1, 0, 6)
+    arrived = []
+    for batch in opened(source, part, chunk_bytes=10**6):
+        arrived.append(batch.columns["x"].copy())
+        batch.columns["x"][:] = -1.0
+    np.testing.assert_array_equal(np.concatenate(arrived), np.concatenate([rows, rows]))
+    np.testing.assert_array_equal(source.arrays["x"], rows)

@@ -40,6 +40,8 @@ from scaleray.training.state import weights as final_weights
 from scaleray.watchers import Guard, Watcher
 from scaleray.workload import brings_optimizer, build_workload, load_workload
 
+READERS = {"worker": "the workers themselves", "ray": "Ray Data tasks"}
+
 
 def train(
     config: RunConfig | str | Path | Mapping[str, Any] | None,
@@ -164,14 +166,18 @@ class _Run:
         self.before, self.base_dir, self.changed = before, base_dir, changed
         self.recipe = derive(config, size_of(sources))
         self.facts: dict[str, Any] = {"environment": environment(), "topology": topology}
-        self.data = {name: source.describe() for name, source in sources.items()}
+        splits = {name: Split.of(name, source) for name, source in sources.items()}
+        readers = "worker" if topology[0]["node"] == "local" else config.data.readers
+        self.data = {
+            name: {**source.describe(), "read_by": splits[name].read_by(readers)} for name, source in sources.items()
+        }
         if before is not None:
             known = (before.newest.facts.get("data") or {}) if before.newest else {}
             advice = "resume with the same data, or start a new run from its weights: --workload.weights RUN_FOLDER"
             check_same_data(known.get(TRAIN), self.data[TRAIN].get("sha256"), what="run", advice=advice)
         if config.scale.is_elastic:
             self._check_every_size(config, sources)
-        self.job = TrainJob(config, self.recipe, workload, {n: Split.of(n, s) for n, s in sources.items()}, started_at)
+        self.job = TrainJob(config, self.recipe, workload, splits, started_at)
 
     @staticmethod
     def _check_every_size(config: RunConfig, sources: Mapping[str, Source]) -> None:
@@ -266,6 +272,7 @@ class _Run:
             f"{r.micro_batch_size}, "
             f"{r.total_steps} steps ({r.steps_per_epoch} an epoch), learning rate {r.learning_rate:g}{rule}",
             f"  sample order: {self.job.sample_order}",
+            f"  rows are read by {READERS[self.data[TRAIN]['read_by']]}",
             "  starting the workers ..." if self.topology[0]["node"] != "local" else "  in this process, without Ray",
         ]
 

@@ -44,7 +44,7 @@ def lean_trainer(worker: Any, *, datasets: dict[str, Any] | None, **arguments: A
     return (LeanTrainer if is_as_known else TorchTrainer)(worker, datasets=datasets, **arguments)
 
 
-class WithoutAutoscaler(FixedScalingPolicy):  # type: ignore[misc] # Ray has no types for it
+class WithoutAutoscaler(FixedScalingPolicy):
     """A fixed number of workers on nodes that are there, so that nobody is asked for more."""
 
     def after_controller_start(self, train_run_context: Any) -> None:

@@ -41,12 +41,7 @@ class _ProcessGroupBackend(Backend):
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         """Bring the workers into one group, by the address of rank 0."""
         address = worker_group.execute_single(0, _free_address)
-        ray.get(
-            [
-                worker_group.execute_single_async(rank, _join, address, backend_config.backend, backend_config.timeout_s)
-                for rank in range(len(worker_group))
-            ]
-        )
+        worker_group.execute(_join, address, backend_config.backend, backend_config.timeout_s)
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
         """Let the workers leave their group, as long as they answer."""

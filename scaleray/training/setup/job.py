@@ -11,6 +11,7 @@ from scaleray.config import Duration, RunConfig
 from scaleray.data import DatasetSource, Part, StepPlan, StepStream, StreamSource
 from scaleray.data.row_values import AS_STORED, UNSEEDED, RowValues, row_values_of
 from scaleray.data.source import Source
+from scaleray.data.sources import IN_MEMORY
 from scaleray.data.step_plan import Origin
 from scaleray.errors import ConfigError, DataError
 from scaleray.scaling.recipe.derive import derive
@@ -31,6 +32,8 @@ class Split:
     gives_tuples: bool
     is_streamed: bool
     row_values: RowValues = AS_STORED
+    is_in_memory: bool = False
+    """Whether reading its rows is copying them."""
 
     @classmethod
     def of(cls, name: str, source: Source) -> Split:
@@ -44,7 +47,14 @@ class Split:
             gives_tuples=isinstance(source, DatasetSource) and source.gives_tuples,
             is_streamed=isinstance(source, StreamSource),
             row_values=row_values_of(source),
+            is_in_memory=type(source) in IN_MEMORY,
         )
+
+    def read_by(self, readers: str) -> str:
+        """Who reads the rows under this value of `data.readers`: `worker` or `ray`."""
+        if self.is_streamed:
+            return "ray"
+        return ("worker" if self.is_in_memory else "ray") if readers == "auto" else readers
 
 
 class OpenStream(Protocol):

@@ -50,7 +50,7 @@ def mlflow_run(record):
 
 @pytest.fixture(scope="module")
 def digits(ray_session, tmp_path_factory):
-    """Digits on 1 and on 2 workers at the same global batch."""
+    """Digits on 1 and on 2 workers at the same global batch; read by the worker, and by Ray's tasks."""
     folder = tmp_path_factory.mktemp("digits")
     records = {}
     for workers in (1, 2):
@@ -58,6 +58,7 @@ def digits(ray_session, tmp_path_factory):
             ROOT / "jobs" / "digits.yaml",
             flags={
                 "scale.workers": workers,
+                "data.readers": "auto" if workers == 1 else "ray",
                 "tracking.uri": f"sqlite:///{folder / 'mlflow.db'}",
                 "checkpoint.storage_path": str(folder / "runs"),
                 "tracking.interval_s": 0.5,
@@ -71,6 +72,19 @@ def digits(ray_session, tmp_path_factory):
 def test_digits_reach_97_percent_on_one_and_on_two_workers(digits):
     assert digits[1].metrics["test/accuracy"] >= 0.97
     assert digits[2].metrics["test/accuracy"] >= 0.97
+
+
+def test_the_record_says_who_read_the_rows(digits):
+    assert [digits[workers].data["train"]["read_by"] for workers in (1, 2)] == ["worker", "ray"]
+
+
+def test_no_helper_was_started_that_the_runs_did_not_use(digits):
+    import ray
+    from ray.util.state import list_actors
+
+    started = {a.class_name for a in list_actors(ray.get_runtime_context().gcs_address, limit=1000)}
+    assert any(name.endswith("RayTrainWorker") for name in started), started
+    assert not {"PlacementGroupCleaner", "DatasetManager"} & {name.rpartition(".")[2] for name in started}
 
 
 def test_two_workers_repeat_the_training_of_one(digits):
@@ -161,6 +175,7 @@ def test_a_killed_worker_without_restarts_fails_the_run(ray_session, tmp_path):
 def test_input_without_a_free_cpu_is_explained(ray_session, tmp_path):
     # the worker reads for itself at first; this run goes on for longer than that
     options = {"scale.cpus_per_worker": 6, "data.reserved_cpus": 0, "data.timeout_s": 6, "stop.after": "10000000 steps"}
+    options["data.readers"] = "ray"
     messages = []
     with pytest.raises(InputStarvedError, match="0 of 6 CPUs free"):
         scaleray.train(settings(tmp_path, "Line", **options), show=messages.extend)
