@@ -15,12 +15,18 @@ from scaleray import metric_names as names
 from scaleray.records.settings import best_by_batch, settings
 from scaleray.records.study import Curve, CurvePoint, Point, StudyRecord
 from scaleray.records.sweep import SweepRecord, Trial
+from scaleray.tracking import chart_points
 
 Value = tuple[str, float, int, float]
 """(metric, value, step, wall clock in seconds since 1970)."""
 
 MOST_CURVE_POINTS = 200
 """Largest number of points of one curve in MLflow; the record has all."""
+
+
+def as_points(values: Iterable[Value]) -> list[chart_points.Point]:
+    """The values as MLflow takes them."""
+    return [(name, value, chart_points.in_ms(at), step) for name, value, step, at in values]
 
 
 def point_name(point: Point) -> str:

@@ -18,7 +18,7 @@ from scaleray.launch.session.folder import RunFolder
 from scaleray.records.run import EMULATED, RunRecord, leaves
 from scaleray.reproducibility.fingerprint import environment_hash
 from scaleray.scaling.recipe.lr_rules import MOVED_BY_RULES
-from scaleray.tracking.recorder import Recording, RunIdentity
+from scaleray.tracking.recording import Recording, RunIdentity
 from scaleray.tracking.run_description import RunDescription
 from scaleray.training.setup.job import TRAIN, TrainJob
 from scaleray.workload import brings_optimizer
