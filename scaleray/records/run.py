@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from pydantic import TypeAdapter
 
 from scaleray.parsing import load_json
 
@@ -167,7 +169,26 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class RunRecord:
+class JsonRecord:
+    """A record that is kept in a record.json."""
+
+    def to_json(self) -> str:
+        """The record as indented JSON; NaN and infinity become null, as JSON has no word for them."""
+        return json.dumps(jsonable(dataclasses.asdict(self)), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """The record in the text of a record.json. Raises pydantic's ValidationError for anything else."""
+        return TypeAdapter(cls).validate_json(text)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """Read a record.json written by `to_json`. Raises what `from_json` raises."""
+        return cls.from_json(Path(path).read_text())
+
+
+@dataclass(frozen=True)
+class RunRecord(JsonRecord):
     """A finished run, readable without the code that made it."""
 
     name: str
@@ -216,18 +237,10 @@ class RunRecord:
     unsent_file: str | None = None
     """Metrics that MLflow did not take; `scaleray tracking replay FILE` sends them."""
 
-    def to_json(self) -> str:
-        """The record as indented JSON; NaN and infinity become null, as JSON has no word for them."""
-        return json.dumps(jsonable(dataclasses.asdict(self)), indent=2, sort_keys=False)
-
     @classmethod
-    def read(cls, path: str | Path) -> RunRecord:
-        """Read a record.json written by `to_json`."""
-        return cls.from_json(Path(path).read_text())
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> RunRecord:
-        """The record in the text of a record.json. Raises ValueError or TypeError for anything else."""
+    def from_json(cls, text: str | bytes) -> Self:
+        """The record in the text of a record.json, in which null may stand for a number that was not finite. Raises
+        ValueError or TypeError for anything else."""
         return cls(**load_json(text))
 
 

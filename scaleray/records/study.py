@@ -6,15 +6,10 @@ otherwise.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, final
 
-from pydantic import TypeAdapter
-
-from scaleray.records.run import jsonable
+from scaleray.records.run import JsonRecord
 
 Mode = Literal["strong", "weak"]
 
@@ -225,8 +220,9 @@ class Curve:
     """One or two sentences: the next doubling, or why nothing is said about it, and what to change."""
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
-class StudyRecord:
+class StudyRecord(JsonRecord):
     """A finished scaling study."""
 
     name: str
@@ -249,12 +245,3 @@ class StudyRecord:
     run_id: str = ""
     mlflow_link: str = ""
     folder: str = ""
-
-    def to_json(self) -> str:
-        """The record as indented JSON."""
-        return json.dumps(jsonable(dataclasses.asdict(self)), indent=2)
-
-    @classmethod
-    def read(cls, path: str | Path) -> StudyRecord:
-        """Read what `to_json` wrote. Raises pydantic's ValidationError for anything else."""
-        return TypeAdapter(cls).validate_json(Path(path).read_text())

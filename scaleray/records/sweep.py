@@ -5,15 +5,10 @@ Intervals as in `scaleray.records.study`.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, final
 
-from pydantic import TypeAdapter
-
-from scaleray.records.run import jsonable
+from scaleray.records.run import JsonRecord
 from scaleray.records.study import Conditions, Estimate
 
 
@@ -80,8 +75,9 @@ class GoodputPoint:
     is_measured: bool = False
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
-class SweepRecord:
+class SweepRecord(JsonRecord):
     """A finished sweep."""
 
     name: str
@@ -106,12 +102,3 @@ class SweepRecord:
     run_id: str = ""
     mlflow_link: str = ""
     folder: str = ""
-
-    def to_json(self) -> str:
-        """The record as indented JSON."""
-        return json.dumps(jsonable(dataclasses.asdict(self)), indent=2)
-
-    @classmethod
-    def read(cls, path: str | Path) -> SweepRecord:
-        """Read what `to_json` wrote. Raises pydantic's ValidationError for anything else."""
-        return TypeAdapter(cls).validate_json(Path(path).read_text())

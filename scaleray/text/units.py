@@ -37,6 +37,14 @@ def memory(value: float | None) -> str:
     return f"{value / 2**30:.3g} GiB" if value >= 999.5 * 2**20 else f"{value / 2**20:.3g} MiB"
 
 
+def disk_space(num_bytes: int) -> str:
+    """Bytes of files, from single bytes to GiB."""
+    for limit, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if num_bytes >= limit:
+            return f"{num_bytes / limit:.1f} {unit}"
+    return f"{num_bytes} B"
+
+
 def count(value: float | None) -> str:
     """A number of things, with k, M or G from ten thousand on."""
     if value is None:
