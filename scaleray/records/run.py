@@ -16,7 +16,9 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter
 
+from scaleray import metric_names as names
 from scaleray.parsing import load_json
+from scaleray.records.rows import Row
 
 EMULATED = "emulated"
 """Mark of figures whose compute was a timed sleep (`scaleray.emulation`)."""
@@ -236,6 +238,23 @@ class RunRecord(JsonRecord):
     """Marks that set the run's figures apart, such as `emulated`."""
     unsent_file: str | None = None
     """Metrics that MLflow did not take; `scaleray tracking replay FILE` sends them."""
+
+    def rows(self) -> list[Row]:
+        """What was measured of the whole run; last values of its evaluations come last."""
+        return [
+            Row(names.RECORD_STEPS, self.steps),
+            Row(names.RECORD_FINAL_LOSS, self.final_loss),
+            Row(names.POINT_SAMPLES_PER_S, self.samples_per_s),
+            Row(names.POINT_TOKENS_PER_S, self.tokens_per_s),
+            Row(names.POINT_STEP_TIME_S, self.step_time_s),
+            Row(names.INPUT_WAIT_SHARE, self.input_wait_share),
+            Row(names.TIME_TO_FIRST_STEP_S, self.time_to_first_step_s),
+            Row(names.RECORD_TRAINING_TIME_S, self.training_time_s),
+            Row(names.RECORD_TOTAL_TIME_S, self.total_time_s),
+            Row(names.PEAK_MEMORY_BYTES, max(self.peak_memory_bytes, default=None)),
+            Row(names.NONFINITE_STEPS, self.nonfinite_steps or None),
+            *(Row(names.evaluation(name), value) for name, value in sorted(self.metrics.items())),
+        ]
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
