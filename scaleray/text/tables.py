@@ -11,7 +11,7 @@ from scaleray.records.rows import by_metric
 from scaleray.records.settings import best_by_batch
 from scaleray.records.study import Curve, CurvePoint, StudyRecord
 from scaleray.records.sweep import SweepRecord
-from scaleray.text.units import count, figure, seconds, shown, with_interval
+from scaleray.text.units import seconds, shown, with_interval
 
 MOST_MARKDOWN_ROWS = 60
 
@@ -58,14 +58,15 @@ def sweep_table(record: SweepRecord) -> Table:
     for rule, batches in best_by_batch(record).items():
         for batch, setting in batches.items():
             reached = f"{setting.num_reached} of {len(setting.trials)}"
+            value, samples, time = map(shown, setting.rows())
             rows.append(
                 (
                     rule,
                     str(batch),
                     f"{setting.learning_rate:.3g}",
-                    figure(setting.value),
-                    count(setting.samples_to_target) or missed,
-                    seconds(setting.time_to_target_s) or missed,
+                    value,
+                    samples or missed,
+                    time or missed,
                     reached if record.target else str(len(setting.trials)),
                     ", ".join(setting.one_training_with),
                 )

@@ -74,7 +74,7 @@ def point_values(point: Point) -> list[Value]:
     step."""
     at = point.measured_at
     rows = [Row(names.WORLD_SIZE, point.workers), *point.rows()]
-    rows = [row for row in rows if row.value or row.metric is not names.PEAK_MEMORY_BYTES]  # 0 is one not measured
+    rows = [row for row in rows if row.value or row.metric != names.PEAK_MEMORY_BYTES]  # 0 is one not measured
     curve: list[Value] = []
     if point.to_target:
         to = point.to_target

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from scaleray import metric_names as names
+from scaleray.metric_names import Metric
 from scaleray.records.rows import Row, by_metric
 from scaleray.records.run import RunRecord
 from scaleray.records.settings import best, settings
@@ -36,6 +37,11 @@ def _row(name: str, values: Sequence[Any], show: Callable[[Any], str]) -> Figure
     return Figure(name, list(values), ["" if value is None else show(value) for value in values])
 
 
+def _measured(name: str, metric: Metric, found: Sequence[Mapping[Metric, Row]]) -> Figure:
+    rows = [of.get(metric, Row(metric, None)) for of in found]
+    return Figure(name, [row.value for row in rows], list(map(shown, rows)))
+
+
 def _training(records: Sequence[RunRecord]) -> list[Figure]:
     found = [by_metric(record.rows()) for record in records]
     evaluations = [names.evaluation(name) for name in sorted(set().union(*(record.metrics for record in records)))]
@@ -43,8 +49,7 @@ def _training(records: Sequence[RunRecord]) -> list[Figure]:
     of_learning = others.index(names.RECORD_FINAL_LOSS) + 1
     rows = [_row("verdict", [r.verdict.partition("\n")[0] for r in records], str)]
     for metric in [*others[:of_learning], *evaluations, *others[of_learning:]]:
-        beside = [of.get(metric, Row(metric, None)) for of in found]
-        rows.append(Figure(metric.label, [row.value for row in beside], list(map(shown, beside))))
+        rows.append(_measured(metric.label, metric, found))
     return rows
 
 
@@ -72,15 +77,16 @@ def _study(records: Sequence[StudyRecord]) -> list[Figure]:
 
 def _sweep(records: Sequence[SweepRecord]) -> list[Figure]:
     chosen = [best(settings(record), record.direction) for record in records]
+    measured = [by_metric(setting.rows() if setting else []) for setting in chosen]
     return [
         _row("trials", [len(r.trials) for r in records], count),
         _row("of them failed", [sum(t.status == "failed" for t in r.trials) for r in records], count),
         _row("best batch size", [s and s.batch_size for s in chosen], count),
         _row("best learning rate", [s and s.learning_rate for s in chosen], figure),
         _row("best rule", [s and s.rule for s in chosen], str),
-        _row(f"best {records[0].metric}", [s and s.value for s in chosen], figure),
-        _row("its samples to target", [s and s.samples_to_target for s in chosen], count),
-        _row("its time to target", [s and s.time_to_target_s for s in chosen], seconds),
+        _measured(f"best {records[0].metric}", names.TRIAL_VALUE, measured),
+        _measured("its samples to target", names.TRIAL_SAMPLES_TO_TARGET, measured),
+        _measured("its time to target", names.TRIAL_TIME_TO_TARGET_S, measured),
         _row("duration", [r.duration_s for r in records], seconds),
     ]
 

@@ -90,9 +90,7 @@ def setting_rows(record: SweepRecord) -> list[dict[str, Any]]:
             "warmup": s.warmup,
             "trials": len(s.trials),
             "reached": s.num_reached,
-            "value": s.value,
-            "samples_to_target": s.samples_to_target,
-            "time_to_target_s": s.time_to_target_s,
+            **as_columns(s.rows()),
         }
         for s in settings(record)
     ]
