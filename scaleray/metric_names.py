@@ -1,12 +1,15 @@
 """Every metric that scaleray records: its name, unit and meaning, once.
 
 The part before the slash becomes a section in MLflow. Evaluation metrics are named `<split>/<metric>`
-and come from the workload.
+and come from the workload. A record gives its values under them, see `records.rows`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Better = Literal["higher", "lower"]
 
 
 @dataclass(frozen=True)
@@ -16,18 +19,32 @@ class Metric:
     name: str
     unit: str
     help: str
+    better: Better | None = None
+    """Whether more or less of it is better; None where that depends, or neither is."""
+    label: str = ""
+    """Words for it beside a figure of a whole run."""
+    is_in_mlflow: bool = True
+    """Whether MLflow has it; else it is in record.json alone."""
 
 
-LOSS = Metric("train/loss", "loss per sample or token", "summed loss of the global batch divided by its count")
+LOSS = Metric("train/loss", "loss per sample or token", "summed loss of the global batch divided by its count", "lower")
 LEARNING_RATE = Metric("train/learning_rate", "1", "learning rate used in this step")
 GRAD_NORM = Metric("train/grad_norm", "1", "global norm of the gradient before clipping")
 EPOCH = Metric("train/epoch", "epochs", "passes over the training data, with fraction")
-NONFINITE_STEPS = Metric("train/nonfinite_steps", "steps", "steps whose loss or gradient was NaN or infinite")
+NONFINITE_STEPS = Metric(
+    "train/nonfinite_steps", "steps", "steps whose loss or gradient was NaN or infinite", "lower", "steps not finite"
+)
 LOSS_SCALE = Metric("train/loss_scale", "1", "dynamic loss scale of fp16")
-SAMPLES_PER_S = Metric("perf/samples_per_s", "samples/s", "samples of all workers per second since the last point")
-TOKENS_PER_S = Metric("perf/tokens_per_s", "tokens/s", "tokens of all workers per second since the last point")
-STEP_TIME_S = Metric("perf/step_time_s", "s", "mean time of a step since the last point")
-INPUT_WAIT_SHARE = Metric("perf/input_wait_share", "1", "share of step time that rank 0 waited for its input")
+SAMPLES_PER_S = Metric(
+    "perf/samples_per_s", "samples/s", "samples of all workers per second since the last point", "higher"
+)
+TOKENS_PER_S = Metric(
+    "perf/tokens_per_s", "tokens/s", "tokens of all workers per second since the last point", "higher"
+)
+STEP_TIME_S = Metric("perf/step_time_s", "s", "mean time of a step since the last point", "lower")
+INPUT_WAIT_SHARE = Metric(
+    "perf/input_wait_share", "1", "share of step time that rank 0 waited for its input", "lower", "waits for input"
+)
 SENT_BYTES = Metric("perf/sent_bytes", "bytes", "bytes a step that rank 0 gave to collectives, each payload once")
 CONSENSUS_DISTANCE = Metric(
     "train/consensus_distance", "1", "root mean square distance of the replicas from their mean, relative to its norm"
@@ -37,48 +54,68 @@ COMPRESSION_RATIO = Metric(
 )
 SPARSITY = Metric("train/sparsity", "1", "share of the prunable weights that are zero")
 BUBBLE_SHARE = Metric(
-    "perf/bubble_share", "1", "share of a step's passes in which a pipeline's workers had nothing to do, their mean"
+    "perf/bubble_share",
+    "1",
+    "share of a step's passes in which a pipeline's workers had nothing to do, their mean",
+    "lower",
 )
 NOISE_GRAD_SQ = Metric(
     "train/noise_grad_sq", "1", "average of the unbiased estimate of |G|^2, the squared norm of the gradient"
 )
 NOISE_TRACE = Metric("train/noise_trace", "1", "average of the trace of the covariance of one sample's gradient")
 WORKERS = Metric("perf/workers", "workers", "number of workers, which changes in an elastic run")
-CHECKPOINT_STALL_S = Metric("checkpoint/stall_s", "s", "how long training waited for this checkpoint")
-CHECKPOINT_DURATION_S = Metric("checkpoint/duration_s", "s", "from its beginning to its manifest, beside the training")
+CHECKPOINT_STALL_S = Metric("checkpoint/stall_s", "s", "how long training waited for this checkpoint", "lower")
+CHECKPOINT_DURATION_S = Metric(
+    "checkpoint/duration_s", "s", "from its beginning to its manifest, beside the training", "lower"
+)
 CHECKPOINT_WRITTEN_BYTES = Metric("checkpoint/written_bytes", "bytes", "what had changed since the last checkpoint")
 WORLD_SIZE = Metric("point/world_size", "workers", "number of workers of the run")
-POINT_SAMPLES_PER_S = Metric("point/samples_per_s", "samples/s", "steady-state throughput of the whole run")
-POINT_TOKENS_PER_S = Metric("point/tokens_per_s", "tokens/s", "steady-state token throughput of the whole run")
-TIME_TO_FIRST_STEP_S = Metric(
-    "point/time_to_first_step_s", "s", "from the command's start to the end of the first step"
+POINT_SAMPLES_PER_S = Metric(
+    "point/samples_per_s", "samples/s", "steady-state throughput of the whole run", "higher", "samples/s"
 )
-PEAK_MEMORY_BYTES = Metric("point/peak_memory_bytes", "bytes", "largest peak memory of any worker process or device")
-POINT_STEP_TIME_S = Metric("point/step_time_s", "s", "median time of a step in steady state")
+POINT_TOKENS_PER_S = Metric(
+    "point/tokens_per_s", "tokens/s", "steady-state token throughput of the whole run", "higher", "tokens/s"
+)
+TIME_TO_FIRST_STEP_S = Metric(
+    "point/time_to_first_step_s",
+    "s",
+    "from the command's start to the end of the first step",
+    "lower",
+    "time to first step",
+)
+PEAK_MEMORY_BYTES = Metric(
+    "point/peak_memory_bytes", "bytes", "largest peak memory of any worker process or device", "lower", "peak memory"
+)
+POINT_STEP_TIME_S = Metric("point/step_time_s", "s", "median time of a step in steady state", "lower", "step time")
 POINT_COMPUTE_S = Metric("point/compute_s", "s", "part of the step in which the worker computes")
-POINT_EXPOSED_COMM_S = Metric("point/exposed_comm_s", "s", "part of the step that waits for communication")
-POINT_INPUT_WAIT_S = Metric("point/input_wait_s", "s", "part of the step that waits for the input")
-POINT_OTHER_S = Metric("point/other_s", "s", "part of the step that is none of the others")
-POINT_MFU = Metric("point/mfu", "1", "model FLOPs a second over the peak of the devices")
+POINT_EXPOSED_COMM_S = Metric("point/exposed_comm_s", "s", "part of the step that waits for communication", "lower")
+POINT_INPUT_WAIT_S = Metric("point/input_wait_s", "s", "part of the step that waits for the input", "lower")
+POINT_OTHER_S = Metric("point/other_s", "s", "part of the step that is none of the others", "lower")
+POINT_MFU = Metric("point/mfu", "1", "model FLOPs a second over the peak of the devices", "higher")
 POINT_COST = Metric(
-    "point/cost_per_million_samples", "currency", "price of a million samples at the config's price of a worker"
+    "point/cost_per_million_samples",
+    "currency",
+    "price of a million samples at the config's price of a worker",
+    "lower",
 )
 POINT_NOISE_SCALE = Metric("point/noise_scale", "samples", "gradient noise scale of the point's training")
-POINT_SAMPLES_TO_TARGET = Metric("point/samples_to_target", "samples", "samples until the target was reached")
-POINT_TIME_TO_TARGET_S = Metric("point/time_to_target_s", "s", "time of training until the target was reached")
-POINT_SPEEDUP = Metric("point/speedup", "1", "throughput over that of the curve's base, times the base's workers")
-POINT_EFFICIENCY = Metric("point/efficiency", "1", "scaling efficiency, strong or weak as the point's mode")
+POINT_SAMPLES_TO_TARGET = Metric("point/samples_to_target", "samples", "samples until the target was reached", "lower")
+POINT_TIME_TO_TARGET_S = Metric("point/time_to_target_s", "s", "time of training until the target was reached", "lower")
+POINT_SPEEDUP = Metric(
+    "point/speedup", "1", "throughput over that of the curve's base, times the base's workers", "higher"
+)
+POINT_EFFICIENCY = Metric("point/efficiency", "1", "scaling efficiency, strong or weak as the point's mode", "higher")
 TRIAL_BATCH_SIZE = Metric("trial/batch_size", "samples", "global batch size of the trial")
 TRIAL_LEARNING_RATE = Metric("trial/learning_rate", "1", "learning rate of the trial, after its rule")
 TRIAL_VALUE = Metric("trial/value", "unit of the metric", "last value of the sweep's metric")
 TRIAL_SAMPLES = Metric("trial/samples", "samples", "samples that the trial trained on")
-TRIAL_SAMPLES_TO_TARGET = Metric("trial/samples_to_target", "samples", "samples until the target was reached")
-TRIAL_TIME_TO_TARGET_S = Metric("trial/time_to_target_s", "s", "time of training until the target was reached")
+TRIAL_SAMPLES_TO_TARGET = Metric("trial/samples_to_target", "samples", "samples until the target was reached", "lower")
+TRIAL_TIME_TO_TARGET_S = Metric("trial/time_to_target_s", "s", "time of training until the target was reached", "lower")
 TRIAL_TRAINING_TIME_S = Metric("trial/training_time_s", "s", "time of training")
 TRIAL_TOTAL_TIME_S = Metric("trial/total_time_s", "s", "from when the trial had its workers to its end")
-TRIAL_SAMPLES_PER_S = Metric("trial/samples_per_s", "samples/s", "steady-state throughput of the trial")
+TRIAL_SAMPLES_PER_S = Metric("trial/samples_per_s", "samples/s", "steady-state throughput of the trial", "higher")
 TRIAL_NOISE_SCALE = Metric("trial/noise_scale", "samples", "gradient noise scale of the trial's training")
-TRIAL_GOODPUT = Metric("trial/goodput", "samples/s", "throughput times statistical efficiency")
+TRIAL_GOODPUT = Metric("trial/goodput", "samples/s", "throughput times statistical efficiency", "higher")
 SCALING_IDEAL = Metric("scaling/ideal_speedup", "1", "number of workers over that of the curve's base; step: workers")
 NOISE_SCALE = Metric(
     "train/noise_scale",
@@ -86,23 +123,52 @@ NOISE_SCALE = Metric(
     "gradient noise scale, trace over |G|^2: the batch at which noise equals signal; "
     "step: samples, where a study or sweep wrote it",
 )
-BATCH_SAMPLES_PER_S = Metric("batch/samples_per_s", "samples/s", "throughput at a batch size; step: batch size")
-BATCH_EFFICIENCY = Metric(
-    "batch/statistical_efficiency", "1", "progress of a sample at this batch size; step: batch size"
+BATCH_SAMPLES_PER_S = Metric(
+    "batch/samples_per_s", "samples/s", "throughput at a batch size; step: batch size", "higher"
 )
-BATCH_GOODPUT = Metric("batch/goodput", "samples/s", "throughput times statistical efficiency; step: batch size")
+BATCH_EFFICIENCY = Metric(
+    "batch/statistical_efficiency", "1", "progress of a sample at this batch size; step: batch size", "higher"
+)
+BATCH_GOODPUT = Metric(
+    "batch/goodput", "samples/s", "throughput times statistical efficiency; step: batch size", "higher"
+)
 BATCH_PREDICTED_SAMPLES = Metric(
-    "batch/predicted_samples", "samples", "predicted samples to the target; step: batch size"
+    "batch/predicted_samples", "samples", "predicted samples to the target; step: batch size", "lower"
 )
 VERIFY_LOSS_DIFFERENCE = Metric(
-    "verify/loss_difference", "1", "largest relative difference of a step's loss to one process"
+    "verify/loss_difference", "1", "largest relative difference of a step's loss to one process", "lower"
 )
-VERIFY_GRAD_NORM_DIFFERENCE = Metric("verify/grad_norm_difference", "1", "the same of the gradient's norm")
+VERIFY_GRAD_NORM_DIFFERENCE = Metric("verify/grad_norm_difference", "1", "the same of the gradient's norm", "lower")
 VERIFY_PARAMETER_DIFFERENCE = Metric(
-    "verify/parameter_difference", "1", "the same of the final parameters, relative to each tensor's largest"
+    "verify/parameter_difference", "1", "the same of the final parameters, relative to each tensor's largest", "lower"
 )
 VERIFY_MISMATCHES = Metric(
-    "verify/mismatches", "variants", "variants that are not the training that they promise to be"
+    "verify/mismatches", "variants", "variants that are not the training that they promise to be", "lower"
+)
+
+RECORD_STEPS = Metric("record/steps", "steps", "optimizer steps of the run", None, "steps", is_in_mlflow=False)
+RECORD_FINAL_LOSS = Metric(
+    "record/final_loss", "loss per sample or token", "loss of the last step", "lower", "final loss", is_in_mlflow=False
+)
+RECORD_TRAINING_TIME_S = Metric(
+    "record/training_time_s",
+    "s",
+    "time of training, evaluations left out",
+    "lower",
+    "training time",
+    is_in_mlflow=False,
+)
+RECORD_TOTAL_TIME_S = Metric(
+    "record/total_time_s", "s", "from the command's start to its end", "lower", "total time", is_in_mlflow=False
+)
+RECORD_COMM_S = Metric(
+    "record/comm_s", "s", "time of a step's communication, hidden or not", "lower", is_in_mlflow=False
+)
+RECORD_SENT_BYTES = Metric(
+    "record/sent_bytes", "bytes", "bytes a step that a worker gives to collectives", "lower", is_in_mlflow=False
+)
+RECORD_TARGET_REACHED = Metric(
+    "record/target_reached", "1", "whether training reached the target", "higher", is_in_mlflow=False
 )
 
 COMPRESSION_SHARES = tuple(
@@ -142,11 +208,16 @@ BY_RULE = {
 """Curves of a sweep, of which MLflow has one for each rule, with the rule's name in place of RULE."""
 
 ALL = (
-    tuple(value for value in list(globals().values()) if isinstance(value, Metric))
+    tuple(value for value in list(globals().values()) if isinstance(value, Metric) and value.is_in_mlflow)
     + COMPRESSION_SHARES
     + CURVES
     + tuple(BY_RULE.values())
 )
+
+
+def evaluation(name: str) -> Metric:
+    """The metric of an evaluation, `<split>/<metric>`, which the workload alone knows."""
+    return Metric(name, "unit of the metric", "last value of an evaluation", label=name)
 
 
 def scaling_curve(mode: str, what: str) -> str:
@@ -155,6 +226,11 @@ def scaling_curve(mode: str, what: str) -> str:
     Raises StopIteration for one that CURVES lacks.
     """
     return next(metric.name for metric in CURVES if metric.name == f"scaling/{mode}_{what}")
+
+
+def is_scaling_curve(mode: str, what: str) -> bool:
+    """Whether a study has this curve."""
+    return any(metric.name == f"scaling/{mode}_{what}" for metric in CURVES)
 
 
 def batch_curve(what: str, rule: str) -> str:

@@ -10,6 +10,7 @@ from cyclopts import App, Parameter
 
 from scaleray.cli.checkpoint_path import chosen, empty, opened, weights_folder, written
 from scaleray.errors import CheckpointError, UsageError
+from scaleray.text.units import disk_space
 
 if TYPE_CHECKING:
     from scaleray.checkpoints.catalog import Catalog
@@ -50,7 +51,7 @@ def list_(path: Where, *, copy_path: CopyPath = None, json: Json = False) -> int
             metrics = ", ".join(f"{name} {value:.4g}" for name, value in sorted(row["metrics"].items()))
             if metrics and (of := row["evaluated_at"]) != row["step"]:
                 metrics += " (of an unknown step)" if of is None else f" (of step {of})"
-            sizes = [_size(row["bytes_written"]), _size(row["total_bytes"]), str(row["chain"] or "full")]
+            sizes = [disk_space(row["bytes_written"]), disk_space(row["total_bytes"]), str(row["chain"] or "full")]
             table.append([str(row["step"]), at, str(row["world_size"]), row["strategy"], *sizes, metrics])
         else:
             table.append([str(row["step"]), f"not usable: {row['reason']}"])
@@ -163,7 +164,7 @@ def prune(
         )
         return 0
     verb = "would remove" if dry_run else "removed"
-    print(f"{verb} {len(done.steps)} checkpoints, {_size(done.num_bytes)}: steps {_numbers(done.steps)}")
+    print(f"{verb} {len(done.steps)} checkpoints, {disk_space(done.num_bytes)}: steps {_numbers(done.steps)}")
     print(f"kept: steps {_numbers(kept)}")
     return 0
 
@@ -180,7 +181,7 @@ def rebuild(path: Where, *, step: Step = None, copy_path: CopyPath = None, json:
     elif full is manifest:
         print(f"step {full.step} holds every byte itself already")
     else:
-        print(f"step {full.step} depends on no other now: {_size(full.bytes_written)} written")
+        print(f"step {full.step} depends on no other now: {disk_space(full.bytes_written)} written")
     return 0
 
 
@@ -222,7 +223,7 @@ def export(
         print(json_library.dumps({"step": found_step, "file": file, "tensors": len(tensors), "bytes": num_bytes}))
     else:
         source = f"of step {found_step}" if folder is None else f"of {folder.path}"
-        print(f"wrote {len(tensors)} tensors {source}, {_size(num_bytes)}, to {file}")
+        print(f"wrote {len(tensors)} tensors {source}, {disk_space(num_bytes)}, to {file}")
     return 0
 
 
@@ -247,7 +248,7 @@ def import_(file: str, path: str, *, json: Json = False) -> int:
         print(json_library.dumps({"path": target, "tensors": len(manifest.tensors), "bytes": manifest.total_bytes}))
     else:
         print(
-            f"imported {len(manifest.tensors)} tensors, {_size(manifest.total_bytes)}; "
+            f"imported {len(manifest.tensors)} tensors, {disk_space(manifest.total_bytes)}; "
             f"start from them with --workload.weights {path}"
         )
     return 0
@@ -316,13 +317,6 @@ def _best(text: str | None) -> tuple[str | None, str]:
     if not metric or direction not in ("min", "max"):
         raise UsageError("--best", text, "it must be a metric and min or max", 'for example "val/loss min"')
     return metric, direction
-
-
-def _size(num_bytes: int) -> str:
-    for limit, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if num_bytes >= limit:
-            return f"{num_bytes / limit:.1f} {unit}"
-    return f"{num_bytes} B"
 
 
 def _numbers(steps: list[int]) -> str:

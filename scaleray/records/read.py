@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
 from scaleray.parsing import load_json
 from scaleray.records.run import RunRecord
 from scaleray.records.study import StudyRecord
@@ -19,9 +17,9 @@ def parse_record(text: str | bytes) -> AnyRecord:
     """The record in the text of a record.json. Raises ValueError or TypeError for anything else."""
     data = load_json(text)
     if "trials" in data:
-        return TypeAdapter(SweepRecord).validate_json(text)
+        return SweepRecord.from_json(text)
     if "curves" in data:
-        return TypeAdapter(StudyRecord).validate_json(text)
+        return StudyRecord.from_json(text)
     return RunRecord(**data)
 
 

@@ -12,9 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from pydantic import TypeAdapter
+
+from scaleray import metric_names as names
 from scaleray.parsing import load_json
+from scaleray.records.rows import Row
 
 EMULATED = "emulated"
 """Mark of figures whose compute was a timed sleep (`scaleray.emulation`)."""
@@ -167,7 +171,26 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class RunRecord:
+class JsonRecord:
+    """A record that is kept in a record.json."""
+
+    def to_json(self) -> str:
+        """The record as indented JSON; NaN and infinity become null, as JSON has no word for them."""
+        return json.dumps(jsonable(dataclasses.asdict(self)), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """The record in the text of a record.json. Raises pydantic's ValidationError for anything else."""
+        return TypeAdapter(cls).validate_json(text)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """Read a record.json written by `to_json`. Raises what `from_json` raises."""
+        return cls.from_json(Path(path).read_text())
+
+
+@dataclass(frozen=True)
+class RunRecord(JsonRecord):
     """A finished run, readable without the code that made it."""
 
     name: str
@@ -216,18 +239,27 @@ class RunRecord:
     unsent_file: str | None = None
     """Metrics that MLflow did not take; `scaleray tracking replay FILE` sends them."""
 
-    def to_json(self) -> str:
-        """The record as indented JSON; NaN and infinity become null, as JSON has no word for them."""
-        return json.dumps(jsonable(dataclasses.asdict(self)), indent=2, sort_keys=False)
+    def rows(self) -> list[Row]:
+        """What was measured of the whole run; last values of its evaluations come last."""
+        return [
+            Row(names.RECORD_STEPS, self.steps),
+            Row(names.RECORD_FINAL_LOSS, self.final_loss),
+            Row(names.POINT_SAMPLES_PER_S, self.samples_per_s),
+            Row(names.POINT_TOKENS_PER_S, self.tokens_per_s),
+            Row(names.POINT_STEP_TIME_S, self.step_time_s),
+            Row(names.INPUT_WAIT_SHARE, self.input_wait_share),
+            Row(names.TIME_TO_FIRST_STEP_S, self.time_to_first_step_s),
+            Row(names.RECORD_TRAINING_TIME_S, self.training_time_s),
+            Row(names.RECORD_TOTAL_TIME_S, self.total_time_s),
+            Row(names.PEAK_MEMORY_BYTES, max(self.peak_memory_bytes, default=None)),
+            Row(names.NONFINITE_STEPS, self.nonfinite_steps or None),
+            *(Row(names.evaluation(name), value) for name, value in sorted(self.metrics.items())),
+        ]
 
     @classmethod
-    def read(cls, path: str | Path) -> RunRecord:
-        """Read a record.json written by `to_json`."""
-        return cls.from_json(Path(path).read_text())
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> RunRecord:
-        """The record in the text of a record.json. Raises ValueError or TypeError for anything else."""
+    def from_json(cls, text: str | bytes) -> Self:
+        """The record in the text of a record.json, in which null may stand for a number that was not finite. Raises
+        ValueError or TypeError for anything else."""
         return cls(**load_json(text))
 
 

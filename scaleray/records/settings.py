@@ -12,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from scaleray import metric_names as names
+from scaleray.records.rows import Row
 from scaleray.records.sweep import SweepRecord, Trial
 
 NEVER_RAN = ("failed", "never fits")
@@ -44,6 +46,14 @@ class Setting:
     def num_reached(self) -> int:
         """Number of trials that reached the target."""
         return sum(trial.samples_to_target is not None for trial in self.trials)
+
+    def rows(self) -> list[Row]:
+        """What was measured of the setting."""
+        return [
+            Row(names.TRIAL_VALUE, self.value),
+            Row(names.TRIAL_SAMPLES_TO_TARGET, self.samples_to_target),
+            Row(names.TRIAL_TIME_TO_TARGET_S, self.time_to_target_s),
+        ]
 
 
 def trained(record: SweepRecord) -> list[Trial]:

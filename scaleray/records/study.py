@@ -6,15 +6,14 @@ otherwise.
 
 from __future__ import annotations
 
-import dataclasses
-import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, final
 
-from pydantic import TypeAdapter
-
-from scaleray.records.run import jsonable
+from scaleray import metric_names as names
+from scaleray.metric_names import Metric
+from scaleray.records.rows import Row
+from scaleray.records.run import JsonRecord
 
 Mode = Literal["strong", "weak"]
 
@@ -29,6 +28,10 @@ class Estimate:
 
     def __str__(self) -> str:
         return f"{self.value:.4g} ({self.low:.4g} to {self.high:.4g})"
+
+    def row(self, metric: Metric) -> Row:
+        """The value and its interval as a row of a record."""
+        return Row(metric, self.value, (self.low, self.high))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +175,10 @@ class Point:
     run_id: str = ""
     """Id of the point's run in MLflow."""
 
+    def rows(self) -> list[Row]:
+        """What was measured of the point."""
+        return _rows(self, [])
+
 
 @dataclass(frozen=True, kw_only=True)
 class CurvePoint:
@@ -181,6 +188,39 @@ class CurvePoint:
     speedup: Estimate
     """Throughput over that of the base, times the base's workers: n on an ideal curve."""
     efficiency: Estimate
+
+    def rows(self) -> list[Row]:
+        """What was measured of the point, with what it is beside the base."""
+        return _rows(self.point, self.relative_rows())
+
+    def relative_rows(self) -> list[Row]:
+        """What the point is beside the base."""
+        return [self.speedup.row(names.POINT_SPEEDUP), self.efficiency.row(names.POINT_EFFICIENCY)]
+
+
+def _rows(point: Point, relative: Sequence[Row]) -> list[Row]:
+    to = point.to_target
+    reached = to if to and to.is_reached else None
+    return [
+        point.step_time_s.row(names.POINT_STEP_TIME_S),
+        point.samples_per_s.row(names.POINT_SAMPLES_PER_S),
+        # its interval is that of samples/s, times the tokens of a sample
+        Row(names.POINT_TOKENS_PER_S, point.tokens_per_s.value if point.tokens_per_s else None),
+        *relative,
+        Row(names.POINT_COMPUTE_S, point.compute_s),
+        Row(names.POINT_EXPOSED_COMM_S, point.exposed_comm_s),
+        Row(names.POINT_INPUT_WAIT_S, point.input_wait_s),
+        Row(names.POINT_OTHER_S, point.other_s),
+        Row(names.RECORD_COMM_S, point.comm_s),
+        Row(names.RECORD_SENT_BYTES, point.sent_bytes),
+        Row(names.POINT_MFU, point.mfu),
+        Row(names.PEAK_MEMORY_BYTES, point.peak_memory_bytes),
+        Row(names.POINT_COST, point.cost_per_million_samples),
+        Row(names.POINT_NOISE_SCALE, point.noise_scale),
+        Row(names.RECORD_TARGET_REACHED, to.is_reached if to else None),
+        Row(names.POINT_SAMPLES_TO_TARGET, reached.samples if reached else None),
+        Row(names.POINT_TIME_TO_TARGET_S, reached.time_s if reached else None),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,8 +265,9 @@ class Curve:
     """One or two sentences: the next doubling, or why nothing is said about it, and what to change."""
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
-class StudyRecord:
+class StudyRecord(JsonRecord):
     """A finished scaling study."""
 
     name: str
@@ -249,12 +290,3 @@ class StudyRecord:
     run_id: str = ""
     mlflow_link: str = ""
     folder: str = ""
-
-    def to_json(self) -> str:
-        """The record as indented JSON."""
-        return json.dumps(jsonable(dataclasses.asdict(self)), indent=2)
-
-    @classmethod
-    def read(cls, path: str | Path) -> StudyRecord:
-        """Read what `to_json` wrote. Raises pydantic's ValidationError for anything else."""
-        return TypeAdapter(cls).validate_json(Path(path).read_text())

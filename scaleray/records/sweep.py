@@ -5,15 +5,12 @@ Intervals as in `scaleray.records.study`.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, final
 
-from pydantic import TypeAdapter
-
-from scaleray.records.run import jsonable
+from scaleray import metric_names as names
+from scaleray.records.rows import Row
+from scaleray.records.run import JsonRecord
 from scaleray.records.study import Conditions, Estimate
 
 
@@ -63,6 +60,20 @@ class Trial:
     """Number of the trial whose training this one's settings come to as well: it was trained once, and the figures
     are those of that trial."""
 
+    def rows(self) -> list[Row]:
+        """What was measured of the trial."""
+        return [
+            Row(names.TRIAL_VALUE, self.value),
+            Row(names.TRIAL_SAMPLES_TO_TARGET, self.samples_to_target),
+            Row(names.TRIAL_TIME_TO_TARGET_S, self.time_to_target_s),
+            Row(names.TRIAL_SAMPLES, self.samples),
+            Row(names.TRIAL_TRAINING_TIME_S, self.training_time_s),
+            Row(names.TRIAL_TOTAL_TIME_S, self.total_time_s),
+            Row(names.TRIAL_SAMPLES_PER_S, self.samples_per_s),
+            Row(names.TRIAL_NOISE_SCALE, self.noise_scale, self.noise_interval or (None, None)),
+            Row(names.TRIAL_GOODPUT, self.goodput),
+        ]
+
 
 @dataclass(frozen=True, kw_only=True)
 class GoodputPoint:
@@ -79,9 +90,19 @@ class GoodputPoint:
     """Whether the batch size lies within 4 times one whose noise was measured."""
     is_measured: bool = False
 
+    def rows(self) -> list[Row]:
+        """What is known of the batch size."""
+        return [
+            self.samples_per_s.row(names.BATCH_SAMPLES_PER_S),
+            self.statistical_efficiency.row(names.BATCH_EFFICIENCY),
+            self.goodput.row(names.BATCH_GOODPUT),
+            Row(names.BATCH_PREDICTED_SAMPLES, self.predicted_samples),
+        ]
 
+
+@final
 @dataclass(frozen=True, kw_only=True)
-class SweepRecord:
+class SweepRecord(JsonRecord):
     """A finished sweep."""
 
     name: str
@@ -106,12 +127,3 @@ class SweepRecord:
     run_id: str = ""
     mlflow_link: str = ""
     folder: str = ""
-
-    def to_json(self) -> str:
-        """The record as indented JSON."""
-        return json.dumps(jsonable(dataclasses.asdict(self)), indent=2)
-
-    @classmethod
-    def read(cls, path: str | Path) -> SweepRecord:
-        """Read what `to_json` wrote. Raises pydantic's ValidationError for anything else."""
-        return TypeAdapter(cls).validate_json(Path(path).read_text())

@@ -6,10 +6,12 @@ import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scaleray import metric_names as names
+from scaleray.records.rows import by_metric
 from scaleray.records.settings import best_by_batch
 from scaleray.records.study import Curve, CurvePoint, StudyRecord
 from scaleray.records.sweep import SweepRecord
-from scaleray.text.units import count, figure, memory, seconds, with_interval
+from scaleray.text.units import seconds, shown, with_interval
 
 MOST_MARKDOWN_ROWS = 60
 
@@ -56,14 +58,15 @@ def sweep_table(record: SweepRecord) -> Table:
     for rule, batches in best_by_batch(record).items():
         for batch, setting in batches.items():
             reached = f"{setting.num_reached} of {len(setting.trials)}"
+            value, samples, time = map(shown, setting.rows())
             rows.append(
                 (
                     rule,
                     str(batch),
                     f"{setting.learning_rate:.3g}",
-                    figure(setting.value),
-                    count(setting.samples_to_target) or missed,
-                    seconds(setting.time_to_target_s) or missed,
+                    value,
+                    samples or missed,
+                    time or missed,
                     reached if record.target else str(len(setting.trials)),
                     ", ".join(setting.one_training_with),
                 )
@@ -112,23 +115,24 @@ def _curve_table(record: StudyRecord, curve: Curve, *, is_brief: bool) -> Table:
     }
     rows = []
     for at in curve.points:
-        p, to = at.point, at.point.to_target
+        p, row_of = at.point, by_metric(at.rows())
+        missed = "missed" if p.to_target else ""
         step = p.step_time_s.value or 1.0
         row = {
             "workers": str(p.workers),
             "batch size": str(p.global_batch_size),
             "step time": seconds(p.step_time_s.value) if is_brief else with_interval(p.step_time_s, seconds),
-            "samples/s": count(p.samples_per_s.value),
-            "tokens/s": count(p.tokens_per_s.value if p.tokens_per_s else None),
+            "samples/s": shown(row_of[names.POINT_SAMPLES_PER_S]),
+            "tokens/s": shown(row_of[names.POINT_TOKENS_PER_S]),
             "speed-up": with_interval(at.speedup, lambda v: f"{v:.2f}"),
             "efficiency": with_interval(at.efficiency, lambda v: f"{v:.0%}"),
             "waits for comm": "" if p.exposed_comm_s is None else f"{p.exposed_comm_s / step:.1%}",
             "waits for input": f"{p.input_wait_s / step:.1%}",
-            "MFU": "" if p.mfu is None else f"{p.mfu:.1%}",
-            "memory": memory(p.peak_memory_bytes),
-            price: figure(p.cost_per_million_samples),
-            "time to target": "" if not to else seconds(to.time_s) if to.is_reached else "missed",
-            "samples to target": "" if not to else count(to.samples) if to.is_reached else "missed",
+            "MFU": shown(row_of[names.POINT_MFU]),
+            "memory": shown(row_of[names.PEAK_MEMORY_BYTES]),
+            price: shown(row_of[names.POINT_COST]),
+            "time to target": shown(row_of[names.POINT_TIME_TO_TARGET_S]) or missed,
+            "samples to target": shown(row_of[names.POINT_SAMPLES_TO_TARGET]) or missed,
             "marks": ", ".join(marks_of(at)),
         }
         rows.append({name: text for name, text in row.items() if is_shown.get(name, True)})

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from scaleray import metric_names as names
+from scaleray.records.rows import Row
 from scaleray.records.study import Estimate
+
+
+def shown(row: Row) -> str:
+    """A row's value in a unit in which it is easy to read; nothing for one that is not known."""
+    if row.value is None:
+        return ""
+    if row.metric in (names.INPUT_WAIT_SHARE, names.POINT_MFU):
+        return f"{row.value:.1%}"
+    return SHOWN_AS.get(row.unit, figure)(row.value)
 
 
 def with_interval(estimate: Estimate, show: Callable[[float], str]) -> str:
@@ -37,6 +48,14 @@ def memory(value: float | None) -> str:
     return f"{value / 2**30:.3g} GiB" if value >= 999.5 * 2**20 else f"{value / 2**20:.3g} MiB"
 
 
+def disk_space(num_bytes: int) -> str:
+    """Bytes of files, from single bytes to GiB."""
+    for limit, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if num_bytes >= limit:
+            return f"{num_bytes / limit:.1f} {unit}"
+    return f"{num_bytes} B"
+
+
 def count(value: float | None) -> str:
     """A number of things, with k, M or G from ten thousand on."""
     if value is None:
@@ -50,3 +69,14 @@ def count(value: float | None) -> str:
 def figure(value: float | None) -> str:
     """A number as text; nothing for what is not known."""
     return "" if value is None else f"{value:.4g}"
+
+
+SHOWN_AS: dict[str, Callable[[float], str]] = {
+    "s": seconds,
+    "bytes": memory,
+    "samples": count,
+    "samples/s": count,
+    "tokens/s": count,
+    "steps": count,
+}
+"""How values are written, by their unit; others are figures."""

@@ -1,11 +1,11 @@
-"""Writes to one MLflow run, as values: the recorder queues them, the spool keeps them on the disk, a store carries them
+"""Writes to MLflow, as values: a writer queues them, an outbox keeps what MLflow does not take, a store carries them
 out."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,48 @@ class EndRun:
     end_time: int
 
 
+@dataclass(frozen=True)
+class LogChild:
+    """A child that has ended, whole. key: which point or trial it is. Times: wall clock in ms since 1970."""
+
+    key: str
+    name: str
+    tags: Mapping[str, str]
+    params: Mapping[str, Any]
+    points: Sequence[Point]
+    started_at: int
+    ended_at: int
+    status: str = "FINISHED"
+
+
+@dataclass(frozen=True)
+class LogToChildren:
+    """Points of metrics for children, by key; what MLflow lacks of these has none."""
+
+    points: Mapping[str, Sequence[Point]]
+
+
+@dataclass(frozen=True)
+class LearnChildren:
+    """Learn what a continued run has: children that were written whole stay, and the others are removed."""
+
+
+@dataclass(frozen=True)
+class RemoveHalfWritten:
+    """Remove children that a request made which MLflow's client had given up and repeated; nothing is in them."""
+
+
+@dataclass(frozen=True)
+class SaveView:
+    """A tag of the experiment that holds a chart page. Left out where MLflow refuses it."""
+
+    key: str
+    value: str
+
+
 Operation = LogMetrics | LogParams | SetTags | LogArtifact | LogDataset | EndRun
+StudyOperation = Operation | LogChild | LogToChildren | LearnChildren | RemoveHalfWritten | SaveView
+"""What can be written of a study or a sweep, whose operations are in no file: its record has all of them."""
 KINDS: dict[str, type[Any]] = {
     "metrics": LogMetrics, "params": LogParams, "tags": SetTags, "artifact": LogArtifact, "dataset": LogDataset,
     "status": EndRun,

@@ -1,19 +1,14 @@
 """The one process that writes a run: it takes workers' messages without making them wait, and keeps what MLflow misses.
 
-Under Ray it is an actor beside the driver; without Ray a plain object. A thread of its own does the writing.
+Under Ray it is an actor beside the driver; without Ray a plain object. A thread of its own does the writing (`Writer`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import math
-import queue
-import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,44 +27,20 @@ from scaleray.records.run import (
 )
 from scaleray.tracking.chart_points import Points, in_ms
 from scaleray.tracking.operations import EndRun, LogArtifact, LogDataset, LogMetrics, LogParams, Operation, SetTags
+from scaleray.tracking.recording import Recording, RunIdentity
 from scaleray.tracking.recovery import Recovery
 from scaleray.tracking.run_description import RunDescription
+from scaleray.tracking.run_note import RunNote
+from scaleray.tracking.shown import ShownMessages
 from scaleray.tracking.signs_of_life import SignsOfLife
 from scaleray.tracking.spool import Spool
 from scaleray.tracking.steps_file import StepsFile
-from scaleray.tracking.store import RunStore, run_link, without_password
+from scaleray.tracking.store import RunStore, run_link
+from scaleray.tracking.writer import STALLED_S, Marker, Writer
 from scaleray.watchers import Guard, Watcher
 
-FLUSH_S = 1.0
-STALLED_S = 1800.0
-"""Seconds for one write to MLflow, which may be the upload of a large model; every other request has a time limit of
-its own."""
 EVENT_TAG = "scaleray.event."
 CHANGE_TAG = "scaleray.changed."
-
-
-@dataclass(frozen=True)
-class RunIdentity:
-    """Where the run is in MLflow."""
-
-    run_id: str
-    experiment_id: str
-    link: str
-
-
-@dataclass(frozen=True)
-class Recording:
-    """What the recorder knows when the run has ended."""
-
-    final_loss: float | None
-    metrics: dict[str, float]
-    summaries: list[WorkerSummary]
-    events: list[str]
-    resumed_after: list[int]
-    last_step: int
-    unsent_file: str | None = None
-    derived: dict[str, Any] = field(default_factory=dict)
-    """Derived values as the workers said that they are in use."""
 
 
 class Recorder(SignsOfLife):
@@ -87,10 +58,14 @@ class Recorder(SignsOfLife):
             self.work_dir / "unsent.jsonl", say=self._event, where=lambda: f"step {max(self.steps.last_step, 0)}"
         )
         self.recovery = Recovery(description, self.steps, self.points, self.spool, say=self._event)
+        self.note = RunNote(description)
+        # a slip in one message must not end the recording of all others
+        self._look = partial(Guard(self._event), Watcher.RECORDING)
+        self._writer = Writer[WorkerMessage | Operation](
+            self.spool, self._take_item, self._flush_guarded, name="scaleray-recorder"
+        )
         self._has_message = threading.Event()
-        self._queue: queue.Queue[WorkerMessage | Operation | _Marker | None] = queue.Queue()
-        self._shown: list[WorkerMessage] = []
-        self._shown_from = 0
+        self._shown = ShownMessages()
         self._last_evaluation = -1
         self._metrics: dict[str, float] = {}
         self._summaries: dict[int, WorkerSummary] = {}
@@ -98,15 +73,9 @@ class Recorder(SignsOfLife):
         self._derived: dict[str, Any] = {}
         self._resumed_after: dict[float, int] = {}
         self._previous_step = -1
-        self._key: str | None = (
-            secrets.token_hex(8) if description.continues is None else description.continues.get("key")
-        )
-        self._is_noted = False
         self._is_continued = self._has_new_steps = False
         self._changes: list[str] = []
         self._started = threading.Event()
-        self._written_at = time.monotonic()
-        self._thread = threading.Thread(target=self._write_all, name="scaleray-recorder", daemon=True)
 
     def start(self, *, after_first_message_s: float = 0.0) -> RunIdentity:
         """Make the MLflow run and write what is known. Raises TrackingError when MLflow cannot be used.
@@ -118,7 +87,7 @@ class Recorder(SignsOfLife):
         d = self.description
         before = d.continues or {}
         if d.continues is None:
-            self._try_to_note()
+            self.note.try_to_write(None)
         self._has_message.wait(after_first_message_s)
         if before.get("run_id"):
             self.spool.store = RunStore.reopen(d.tracking_uri, before["run_id"], before["experiment_id"])
@@ -130,17 +99,17 @@ class Recorder(SignsOfLife):
                 run_name=d.run_name,
                 tags=d.tags,
                 started_at=d.started_at,
-                key=self._key,
+                key=self.note.key,
             )
-            self._try_to_note()
+            self.note.try_to_write(self.spool.store)
         if d.continues is not None:
             known = self.recovery.ask_mlflow()
             self._changes, self._events = known.tags(CHANGE_TAG), [t.partition(" | ")[2] for t in known.tags(EVENT_TAG)]
             for operation in self.recovery.send_what_mlflow_lacks(known):
-                self._queue.put(operation)
+                self._writer.put(operation)
         if not self._is_continued or not self.spool.store.is_described():
             self._describe()
-        self._thread.start()
+        self._writer.start()
         self._started.set()
         return self.identity()
 
@@ -150,8 +119,9 @@ class Recorder(SignsOfLife):
         A checkpoint waits for this before it comes to exist: a run resumed from it must not lack the points before it.
         Raises TrackingError when it takes too long.
         """
-        marker = _Marker(is_published=True)
-        if not self._started.wait(timeout_s) or not self._wait_until_written(marker, timeout_s=timeout_s):
+        unpublished = "the record could not be brought to the run's folder"
+        marker = Marker(then=partial(self._look, self._publish, unpublished))
+        if not self._started.wait(timeout_s) or not self._writer.wait_until_written(marker, timeout_s=timeout_s):
             raise TrackingError("the recorder", "busy", f"it did not write what it has within {timeout_s:g} s")
         if marker.problem:
             raise TrackingError("the steps so far", "not stored", marker.problem)
@@ -170,17 +140,16 @@ class Recorder(SignsOfLife):
     def log(self, messages: Sequence[WorkerMessage]) -> None:
         """Take messages from a worker. Returns at once, whatever MLflow does."""
         for message in messages:
-            self._queue.put(message)
+            self._writer.put(message)
         self._has_message.set()
 
     def poll(self, after: int) -> tuple[int, list[WorkerMessage]]:
         """Messages to show, from number `after` on, and the number to ask for next."""
-        shown = self._shown[max(0, after - self._shown_from) :]
-        return self._shown_from + len(self._shown), shown
+        return self._shown.after(after)
 
     def mark_killed(self) -> None:
         """End the run as KILLED now, before the driver does so in good order, which it may not live long enough for."""
-        self._queue.put(EndRun("KILLED", in_ms(time.time())))
+        self._writer.put(EndRun("KILLED", in_ms(time.time())))
         self._has_message.set()
 
     def close(self) -> None:
@@ -189,11 +158,11 @@ class Recorder(SignsOfLife):
     def log_files(self, paths: Sequence[str], folder: str | None = None) -> None:
         """Add local files to the run's artifacts."""
         for path in paths:
-            self._queue.put(LogArtifact(str(path), folder))
+            self._writer.put(LogArtifact(str(path), folder))
 
     def drain(self) -> Recording:
         """Write everything that has arrived so far and say what the run came to."""
-        self._wait_until_written()
+        self._writer.wait_until_written()
         return Recording(
             final_loss=self.steps.last_loss,
             metrics=dict(self._metrics),
@@ -218,47 +187,35 @@ class Recorder(SignsOfLife):
         if metrics:
             step = max(self.steps.last_step, 0)
             points = [(k, v, now, step) for k, v in metrics.items() if step > self.points.known.get(k, -1)]
-            self._queue.put(LogMetrics(points))
+            self._writer.put(LogMetrics(points))
         if tags:
-            self._queue.put(SetTags(dict(tags)))
-        self._wait_until_written()  # steps.csv is complete
+            self._writer.put(SetTags(dict(tags)))
+        self._writer.wait_until_written()  # steps.csv is complete
         for name, text in files.items():
             (self.work_dir / name).write_text(text)
         self.log_files([str(self.work_dir / name) for name in ("steps.csv", *files)])
-        self._queue.put(EndRun(status, now))
+        self._writer.put(EndRun(status, now))
         self.spool.retry_now()  # a last time
-        if not self._wait_until_written():
+        if not self._writer.wait_until_written():
             self._event(
                 f"MLflow has taken nothing for {STALLED_S / 60:.0f} minutes; what was still to be written is lost"
             )
-        self._queue.put(None)
-        self._thread.join(timeout=FLUSH_S)
-        if self._key is not None:
+        self._writer.close()
+        if self.note.key is not None:
             with contextlib.suppress(Exception):  # whatever MLflow raises: the run itself is complete
-                self._require_store().remove_twins(self._key)
+                self._require_store().remove_twins(self.note.key)
         return self.spool.unsent_file()
-
-    def _wait_until_written(self, marker: _Marker | None = None, *, timeout_s: float | None = None) -> bool:
-        """Whether everything that has arrived is written. timeout_s: None waits for as long as anything is."""
-        marker = marker or _Marker()
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        self._queue.put(marker)
-        while not marker.done.wait(timeout=max(0.0, min(FLUSH_S, deadline - time.monotonic()))):
-            is_stalled = timeout_s is None and time.monotonic() - max(self._written_at, self.spool.sent_at) > STALLED_S
-            if is_stalled or time.monotonic() >= deadline or not self._thread.is_alive():
-                return False
-        return True
 
     def _describe(self) -> None:
         """Write what is known of the run before it has a step. Written twice, it is the same."""
         d = self.description
-        self._queue.put(LogParams(dict(d.params)))
+        self._writer.put(LogParams(dict(d.params)))
         for dataset in d.datasets:
-            self._queue.put(LogDataset(**dataset))
+            self._writer.put(LogDataset(**dataset))
         for name, text in d.files.items():
             path = self.work_dir / name
             path.write_text(text)
-            self._queue.put(LogArtifact(str(path)))
+            self._writer.put(LogArtifact(str(path)))
 
     def _note_changes(self) -> None:
         """Note what a run that goes on was told to do otherwise, and its whole config, beside those before."""
@@ -266,35 +223,11 @@ class Recorder(SignsOfLife):
         if not text or text in self._changes[-1:]:  # noted by a recorder before this one
             return
         number = 1 + len(self._changes)
-        self._queue.put(SetTags({f"{CHANGE_TAG}{number:03d}": text}))
+        self._writer.put(SetTags({f"{CHANGE_TAG}{number:03d}": text}))
         config = self.work_dir / f"config-{number}.yaml"
         with contextlib.suppress(OSError):  # on a full disk the tag is enough
             config.write_text(self.description.files.get("config.yaml", ""))
-            self._queue.put(LogArtifact(str(config)))
-
-    def _try_to_note(self) -> None:
-        with contextlib.suppress(OSError):  # a bucket that is away for the moment; without it there is no checkpoint
-            self._note_identity()
-
-    def _note_identity(self) -> None:
-        """Write run.json, which has what is needed to continue this run from its folder alone.
-
-        The run's id is in it as soon as MLflow has given it one.
-        """
-        d, store = self.description, self.spool.store
-        about = {
-            "name": d.run_name,
-            "key": self._key,
-            "run_id": store.run_id if store else None,
-            "experiment_id": store.experiment_id if store else None,
-            "tracking_uri": without_password(d.tracking_uri),
-            "config": dict(d.config),
-            "base_dir": d.base_dir,
-            "started_at": d.started_at,
-        }
-        for root in {d.work_dir, d.run_path or d.work_dir}:
-            Store(root).write_text("run.json", json.dumps(about, indent=1))
-        self._is_noted = store is not None
+            self._writer.put(LogArtifact(str(config)))
 
     def _publish(self) -> str | None:
         """Bring what a resumed run needs to the run's folder, with each checkpoint; gives what went wrong."""
@@ -306,8 +239,8 @@ class Recorder(SignsOfLife):
         if d.run_path and d.run_path != d.work_dir:
             store = Store(d.run_path)
             try:
-                if not self._is_noted and (self._has_new_steps or not self._is_continued):
-                    self._note_identity()
+                if not self.note.is_complete and (self._has_new_steps or not self._is_continued):
+                    self.note.write(self.spool.store)
                 store.write(self.steps.path.name, [self.steps.path.read_bytes()])
                 if self.spool.path.exists():
                     store.write(self.spool.path.name, [self.spool.path.read_bytes()])
@@ -317,39 +250,12 @@ class Recorder(SignsOfLife):
                 return str(exc)
         return None
 
-    def _write_all(self) -> None:
-        flushed_at = time.monotonic()
-        # a slip in one message must not end the recording of all others
-        look = partial(Guard(self._event), Watcher.RECORDING)
-        problem: str | None = None
-
-        def flush() -> None:
-            nonlocal problem
-            problem = look(self._flush, "steps or points could not be written")
-
-        while True:
-            try:
-                item = self._queue.get(timeout=FLUSH_S)
-            except queue.Empty:
-                flush()
-                continue
-            if item is None:
-                flush()
-                return
-            if isinstance(item, _Marker):
-                flush()
-                if item.is_published:
-                    item.problem = problem or look(self._publish, "the record could not be brought to the run's folder")
-                item.done.set()
-            elif isinstance(item, Operation):
-                flush()  # order: points before the status that ends the run
-                look(partial(self.spool.send, item), None)
-            else:
-                look(partial(self._take, item), None, part=type(item).__name__)
-                if time.monotonic() - flushed_at > FLUSH_S:
-                    flush()
-                    flushed_at = time.monotonic()
-            self._written_at = time.monotonic()
+    def _take_item(self, item: WorkerMessage | Operation) -> None:
+        if isinstance(item, Operation):
+            self._flush_guarded()  # order: points before the status that ends the run
+            self._look(partial(self.spool.send, item), None)
+        else:
+            self._look(partial(self._take, item), None, part=type(item).__name__)
 
     def _take(self, message: WorkerMessage) -> None:
         if isinstance(message, StepRecord):
@@ -373,7 +279,7 @@ class Recorder(SignsOfLife):
             self.points.add_checkpoint(message)
         elif isinstance(message, DerivedRecord):
             if not self._derived and not self._is_continued:  # params are written once and stay
-                self._queue.put(LogParams({f"derived.{k}": v for k, v in message.values.items()}))
+                self._writer.put(LogParams({f"derived.{k}": v for k, v in message.values.items()}))
             self._derived = dict(message.values)
             return  # a warning says it where something is to be seen
         elif isinstance(message, WorkerSummary):
@@ -387,11 +293,8 @@ class Recorder(SignsOfLife):
             self._events.append(message.text)
             number = f"{EVENT_TAG}{len(self._events):03d}"
             text = f"{_clock(message.recorded_at)} | {message.text}"[:4000]
-            self._queue.put(SetTags({number: text}))
-        self._shown.append(message)
-        if len(self._shown) > 20_000:  # nobody shows them: a driver's memory must not grow with the number of steps
-            self._shown_from += 10_000
-            del self._shown[:10_000]
+            self._writer.put(SetTags({number: text}))
+        self._shown.add(message)
 
     def _take_step(self, record: StepRecord, *, is_new: bool) -> None:
         """Take the record of a step.
@@ -399,7 +302,7 @@ class Recorder(SignsOfLife):
         is_new: steps.csv does not have it. MLflow may lack steps that steps.csv has: it may have been away.
         """
         if self._is_continued and not self._has_new_steps:
-            self._try_to_note()  # where it fails, the next checkpoint tries again
+            self.note.try_to_write(self.spool.store)  # where it fails, the next checkpoint tries again
             self._note_changes()
         self._has_new_steps = True
         if is_new:
@@ -412,6 +315,10 @@ class Recorder(SignsOfLife):
         if self.steps.lacks(max(step, self.steps.last_step)):
             self._flush()
             self.recovery.mend_steps(step)
+
+    def _flush_guarded(self) -> str | None:
+        problem: str | None = self._look(self._flush, "steps or points could not be written")
+        return problem
 
     def _flush(self) -> None:
         try:
@@ -430,15 +337,6 @@ class Recorder(SignsOfLife):
         if self.spool.store is None:
             raise TrackingError("the recorder", "not started", "start() comes first")
         return self.spool.store
-
-
-@dataclass
-class _Marker:
-    """Passes the queue: everything before it is written then, and published where that is asked for."""
-
-    done: threading.Event = field(default_factory=threading.Event)
-    is_published: bool = False
-    problem: str | None = None
 
 
 def _clock(at: float) -> str:

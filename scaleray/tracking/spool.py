@@ -1,11 +1,10 @@
-"""Operations on their way to MLflow: sent in order, and kept in memory and in a file for as long as it takes none."""
+"""A run's operations on their way to MLflow: what it does not take is kept in a file too, which outlives a kill."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,24 +12,22 @@ from scaleray.checkpoints.storage import Store
 from scaleray.tracking import unsent_file
 from scaleray.tracking.chart_points import Point
 from scaleray.tracking.operations import EndRun, LogMetrics, Operation, to_json
-from scaleray.tracking.retry import Backoff
+from scaleray.tracking.outbox import Outbox
 from scaleray.tracking.store import RunStore, without_password
 
 
-class Spool:
-    """Sends a run's operations. say: takes sentences about MLflow's absence. where: says how far the run is.
+class Spool(Outbox[Operation]):
+    """Outbox of a run, with a file. say: takes sentences about MLflow's absence. where: says how far the run is.
 
-    store: the run in MLflow, once it exists. sent_at: when it took something last, on the monotonic clock. problem: why
-    what is kept is not in the file, which then is behind.
+    store: the run in MLflow, once it exists. problem: why what is kept is not in the file, which then is behind.
     """
 
+    store: RunStore | None
+
     def __init__(self, path: Path, *, say: Callable[[str], None], where: Callable[[], str]) -> None:
+        super().__init__()
         self.path, self._say, self._where = path, say, where
-        self.store: RunStore | None = None
-        self._kept: list[Operation] = []
         self._is_on_disk = True
-        self._retry_at, self._backoff = 0.0, Backoff()
-        self.sent_at = 0.0
 
     @property
     def problem(self) -> str | None:
@@ -71,56 +68,18 @@ class Spool:
         """Points that are kept."""
         return [point for operation in self._kept if isinstance(operation, LogMetrics) for point in operation.points]
 
-    def send(self, operation: Operation) -> None:
-        """Send, or keep; while anything is kept, later operations queue behind it."""
-        if self._kept and not self.send_kept():
-            self._keep(operation)
-            return
-        try:
-            self._send(operation)
-        except Exception as exc:  # whatever MLflow raises, training goes on
-            self._keep(operation)
-            self._say(
-                f"MLflow took no more data at {self._where()} ({type(exc).__name__}); "
-                f"keeping it in {self.path} and trying again"
-            )
-            self._wait_longer()
+    def _say_away(self, problem: Exception) -> None:
+        self._say(
+            f"MLflow took no more data at {self._where()} ({type(problem).__name__}); "
+            f"keeping it in {self.path} and trying again"
+        )
 
-    def send_kept(self) -> bool:
-        """Try again, if it is time to; true when nothing is kept any more."""
-        if not self._kept:
-            return True
-        if time.monotonic() < self._retry_at:
-            return False
-        for number, operation in enumerate(self._kept):
-            try:
-                self._send(operation)
-            except Exception:  # still away: what was sent is forgotten, the rest stays
-                if number:
-                    del self._kept[:number]
-                    self._write_file()
-                self._wait_longer()
-                return False
-        self._kept.clear()
-        self._write_file()
-        self._backoff.reset()
+    def _say_back(self) -> None:
         self._say(f"MLflow is back at {self._where()}; everything kept has been sent")
-        return True
-
-    def retry_now(self) -> None:
-        """Try with the next operation, whenever the next time would have been."""
-        self._retry_at = 0.0
-
-    def _send(self, operation: Operation) -> None:
-        self._require_store().send(operation)
-        self.sent_at = time.monotonic()
-
-    def _wait_longer(self) -> None:
-        self._retry_at = time.monotonic() + self._backoff.failed()
 
     def _keep(self, operation: Operation) -> None:
         line = to_json(operation)  # before it is kept: what cannot be written must not spoil the file for others
-        self._kept.append(operation)
+        super()._keep(operation)
         if len(self._kept) == 1 or not self._is_on_disk:
             self._write_file()
             return
@@ -129,6 +88,11 @@ class Spool:
                 file.write(f"{line}\n")
         except OSError:
             self._is_on_disk = False
+
+    def _forget(self, number: int) -> None:
+        super()._forget(number)
+        if number:
+            self._write_file()
 
     def _write_file(self) -> None:
         """Make the file hold what MLflow lacks; a disk that is full takes it later."""
@@ -142,7 +106,8 @@ class Spool:
             self._is_on_disk = False
 
     def _rewrite(self) -> None:
-        store = self._require_store()
+        store = self.store
+        assert store is not None, "the run exists before anything is kept"
         head = {
             "tracking_uri": without_password(store.uri),
             "run_id": store.run_id,
@@ -151,7 +116,3 @@ class Spool:
         temporary = self.path.with_suffix(".part")
         temporary.write_text("".join(f"{line}\n" for line in [json.dumps(head), *map(to_json, self._kept)]))
         temporary.replace(self.path)
-
-    def _require_store(self) -> RunStore:
-        assert self.store is not None, "the run exists before anything is sent"
-        return self.store

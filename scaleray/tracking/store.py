@@ -12,7 +12,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from scaleray.config.base import without_password
 from scaleray.errors import TrackingError, first_line
@@ -119,7 +119,7 @@ class RunStore:
         tags: Mapping[str, str],
         started_at: float | None = None,
         key: str | None = None,
-    ) -> RunStore:
+    ) -> Self:
         """A new run, RUNNING, since `started_at` (wall clock in s; None is now). Makes the database and the experiment
         when they do not exist. Raises TrackingError.
 
@@ -167,7 +167,7 @@ class RunStore:
         return store
 
     @classmethod
-    def reopen(cls, uri: str, run_id: str, experiment_id: str) -> RunStore:
+    def reopen(cls, uri: str, run_id: str, experiment_id: str) -> Self:
         """A run that was interrupted, RUNNING again. Raises TrackingError when it cannot be continued."""
         try:
             store = cls(uri, run_id, experiment_id)

@@ -1,16 +1,15 @@
 """The MLflow run of a study or a sweep, with a child for each point or trial. Used by the driver alone.
 
-Writing goes on in a thread, so that a sweep never waits for MLflow; what the server does not take waits in memory. The
-record on disk holds everything that is written here: `send_record` brings it to MLflow later.
+Writing goes on in a thread (`Writer`), so that a sweep never waits for MLflow; what the server does not take waits in
+memory. The record on disk holds everything that is written here: `send_record` brings it to MLflow later.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -22,11 +21,26 @@ from scaleray.records.sweep import SweepRecord, Trial
 from scaleray.tracking import saved_views
 from scaleray.tracking.chart_points import in_ms
 from scaleray.tracking.find_record import record_of
-from scaleray.tracking.operations import EndRun, LogArtifact, LogParams, SetTags
-from scaleray.tracking.store import LONGEST_PARAM, RunStore, check_reachable, resolve_uri, run_link, without_password
+from scaleray.tracking.operations import (
+    EndRun,
+    LearnChildren,
+    LogArtifact,
+    LogChild,
+    LogMetrics,
+    LogParams,
+    LogToChildren,
+    RemoveHalfWritten,
+    SaveView,
+    SetTags,
+    StudyOperation,
+)
+from scaleray.tracking.outbox import Outbox
+from scaleray.tracking.store import check_reachable, resolve_uri, run_link, without_password
 from scaleray.tracking.study_description import LONGEST_TAG, closing_tags
+from scaleray.tracking.study_store import StudyStore
 from scaleray.tracking.study_values import (
     Value,
+    as_points,
     end_of,
     point_duration_s,
     point_name,
@@ -41,12 +55,10 @@ from scaleray.tracking.study_values import (
     trial_values,
 )
 from scaleray.tracking.study_views import KEY_TAG, view_of
-from scaleray.tracking.write_queue import WriteQueue
+from scaleray.tracking.writer import Writer
 
 Kind = Literal["scaling-study", "sweep"]
 CHILD_KIND = {"scaling-study": "scaling-point", "sweep": "trial"}
-CHILD_TAG = "scaleray.child"
-"""Tag of a child: which point or trial of its parent it is."""
 LONGEST_WAIT_S = 300.0
 """Seconds for the thread to write what it has, at the end."""
 Record = TypeVar("Record", StudyRecord, SweepRecord)
@@ -56,13 +68,13 @@ class ParentRun:
     """The MLflow run of a study or sweep: open it, log points or trials as they are done, then `identify` and `finish`
     the record."""
 
-    def __init__(self, store: RunStore, kind: Kind, name: str) -> None:
+    def __init__(self, store: StudyStore, kind: Kind, name: str) -> None:
         self.kind, self.name = kind, name
         self._store = store
-        self._children: dict[str, str] = {}
-        self._begun: dict[str, str | None] = {}
-        self._known: dict[str, int] = {}
-        self._writes = WriteQueue()
+        self._outbox = Outbox[StudyOperation](store, leaves_out_refused=True)
+        self._num_asked = 0
+        self._writer = Writer[StudyOperation](self._outbox, self._outbox.send, self._flush, name="scaleray-study-run")
+        self._writer.start()
 
     @classmethod
     def open(
@@ -86,20 +98,22 @@ class ParentRun:
         check_reachable(uri)
         own = {"scaleray.kind": kind, "mlflow.source.name": "scaleray", **(tags or {})}
         if continue_run_id:
-            store = RunStore.reopen(uri, continue_run_id, "")
+            store = StudyStore.reopen(uri, continue_run_id, "")
             store.experiment_id = store.client.get_run(continue_run_id).info.experiment_id
         else:
             # one that was killed before it could write down the run's id is continued under the same name and beginning
             key = hashlib.sha256(f"{name} {started_at}".encode()).hexdigest()[:16] if started_at is not None else None
-            store = RunStore.create(uri, experiment=experiment, run_name=name, tags=own, started_at=started_at, key=key)
+            store = StudyStore.create(
+                uri, experiment=experiment, run_name=name, tags=own, started_at=started_at, key=key
+            )
         run = cls(store, kind, name)
         if not store.is_new:
-            run._writes.add(run._learn_children)
+            run._write(LearnChildren())
         if not continue_run_id:
             params = {safe_name(key): value for key, value in leaves(config, of_lists=False) if value is not None}
-            run._writes.add(lambda: store.send(LogParams(params)))
-            run._writes.add(lambda: store.send(SetTags({KEY_TAG: store.run_id})))
-            run._writes.add(lambda: run._save_view(None))
+            run._write(LogParams(params))
+            run._write(SetTags({KEY_TAG: store.run_id}))
+            run._save_view(None)
         return run
 
     @property
@@ -130,49 +144,42 @@ class ParentRun:
     def log_point(self, point: Point) -> None:
         """Write a measured point as a child. Returns at once. A point that is there already is left as it is."""
         key = point_name(point)
-        self._writes.add(
-            lambda: self._write_child(
-                key,
-                key,
-                point_params(point),
-                point_values(point),
-                ended_at=point.measured_at,
-                duration_s=point_duration_s(point),
-                tags={"scaleray.marks": ", ".join(point.marks)},
-            )
+        self._write_child(
+            key,
+            key,
+            point_params(point),
+            point_values(point),
+            ended_at=point.measured_at,
+            duration_s=point_duration_s(point),
+            tags={"scaleray.marks": ", ".join(point.marks)},
         )
 
     def log_trial(self, trial: Trial) -> None:
         """Write a trial that has ended as a child. Returns at once. A trial that is there already is left as it is."""
         ended = time.time() if trial.ended_at is None else trial.ended_at
-        tags = {"scaleray.status": trial.status, "scaleray.error": trial.error}
-        status = "FAILED" if trial.status in BROKEN else "FINISHED"
-        self._writes.add(
-            lambda: self._write_child(
-                str(trial.number),
-                trial_name(trial),
-                trial_params(trial),
-                trial_values(trial, ended_at=ended),
-                ended_at=ended,
-                duration_s=trial_duration_s(trial),
-                tags=tags,
-                status=status,
-            )
+        self._write_child(
+            str(trial.number),
+            trial_name(trial),
+            trial_params(trial),
+            trial_values(trial, ended_at=ended),
+            ended_at=ended,
+            duration_s=trial_duration_s(trial),
+            tags={"scaleray.status": trial.status, "scaleray.error": trial.error},
+            status="FAILED" if trial.status in BROKEN else "FINISHED",
         )
 
     def log_progress(self, values: Mapping[str, float], *, step: int) -> None:
         """Write metrics of the parent under `progress/`, such as the number of finished trials. Returns at once."""
         now = time.time()
-        made: list[Value] = [(f"progress/{safe_name(key)}", float(value), step, now) for key, value in values.items()]
-        self._writes.add(lambda: self._log_new(made))
+        self._write_values([(f"progress/{safe_name(key)}", float(value), step, now) for key, value in values.items()])
 
     def identify(self, record: Record, *, timeout_s: float = LONGEST_WAIT_S) -> Record:
         """The record with where it is in MLflow, for its file: link and run ids, "" for what MLflow has not taken.
 
         Waits until everything logged is written, or MLflow refuses. Never raises.
         """
-        self._writes.drain(timeout_s)
-        known = dict(self._children)
+        self._try_all(timeout_s)
+        known = dict(self._store.children)
         found = dataclasses.replace(
             record,
             tracking_uri=self.tracking_uri,
@@ -210,19 +217,20 @@ class ParentRun:
         files, or folders that are kept as such. ended_at: wall clock in s; None is now. Never raises.
         """
         if record is not None:
-            self._writes.add(lambda: self._log_new(record_values(record)))
-            if isinstance(record, StudyRecord):
-                self._writes.add(lambda: self._log_relative(record))
-            self._writes.add(lambda: self._store.send(SetTags(closing_tags(record))))
-            self._writes.add(lambda: self._save_view(record))
-        self._writes.add(self._remove_half_written)
+            self._write_values(record_values(record))
+            if isinstance(record, StudyRecord):  # what is known when the curve is
+                points = [at for curve in record.curves for at in curve.points]
+                self._write(LogToChildren({point_name(at.point): as_points(relative_values(at)) for at in points}))
+            self._write(SetTags(closing_tags(record)))
+            self._save_view(record)
+        self._write(RemoveHalfWritten())
         for path in files:
-            self._writes.add(lambda path=path: self._store.send(LogArtifact(str(path))))  # type: ignore[misc]
-        end_time = in_ms(time.time() if ended_at is None else ended_at)
-        self._writes.add(lambda: self._store.send(EndRun(status, end_time)))
-        self._writes.drain(timeout_s)
-        left = self._writes.close()
-        return f"{left} writes did not reach MLflow ({self._writes.problem})" if left else None
+            self._write(LogArtifact(str(path)))
+        self._write(EndRun(status, in_ms(time.time() if ended_at is None else ended_at)))
+        self._try_all(timeout_s)
+        self._writer.abandon()
+        left = self._num_asked - self._outbox.num_sent
+        return f"{left} writes did not reach MLflow ({self._outbox.failure})" if left else None
 
     @property
     def _view_key(self) -> str:
@@ -240,71 +248,37 @@ class ParentRun:
         tags: Mapping[str, str],
         status: str = "FINISHED",
     ) -> None:
-        """Write a child as a run, one batch and its end: three writes, whatever the number of evaluations up to
-        1000."""
-        if key in self._children:
-            return
-        client, started_at = self._store.client, ended_at - duration_s
-        own = {
-            "mlflow.parentRunId": self.run_id,
-            KEY_TAG: self.run_id,
-            CHILD_TAG: key,
-            "scaleray.kind": CHILD_KIND[self.kind],
-            "mlflow.source.name": "scaleray",
-            **{k: v[:LONGEST_TAG] for k, v in tags.items() if v},
-        }
-        run_id = self._begun.get(key)  # made by a try that failed afterwards
-        if run_id is None:
-            run_id = next((run.info.run_id for run in self._find_children(key)), None) if key in self._begun else None
-            self._begun[key] = run_id  # from now on there may be one, although no answer says so
-            if run_id is None:
-                made = client.create_run(self.experiment_id, start_time=in_ms(started_at), tags=own, run_name=name)
-                run_id = self._begun[key] = str(made.info.run_id)
-        _log(client, run_id, values, params)
-        client.set_terminated(run_id, status, in_ms(ended_at))
-        self._children[key] = run_id
+        own = {KEY_TAG: self.run_id, "scaleray.kind": CHILD_KIND[self.kind], "mlflow.source.name": "scaleray"}
+        self._write(
+            LogChild(
+                key,
+                name,
+                tags={**own, **{k: v[:LONGEST_TAG] for k, v in tags.items() if v}},
+                params=params,
+                points=as_points(values),
+                started_at=in_ms(ended_at - duration_s),
+                ended_at=in_ms(ended_at),
+                status=status,
+            )
+        )
 
-    def _find_children(self, key: str | None = None) -> Iterator[Any]:
-        """Children in MLflow, all or those of one name."""
-        query = f"tags.`mlflow.parentRunId` = '{self.run_id}'" + (f" and tags.`{CHILD_TAG}` = '{key}'" if key else "")
-        token = None
-        while True:
-            page = self._store.client.search_runs([self.experiment_id], query, page_token=token, max_results=1000)
-            yield from page
-            token = page.token
-            if not token:
-                return
-
-    def _learn_children(self) -> None:
-        """Learn which children of a continued run were written whole; the others are removed and made anew."""
-        for run in list(self._find_children()):
-            if run.info.status == "RUNNING":
-                self._store.client.delete_run(run.info.run_id)
-            elif key := run.data.tags.get(CHILD_TAG):
-                self._children[key] = run.info.run_id
-        self._known = self._store.last_steps()
-
-    def _remove_half_written(self) -> None:
-        """Remove children that a request made which MLflow's client had given up and repeated; nothing is in them."""
-        for run in list(self._find_children()):
-            if run.info.status == "RUNNING" and run.info.run_id not in self._children.values():
-                self._store.client.delete_run(run.info.run_id)
-
-    def _log_new(self, values: Sequence[Value]) -> None:
-        """Log values of the parent that are new; MLflow keeps both values of a key and step that is written twice."""
-        new = [value for value in values if value[2] > self._known.get(value[0], -1)]
-        _log(self._store.client, self.run_id, new, {})
-
-    def _log_relative(self, record: StudyRecord) -> None:
-        """Log speed-up and efficiency of the points, which are known when the curve is."""
-        for at in (at for curve in record.curves for at in curve.points):
-            if run_id := self._children.get(point_name(at.point)):
-                _log(self._store.client, run_id, relative_values(at), {})
+    def _write_values(self, values: Sequence[Value]) -> None:
+        self._write(LogMetrics(as_points(values)))
 
     def _save_view(self, record: StudyRecord | SweepRecord | None) -> None:
-        with contextlib.suppress(Exception):  # MLflow's own format, which may change: the link still shows the runs
-            key, value = saved_views.tag(self._view_key, view_of(self.kind, self.name, self.run_id, record))
-            self._store.client.set_experiment_tag(self.experiment_id, key, value)
+        self._write(SaveView(*saved_views.tag(self._view_key, view_of(self.kind, self.name, self.run_id, record))))
+
+    def _write(self, operation: StudyOperation) -> None:
+        self._num_asked += 1
+        self._writer.put(operation)
+
+    def _flush(self) -> None:
+        self._outbox.send_kept()
+
+    def _try_all(self, timeout_s: float) -> None:
+        """Return when nothing waits any more, or a last try of what waits has failed."""
+        self._outbox.retry_now()
+        self._writer.wait_until_written(timeout_s=timeout_s)
 
 
 def send_record(path: str | Path, *, uri: str | None = None) -> str | None:
@@ -336,15 +310,3 @@ def send_record(path: str | Path, *, uri: str | None = None) -> str | None:
         for trial in record.trials:
             run.log_trial(trial)
     return run.finish(record, files=[path], ended_at=end_of(record))
-
-
-def _log(client: Any, run_id: str, values: Sequence[Value], params: Mapping[str, Any]) -> None:
-    """Log values and params in as few calls as the server's limits of 1000 metrics and 100 params allow."""
-    from mlflow.entities import Metric, Param
-
-    metrics = [Metric(key, value, in_ms(at), step) for key, value, step, at in values]
-    given = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in params.items()]
-    while metrics or given:
-        batch = metrics[: 1000 - len(given[:100])]
-        client.log_batch(run_id, metrics=batch, params=given[:100])
-        metrics, given = metrics[len(batch) :], given[100:]

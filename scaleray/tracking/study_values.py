@@ -12,15 +12,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from scaleray import metric_names as names
+from scaleray.records.rows import Row, as_columns
 from scaleray.records.settings import best_by_batch, settings
 from scaleray.records.study import Curve, CurvePoint, Point, StudyRecord
 from scaleray.records.sweep import SweepRecord, Trial
+from scaleray.tracking import chart_points
 
 Value = tuple[str, float, int, float]
 """(metric, value, step, wall clock in seconds since 1970)."""
 
 MOST_CURVE_POINTS = 200
 """Largest number of points of one curve in MLflow; the record has all."""
+
+
+def as_points(values: Iterable[Value]) -> list[chart_points.Point]:
+    """The values as MLflow takes them."""
+    return [(name, value, chart_points.in_ms(at), step) for name, value, step, at in values]
 
 
 def point_name(point: Point) -> str:
@@ -66,31 +73,15 @@ def point_values(point: Point) -> list[Value]:
     """A point's single values at step 0, and its training to the target and noise with the number of samples as
     step."""
     at = point.measured_at
-    singles = {
-        names.WORLD_SIZE: point.workers,
-        names.POINT_SAMPLES_PER_S: point.samples_per_s.value,
-        names.POINT_TOKENS_PER_S: point.tokens_per_s.value if point.tokens_per_s else None,
-        names.POINT_STEP_TIME_S: point.step_time_s.value,
-        names.POINT_COMPUTE_S: point.compute_s,
-        names.POINT_EXPOSED_COMM_S: point.exposed_comm_s,
-        names.POINT_INPUT_WAIT_S: point.input_wait_s,
-        names.POINT_OTHER_S: point.other_s,
-        names.POINT_MFU: point.mfu,
-        names.PEAK_MEMORY_BYTES: point.peak_memory_bytes or None,
-        names.POINT_COST: point.cost_per_million_samples,
-        names.POINT_NOISE_SCALE: point.noise_scale,
-    }
-    reached = point.to_target if point.to_target and point.to_target.is_reached else None
-    if reached:
-        singles[names.POINT_SAMPLES_TO_TARGET] = reached.samples
-        singles[names.POINT_TIME_TO_TARGET_S] = reached.time_s
+    rows = [Row(names.WORLD_SIZE, point.workers), *point.rows()]
+    rows = [row for row in rows if row.value or row.metric != names.PEAK_MEMORY_BYTES]  # 0 is one not measured
     curve: list[Value] = []
     if point.to_target:
         to = point.to_target
         curve = curve_values(to.metric, to.curve, to.recorded_at, began_at=at - point_duration_s(point))
     noise = thinned(point.noise.curve, MOST_CURVE_POINTS) if point.noise else []
     curve += list(_finite((names.NOISE_SCALE.name, value, samples, at) for samples, value in noise))
-    return list(_finite((metric.name, value, 0, at) for metric, value in singles.items())) + curve
+    return _singles(rows, at) + curve
 
 
 def point_duration_s(point: Point) -> float:
@@ -103,23 +94,14 @@ def trial_values(trial: Trial, *, ended_at: float) -> list[Value]:
 
     ended_at: wall clock in s.
     """
-    singles = {
-        names.TRIAL_BATCH_SIZE: trial.batch_size,
-        names.TRIAL_LEARNING_RATE: trial.learning_rate,
-        names.WORLD_SIZE: trial.workers,
-        names.TRIAL_VALUE: trial.value,
-        names.TRIAL_SAMPLES: trial.samples,
-        names.TRIAL_SAMPLES_TO_TARGET: trial.samples_to_target,
-        names.TRIAL_TIME_TO_TARGET_S: trial.time_to_target_s,
-        names.TRIAL_TRAINING_TIME_S: trial.training_time_s,
-        names.TRIAL_TOTAL_TIME_S: trial.total_time_s,
-        names.TRIAL_SAMPLES_PER_S: trial.samples_per_s,
-        names.TRIAL_NOISE_SCALE: trial.noise_scale,
-        names.TRIAL_GOODPUT: trial.goodput,
-    }
+    set_before = [
+        Row(names.TRIAL_BATCH_SIZE, trial.batch_size),
+        Row(names.TRIAL_LEARNING_RATE, trial.learning_rate),
+        Row(names.WORLD_SIZE, trial.workers),
+    ]
     began_at = ended_at - trial_duration_s(trial)
     curve = curve_values(trial.metric, trial.curve, trial.recorded_at, began_at=began_at)
-    return list(_finite((metric.name, value, 0, ended_at) for metric, value in singles.items())) + curve
+    return _singles([*set_before, *trial.rows()], ended_at) + curve
 
 
 def trial_duration_s(trial: Trial) -> float:
@@ -129,8 +111,7 @@ def trial_duration_s(trial: Trial) -> float:
 
 def relative_values(at: CurvePoint) -> list[Value]:
     """What a point is beside the base of its curve."""
-    singles = ((names.POINT_SPEEDUP, at.speedup.value), (names.POINT_EFFICIENCY, at.efficiency.value))
-    return list(_finite((metric.name, value, 0, at.point.measured_at) for metric, value in singles))
+    return _singles(at.relative_rows(), at.point.measured_at)
 
 
 def curve_values(
@@ -188,21 +169,13 @@ def _study_values(record: StudyRecord) -> Iterator[tuple[str, float | None, int,
 
 
 def _curve_values(curve: Curve, at: CurvePoint) -> Iterator[tuple[str, float | None]]:
-    def name(what: str) -> str:
-        return names.scaling_curve(curve.mode, what)
-
+    for what, value in as_columns(at.rows()).items():
+        if names.is_scaling_curve(curve.mode, what):
+            yield names.scaling_curve(curve.mode, what), value
     point = at.point
-    for what, estimate in (("speedup", at.speedup), ("efficiency", at.efficiency)):
-        yield name(what), estimate.value
-        yield name(f"{what}_low"), estimate.low
-        yield name(f"{what}_high"), estimate.high
-    yield name("samples_per_s"), point.samples_per_s.value
-    yield name("step_time_s"), point.step_time_s.value
     if point.step_time_s.value and point.exposed_comm_s is not None:
-        yield name("exposed_comm_share"), point.exposed_comm_s / point.step_time_s.value
-    yield name("cost_per_million_samples"), point.cost_per_million_samples
-    if point.to_target and point.to_target.is_reached:
-        yield name("time_to_target_s"), point.to_target.time_s
+        share = point.exposed_comm_s / point.step_time_s.value
+        yield names.scaling_curve(curve.mode, "exposed_comm_share"), share
 
 
 def _sweep_values(record: SweepRecord) -> Iterator[tuple[str, float | None, int]]:
@@ -219,10 +192,12 @@ def _sweep_values(record: SweepRecord) -> Iterator[tuple[str, float | None, int]
             if setting.samples_to_target is not None:
                 yield names.batch_curve("steps_to_target", name), setting.samples_to_target / batch, batch
     for at in record.goodput:
-        yield names.BATCH_SAMPLES_PER_S.name, at.samples_per_s.value, at.batch_size
-        yield names.BATCH_EFFICIENCY.name, at.statistical_efficiency.value, at.batch_size
-        yield names.BATCH_GOODPUT.name, at.goodput.value, at.batch_size
-        yield names.BATCH_PREDICTED_SAMPLES.name, at.predicted_samples, at.batch_size
+        yield from ((row.name, row.value, at.batch_size) for row in at.rows())
+
+
+def _singles(rows: Iterable[Row], at: float) -> list[Value]:
+    """What stands at step 0. at: wall clock in s."""
+    return list(_finite((row.name, row.value, 0, at) for row in rows if row.metric.is_in_mlflow))
 
 
 def _finite(values: Iterable[tuple[str, float | None, int, float]]) -> Iterator[Value]:

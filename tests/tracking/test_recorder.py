@@ -416,7 +416,7 @@ def test_a_worker_of_an_earlier_larger_group_is_not_missed(uri, tmp_path):
 
 def test_tries_come_further_and_further_apart_while_mlflow_is_away(tmp_path, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("scaleray.tracking.spool.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("scaleray.tracking.outbox.time", SimpleNamespace(monotonic=lambda: now[0]))
     tried = []
 
     class Away:

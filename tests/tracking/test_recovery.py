@@ -12,8 +12,7 @@ from test_recorder import describe, rows, step
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import TrackingError
 from scaleray.records.run import EvaluationRecord, EventRecord
-from scaleray.tracking import recorder as recorder_module
-from scaleray.tracking import store
+from scaleray.tracking import store, writer
 from scaleray.tracking.recorder import Recorder
 from scaleray.tracking.steps_file import StepsFile
 
@@ -47,7 +46,7 @@ class World:
         self.mlflow.install(monkeypatch)
         self.mlflow.on_call = self._on_call
         monkeypatch.setattr("os.fsync", lambda file: None)  # no power fails here
-        monkeypatch.setattr(recorder_module, "FLUSH_S", 0.02)
+        monkeypatch.setattr(writer, "FLUSH_S", 0.02)
         monkeypatch.setattr("scaleray.tracking.retry.FIRST_S", 0.0)
         monkeypatch.setattr("scaleray.tracking.retry.MOST_S", 0.0)
         monkeypatch.setattr(threading, "excepthook", lambda found: None)  # a thread that is killed says nothing

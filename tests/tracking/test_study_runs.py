@@ -14,7 +14,9 @@ from waiting import wait_until
 from scaleray import metric_names
 from scaleray.errors import TrackingError
 from scaleray.tracking import saved_views, store, study_runs
+from scaleray.tracking.operations import LogParams
 from scaleray.tracking.study_runs import ParentRun, send_record
+from scaleray.tracking.study_store import CHILD_TAG
 from scaleray.tracking.study_values import (
     MOST_CURVE_POINTS,
     curve_values,
@@ -257,7 +259,7 @@ def test_a_write_that_mlflow_refuses_does_not_keep_back_those_after_it(uri):
     run = open_study(uri)
     run.identify(record)
     client(uri).log_param(run.run_id, "taken", "1")
-    run._writes.add(lambda: run._store.client.log_param(run.run_id, "taken", "2"))
+    run._write(LogParams({"taken": "2"}))
     log_points(run, record)
     lacks = run.finish(run.identify(record))
     assert lacks is not None and lacks.startswith("1 ")
@@ -275,7 +277,7 @@ def test_a_continued_study_keeps_its_points_and_makes_half_written_ones_anew(uri
     half = client(uri).create_run(
         first.experiment_id,
         run_name=point_name(points[2]),
-        tags={"mlflow.parentRunId": first.run_id, study_runs.CHILD_TAG: point_name(points[2])},
+        tags={"mlflow.parentRunId": first.run_id, CHILD_TAG: point_name(points[2])},
     )  # killed here
     again = open_study(uri, continue_run_id=first.run_id)
     log_points(again, record)

@@ -15,10 +15,11 @@ import yaml
 from scaleray import metric_names as names
 from scaleray.config.base import without_password
 from scaleray.launch.session.folder import RunFolder
+from scaleray.records.rows import Row
 from scaleray.records.run import EMULATED, RunRecord, leaves
 from scaleray.reproducibility.fingerprint import environment_hash
 from scaleray.scaling.recipe.lr_rules import MOVED_BY_RULES
-from scaleray.tracking.recorder import Recording, RunIdentity
+from scaleray.tracking.recording import Recording, RunIdentity
 from scaleray.tracking.run_description import RunDescription
 from scaleray.training.setup.job import TRAIN, TrainJob
 from scaleray.workload import brings_optimizer
@@ -154,14 +155,9 @@ def make_record(
 
 def point_metrics(record: RunRecord) -> dict[str, float]:
     """What MLflow shows of the whole run: one value each."""
-    values: dict[Any, float | None] = {
-        names.WORLD_SIZE: float(record.workers),
-        names.POINT_SAMPLES_PER_S: record.samples_per_s,
-        names.POINT_TOKENS_PER_S: record.tokens_per_s,
-        names.TIME_TO_FIRST_STEP_S: record.time_to_first_step_s,
-        names.PEAK_MEMORY_BYTES: float(max(record.peak_memory_bytes)) if record.peak_memory_bytes else None,
-    }
-    return {metric.name: value for metric, value in values.items() if value is not None and math.isfinite(value)}
+    shown = (names.POINT_SAMPLES_PER_S, names.POINT_TOKENS_PER_S, names.TIME_TO_FIRST_STEP_S, names.PEAK_MEMORY_BYTES)
+    rows = [Row(names.WORLD_SIZE, record.workers), *(row for row in record.rows() if row.metric in shown)]
+    return {row.name: float(row.value) for row in rows if row.value is not None and math.isfinite(row.value)}
 
 
 def end_tags(record: RunRecord) -> dict[str, str]:

@@ -15,7 +15,7 @@ from scaleray.records.run import Heartbeat, WorkerMessage
 from scaleray.tracking.run_description import RunDescription
 
 if TYPE_CHECKING:
-    from scaleray.tracking.recorder import Recording, RunIdentity
+    from scaleray.tracking.recording import Recording, RunIdentity
 
 WAIT_FOR_WORKERS_S = 30.0  # time that the recorder waits before it makes the MLflow run all the same
 

@@ -19,7 +19,7 @@ from scaleray.records.run import RunRecord, jsonable
 from scaleray.records.study import StudyRecord
 from scaleray.records.sweep import SweepRecord
 from scaleray.reports.compare.conditions import Difference, conditions, differences
-from scaleray.reports.compare.figures import Row, figures
+from scaleray.reports.compare.figures import Figure, figures
 from scaleray.reports.compare.losses import loss_difference
 from scaleray.reports.compare.speed import SpeedVerdict, study_verdicts, sweep_verdict, training_verdict
 from scaleray.tracking.find_record import FoundRun
@@ -53,7 +53,7 @@ class Comparison:
     kind: str
     runs: list[Compared]
     differences: list[Difference]
-    figures: list[Row]
+    figures: list[Figure]
     verdicts: list[SpeedVerdict]
     notes: list[str] = field(default_factory=list)
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from scaleray import metric_names as names
+from scaleray.metric_names import Metric
+from scaleray.records.rows import Row, by_metric
 from scaleray.records.run import RunRecord
 from scaleray.records.settings import best, settings
 from scaleray.records.study import StudyRecord
 from scaleray.records.sweep import SweepRecord
-from scaleray.text.units import count, figure, memory, seconds, with_interval
+from scaleray.text.units import count, figure, seconds, shown, with_interval
 
 
 @dataclass(frozen=True)
-class Row:
+class Figure:
     """A figure's name, its values and how they are shown, in the order of the records; None and "" where
     one lacks it."""
 
@@ -23,40 +26,34 @@ class Row:
     shown: list[str]
 
 
-def figures(records: Sequence[Any]) -> list[Row]:
+def figures(records: Sequence[Any]) -> list[Figure]:
     """The figures that the records have, all of one kind. A figure that none has is left out."""
-    make: dict[type, Callable[[Any], list[Row]]] = {RunRecord: _training, StudyRecord: _study, SweepRecord: _sweep}
+    make: dict[type, Callable[[Any], list[Figure]]] = {RunRecord: _training, StudyRecord: _study, SweepRecord: _sweep}
     rows = make[type(records[0])](records)
     return [row for row in rows if any(value is not None for value in row.values)]
 
 
-def _row(name: str, values: Sequence[Any], show: Callable[[Any], str]) -> Row:
-    return Row(name, list(values), ["" if value is None else show(value) for value in values])
+def _row(name: str, values: Sequence[Any], show: Callable[[Any], str]) -> Figure:
+    return Figure(name, list(values), ["" if value is None else show(value) for value in values])
 
 
-def _training(records: Sequence[RunRecord]) -> list[Row]:
-    rows = [
-        _row("verdict", [r.verdict.partition("\n")[0] for r in records], str),
-        _row("steps", [r.steps for r in records], count),
-        _row("final loss", [r.final_loss for r in records], figure),
-    ]
-    for name in sorted(set().union(*(r.metrics for r in records))):
-        rows.append(_row(name, [r.metrics.get(name) for r in records], figure))
-    rows += [
-        _row("samples/s", [r.samples_per_s for r in records], count),
-        _row("tokens/s", [r.tokens_per_s for r in records], count),
-        _row("step time", [r.step_time_s for r in records], seconds),
-        _row("waits for input", [r.input_wait_share for r in records], lambda v: f"{v:.1%}"),
-        _row("time to first step", [r.time_to_first_step_s for r in records], seconds),
-        _row("training time", [r.training_time_s for r in records], seconds),
-        _row("total time", [r.total_time_s for r in records], seconds),
-        _row("peak memory", [max(r.peak_memory_bytes, default=None) for r in records], memory),
-        _row("steps not finite", [r.nonfinite_steps or None for r in records], count),
-    ]
+def _measured(name: str, metric: Metric, found: Sequence[Mapping[Metric, Row]]) -> Figure:
+    rows = [of.get(metric, Row(metric, None)) for of in found]
+    return Figure(name, [row.value for row in rows], list(map(shown, rows)))
+
+
+def _training(records: Sequence[RunRecord]) -> list[Figure]:
+    found = [by_metric(record.rows()) for record in records]
+    evaluations = [names.evaluation(name) for name in sorted(set().union(*(record.metrics for record in records)))]
+    others = [metric for metric in found[0] if metric not in evaluations]
+    of_learning = others.index(names.RECORD_FINAL_LOSS) + 1
+    rows = [_row("verdict", [r.verdict.partition("\n")[0] for r in records], str)]
+    for metric in [*others[:of_learning], *evaluations, *others[of_learning:]]:
+        rows.append(_measured(metric.label, metric, found))
     return rows
 
 
-def _study(records: Sequence[StudyRecord]) -> list[Row]:
+def _study(records: Sequence[StudyRecord]) -> list[Figure]:
     curves = [{curve.mode: curve for curve in record.curves} for record in records]
     rows = []
     for mode in dict.fromkeys(mode for one in curves for mode in one):
@@ -78,17 +75,18 @@ def _study(records: Sequence[StudyRecord]) -> list[Row]:
     return rows
 
 
-def _sweep(records: Sequence[SweepRecord]) -> list[Row]:
+def _sweep(records: Sequence[SweepRecord]) -> list[Figure]:
     chosen = [best(settings(record), record.direction) for record in records]
+    measured = [by_metric(setting.rows() if setting else []) for setting in chosen]
     return [
         _row("trials", [len(r.trials) for r in records], count),
         _row("of them failed", [sum(t.status == "failed" for t in r.trials) for r in records], count),
         _row("best batch size", [s and s.batch_size for s in chosen], count),
         _row("best learning rate", [s and s.learning_rate for s in chosen], figure),
         _row("best rule", [s and s.rule for s in chosen], str),
-        _row(f"best {records[0].metric}", [s and s.value for s in chosen], figure),
-        _row("its samples to target", [s and s.samples_to_target for s in chosen], count),
-        _row("its time to target", [s and s.time_to_target_s for s in chosen], seconds),
+        _measured(f"best {records[0].metric}", names.TRIAL_VALUE, measured),
+        _measured("its samples to target", names.TRIAL_SAMPLES_TO_TARGET, measured),
+        _measured("its time to target", names.TRIAL_TIME_TO_TARGET_S, measured),
         _row("duration", [r.duration_s for r in records], seconds),
     ]
 

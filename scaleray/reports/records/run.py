@@ -8,18 +8,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from scaleray import metric_names as names
+from scaleray.records.rows import by_metric
 from scaleray.records.run import RunRecord
 from scaleray.reports.page import drawing
 from scaleray.reports.page.drawing import BLUE, ORANGE, VERMILION, Drawing, draw
 from scaleray.reports.page.page import Fact, Page, Section, write
 from scaleray.reports.records.study import sentence_case, where
 from scaleray.text.tables import Table
-from scaleray.text.units import count, figure, memory, seconds
+from scaleray.text.units import figure, memory, seconds, shown
 from scaleray.tracking.steps_file import step_rows
 from scaleray.tracking.study_values import thinned
 
 MOST_POINTS = 600
 """Points of a line; where there are more, the mean of a window stands for each."""
+FACTS = (
+    ("Final loss", names.RECORD_FINAL_LOSS, ""),
+    ("Throughput", names.POINT_SAMPLES_PER_S, "samples/s, steady state"),
+    ("Step time", names.POINT_STEP_TIME_S, "median, steady state"),
+    ("Waits for input", names.INPUT_WAIT_SHARE, "of the step time"),
+    ("Peak memory", names.PEAK_MEMORY_BYTES, "of the largest worker"),
+)
+"""What stands above the page of a training, with a note on what it is."""
 LONGEST_HEADLINE = 80
 """Characters of a verdict that stands in the headline, such as `target reached`; an error has a paragraph."""
 
@@ -88,18 +98,9 @@ def run_page(
 
 
 def _facts(record: RunRecord) -> list[Fact]:
-    found = [Fact("Workers", str(record.workers), record.strategy)]
-    if record.final_loss is not None:
-        found.append(Fact("Final loss", figure(record.final_loss)))
-    if record.samples_per_s:
-        found.append(Fact("Throughput", count(record.samples_per_s), "samples/s, steady state"))
-    if record.step_time_s:
-        found.append(Fact("Step time", seconds(record.step_time_s), "median, steady state"))
-    if record.input_wait_share is not None:
-        found.append(Fact("Waits for input", f"{record.input_wait_share:.1%}", "of the step time"))
-    if any(record.peak_memory_bytes):
-        found.append(Fact("Peak memory", memory(max(record.peak_memory_bytes)), "of the largest worker"))
-    return found
+    row_of = by_metric(record.rows())
+    found = [Fact(title, shown(row_of[metric]), note) for title, metric, note in FACTS]
+    return [Fact("Workers", str(record.workers), record.strategy), *(fact for fact in found if fact.value)]
 
 
 def _line(

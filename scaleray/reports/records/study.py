@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from scaleray.records.rows import as_columns
 from scaleray.records.study import Conditions, Curve, StudyRecord
 from scaleray.reports.figures.study import noise_scale, study_drawings
 from scaleray.reports.page.page import Fact, Page, Section, write
@@ -49,7 +50,7 @@ def point_rows(record: StudyRecord) -> list[dict[str, Any]]:
     rows = []
     for curve in record.curves:
         for at in curve.points:
-            p, to = at.point, at.point.to_target
+            p = at.point
             rows.append(
                 {
                     "mode": p.mode,
@@ -60,24 +61,7 @@ def point_rows(record: StudyRecord) -> list[dict[str, Any]]:
                     "accumulation_steps": p.accumulation_steps,
                     "steps_measured": sum(map(len, p.turns)),
                     "turns": len(p.turns),
-                    **_with_interval("step_time_s", p.step_time_s),
-                    **_with_interval("samples_per_s", p.samples_per_s),
-                    "tokens_per_s": p.tokens_per_s.value if p.tokens_per_s else None,
-                    **_with_interval("speedup", at.speedup),
-                    **_with_interval("efficiency", at.efficiency),
-                    "compute_s": p.compute_s,
-                    "exposed_comm_s": p.exposed_comm_s,
-                    "input_wait_s": p.input_wait_s,
-                    "other_s": p.other_s,
-                    "comm_s": p.comm_s,
-                    "sent_bytes": p.sent_bytes,
-                    "mfu": p.mfu,
-                    "peak_memory_bytes": p.peak_memory_bytes,
-                    "cost_per_million_samples": p.cost_per_million_samples,
-                    "noise_scale": p.noise_scale,
-                    "target_reached": to.is_reached if to else None,
-                    "samples_to_target": to.samples if to and to.is_reached else None,
-                    "time_to_target_s": to.time_s if to and to.is_reached else None,
+                    **as_columns(at.rows()),
                     "marks": ";".join(marks_of(at)),
                     "reused_from": p.reused_from,
                     "measured_at": p.measured_at,
@@ -151,7 +135,3 @@ def _facts(record: StudyRecord) -> list[Fact]:
                     )
                 )
     return found
-
-
-def _with_interval(name: str, estimate: Any) -> dict[str, float]:
-    return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from scaleray.records.rows import as_columns
 from scaleray.records.settings import best, settings, trained
 from scaleray.records.sweep import SweepRecord
 from scaleray.reports.figures.rule_limits import reference_batch_size, rule_table
@@ -69,17 +70,7 @@ def trial_rows(record: SweepRecord) -> list[dict[str, Any]]:
             "warmup": t.warmup,
             "seed": t.seed,
             "workers": t.workers,
-            t.metric or "value": t.value,
-            "samples_to_target": t.samples_to_target,
-            "time_to_target_s": t.time_to_target_s,
-            "samples": t.samples,
-            "training_time_s": t.training_time_s,
-            "total_time_s": t.total_time_s,
-            "samples_per_s": t.samples_per_s,
-            "noise_scale": t.noise_scale,
-            "noise_scale_low": t.noise_interval[0] if t.noise_interval else None,
-            "noise_scale_high": t.noise_interval[1] if t.noise_interval else None,
-            "goodput": t.goodput,
+            **{t.metric or key if key == "value" else key: value for key, value in as_columns(t.rows()).items()},
             "error": t.error,
             "run_id": t.run_id,
             "same_as": t.same_as,
@@ -99,9 +90,7 @@ def setting_rows(record: SweepRecord) -> list[dict[str, Any]]:
             "warmup": s.warmup,
             "trials": len(s.trials),
             "reached": s.num_reached,
-            "value": s.value,
-            "samples_to_target": s.samples_to_target,
-            "time_to_target_s": s.time_to_target_s,
+            **as_columns(s.rows()),
         }
         for s in settings(record)
     ]

@@ -1,0 +1,32 @@
+"""What the recorder tells the driver of a run: where it is in MLflow, and what it came to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from scaleray.records.run import WorkerSummary
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """Where the run is in MLflow."""
+
+    run_id: str
+    experiment_id: str
+    link: str
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What the recorder knows when the run has ended."""
+
+    final_loss: float | None
+    metrics: dict[str, float]
+    summaries: list[WorkerSummary]
+    events: list[str]
+    resumed_after: list[int]
+    last_step: int
+    unsent_file: str | None = None
+    derived: dict[str, Any] = field(default_factory=dict)
+    """Derived values as the workers said that they are in use."""
