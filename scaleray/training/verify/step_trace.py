@@ -20,11 +20,11 @@ from scaleray.reproducibility.equivalence import SMALL_GRADIENT, signature_diffe
 from scaleray.reproducibility.signatures import Signer, number_format
 from scaleray.reproducibility.traces import Replicas, Restored, StepTrace, Trace
 from scaleray.strategies.contract.parallel import full
+from scaleray.training.observer import StepResult
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 from scaleray.training.step.micro_batches import cuts
-from scaleray.training.step.step import StepResult
 from scaleray.training.verify.compared_job import DueRates
 from scaleray.training.verify.gradient_parts import GradientParts
 from scaleray.training.verify.quieted import Masks, Quieted
