@@ -33,8 +33,9 @@ from scaleray.training.setup.model_setup import Setup, prepare
 from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing
 from scaleray.training.state.final_weights import hand_on_weights
+from scaleray.training.state.items import PROGRESS
 from scaleray.training.state.loop_state import LoopCheckpoint, LoopState
-from scaleray.training.state.state import PROGRESS, TrainState
+from scaleray.training.state.state import TrainState
 from scaleray.training.step.evaluation import Evaluations
 from scaleray.training.step.first_batch import check_first_batch
 from scaleray.training.step.micro_sizes import MicroSizes

@@ -32,7 +32,7 @@ from scaleray.errors import WorkloadError
 from scaleray.training import loop
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.state.checkpointing import Checkpointing, Control
-from scaleray.training.state.state import ITEMS, SETUP_ITEMS
+from scaleray.training.state.items import ITEMS, SETUP_ITEMS
 
 
 class Everything(Classify):
