@@ -38,11 +38,12 @@ from scaleray.scaling.recipe.values import DataSize
 from scaleray.strategies.contract.weight_shares import WeightShare
 from scaleray.strategies.tensor import Replicated
 from scaleray.training import loop
+from scaleray.training.observer import StepResult
 from scaleray.training.setup.job import TRAIN, Split, TrainJob
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing
-from scaleray.training.step.step import StepResult, TrainStep
+from scaleray.training.step.step import TrainStep
 
 NUM_FEATURES, NUM_CLASSES = 6, 3
 DEFAULTS: dict[str, Any] = {

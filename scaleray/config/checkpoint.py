@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from scaleray.config.base import Count, Duration, NonNegative, Positive, Settings, above_zero
+
+NOTHING_SAVED: dict[str, Any] = {
+    "save_final": False,
+    "every": None,
+    "every_minutes": None,
+    "best": None,
+    "keep_every": None,
+    "copies": 1,
+    "copy_path": None,
+}
+"""Settings of a training that leaves no files, as it is only measured or compared."""
 
 
 class CheckpointSettings(Settings):

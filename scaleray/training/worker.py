@@ -57,50 +57,17 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
     import ray.train
 
     assignment: Assignment = ray.get(config["assignment"])
-    context = ray.train.get_context()
-    job = assignment.job.on(context.get_world_size())
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
-    logging.getLogger("ray.train.v2._internal.util").setLevel(logging.CRITICAL)  # the driver says each error, once
-    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # says that progress bars are off
-    uses_gpu = job.config.scale.gpus_per_worker > 0
+    job = assignment.job.on(ray.train.get_context().get_world_size())
+    _quieten_ray()
+    scale = job.config.scale
+    uses_gpu = scale.gpus_per_worker > 0
     place = place_under_ray(uses_gpu=uses_gpu)
     if not uses_gpu:
-        torch.set_num_threads(max(1, int(job.config.scale.cpus_per_worker)))
+        torch.set_num_threads(max(1, int(scale.cpus_per_worker)))
     sender = Sender(assignment.recorder, interval_s=job.config.tracking.interval_s)
-
     open_stream = stream_opener(job, assignment.sources, input_cpus=assignment.input_cpus, emit=sender)
-    tail: deque[str] = deque(maxlen=TAIL_LINES)
-    sys.stdout, sys.stderr = Tail(sys.stdout, tail), Tail(sys.stderr, tail)
-    logging.getLogger().addHandler(TailHandler(tail))  # others hold the streams as they were before
-    control = Control()
-    if assignment.can_be_preempted:
-
-        def notice() -> frozenset[str]:
-            info = ray.train.get_preemption_info()
-            return frozenset(info.preempted_node_to_ranks) if info is not None else frozenset()
-
-        control.notice = notice
-
-    def before_publishing() -> dict[str, Any]:
-        if not sender.flush():  # a run resumed from this checkpoint would lack the steps that it has not heard of
-            raise RuntimeError("the recorder has not taken the steps before it")
-        try:
-            return {"mlflow": ray.get(assignment.recorder.durable.remote(), timeout=90)}
-        except ray.exceptions.RayError as exc:  # a plain one: Ray's cannot be pickled, and other ranks must hear of it
-            raise RuntimeError(f"the recorder has not kept the steps before it: {str(exc).splitlines()[-1]}") from None
-
-    def beat(step: int, phase: str, since_s: float) -> bool:
-        heartbeat = Heartbeat(place.rank, place.node, os.getpid(), step, phase, since_s, tuple(tail), place.world_size)
-        return bool(ray.get(assignment.recorder.beat.remote(heartbeat), timeout=30))
-
-    def die(what: str) -> None:
-        # whatever the recorder does, this process must end
-        threading.Timer(10.0, os._exit, [HANG_EXIT_CODE]).start()
-        with contextlib.suppress(Exception):
-            beat(progress.step, HANG + what, 0.0)
-        sender.flush()
-        os._exit(HANG_EXIT_CODE)  # the training thread cannot be ended otherwise
-
+    life = SignsOfLife(assignment.recorder, place, sender, tail=_keep_tail())
+    control = Control(notice=_nodes_to_go if assignment.can_be_preempted else None)
     checkpointing = Checkpointing(
         job,
         place,
@@ -108,16 +75,16 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
         emit=sender,
         control=control,
         facts=assignment.facts,
-        before_publishing=before_publishing,
+        before_publishing=lambda: {"mlflow": sender.durable()},
     )
     progress = Progress()
     watchdog = Watchdog(
         progress,
         interval_s=max(BEAT_S, place.world_size / 100),
-        beat=beat,
-        limit_s=WATCHDOG_SHARE * job.config.scale.collective_timeout_s,
+        beat=life.beat,
+        limit_s=WATCHDOG_SHARE * scale.collective_timeout_s,
         on_leave=control.wants_leave.set,
-        on_hang=die,
+        on_hang=lambda what: life.die(progress.step, what),
     )
     try:
         with watchdog, no_exit("the workload's code"):
@@ -132,6 +99,28 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
             )
     finally:
         sender.flush()
+
+
+def _quieten_ray() -> None:
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    logging.getLogger("ray.train.v2._internal.util").setLevel(logging.CRITICAL)  # the driver says each error, once
+    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # says that progress bars are off
+
+
+def _keep_tail() -> deque[str]:
+    """The last lines that this process prints or logs from now on."""
+    tail: deque[str] = deque(maxlen=TAIL_LINES)
+    sys.stdout, sys.stderr = Tail(sys.stdout, tail), Tail(sys.stderr, tail)
+    logging.getLogger().addHandler(TailHandler(tail))  # others hold the streams as they were before
+    return tail
+
+
+def _nodes_to_go() -> frozenset[str]:
+    """Nodes of workers that the cluster will take away soon."""
+    import ray.train
+
+    info = ray.train.get_preemption_info()
+    return frozenset(info.preempted_node_to_ranks) if info is not None else frozenset()
 
 
 def stream_opener(
@@ -193,6 +182,32 @@ def stream_opener(
     return open_stream
 
 
+class SignsOfLife:
+    """What a worker tells the recorder of its own state: where it is in a step, and that it hangs."""
+
+    def __init__(self, recorder: Any, place: Place, sender: Sender, *, tail: deque[str]) -> None:
+        self.recorder, self.place, self.sender, self.tail = recorder, place, sender, tail
+
+    def beat(self, step: int, phase: str, since_s: float) -> bool:
+        """Tell of this worker's phase; whether the recorder answers that the run should leave."""
+        import ray
+
+        place = self.place
+        heartbeat = Heartbeat(
+            place.rank, place.node, os.getpid(), step, phase, since_s, tuple(self.tail), place.world_size
+        )
+        return bool(ray.get(self.recorder.beat.remote(heartbeat), timeout=30))
+
+    def die(self, step: int, what: str) -> None:
+        """Tell that the worker hangs, and end its process."""
+        # whatever the recorder does, this process must end
+        threading.Timer(10.0, os._exit, [HANG_EXIT_CODE]).start()
+        with contextlib.suppress(Exception):
+            self.beat(step, HANG + what, 0.0)
+        self.sender.flush()
+        os._exit(HANG_EXIT_CODE)  # the training thread cannot be ended otherwise
+
+
 class Sender:
     """Sends messages to the recorder in batches, without waiting for it."""
 
@@ -231,6 +246,18 @@ class Sender:
                     return True
         logging.getLogger(__name__).warning("the recorder did not take the last messages of this worker")
         return False
+
+    def durable(self) -> Any:
+        """What the recorder says of a run whose messages so far it has all written down. Raises RuntimeError where it
+        has not: a run resumed from here would lack the steps that it has not heard of."""
+        import ray
+
+        if not self.flush():
+            raise RuntimeError("the recorder has not taken the steps before it")
+        try:
+            return ray.get(self.recorder.durable.remote(), timeout=90)
+        except ray.exceptions.RayError as exc:  # a plain one: Ray's cannot be pickled, and other ranks must hear of it
+            raise RuntimeError(f"the recorder has not kept the steps before it: {str(exc).splitlines()[-1]}") from None
 
     def _send(self) -> None:
         with self._lock:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from scaleray.config import RunConfig
+from scaleray.config.checkpoint import NOTHING_SAVED
 from scaleray.config.loading import Entry, validate
 from scaleray.data import StepPlan
 from scaleray.data.source import Source
@@ -110,13 +111,7 @@ def trial_config(base: RunConfig, settings: Settings, workers: int) -> RunConfig
     own: Settings = {
         "scale.workers": workers,
         "tracking.system_metrics": False,
-        "checkpoint.save_final": False,
-        "checkpoint.every": None,
-        "checkpoint.every_minutes": None,
-        "checkpoint.best": None,
-        "checkpoint.keep_every": None,
-        "checkpoint.copies": 1,
-        "checkpoint.copy_path": None,
+        **{f"checkpoint.{name}": value for name, value in NOTHING_SAVED.items()},
     }
     if base.optimizer.reference_batch_size is None:
         own["optimizer.reference_batch_size"] = base.batch.global_size

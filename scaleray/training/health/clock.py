@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from array import array
@@ -20,9 +21,13 @@ class SteadyState:
 
 
 class Clock:
-    """Times from step to step, records and all, without evaluation. Steps are counted from 0."""
+    """Times from step to step, records and all, without evaluation. Steps are counted from 0.
 
-    def __init__(self) -> None:
+    started_at: wall clock when the run began. first_step_s: seconds from then to the end of the first step.
+    """
+
+    def __init__(self, started_at: float) -> None:
+        self.started_at, self.first_step_s = started_at, math.nan
         self.times, self.waits = array("d"), array("d")
         self.total_s = 0.0
 
@@ -35,6 +40,8 @@ class Clock:
         now = time.perf_counter()
         step_s, wait_s = now - self._started, waited_s - self._waited
         self._started, self._waited = now, waited_s
+        if not self.times:
+            self.first_step_s = time.time() - self.started_at
         self.times.append(step_s)
         self.waits.append(wait_s)
         self.total_s += step_s

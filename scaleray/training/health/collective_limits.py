@@ -6,7 +6,6 @@ than torch's default, of 10 minutes (NCCL) or half an hour (gloo), until they ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -14,31 +13,38 @@ from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from scaleray.data import Part, StepStream
 from scaleray.strategies.apart.in_flight_exchanges import BESIDE_TRAINING
-from scaleray.training.health.progress import WATCHDOG_SHARE
+from scaleray.training.health.progress import WATCHDOG_SHARE, Progress
 from scaleray.training.setup.job import OpenStream, Split
 from scaleray.training.setup.place import Place
 
 
-def limit_collectives(limit_s: float) -> None:
-    """Let collectives that begin from now on take `limit_s`, in every group of this process but those for exchanges
-    that are under way for several steps. Not collective; each rank does it at the same place."""
-    if not dist.is_initialized():
-        return
-    for group in list(_world.pg_map):
-        if dist.get_rank(group) >= 0 and group.group_desc != BESIDE_TRAINING:
-            _set_pg_timeout(timedelta(seconds=limit_s), group)
+class CollectiveLimits:
+    """Limits on a worker's waiting for the others, of which each may compile and fill caches in its first step."""
 
+    def __init__(self, progress: Progress, collective_timeout_s: float) -> None:
+        self.progress, self.collective_timeout_s = progress, collective_timeout_s
 
-def in_time(open_stream: OpenStream, place: Place, others_wait_s: Callable[[], float]) -> OpenStream:
-    """Streams on which a worker waits less long than the others wait for it, so that it is the one that says why.
+    def apply(self) -> None:
+        """Limit collectives that begin from now on, in every group of this process but those for exchanges that are
+        under way for several steps. Not collective; each rank does it at the same place."""
+        if not dist.is_initialized():
+            return
+        limit = timedelta(seconds=self._others_wait_s())
+        for group in list(_world.pg_map):
+            if dist.get_rank(group) >= 0 and group.group_desc != BESIDE_TRAINING:
+                _set_pg_timeout(limit, group)
 
-    others_wait_s: gives how long they wait now, in seconds.
-    """
+    def in_time(self, open_stream: OpenStream, place: Place) -> OpenStream:
+        """Streams on which a worker waits less long than the others wait for it, so that it is the one that says
+        why."""
 
-    def open_in_time(split: Split, part: Part) -> StepStream:
-        stream = open_stream(split, part)
-        if place.world_size > 1:
-            stream.others_wait_s = lambda: WATCHDOG_SHARE * others_wait_s()
-        return stream
+        def open_in_time(split: Split, part: Part) -> StepStream:
+            stream = open_stream(split, part)
+            if place.world_size > 1:
+                stream.others_wait_s = lambda: WATCHDOG_SHARE * self._others_wait_s()
+            return stream
 
-    return open_in_time
+        return open_in_time
+
+    def _others_wait_s(self) -> float:
+        return self.progress.others_wait_s(self.collective_timeout_s)

@@ -15,28 +15,44 @@ from typing import Any
 import torch
 
 from scaleray.training.health.live_memory import LiveTensors, storage_bytes
+from scaleray.training.observer import Observer
 from scaleray.training.setup.model_setup import Setup
 from scaleray.watchers import Guard, Watcher
 
 
-@contextlib.contextmanager
-def watching(setup: Setup, device: torch.device, guard: Guard) -> Iterator[dict[str, Any]]:
-    """Fill the dict when the context, one whole training step, ends; with nothing if that fails.
+class MemoryReport(Observer):
+    """Report on the second step of a process, the first that begins with the optimizer's state.
 
-    parameters_bytes, gradients_bytes, optimizer_bytes, buffers_bytes: memory that outlives the step. activations_bytes:
-    what the step needed beyond that at its peak, temporary results included; None where compiled code on a CPU hides
-    it. allocated_bytes, reserved_bytes, peak_bytes: memory of tensors, of the allocator (CPU: resident memory), of
-    tensors at the peak. fragmentation_share: share of the reserved memory that lies unused between blocks in use; None
-    on the CPU.
+    found: empty until then, and if the look at it fails. parameters_bytes, gradients_bytes, optimizer_bytes,
+    buffers_bytes: memory that outlives the step. activations_bytes: what the step needed beyond that at its peak,
+    temporary results included; None where compiled code on a CPU hides it. allocated_bytes, reserved_bytes, peak_bytes:
+    memory of tensors, of the allocator (CPU: resident memory), of tensors at the peak. fragmentation_share: share of
+    the reserved memory that lies unused between blocks in use; None on the CPU.
     """
-    report: dict[str, Any] = {}
-    # counting would switch compiled code off
-    live = LiveTensors() if device.type != "cuda" and setup.compilation is None else None
-    with live or contextlib.nullcontext():
-        yield report
-    report.update(
-        guard(Watcher.MEMORY, lambda: _on_cuda(setup, device) if device.type == "cuda" else _on_cpu(setup, live), {})
-    )
+
+    def __init__(self, device: torch.device, guard: Guard) -> None:
+        self.device, self.guard = device, guard
+        self.found: dict[str, Any] = {}
+        self._num_steps = 0
+
+    def begin(self, setup: Setup) -> None:
+        """Take note of the set-up whose tensors are counted."""
+        self._setup = setup
+
+    @contextlib.contextmanager
+    def during_step(self, number: int) -> Iterator[None]:
+        """Context that counts what a step needs, if it is the second one."""
+        self._num_steps += 1
+        if self._num_steps != 2:
+            yield
+            return
+        is_cuda = self.device.type == "cuda"
+        # counting would switch compiled code off
+        live = LiveTensors() if not is_cuda and self._setup.compilation is None else None
+        with live or contextlib.nullcontext():
+            yield
+        look = (lambda: _on_cuda(self._setup, self.device)) if is_cuda else (lambda: _on_cpu(self._setup, live))
+        self.found = self.guard(Watcher.MEMORY, look, {})
 
 
 def lasting(setup: Setup) -> dict[str, int]:

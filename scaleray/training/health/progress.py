@@ -48,7 +48,7 @@ class Progress:
         self.steps_done += 1
 
     def others_wait_s(self, collective_timeout_s: float) -> float:
-        """How long other workers wait for this one in a collective, as `limit_collectives` has it in this step."""
+        """How long other workers wait for this one in a collective, as `CollectiveLimits` has it in this step."""
         return collective_timeout_s * (1.0 if self.steps_done else FIRST_STEP_FACTOR)
 
     def is_new(self, phase: Phase) -> bool:

@@ -6,14 +6,14 @@ Decides nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 from scaleray.config.idle_settings import idle_settings
 from scaleray.records.run import DerivedRecord, Emit, EventRecord, StepRecord, SystemRecord
 from scaleray.scaling.recipe.lr_rules import MOVED_BY_RULES
-from scaleray.scaling.recipe.values import Recipe
 from scaleray.training.health.system_metrics import SystemMetrics
+from scaleray.training.observer import Observer, TakenStep
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
@@ -23,14 +23,23 @@ from scaleray.workload import brings_optimizer
 SHORTEST_SAMPLING_S = 5.0
 
 
-class Reporter:
+class Reporter(Observer):
     """Tells through `emit` what happens on this worker, and what all workers have in common on rank 0 alone.
 
-    step: gives the number of the last step. guard: calls whatever only watches, so that it cannot end the training.
+    step: gives the number of the last step. figures: gives what others measured in it, by metric name. guard: calls
+    whatever only watches, so that it cannot end the training.
     """
 
-    def __init__(self, job: TrainJob, place: Place, emit: Emit, step: Callable[[], int]) -> None:
-        self.config, self.workload, self.place, self._step = job.config, job.workload, place, step
+    def __init__(
+        self,
+        job: TrainJob,
+        place: Place,
+        emit: Emit,
+        *,
+        step: Callable[[], int],
+        figures: Callable[[], dict[str, float]] = dict,
+    ) -> None:
+        self.job, self.config, self.place, self._step, self._others_figures = job, job.config, place, step, figures
         self.guard = Guard(lambda text: emit(EventRecord(text, kind="warning", step=step() or None)))
         self.emit = self.guard.wrapped(Watcher.MESSAGES, emit)
         self._is_first = place.rank == 0
@@ -47,54 +56,73 @@ class Reporter:
         if self._is_first:
             self.emit(EventRecord(text, kind="warning" if is_warning else "info", step=step))
 
-    def begin(self, setup: Setup, recipe: Recipe, warnings: Iterable[str]) -> None:
-        """Say what is to be known before the first step: notes, values in use, settings without effect.
-
-        warnings: more of these.
-        """
-        self.notes(setup)
+    def begin(self, setup: Setup) -> None:
+        """Say what is to be known before the first step: notes, values in use, settings without effect."""
+        self._setup = setup
+        self.notes()
         if self._is_first:
-            self._values_in_use(setup, recipe)
-            idle = self.guard(Watcher.NOTES, lambda: idle_settings(self.config, recipe.strategy), [], part="settings")
+            self._say_values_in_use()
+            strategy = self.job.recipe.strategy
+            idle = self.guard(Watcher.NOTES, lambda: idle_settings(self.config, strategy), [], part="settings")
             for note in [*idle, *(setup.compilation.notes if setup.compilation is not None else [])]:
                 self.say(note)
-            for text in warnings:
+            for text in self.job.data_warnings():
                 self.say(text, is_warning=True)
 
-    def _values_in_use(self, setup: Setup, recipe: Recipe) -> None:
-        """What became of the derived values in an optimizer of the workload's own."""
-        if brings_optimizer(self.workload):
-            derived = {name: getattr(recipe, name) for name in MOVED_BY_RULES}
-            self.emit(DerivedRecord({**derived, **setup.in_use.values}))
-        for text in setup.in_use.warnings:
-            self.say(text, is_warning=True)
+    def after_step(self, taken: TakenStep) -> None:
+        """Tell of a step, and of what was noted and sampled with it."""
+        sent_bytes = self.guard(Watcher.FIGURES, self._setup.parallel.bytes_sent, self._sent_bytes, part="bytes sent")
+        if self._is_first:
+            self.emit(self._record(taken, sent_bytes - self._sent_bytes))
+        self._sent_bytes = sent_bytes
+        self.notes()
+        self._sample_system()
 
-    def notes(self, setup: Setup) -> None:
-        """What the strategy has noted since the last time."""
-        new = setup.parallel.notes[self._num_notes :]
+    def notes(self) -> None:
+        """Say what the strategy has noted since the last time."""
+        new = self._setup.parallel.notes[self._num_notes :]
         self._num_notes += len(new)
         for note in new:
             self.say(note, step=self._step() or None)
 
-    def forget_bytes(self, setup: Setup) -> None:
+    def forget_bytes(self) -> None:
         """Leave out of the next record what has been sent until now."""
-        self._sent_bytes = setup.parallel.bytes_sent()
+        self._sent_bytes = self._setup.parallel.bytes_sent()
 
-    def step(self, setup: Setup, record: Callable[[float], StepRecord]) -> None:
-        """Take note of a step. record: makes its record from the bytes that it sent; asked on rank 0 only."""
-        sent_bytes = self.guard(Watcher.FIGURES, setup.parallel.bytes_sent, self._sent_bytes, part="bytes sent")
-        if self._is_first:
-            self.emit(record(sent_bytes - self._sent_bytes))
-        self._sent_bytes = sent_bytes
-        self.notes(setup)
-        self._sample_system()
+    def _say_values_in_use(self) -> None:
+        """What became of the derived values in an optimizer of the workload's own."""
+        in_use = self._setup.in_use
+        if brings_optimizer(self.job.workload):
+            derived = {name: getattr(self.job.recipe, name) for name in MOVED_BY_RULES}
+            self.emit(DerivedRecord({**derived, **in_use.values}))
+        for text in in_use.warnings:
+            self.say(text, is_warning=True)
 
-    def figures(self, setup: Setup, strategy: str) -> dict[str, float]:
+    def _record(self, taken: TakenStep, sent_bytes: float) -> StepRecord:
+        result, scaler = taken.result, self._setup.precision.scaler
+        return StepRecord(
+            step=taken.number,
+            loss=result.loss,
+            count=result.count,
+            num_samples=taken.num_samples,
+            learning_rate=taken.learning_rate,
+            grad_norm=result.grad_norm,
+            step_time_s=taken.step_s,
+            input_wait_s=taken.waited_s,
+            epoch=taken.epoch,
+            is_finite=result.is_finite,
+            loss_scale=scaler.get_scale() if scaler.is_enabled() else None,
+            world_size=self.place.world_size,
+            sent_bytes=sent_bytes,
+            more={**self._figures(), **self._others_figures()},
+        )
+
+    def _figures(self) -> dict[str, float]:
         """What strategy and pruning measured in the last step."""
-        look = partial(self.guard, Watcher.FIGURES)
+        look, pruning = partial(self.guard, Watcher.FIGURES), self._setup.pruning
         return {
-            **look(setup.parallel.metrics, {}, part=strategy),
-            **(look(setup.pruning.metrics, {}, part="pruning") if setup.pruning else {}),
+            **look(self._setup.parallel.metrics, {}, part=self.job.recipe.strategy),
+            **(look(pruning.metrics, {}, part="pruning") if pruning else {}),
         }
 
     def _sample_system(self) -> None:

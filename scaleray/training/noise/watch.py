@@ -8,12 +8,13 @@ from scaleray.config import RunConfig
 from scaleray.records.run import Say
 from scaleray.scaling.recipe.values import Recipe
 from scaleray.training.noise.meter import NoiseMeter, find_way
+from scaleray.training.observer import Observer, TakenStep
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 from scaleray.watchers import Guard, Watcher
 
 
-class NoiseWatch:
+class NoiseWatch(Observer):
     """Owner of a run's meter. Without a meter, every method does nothing. kept: state of the run that is continued."""
 
     def __init__(self, guard: Guard) -> None:
@@ -38,10 +39,10 @@ class NoiseWatch:
         self.meter = meter
         return meter
 
-    def count_samples(self, num_samples: int) -> None:
+    def after_step(self, taken: TakenStep) -> None:
         """Count the samples of a step, over all ranks."""
         if self.meter is not None:
-            self.meter.count_samples(num_samples)
+            self.meter.count_samples(taken.num_samples)
 
     def figures(self) -> dict[str, float]:
         """Metrics of the last measurement by name, for the record of a step."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from scaleray.config import Duration, RunConfig
+from scaleray.config.checkpoint import NOTHING_SAVED
 from scaleray.data import DatasetSource, Part, StepPlan, StepStream, StreamSource
 from scaleray.data.row_values import AS_STORED, UNSEEDED, RowValues, row_values_of
 from scaleray.data.source import Source
@@ -131,6 +132,32 @@ class TrainJob:
         )
         recipe = derive(config, DataSize(train.num_rows, train.tokens_per_row), workers=workers)
         return dataclasses.replace(self, recipe=recipe, workers=workers)
+
+    def without_files(self) -> TrainJob:
+        """The same training, which saves nothing and whose node nobody watches: it is only measured or compared."""
+        config = self.config
+        updates = {
+            "checkpoint": config.checkpoint.model_copy(update=NOTHING_SAVED),
+            "tracking": config.tracking.model_copy(update={"system_metrics": False}),
+        }
+        return dataclasses.replace(self, config=config.model_copy(update=updates))
+
+    def first_steps(self, num_steps: int) -> TrainJob:
+        """The first steps of this training, over its end if need be: no target, no evaluations, no files."""
+        job = self.without_files()
+        updates = {
+            "stop": job.config.stop.model_copy(update={"at": None}),
+            "evaluation": job.config.evaluation.model_copy(update={"every": None}),
+        }
+        recipe = dataclasses.replace(
+            job.recipe,
+            total_steps=num_steps,
+            evaluate_every_steps=None,
+            checkpoint_every_steps=None,
+            keep_checkpoint_every_steps=None,
+        )
+        splits = {TRAIN: job.splits[TRAIN]}
+        return dataclasses.replace(job, config=job.config.model_copy(update=updates), recipe=recipe, splits=splits)
 
     def continued(self, progress: Mapping[str, Any]) -> TrainJob:
         """The rest of a training that a checkpoint's progress describes, whose global batch may have had another

@@ -100,53 +100,8 @@ def _prepare(
         use_deterministic_algorithms()
     # the same seed on every rank, so that every rank draws the same initial parameters
     seed_everything(stream_seed(config.seed, "model"))
-    with _building(config, recipe, place) as pages:
-        with place.device:  # build where it will live: no copy of a large model through the CPU
-            model = call_user_code(workload.build_model, what="build_model()", doing="building the model")
-        _check_model(model)
-        # adapters and freezing before the strategy, which lays out parameters by whether they are trained
-        fine_tuning.adapt(model, config.fine_tuning)
-        # device before optimizer, which holds references to the parameters
-        model.to(place.device)
-        # dtype before the strategy: DDP sizes its buckets by the parameters it is given
-        keeps_casts = config.activations.checkpointing == "none"
-        arithmetic = precision.prepare(model, place.device, config.precision, keeps_casts=keeps_casts)
-        # before what wraps forward passes, and before the strategy, which may replace the parameters that layers hold
-        notes = float8.convert(model, place.device, config.precision, workload, undo)
-        num_parameters = sum(p.numel() for p in model.parameters())
-        # before the strategy, whose collectives would wait for ever for ranks that built another model
-        check_equal_structure(model, place.group)
-        # checkpointing before compiling: the compiler then sees what is computed again, and plans memory with it
-        undo.callback(activation_checkpointing.apply(model, config.activations, workload))
-        # compiling before the strategy: hooks that communicate stay outside the graphs, or would break them
-        # without a word
-        compilation = undo.enter_context(compiled(model, config, workload))
-        is_sharded = recipe.strategy == "fsdp" or (
-            recipe.strategy == "pipeline" and config.pipeline.data_axis == "fsdp"
-        )
-        if is_sharded and place.group is not None:
-            # before each rank cuts its part out of its own model: afterwards nobody could tell
-            if pages is None:
-                check_equal_parameters(model, place.group)
-            else:
-                digests = pages.digests(model)
-                check_equal_digests(list(digests), list(digests.values()), model, place.group)
-                pages.finish(model)
-        mesh = build_mesh(config, recipe.strategy, place.world_size, place.device.type) if place.group else None
-        if config.deterministic:
-            # DDP lays its buckets out anew after the first step, which changes the order of its sums: a resumed run
-            # would start with the first layout again. It does not do so while it looks for unused parameters.
-            strategy = config.strategy.model_copy(update={"find_unused_parameters": True, "static_graph": False})
-            config = config.model_copy(update={"strategy": strategy})
-        parallel = STRATEGIES[recipe.strategy](model, mesh, config, workload)
-        parallel.notes.extend(notes)
-    if config.memory.on_out_of_memory == "halve" and parallel.abandon is None:
-        raise ConfigError(
-            "memory.on_out_of_memory",
-            "halve",
-            f"under {recipe.strategy} ranks communicate within a pass, which none can give up alone",
-            "use --memory.find-micro-size, or a smaller batch.micro_size",
-        )
+    model = _spread_model(workload, config, recipe, place, undo)
+    parallel, arithmetic = model.parallel, model.precision
     if config.workload.weights is not None and not is_resumed:
         # after the strategy, so that each rank reads its own shards only; nobody writes there meanwhile
         fine_tuning.load(parallel.module, workload, config.workload.weights, is_part=bool(parallel.parameter_names))
@@ -174,13 +129,63 @@ def _prepare(
         schedule=schedule,
         precision=arithmetic,
         parameters=[p for p in parallel.module.parameters() if p.requires_grad],
-        num_parameters=num_parameters,
+        num_parameters=model.num_parameters,
         initial_hash=initial_hash,
         pruning=masks,
-        compilation=compilation,
+        compilation=model.compilation,
         in_use=in_use,
         undo=undo,
     )
+
+
+@dataclass(frozen=True)
+class _SpreadModel:
+    """A model that a strategy has spread over the workers, and what was found out of it while it was whole."""
+
+    parallel: Parallel
+    precision: precision.Precision
+    compilation: Compilation | None
+    num_parameters: int
+
+
+def _spread_model(
+    workload: Any, config: RunConfig, recipe: Recipe, place: Place, undo: contextlib.ExitStack
+) -> _SpreadModel:
+    """Build the model, change what has to be changed while it is whole, and spread it over the workers. Collective."""
+    with _building(config, recipe, place) as pages:
+        with place.device:  # build where it will live: no copy of a large model through the CPU
+            model = call_user_code(workload.build_model, what="build_model()", doing="building the model")
+        _check_model(model)
+        # adapters and freezing before the strategy, which lays out parameters by whether they are trained
+        fine_tuning.adapt(model, config.fine_tuning)
+        # device before optimizer, which holds references to the parameters
+        model.to(place.device)
+        # dtype before the strategy: DDP sizes its buckets by the parameters it is given
+        keeps_casts = config.activations.checkpointing == "none"
+        arithmetic = precision.prepare(model, place.device, config.precision, keeps_casts=keeps_casts)
+        # before what wraps forward passes, and before the strategy, which may replace the parameters that layers hold
+        notes = float8.convert(model, place.device, config.precision, workload, undo)
+        num_parameters = sum(p.numel() for p in model.parameters())
+        # before the strategy, whose collectives would wait for ever for ranks that built another model
+        check_equal_structure(model, place.group)
+        # checkpointing before compiling: the compiler then sees what is computed again, and plans memory with it
+        undo.callback(activation_checkpointing.apply(model, config.activations, workload))
+        # compiling before the strategy: hooks that communicate stay outside the graphs, or would break them
+        # without a word
+        compilation = undo.enter_context(compiled(model, config, workload))
+        # before each rank cuts its part out of its own model: afterwards nobody could tell
+        _check_equal_before_sharding(model, pages, config, recipe, place)
+        mesh = build_mesh(config, recipe.strategy, place.world_size, place.device.type) if place.group else None
+        parallel = STRATEGIES[recipe.strategy](model, mesh, _with_fixed_buckets(config), workload)
+        parallel.notes.extend(notes)
+    if config.memory.on_out_of_memory == "halve" and parallel.abandon is None:
+        raise ConfigError(
+            "memory.on_out_of_memory",
+            "halve",
+            f"under {recipe.strategy} ranks communicate within a pass, which none can give up alone",
+            "use --memory.find-micro-size, or a smaller batch.micro_size",
+        )
+    return _SpreadModel(parallel, arithmetic, compilation, num_parameters)
 
 
 def _building(config: RunConfig, recipe: Recipe, place: Place) -> contextlib.AbstractContextManager[PagedBuild | None]:
@@ -188,6 +193,31 @@ def _building(config: RunConfig, recipe: Recipe, place: Place) -> contextlib.Abs
     if recipe.strategy != "fsdp" or config.fsdp.build_gib is None or place.group is None:
         return contextlib.nullcontext()
     return PagedBuild(place.group, bound_bytes=config.fsdp.build_gib * 2**30)
+
+
+def _check_equal_before_sharding(
+    model: nn.Module, pages: PagedBuild | None, config: RunConfig, recipe: Recipe, place: Place
+) -> None:
+    """Check that all ranks drew the same parameters, where each will keep a part of them alone. Collective."""
+    is_sharded = recipe.strategy == "fsdp" or (recipe.strategy == "pipeline" and config.pipeline.data_axis == "fsdp")
+    if not is_sharded or place.group is None:
+        return
+    if pages is None:
+        check_equal_parameters(model, place.group)
+    else:
+        digests = pages.digests(model)
+        check_equal_digests(list(digests), list(digests.values()), model, place.group)
+        pages.finish(model)
+
+
+def _with_fixed_buckets(config: RunConfig) -> RunConfig:
+    """The config under which DDP keeps the layout of its buckets, where results must repeat to the bit."""
+    if not config.deterministic:
+        return config
+    # DDP lays its buckets out anew after the first step, which changes the order of its sums: a resumed run would start
+    # with the first layout again. It does not do so while it looks for unused parameters.
+    strategy = config.strategy.model_copy(update={"find_unused_parameters": True, "static_graph": False})
+    return config.model_copy(update={"strategy": strategy})
 
 
 def _differs_between_ranks(parallel: Parallel) -> bool:

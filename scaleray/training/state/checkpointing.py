@@ -24,7 +24,9 @@ from scaleray.errors import CheckpointError, RunFailedError, ScaleRayError
 from scaleray.records.run import CheckpointRecord, EventRecord
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
-from scaleray.training.state.state import PROGRESS, REPLICA, Rates, TrainState, as_json
+from scaleray.training.state.items import PROGRESS, REPLICA, as_json
+from scaleray.training.state.optimizer_state import Rates
+from scaleray.training.state.state import TrainState
 from scaleray.training.step.evaluation import check_split, unknown_metric
 from scaleray.watchers import Guard, Watcher
 

@@ -20,7 +20,7 @@ from scaleray.training.step import micro_batch_finder
 class MicroSizes:
     """Rows of a micro-batch where they are not the config's.
 
-    now: number of rows; None is the config's. search: what was tried, for the record.
+    now: number of rows; None is the config's. search: what was tried, for the summary.
     """
 
     def __init__(self, config: RunConfig, place: Place, reporter: Reporter) -> None:
@@ -56,8 +56,8 @@ class MicroSizes:
             found = micro_batch_finder.find(
                 workload, setup, self.config, recipe, self.place, first, gives_tuples=gives_tuples, enter=enter
             )
-        self.search = found.values()
-        self.reporter.forget_bytes(setup)
+        self.search = {"micro_batch": found.values()}
+        self.reporter.forget_bytes()
         self.reporter.say(str(found))
         return with_micro_size(recipe, found.micro_batch_size, why="found before the first step")
 

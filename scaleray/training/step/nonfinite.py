@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from scaleray.errors import NonFiniteLossError
-from scaleray.training.step.step import StepResult
+from scaleray.training.observer import StepResult
 
 MAX_SKIPPED_IN_A_ROW = 10  # with `skip`: a run that only skips is not training any more
 

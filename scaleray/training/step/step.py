@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,31 +22,13 @@ from scaleray.records.phases import Phase
 from scaleray.scaling.recipe.values import Recipe
 from scaleray.strategies.contract.parallel import MicroBatch, Run
 from scaleray.training.noise.meter import NoiseMeter
+from scaleray.training.observer import StepResult
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 from scaleray.training.setup.shards import local
 from scaleray.training.step.back_off import BackOff, MemoryRanOut
 from scaleray.training.step.micro_batches import as_user_batch, micro_batches, to_device
 from scaleray.training.step.sum_and_count import check_sum_and_count
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step did, over all workers. grad_norm: before clipping; None where nobody asked for it."""
-
-    loss: float
-    count: float
-    grad_norm: float | None
-    is_finite: bool
-    is_own: bool = False
-    """Whether loss and count are those of this rank's samples alone: a local step in which the ranks did not meet."""
-    nonfinite_steps: int = 0
-    """Steps since the last meeting that were not finite, on the rank that had most of them; the same on all ranks. Not
-    0 only in a meeting, so that all ranks decide alike what to do about it."""
-    nonfinite_in_a_row: int = 0
-    """How many of the last steps were not finite, on the rank that had most in a row. In a meeting, like the above."""
-    signals: tuple[float, ...] = ()
-    """What the ranks told each other with this step, summed."""
 
 
 class Probe(Protocol):

@@ -178,13 +178,6 @@ def train_to_target(job: TrainJob, place: Place, open_stream: OpenStream) -> tup
     samples, seconds, steps = 0, 0.0, 0
     curve: list[tuple[int, float, float]] = []
     recorded_at: list[float] = []
-    files = {"save_final": False, "every": None, "every_minutes": None, "keep_every": None, "best": None}
-    config = job.config.model_copy(
-        update={
-            "checkpoint": job.config.checkpoint.model_copy(update=files),
-            "tracking": job.config.tracking.model_copy(update={"system_metrics": False}),
-        }
-    )
 
     def emit(message: WorkerMessage) -> None:
         nonlocal samples, seconds, steps
@@ -194,7 +187,7 @@ def train_to_target(job: TrainJob, place: Place, open_stream: OpenStream) -> tup
             curve.append((samples, seconds, message.metrics[target.metric]))
             recorded_at.append(message.recorded_at)
 
-    job = dataclasses.replace(job, config=config, started_at=time.time())
+    job = dataclasses.replace(job.without_files(), started_at=time.time())
     summary = loop.run(job, place, open_stream=open_stream, emit=emit)
     value = curve[-1][2] if curve else math.nan
     is_reached = target.is_reached({target.metric: value}) if curve else False

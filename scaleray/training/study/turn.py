@@ -34,7 +34,7 @@ from scaleray.records.run import EventRecord, Say, StepRecord, WorkerMessage, Wo
 from scaleray.records.study import Turn
 from scaleray.reproducibility.seeding import same_switches
 from scaleray.training import loop
-from scaleray.training.setup.job import TRAIN, OpenStream, TrainJob
+from scaleray.training.setup.job import OpenStream, TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 
@@ -81,27 +81,10 @@ def take_turn(
 
 
 def shortened(job: TrainJob, num_steps: int) -> TrainJob:
-    """The first steps of a training, over its end if need be, at their usual speed: no evaluations, no files, and no
-    gradient noise, which a worker that does its share alone would measure by another method."""
-    config = job.config
-    updates = {
-        "stop": config.stop.model_copy(update={"at": None}),
-        "evaluation": config.evaluation.model_copy(update={"every": None}),
-        "checkpoint": config.checkpoint.model_copy(
-            update={"save_final": False, "every": None, "every_minutes": None, "keep_every": None, "best": None}
-        ),
-        "tracking": config.tracking.model_copy(update={"system_metrics": False}),
-        "noise_scale": NoiseScaleSettings(),
-    }
-    recipe = dataclasses.replace(
-        job.recipe,
-        total_steps=num_steps,
-        evaluate_every_steps=None,
-        checkpoint_every_steps=None,
-        keep_checkpoint_every_steps=None,
-    )
-    splits = {TRAIN: job.splits[TRAIN]}
-    return dataclasses.replace(job, config=config.model_copy(update=updates), recipe=recipe, splits=splits)
+    """The first steps of a training at their usual speed: without its gradient noise, which a worker that does its
+    share alone would measure by another method."""
+    job = job.first_steps(num_steps)
+    return dataclasses.replace(job, config=job.config.model_copy(update={"noise_scale": NoiseScaleSettings()}))
 
 
 class _Watcher:

@@ -21,37 +21,19 @@ does."""
 
 
 def short_job(job: TrainJob, *, steps: int, precision: str | None = None) -> TrainJob:
-    """The first steps of a training, as they are in its full length: neither evaluations nor files."""
+    """The first steps of a training, as they are in its full length, each with its gradient's norm.
+
+    precision: number format in place of the config's.
+    """
+    job = job.first_steps(min(steps, job.recipe.total_steps))
     config = job.config
-    updates: dict[str, Any] = {
-        "stop": config.stop.model_copy(update={"at": None}),
-        "evaluation": config.evaluation.model_copy(update={"every": None}),
-        "checkpoint": config.checkpoint.model_copy(
-            update={
-                "save_final": False,
-                "every": None,
-                "every_minutes": None,
-                "keep_every": None,
-                "best": None,
-                "copy_path": None,
-            }
-        ),
-        "tracking": config.tracking.model_copy(update={"system_metrics": False, "every_steps": 1}),
-    }
+    updates: dict[str, Any] = {"tracking": config.tracking.model_copy(update={"every_steps": 1})}
     if precision is not None:
         # float8 is seen in the run's own precision, as bf16 is
         updates["precision"] = config.precision.model_copy(
             update={"dtype": precision, "float8": "none", "float8_leave_out": (), "emulate_float8": False}
         )
-    recipe = dataclasses.replace(
-        job.recipe,
-        total_steps=min(steps, job.recipe.total_steps),
-        evaluate_every_steps=None,
-        checkpoint_every_steps=None,
-        keep_checkpoint_every_steps=None,
-    )
-    splits = {TRAIN: job.splits[TRAIN]}
-    return dataclasses.replace(job, config=config.model_copy(update=updates), recipe=recipe, splits=splits)
+    return dataclasses.replace(job, config=config.model_copy(update=updates))
 
 
 def steps_before_resume(steps: int) -> int:

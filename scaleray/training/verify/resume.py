@@ -25,7 +25,8 @@ from scaleray.training import loop
 from scaleray.training.setup.job import OpenStream, TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing
-from scaleray.training.state.state import ITEMS, TrainState
+from scaleray.training.state.items import ITEMS
+from scaleray.training.state.state import TrainState
 from scaleray.training.verify.step_trace import TraceProbe
 
 DATA_POSITION = "data position"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import pickle
 import random
 from collections.abc import Mapping
@@ -16,18 +15,18 @@ from torch.distributed.tensor import DTensor
 
 from scaleray.data import RankBatch
 from scaleray.records.run import EvaluationRecord, WorkerMessage
-from scaleray.reproducibility.equivalence import SMALL_GRADIENT, signature_differences
 from scaleray.reproducibility.signatures import Signer, number_format
-from scaleray.reproducibility.traces import Replicas, Restored, StepTrace, Trace
+from scaleray.reproducibility.traces import Restored, StepTrace, Trace
 from scaleray.strategies.contract.parallel import full
+from scaleray.training.observer import StepResult
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 from scaleray.training.step.micro_batches import cuts
-from scaleray.training.step.step import StepResult
 from scaleray.training.verify.compared_job import DueRates
 from scaleray.training.verify.gradient_parts import GradientParts
 from scaleray.training.verify.quieted import Masks, Quieted
+from scaleray.training.verify.seen_step import Replica, SeenStep, trace_of
 
 LARGEST_KEPT_BYTES = 2**30  # larger models are compared by signature at the end, too
 
@@ -126,60 +125,33 @@ class TraceProbe:
             self.parts.see(whole, correction)
 
     def on_step(self, result: StepResult, learning_rate: float) -> None:
-        differs = self._setup.parallel.replicas_differ
-        after = self._signatures()
-        mine = {
-            "rows": self._rows,
-            "gradients": self._gradients,
-            "parameters": after,
-            "replica": (self._before, self._updated, self._optimizer_state(here=True)) if differs else None,
-            "random_before": self._random_before,
-            "draws": self.masks.end()
-            if self.masks is not None
-            else self._random_before != _random_state(self.place.device),
-            "masks": tuple(self.masks.draws) if self.masks is not None else (),
-            "num_pieces": self._num_pieces,
-            "changes": self._buffers_before != self._buffer_digest(),
-            "loss": (result.loss * result.count, result.count),
-            "used_norm": result.grad_norm,
-        }
-        everyone = self._gather(mine)
-        first, size = everyone[0], self._replica_size
-        replicas = everyone[::size]  # their workers have the same rows and random numbers
-        loss, count = result.loss, result.count
-        if result.is_own:  # replicas train apart; gradients are rank 0's own then, too
-            loss_sum, count = (sum(theirs["loss"][part] for theirs in everyone) for part in (0, 1))
-            loss = loss_sum / count if count else math.nan
-        grad_norm = float(np.linalg.norm(first["gradients"][:, 0]))
-        floor = SMALL_GRADIENT * grad_norm
-        self._steps.append(
-            StepTrace(
-                step=self._step,
-                loss=loss,
-                count=count,
-                grad_norm=grad_norm,
-                used_norm=result.grad_norm,
-                updates=tuple(self._updates),
-                rows=np.concatenate([theirs["rows"] for theirs in replicas]),
-                gradients=first["gradients"],
-                parameters=first["parameters"],
-                gradient_spread=_spread([theirs["gradients"] for theirs in everyone], floor),
-                parameter_spread=_spread([theirs["parameters"] for theirs in everyone], 0.0),
-                gradient_formats=self._formats,
-                draws_random_numbers=any(theirs["draws"] for theirs in everyone),
-                shares_random_state=len({theirs["random_before"] for theirs in replicas}) < len(replicas),
-                changes_buffers=any(theirs["changes"] for theirs in everyone),
-                rows_agree=all(
-                    np.array_equal(theirs["rows"], replicas[rank // size]["rows"])
-                    for rank, theirs in enumerate(everyone)
-                ),
-                used_norms=tuple(theirs["used_norm"] for theirs in everyone),
-                due_factor=self.due.factor(self._step) if self.due is not None else None,
-                draws=tuple(theirs["masks"] for theirs in everyone),
-                num_pieces=tuple(theirs["num_pieces"] for theirs in everyone),
-                replicas=_replicas(everyone) if differs else None,
-            )
+        after, random_before = self._signatures(), self._random_before
+        own = self._optimizer_state(here=True) if self._setup.parallel.replicas_differ else None
+        mine = SeenStep(
+            rows=self._rows,
+            gradients=self._gradients,
+            parameters=after,
+            replica=Replica(self._before, self._updated, own) if own is not None else None,
+            random_before=random_before,
+            draws_random_numbers=self.masks.end() if self.masks else random_before != _random_state(self.place.device),
+            draws=tuple(self.masks.draws) if self.masks else (),
+            num_pieces=self._num_pieces,
+            changes_buffers=self._buffers_before != self._buffer_digest(),
+            loss=result.loss,
+            count=result.count,
+            is_own=result.is_own,
+            used_norm=result.grad_norm,
         )
+        seen = trace_of(
+            mine,
+            self._gather(mine),
+            step=self._step,
+            replica_size=self._replica_size,
+            updates=tuple(self._updates),
+            gradient_formats=self._formats,
+            due_factor=self.due.factor(self._step) if self.due is not None else None,
+        )
+        self._steps.append(seen)
         self._before = self._updated = after
         if isinstance(self.job.workload, Quieted):
             self.job.workload.rows_of_step = 0
@@ -188,7 +160,7 @@ class TraceProbe:
         if self._step in self.keeps:
             self._keep_values()
         if self._step == self.saves_after:
-            self._saved = Restored(self._step, first["parameters"], self._optimizer_state())
+            self._saved = Restored(self._step, seen.parameters, self._optimizer_state())
         if self._step == self.job.recipe.total_steps:
             self._keep_final()
 
@@ -303,16 +275,6 @@ def _stand_still(setup: Setup) -> None:
     setup.schedule.base_lrs = [0.0] * len(setup.schedule.base_lrs)
 
 
-def _replicas(everyone: list[Any]) -> Replicas:
-    before, updated = (np.array([theirs["replica"][part] for theirs in everyone]) for part in (0, 1))
-    states = [theirs["replica"][2] for theirs in everyone]
-    names = [name for name in states[0] if all(name in theirs for theirs in states)]
-    spread = 0.0
-    if names:
-        spread = float(_spread([np.array([theirs[name] for name in names]) for theirs in states], 0.0).max())
-    return Replicas(before, updated, np.array([theirs["parameters"] for theirs in everyone]), spread)
-
-
 def _row_digests(batch: RankBatch) -> np.ndarray:
     names = sorted(batch.columns)
     digests = [
@@ -329,13 +291,3 @@ def _random_state(device: torch.device) -> bytes:
         digest.update(torch.cuda.get_rng_state(device).numpy().tobytes())
     digest.update(pickle.dumps((np.random.get_state(), random.getstate())))
     return digest.digest()
-
-
-def _spread(signatures: list[np.ndarray], floor: float) -> np.ndarray:
-    """Largest relative difference between rank 0 and another, (parameters,)."""
-    first = signatures[0]
-    if len(signatures) == 1:
-        return np.zeros(len(first))
-    norms = np.max([s[:, 0] for s in signatures], axis=0)
-    scale = np.maximum(norms, floor if math.isfinite(floor) else 0.0)
-    return np.max([signature_differences(first, theirs, scale) for theirs in signatures[1:]], axis=0)

@@ -10,26 +10,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeVar
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
 from scaleray.errors import CheckpointError, InitialisationError, NonFiniteLossError, UsageError, WorkloadError
-from scaleray.reproducibility.causes import Cause, Finding, Layout, from_repetition, from_traces
+from scaleray.reproducibility.causes import Cause, Finding, Layout, from_traces
 from scaleray.reproducibility.equivalence import Comparison, Divergence, compare, divergences, restored_differences
-from scaleray.reproducibility.experiments import (
-    EVALUATION_MODE,
-    NO_CLIPPING,
-    from_experiment,
-    needs_experiments,
-    without_experiment,
-)
-from scaleray.reproducibility.gradient_shares import from_shares
 from scaleray.reproducibility.masks import masks_broken
 from scaleray.reproducibility.own_precision import Excess, excess
 from scaleray.reproducibility.traces import Restored, Trace
@@ -48,6 +35,8 @@ from scaleray.training.verify.compared_runs import (
     partition_of,
     shared_folder,
 )
+from scaleray.training.verify.decided import on_first
+from scaleray.training.verify.explanation import Explanation
 from scaleray.training.verify.promises import PROMISES, Promise
 from scaleray.training.verify.quieted import Quieted
 from scaleray.training.verify.step_trace import TraceProbe
@@ -70,7 +59,6 @@ __all__ = [
     "verify_group",
 ]  # fmt: skip
 
-Result = TypeVar("Result")
 UNSAVED = "the state of the"
 """Beginning of an error that says which part of a training's state cannot be saved."""
 
@@ -124,13 +112,14 @@ class _Group:
     def run(self) -> tuple[list[Outcome], References]:
         with shared_folder(self.place, self.assignment.folder) as folder:
             self.runs = Runs(self.place, self.assignment.reference, self.references, self.open_stream, folder)
+            self.explanation = Explanation(self.runs, self.bound)
             try:
-                self.quiet, self.has_statistics = self._on_first(self._choose_quiet)
+                self.quiet, self.has_statistics = on_first(self.place, self._choose_quiet)
             except WorkloadError as exc:
                 if not exc.what.startswith(UNSAVED):
                     raise
                 self.runs.resumes, self.unsaved = False, f"without a resume: {exc.what} cannot be saved ({exc.found})"
-                self.quiet, self.has_statistics = self._on_first(self._choose_quiet)
+                self.quiet, self.has_statistics = on_first(self.place, self._choose_quiet)
             self.outcomes: list[Outcome] = []
             for variant in self.assignment.variants:
                 self.outcomes.append(self._outcome(variant))
@@ -163,7 +152,7 @@ class _Group:
         key, promise = self._key(variant), promised(variant)
         if key.partition is not None and (why := without_statistics(variant)):
             return dataclasses.replace(outcome, verdict="refused", words=why)
-        self._on_first(lambda: bool(self.runs.reference(key)))  # the variant goes on from its checkpoint
+        on_first(self.place, lambda: bool(self.runs.reference(key)))  # the variant goes on from its checkpoint
         take_apart_at = None if promise.is_exact else self._partial_step(variant)
         try:
             watched = self.runs.compared(
@@ -172,13 +161,13 @@ class _Group:
             trace = watched.trace
             outcome = (self._judge_exact if promise.is_exact else self._judge_promise)(variant, outcome, watched)
             if outcome.mismatch is None and self.runs.resumes_after(variant) is not None:
-                found = self._on_first(lambda: self._saved_wrongly(variant, key, promise, trace))
+                found = on_first(self.place, lambda: self._saved_wrongly(variant, key, promise, trace))
                 outcome = self._with(outcome, found)
             outcome = self._in_own_precision(variant, outcome)
         except (UsageError, InitialisationError, NonFiniteLossError, CheckpointError) as exc:  # raised on every rank
             if isinstance(exc, UsageError) and not any(p.has_begun for p in probes):  # the workload is refused
                 return dataclasses.replace(outcome, verdict="refused", words=" ".join(str(exc).split()))
-            before = self._on_first(lambda: self._before_failure(variant, key, promise, probes))
+            before = on_first(self.place, lambda: self._before_failure(variant, key, promise, probes))
             mismatch = Mismatch.of(*before) if before is not None else failure(exc, variant, probes)
             outcome = dataclasses.replace(outcome, verdict="differs", mismatch=mismatch)
         words = "; ".join(text for text in (outcome.words, self.unsaved) if text)
@@ -207,12 +196,12 @@ class _Group:
 
     def _judge_exact(self, variant: Variant, outcome: Outcome, watched: Watched) -> Outcome:
         key, trace = self._key(variant), watched.trace
-        comparison = self._on_first(lambda: compare(self.runs.reference(key), trace, bound=self.bound))
+        comparison = on_first(self.place, lambda: compare(self.runs.reference(key), trace, bound=self.bound))
         outcome = dataclasses.replace(outcome, comparison=comparison, words=judged(trace, key))
         if comparison.divergence is not None:
-            finding = self._explain(variant, trace, comparison.divergence)
+            finding = self.explanation.of(variant, key, trace, comparison.divergence, self._layout(variant))
             return self._with(outcome, (comparison.divergence, finding))
-        return self._with(outcome, self._on_first(lambda: masks_broken(trace, self._replica_size(variant))))
+        return self._with(outcome, on_first(self.place, lambda: masks_broken(trace, self._replica_size(variant))))
 
     def _judge_promise(self, variant: Variant, outcome: Outcome, watched: Watched) -> Outcome:
         promise, config, key, trace = promised(variant), variant.job.config, self._key(variant), watched.trace
@@ -225,7 +214,7 @@ class _Group:
             broken = broken or promise.disagreement(trace, config, self.bound)
             comparison = compare(reference, trace, bound=self.bound)
             if broken is not None:
-                finding = self._unrepeatable(key, broken) or from_traces(
+                finding = self.explanation.unrepeatable(key, broken) or from_traces(
                     reference, trace, broken, self._layout(variant)
                 )
                 return comparison, (broken, finding or unkept(broken))
@@ -235,7 +224,7 @@ class _Group:
                 or masks_broken(trace, self._replica_size(variant))
             )
 
-        comparison, found = self._on_first(first_broken)
+        comparison, found = on_first(self.place, first_broken)
         outcome = dataclasses.replace(outcome, verdict="as promised", comparison=comparison, words=promise.words)
         return self._with(outcome, found)
 
@@ -294,42 +283,11 @@ class _Group:
             exact, reference = (self.runs.reference(dataclasses.replace(key, own=own)) for own in (EXACT, OWN))
             return compare(reference, trace, bound=math.inf), excess(exact, reference, trace, rounding_of(variant))
 
-        comparison, found = self._on_first(judge)
+        comparison, found = on_first(self.place, judge)
         outcome = dataclasses.replace(outcome, own=comparison)
         if found is None or outcome.mismatch is not None:
             return outcome
         return self._with(outcome, (found.divergence, beyond_rounding(found, variant)))
-
-    def _explain(self, variant: Variant, trace: Trace, divergence: Divergence) -> Finding:
-        """Finding on a mismatch: from the traces, from runs with something taken out, or from the gradient's parts."""
-        layout, key = self._layout(variant), self._key(variant)
-        finding: Finding | None = self._on_first(
-            lambda: (
-                self._unrepeatable(key, divergence) or from_traces(self.runs.reference(key), trace, divergence, layout)
-            )
-        )
-        if finding is not None:
-            return finding
-        for name in self._on_first(lambda: needs_experiments(self.runs.reference(key), trace)):
-            if self._agrees_without(name, variant, divergence):
-                return self._on_first(partial(self._without, name, key, trace))
-        if divergence.quantity != "evaluation":
-            probes = self.runs.compared(variant, key, take_apart_at=divergence.step, only_its_part=True).probes
-            parts = probes[-1].parts
-            if parts is not None and parts.shares is not None:
-                finding = from_shares(*parts.shares, layout, stale=parts.stale)
-        return finding or self._on_first(
-            lambda: without_experiment(self.runs.reference(key), trace, divergence, layout)
-        )
-
-    def _without(self, experiment: str, key: Key, trace: Trace) -> Finding:
-        return from_experiment(experiment, self.runs.reference(key), trace)
-
-    def _unrepeatable(self, key: Key, divergence: Divergence) -> Finding | None:
-        """Finding that other rows are the data's own doing, if they are: the reference is run once more. On rank 0."""
-        if divergence.quantity != "rows":
-            return None
-        return from_repetition(self.runs.reference(key), self.runs.again(key))
 
     def _layout(self, variant: Variant) -> Layout:
         is_right = any(
@@ -345,33 +303,7 @@ class _Group:
     def _replica_size(self, variant: Variant) -> int:
         return variant.job.config.model_parallel_size if self.place.world_size > 1 else 1
 
-    def _agrees_without(self, experiment: str, variant: Variant, divergence: Divergence) -> bool:
-        """Whether variant and reference agree once `experiment` is taken out of both."""
-        key = self._key(variant)
-        if experiment == NO_CLIPPING:
-            key = dataclasses.replace(key, leaves_out=NO_CLIPPING)
-        elif experiment == EVALUATION_MODE:
-            key = Key(Quieted.EVERYTHING, key.has_statistics)
-        self._on_first(lambda: bool(self.runs.reference(key)))
-        trace = self.runs.compared(variant, key).trace
-        return self._on_first(lambda: compare(self.runs.reference(key), trace, bound=self.bound).is_equal)
-
     def _with(self, outcome: Outcome, found: Found | None) -> Outcome:
         return (
             outcome if found is None else dataclasses.replace(outcome, verdict="differs", mismatch=Mismatch.of(*found))
         )
-
-    def _on_first(self, decide: Callable[[], Result]) -> Result:
-        """Let rank 0 decide, and give its decision to every rank. Collective."""
-        if self.place.world_size == 1:
-            return decide()
-        answer: list[Any] = [None, None]
-        if self.place.rank == 0:
-            try:
-                answer[0] = decide()
-            except Exception as exc:  # the others would wait for it
-                answer[1] = exc
-        dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
-        if answer[1] is not None:
-            raise answer[1]
-        return answer[0]

@@ -32,7 +32,7 @@ from scaleray.errors import WorkloadError
 from scaleray.training import loop
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.state.checkpointing import Checkpointing, Control
-from scaleray.training.state.state import ITEMS, SETUP_ITEMS
+from scaleray.training.state.items import ITEMS, SETUP_ITEMS
 
 
 class Everything(Classify):
@@ -177,15 +177,17 @@ def test_a_finished_run_can_be_resumed_and_has_nothing_to_do(tmp_path):
 
 
 # what a loop and a step keep between two steps: saved, or no state of the training
-LOOP_SAVED = {"step", "nonfinite_steps", "job", "verdict", "shares", "noise", "micro_sizes"}
+LOOP_STATE = {"job", "step", "nonfinite_steps", "verdict"}
+LOOP_SAVED = {"state", "shares", "noise", "micro_sizes"}
 LOOP_STATELESS = {
-    "place", "open_stream", "save_weights", "probe", "checkpointing", "progress", "first_step", "clock", "first_step_s",
-    "evaluations", "memory", "plan", "reporter",
+    "place", "open_stream", "save_weights", "probe", "checkpointing", "progress", "first_step", "clock", "limits",
+    "evaluations", "memory", "plan", "reporter", "compilation", "observers",
 }  # fmt: skip
 MICRO_SIZES = {"now"} | {"config", "place", "reporter", "search"}  # saved, and no state
 NOISE = {"kept", "meter"} | {"guard"}
 REPORTER_STATELESS = {
-    "config", "workload", "place", "_step", "guard", "emit", "_is_first", "_num_notes", "_sent_bytes", "_system", "_sampled_at",
+    "job", "config", "place", "_step", "guard", "emit", "_is_first", "_num_notes", "_sent_bytes", "_system", "_sampled_at",
+    "_setup", "_others_figures",
 }  # fmt: skip
 EVALUATIONS_SAVED = {"metrics", "step"}
 EVALUATIONS_STATELESS = {"place", "open_stream", "enter", "setup", "target", "every", "evaluators"}
@@ -217,6 +219,9 @@ def test_everything_that_the_loop_keeps_between_steps_is_saved_or_known_to_be_no
     torch.use_deterministic_algorithms(False)
     for kept, known in [
         (inspector.loop, LOOP_SAVED | LOOP_STATELESS),
+        (inspector.loop.state, LOOP_STATE),
+        (inspector.loop.memory, {"device", "guard", "found", "_num_steps", "_setup"}),
+        (inspector.loop.compilation, {"reporter", "_compilation", "_is_checked"}),
         (inspector.loop.evaluations, EVALUATIONS_SAVED | EVALUATIONS_STATELESS),
         (inspector.loop.micro_sizes, MICRO_SIZES),
         (inspector.loop.noise, NOISE),

@@ -22,7 +22,8 @@ from scaleray.training import loop
 from scaleray.training.setup import model_setup, optimizers
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.state import state as state_module
-from scaleray.training.state.state import Rates, TrainState
+from scaleray.training.state.optimizer_state import Rates
+from scaleray.training.state.state import TrainState
 from scaleray.training.step.evaluation import Evaluator
 from scaleray.training.step.named_sums import NamedSums
 from scaleray.training.step.step import TrainStep
@@ -256,7 +257,7 @@ def schedule_once_per_worker():
 
 
 @planted(
-    "training/state/state.py, put_back",
+    "training/state/optimizer_state.py, put_back",
     "the schedule is one step ahead after a change of the batch size",
     "schedule",
     workload=rows(),
@@ -270,7 +271,12 @@ def schedule_one_step_ahead():
         yield
 
 
-@planted("training/state/state.py, put_back", "the schedule begins anew on other workers", "schedule", workload=rows())
+@planted(
+    "training/state/optimizer_state.py, put_back",
+    "the schedule begins anew on other workers",
+    "schedule",
+    workload=rows(),
+)
 def schedule_begins_anew():
     with instead(
         Rates, "put_back", lambda original: lambda self, setup, *, position: original(self, setup, position=0)
@@ -326,7 +332,7 @@ def shards_in_the_wrong_place():
 
 
 @planted(
-    "training/state/state.py, optimizer_state",
+    "training/state/optimizer_state.py, optimizer_state",
     "a checkpoint has rank 0's part of the optimizer's state only",
     "resume",
     strategy="zero1",

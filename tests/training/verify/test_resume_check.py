@@ -12,7 +12,8 @@ from test_resume import FLAGS, Everything, WithState
 from scaleray.data import Part, StepStream
 from scaleray.data.blocks import local_blocks
 from scaleray.training.state import state as state_module
-from scaleray.training.state.state import ITEMS, TrainState
+from scaleray.training.state.items import ITEMS
+from scaleray.training.state.state import TrainState
 from scaleray.training.verify import resume as resume_check
 from scaleray.training.verify.resume import DATA_POSITION, Interruption, interruption_job, verify_resume
 from scaleray.training.verify.variants import short_job

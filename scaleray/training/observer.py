@@ -1,0 +1,68 @@
+"""What is known of a step once it is taken, and the one way in which a training is watched.
+
+An observer looks and tells; without it the weights come out the same to the bit. What decides about the training (its
+target, its checkpoints, the shares of its workers) stands in the loop itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+from scaleray.training.setup.model_setup import Setup
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did, over all workers. grad_norm: before clipping; None where nobody asked for it."""
+
+    loss: float
+    count: float
+    grad_norm: float | None
+    is_finite: bool
+    is_own: bool = False
+    """Whether loss and count are those of this rank's samples alone: a local step in which the ranks did not meet."""
+    nonfinite_steps: int = 0
+    """Steps since the last meeting that were not finite, on the rank that had most of them; the same on all ranks. Not
+    0 only in a meeting, so that all ranks decide alike what to do about it."""
+    nonfinite_in_a_row: int = 0
+    """How many of the last steps were not finite, on the rank that had most in a row. In a meeting, like the above."""
+    signals: tuple[float, ...] = ()
+    """What the ranks told each other with this step, summed."""
+
+
+@dataclass(frozen=True)
+class TakenStep:
+    """An optimizer step that is complete, its place in the training, and its cost on this worker."""
+
+    number: int
+    """Number of this step, from 1."""
+    result: StepResult
+    num_samples: int
+    """Samples of the global batch."""
+    learning_rate: float
+    """Learning rate that the step was taken with, in the optimizer's first group."""
+    epoch: float
+    """Epochs that are complete after this step, with the part of the one that runs."""
+    step_s: float
+    """Seconds since the step before, without evaluations; what observers spent on that one is among them."""
+    waited_s: float
+    """Seconds of `step_s` spent waiting for input."""
+
+
+class Observer:
+    """Watches a training from its set-up to its end. A subclass has the methods that it needs; all ranks have the same
+    observers, in the same order."""
+
+    def begin(self, setup: Setup) -> None:
+        """Look at the training once it is set up: nothing is restored and nothing is trained yet."""
+
+    def during_step(self, number: int) -> contextlib.AbstractContextManager[None]:
+        """Context in which step `number`, counted from 1, computes its gradients and updates the weights."""
+        return contextlib.nullcontext()
+
+    def after_step(self, taken: TakenStep) -> None:
+        """Look at a step that is complete. Raises where the training must not go on as it was asked to."""
+
+    def close(self) -> None:
+        """Leave the model as it was. Called at the end, after errors too."""

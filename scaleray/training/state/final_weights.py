@@ -1,0 +1,32 @@
+"""The last thing that a training does: each rank lets its set-up go and hands on what it has of the final weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from scaleray.config.fine_tuning import FineTuningSettings
+from scaleray.strategies.contract.weight_shares import WeightShare
+from scaleray.training.health.reporter import Reporter
+from scaleray.training.setup.fine_tuning import merged_share
+from scaleray.training.setup.model_setup import Setup
+
+
+def hand_on_weights(
+    setup: Setup,
+    save: Callable[[WeightShare], None] | None,
+    settings: FineTuningSettings,
+    *,
+    reporter: Reporter,
+    step: int,
+) -> None:
+    """Let the set-up go, and give what this rank has of the final weights, adapters merged, to `save`. Collective up
+    to there: a disk that is slow costs the rank that has it, and nobody's time limit. step: number of the last one."""
+    share = setup.parallel.weights() if save is not None else WeightShare()
+    # nothing below this line communicates
+    setup.let_go()
+    if share.left_out:
+        names = ", ".join(share.left_out[:5])
+        text = f"the final weights are tensors alone: {names} of the model's extra state are in checkpoints only"
+        reporter.say(text, is_warning=True, step=step)
+    if save is not None:
+        save(merged_share(share, settings))

@@ -1,0 +1,87 @@
+"""The items that a training's state consists of, under names that a user understands, and their values as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote, unquote
+
+import torch
+
+from scaleray.checkpoints.manifest import Manifest, Tensor
+from scaleray.errors import WorkloadError
+
+Tensors = dict[str, torch.Tensor]
+Values = dict[str, Any]
+
+MODEL, BUFFERS, OPTIMIZER, SCHEDULE, SCALER, RANDOM, PROGRESS, WORKLOAD, STRATEGY, REPLICA, PRUNING = (
+    "model", "buffers", "optimizer", "schedule", "scaler", "random", "progress", "workload", "strategy", "replica",
+    "pruning",
+)  # fmt: skip
+ITEMS = (MODEL, BUFFERS, OPTIMIZER, SCHEDULE, SCALER, PROGRESS, WORKLOAD, STRATEGY, REPLICA, PRUNING, RANDOM)
+"""State items in the order in which they are restored: random numbers last, as anything before may draw some."""
+SETUP_ITEMS = {"parallel": MODEL, "optimizer": OPTIMIZER, "schedule": SCHEDULE, "precision": SCALER, "pruning": PRUNING}
+"""Which item holds the state of each field of Setup; the fields not named here have none."""
+
+
+def tensors_of(manifest: Manifest, item: str) -> dict[str, Tensor]:
+    """The saved tensors of an item, by full name."""
+    return {name: tensor for name, tensor in manifest.tensors.items() if name.startswith(item + ".")}
+
+
+def dtype_of(tensor: Tensor) -> torch.dtype:
+    """Type of a saved tensor's elements."""
+    found: torch.dtype = getattr(torch, tensor.dtype)
+    return found
+
+
+def as_json(item: str, value: Any) -> Any:
+    """A copy of small values. Raises WorkloadError for what a checkpoint cannot hold."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise WorkloadError(
+            f"the state of the {item}",
+            str(exc),
+            "a checkpoint holds tensors, numbers, text, true/false, none, lists and mappings of them",
+            "keep it in such values, or switch checkpoints off: --checkpoint.every-minutes null",
+        ) from exc
+
+
+def flattened(state: Mapping[str, Any], prefix: str = "") -> Values:
+    """A state dict of any depth by path; each part of a path is quoted, so that it can hold anything."""
+    flat: Values = {}
+    for key, value in state.items():
+        path = f"{prefix}{quote(str(key), safe='')}"
+        if isinstance(value, Mapping) and value:
+            flat.update(flattened(value, f"{path}/"))
+        else:
+            flat[path] = value
+    return flat
+
+
+def nested(flat: Values) -> Values:
+    """Nest again what `flattened` made flat."""
+    tree: Values = {}
+    for path, value in flat.items():
+        *parents, last = (unquote(part) for part in path.split("/"))
+        place = tree
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    return tree
+
+
+def plain(value: Any) -> Any:
+    """A small value as JSON: tensors become numbers, and tuples say that they are some."""
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return {"tuple": list(value)} if isinstance(value, tuple) else value
+
+
+def unplain(value: Any) -> Any:
+    """What `plain` made plain, but for tensors."""
+    return tuple(value["tuple"]) if isinstance(value, dict) and value.keys() == {"tuple"} else value

@@ -1,0 +1,77 @@
+"""Where the loop stands between two steps, and what a checkpoint keeps of it beside the model and its optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from scaleray.training.health.clock import Clock
+from scaleray.training.noise.watch import NoiseWatch
+from scaleray.training.setup.job import TrainJob
+from scaleray.training.step.evaluation import Evaluations
+from scaleray.training.step.micro_sizes import MicroSizes
+from scaleray.training.step.step import TrainStep
+from scaleray.training.step.worker_shares import WorkerShares
+
+
+@dataclass
+class LoopState:
+    """Where the loop stands between two steps."""
+
+    job: TrainJob
+    """The training. Its recipe has smaller micro-batches once the memory demands it."""
+    step: int
+    """Number of the last step, from 1; 0 before the first."""
+    nonfinite_steps: int = 0
+    verdict: str | None = None
+    """Why the training has stopped for good before its end."""
+
+
+@dataclass(frozen=True)
+class LoopCheckpoint:
+    """What a checkpoint keeps of the loop: where it stands, and the state of its parts."""
+
+    loop: LoopState
+    train_step: TrainStep
+    evaluations: Evaluations
+    clock: Clock
+    noise: NoiseWatch
+    shares: WorkerShares
+    micro_sizes: MicroSizes
+
+    def values(self) -> dict[str, Any]:
+        """State of now, as JSON."""
+        job = self.loop.job
+        epoch, sample = job.train_plan().place(self.loop.step)
+        return {
+            "step": self.loop.step,
+            "epoch": epoch,
+            "sample_in_epoch": sample,
+            "global_batch_size": job.recipe.global_batch_size,
+            "origin": dataclasses.asdict(job.origin) if job.origin else None,
+            "count_per_row": self.train_step.count_per_row,
+            "nonfinite_steps": self.loop.nonfinite_steps,
+            "nonfinite_in_a_row": self.train_step.nonfinite_in_a_row,
+            "metrics": self.evaluations.metrics,
+            "evaluated_at": self.evaluations.step,
+            "verdict": self.loop.verdict,
+            "noise_scale": self.noise.state(),
+            "training_time_s": self.clock.total_s,
+            "shares": self.shares.state(),
+            "micro_batch_size": self.micro_sizes.now,
+        }
+
+    def restore(self, before: dict[str, Any]) -> None:
+        """Go on from `before`, the values of a checkpoint. Its job and shares are not in this: the loop is made with
+        them."""
+        self.loop.step = self.train_step.num_updates = before["step"]
+        self.train_step.count_per_row = before["count_per_row"]
+        self.train_step.nonfinite_in_a_row = before.get("nonfinite_in_a_row", 0)
+        self.loop.nonfinite_steps = before["nonfinite_steps"]
+        self.evaluations.step = before["evaluated_at"]
+        self.evaluations.metrics = dict(before["metrics"])
+        self.loop.verdict = before.get("verdict")
+        self.clock.total_s = before.get("training_time_s", 0.0)
+        self.micro_sizes.now = before.get("micro_batch_size")
+        self.noise.kept = before.get("noise_scale")

@@ -1,0 +1,140 @@
+"""An optimizer's state by the names of its parameters, as a checkpoint holds it and as torch takes it back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from scaleray.checkpoints.manifest import Manifest
+from scaleray.errors import CheckpointError
+from scaleray.training.setup.model_setup import Setup
+from scaleray.training.state.items import OPTIMIZER, Tensors, Values, dtype_of, plain, tensors_of, unplain
+
+UNNAMED, VALUE = "unnamed-", "(value)"
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> tuple[Tensors, Values]:
+    """An optimizer's state by parameter name: tensors, and everything else as values."""
+    names = _names(optimizer, module)
+    state = optimizer.state_dict()
+    tensors: Tensors = {f"{OPTIMIZER}.{name}.{VALUE}": p for name, p in _unnamed(optimizer, names).items()}
+    others: Values = {}
+    for number, entries in state["state"].items():
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{OPTIMIZER}.{names[number]}.{key}"] = value
+            else:
+                others.setdefault(names[number], {})[key] = value
+    groups = [
+        {
+            **{k: plain(v) for k, v in group.items() if k != "params"},
+            "params": [names[number] for number in group["params"]],
+        }
+        for group in state["param_groups"]
+    ]
+    return tensors, {"groups": groups, "others": others}
+
+
+def optimizer_templates(
+    manifest: Manifest, optimizer: torch.optim.Optimizer, module: nn.Module, *, is_part: bool = False
+) -> tuple[Tensors, Callable[[Tensors], dict[str, Any]]]:
+    """Empty tensors for the saved state of an optimizer, and a function that makes torch's own state dict of them.
+
+    is_part: this optimizer has only some of the saved parameters. Raises CheckpointError where the optimizer holds
+    other parameters or groups.
+    """
+    names = _names(optimizer, module)
+    values = manifest.values[OPTIMIZER]
+    saved_groups = [group["params"] for group in values["groups"]]
+    counts = iter(range(len(names)))
+    own_groups = [[names[next(counts)] for _ in group["params"]] for group in optimizer.param_groups]
+    # parameters go by name, whatever the order: that follows from which rank owned what
+    is_same = len(saved_groups) == len(own_groups) and all(
+        set(own) <= set(saved) if is_part else set(own) == set(saved)
+        for own, saved in zip(own_groups, saved_groups, strict=True)
+    )
+    if not is_same:
+        raise CheckpointError(
+            "the optimizer's parameters",
+            f"{sum(map(len, own_groups))} in {len(own_groups)} groups",
+            f"the checkpoint has {sum(map(len, saved_groups))} in {len(saved_groups)}, or in another order",
+            "resume with the same model and the same frozen parameters",
+        )
+    parameters = dict(zip(names, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
+    by_length = sorted((name for group in saved_groups for name in group), key=len, reverse=True)
+    templates: Tensors = {}
+    place: dict[str, tuple[str, str]] = {}
+    for full, tensor in tensors_of(manifest, OPTIMIZER).items():
+        rest = full.removeprefix(f"{OPTIMIZER}.")
+        name = next(n for n in by_length if rest.startswith(n + "."))
+        if name not in parameters:
+            continue  # another rank's
+        parameter = parameters[name]
+        place[full] = name, rest[len(name) + 1 :]
+        if place[full][1] == VALUE:  # a parameter that no module holds is filled in place
+            templates[full] = parameter.detach()
+        elif tuple(parameter.shape) == tensor.shape and tensor.shape:
+            templates[full] = torch.empty_like(parameter, dtype=dtype_of(tensor), requires_grad=False)  # sharded alike
+        else:
+            templates[full] = torch.empty(tensor.shape, dtype=dtype_of(tensor))
+
+    def build(filled: Tensors) -> dict[str, Any]:
+        numbers = {name: number for number, name in enumerate(names)}
+        others = ((n, entries) for n, entries in values["others"].items() if n in numbers)
+        state: dict[int, dict[str, Any]] = {numbers[n]: dict(entries) for n, entries in others}
+        for full, tensor in filled.items():
+            name, key = place[full]
+            if key == VALUE:
+                continue
+            state.setdefault(numbers[name], {})[key] = tensor
+        groups = [
+            {**{k: unplain(v) for k, v in group.items()}, "params": [numbers[n] for n in own]}
+            for group, own in zip(values["groups"], own_groups, strict=True)
+        ]
+        return {"state": state, "param_groups": groups}
+
+    return templates, build
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The hyperparameters of an optimizer and its schedule, which a checkpoint would replace by its own."""
+
+    groups: list[dict[str, Any]]
+    base_lrs: list[Any]
+
+    @classmethod
+    def of(cls, setup: Setup) -> Rates:
+        """The hyperparameters that a set-up has now."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in setup.optimizer.param_groups]
+        return cls(groups, list(setup.schedule.base_lrs))
+
+    def put_back(self, setup: Setup, *, position: int) -> None:
+        """Use these hyperparameters again, with the schedule `position` steps after its start."""
+        for group, own in zip(setup.optimizer.param_groups, self.groups, strict=True):
+            group.update(own)
+        schedule = setup.schedule
+        schedule.base_lrs, schedule.last_epoch, schedule._step_count = list(self.base_lrs), position, position + 1
+        rates: list[Any] = [
+            base * factor(position) for base, factor in zip(self.base_lrs, schedule.lr_lambdas, strict=True)
+        ]
+        for group, rate in zip(setup.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        schedule._last_lr = rates
+
+
+def _names(optimizer: torch.optim.Optimizer, module: nn.Module) -> list[str]:
+    by_id = {id(parameter): name for name, parameter in module.named_parameters()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    # an optimizer of the user's may hold parameters that the model does not register
+    return [by_id.get(id(p), f"{UNNAMED}{number}") for number, p in enumerate(parameters)]
+
+
+def _unnamed(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, torch.Tensor]:
+    """The optimizer's parameters that the model does not register, by the name they have here."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return {name: p for name, p in zip(names, parameters, strict=True) if name.startswith(UNNAMED)}

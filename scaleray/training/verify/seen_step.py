@@ -1,0 +1,123 @@
+"""A step as each rank saw it, and the trace of the step that these views make together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from scaleray.reproducibility.equivalence import SMALL_GRADIENT, signature_differences
+from scaleray.reproducibility.traces import Replicas, StepTrace
+from scaleray.training.verify.quieted import Draw
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A rank's own replica: signatures before the step and after the optimizer's update, and its optimizer's state."""
+
+    before: np.ndarray
+    updated: np.ndarray
+    optimizer: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class SeenStep:
+    """A step as one rank saw it. Gradients and parameters are signatures."""
+
+    rows: np.ndarray
+    """Digests of this rank's rows."""
+    gradients: np.ndarray
+    parameters: np.ndarray
+    replica: Replica | None
+    """None where all replicas are the same."""
+    random_before: bytes
+    """Digest of the random generators' states before the step."""
+    draws_random_numbers: bool
+    draws: tuple[Draw, ...]
+    """Masks that were drawn, where that was recorded."""
+    num_pieces: int
+    """Number of this rank's micro-batches."""
+    changes_buffers: bool
+    loss: float
+    count: float
+    is_own: bool
+    """Whether loss and count are those of this rank's samples alone."""
+    used_norm: float | None
+    """Gradient's norm that the step used, if it had one."""
+
+
+def trace_of(
+    own: SeenStep,
+    everyone: Sequence[SeenStep],
+    *,
+    step: int,
+    replica_size: int,
+    updates: tuple[tuple[float, ...], ...],
+    gradient_formats: tuple[str, ...],
+    due_factor: float | None,
+) -> StepTrace:
+    """The trace of a step on the rank that saw `own`, from what all ranks saw, in their order.
+
+    replica_size: number of ranks that hold one replica together.
+    """
+    first = everyone[0]
+    replicas = everyone[::replica_size]  # their workers have the same rows and random numbers
+    loss, count = own.loss, own.count
+    if own.is_own:  # replicas train apart; gradients are rank 0's own then, too
+        loss_sum, count = sum(seen.loss * seen.count for seen in everyone), sum(seen.count for seen in everyone)
+        loss = loss_sum / count if count else math.nan
+    grad_norm = float(np.linalg.norm(first.gradients[:, 0]))
+    return StepTrace(
+        step=step,
+        loss=loss,
+        count=count,
+        grad_norm=grad_norm,
+        used_norm=own.used_norm,
+        updates=updates,
+        rows=np.concatenate([seen.rows for seen in replicas]),
+        gradients=first.gradients,
+        parameters=first.parameters,
+        gradient_spread=_spread([seen.gradients for seen in everyone], SMALL_GRADIENT * grad_norm),
+        parameter_spread=_spread([seen.parameters for seen in everyone], 0.0),
+        gradient_formats=gradient_formats,
+        draws_random_numbers=any(seen.draws_random_numbers for seen in everyone),
+        shares_random_state=len({seen.random_before for seen in replicas}) < len(replicas),
+        changes_buffers=any(seen.changes_buffers for seen in everyone),
+        rows_agree=all(
+            np.array_equal(seen.rows, replicas[rank // replica_size].rows) for rank, seen in enumerate(everyone)
+        ),
+        used_norms=tuple(seen.used_norm for seen in everyone),
+        due_factor=due_factor,
+        draws=tuple(seen.draws for seen in everyone),
+        num_pieces=tuple(seen.num_pieces for seen in everyone),
+        replicas=_replicas(everyone),
+    )
+
+
+def _replicas(everyone: Sequence[SeenStep]) -> Replicas | None:
+    found = [seen.replica for seen in everyone if seen.replica is not None]
+    if not found:
+        return None
+    states = [replica.optimizer for replica in found]
+    names = [name for name in states[0] if all(name in theirs for theirs in states)]
+    spread = 0.0
+    if names:
+        spread = float(_spread([np.array([theirs[name] for name in names]) for theirs in states], 0.0).max())
+    return Replicas(
+        np.array([replica.before for replica in found]),
+        np.array([replica.updated for replica in found]),
+        np.array([seen.parameters for seen in everyone]),
+        spread,
+    )
+
+
+def _spread(signatures: list[np.ndarray], floor: float) -> np.ndarray:
+    """Largest relative difference between rank 0 and another, (parameters,)."""
+    first = signatures[0]
+    if len(signatures) == 1:
+        return np.zeros(len(first))
+    norms = np.max([s[:, 0] for s in signatures], axis=0)
+    scale = np.maximum(norms, floor if math.isfinite(floor) else 0.0)
+    return np.max([signature_differences(first, theirs, scale) for theirs in signatures[1:]], axis=0)
