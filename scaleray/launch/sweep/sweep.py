@@ -17,7 +17,7 @@ from scaleray.config import RunConfig
 from scaleray.config.base import absolute_path
 from scaleray.errors import ConfigError
 from scaleray.launch.cluster import connection as cluster
-from scaleray.launch.cluster.capacity import check_trial_fits
+from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.session.data import check_same_data, load_sources
 from scaleray.launch.session.folder import RunFolder, unique_name
 from scaleray.launch.session.start import with_absolute_paths
@@ -120,7 +120,7 @@ def opened(
         with quiet_tune(), _connected(config, question) as nodes, sigterm_like_ctrl_c():
             materials = {key: make_material(found, load_sources(found)) for key, found in workloads.items()}
             plan, candidates = make_plan(config, question, materials)
-            check_trial_fits(plan.config(candidates.chosen[0]), nodes)
+            check_option_fits("--workers-per-trial", plan.config(candidates.chosen[0]), nodes)
             if before is not None:
                 check_data_of(before, _data_hashes(materials))
                 plan = dataclasses.replace(plan, candidates=before.candidates)

@@ -11,8 +11,7 @@ from typing import Any
 
 from scaleray.config import RunConfig
 from scaleray.data.source import Source
-from scaleray.errors import ClusterError
-from scaleray.launch.cluster.capacity import check_capacity
+from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.cluster.connection import alive_nodes
 from scaleray.launch.session.data import load_sources
 from scaleray.launch.session.start import connected_unless, with_absolute_paths
@@ -68,16 +67,9 @@ def prepared(
 
 def _check_every_group_fits(plan: Plan) -> None:
     nodes = alive_nodes()
-    for world_size, variants in plan.groups.items():
+    for variants in plan.groups.values():
         spread = (variants or [plan.reference])[0].job.config
         # no input tasks run here, so that no CPU needs to stay free for them
         alone = spread.model_copy(update={"data": spread.data.model_copy(update={"reserved_cpus": 0.0})})
-        try:
-            check_capacity(alone, nodes)
-        except ClusterError as exc:
-            raise ClusterError(
-                "--world-sizes",
-                f"{world_size}, which needs {exc.found}",
-                exc.allowed,
-                "leave the size out, or check on this machine alone with --local",
-            ) from exc
+        hint = "leave the size out, or check on this machine alone with --local"
+        check_option_fits("--world-sizes", alone, nodes, hint=hint)
