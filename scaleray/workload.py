@@ -119,6 +119,13 @@ def load_workload(name: str, args: Mapping[str, Any], *, base_dir: Path | None =
     return build_workload(getattr(module, attribute), args, name=name)
 
 
+def make_workload(given: Any, name: str, args: Mapping[str, Any], *, base_dir: Path | None = None) -> Any:
+    """`given` itself, or built with `args` where it is a class; the workload of that name where it is None."""
+    if given is None:
+        return load_workload(name, args, base_dir=base_dir)
+    return build_workload(given, args, name=given.__name__) if isinstance(given, type) else given
+
+
 def build_workload(factory: Any, args: Mapping[str, Any], *, name: str) -> Any:
     """Call the workload class with the config's keyword arguments and check that it has the needed methods."""
     missing = [m for m in REQUIRED_METHODS if not callable(getattr(factory, m, None))]

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from fault_suite.run import BATCH, Entry, Run
+from scaleray.checkpoints.storage import Store
 from scaleray.data import StepPlan
 from scaleray.records.run import RunRecord
 from scaleray.training.state.weights import read_weights
@@ -112,13 +113,10 @@ def _difference(expected: list[tuple[int, Any]], found: list[tuple[int, Any]]) -
 def _local(run: Run, record: RunRecord) -> Path:
     if "://" not in record.run_dir:
         return Path(record.run_dir)
-    import pyarrow.fs
-
     folder = run.folder / "fetched"
     folder.mkdir(exist_ok=True)
-    filesystem, inner = pyarrow.fs.FileSystem.from_uri(record.run_dir)
     for name in ("steps.csv", "weights.pt"):
-        (folder / name).write_bytes(filesystem.open_input_file(f"{inner}/{name}").read())
+        (folder / name).write_bytes(Store(record.run_dir).read(name))
     return folder
 
 

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 from urllib.parse import unquote
 
 from scaleray.config.base import without_password
+from scaleray.filesystems import open_filesystem
 
 PIECE_BYTES = 8 * 2**20  # bytes read, hashed and written at once
 
@@ -39,11 +40,7 @@ class Store:
 
     @cached_property
     def _location(self) -> tuple[Any, str]:
-        import pyarrow.fs
-
-        if self.is_local:  # not from_uri, which would take a '?' or '%20' in a path for its own
-            return pyarrow.fs.LocalFileSystem(), self.root.rstrip("/")
-        return pyarrow.fs.FileSystem.from_uri(self.root)
+        return open_filesystem(self.root)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"root": self.root}  # an opened filesystem stays in its process

@@ -12,6 +12,7 @@ import numpy as np
 
 from scaleray.data.source import HASH_LIMIT_BYTES, Columns, as_numbers, hash_names
 from scaleray.errors import DataError
+from scaleray.filesystems import open_filesystem
 
 
 class ParquetSource:
@@ -100,10 +101,8 @@ class ParquetSource:
         return self.columns or first.names
 
     def _open(self) -> tuple[Any, str]:
-        import pyarrow.fs
-
         try:
-            return pyarrow.fs.FileSystem.from_uri(self.uri)
+            return open_filesystem(self.uri)
         except (OSError, ValueError) as exc:
             raise DataError("Parquet path", self.uri, f"it cannot be opened: {exc}") from exc
 

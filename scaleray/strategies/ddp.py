@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from scaleray.config import RunConfig
+from scaleray.config.strategy import StrategySettings
 from scaleray.strategies.compression.hook import Compression
 from scaleray.strategies.contract.parallel import OnModel, Parallel
 from scaleray.strategies.contract.weight_shares import WeightShare, whole
@@ -24,24 +25,9 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     """
     if mesh is None:
         raise ValueError("ddp needs a device mesh with the axis 'dp'")
-    group, settings = mesh.get_group("dp"), config.strategy
+    group = mesh.get_group("dp")
     sent_a_step = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    device = next(model.parameters()).device
-    on_model = OnModel(model)
-    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", None)
-    if ignored is not None:  # torch's way to leave parameters to the user, by name
-        names = [f"module.{name}" for name in ignored]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(on_model, names)
-    wrapped = DistributedDataParallel(
-        on_model,
-        device_ids=[device.index] if device.type == "cuda" else None,
-        process_group=group,
-        bucket_cap_mb=settings.bucket_size_mib,
-        gradient_as_bucket_view=settings.gradient_as_bucket_view,
-        static_graph=settings.static_graph,
-        find_unused_parameters=settings.find_unused_parameters,
-    )
-
+    wrapped = _wrapped(model, group, config.strategy)
     compression = None if config.compression.name == "none" else Compression(wrapped, model, group, config)
     sent = 0.0
 
@@ -82,8 +68,29 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         bytes_sent=lambda: sent,
         close=close,
     )
-    if compression is None:
-        return parallel
+    return parallel if compression is None else _with_compression(parallel, compression)
+
+
+def _wrapped(model: nn.Module, group: dist.ProcessGroup, settings: StrategySettings) -> DistributedDataParallel:
+    device = next(model.parameters()).device
+    on_model = OnModel(model)
+    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", None)
+    if ignored is not None:  # torch's way to leave parameters to the user, by name
+        names = [f"module.{name}" for name in ignored]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(on_model, names)
+    return DistributedDataParallel(
+        on_model,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        process_group=group,
+        bucket_cap_mb=settings.bucket_size_mib,
+        gradient_as_bucket_view=settings.gradient_as_bucket_view,
+        static_graph=settings.static_graph,
+        find_unused_parameters=settings.find_unused_parameters,
+    )
+
+
+def _with_compression(parallel: Parallel, compression: Compression) -> Parallel:
+    """The same model, whose state, bytes and figures are those of compressed gradients."""
     return dataclasses.replace(
         parallel,
         after_update=compression.after_update,

@@ -34,8 +34,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
-    """Split `model` over `mesh["tp"]` as `workload.tensor_plan` says, and shard that over `mesh["dp"]` with
-    fully_shard.
+    """Split `model` over `mesh["tp"]` as `workload.tensor_plan` says; fully_shard that over `mesh["dp"]`.
 
     Collective. A module that the plan leaves out computes the same on every worker of a group. Raises WorkloadError
     without a plan, or for one that does not fit. Sources: Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism:
@@ -47,47 +46,16 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     plan = _plan(model, config, workload, size=groups.size())
     notes = [f"tensor: {len(plan)} entries of the plan, each layer on {groups.size()} workers"]
     hooks = _Hooks(model)
-    trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
-    ties = _ties(model)
-    with warnings.catch_warnings():  # torch warns of keys that match nothing, which is an error here
-        warnings.simplefilter("error", UserWarning)
-        parallelize_module(model, groups, dict(plan))
-    _replicate_the_rest(model, groups, sequence_parallel=config.tensor.sequence_parallel)
-    _tie_again(model, ties)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        parameter.requires_grad_(trained[name])  # styles of norms make every parameter a trained one
-        if parameter.requires_grad and replicas.size() == 1:
-            parameter.register_post_accumulate_grad_hook(_complete)
+    _split_layers(model, groups, plan, sequence_parallel=config.tensor.sequence_parallel)
+    root = None
     if replicas.size() > 1:
         notes += _shard(model, replicas, config, workload)
-    root = Root.over(model, replicas) if replicas.size() > 1 else None
-    on_model = root or OnModel(model)
-
-    @contextlib.contextmanager
-    def no_sync() -> Iterator[None]:
-        if not isinstance(model, FSDPModule):
-            yield
-            return
-        model.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            model.set_requires_gradient_sync(True)
-
-    sent, known = 0.0, dict[Any, float]()
-
-    def run_micro_batches(pieces: list[MicroBatch], objective: Objective, autocast: Any) -> None:
-        # as the loop itself would; but what the styles and FSDP send can only be seen from below, once for each shape
-        nonlocal sent
-        for number, piece in enumerate(pieces):
-            is_last = number == len(pieces) - 1
-            shapes = tuple((tuple(t.shape), t.dtype) for t in tree_leaves(piece.batch) if isinstance(t, torch.Tensor))
-            traffic = None if (shapes, is_last) in known else Traffic()
-            with contextlib.nullcontext() if is_last else no_sync(), traffic or contextlib.nullcontext():
-                objective(on_model, piece).backward()
-            if traffic is not None:
-                known[shapes, is_last] = traffic.num_bytes
-            sent += known[shapes, is_last]
+        root = Root.over(model, replicas)
+    else:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_complete)
+    passes = _CountedPasses(model, root or OnModel(model))
 
     def share_buffers() -> None:
         for buffer in model.buffers():
@@ -120,9 +88,9 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         let_go=let_go,
         total_norm=lambda gradients: total_norm(gradients, device=torch.device(mesh.device_type)),
         forward_is_collective=True,
-        run_micro_batches=run_micro_batches,
+        run_micro_batches=passes.run,
         counts_loss=mesh.get_local_rank("tp") == 0,
-        bytes_sent=lambda: sent,
+        bytes_sent=lambda: passes.sent_bytes,
         notes=notes,
     )
 
@@ -203,6 +171,54 @@ def _plan(model: nn.Module, config: RunConfig, workload: Any, *, size: int) -> M
                 "it must be a style of torch.distributed.tensor.parallel",
             )
     return plan
+
+
+def _split_layers(
+    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle], *, sequence_parallel: bool
+) -> None:
+    """Make every parameter a DTensor: as its style says, or whole on each worker. What was frozen or tied stays so."""
+    trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
+    ties = _ties(model)
+    with warnings.catch_warnings():  # torch warns of keys that match nothing, which is an error here
+        warnings.simplefilter("error", UserWarning)
+        parallelize_module(model, mesh, dict(plan))
+    _replicate_the_rest(model, mesh, sequence_parallel=sequence_parallel)
+    _tie_again(model, ties)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parameter.requires_grad_(trained[name])  # styles of norms make every parameter a trained one
+
+
+class _CountedPasses:
+    """Forward and backward passes of a step's micro-batches, as the loop itself would run them. What the styles and
+    FSDP send can only be seen from below, once for each shape of a micro-batch."""
+
+    def __init__(self, model: nn.Module, on_model: nn.Module) -> None:
+        self._model, self._on_model = model, on_model
+        self._known: dict[Any, float] = {}
+        self.sent_bytes = 0.0
+
+    def run(self, pieces: list[MicroBatch], objective: Objective, autocast: Any) -> None:
+        """Run the micro-batches in their order; only the last one sums gradients over replicas."""
+        for number, piece in enumerate(pieces):
+            is_last = number == len(pieces) - 1
+            shapes = tuple((tuple(t.shape), t.dtype) for t in tree_leaves(piece.batch) if isinstance(t, torch.Tensor))
+            traffic = None if (shapes, is_last) in self._known else Traffic()
+            with contextlib.nullcontext() if is_last else self._no_sync(), traffic or contextlib.nullcontext():
+                objective(self._on_model, piece).backward()
+            if traffic is not None:
+                self._known[shapes, is_last] = traffic.num_bytes
+            self.sent_bytes += self._known[shapes, is_last]
+
+    @contextlib.contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        if not isinstance(self._model, FSDPModule):
+            yield
+            return
+        self._model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._model.set_requires_gradient_sync(True)
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) -> list[str]:

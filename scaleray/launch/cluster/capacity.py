@@ -49,19 +49,19 @@ def check_capacity(config: RunConfig, nodes: Sequence[Node]) -> None:
         )
 
 
-def check_trial_fits(config: RunConfig, nodes: Sequence[Node]) -> None:
-    """Refuse trials that these nodes can never hold; Ray would wait for ever.
+def check_option_fits(option: str, config: RunConfig, nodes: Sequence[Node], *, hint: str | None = None) -> None:
+    """Refuse a number of workers that an option gives and these nodes can never hold. Raises ClusterError.
 
-    config: a trial's config. Raises ClusterError.
+    hint: what to do; None is what `check_capacity` advises.
     """
     try:
         check_capacity(config, nodes)
     except ClusterError as exc:
         raise ClusterError(
-            "--workers-per-trial",
+            option,
             f"{config.scale.max_workers}, which needs {exc.found}",
             exc.allowed,
-            exc.hint.replace("--scale.workers", "--workers-per-trial"),
+            exc.hint.replace("--scale.workers", option) if hint is None else hint,
         ) from exc
 
 

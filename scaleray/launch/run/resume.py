@@ -65,6 +65,42 @@ class Interrupted:
         return record if record.status == "FINISHED" else None
 
 
+@dataclass(frozen=True)
+class Request:
+    """A training that was asked for, from its first step or continuing an interrupted run.
+
+    before: that run. changed: what differs from its config.
+    """
+
+    config: RunConfig
+    base_dir: Path | None
+    before: Interrupted | None
+    changed: Sequence[Change]
+
+    def finished_record(self, say: Say) -> RunRecord | None:
+        """The record of the run to continue, if nothing is left to do."""
+        if self.before is None or any(change.alters_training for change in self.changed):
+            return None
+        return self.before.finished_record(say)
+
+
+def make_request(
+    config: RunConfig | None, base_dir: Path | None, *, resume: str | None, allow_change: Sequence[str], say: Say
+) -> Request:
+    """The training of this config, of which `resume` may name an interrupted run. Raises UsageError."""
+    before = find(resume, config, base_dir, say=say) if resume is not None else None
+    if config is None:
+        if before is None:
+            raise ConfigError("config", None, "it is needed to start a run", "give a file with -c")
+        config = before.valid_config()
+    if before is None:
+        return Request(config, base_dir, None, [])
+    changed = check_changes(before, config, allow_change)
+    if base_dir is None and before.about.get("base_dir"):
+        base_dir = Path(before.about["base_dir"])
+    return Request(config, base_dir, before, changed)
+
+
 def find(
     where: str, config: RunConfig | None, base_dir: Path | None = None, *, say: Say = lambda text: None
 ) -> Interrupted | None:

@@ -16,13 +16,12 @@ from typing import Any
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.config import RunConfig, load_config
 from scaleray.config.base import without_password
-from scaleray.config.changes import Change
 from scaleray.data.source import Source
 from scaleray.errors import ClusterError, ConfigError, LeftEarly, TrackingError
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster.capacity import check_capacity
-from scaleray.launch.run import resume as interrupted
 from scaleray.launch.run.record import as_yaml, describe, end_tags, make_record, point_metrics
+from scaleray.launch.run.resume import Request, make_request
 from scaleray.launch.run.trainer import Interrupted, fit
 from scaleray.launch.session.data import check_same_data, load_sources, size_of
 from scaleray.launch.session.folder import RunFolder
@@ -38,7 +37,7 @@ from scaleray.tracking.recorder import Recorder
 from scaleray.training.setup.job import TRAIN, Split, TrainJob, rescaled
 from scaleray.training.state import weights as final_weights
 from scaleray.watchers import Guard, Watcher
-from scaleray.workload import brings_optimizer, build_workload, load_workload
+from scaleray.workload import brings_optimizer, make_workload
 
 READERS = {"worker": "the workers themselves", "ray": "Ray Data tasks"}
 
@@ -78,42 +77,24 @@ def train(
         base_dir = base_dir or Path(config).resolve().parent
         config = load_config(config)
     config = with_absolute_paths(config) if config is not None else None
-    before = interrupted.find(resume, config, base_dir, say=say) if resume is not None else None
-    if config is None:
-        if before is None:
-            raise ConfigError("config", None, "it is needed to start a run", "give a file with -c")
-        config = before.valid_config()
-    changed = interrupted.check_changes(before, config, allow_change) if before is not None else []
-    if before is not None and base_dir is None and before.about.get("base_dir"):
-        base_dir = Path(before.about["base_dir"])
-    if before is not None and not any(change.alters_training for change in changed):
-        finished = before.finished_record(say)
-        if finished is not None:
-            say(f"run {finished.name} is finished already, after {finished.steps} steps; nothing is left to do")
-            return finished
+    request = make_request(config, base_dir, resume=resume, allow_change=allow_change, say=say)
+    config, before = request.config, request.before
+    if (finished := request.finished_record(say)) is not None:
+        say(f"run {finished.name} is finished already, after {finished.steps} steps; nothing is left to do")
+        return finished
     resolve_strategy(config)
-    if local and config.scale.max_workers > 1:
-        raise ConfigError(
-            "scale.workers",
-            str(config.scale.workers),
-            "--local runs one worker in this process",
-            "leave --local out, or use --scale.workers 1: the global batch, and so the training, is the same",
-        )
+    if local:
+        _check_one_worker(config)
     tracking_uri = store.resolve_uri(config.tracking.uri)
     store.check_reachable(tracking_uri)
-    if workload is None:
-        workload = load_workload(config.workload.name, config.workload.args, base_dir=base_dir)
-    elif isinstance(workload, type):
-        workload = build_workload(workload, config.workload.args, name=workload.__name__)
+    workload = make_workload(workload, config.workload.name, config.workload.args, base_dir=request.base_dir)
     folder = RunFolder.reserve(config) if before is None else RunFolder.reopen(before.path)
     try:
         with _environment(config, local=local) as topology:
             sources = load_sources(workload)
-            run = _Run(
-                config, workload, sources, folder, tracking_uri, topology, show, started_at, before, base_dir, changed
-            )
+            run = _Run(request, workload, sources, folder, tracking_uri, topology, show, started_at)
             expect_steps(run.recipe.total_steps)
-            for line in [*run.announcement(), *(f"  changed: {change}" for change in changed)]:
+            for line in run.announcement():
                 say(line)
             return run.train(local=local)
     except BaseException:
@@ -121,6 +102,16 @@ def train(
         raise
     finally:
         folder.unlock()
+
+
+def _check_one_worker(config: RunConfig) -> None:
+    if config.scale.max_workers > 1:
+        raise ConfigError(
+            "scale.workers",
+            str(config.scale.workers),
+            "--local runs one worker in this process",
+            "leave --local out, or use --scale.workers 1: the global batch, and so the training, is the same",
+        )
 
 
 @contextlib.contextmanager
@@ -149,7 +140,7 @@ def _environment(config: RunConfig, *, local: bool) -> Iterator[list[dict[str, A
 class _Run:
     def __init__(
         self,
-        config: RunConfig,
+        request: Request,
         workload: Any,
         sources: dict[str, Source],
         folder: RunFolder,
@@ -157,13 +148,11 @@ class _Run:
         topology: list[dict[str, Any]],
         show: Show,
         started_at: float,
-        before: interrupted.Interrupted | None,
-        base_dir: Path | None,
-        changed: Sequence[Change],
     ) -> None:
+        config, before = request.config, request.before
         self.config, self.sources, self.folder = config, sources, folder
         self.tracking_uri, self.topology, self.show = tracking_uri, topology, show
-        self.before, self.base_dir, self.changed = before, base_dir, changed
+        self.before, self.base_dir, self.changed = before, request.base_dir, request.changed
         self.recipe = derive(config, size_of(sources))
         self.facts: dict[str, Any] = {"environment": environment(), "topology": topology}
         splits = {name: Split.of(name, source) for name, source in sources.items()}
@@ -274,6 +263,7 @@ class _Run:
             f"  sample order: {self.job.sample_order}",
             f"  rows are read by {READERS[self.data[TRAIN]['read_by']]}",
             "  starting the workers ..." if self.topology[0]["node"] != "local" else "  in this process, without Ray",
+            *(f"  changed: {change}" for change in self.changed),
         ]
 
     def _changes(self) -> list[str]:

@@ -38,7 +38,7 @@ from scaleray.records.run import EventRecord, Heartbeat, Show
 from scaleray.training.setup.job import Split, TrainJob
 
 if TYPE_CHECKING:
-    pass
+    from scaleray.training.worker import Assignment
 
 POLL_S = 0.5
 SAME_FAILURE_S = 3.0  # failures this close are one: a new group of workers takes longer to start
@@ -63,13 +63,11 @@ def fit(
 
     run_path: the run's folder, for checkpoints and Ray Train's own files. facts: what every checkpoint says of the run.
     """
-    import ray.train
+    import ray
 
-    from scaleray.training.worker import Assignment, train_worker
+    from scaleray.training.worker import Assignment
 
-    config = job.config
-    scale = config.scale
-
+    config, max_failures = job.config, job.config.scale.max_failures
     streamed = {name: source.dataset for name, source in sources.items() if Split.of(name, source).is_streamed}  # type: ignore[attr-defined]
     assignment = Assignment(
         job=job,
@@ -85,50 +83,63 @@ def fit(
     with _showing(recorder, show) as watcher, _stop_on_sigterm(recorder, config.checkpoint.grace_s):
         others = own_placement_groups()
         for attempt in itertools.count(1):
-            may_repeat = attempt <= scale.max_failures
-            try:
-                current = dataclasses.replace(assignment, recorder=recorder.actor)
-                trainer = torch_trainer(
-                    config,
-                    train_worker,
-                    {"assignment": ray.put(current)},  # as a reference: the controller has no use for what is in it
-                    num_workers=(scale.min_workers, scale.max_workers) if scale.is_elastic else scale.max_workers,
-                    # a name of its own each time: under an old one Ray would try to restore its snapshot
-                    name="ray_train" if attempt == 1 else f"ray_train-{attempt}-{secrets.token_hex(2)}",
-                    storage_path=run_path,
-                    max_failures=scale.max_failures,
-                    callbacks=[restart_callback(recorder.actor, scale.max_failures)],
-                    datasets=streamed,
-                )
-                trainer.fit()
-                if not recorder.is_lost():
-                    return
-                lost: BaseException = watcher.error or RunFailedError(RECORDER_LOST)
-            except (KeyboardInterrupt, SystemExit) as exc:
-                if not watcher.has_lost_recorder:
-                    raise (watcher.error or Interrupted()) from exc
-                lost = exc
-            # a controller that died is an actor error, which Ray does not count among training failures
-            except (ray.train.TrainingFailedError, ray.exceptions.RayError) as exc:
-                lost = exc
-                if not recorder.is_lost():
-                    recorder.wait_started(0)  # if MLflow was the reason, that is what the user must read
-                    if not isinstance(exc, ray.exceptions.RayActorError) or not may_repeat:
-                        error = explain(exc, recorder.heartbeats())
-                        raise (Interrupted() if isinstance(error, LeftEarly) else error) from exc
+            lost = _fit_once(assignment, streamed, attempt, recorder, watcher)
+            if lost is None:
+                return
             if watcher.can_interrupt:
                 signal.signal(signal.SIGINT, signal.default_int_handler)  # Ray's own would wait for the old controller
             what = "Ray Train's controller"
             if recorder.is_lost():
-                if not may_repeat:
+                if attempt > max_failures:
                     raise RunFailedError(RECORDER_LOST) from lost
                 what = "the recorder's process"
                 recorder.respawn()
                 watcher.begin_again()
-            text = f"{what} was lost; starting again from the newest checkpoint, {attempt} of {scale.max_failures}"
+            text = f"{what} was lost; starting again from the newest checkpoint, {attempt} of {max_failures}"
             recorder.log([EventRecord(text, kind="warning")])
             _wait_for_silence(recorder)
             remove_placement_groups(own_placement_groups() - others)
+
+
+def _fit_once(
+    assignment: Assignment, streamed: dict[str, Any], attempt: int, recorder: RemoteRecorder, watcher: _Watcher
+) -> BaseException | None:
+    """Run workers to the end; None when they are done, else the error that shows that Ray Train's controller or the
+    recorder was lost, after which workers can start again. attempt: counted from 1. Raises what ends the run."""
+    import ray
+    import ray.train
+
+    from scaleray.training.worker import train_worker
+
+    config, scale = assignment.job.config, assignment.job.config.scale
+    current = dataclasses.replace(assignment, recorder=recorder.actor)
+    try:
+        trainer = torch_trainer(
+            config,
+            train_worker,
+            {"assignment": ray.put(current)},  # as a reference: the controller has no use for what is in it
+            num_workers=(scale.min_workers, scale.max_workers) if scale.is_elastic else scale.max_workers,
+            # a name of its own each time: under an old one Ray would try to restore its snapshot
+            name="ray_train" if attempt == 1 else f"ray_train-{attempt}-{secrets.token_hex(2)}",
+            storage_path=assignment.run_path,
+            max_failures=scale.max_failures,
+            callbacks=[restart_callback(recorder.actor, scale.max_failures)],
+            datasets=streamed,
+        )
+        trainer.fit()
+        return None if not recorder.is_lost() else watcher.error or RunFailedError(RECORDER_LOST)
+    except (KeyboardInterrupt, SystemExit) as exc:
+        if not watcher.has_lost_recorder:
+            raise (watcher.error or Interrupted()) from exc
+        return exc
+    # a controller that died is an actor error, which Ray does not count among training failures
+    except (ray.train.TrainingFailedError, ray.exceptions.RayError) as exc:
+        if not recorder.is_lost():
+            recorder.wait_started(0)  # if MLflow was the reason, that is what the user must read
+            if not isinstance(exc, ray.exceptions.RayActorError) or attempt > scale.max_failures:
+                error = explain(exc, recorder.heartbeats())
+                raise (Interrupted() if isinstance(error, LeftEarly) else error) from exc
+        return exc
 
 
 def restart_callback(recorder: Any, max_failures: int) -> Any:
@@ -169,9 +180,8 @@ def restart_callback(recorder: Any, max_failures: int) -> Any:
     def last_beats() -> list[Heartbeat]:
         try:
             return list(ray.get(recorder.heartbeats.remote(), timeout=30))
-        except (
-            ray.exceptions.RayError
-        ):  # it would end the run: Ray starts nothing again after an error of its callbacks
+        # it would end the run: Ray starts nothing again after an error of its callbacks
+        except ray.exceptions.RayError:
             return []
 
     def heartbeats(failures: Mapping[int, BaseException]) -> list[Heartbeat]:

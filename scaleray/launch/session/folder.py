@@ -17,6 +17,7 @@ from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.storage import Store
 from scaleray.config import RunConfig
 from scaleray.errors import ConfigError, StorageError
+from scaleray.filesystems import open_filesystem
 
 _LOCKS: dict[str, IO[str]] = {}
 
@@ -33,22 +34,23 @@ class RunFolder:
     work_dir: str
 
     @classmethod
-    def reserve(cls, config: RunConfig) -> RunFolder:
+    def reserve(cls, config: RunConfig, default_name: str | None = None) -> RunFolder:
         """Make the folder, which shows that it can be written. Raises StorageError.
 
-        A name in use is a ConfigError: Ray Train would silently resume the old run under it.
+        default_name: name where the user gave none; None is a training's own. A name in use is a ConfigError: Ray Train
+        would silently resume the old run under it.
         """
         import pyarrow.fs
 
-        unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         name = (
             config.tracking.run_name
-            or f"{config.workload.stem}-w{config.scale.max_workers:03d}-b{config.batch.global_size}-{unique}"
+            or default_name
+            or unique_name(f"{config.workload.stem}-w{config.scale.max_workers:03d}-b{config.batch.global_size}")
         )
         root = config.checkpoint.storage_path
         path = f"{root.rstrip('/')}/{name}"
         try:
-            filesystem, inner = pyarrow.fs.FileSystem.from_uri(path)
+            filesystem, inner = open_filesystem(path)
             exists = filesystem.get_file_info(inner).type != pyarrow.fs.FileType.NotFound
             # killed before it had made anything of its own: nobody could continue it
             exists = exists and any(name not in (".lock", "ray_train") for name in Store(path).names())
@@ -131,7 +133,7 @@ class RunFolder:
             return
         import pyarrow.fs
 
-        filesystem, inner = pyarrow.fs.FileSystem.from_uri(self.path)
+        filesystem, inner = open_filesystem(self.path)
         pyarrow.fs.copy_files(self.work_dir, inner, destination_filesystem=filesystem)
         for folder in (self.work_dir, self._fetched):
             shutil.rmtree(folder, ignore_errors=True)
@@ -142,6 +144,11 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 if {entry.name for entry in Path(self.path).iterdir()} <= {".lock"}:
                     shutil.rmtree(self.path)
+
+
+def unique_name(start: str) -> str:
+    """Name that begins so and goes on with the time and some random digits."""
+    return f"{start}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def _work_dir(path: str) -> str:

@@ -56,18 +56,12 @@ def connected_unless(config: RunConfig, *, local: bool) -> Iterator[None]:
         yield
 
 
-def named(config: RunConfig, kind: str, started_at: float) -> RunConfig:
-    """The config with a run name of its own where the user gave none. kind: first part of the name. started_at: in Unix
-    seconds."""
-    unique = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(started_at))}-{int(started_at * 1000) % 1000:03d}"
-    name = config.tracking.run_name or f"{kind}-{config.workload.stem}-{unique}"
-    return config.model_copy(update={"tracking": config.tracking.model_copy(update={"run_name": name})})
-
-
 @contextlib.contextmanager
 def own_folder(config: RunConfig, kind: str, started_at: float) -> Iterator[RunFolder]:
-    """A folder of a name of its own, completed with the context and taken away where it stayed empty."""
-    folder = RunFolder.reserve(named(config, kind, started_at))
+    """A folder, completed with the context and taken away where it stayed empty. kind: first part of its name, where
+    the user gave none. started_at: in Unix seconds."""
+    started = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(started_at))}-{int(started_at * 1000) % 1000:03d}"
+    folder = RunFolder.reserve(config, f"{kind}-{config.workload.stem}-{started}")
     try:
         yield folder
     finally:

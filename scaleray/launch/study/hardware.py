@@ -13,7 +13,7 @@ import psutil
 from scaleray.config import RunConfig
 from scaleray.errors import ClusterError, UsageError
 from scaleray.launch.cluster import connection as cluster
-from scaleray.launch.cluster.capacity import check_capacity
+from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.cluster.connection import Node
 from scaleray.planner.hardware.catalogue import find_gpu
 from scaleray.records.study import Turn
@@ -127,17 +127,12 @@ def launch_config(config: RunConfig, workers: int, nodes: Sequence[Node], *, sha
         if 0 < cpus < workers * config.scale.cpus_per_worker:
             scale["cpus_per_worker"] = max(0.01, int(100 * cpus / workers) / 100)
     spread = config.model_copy(update={"scale": config.scale.model_copy(update=scale)})
-    try:
-        check_capacity(spread, nodes)
-    except ClusterError as exc:
-        raise ClusterError(
-            "--world-sizes",
-            f"{workers}, which needs {exc.found}",
-            exc.allowed,
-            "leave the size out, or measure without GPUs: --scale.gpus-per-worker 0"
-            if config.scale.gpus_per_worker
-            else "leave the size out, or measure on this machine alone with --local",
-        ) from exc
+    where = (
+        "without GPUs: --scale.gpus-per-worker 0"
+        if config.scale.gpus_per_worker
+        else "on this machine alone with --local"
+    )
+    check_option_fits("--world-sizes", spread, nodes, hint=f"leave the size out, or measure {where}")
     return spread
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from scaleray.config import RunConfig
 from scaleray.records.study import NoiseCourse, Point
-from scaleray.scaling.noise.source import NoiseWay, noise_way
-from scaleray.scaling.recipe.values import Recipe
+from scaleray.scaling.noise.source import NoiseSource, noise_source
+from scaleray.training.setup.job import TrainJob
 from scaleray.training.study.ladder import Rung
 
 WELL = 2.0
@@ -21,16 +21,18 @@ def with_noise(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"noise_scale": config.noise_scale.model_copy(update={"measure": "auto"})})
 
 
-def way_of(config: RunConfig, recipe: Recipe, workers: int) -> NoiseWay:
-    """How a rung measures its noise, if it does."""
-    shares = max(1, workers // config.model_parallel_size)
-    return noise_way(config, recipe.strategy, data_size=shares, accumulation_steps=recipe.accumulation_steps)
+def source_of(job: TrainJob) -> NoiseSource:
+    """The gradients that a rung's training measures its noise from, if it does."""
+    recipe = job.recipe
+    return noise_source(
+        job.config, recipe.strategy, data_size=job.data_size, accumulation_steps=recipe.accumulation_steps
+    )
 
 
 def why_no_noise(rungs: Mapping[str, Rung]) -> str:
     """Why no rung measures its noise, where the config wants it; "" where one does."""
-    ways = [way_of(rung.job.config, rung.job.recipe, rung.workers) for rung in rungs.values()]
-    return "" if any(way.way for way in ways) else next((way.why for way in reversed(ways) if way.why), "")
+    sources = [source_of(rung.job) for rung in rungs.values()]
+    return "" if any(s.name for s in sources) else next((s.why for s in reversed(sources) if s.why), "")
 
 
 def in_words(noise: NoiseCourse) -> str:

@@ -15,7 +15,7 @@ from scaleray.config.strategy import traits_of
 from scaleray.data.source import Source
 from scaleray.errors import ConfigError, DataError
 from scaleray.launch.session.data import size_of
-from scaleray.launch.study.noise import way_of
+from scaleray.launch.study.noise import source_of
 from scaleray.records.study import Mode
 from scaleray.scaling.recipe.derive import derive
 from scaleray.scaling.recipe.values import DataSize, Recipe, nearest_multiples
@@ -114,7 +114,7 @@ def make_plan(config: RunConfig, question: Question, workload: Any, sources: Map
                 num_turns=question.repeats,
                 period=period_of(spread, recipe.strategy),
                 trains_to_target=question.to_target,
-                measures_noise=way_of(spread, recipe, workers).way is not None,
+                measures_noise=source_of(job).name is not None,
             )
             places.append(OnCurve(mode, workers, name))
     return Plan(rungs, places, sources)

@@ -4,6 +4,7 @@ processes."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -14,7 +15,6 @@ from scaleray.launch.cluster.connection import input_cpus
 from scaleray.launch.workers.gloo import TELL, UserCode, gloo_processes
 from scaleray.launch.workers.in_process import stream_opener
 from scaleray.launch.workers.ray_train import fit_group
-from scaleray.launch.workers.signals import sigterm_like_ctrl_c
 from scaleray.launch.workers.user_code import ship_user_code
 from scaleray.training.setup.place import Place
 from scaleray.training.study.ladder import Ascent, Tell, climb
@@ -27,8 +27,7 @@ POLL_S = 0.5
 # without Ray
 
 
-@contextlib.contextmanager
-def local_workers(config: RunConfig, workers: int, sources: Mapping[str, Source], code: UserCode) -> Iterator[Climb]:
+def local_workers(config: RunConfig, sources: Mapping[str, Source], code: UserCode) -> Climb:
     """Gloo processes on this machine."""
 
     def measure(ascent: Ascent, tell: Tell) -> None:
@@ -37,8 +36,7 @@ def local_workers(config: RunConfig, workers: int, sources: Mapping[str, Source]
             workload = ascent.rungs[0].job.workload
             processes.run(size, climb_here, ascent, TELL, sources, workload=workload, on_message=tell)
 
-    with sigterm_like_ctrl_c():
-        yield measure
+    return measure
 
 
 def climb_here(place: Place, ascent: Ascent, tell: Tell, sources: Mapping[str, Source]) -> None:
@@ -53,34 +51,27 @@ def climb_here(place: Place, ascent: Ascent, tell: Tell, sources: Mapping[str, S
 # under Ray
 
 
-@contextlib.contextmanager
-def ray_workers(
-    config: RunConfig, workers: int, sources: Mapping[str, Source], *, storage_path: str
-) -> Iterator[Climb]:
+def ray_workers(config: RunConfig, sources: Mapping[str, Source], *, storage_path: str) -> Climb:
     """Ray Train workers. storage_path: for Ray Train's own files."""
     import ray
     from ray.util.queue import Queue
 
     references = {name: ray.put(source) for name, source in sources.items()}
-    launches = 0
+    launches = itertools.count(1)
 
     def measure(ascent: Ascent, tell: Tell) -> None:
-        nonlocal launches
-        launches += 1
         size = max(rung.workers for rung in ascent.rungs)
         ship_user_code(ascent.rungs[0].job.workload)
         queue = Queue(actor_options={"num_cpus": 0})
-        task = {"ascent": ascent, "queue": queue, "sources": references, "input_cpus": input_cpus(config)}
+        arguments = (ascent, queue, references, input_cpus(config))
+        name = f"ray_study_{next(launches)}"
         try:
             with _handing_over(queue, tell):
-                fit_group(
-                    config, size, task, storage_path=storage_path, worker=study_worker, name=f"ray_study_{launches}"
-                )
+                fit_group(config, size, climb_under_ray, arguments, storage_path=storage_path, name=name)
         finally:
             queue.shutdown(force=True)
 
-    with sigterm_like_ctrl_c():
-        yield measure
+    return measure
 
 
 @contextlib.contextmanager
@@ -121,23 +112,19 @@ def _handing_over(queue: Any, tell: Tell) -> Iterator[None]:
         raise errors[0]
 
 
-def study_worker(task: dict[str, Any]) -> None:
-    """Entry point of one Ray Train worker."""
+def climb_under_ray(place: Place, ascent: Ascent, queue: Any, sources: Mapping[str, Any], cpus: float) -> None:
+    """Climb as one Ray Train worker, which reads its rows in Ray Data's tasks. sources: object references."""
     import logging
 
     import torch
 
-    from scaleray.training.worker import place_under_ray
     from scaleray.training.worker import stream_opener as ray_stream_opener
 
     for name in ("ray.data", "ray.data._internal.progress"):
         logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("ray.train.v2._internal.util").setLevel(logging.CRITICAL)  # the driver says each error, once
-    ascent = task["ascent"]
-    place = place_under_ray(uses_gpu=task["uses_gpu"])
-    if not task["uses_gpu"]:
-        torch.set_num_threads(max(1, int(ascent.rungs[0].job.config.scale.cpus_per_worker)))
-    opener = ray_stream_opener(
-        ascent.rungs[0].job, task["sources"], input_cpus=task["input_cpus"], emit=lambda message: None
-    )
-    climb(place, ascent, open_stream=opener, tell=task["queue"].put, host=place.node)
+    job = ascent.rungs[0].job
+    if place.device.type == "cpu":
+        torch.set_num_threads(max(1, int(job.config.scale.cpus_per_worker)))
+    opener = ray_stream_opener(job, sources, input_cpus=cpus, emit=lambda message: None)
+    climb(place, ascent, open_stream=opener, tell=queue.put, host=place.node)

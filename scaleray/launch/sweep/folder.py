@@ -13,7 +13,6 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from scaleray.checkpoints.storage import Store
-from scaleray.config import RunConfig
 from scaleray.errors import ConfigError, first_line
 from scaleray.launch.session.folder import RunFolder
 from scaleray.parsing import load_json
@@ -126,9 +125,3 @@ def read_asked(path: str) -> AskedSweep:
         return AskedSweep(**{**values, "question": question, "refused": refused})
     except (KeyError, TypeError, ValueError, AttributeError) as exc:
         raise ConfigError("--continue", file, f"it is not what a sweep wrote: {exc}") from exc
-
-
-def named(config: RunConfig, started: str, suffix: str) -> RunConfig:
-    """The config with the name of a sweep's folder, where the user gave none."""
-    name = config.tracking.run_name or f"sweep-{config.workload.stem}-{started}-{suffix}"
-    return config.model_copy(update={"tracking": config.tracking.model_copy(update={"run_name": name})})

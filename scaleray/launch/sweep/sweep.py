@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import secrets
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,22 +17,31 @@ from scaleray.config import RunConfig
 from scaleray.config.base import absolute_path
 from scaleray.errors import ConfigError
 from scaleray.launch.cluster import connection as cluster
-from scaleray.launch.cluster.capacity import check_trial_fits
+from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.session.data import check_same_data, load_sources
-from scaleray.launch.session.folder import RunFolder
+from scaleray.launch.session.folder import RunFolder, unique_name
 from scaleray.launch.session.start import with_absolute_paths
-from scaleray.launch.sweep.folder import AskedSweep, SweepFolder, finished_record, named, read_asked
+from scaleray.launch.sweep.folder import AskedSweep, SweepFolder, finished_record, read_asked
 from scaleray.launch.sweep.guided import check_guided
-from scaleray.launch.sweep.plan import Material, all_args, check_question, make_material, make_plan, material_key
+from scaleray.launch.sweep.plan import (
+    Material,
+    SweepPlan,
+    all_args,
+    check_question,
+    make_material,
+    make_plan,
+    material_key,
+)
 from scaleray.launch.sweep.running import RunningSweep, WriteReport
 from scaleray.launch.sweep.tune import quiet_tune
 from scaleray.launch.workers.signals import sigterm_like_ctrl_c
 from scaleray.records.run import Say
 from scaleray.records.sweep import SweepRecord
 from scaleray.scaling.sweeps.question import SweepQuestion
+from scaleray.scaling.sweeps.search_space import Settings
 from scaleray.tracking import store
 from scaleray.training.setup.job import TRAIN
-from scaleray.workload import build_workload, load_workload
+from scaleray.workload import make_workload
 
 
 def sweep(
@@ -102,13 +110,7 @@ def opened(
         base_dir = Path(before.base_dir) if before.base_dir else base_dir
     assert config is not None and question is not None
     config = with_absolute_paths(config)
-    check_question(config, question)
-    if question.guided_share is not None:
-        check_guided(config, question)
-    if question.search == "optuna":
-        from scaleray.launch.sweep.search import import_optuna
-
-        import_optuna()
+    _check(config, question)
     tracking_uri = store.resolve_uri(tracking_uri or config.tracking.uri)
     store.check_reachable(tracking_uri)
     workloads = _load_workloads(config, question, workload, base_dir)  # before a cluster is started
@@ -118,27 +120,14 @@ def opened(
         with quiet_tune(), _connected(config, question) as nodes, sigterm_like_ctrl_c():
             materials = {key: make_material(found, load_sources(found)) for key, found in workloads.items()}
             plan, candidates = make_plan(config, question, materials)
-            check_trial_fits(plan.config(candidates.chosen[0]), nodes)
+            check_option_fits("--workers-per-trial", plan.config(candidates.chosen[0]), nodes)
             if before is not None:
                 check_data_of(before, _data_hashes(materials))
                 plan = dataclasses.replace(plan, candidates=before.candidates)
-            folder = folder or RunFolder.reserve(named(config, time.strftime("%Y%m%d-%H%M%S"), secrets.token_hex(2)))
-            asked = before or AskedSweep(
-                config=config.to_dict(),
-                question=question,
-                candidates=plan.candidates,
-                # Optuna meets them, or does not
-                refused=candidates.refused if question.search != "optuna" else [],
-                command=command,
-                base_dir=str(base_dir) if base_dir else None,
-                data=_data_hashes(materials),
-                started_at=started_at,
-                run_id="",
-            )
-            running = RunningSweep(
-                plan, asked, SweepFolder(folder), nodes, tracking_uri, say, started_at, against=against
-            )
-            with running:
+            folder = folder or RunFolder.reserve(config, unique_name(f"sweep-{config.workload.stem}"))
+            asked = before or _asked(plan, candidates.refused, command, base_dir, started_at)
+            files = SweepFolder(folder)
+            with RunningSweep(plan, asked, files, nodes, tracking_uri, say, started_at, against=against) as running:
                 yield running
     finally:
         if folder is not None:
@@ -146,21 +135,43 @@ def opened(
             folder.unlock()
 
 
+def _check(config: RunConfig, question: SweepQuestion) -> None:
+    check_question(config, question)
+    if question.guided_share is not None:
+        check_guided(config, question)
+    if question.search == "optuna":
+        from scaleray.launch.sweep.search import import_optuna
+
+        import_optuna()
+
+
+def _asked(
+    plan: SweepPlan, refused: list[tuple[Settings, str]], command: str, base_dir: Path | None, started_at: float
+) -> AskedSweep:
+    """What is written down of a new sweep, before it has an MLflow run."""
+    return AskedSweep(
+        config=plan.base.to_dict(),
+        question=plan.question,
+        candidates=plan.candidates,
+        # Optuna meets them, or does not
+        refused=refused if plan.question.search != "optuna" else [],
+        command=command,
+        base_dir=str(base_dir) if base_dir else None,
+        data=_data_hashes(plan.materials),
+        started_at=started_at,
+        run_id="",
+    )
+
+
 def _load_workloads(config: RunConfig, question: SweepQuestion, given: Any, base_dir: Path | None) -> dict[str, Any]:
     """The workload with each of its arguments."""
     workloads = {}
     for args in all_args(config, question.space):
-        if given is None:
-            workload = load_workload(config.workload.name, args, base_dir=base_dir)
-        elif isinstance(given, type):
-            workload = build_workload(given, args, name=given.__name__)
-        elif args == dict(config.workload.args):
-            workload = given
-        else:
+        if given is not None and not isinstance(given, type) and args != dict(config.workload.args):
             raise ConfigError(
                 "--vary", "workload.args", "the workload is an object that exists already", "give its class"
             )
-        workloads[material_key(args)] = workload
+        workloads[material_key(args)] = make_workload(given, config.workload.name, args, base_dir=base_dir)
     return workloads
 
 

@@ -51,10 +51,7 @@ def make_trial(
         batch_size, rate = recipe.global_batch_size, recipe.learning_rate
     except ScaleRayError:  # one that never fits
         batch_size, rate = int(everything[BATCH_SIZE]), float(everything[LEARNING_RATE])
-    target = plan.base.stop.at
-    hit = next(((n, s) for n, s, v in points if target and target.is_reached({target.metric: v})), None)
-    if target is None or target.metric != plan.metric:
-        hit = (samples, seconds) if status == "target reached" else None
+    hit = _target_hit(plan, points, end=(samples, seconds) if status == "target reached" else None)
     if mutations:
         everything[MUTATIONS] = list(mutations)
     return Trial(
@@ -83,6 +80,17 @@ def make_trial(
         error=error,
         ended_at=time.time() if ended_at is None else ended_at,
     )
+
+
+def _target_hit(
+    plan: SweepPlan, points: Sequence[tuple[int, float, float]], *, end: tuple[int, float] | None
+) -> tuple[int, float] | None:
+    """(samples, seconds) to the target. end: those of the whole trial, where the target ended it: they count where the
+    points are of another metric."""
+    target = plan.base.stop.at
+    if target is None or target.metric != plan.metric:
+        return end
+    return next(((n, s) for n, s, v in points if target.is_reached({target.metric: v})), None)
 
 
 def trial_line(trial: Trial, number: int, total: int) -> str:

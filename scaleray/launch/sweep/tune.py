@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from scaleray.checkpoints.storage import Store
 from scaleray.launch.cluster.capacity import num_concurrent
 from scaleray.launch.cluster.connection import Node
 from scaleray.launch.sweep.plan import PAUSING, Material, SweepPlan
@@ -48,26 +49,15 @@ def run_experiment(
     space: Tune's search space, empty with a searcher. folder: the sweep's folder, for Tune's files and trials' states.
     on_trial: called with each trial's record as it ends.
     """
-    import ray
     from ray import tune
-    from ray.tune.execution.placement_groups import PlacementGroupFactory
 
-    from scaleray.launch.sweep.trial import VALUE, SharedPlan, SweepTrial
+    from scaleray.launch.sweep.trial import VALUE
     from scaleray.launch.sweep.trial_collector import TrialCollector
-    from scaleray.launch.workers.ray_train import worker_resources
 
-    scale = plan.base.scale
-    for material in plan.materials.values():
-        ship_user_code(material.workload)
-    shipped = dataclasses.replace(plan, materials={key: _shipped(m) for key, m in plan.materials.items()})
-    shared = SharedPlan(shipped, pauses=plan.question.scheduler != "fifo", state_path=f"{folder}/{STATES}")
-    labels = {"bundle_label_selector": [dict(scale.label_selector)] * plan.workers} if scale.label_selector else {}
-    resources = PlacementGroupFactory([worker_resources(plan.base)] * plan.workers, strategy=scale.placement, **labels)
-    trainable = tune.with_resources(tune.with_parameters(SweepTrial, shared=[ray.put(shared)]), resources)
     collector = TrialCollector(plan, on_trial)
     pauses = plan.question.scheduler in PAUSING
     tuner = tune.Tuner(
-        trainable,
+        _trainable(plan, folder),
         param_space=space,
         tune_config=tune.TuneConfig(
             metric=None if searcher is not None else VALUE,
@@ -95,14 +85,30 @@ def run_experiment(
     return collector.done
 
 
+def _trainable(plan: SweepPlan, folder: str) -> Any:
+    """What Tune runs for each trial, in a placement group that holds all of its workers."""
+    import ray
+    from ray import tune
+    from ray.tune.execution.placement_groups import PlacementGroupFactory
+
+    from scaleray.launch.sweep.trial import SharedPlan, SweepTrial
+    from scaleray.launch.workers.ray_train import worker_resources
+
+    for material in plan.materials.values():
+        ship_user_code(material.workload)
+    shipped = dataclasses.replace(plan, materials={key: _shipped(m) for key, m in plan.materials.items()})
+    shared = SharedPlan(shipped, pauses=plan.question.scheduler != "fifo", state_path=f"{folder}/{STATES}")
+    scale = plan.base.scale
+    labels = {"bundle_label_selector": [dict(scale.label_selector)] * plan.workers} if scale.label_selector else {}
+    resources = PlacementGroupFactory([worker_resources(plan.base)] * plan.workers, strategy=scale.placement, **labels)
+    return tune.with_resources(tune.with_parameters(SweepTrial, shared=[ray.put(shared)]), resources)
+
+
 def remove_scraps(folder: str) -> None:
     """Remove Tune's own files and the states of trials, which nothing reads any more."""
-    import pyarrow.fs
-
     for name in (TUNE_FILES, STATES):
         with contextlib.suppress(Exception):  # what is left over does no harm
-            filesystem, inner = pyarrow.fs.FileSystem.from_uri(f"{folder}/{name}")
-            filesystem.delete_dir(inner)
+            Store(folder).delete_folder(name)
 
 
 @contextlib.contextmanager

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from scaleray import metric_names as names
-from scaleray.config import RunConfig
-from scaleray.data.source import Source
 from scaleray.launch.session.folder import RunFolder
 from scaleray.launch.session.start import own_folder
-from scaleray.launch.verify.plan import Plan, Question, course
+from scaleray.launch.verify.plan import Question, course
+from scaleray.launch.verify.preparation import Verification
 from scaleray.records.run import Say, jsonable
 from scaleray.reproducibility.fingerprint import environment, environment_hash
 from scaleray.tracking import store
@@ -73,17 +72,15 @@ class EqualityCertificate(Certificate):
 
 
 @contextlib.contextmanager
-def recorded(
-    config: RunConfig, tracking_uri: str, started_at: float, *, kind: str = "verify"
-) -> Iterator[tuple[RunFolder, RunStore]]:
+def recorded(verification: Verification, *, kind: str = "verify") -> Iterator[tuple[RunFolder, RunStore]]:
     """A folder and an MLflow run, which ends as FINISHED, FAILED or KILLED with the context."""
-    status = "FAILED"
-    with own_folder(config, "verify", started_at) as folder:
+    status, config = "FAILED", verification.config
+    with own_folder(config, "verify", verification.started_at) as folder:
         run = RunStore.create(
-            tracking_uri,
+            verification.tracking_uri,
             experiment=config.tracking.experiment,
             run_name=folder.name,
-            started_at=started_at,
+            started_at=verification.started_at,
             tags={
                 "scaleray.kind": kind,
                 "scaleray.config_hash": config.hash(),
@@ -103,20 +100,18 @@ def recorded(
                 run.send(EndRun(status, int(time.time() * 1000)))
 
 
-def common_facts(
-    config: RunConfig, folder: RunFolder, run: RunStore, *, local: bool, started_at: float
-) -> dict[str, Any]:
+def common_facts(verification: Verification, folder: RunFolder, run: RunStore) -> dict[str, Any]:
     """The fields of a certificate that do not depend on what was asked."""
-    facts = environment()
+    facts, config = environment(), verification.config
     return {
         "workload": config.workload.name,
         "config_hash": config.hash(),
         "config": config.to_dict(),
         "environment": facts,
         "environment_hash": environment_hash({"environment": facts}),
-        "where": "gloo processes" if local else "Ray",
+        "where": "gloo processes" if verification.local else "Ray",
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "duration_s": time.time() - started_at,
+        "duration_s": time.time() - verification.started_at,
         "run_dir": folder.path,
         "tracking_uri": store.without_password(run.uri),
         "run_id": run.run_id,
@@ -125,36 +120,27 @@ def common_facts(
 
 
 def make_certificate(
-    config: RunConfig,
-    question: Question,
-    plan: Plan,
-    sources: Mapping[str, Source],
-    outcomes: list[Outcome],
-    folder: RunFolder,
-    run: RunStore,
-    *,
-    local: bool,
-    started_at: float,
+    verification: Verification, outcomes: list[Outcome], folder: RunFolder, run: RunStore
 ) -> EqualityCertificate:
     """Put the answer together. outcomes: one of every variant, the refused ones included."""
     judged = [o for o in outcomes if o.verdict != "refused"]
     bad = [o for o in judged if o.verdict == "differs"]
-    reference = plan.reference.job
+    question, reference = verification.question, verification.plan.reference.job
     return EqualityCertificate(
         passed=not bad,
         verdict=_verdict(judged, bad, question),
         bound=question.bound,
         precision=question.precision,
-        own_precision=config.precision.dtype,
+        own_precision=verification.config.precision.dtype,
         steps=reference.recipe.total_steps,
         strategies=list(question.strategies),
         world_sizes=sorted(set(question.world_sizes)),
         accumulation=sorted(set(question.accumulation)),
         global_batch_size=reference.recipe.global_batch_size,
         outcomes=outcomes,
-        data={TRAIN: sources[TRAIN].describe()},
-        course=course(plan),
-        **common_facts(config, folder, run, local=local, started_at=started_at),
+        data={TRAIN: verification.sources[TRAIN].describe()},
+        course=course(verification.plan),
+        **common_facts(verification, folder, run),
     )
 
 

@@ -19,7 +19,7 @@ from scaleray.scaling.recipe.derive import derive
 from scaleray.scaling.recipe.values import DataSize, Recipe, largest_divisor, with_micro_size
 from scaleray.strategies import STRATEGIES
 from scaleray.training.setup.job import TRAIN, Split, TrainJob
-from scaleray.training.verify.compared_job import later_batch_size, rows_of_epoch, short_job, with_rows
+from scaleray.training.verify.compared_job import Rows, later_batch_size, rows_of_epoch, short_job, with_rows
 from scaleray.training.verify.compared_runs import Variant
 from scaleray.training.verify.quieted import Partition
 from scaleray.training.verify.variants import Outcome
@@ -71,31 +71,10 @@ def make_plan(config: RunConfig, question: Question, workload: Any, sources: Map
     Raises UsageError.
     """
     splits = {name: Split.of(name, source) for name, source in sources.items()}
-    if splits[TRAIN].is_streamed:
-        raise DataError(
-            "the train data",
-            "a Ray Dataset",
-            "its order depends on the number of workers, so that runs cannot be compared",
-            "verify with rows that can be read by index: arrays, ParquetSource, TokenSource or a torch Dataset",
-        )
-    if not splits[TRAIN].row_values.are_repeatable:
-        raise DataError(
-            "the train data",
-            "not repeatable",
-            f"runs are compared on the same values: {splits[TRAIN].row_values.difference}",
-            f"{UNSEEDED}: draw from those",
-        )
+    _check_comparable(splits[TRAIN])
     size = size_of(sources)
     batch_size = derive(_spread(config, "auto", 1), size).global_batch_size
-    world_sizes = sorted(set(question.world_sizes))
-    later_size = later_batch_size(
-        batch_size, size.num_samples, world_sizes=world_sizes, accumulation=max(question.accumulation)
-    )
-    later_config = _with_batch(config, later_size, batch_size)
-    try:
-        derive(_spread(later_config, "auto", 1), size)
-    except ConfigError:  # this training has no other batch size
-        later_size, later_config = batch_size, config
+    later_config, later_size = _later_training(config, question, size, batch_size)
     rows = rows_of_epoch(
         size.num_samples,
         batch_size=batch_size,
@@ -104,52 +83,113 @@ def make_plan(config: RunConfig, question: Question, workload: Any, sources: Map
         partitions=[
             Partition(world_size, -(-total // world_size // pieces))
             for total in (batch_size, later_size)
-            for world_size in world_sizes
+            for world_size in sorted(set(question.world_sizes))
             for pieces in question.accumulation
         ],
     )
+    trainings = _Trainings(config, later_config, question, workload, splits, size, rows, batch_size)
+    groups, refused = _groups(question, trainings)
+    try:
+        reference = trainings.variant("auto", 1, min(question.accumulation))
+    except ConfigError:
+        reference = trainings.variant("auto", 1, 1)
+    return Plan(reference, groups, refused)
 
-    def variant(strategy: str, world_size: int, accumulation: int) -> Variant:
-        def job(config: RunConfig, *, at_most: bool = False) -> TrainJob:
-            spread = _spread(config, strategy, world_size)
-            recipe = _recipe(spread, size, accumulation, at_most=at_most)
-            # explicit, as if a file said so: what is resumed is compared with it
-            batch = spread.batch.model_copy(update={"micro_size": recipe.micro_batch_size})
-            spread = spread.model_copy(update={"batch": batch})
-            return TrainJob(spread, recipe, workload, splits, time.time())
 
-        def compared(job: TrainJob) -> TrainJob:
-            short = short_job(job, steps=question.steps, precision=question.precision)
-            # so few that a worker has a row less than another, and the last batch of some none
-            return with_rows(dataclasses.replace(short, splits=splits), rows.epoch, evaluated=batch_size + 3)
+def _check_comparable(train: Split) -> None:
+    """Raise DataError for data that do not give the same rows, with the same values, to any number of workers."""
+    if train.is_streamed:
+        raise DataError(
+            "the train data",
+            "a Ray Dataset",
+            "its order depends on the number of workers, so that runs cannot be compared",
+            "verify with rows that can be read by index: arrays, ParquetSource, TokenSource or a torch Dataset",
+        )
+    if not train.row_values.are_repeatable:
+        raise DataError(
+            "the train data",
+            "not repeatable",
+            f"runs are compared on the same values: {train.row_values.difference}",
+            f"{UNSEEDED}: draw from those",
+        )
 
-        first = job(config)
-        own = with_rows(short_job(first, steps=question.steps), rows.epoch)
+
+def _later_training(config: RunConfig, question: Question, size: DataSize, batch_size: int) -> tuple[RunConfig, int]:
+    """The config of the steps after the resume and the size of its global batch: another one where the training has
+    one."""
+    world_sizes = sorted(set(question.world_sizes))
+    later_size = later_batch_size(
+        batch_size, size.num_samples, world_sizes=world_sizes, accumulation=max(question.accumulation)
+    )
+    later_config = _with_batch(config, later_size, batch_size)
+    try:
+        derive(_spread(later_config, "auto", 1), size)
+    except ConfigError:  # this training has no other batch size
+        return config, batch_size
+    return later_config, later_size
+
+
+@dataclass(frozen=True)
+class _Trainings:
+    """The training that is verified, to be spread over workers in any way. later_config: config after the resume."""
+
+    config: RunConfig
+    later_config: RunConfig
+    question: Question
+    workload: Any
+    splits: Mapping[str, Split]
+    size: DataSize
+    rows: Rows
+    batch_size: int
+
+    def variant(self, strategy: str, world_size: int, accumulation: int) -> Variant:
+        """The training with this strategy. Raises ConfigError where it cannot be spread so."""
+        first = self._job(self.config, strategy, world_size, accumulation)
+        own = with_rows(short_job(first, steps=self.question.steps), self.rows.epoch)
         later = None
-        if first.recipe.total_steps > 1 and question.steps > 1:
-            later = compared(job(later_config, at_most=True))
+        if first.recipe.total_steps > 1 and self.question.steps > 1:
+            later = self._compared(self._job(self.later_config, strategy, world_size, accumulation, at_most=True))
         return Variant(
             first.recipe.strategy,
             world_size,
             first.recipe.accumulation_steps,
-            compared(first),
+            self._compared(first),
             own,
             later,
-            rows.with_statistics,
+            self.rows.with_statistics,
         )
 
+    def _job(
+        self, config: RunConfig, strategy: str, world_size: int, accumulation: int, *, at_most: bool = False
+    ) -> TrainJob:
+        spread = _spread(config, strategy, world_size)
+        recipe = _recipe(spread, self.size, accumulation, at_most=at_most)
+        # explicit, as if a file said so: what is resumed is compared with it
+        batch = spread.batch.model_copy(update={"micro_size": recipe.micro_batch_size})
+        spread = spread.model_copy(update={"batch": batch})
+        return TrainJob(spread, recipe, self.workload, self.splits, time.time())
+
+    def _compared(self, job: TrainJob) -> TrainJob:
+        """The few steps of the job that are compared."""
+        short = short_job(job, steps=self.question.steps, precision=self.question.precision)
+        # so few that a worker has a row less than another, and the last batch of some none
+        return with_rows(dataclasses.replace(short, splits=self.splits), self.rows.epoch, evaluated=self.batch_size + 3)
+
+
+def _groups(question: Question, trainings: _Trainings) -> tuple[dict[int, list[Variant]], list[Outcome]]:
+    """Variants by number of workers, and those that are refused. Raises ConfigError where none is left."""
     groups: dict[int, list[Variant]] = {1: []}  # the reference runs there, even if nothing else does
     refused: dict[tuple[str, int, str], Outcome] = {}
     first_error: ConfigError | None = None
     asked = list(STRATEGIES) if "all" in question.strategies else list(dict.fromkeys(question.strategies))
-    for world_size in world_sizes:
-        _check_world_size(world_size, batch_size)
+    for world_size in sorted(set(question.world_sizes)):
+        _check_world_size(world_size, trainings.batch_size)
         found: dict[tuple[str, int], Variant] = {}
         # `single` is for one worker, which need not be said when others were asked for too
         for strategy in [s for s in asked if s != "single" or world_size == 1 or len(asked) == 1]:
             for accumulation in sorted(set(question.accumulation)):
                 try:
-                    made = variant(strategy, world_size, accumulation)
+                    made = trainings.variant(strategy, world_size, accumulation)
                     found.setdefault((made.strategy, made.accumulation), made)
                 except ConfigError as exc:
                     first_error = first_error or exc
@@ -161,11 +201,7 @@ def make_plan(config: RunConfig, question: Question, workload: Any, sources: Map
             groups[world_size] = list(found.values())
     if first_error is not None and not any(groups.values()):
         raise first_error
-    try:
-        reference = variant("auto", 1, min(question.accumulation))
-    except ConfigError:
-        reference = variant("auto", 1, 1)
-    return Plan(reference, groups, list(refused.values()))
+    return groups, list(refused.values())
 
 
 def course(plan: Plan) -> dict[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,18 +11,15 @@ from typing import Any
 from scaleray.config import RunConfig
 from scaleray.data.source import Source
 from scaleray.errors import ConfigError
-from scaleray.launch.session.data import load_sources
-from scaleray.launch.session.start import connected_unless, with_absolute_paths
 from scaleray.launch.verify.certificate import Certificate, common_facts, keep, recorded
-from scaleray.launch.verify.plan import Question, make_plan
-from scaleray.launch.verify.verify import check_capacity
-from scaleray.launch.workers.gloo import UserCode, gloo_processes
+from scaleray.launch.verify.plan import Plan, Question
+from scaleray.launch.verify.preparation import Verification, prepared
+from scaleray.launch.workers.gloo import gloo_processes
 from scaleray.launch.workers.in_process import stream_opener
 from scaleray.launch.workers.ray_train import fit_group
 from scaleray.launch.workers.signals import sigterm_like_ctrl_c
 from scaleray.launch.workers.user_code import ship_user_code
 from scaleray.records.run import Say
-from scaleray.tracking import store
 from scaleray.training.setup.job import TRAIN
 from scaleray.training.setup.place import Place
 from scaleray.training.verify.resume import Interruption, ResumeOutcome, interruption_job, verify_resume
@@ -55,19 +51,9 @@ def verify_resumes(
     Runs are in their own precision, with deterministic algorithms, and compared to the bit. seed: random seed of
     the steps; None draws one. Raises UsageError for what the user can mend and RunFailedError for a group that died.
     """
-    started_at = time.time()
     seed = random.SystemRandom().randrange(10**6) if seed is None else seed
-    config = with_absolute_paths(config)
-    tracking_uri = store.resolve_uri(config.tracking.uri)
-    store.check_reachable(tracking_uri)
-    code = UserCode(config.workload.name if workload is None else None, config.workload.args, base_dir, workload)
-    workload = code.load()
-    with connected_unless(config, local=local):
-        sources = load_sources(workload)
-        plan = make_plan(config, question, workload, sources)
-        if not local:
-            check_capacity(config, plan)
-        steps = plan.reference.job.recipe.total_steps
+    with prepared(config, question, workload, local=local, base_dir=base_dir) as verification:
+        config, steps = verification.config, verification.plan.reference.job.recipe.total_steps
         if steps < 2:
             raise ConfigError("--steps", steps, "an interruption needs a step before and one after it", "use 2 or more")
         say(
@@ -75,21 +61,9 @@ def verify_resumes(
             f"interrupted at random (seed {seed})"
         )
         outcomes = []
-        with recorded(config, tracking_uri, started_at, kind="verify-resume") as (folder, run):
-            draw = random.Random(seed)
-            todo = [
-                Interruption(
-                    variant.label,
-                    interruption_job(variant.own or variant.job),
-                    world_size,
-                    draw.randint(1, steps - 1),
-                    f"{folder.path}/resume-{number}",
-                )
-                for number, (world_size, variant) in enumerate(
-                    (w, v) for w, group in plan.groups.items() for v in group
-                )
-            ]
-            for outcome in _outcomes(todo, sources, code, workload, config, folder.path, local=local):
+        with recorded(verification, kind="verify-resume") as (folder, run):
+            todo = _interruptions(verification.plan, random.Random(seed), folder.path)
+            for outcome in _outcomes(todo, verification, folder.path):
                 say(f"  {line(outcome)}")
                 outcomes.append(outcome)
             certificate = ResumeCertificate(
@@ -100,11 +74,27 @@ def verify_resumes(
                 steps=steps,
                 seed=seed,
                 outcomes=outcomes,
-                **common_facts(config, folder, run, local=local, started_at=started_at),
+                **common_facts(verification, folder, run),
             )
             params = ("config_hash", "environment_hash", "bound", "steps", "seed")
             keep(certificate, folder, run, params=params, say=say)
     return certificate
+
+
+def _interruptions(plan: Plan, draw: random.Random, path: str) -> list[Interruption]:
+    """One interruption of each variant, after a step that is drawn, with a folder below `path` for its checkpoints."""
+    variants = [(world_size, variant) for world_size, group in plan.groups.items() for variant in group]
+    last = plan.reference.job.recipe.total_steps - 1
+    return [
+        Interruption(
+            variant.label,
+            interruption_job(variant.own or variant.job),
+            world_size,
+            draw.randint(1, last),
+            f"{path}/resume-{number}",
+        )
+        for number, (world_size, variant) in enumerate(variants)
+    ]
 
 
 def line(outcome: ResumeOutcome) -> str:
@@ -125,20 +115,11 @@ def _verdict(outcomes: list[ResumeOutcome]) -> str:
     return f"a resumed run is the same to the bit: {len(outcomes)} interruptions"
 
 
-def _outcomes(
-    todo: list[Interruption],
-    sources: dict[str, Source],
-    code: UserCode,
-    workload: Any,
-    config: RunConfig,
-    path: str,
-    *,
-    local: bool,
-) -> Iterator[ResumeOutcome]:
-    train = {TRAIN: sources[TRAIN]}
-    if local:
-        timeout_s = config.scale.collective_timeout_s
-        with gloo_processes(max(i.world_size for i in todo), code, timeout_s=timeout_s) as processes:
+def _outcomes(todo: list[Interruption], verification: Verification, path: str) -> Iterator[ResumeOutcome]:
+    workload, train = verification.workload, {TRAIN: verification.sources[TRAIN]}
+    if verification.local:
+        timeout_s = verification.config.scale.collective_timeout_s
+        with gloo_processes(max(i.world_size for i in todo), verification.code, timeout_s=timeout_s) as processes:
             for interruption in todo:
                 yield processes.run(interruption.world_size, resume_here, interruption, train, workload=workload)
         return
@@ -151,8 +132,8 @@ def _outcomes(
         by_size.setdefault(interruption.world_size, []).append(interruption)
     with sigterm_like_ctrl_c():
         for world_size, group in by_size.items():
-            task = {"function": resumes_here, "arguments": (group,), "sources": read}
-            yield from fit_group(group[0].job.config, world_size, task, storage_path=path, name="ray_verify")
+            config = group[0].job.config
+            yield from fit_group(config, world_size, resumes_here, (group, read), storage_path=path, name="ray_verify")
 
 
 def resume_here(place: Place, interruption: Interruption, sources: dict[str, Source]) -> ResumeOutcome:

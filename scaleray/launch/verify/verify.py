@@ -15,12 +15,8 @@ from typing import Any
 from scaleray.checkpoints.storage import Store
 from scaleray.config import RunConfig
 from scaleray.data.source import Source
-from scaleray.errors import ClusterError
-from scaleray.launch.cluster import capacity
-from scaleray.launch.cluster import connection as cluster
-from scaleray.launch.session.data import load_sources
 from scaleray.launch.session.folder import RunFolder
-from scaleray.launch.session.start import check_local, connected_unless, with_absolute_paths
+from scaleray.launch.session.start import check_local
 from scaleray.launch.verify.certificate import (
     EqualityCertificate,
     keep,
@@ -28,14 +24,14 @@ from scaleray.launch.verify.certificate import (
     make_certificate,
     recorded,
 )
-from scaleray.launch.verify.plan import Plan, Question, course_in_words, make_plan
-from scaleray.launch.workers.gloo import UserCode, gloo_processes
+from scaleray.launch.verify.plan import Plan, Question, course_in_words
+from scaleray.launch.verify.preparation import Verification, prepared
+from scaleray.launch.workers.gloo import gloo_processes
 from scaleray.launch.workers.in_process import stream_opener
 from scaleray.launch.workers.ray_train import fit_group
 from scaleray.launch.workers.signals import sigterm_like_ctrl_c
 from scaleray.launch.workers.user_code import ship_user_code
 from scaleray.records.run import Say
-from scaleray.tracking import store
 from scaleray.training.setup.place import Place
 from scaleray.training.verify.variants import Assignment, Outcome, References, verify_group
 
@@ -65,33 +61,15 @@ def verify(
     render: makes the table that is stored beside the certificate. Raises UsageError for what the user can mend and
     RunFailedError for a group that died; a mismatch is no error, `passed` says it.
     """
-    started_at = time.time()
-    config = with_absolute_paths(config)
-    tracking_uri = store.resolve_uri(config.tracking.uri)
-    store.check_reachable(tracking_uri)
     if local:
         check_local(config)
-    code = UserCode(config.workload.name if workload is None else None, config.workload.args, base_dir, workload)
-    workload = code.load()
-    with connected_unless(config, local=local):
-        sources = load_sources(workload)
-        plan = make_plan(config, question, workload, sources)
-        if not local:
-            check_capacity(config, plan)
-        reference = plan.reference.job
-        say(
-            f"verify {config.workload.name}: {reference.recipe.total_steps} steps "
-            f"of {reference.recipe.global_batch_size} samples "
-            f"in {question.precision}, bound {question.bound:g}"
-        )
-        say(f"  {course_in_words(plan)}")
-        if not local:
-            cpus = reference.config.scale.cpus_per_worker
-            say(f"  workers ask for {cpus:g} CPU each: numbers are compared, not speed")
-        with recorded(config, tracking_uri, started_at) as (folder, run):
-            groups = _local_groups(plan, sources, code, config) if local else _ray_groups(plan, sources, config, folder)
+    with prepared(config, question, workload, local=local, base_dir=base_dir) as verification:
+        plan = verification.plan
+        _announce(verification, say)
+        with recorded(verification) as (folder, run):
+            run_groups = _local_groups(verification) if local else _ray_groups(verification, folder)
             try:
-                with groups as run_group:
+                with run_groups as run_group:
                     outcomes = [
                         *_outcomes(plan, question, run_group, say, f"{folder.path}/{CHECKPOINTS}"),
                         *plan.refused,
@@ -99,20 +77,24 @@ def verify(
             finally:
                 with contextlib.suppress(OSError):
                     Store(folder.path).delete_folder(CHECKPOINTS)
-            certificate = make_certificate(
-                config, question, plan, sources, outcomes, folder, run, local=local, started_at=started_at
-            )
+            certificate = make_certificate(verification, outcomes, folder, run)
             table = {"verification.txt": render(certificate)} if render else {}
-            keep(
-                certificate,
-                folder,
-                run,
-                params=PARAMS,
-                metrics=largest_differences(outcomes),
-                more_files=table,
-                say=say,
-            )
+            metrics = largest_differences(outcomes)
+            keep(certificate, folder, run, params=PARAMS, metrics=metrics, more_files=table, say=say)
     return certificate
+
+
+def _announce(verification: Verification, say: Say) -> None:
+    question, reference = verification.question, verification.plan.reference.job
+    say(
+        f"verify {verification.config.workload.name}: {reference.recipe.total_steps} steps "
+        f"of {reference.recipe.global_batch_size} samples "
+        f"in {question.precision}, bound {question.bound:g}"
+    )
+    say(f"  {course_in_words(verification.plan)}")
+    if not verification.local:
+        cpus = reference.config.scale.cpus_per_worker
+        say(f"  workers ask for {cpus:g} CPU each: numbers are compared, not speed")
 
 
 def _outcomes(plan: Plan, question: Question, run_group: RunGroup, say: Say, checkpoints: str) -> Iterator[Outcome]:
@@ -134,10 +116,10 @@ def _outcomes(plan: Plan, question: Question, run_group: RunGroup, say: Say, che
 
 
 @contextlib.contextmanager
-def _local_groups(plan: Plan, sources: Mapping[str, Source], code: UserCode, config: RunConfig) -> Iterator[RunGroup]:
-    timeout_s = config.scale.collective_timeout_s
-    workload, read = plan.reference.job.workload, _read(plan, sources)
-    with gloo_processes(max(plan.groups), code, timeout_s=timeout_s) as processes:
+def _local_groups(verification: Verification) -> Iterator[RunGroup]:
+    timeout_s = verification.config.scale.collective_timeout_s
+    workload, read = verification.workload, _read(verification)
+    with gloo_processes(max(verification.plan.groups), verification.code, timeout_s=timeout_s) as processes:
 
         def run_group(world_size: int, assignment: Assignment, references: References) -> Any:
             return processes.run(world_size, verify_here, assignment, references, read, workload=workload)
@@ -145,9 +127,9 @@ def _local_groups(plan: Plan, sources: Mapping[str, Source], code: UserCode, con
         yield run_group
 
 
-def _read(plan: Plan, sources: Mapping[str, Source]) -> dict[str, Source]:
+def _read(verification: Verification) -> dict[str, Source]:
     """The sources of the splits that are read."""
-    return {name: sources[name] for name in plan.reference.job.splits}
+    return {name: verification.sources[name] for name in verification.plan.reference.job.splits}
 
 
 def verify_here(
@@ -165,33 +147,16 @@ def verify_here(
 
 
 @contextlib.contextmanager
-def _ray_groups(plan: Plan, sources: Mapping[str, Source], config: RunConfig, folder: RunFolder) -> Iterator[RunGroup]:
+def _ray_groups(verification: Verification, folder: RunFolder) -> Iterator[RunGroup]:
     import ray
 
-    ship_user_code(plan.reference.job.workload)
-    read = ray.put(_read(plan, sources))
+    ship_user_code(verification.workload)
+    read = ray.put(_read(verification))
 
     def run_group(world_size: int, assignment: Assignment, references: References) -> Any:
-        task = {"function": verify_here, "arguments": (assignment, ray.put(references)), "sources": read}
+        arguments = (assignment, ray.put(references), read)
         config = (assignment.variants or (assignment.reference,))[0].job.config
-        return fit_group(config, world_size, task, storage_path=folder.path, name="ray_verify")
+        return fit_group(config, world_size, verify_here, arguments, storage_path=folder.path, name="ray_verify")
 
     with sigterm_like_ctrl_c():
         yield run_group
-
-
-def check_capacity(config: RunConfig, plan: Plan) -> None:
-    nodes = cluster.alive_nodes()
-    for world_size, variants in plan.groups.items():
-        spread = (variants or [plan.reference])[0].job.config
-        # no input tasks run here, so that no CPU needs to stay free for them
-        alone = spread.model_copy(update={"data": spread.data.model_copy(update={"reserved_cpus": 0.0})})
-        try:
-            capacity.check_capacity(alone, nodes)
-        except ClusterError as exc:
-            raise ClusterError(
-                "--world-sizes",
-                f"{world_size}, which needs {exc.found}",
-                exc.allowed,
-                "leave the size out, or check on this machine alone with --local",
-            ) from exc

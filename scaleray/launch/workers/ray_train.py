@@ -78,24 +78,24 @@ def torch_trainer(
 def fit_group(
     config: RunConfig,
     world_size: int,
-    task: dict[str, Any],
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
     *,
     storage_path: str,
-    worker: Callable[[Any], Any] | None = None,
     name: str,
 ) -> Any:
-    """Run a group of workers once; gives what rank 0 returned. Raises what `failures.explain` makes of Ray's errors.
+    """What rank 0 returned of `function(place, *arguments)`, run once by a group of workers.
 
-    task: `function(place, *arguments, sources)` with arguments that may be object references, and a reference to the
-    `sources` by split; or whatever `worker` takes. name: name of Ray Train's own folder, with the world size added.
+    Arguments that are object references are fetched. name: name of Ray Train's own folder, with the world size added.
+    Raises what `failures.explain` makes of Ray's errors.
     """
     import ray
     import ray.train
 
     trainer = torch_trainer(
         config,
-        worker or run_function,
-        {**task, "uses_gpu": config.scale.gpus_per_worker > 0},
+        run_function,
+        {"function": function, "arguments": arguments, "uses_gpu": config.scale.gpus_per_worker > 0},
         num_workers=world_size,
         name=f"{name}_{world_size}",
         storage_path=storage_path,
@@ -116,8 +116,7 @@ def run_function(task: dict[str, Any]) -> Any:
     from scaleray.training.worker import place_under_ray
 
     arguments = [ray.get(a) if isinstance(a, ray.ObjectRef) else a for a in task["arguments"]]
-    place = place_under_ray(uses_gpu=task["uses_gpu"])
-    return task["function"](place, *arguments, ray.get(task["sources"]))
+    return task["function"](place_under_ray(uses_gpu=task["uses_gpu"]), *arguments)
 
 
 @contextlib.contextmanager

@@ -121,80 +121,122 @@ def transformer(shape: TransformerShape, name: str = "transformer") -> ModelProf
 
 def _layer(shape: TransformerShape, name: str, count: int, *, is_mixed: bool) -> Block:
     """One of the repeated blocks: attention and an MLP, or attention and experts."""
-    hidden, sequence = shape.hidden, shape.sequence
-    token_bytes = 2.0 * sequence
-    attention = _attention(shape)
-    attention_width, kv_width = attention.width, attention.kv_width
-    inputs = 2 if shape.is_gated else 1
-    # widths of what every token passes, and of what it is routed through
-    ffn = shape.shared_ffn if is_mixed else shape.ffn or 4 * hidden
-    expert_ffn = (shape.expert_ffn or shape.ffn or 4 * hidden) if is_mixed else 0
-    routed = shape.active_experts if is_mixed else 0
-    matmuls = [*attention.matmuls]
-    if ffn:
-        matmuls += [Matmul(sequence, inputs * ffn, hidden, "columns"), Matmul(sequence, hidden, ffn, "rows")]
-    if is_mixed:
-        rows = sequence * routed
-        matmuls += [
-            Matmul(sequence, shape.experts, hidden),
-            Matmul(rows, inputs * expert_ffn, hidden, "columns", shape.experts),
-            Matmul(rows, hidden, expert_ffn, "rows", shape.experts),
-        ]
-    expert_params = float(shape.experts * (inputs + 1) * hidden * expert_ffn) if is_mixed else 0.0
-    params = (
-        attention.num_params + (inputs + 1) * hidden * ffn + expert_params + (shape.experts * hidden if is_mixed else 0)
-    )
-    # gated models have scales only; the others have biases and two vectors a norm
-    params += 2 * hidden if shape.is_gated else 2 * (2 * hidden) + (attention_width + 2 * kv_width) + 2 * hidden + ffn
-    # elements per token that stay for the backward pass, from arXiv:2205.05198: norms' inputs, residual branches
-    unsplit_kept = 4 * hidden + (hidden if shape.has_dropout else 0)
-    # gated models as they are written today compute norms in 32 bit: input and normalized values are kept
-    # besides the result
-    unsplit_kept += 4 * hidden if shape.is_gated else 0
-    inside = ffn + routed * expert_ffn
-    split_kept = (
-        attention_width
-        + 2 * kv_width
-        + attention_width
-        + (inputs + 1) * inside
-        + (inside if shape.is_gated else 0)
-        + 2 * routed * hidden  # tokens in the order of their experts, and what these made of them
-    )
-    # kept by alternate recomputation: of seven products the query's, the value's, the gate's and the last; of six the
-    # query's, the value's and the one before the activation
-    alternate_kept = 2 * attention_width + kv_width + inside + routed * hidden + (hidden if shape.is_gated else 0)
-    scores = (
-        0.0 if shape.fused_attention else (2.5 if shape.has_dropout else 1.0) * shape.heads * sequence * token_bytes
-    )
-    # two norms, two residual sums and dropouts read and write about 10 hidden vectors a token; activation 2
-    # to 3 MLP widths
-    score_traffic = 0.0 if shape.fused_attention else 6.0 * shape.heads * sequence * token_bytes
+    hidden, token_bytes = shape.hidden, 2.0 * shape.sequence
+    attention, mlp = _attention(shape), _mlp(shape, is_mixed=is_mixed)
+    kept = _kept_elements(shape, attention, mlp)
+    score_bytes = 0.0 if shape.fused_attention else shape.heads * shape.sequence * token_bytes
     return Block(
         name=name,
         count=count,
-        num_params=params,
-        matmuls=tuple(matmuls),
+        num_params=attention.num_params + mlp.num_params + _vector_params(shape, attention, mlp),
+        matmuls=attention.matmuls + mlp.matmuls,
         head_dim=attention.head_dim,
         attention_flops=attention.flops,
-        kv_bytes=token_bytes * 2 * kv_width,
+        kv_bytes=token_bytes * 2 * attention.kv_width,
+        # two norms, two residual sums and dropouts read and write about 10 hidden vectors a token;
         # each routed copy is read and written once on its way out and once on its way back
-        traffic_bytes=token_bytes * (10 + (4 if shape.has_dropout else 0) + 4 * routed) * hidden,
-        split_traffic_bytes=token_bytes * ((inputs + 1) * inside + 2 * attention_width),
-        score_traffic_bytes=score_traffic,
-        kept_bytes=token_bytes * unsplit_kept,
-        split_kept_bytes=token_bytes * split_kept,
-        score_kept_bytes=scores,
+        traffic_bytes=token_bytes * (10 + (4 if shape.has_dropout else 0) + 4 * mlp.routed) * hidden,
+        # the activation reads and writes 2 to 3 MLP widths
+        split_traffic_bytes=token_bytes * ((mlp.inputs + 1) * mlp.inside + 2 * attention.width),
+        score_traffic_bytes=6.0 * score_bytes,
+        kept_bytes=token_bytes * kept.unsplit,
+        split_kept_bytes=token_bytes * kept.split,
+        score_kept_bytes=(2.5 if shape.has_dropout else 1.0) * score_bytes,
         # a compiler fuses 32-bit norms and what stands before the gate's product into what needs them
         eager_kept_bytes=token_bytes * 4 * hidden if shape.is_gated else 0.0,
-        eager_split_kept_bytes=token_bytes * inside if shape.is_gated else 0.0,
-        alternate_kept_bytes=token_bytes * alternate_kept,
+        eager_split_kept_bytes=token_bytes * mlp.inside if shape.is_gated else 0.0,
+        alternate_kept_bytes=token_bytes * kept.alternate,
         boundary_bytes=token_bytes * hidden,
         num_kernels=(22 if shape.fused_attention else 30) + (20 if is_mixed else 0),
         num_all_reduces=2,
         num_experts=shape.experts if is_mixed else 0,
-        active_experts=routed,
+        active_experts=mlp.routed,
+        expert_params=mlp.expert_params,
+        routed_bytes=token_bytes * mlp.routed * hidden,
+    )
+
+
+def _vector_params(shape: TransformerShape, attention: _Attention, mlp: _Mlp) -> int:
+    """Parameters of norms and biases: gated models have scales only; the others biases and two vectors a norm."""
+    if shape.is_gated:
+        return 2 * shape.hidden
+    return 2 * (2 * shape.hidden) + (attention.width + 2 * attention.kv_width) + 2 * shape.hidden + mlp.width
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Elements per token that stay for the backward pass, by whether tensor parallelism splits them; `alternate`: those
+    that alternate recomputation keeps."""
+
+    unsplit: int
+    split: int
+    alternate: int
+
+
+def _kept_elements(shape: TransformerShape, attention: _Attention, mlp: _Mlp) -> _Kept:
+    """What a layer keeps (arXiv:2205.05198)."""
+    hidden, inside, routed = shape.hidden, mlp.inside, mlp.routed
+    # norms' inputs, residual branches
+    unsplit = 4 * hidden + (hidden if shape.has_dropout else 0)
+    # gated models as they are written today compute norms in 32 bit: input and normalized values are kept
+    # besides the result
+    unsplit += 4 * hidden if shape.is_gated else 0
+    split = (
+        2 * attention.width
+        + 2 * attention.kv_width
+        + (mlp.inputs + 1) * inside
+        + (inside if shape.is_gated else 0)
+        + 2 * routed * hidden  # tokens in the order of their experts, and what these made of them
+    )
+    # of seven products the query's, the value's, the gate's and the last; of six the query's, the value's and the one
+    # before the activation
+    alternate = 2 * attention.width + attention.kv_width + inside + routed * hidden + (hidden if shape.is_gated else 0)
+    return _Kept(unsplit, split, alternate)
+
+
+@dataclass(frozen=True)
+class _Mlp:
+    """An MLP, or experts and what all of them share.
+
+    inputs: number of matrices before the activation. width: MLP's own, or that of shared experts. routed: number of
+    experts of a token. inside: width of all that a token passes.
+    """
+
+    matmuls: tuple[Matmul, ...]
+    num_params: float
+    expert_params: float
+    inputs: int
+    width: int
+    routed: int
+    inside: int
+
+
+def _mlp(shape: TransformerShape, *, is_mixed: bool) -> _Mlp:
+    hidden, sequence = shape.hidden, shape.sequence
+    inputs = 2 if shape.is_gated else 1
+    width = shape.shared_ffn if is_mixed else shape.ffn or 4 * hidden
+    expert_width = (shape.expert_ffn or shape.ffn or 4 * hidden) if is_mixed else 0
+    routed = shape.active_experts if is_mixed else 0
+    matmuls: tuple[Matmul, ...] = ()
+    if width:
+        matmuls += (Matmul(sequence, inputs * width, hidden, "columns"), Matmul(sequence, hidden, width, "rows"))
+    if is_mixed:
+        rows = sequence * routed
+        matmuls += (
+            Matmul(sequence, shape.experts, hidden),
+            Matmul(rows, inputs * expert_width, hidden, "columns", shape.experts),
+            Matmul(rows, hidden, expert_width, "rows", shape.experts),
+        )
+    expert_params = float(shape.experts * (inputs + 1) * hidden * expert_width) if is_mixed else 0.0
+    router_params = shape.experts * hidden if is_mixed else 0
+    return _Mlp(
+        matmuls,
+        num_params=(inputs + 1) * hidden * width + expert_params + router_params,
         expert_params=expert_params,
-        routed_bytes=token_bytes * routed * hidden,
+        inputs=inputs,
+        width=width,
+        routed=routed,
+        inside=width + routed * expert_width,
     )
 
 

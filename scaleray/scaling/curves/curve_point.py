@@ -59,19 +59,12 @@ def as_point(
     has.
     """
     prices = prices or Prices()
-    kept, firsts, unsteady = [], [], 0
-    for turn in turns:
-        times = periods(turn.step_times_s, period)
-        found = steady_state(times)
-        kept.append(times[found.first :])
-        firsts.append(found.first * period)
-        unsteady += not found.is_steady
-    step_time = median_step_time(kept)
-    samples_per_s = throughput(kept, samples_per_step=recipe.global_batch_size)
-    shares = [split(statistics.median(times), turn, workers) for times, turn in zip(kept, turns, strict=True)]
-    compute, other = (statistics.fmean(getattr(s, name) for s in shares) for name in ("compute", "other"))
-    wait = statistics.fmean(s.input for s in shares)
-    talking = [s.comm for s in shares if s.comm is not None]
+    steady = steady_times(turns, period)
+    step_time = median_step_time(steady.times)
+    samples_per_s = throughput(steady.times, samples_per_step=recipe.global_batch_size)
+    shares = mean_split(
+        [split(statistics.median(times), turn, workers) for times, turn in zip(steady.times, turns, strict=True)]
+    )
     comm_times = [turn.comm_s for turn in turns if turn.comm_s is not None]
     t = step_time.value
     return Point(
@@ -81,18 +74,18 @@ def as_point(
         global_batch_size=recipe.global_batch_size,
         micro_batch_size=recipe.micro_batch_size,
         accumulation_steps=recipe.accumulation_steps,
-        turns=kept,
+        turns=steady.times,
         rounds=[turn.round_name for turn in turns],
-        num_warmup_steps=max(firsts),
+        num_warmup_steps=steady.num_warmup_steps,
         step_time_s=step_time,
         samples_per_s=samples_per_s,
-        tokens_per_s=throughput(kept, samples_per_step=recipe.global_batch_size * tokens_per_sample)
+        tokens_per_s=throughput(steady.times, samples_per_step=recipe.global_batch_size * tokens_per_sample)
         if tokens_per_sample
         else None,
-        compute_s=compute * t,
-        exposed_comm_s=statistics.fmean(talking) * t if len(talking) == len(shares) else None,
-        input_wait_s=wait * t,
-        other_s=other * t,
+        compute_s=shares.compute * t,
+        exposed_comm_s=None if shares.comm is None else shares.comm * t,
+        input_wait_s=shares.input * t,
+        other_s=shares.other * t,
         comm_s=statistics.median(comm_times) if comm_times else (0.0 if workers == 1 else None),
         sent_bytes=statistics.fmean(turn.sent_bytes for turn in turns),
         mfu=_mfu(samples_per_s.value, workers, prices),
@@ -101,9 +94,29 @@ def as_point(
         noise_scale=noise.scale if noise else None,
         noise=noise,
         to_target=to_target,
-        marks=[*marks, *([NOT_STEADY] if 2 * unsteady >= len(turns) else [])],
+        marks=[*marks, *([NOT_STEADY] if 2 * steady.num_unsteady >= len(turns) else [])],
         reused_from=reused_from,
         measured_at=max(turn.measured_at for turn in turns),
+    )
+
+
+@dataclass(frozen=True)
+class SteadyTimes:
+    """Step times of turns without their warm-up. num_unsteady: turns that drift, or have too few steps to tell."""
+
+    times: list[list[float]]
+    num_warmup_steps: int
+    num_unsteady: int
+
+
+def steady_times(turns: Sequence[Turn], period: int) -> SteadyTimes:
+    """The steady part of each turn, in means of `period` steps."""
+    every = [periods(turn.step_times_s, period) for turn in turns]
+    found = [steady_state(times) for times in every]
+    return SteadyTimes(
+        [times[state.first :] for times, state in zip(every, found, strict=True)],
+        num_warmup_steps=max(state.first for state in found) * period,
+        num_unsteady=sum(not state.is_steady for state in found),
     )
 
 
@@ -124,6 +137,17 @@ def split(step_time_s: float, turn: Turn, workers: int) -> Split:
     slowest = max(turn.alone_s, turn.slowest_alone_s or 0.0) / step_time_s
     other = min(rest - compute, slowest - turn.alone_s / step_time_s)
     return Split(compute, rest - compute - other, wait, other)
+
+
+def mean_split(splits: Sequence[Split]) -> Split:
+    """Mean of each share. comm: None where one of the splits has none."""
+    comm = [s.comm for s in splits if s.comm is not None]
+    return Split(
+        statistics.fmean(s.compute for s in splits),
+        statistics.fmean(comm) if len(comm) == len(splits) else None,
+        statistics.fmean(s.input for s in splits),
+        statistics.fmean(s.other for s in splits),
+    )
 
 
 def cost_per_million_samples(samples_per_s: float, workers: int, price_per_worker_hour: float | None) -> float | None:

@@ -10,55 +10,54 @@ from scaleray.config import RunConfig
 from scaleray.config.strategy import traits_of
 from scaleray.errors import ConfigError
 
-Way = Literal["workers", "first micro-batch", "consecutive steps"]
+SourceName = Literal["workers", "first micro-batch", "consecutive steps"]
 
 ROUNDING = ("none", "fp16", "bf16")
 """Compressions after which the mean gradient is still the mean, but for rounding."""
 
 
 @dataclass(frozen=True)
-class NoiseWay:
-    """Method by which a run measures its gradient noise.
+class NoiseSource:
+    """The gradients that a run measures its noise from.
 
-    way: the gradients that noise is measured from; None: noise is not measured. why: reason why no better method was
-    chosen.
+    name: None: noise is not measured. why: reason why no better source was chosen.
     """
 
-    way: Way | None
+    name: SourceName | None
     why: str = ""
 
     def __str__(self) -> str:
-        """The method as text, `noise scale: from ...`, or why noise is not measured."""
+        """The source as text, `noise scale: from ...`, or why noise is not measured."""
         text = {
             "workers": "from the workers' gradients before they meet",
             "first micro-batch": "from the first micro-batch of a step",
             "consecutive steps": "from consecutive steps, which makes it too small where the learning rate is high",
-        }.get(self.way or "", "not measured")
+        }.get(self.name or "", "not measured")
         return f"noise scale: {text}{f' ({self.why})' if self.why else ''}"
 
 
-def noise_way(config: RunConfig, strategy: str, *, data_size: int, accumulation_steps: int) -> NoiseWay:
-    """Method by which a run of this strategy measures its gradient noise. data_size: shares of a global batch."""
+def noise_source(config: RunConfig, strategy: str, *, data_size: int, accumulation_steps: int) -> NoiseSource:
+    """The gradients that a run of this strategy measures its noise from. data_size: shares of a global batch."""
     measure = config.noise_scale.measure
     if measure is False:
-        return NoiseWay(None)
+        return NoiseSource(None)
     if never := _why_never(config, strategy):
-        return NoiseWay(None, never)
+        return NoiseSource(None, never)
     workers = _why_not_from_workers(config, strategy, data_size)
     if not workers:
-        return NoiseWay("workers")
+        return NoiseSource("workers")
     first = _why_not_from_micro_batches(config, strategy, data_size, accumulation_steps)
     if not first:
-        return NoiseWay("first micro-batch")
-    return NoiseWay(None if measure == "auto" else "consecutive steps", f"{workers}; {first}")
+        return NoiseSource("first micro-batch")
+    return NoiseSource(None if measure == "auto" else "consecutive steps", f"{workers}; {first}")
 
 
 def check_noise_scale(config: RunConfig, strategy: str, *, data_size: int, accumulation_steps: int) -> None:
     """Raise ConfigError where `noise_scale.measure: true` cannot be done."""
     if config.noise_scale.measure is not True:
         return
-    found = noise_way(config, strategy, data_size=data_size, accumulation_steps=accumulation_steps)
-    if found.way is None:
+    found = noise_source(config, strategy, data_size=data_size, accumulation_steps=accumulation_steps)
+    if found.name is None:
         raise ConfigError("noise_scale.measure", True, found.why, "leave it out, or measure under --strategy.name ddp")
 
 
@@ -85,7 +84,8 @@ def _why_not_from_micro_batches(config: RunConfig, strategy: str, data_size: int
 
 
 def _why_never(config: RunConfig, strategy: str) -> str:
-    """Reason why no method works, or "": something makes gradients differ before and after they meet, or hides them."""
+    """Reason why no source will do, or "": something makes gradients differ before and after they meet, or hides
+    them."""
     settings = config.noise_scale
     if settings.preconditioned and config.optimizer.name not in ("adamw", "lamb"):
         return f"noise_scale.preconditioned is true, and {config.optimizer.name} divides by no second moment"

@@ -89,27 +89,10 @@ def question_of(
     }
     rates = parse_rates("--learning-rates", learning_rates) if learning_rates else (config.optimizer.learning_rate,)
     if guided_share is not None:
-        if not 0 < guided_share <= 1:
-            raise ConfigError(
-                "--guided-share", guided_share, "it is a share of the grid's samples, above 0 and at most 1"
-            )
-        if search == "optuna":
-            raise ConfigError("--search", search, "a guided sweep chooses among the trials of a grid", "leave it out")
+        _check_guided(guided_share, search)
         search = "grid"
     space = Space(choices, rates, num_seeds=seeds, first_seed=config.seed)
-    if search == "grid" and not space.is_finite:
-        raise ConfigError(
-            "--search",
-            "grid",
-            "a range of learning rates has no grid",
-            "give learning rates as a list, or use --search random",
-        )
-    if search == "optuna" and trials is None:
-        raise ConfigError("--trials", None, "Optuna goes on suggesting for ever", "say how many, such as --trials 24")
-    if scheduler == "pbt" and seeds > 1:
-        raise ConfigError(
-            "--seeds", seeds, "a population's trials take over each other's weights", "leave it out with pbt"
-        )
+    _check_search(space, search, scheduler, trials)
     if workers_per_trial is None and config.scale.is_elastic:
         raise ConfigError(
             "scale.workers",
@@ -127,6 +110,30 @@ def question_of(
         batch_sizes_are_listed=batch_sizes is not None and ".." not in batch_sizes,
         guided_share=guided_share,
     )
+
+
+def _check_guided(share: float, search: Search) -> None:
+    if not 0 < share <= 1:
+        raise ConfigError("--guided-share", share, "it is a share of the grid's samples, above 0 and at most 1")
+    if search == "optuna":
+        raise ConfigError("--search", search, "a guided sweep chooses among the trials of a grid", "leave it out")
+
+
+def _check_search(space: Space, search: Search, scheduler: Scheduler, trials: int | None) -> None:
+    """Raise ConfigError for a search or a scheduler that does not suit this space or number of trials."""
+    if search == "grid" and not space.is_finite:
+        raise ConfigError(
+            "--search",
+            "grid",
+            "a range of learning rates has no grid",
+            "give learning rates as a list, or use --search random",
+        )
+    if search == "optuna" and trials is None:
+        raise ConfigError("--trials", None, "Optuna goes on suggesting for ever", "say how many, such as --trials 24")
+    if scheduler == "pbt" and space.num_seeds > 1:
+        raise ConfigError(
+            "--seeds", space.num_seeds, "a population's trials take over each other's weights", "leave it out with pbt"
+        )
 
 
 def _durations(text: str) -> tuple[str, ...]:

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
-from scaleray.strategies.pipeline.parts import Parts, all_stages, check_chain
+from scaleray.strategies.pipeline.chain_check import check_chain
+from scaleray.strategies.pipeline.parts import Parts, all_stages
 from scaleray.strategies.pipeline.stages import Elsewhere, called_twice
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves
 
 from scaleray.config import RunConfig
-from scaleray.errors import WorkloadError, first_line
+from scaleray.errors import WorkloadError
 from scaleray.scaling.recipe.pipeline_bubble import bubble_share
 from scaleray.strategies.contract.weight_shares import Placed, WeightShare, share_of, shared_out, sizes
 from scaleray.strategies.fsdp import total_norm
+from scaleray.strategies.pipeline.chain_check import check_chain
 from scaleray.strategies.pipeline.costs import measured_costs
 from scaleray.strategies.pipeline.shards import Shards
 from scaleray.strategies.pipeline.stages import (
@@ -31,10 +31,6 @@ from scaleray.strategies.pipeline.stages import (
     make_stage,
     stage_of_block,
 )
-
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Tolerance, relative and absolute, of the chain of stages against the whole model: the same operations on the same
-worker. 1e-2 for other types."""
 
 
 class Parts:
@@ -301,33 +297,6 @@ class Parts:
                 gradient.copy_(total.view_as(gradient))
 
 
-def check_chain(whole: nn.Module, stages: list[Stage], call: Callable[[nn.Module], Any], device: torch.device) -> None:
-    """Compare all stages of a model, one after the other on this worker, with the whole. Raises WorkloadError where
-    they differ."""
-    views = [whole, *(stage.module for stage in stages)]
-    modes = [(part, part.training) for view in views for part in view.modules()]
-    try:
-        for view in views:
-            view.eval()
-        with torch.no_grad():
-            expected = _alike(lambda: call(whole), device)
-            try:
-                found = _alike(lambda: _chain(stages, call), device)
-            except WorkloadError:
-                raise
-            except Exception as exc:
-                raise _not_a_chain(f"fails with {type(exc).__name__}: {first_line(exc)}") from exc
-    finally:
-        for part, was_training in modes:
-            part.training = was_training
-    for ours, theirs in zip(_tensors(found), _tensors(expected), strict=False):
-        tolerance = TOLERANCES.get(theirs.dtype, 1e-2)
-        if ours.shape != theirs.shape or not torch.allclose(
-            ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True
-        ):
-            raise _not_a_chain("gives another result than the whole model")
-
-
 def cut(model: nn.Module, config: RunConfig, workload: Any) -> tuple[list[nn.Module], list[Unit]]:
     """The blocks of a model and what is around them. Raises WorkloadError where stages cannot be made of them."""
     for name, module in model.named_modules():
@@ -368,33 +337,3 @@ def find_blocks(model: nn.Module, workload: Any) -> list[nn.Module]:
         "a pipeline needs to know where the model can be cut",
         "return the model's repeated blocks from blocks(model), in the order of use",
     )
-
-
-def _chain(stages: list[Stage], call: Callable[[nn.Module], Any]) -> Any:
-    activation = None
-    for stage in stages:
-        stage.entry.on_pass = lambda: None
-        activation = stage.run(call, activation)
-    return activation
-
-
-def _not_a_chain(what: str) -> WorkloadError:
-    return WorkloadError(
-        "the model",
-        f"not a chain of its blocks: cut into stages it {what}",
-        "each block must take the activation as its first argument and return the next, "
-        "and code between blocks must not change it",
-        "return the blocks in the order of use from blocks(), "
-        "and register what comes before and after them in that order",
-    )
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
-
-
-def _alike(call: Callable[[], Any], device: torch.device) -> Any:
-    """Result of `call` with a fixed seed; the random number generators are afterwards as they were."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
-        return call()

@@ -16,8 +16,7 @@ import torch
 from scaleray import metric_names
 from scaleray.config import RunConfig
 from scaleray.scaling.noise.noise_scale import NoiseAverages, NoiseWindows, estimate, forgetting
-from scaleray.scaling.noise.source import NoiseWay, noise_way
-from scaleray.scaling.recipe.values import Recipe
+from scaleray.scaling.noise.source import SourceName
 from scaleray.training.noise.preconditioning import Preconditioned, View
 from scaleray.training.noise.sources import (
     ConsecutiveSteps,
@@ -45,17 +44,17 @@ class NoiseMeter:
     The methods that see gradients do nothing in a step that is not measured. All ranks call them alike.
     """
 
-    def __init__(self, config: RunConfig, setup: Setup, place: Place, way: NoiseWay, guard: Guard) -> None:
+    def __init__(self, config: RunConfig, setup: Setup, place: Place, source: SourceName, guard: Guard) -> None:
         settings = config.noise_scale
         self._guard = guard
-        self.way, self.setup, self.settings = way, setup, settings
+        self.source_name, self.setup, self.settings = source, setup, settings
         reference = config.optimizer.reference_batch_size or config.batch.global_size
         self._kappa = config.batch.global_size / reference
         self._view = Preconditioned(setup.parameters, setup.optimizer) if settings.preconditioned else View()
         self._source = self._make_source(place)
         # waiting for the ranks costs more than summing a number: the norm comes with the parts
-        self._shares_squares = way.way == "workers" and setup.parallel.share_of_square is not None
-        self.averages = NoiseAverages(is_biased=way.way == "consecutive steps")
+        self._shares_squares = source == "workers" and setup.parallel.share_of_square is not None
+        self.averages = NoiseAverages(is_biased=source == "consecutive steps")
         self._last_added = 0
         self._sizes = _Sizes()
         self._metrics: dict[str, float] = {}
@@ -68,9 +67,9 @@ class NoiseMeter:
 
     def _make_source(self, place: Place) -> Source:
         parallel, parameters = self.setup.parallel, self.setup.parameters
-        if self.way.way == "workers":
+        if self.source_name == "workers":
             return Workers(parallel, parameters, place, self._view, self._look)
-        if self.way.way == "first micro-batch":
+        if self.source_name == "first micro-batch":
             return FirstMicroBatch(parallel, parameters, place, self._view, self._look)
         return ConsecutiveSteps(parallel, parameters, self._view, self._look)
 
@@ -87,7 +86,7 @@ class NoiseMeter:
         is_ready = not self.settings.preconditioned or step >= FIRST_PRECONDITIONED_STEP
         self.step, self.is_local = step, is_local
         self.is_measuring = is_ready and step % every == 0
-        self._is_kept = self.way.way == "consecutive steps" and (step + 1) % every == 0
+        self._is_kept = self.source_name == "consecutive steps" and (step + 1) % every == 0
         if self.is_measuring:
             self._look(self._view.begin, None)
             self._source.begin(is_local=is_local)
@@ -191,7 +190,7 @@ class NoiseMeter:
             "num_measurements": averages.num_samples,
             "num_rejected": averages.num_rejected,
             "is_biased": averages.is_biased,
-            "way": self.way.way,
+            "way": self.source_name,
             "preconditioned": self.settings.preconditioned,
             "small_batch_size": self._sizes.small,
             "batch_size": self._sizes.large,
@@ -276,8 +275,3 @@ def _metrics(averages: NoiseAverages) -> dict[str, float]:
     if math.isfinite(averages.noise_scale):
         found[metric_names.NOISE_SCALE.name] = averages.noise_scale
     return found
-
-
-def find_way(config: RunConfig, recipe: Recipe, place: Place) -> NoiseWay:
-    """Method by which a run on these workers measures its gradient noise."""
-    return noise_way(config, recipe.strategy, data_size=place.data_size, accumulation_steps=recipe.accumulation_steps)

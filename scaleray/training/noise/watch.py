@@ -6,8 +6,9 @@ from typing import Any
 
 from scaleray.config import RunConfig
 from scaleray.records.run import Say
+from scaleray.scaling.noise.source import noise_source
 from scaleray.scaling.recipe.values import Recipe
-from scaleray.training.noise.meter import NoiseMeter, find_way
+from scaleray.training.noise.meter import NoiseMeter
 from scaleray.training.observer import Observer, TakenStep
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
@@ -27,11 +28,13 @@ class NoiseWatch(Observer):
         is measured, which rank 0 shows."""
         if config.noise_scale.measure is False:
             return None
-        way = find_way(config, recipe, place)
-        say(str(way))
-        if way.way is None:
+        source = noise_source(
+            config, recipe.strategy, data_size=place.data_size, accumulation_steps=recipe.accumulation_steps
+        )
+        say(str(source))
+        if (name := source.name) is None:
             return None
-        meter = self.guard(Watcher.NOISE, lambda: NoiseMeter(config, setup, place, way, self.guard), None)
+        meter = self.guard(Watcher.NOISE, lambda: NoiseMeter(config, setup, place, name, self.guard), None)
         if place.all_reduce([float(meter is None)])[0] > 0 or meter is None:
             return None  # the meter sums over all ranks, so that all have one or none
         if (state := self.kept) is not None:

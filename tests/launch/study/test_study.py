@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
 import json
@@ -47,9 +46,8 @@ class Workers:
         self.ascents = []
         self.told = 0
 
-    @contextlib.contextmanager
-    def __call__(self, config, workers, sources, *more, **options):
-        yield self.climb
+    def __call__(self, config, sources, *more, **options):
+        return self.climb
 
     def climb(self, ascent, tell):
         self.ascents.append(ascent)

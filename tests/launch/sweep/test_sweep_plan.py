@@ -9,7 +9,7 @@ from workloads import Line
 from scaleray.config import load_config
 from scaleray.data import as_source
 from scaleray.errors import ClusterError, ConfigError, DataError
-from scaleray.launch.cluster.capacity import check_trial_fits, num_concurrent
+from scaleray.launch.cluster.capacity import check_option_fits, num_concurrent
 from scaleray.launch.cluster.connection import Node
 from scaleray.launch.session.folder import RunFolder
 from scaleray.launch.sweep.folder import AskedSweep, SweepFolder, finished_record, read_asked
@@ -164,12 +164,12 @@ def node(cpus, gpus=0, **labels):
 )
 def test_as_many_trials_at_a_time_as_the_cluster_has_room_for(nodes, flags, expected):
     assert num_concurrent(base(**flags), nodes) == expected
-    check_trial_fits(base(**flags), nodes)
+    check_option_fits("--workers-per-trial", base(**flags), nodes)
 
 
 def test_a_trial_that_can_never_fit_says_what_is_missing():
     with pytest.raises(ClusterError) as caught:
-        check_trial_fits(base(**{"scale.workers": 4}), [node(3)])
+        check_option_fits("--workers-per-trial", base(**{"scale.workers": 4}), [node(3)])
     text = str(caught.value)
     assert "--workers-per-trial is 4, which needs 4 workers of 1 CPU" in text
     assert "3 CPUs" in text and "use --workers-per-trial 2" in text

@@ -17,7 +17,7 @@ from small_runs import Classify, Place, make_job, same_generators, train, train_
 import scaleray
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.errors import UsageError
-from scaleray.launch.study import study
+from scaleray.launch.study import running
 from scaleray.launch.workers.in_process import stream_opener
 from scaleray.records.run import StepRecord, SystemRecord
 from scaleray.training import loop
@@ -354,11 +354,11 @@ def test_a_rank_that_cannot_measure_noise_goes_on_with_the_others(gloo, way, sin
 
 @pytest.mark.parametrize(("error", "said"), [(RuntimeError("odd"), "RuntimeError: odd"), (UsageError("a", 1, "b"), "a is 1, but b.")])  # fmt: skip
 def test_a_model_whose_operations_cannot_be_counted_is_studied_without_mfu(monkeypatch, error, said):
-    monkeypatch.setattr(study, "profile_workload", mock.Mock(side_effect=error))
+    monkeypatch.setattr(running, "profile_workload", mock.Mock(side_effect=error))
     split = SimpleNamespace(gives_tuples=False)
     rung = SimpleNamespace(job=SimpleNamespace(workload=None, splits={"train": split}))
     plan = SimpleNamespace(rungs={0: rung}, sources={"train": mock.Mock()})
     measured = SimpleNamespace(profile=None)
     config = SimpleNamespace(precision=None)
-    study._Study._count_operations(SimpleNamespace(plan=plan, measured=measured, config=config))
+    running.RunningStudy._count_operations(SimpleNamespace(plan=plan, measured=measured, config=config))
     assert measured.profile == said

@@ -12,8 +12,9 @@ from torch import nn
 
 from scaleray.records.run import EventRecord
 from scaleray.scaling.noise.noise_scale import NoiseAverages, Parts, estimate
+from scaleray.scaling.noise.source import noise_source
 from scaleray.strategies.contract.parallel import full
-from scaleray.training.noise.meter import NoiseMeter, find_way
+from scaleray.training.noise.meter import NoiseMeter
 from scaleray.training.setup.job import TRAIN
 from scaleray.watchers import Guard
 
@@ -30,8 +31,14 @@ def look_without_gradients(stepper):
         stepper.parallel.run_alone(lambda model: stepper.job.workload.loss(model, batch))
 
 
+def source_of(config, recipe, place):
+    return noise_source(
+        config, recipe.strategy, data_size=place.data_size, accumulation_steps=recipe.accumulation_steps
+    ).name
+
+
 def measured_and_expected(place, workload, flags, at_step, whose):
-    """(averages after one measurement in step `at_step`, the same from plain torch, the way). whose: parts of the batch."""
+    """(averages after one measurement in step `at_step`, the same from plain torch, the source). whose: parts of the batch."""
     stepper = Stepper(place, workload, {**FLAGS, **flags})
     job, setup = stepper.job, stepper.setup
     place = dataclasses.replace(place, model_parallel_size=job.config.model_parallel_size)
@@ -39,7 +46,7 @@ def measured_and_expected(place, workload, flags, at_step, whose):
         look_without_gradients(
             stepper
         )  # an evaluation leaves FSDP's root whole, which a meter that is made then must not mind
-    meter = stepper.step.noise = NoiseMeter(job.config, setup, place, find_way(job.config, job.recipe, place), Guard())
+    meter = stepper.step.noise = NoiseMeter(job.config, setup, place, source_of(job.config, job.recipe, place), Guard())
     for number in range(1, at_step):
         stepper(number)
     meter.averages = NoiseAverages()
@@ -53,7 +60,7 @@ def measured_and_expected(place, workload, flags, at_step, whose):
     expected = _estimate_in_plain_torch(workload, weights, roots, stepper.sources[TRAIN], whole, parts)
     setup.close()
     assert left == hooks, "hooks stay on parameters"
-    return (meter.averages.square, meter.averages.trace), (expected.square, expected.trace), meter.way.way
+    return (meter.averages.square, meter.averages.trace), (expected.square, expected.trace), meter.source_name
 
 
 def _adam_roots(optimizer, named):
@@ -140,7 +147,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("world_size", "case"), [(CASES[case][0], case) for case in CASES])
-def test_every_way_measures_what_plain_torch_computes(gloo, world_size, case):
+def test_every_source_measures_what_plain_torch_computes(gloo, world_size, case):
     _, workload, flags, whose = CASES[case]
     at_step = 7 if "noise_scale.preconditioned" in flags else 2
     if whose == "own first":
@@ -155,8 +162,8 @@ def test_every_way_measures_what_plain_torch_computes(gloo, world_size, case):
 
 
 def test_two_steps_without_change_are_measured_as_one_batch_of_both(gloo):
-    measured, expected, way = gloo.run(1, from_two_steps)[0]
-    assert way == "consecutive steps"
+    measured, expected, source = gloo.run(1, from_two_steps)[0]
+    assert source == "consecutive steps"
     assert measured == pytest.approx(expected, rel=1e-9)
 
 
@@ -165,7 +172,7 @@ def from_two_steps(place):
     workload = Classify(num_rows=24)
     stepper = Stepper(place, workload, {**FLAGS, "optimizer.learning_rate": 1e-30})
     config, recipe = stepper.job.config, stepper.job.recipe
-    meter = stepper.step.noise = NoiseMeter(config, stepper.setup, place, find_way(config, recipe, place), Guard())
+    meter = stepper.step.noise = NoiseMeter(config, stepper.setup, place, source_of(config, recipe, place), Guard())
     weights = stepper.weights
     for number in (1, 2):
         stepper(number)
@@ -173,7 +180,7 @@ def from_two_steps(place):
     source = stepper.sources[TRAIN]
     expected = _estimate_in_plain_torch(workload, weights, {}, source, np.concatenate(halves), halves)
     assert meter.averages.num_samples == 1 and meter.averages.is_biased
-    return (meter.averages.square, meter.averages.trace), (expected.square, expected.trace), meter.way.way
+    return (meter.averages.square, meter.averages.trace), (expected.square, expected.trace), meter.source_name
 
 
 # measuring changes nothing
@@ -356,7 +363,7 @@ def on_the_way_from(place, flags, folder):
     return train(place, Classify(num_rows=61), flags, folder=folder)
 
 
-def test_events_name_the_way_once():
+def test_events_name_the_source_once():
     run = train_alone(Classify(num_rows=60), FLAGS)
     texts = [m.text for m in run.messages if isinstance(m, EventRecord) and m.text.startswith("noise scale")]
     assert len(texts) == 1 and "consecutive steps" in texts[0] and Place().world_size == 1

@@ -4,7 +4,7 @@ import pytest
 
 from scaleray.config import load_config
 from scaleray.errors import ConfigError
-from scaleray.scaling.noise.source import noise_way
+from scaleray.scaling.noise.source import noise_source
 from scaleray.scaling.recipe.derive import derive
 from scaleray.scaling.recipe.values import DataSize
 
@@ -14,11 +14,11 @@ BASE = {
 }  # fmt: skip
 
 
-def recipe_and_way(flags):
+def recipe_and_source(flags):
     config = load_config(flags={**BASE, **flags}, environ={})
     recipe = derive(config, DataSize(240))
     data_size = config.scale.max_workers // recipe.model_parallel_size
-    return noise_way(config, recipe.strategy, data_size=data_size, accumulation_steps=recipe.accumulation_steps)
+    return noise_source(config, recipe.strategy, data_size=data_size, accumulation_steps=recipe.accumulation_steps)
 
 
 TWO = {"scale.workers": 2}
@@ -28,7 +28,7 @@ ADAM = {"optimizer.name": "adamw", "noise_scale.preconditioned": True}
 
 
 @pytest.mark.parametrize(
-    ("flags", "way"),
+    ("flags", "name"),
     [
         (TWO, "workers"),
         ({**TWO, **IN_PARTS}, "workers"),
@@ -47,11 +47,11 @@ ADAM = {"optimizer.name": "adamw", "noise_scale.preconditioned": True}
         ({**FSDP, **ADAM}, "consecutive steps"),
     ],
 )
-def test_the_way_that_is_exact_is_taken_where_there_is_one(flags, way):
-    assert recipe_and_way(flags).way == way
-    automatic = recipe_and_way({**flags, "noise_scale.measure": "auto"})
-    assert automatic.way == (None if way == "consecutive steps" else way)
-    assert automatic.way or automatic.why, "what is not measured says why"
+def test_the_source_that_is_exact_is_taken_where_there_is_one(flags, name):
+    assert recipe_and_source(flags).name == name
+    automatic = recipe_and_source({**flags, "noise_scale.measure": "auto"})
+    assert automatic.name == (None if name == "consecutive steps" else name)
+    assert automatic.name or automatic.why, "what is not measured says why"
 
 
 @pytest.mark.parametrize(
@@ -68,16 +68,16 @@ def test_the_way_that_is_exact_is_taken_where_there_is_one(flags, way):
 )
 def test_what_cannot_be_measured_is_refused_with_the_reason_and_left_out_by_auto(flags, words):
     with pytest.raises(ConfigError, match=words):
-        recipe_and_way(flags)
-    assert recipe_and_way({**flags, "noise_scale.measure": "auto"}).way is None
+        recipe_and_source(flags)
+    assert recipe_and_source({**flags, "noise_scale.measure": "auto"}).name is None
 
 
 def test_nothing_is_measured_unless_it_is_asked_for():
-    assert recipe_and_way({**TWO, "noise_scale.measure": False}).way is None
+    assert recipe_and_source({**TWO, "noise_scale.measure": False}).name is None
 
 
 def test_an_elastic_run_measures_again_when_it_has_workers_again():
     flags = {"scale.workers": "1..2", "compression.name": "none"}
-    assert recipe_and_way(flags).way == "workers"
+    assert recipe_and_source(flags).name == "workers"
     config = load_config(flags={**BASE, **flags, "noise_scale.preconditioned": False}, environ={})
     derive(config, DataSize(240), workers=1)

@@ -1,0 +1,75 @@
+"""What both kinds of verification do first: connect, load workload and data, plan the variants, look for room."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scaleray.config import RunConfig
+from scaleray.data.source import Source
+from scaleray.launch.cluster.capacity import check_option_fits
+from scaleray.launch.cluster.connection import alive_nodes
+from scaleray.launch.session.data import load_sources
+from scaleray.launch.session.start import connected_unless, with_absolute_paths
+from scaleray.launch.verify.plan import Plan, Question, make_plan
+from scaleray.launch.workers.gloo import UserCode
+from scaleray.tracking import store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """A verification that is ready to run."""
+
+    config: RunConfig
+    question: Question
+    plan: Plan
+    sources: dict[str, Source]
+    code: UserCode
+    workload: Any
+    local: bool
+    """Whether workers are gloo processes, without Ray."""
+    tracking_uri: str
+    started_at: float
+
+
+@contextlib.contextmanager
+def prepared(
+    config: RunConfig, question: Question, workload: Any, *, local: bool, base_dir: Path | None
+) -> Iterator[Verification]:
+    """Context in which workers can be started, with all that can be refused refused. Raises UsageError."""
+    started_at = time.time()
+    config = with_absolute_paths(config)
+    tracking_uri = store.resolve_uri(config.tracking.uri)
+    store.check_reachable(tracking_uri)
+    code = UserCode(config.workload.name if workload is None else None, config.workload.args, base_dir, workload)
+    workload = code.load()
+    with connected_unless(config, local=local):
+        sources = load_sources(workload)
+        plan = make_plan(config, question, workload, sources)
+        if not local:
+            _check_every_group_fits(plan)
+        yield Verification(
+            config=config,
+            question=question,
+            plan=plan,
+            sources=sources,
+            code=code,
+            workload=workload,
+            local=local,
+            tracking_uri=tracking_uri,
+            started_at=started_at,
+        )
+
+
+def _check_every_group_fits(plan: Plan) -> None:
+    nodes = alive_nodes()
+    for variants in plan.groups.values():
+        spread = (variants or [plan.reference])[0].job.config
+        # no input tasks run here, so that no CPU needs to stay free for them
+        alone = spread.model_copy(update={"data": spread.data.model_copy(update={"reserved_cpus": 0.0})})
+        hint = "leave the size out, or check on this machine alone with --local"
+        check_option_fits("--world-sizes", alone, nodes, hint=hint)
