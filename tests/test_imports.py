@@ -10,17 +10,16 @@ import pytest
 import scaleray
 
 HEAVY = ("torch", "ray", "mlflow")
+ONLY_IN_WORKERS = ("torch._dynamo", "torch.distributed.tensor", "sympy", "mlflow", "ray", "scaleray.training.loop")
+"""Modules of a second of a core, or more, that a driver on Ray needs later or never."""
+ROOT = Path(__file__).parents[1]
 REPORT = f"import sys; print('heavy:', *[m for m in {HEAVY} if m in sys.modules])"
 
 
 def loaded_after(statements):
     """Which of the heavy libraries a fresh interpreter has imported after these statements."""
     done = subprocess.run(
-        [sys.executable, "-c", f"{statements}\n{REPORT}"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=Path(__file__).parents[1],
+        [sys.executable, "-c", f"{statements}\n{REPORT}"], capture_output=True, text=True, timeout=600, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1].split()[1:]
@@ -47,6 +46,13 @@ def test_light_parts_import_nothing_heavy(statements):
 
 def test_the_check_itself_sees_a_heavy_import():
     assert loaded_after("import scaleray.training.setup.precision") == ["torch"]
+
+
+@pytest.mark.parametrize("room", ["scaleray.launch.run.train", "scaleray.data.ray_blocks"])
+def test_drivers_and_reading_tasks_import_nothing_that_only_a_worker_needs(room):
+    statements = f"import sys, {room}\nprint(*(m for m in {ONLY_IN_WORKERS} if m in sys.modules))\nsys.exit()"
+    done = subprocess.run([sys.executable, "-c", statements], capture_output=True, text=True, timeout=600, cwd=ROOT)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done
 
 
 def test_ray_trains_controller_imports_no_torch():

@@ -22,23 +22,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.consolidated import check_fit, with_a_source
 from scaleray.checkpoints.manifest import Tensor
+from scaleray.checkpoints.model_layout import CONFIG, FINAL_WEIGHTS, INDEX, WEIGHTS, WRITTEN_BY, is_model_folder
 from scaleray.errors import CheckpointError
 from scaleray.parsing import load_json
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-WRITTEN_BY = "scaleray"
-"""Value of `written_by` in the index's metadata: names in the files are then the model's own."""
-FINAL_WEIGHTS = "weights"
-"""Folder of a run that holds the final weights of a sharded model."""
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
-
-
-def is_model_folder(where: str) -> bool:
-    """Whether this is a local folder with weights in that layout."""
-    return any((Path(where) / name).is_file() for name in (WEIGHTS, INDEX))
 
 
 def model_folder(where: str) -> str:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 def weights_folder(path: str) -> ModelFolder | None:
     """The folder of safetensors files that a path means, or, of a run without checkpoints, that it has inside."""
-    from scaleray.checkpoints.hugging_face import ModelFolder, is_model_folder, model_folder
+    from scaleray.checkpoints.hugging_face import ModelFolder, model_folder
+    from scaleray.checkpoints.model_layout import is_model_folder
 
     where = model_folder(_meant(path))
     return ModelFolder.open(where) if is_model_folder(where) else None

@@ -6,10 +6,11 @@ memory. The record on disk holds everything that is written here: `send_record` 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -143,30 +144,32 @@ class ParentRun:
 
     def log_point(self, point: Point) -> None:
         """Write a measured point as a child. Returns at once. A point that is there already is left as it is."""
-        key = point_name(point)
-        self._write_child(
-            key,
-            key,
-            point_params(point),
-            point_values(point),
-            ended_at=point.measured_at,
-            duration_s=point_duration_s(point),
-            tags={"scaleray.marks": ", ".join(point.marks)},
-        )
+        with self._whatever_fails():
+            key = point_name(point)
+            self._write_child(
+                key,
+                key,
+                point_params(point),
+                point_values(point),
+                ended_at=point.measured_at,
+                duration_s=point_duration_s(point),
+                tags={"scaleray.marks": ", ".join(point.marks)},
+            )
 
     def log_trial(self, trial: Trial) -> None:
         """Write a trial that has ended as a child. Returns at once. A trial that is there already is left as it is."""
-        ended = time.time() if trial.ended_at is None else trial.ended_at
-        self._write_child(
-            str(trial.number),
-            trial_name(trial),
-            trial_params(trial),
-            trial_values(trial, ended_at=ended),
-            ended_at=ended,
-            duration_s=trial_duration_s(trial),
-            tags={"scaleray.status": trial.status, "scaleray.error": trial.error},
-            status="FAILED" if trial.status in BROKEN else "FINISHED",
-        )
+        with self._whatever_fails():
+            ended = time.time() if trial.ended_at is None else trial.ended_at
+            self._write_child(
+                str(trial.number),
+                trial_name(trial),
+                trial_params(trial),
+                trial_values(trial, ended_at=ended),
+                ended_at=ended,
+                duration_s=trial_duration_s(trial),
+                tags={"scaleray.status": trial.status, "scaleray.error": trial.error},
+                status="FAILED" if trial.status in BROKEN else "FINISHED",
+            )
 
     def log_progress(self, values: Mapping[str, float], *, step: int) -> None:
         """Write metrics of the parent under `progress/`, such as the number of finished trials. Returns at once."""
@@ -217,12 +220,8 @@ class ParentRun:
         files, or folders that are kept as such. ended_at: wall clock in s; None is now. Never raises.
         """
         if record is not None:
-            self._write_values(record_values(record))
-            if isinstance(record, StudyRecord):  # what is known when the curve is
-                points = [at for curve in record.curves for at in curve.points]
-                self._write(LogToChildren({point_name(at.point): as_points(relative_values(at)) for at in points}))
-            self._write(SetTags(closing_tags(record)))
-            self._save_view(record)
+            with self._whatever_fails():
+                self._write_conclusions(record)
         self._write(RemoveHalfWritten())
         for path in files:
             self._write(LogArtifact(str(path)))
@@ -261,6 +260,23 @@ class ParentRun:
                 status=status,
             )
         )
+
+    def _write_conclusions(self, record: StudyRecord | SweepRecord) -> None:
+        self._write_values(record_values(record))
+        if isinstance(record, StudyRecord):  # what is known when the curve is
+            points = [at for curve in record.curves for at in curve.points]
+            self._write(LogToChildren({point_name(at.point): as_points(relative_values(at)) for at in points}))
+        self._write(SetTags(closing_tags(record)))
+        self._save_view(record)
+
+    @contextlib.contextmanager
+    def _whatever_fails(self) -> Iterator[None]:
+        """Context for what only looks at a study: its failure counts as a write that MLflow has not got."""
+        try:
+            yield
+        except Exception as exc:
+            self._num_asked += 1
+            self._outbox.failure = f"{type(exc).__name__}: {exc}"
 
     def _write_values(self, values: Sequence[Value]) -> None:
         self._write(LogMetrics(as_points(values)))

@@ -11,7 +11,8 @@ from small_runs import Classify, WithBatchNorm, make_job, same_generators
 from torch import nn
 
 from scaleray.errors import InitialisationError
-from scaleray.reproducibility.seeding import check_equal_parameters, seed_everything, stream_seed
+from scaleray.reproducibility.equal_models import check_equal_parameters
+from scaleray.reproducibility.seeding import seed_everything, stream_seed
 from scaleray.strategies import STRATEGIES, Parallel
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.setup.place import Place

@@ -444,3 +444,16 @@ def test_a_server_that_never_answers_is_named_as_such_at_the_end():
     run = ParentRun(Silent(), "sweep", "s")
     assert run.finish(None, timeout_s=0.0).endswith("did not reach MLflow (no answer in time)")
     is_over.set()
+
+
+@pytest.mark.parametrize("what", ["point_values", "record_values"])
+def test_a_study_goes_on_when_what_mlflow_should_get_cannot_be_made(uri, monkeypatch, what):
+    def fails(*args, **more):
+        raise ZeroDivisionError("no such figure")
+
+    monkeypatch.setattr(study_runs, what, fails)
+    record = study_examples.study(modes=("strong",))
+    run = open_study(uri)
+    log_points(run, record)
+    assert "ZeroDivisionError: no such figure" in run.finish(run.identify(record))
+    assert store.open_client(uri).get_run(run.run_id).info.status == "FINISHED"

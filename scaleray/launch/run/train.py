@@ -26,7 +26,6 @@ from scaleray.launch.run.trainer import Interrupted, fit
 from scaleray.launch.session.data import check_same_data, load_sources, size_of
 from scaleray.launch.session.folder import RunFolder
 from scaleray.launch.session.start import forbid_ray, with_absolute_paths
-from scaleray.launch.workers.in_process import run_here
 from scaleray.launch.workers.recorder_actor import RemoteRecorder
 from scaleray.launch.workers.user_code import ship_user_code
 from scaleray.records.run import EventRecord, RunRecord, Say, Show
@@ -198,6 +197,8 @@ class _Run:
         recorder: Recorder | RemoteRecorder
         work: Callable[[], None]
         if local:
+            from scaleray.launch.workers.in_process import run_here  # the loop, which a driver on Ray does without
+
             recorder = here = Recorder(description)
             recorder.start()
             work = lambda: run_here(

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from scaleray.checkpoints import consolidated
-from scaleray.checkpoints.hugging_face import ModelFolder, is_model_folder, model_folder
+from scaleray.checkpoints.hugging_face import ModelFolder, model_folder
+from scaleray.checkpoints.model_layout import is_model_folder
 from scaleray.config.fine_tuning import FineTuningSettings
 from scaleray.errors import WorkloadError
 from scaleray.strategies.contract.weight_shares import WeightShare

@@ -13,14 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from scaleray.config import RunConfig
 from scaleray.errors import ConfigError, WorkloadError
-from scaleray.reproducibility.seeding import (
-    check_equal_digests,
-    check_equal_parameters,
-    check_equal_structure,
-    seed_everything,
-    stream_seed,
-    use_deterministic_algorithms,
-)
+from scaleray.reproducibility.equal_models import check_equal_digests, check_equal_parameters, check_equal_structure
+from scaleray.reproducibility.seeding import seed_everything, stream_seed, use_deterministic_algorithms
 from scaleray.scaling.recipe.values import Recipe
 from scaleray.strategies import STRATEGIES, Parallel
 from scaleray.strategies.contract.mesh import build_mesh

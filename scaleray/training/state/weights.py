@@ -13,17 +13,19 @@ import json
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from scaleray.checkpoints.hugging_face import FINAL_WEIGHTS, INDEX, WRITTEN_BY, ModelFolder, is_model_folder
 from scaleray.checkpoints.manifest import Tensor
+from scaleray.checkpoints.model_layout import FINAL_WEIGHTS, INDEX, WRITTEN_BY, is_model_folder
 from scaleray.checkpoints.storage import Store
 from scaleray.checkpoints.weight_files import safetensors_file
 from scaleray.errors import CheckpointError, StorageError
 from scaleray.parsing import load_json
-from scaleray.strategies.contract.weight_shares import Placed, WeightShare
+
+if TYPE_CHECKING:
+    from scaleray.strategies.contract.weight_shares import Placed, WeightShare
 
 PLAIN = "weights.pt"
 PENDING = "index.pending.json"
@@ -105,6 +107,8 @@ def read_weights(run_path: str | Path) -> dict[str, Any]:
 
     Raises CheckpointError.
     """
+    from scaleray.checkpoints.hugging_face import ModelFolder  # with torch's own checkpoints, which drivers do without
+
     path = Path(run_path)
     if is_model_folder(str(path / FINAL_WEIGHTS)):
         return ModelFolder.open(str(path / FINAL_WEIGHTS)).read()
