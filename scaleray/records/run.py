@@ -157,6 +157,8 @@ class WorkerSummary:
     """Parts of this worker's memory in bytes, and what a search for a micro-batch found."""
     noise: dict[str, Any] = field(default_factory=dict)
     """The gradient noise scale with its interval and how it was measured. Empty where it was not measured."""
+    start: dict[str, float] = field(default_factory=dict)
+    """Seconds of each part of the start, as `records/start.py` names them."""
 
 
 WorkerMessage = (
@@ -236,6 +238,8 @@ class RunRecord(JsonRecord):
     """The gradient noise scale as rank 0 measured it, see WorkerSummary."""
     marks: list[str] = field(default_factory=list)
     """Marks that set the run's figures apart, such as `emulated`."""
+    start: dict[str, float] = field(default_factory=dict)
+    """Seconds of each part of the start on the first worker, see `records/start.py`. Empty in older records."""
     unsent_file: str | None = None
     """Metrics that MLflow did not take; `scaleray tracking replay FILE` sends them."""
 

@@ -15,6 +15,7 @@ from scaleray.data import Part, PartStream, RankBatch
 from scaleray.errors import LeftEarly
 from scaleray.records.phases import Phase
 from scaleray.records.run import Emit, EvaluationRecord, WorkerSummary
+from scaleray.records.start import FIRST_BATCH, MODEL
 from scaleray.scaling.recipe.values import Recipe
 from scaleray.strategies.contract.weight_shares import WeightShare
 from scaleray.training.health.clock import Clock
@@ -89,7 +90,7 @@ class _Run:
         self.place, self.progress, self.first_step = place, progress, first_step
         self.save_weights, self.probe, self.checkpointing = save_weights, probe, checkpointing
         self.state = LoopState(job, first_step)
-        self.clock = Clock(job.started_at)
+        self.clock = Clock(job.started_at, job.start_ends)
         self.reporter = Reporter(job, place, emit, step=lambda: self.state.step, figures=lambda: self.noise.figures())
         self.noise = NoiseWatch(self.reporter.guard)
         self.memory = MemoryReport(place.device, self.reporter.guard)
@@ -133,6 +134,7 @@ class _Run:
                     observer.begin(setup)
                 self.shares.watch(setup.parallel.module)
                 step = self._train_step(setup)
+                self.clock.begin.end(MODEL)
                 if self.checkpointing is not None:
                     self.checkpointing.begin(self._train_state(setup, step))
                     self.reporter.notes()
@@ -183,6 +185,7 @@ class _Run:
         if first is None:
             return "done"  # resumed after its last step
         self._settle(setup, step, first)
+        self.clock.begin.end(FIRST_BATCH)
         self.clock.start(stream.waited_s)
         for batch in self._batches(first, stream):
             taken = self._take(step, batch, setup, stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 
 from scaleray.checkpoints.catalog import Catalog
@@ -22,6 +24,7 @@ from scaleray.data.local_start import LOCAL_CHUNK_STEPS, LOCAL_START_S, Demand, 
 from scaleray.data.ray_blocks import ray_blocks, ray_starvation_reason, stream_blocks
 from scaleray.data.source import Columns
 from scaleray.records.run import EventRecord, Heartbeat, WorkerMessage, WorkerSummary
+from scaleray.records.start import PROCESSES, WORKER_IMPORTS, StartClock
 from scaleray.training import loop
 from scaleray.training.health.progress import HANG, WATCHDOG_SHARE, Progress, Tail, TailHandler, Watchdog
 from scaleray.training.setup.job import TRAIN, OpenStream, Split, TrainJob
@@ -57,7 +60,10 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
     import ray.train
 
     assignment: Assignment = ray.get(config["assignment"])
-    job = assignment.job.on(ray.train.get_context().get_world_size())
+    start = StartClock(assignment.job.started_at, assignment.job.start_ends)
+    start.end(PROCESSES, psutil.Process().create_time())
+    start.end(WORKER_IMPORTS)
+    job = dataclasses.replace(assignment.job.on(ray.train.get_context().get_world_size()), start_ends=start.ends)
     _quieten_ray()
     scale = job.config.scale
     uses_gpu = scale.gpus_per_worker > 0

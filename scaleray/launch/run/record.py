@@ -149,6 +149,7 @@ def make_record(
         compilation=summary.compilation if summary else {},
         noise=summary.noise if summary else {},
         memory=[s.memory for s in summaries],
+        start=summary.start if summary else {},
         marks=[EMULATED] if summary and summary.model.get("is_emulated") else [],
     )
 

@@ -29,6 +29,7 @@ from scaleray.launch.session.start import forbid_ray, with_absolute_paths
 from scaleray.launch.workers.recorder_actor import RemoteRecorder
 from scaleray.launch.workers.user_code import ship_user_code
 from scaleray.records.run import EventRecord, RunRecord, Say, Show
+from scaleray.records.start import DATA, IMPORTS, RAY, StartClock
 from scaleray.reproducibility.fingerprint import environment, environment_hash
 from scaleray.scaling.recipe.derive import derive, resolve_strategy
 from scaleray.tracking import store
@@ -67,7 +68,8 @@ def train(
     Raises UsageError for what the user can mend, RunFailedError for a run that failed, KeyboardInterrupt when stopped;
     the MLflow run is then FAILED or KILLED.
     """
-    started_at = started_at or time.time()
+    start = StartClock(started_at or time.time())
+    start.end(IMPORTS)
     display = Guard()
     show, say, expect_steps = (display.wrapped(Watcher.DISPLAY, tell) for tell in (show, say, expect_steps))
     if isinstance(config, Mapping):
@@ -90,8 +92,9 @@ def train(
     folder = RunFolder.reserve(config) if before is None else RunFolder.reopen(before.path)
     try:
         with _environment(config, local=local) as topology:
+            start.end(RAY)
             sources = load_sources(workload)
-            run = _Run(request, workload, sources, folder, tracking_uri, topology, show, started_at)
+            run = _Run(request, workload, sources, folder, tracking_uri, topology, show, start)
             expect_steps(run.recipe.total_steps)
             for line in run.announcement():
                 say(line)
@@ -146,7 +149,7 @@ class _Run:
         tracking_uri: str,
         topology: list[dict[str, Any]],
         show: Show,
-        started_at: float,
+        start: StartClock,
     ) -> None:
         config, before = request.config, request.before
         self.config, self.sources, self.folder = config, sources, folder
@@ -165,7 +168,8 @@ class _Run:
             check_same_data(known.get(TRAIN), self.data[TRAIN].get("sha256"), what="run", advice=advice)
         if config.scale.is_elastic:
             self._check_every_size(config, sources)
-        self.job = TrainJob(config, self.recipe, workload, splits, started_at)
+        start.end(DATA)
+        self.job = TrainJob(config, self.recipe, workload, splits, start.started_at, start_ends=start.ends)
 
     @staticmethod
     def _check_every_size(config: RunConfig, sources: Mapping[str, Source]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleray import metric_names as names
+from scaleray.records import start
 from scaleray.records.rows import by_metric
 from scaleray.records.run import RunRecord
 from scaleray.reports.page import drawing
@@ -83,7 +84,10 @@ def run_page(
         when=f"{record.status.lower()}, took {seconds(record.total_time_s)}",
         headline=headline,
         verdicts=[text for text in (reason, f"At the end: {values}." if values else "") if text],
-        words=[f"Resumed after step {step}." for step in record.resumed_after],
+        words=[
+            *(f"Resumed after step {step}." for step in record.resumed_after),
+            *([f"{sentence_case(start.in_words(record.start))}."] if record.start else []),
+        ],
         marks=record.marks,
         figures=_facts(record),
         sections=[s for s in sections if s.drawings] + events,

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from scaleray.records import start
 from scaleray.records.run import CheckpointRecord, EvaluationRecord, EventRecord, RunRecord, StepRecord, WorkerMessage
 
 
@@ -119,6 +120,8 @@ def final_lines(record: RunRecord) -> list[str]:
     else:
         lines.append(f"MLflow:  {record.mlflow_link}")
     lines.append(f"record:  {record.run_dir}/record.json")
+    if sum(record.start.values()) > start.LONG_S:
+        lines.insert(1, start.in_words(record.start))
     return lines
 
 

@@ -6,7 +6,10 @@ import math
 import statistics
 import time
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from scaleray.records.start import FIRST_STEP, StartClock
 
 
 @dataclass(frozen=True)
@@ -23,11 +26,13 @@ class SteadyState:
 class Clock:
     """Times from step to step, records and all, without evaluation. Steps are counted from 0.
 
-    started_at: wall clock when the run began. first_step_s: seconds from then to the end of the first step.
+    started_at: wall clock when the run began. start_ends: when parts of its start have ended. first_step_s: seconds
+    from the beginning to the end of the first step.
     """
 
-    def __init__(self, started_at: float) -> None:
-        self.started_at, self.first_step_s = started_at, math.nan
+    def __init__(self, started_at: float, start_ends: Mapping[str, float]) -> None:
+        self.begin = StartClock(started_at, start_ends)
+        self.first_step_s = math.nan
         self.times, self.waits = array("d"), array("d")
         self.total_s = 0.0
 
@@ -41,7 +46,9 @@ class Clock:
         step_s, wait_s = now - self._started, waited_s - self._waited
         self._started, self._waited = now, waited_s
         if not self.times:
-            self.first_step_s = time.time() - self.started_at
+            now_s = time.time()
+            self.begin.end(FIRST_STEP, now_s)
+            self.first_step_s = now_s - self.begin.started_at
         self.times.append(step_s)
         self.waits.append(wait_s)
         self.total_s += step_s

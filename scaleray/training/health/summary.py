@@ -50,6 +50,7 @@ def summary_of(
         step_time_s=steady.median_s if steady else None,
         input_wait_share=steady.wait_share if steady else None,
         time_to_first_step_s=clock.first_step_s,
+        start=clock.begin.seconds(),
         training_time_s=clock.total_s,
         peak_memory_bytes=look(lambda: memory_report.peak_memory_bytes(place.device), 0, part="memory"),
         nonfinite_steps=nonfinite_steps,

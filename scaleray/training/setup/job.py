@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from scaleray.config import Duration, RunConfig
@@ -79,6 +79,8 @@ class TrainJob:
     """Point where the plan begins, when the global batch had another size before."""
     varied: tuple[str, ...] = ()
     """Keys of the config by which the trainings of a sweep differ."""
+    start_ends: Mapping[str, float] = field(default_factory=dict)
+    """Wall clock at which each part of the start has ended, see `records/start.py`."""
 
     def __post_init__(self) -> None:
         by = self.config.shares.by

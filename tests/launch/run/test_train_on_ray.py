@@ -13,6 +13,7 @@ import torch
 import scaleray
 from scaleray.errors import ConfigError, DataError, InputStarvedError, RunFailedError
 from scaleray.records.run import EventRecord, RunRecord
+from scaleray.records.start import PARTS
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("mlflow_database")]
 
@@ -85,6 +86,12 @@ def test_no_helper_was_started_that_the_runs_did_not_use(digits):
     started = {a.class_name for a in list_actors(ray.get_runtime_context().gcs_address, limit=1000)}
     assert any(name.endswith("RayTrainWorker") for name in started), started
     assert not {"PlacementGroupCleaner", "DatasetManager"} & {name.rpartition(".")[2] for name in started}
+
+
+def test_the_record_says_where_the_start_went(digits):
+    for record in digits.values():
+        assert tuple(record.start) == PARTS
+        assert sum(record.start.values()) == pytest.approx(record.time_to_first_step_s)
 
 
 def test_two_workers_repeat_the_training_of_one(digits):
@@ -166,7 +173,7 @@ def test_a_killed_worker_is_restarted_without_doubled_points(ray_session, tmp_pa
 
 
 def test_a_killed_worker_without_restarts_fails_the_run(ray_session, tmp_path):
-    options = {"scale.workers": 2, "workload.args": {"how": "kill"}}
+    options = {"scale.workers": 2, "scale.max_failures": 0, "workload.args": {"how": "kill"}}
     with pytest.raises(RunFailedError, match="rank"):
         scaleray.train(settings(tmp_path, "Failing", **options))
     assert _only_run(tmp_path).info.status == "FAILED"
