@@ -55,11 +55,11 @@ class Assignment:
 
 
 def train_worker(config: dict[str, Any]) -> WorkerSummary:
-    """Entry point of one Ray Train worker; `config["assignment"]` is a reference to an Assignment."""
+    """Entry point of one Ray Train worker; `config["task"]` is a reference to an Assignment."""
     import ray
     import ray.train
 
-    assignment: Assignment = ray.get(config["assignment"])
+    assignment: Assignment = ray.get(config["task"])
     start = StartClock(assignment.job.started_at, assignment.job.start_ends)
     start.end(PROCESSES, psutil.Process().create_time())
     start.end(WORKER_IMPORTS)

@@ -112,12 +112,11 @@ def _fit_once(
     from scaleray.training.worker import train_worker
 
     config, scale = assignment.job.config, assignment.job.config.scale
-    current = dataclasses.replace(assignment, recorder=recorder.actor)
     try:
         trainer = torch_trainer(
             config,
             train_worker,
-            {"assignment": ray.put(current)},  # as a reference: the controller has no use for what is in it
+            dataclasses.replace(assignment, recorder=recorder.actor),
             num_workers=(scale.min_workers, scale.max_workers) if scale.is_elastic else scale.max_workers,
             # a name of its own each time: under an old one Ray would try to restore its snapshot
             name="ray_train" if attempt == 1 else f"ray_train-{attempt}-{secrets.token_hex(2)}",

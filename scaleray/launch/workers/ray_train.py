@@ -28,7 +28,7 @@ def worker_resources(config: RunConfig) -> dict[str, float]:
 def torch_trainer(
     config: RunConfig,
     worker: Callable[[Any], Any],
-    task: dict[str, Any],
+    task: Any,
     *,
     num_workers: int | tuple[int, int],
     name: str,
@@ -39,6 +39,7 @@ def torch_trainer(
 ) -> Any:
     """A TorchTrainer with the config's backend, resources and placement, which has not been started.
 
+    worker: called on each worker with a mapping, whose `task` is a reference to the given one, anything that it needs.
     num_workers: how many, or the least and the most of an elastic run. name: name of Ray Train's own folder in
     `storage_path`. datasets: Ray Datasets that are streamed to the workers, by split.
     """
@@ -51,7 +52,7 @@ def torch_trainer(
     elastic = {} if isinstance(num_workers, int) else {"elastic_resize_monitor_interval_s": scale.resize_interval_s}
     return lean_trainer(
         worker,
-        train_loop_config=task,
+        train_loop_config={"task": ray.put(task)},  # the controller, which has no use for it, unpickles what is here
         torch_config=ProcessGroup(collective_backend(config), int(scale.collective_timeout_s)),
         scaling_config=ray.train.ScalingConfig(
             num_workers=num_workers,
@@ -109,12 +110,13 @@ def fit_group(
         raise explain(exc) from exc
 
 
-def run_function(task: dict[str, Any]) -> Any:
+def run_function(config: dict[str, Any]) -> Any:
     """Entry point of one Ray Train worker of a group; rank 0's answer is the group's."""
     import ray
 
     from scaleray.training.worker import place_under_ray
 
+    task = ray.get(config["task"])
     arguments = [ray.get(a) if isinstance(a, ray.ObjectRef) else a for a in task["arguments"]]
     return task["function"](place_under_ray(uses_gpu=task["uses_gpu"]), *arguments)
 

@@ -76,7 +76,7 @@ def fit(monkeypatch):
                     recorder.is_gone = True
 
         def make(config, worker, task, **more):
-            actors.append(task["assignment"].recorder)
+            actors.append(task.recorder)
             return Attempt()
 
         monkeypatch.setattr(trainer, "torch_trainer", make)
