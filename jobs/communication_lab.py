@@ -43,12 +43,12 @@ from scaleray.data.source import Source
 from scaleray.errors import ConfigError, ScaleRayError
 from scaleray.launch.session.data import load_sources, size_of
 from scaleray.launch.workers.gloo import UserCode, gloo_processes
-from scaleray.launch.workers.in_process import stream_opener
 from scaleray.records.run import EvaluationRecord, StepRecord, WorkerMessage
 from scaleray.scaling.recipe.derive import derive
 from scaleray.strategies import STRATEGIES
 from scaleray.strategies.compression import adaptive as adaptive_compression
 from scaleray.training import loop
+from scaleray.training.input import local_opener
 from scaleray.training.setup.job import Split, TrainJob
 from scaleray.training.setup.place import Place
 
@@ -159,7 +159,7 @@ def train(place: Place, job: TrainJob, sources: Mapping[str, Source], slow_link:
         loop.run(
             job,
             place,
-            open_stream=stream_opener(job, sources, lambda message: None),
+            open_stream=local_opener(job, sources, lambda message: None),
             emit=messages.append,
             probe=traffic,
         )

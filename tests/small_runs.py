@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.config import RunConfig, load_config
 from scaleray.data import Part, RankBatch, StepStream, as_source
-from scaleray.data.blocks import local_blocks
+from scaleray.data.blocks import LocalBlocks
 from scaleray.records.run import (
     CheckpointRecord,
     EvaluationRecord,
@@ -258,7 +258,7 @@ def train_job(
     weights: dict[str, torch.Tensor] = {}
 
     def open_stream(split: Split, part: Part) -> StepStream:
-        blocks = local_blocks(sources[split.name], part, chunk_bytes=64, may_draw=job.config.deterministic)
+        blocks = LocalBlocks(sources[split.name], part, chunk_bytes=64, may_draw=job.config.deterministic)
         return StepStream(blocks, part, timeout_s=job.config.data.timeout_s)
 
     was_deterministic = torch.are_deterministic_algorithms_enabled()

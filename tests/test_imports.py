@@ -56,7 +56,7 @@ def test_drivers_and_reading_tasks_import_nothing_that_only_a_worker_needs(room)
 
 
 def test_ray_trains_controller_imports_no_torch():
-    rooms = ("process_group", "lean_trainer", "failures")
+    rooms = ("process_group", "lean_trainer", "lost_workers")
     assert loaded_after("".join(f"import scaleray.launch.workers.{room}\n" for room in rooms)) == ["ray"]
 
 

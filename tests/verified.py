@@ -10,9 +10,9 @@ from unittest import mock
 
 from small_runs import make_job, with_strategy
 
-from scaleray.launch.workers.in_process import stream_opener
 from scaleray.strategies import STRATEGIES
 from scaleray.training import loop
+from scaleray.training.input import local_opener
 from scaleray.training.setup.place import Place
 from scaleray.training.verify import variants as verification
 from scaleray.training.verify.variants import Assignment, Outcome, Variant, short_job, verify_group
@@ -33,7 +33,7 @@ def judge_all(
     """The outcomes of several numbers of micro-batches."""
     reference, sources = _variant(workload, {**flags, "strategy.name": "auto"}, 1, 1, steps)
     others = tuple(_variant(workload, flags, place.world_size, n, steps)[0] for n in accumulations)
-    opener = stream_opener(reference.job, sources, lambda message: None)
+    opener = local_opener(reference.job, sources, lambda message: None)
     return verify_group(place, Assignment(reference, others, 1e-9), {}, open_stream=opener)[0]
 
 

@@ -30,11 +30,11 @@ from scaleray.checkpoints.catalog import Catalog
 from scaleray.config import load_config
 from scaleray.data import as_source
 from scaleray.launch.workers.gloo import UserCode, gloo_processes
-from scaleray.launch.workers.in_process import stream_opener
 from scaleray.records.run import CheckpointRecord, StepRecord
 from scaleray.scaling.recipe.derive import derive
 from scaleray.scaling.recipe.values import DataSize
 from scaleray.training import loop
+from scaleray.training.input import local_opener
 from scaleray.training.setup.job import Split, TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing
@@ -134,7 +134,7 @@ def train(place: Place, job: TrainJob, sources: Any, schedule: dict[int, str], f
     records: list[Any] = []
     saves = Scheduled(job, place, Catalog.of_run(folder), emit=records.append, schedule=schedule, folder=folder)
     loop.run(
-        job, place, open_stream=stream_opener(job, sources, records.append), emit=records.append, checkpointing=saves
+        job, place, open_stream=local_opener(job, sources, records.append), emit=records.append, checkpointing=saves
     )
     return [r for r in records if isinstance(r, (StepRecord, CheckpointRecord))]
 

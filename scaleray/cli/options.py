@@ -10,5 +10,9 @@ from cyclopts import Parameter
 Overrides = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
 """Keys of the config with their values, as `--section.key value`."""
 ConfigFile = Annotated[Path | None, Parameter(name=["--config", "-c"], help="YAML file of the run.")]
+Json = Annotated[
+    bool,
+    Parameter(name="--json", negative="", help="Print the record as JSON on stdout; everything else goes to stderr."),
+]
 Flag = Annotated[bool, Parameter(negative="")]
 """A switch that is off unless it is named."""

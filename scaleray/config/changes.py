@@ -8,7 +8,7 @@ from typing import Any
 
 from scaleray.config.decides import Decides, decides
 from scaleray.config.run import RunConfig
-from scaleray.config.strategy import TRAITS
+from scaleray.config.strategy_traits import TRAITS
 
 
 @dataclass(frozen=True)

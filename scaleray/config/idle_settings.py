@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from scaleray.config.run import RunConfig
-from scaleray.config.strategy import names_with
+from scaleray.config.strategy_traits import names_with
 
 DDP, WITH_WARM_UP, MIXING = map(names_with, ("reduces_by_ddp", "averages_now_and_then", "mixes_with_neighbours"))
 USERS: dict[str, tuple[str, ...]] = {

@@ -29,7 +29,8 @@ from scaleray.config.pruning import PruningSettings
 from scaleray.config.scale import ScaleSettings
 from scaleray.config.schedule import EvaluationSettings, ScheduleSettings, StopSettings
 from scaleray.config.shares import SharesSettings
-from scaleray.config.strategy import StrategySettings, traits_of
+from scaleray.config.strategy import StrategySettings
+from scaleray.config.strategy_traits import traits_of
 from scaleray.config.study import StudySettings
 from scaleray.config.tensor import TensorSettings
 from scaleray.config.tracking import TrackingSettings

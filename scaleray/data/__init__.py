@@ -2,8 +2,8 @@
 
 from scaleray.data.part import Part
 from scaleray.data.part_stream import PartStream
+from scaleray.data.sample_order import StepPlan
 from scaleray.data.sources import ArraySource, DatasetSource, ParquetSource, StreamSource, TokenSource, as_source
-from scaleray.data.step_plan import StepPlan
 from scaleray.data.stream import RankBatch, StepStream
 
 __all__ = [

@@ -64,11 +64,6 @@ class LocalBlocks(Iterator[Columns]):
         return next(self._blocks)
 
 
-def local_blocks(source: Source, part: Part, *, chunk_bytes: float, may_draw: bool = False) -> LocalBlocks:
-    """The chunks of a part, read in this process."""
-    return LocalBlocks(source, part, chunk_bytes=chunk_bytes, may_draw=may_draw)
-
-
 def close_blocks(blocks: Iterable[Columns]) -> None:
     """End a generator, by the thread that ran it; anything else has nothing to end."""
     if isinstance(blocks, Generator):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scaleray.data.step_plan import StepPlan
+from scaleray.data.sample_order import StepPlan
 
 
 @dataclass(frozen=True)

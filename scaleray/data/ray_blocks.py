@@ -13,8 +13,8 @@ import numpy as np
 
 from scaleray.data.blocks import chunks, read_chunk_alone
 from scaleray.data.part import Part
+from scaleray.data.sample_order import stream_key
 from scaleray.data.source import Columns
-from scaleray.data.step_plan import stream_key
 
 CHUNKS_PER_EXECUTION = 512  # task descriptions are made when an execution starts, so a long run uses several
 

@@ -1,7 +1,7 @@
 """Stream of one rank's batches from a source and a step plan, in exact order, read ahead of training.
 
-Rows are read in chunks of several steps. Under Ray a chunk is a Ray Data task, so reading and decoding run on any node;
-without Ray a thread reads the same chunks.
+Rows are read in chunks of several steps: by Ray Data tasks, so that reading and decoding run on any node, or by a
+thread of this process, which reads the same chunks.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from scaleray.reproducibility.equivalence import IDLE_GRADIENT, Divergence, gradient_differences, same_rows
+from scaleray.reproducibility.compare_traces import IDLE_GRADIENT, Divergence, gradient_differences, same_rows
 from scaleray.reproducibility.traces import StepTrace, Trace
 
 SAME_RATIO = 1e-6

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scaleray.reproducibility.causes import Cause, Finding, Layout, count_finding
-from scaleray.reproducibility.equivalence import Divergence
+from scaleray.reproducibility.compare_traces import Divergence
 from scaleray.reproducibility.traces import Trace
 
 EVALUATION_MODE, NO_CLIPPING = "evaluation mode", "no clipping"

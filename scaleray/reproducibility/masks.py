@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from scaleray.reproducibility.causes import Cause, Finding
-from scaleray.reproducibility.equivalence import Divergence
+from scaleray.reproducibility.compare_traces import Divergence
 from scaleray.reproducibility.traces import StepTrace, Trace
 
 WHOLE_STEP = ""

@@ -13,7 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scaleray.reproducibility.equivalence import IDLE_GRADIENT, Divergence, gradient_differences, signature_differences
+from scaleray.reproducibility.compare_traces import (
+    IDLE_GRADIENT,
+    Divergence,
+    gradient_differences,
+    signature_differences,
+)
 from scaleray.reproducibility.traces import StepTrace, Trace
 
 Trio = tuple[StepTrace, StepTrace, StepTrace]

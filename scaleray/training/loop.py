@@ -13,7 +13,7 @@ from typing import Any
 
 from scaleray.data import Part, PartStream, RankBatch
 from scaleray.errors import LeftEarly
-from scaleray.records.phases import Phase
+from scaleray.records.heartbeat_phases import Phase
 from scaleray.records.run import Emit, EvaluationRecord, WorkerSummary
 from scaleray.records.start import FIRST_BATCH, MODEL
 from scaleray.scaling.recipe.values import Recipe
@@ -21,11 +21,11 @@ from scaleray.strategies.contract.weight_shares import WeightShare
 from scaleray.training.health.clock import Clock
 from scaleray.training.health.collective_limits import CollectiveLimits
 from scaleray.training.health.compilation_watch import CompilationWatch
-from scaleray.training.health.failures import locating
 from scaleray.training.health.memory_report import MemoryReport
 from scaleray.training.health.progress import Progress
 from scaleray.training.health.reporter import Reporter
 from scaleray.training.health.summary import summary_of
+from scaleray.training.health.worker_errors import locating
 from scaleray.training.noise.watch import NoiseWatch
 from scaleray.training.observer import Observer, TakenStep
 from scaleray.training.setup.compilation import eagerly

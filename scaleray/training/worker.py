@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,22 +18,17 @@ import psutil
 import torch
 
 from scaleray.checkpoints.catalog import Catalog
-from scaleray.data import Part, StepStream
-from scaleray.data.blocks import local_blocks
-from scaleray.data.local_start import LOCAL_CHUNK_STEPS, LOCAL_START_S, Demand, start_locally
-from scaleray.data.ray_blocks import ray_blocks, ray_starvation_reason, stream_blocks
-from scaleray.data.source import Columns
-from scaleray.records.run import EventRecord, Heartbeat, WorkerMessage, WorkerSummary
+from scaleray.records.run import Heartbeat, WorkerMessage, WorkerSummary
 from scaleray.records.start import PROCESSES, WORKER_IMPORTS, StartClock
 from scaleray.training import loop
 from scaleray.training.health.progress import HANG, WATCHDOG_SHARE, Progress, Tail, TailHandler, Watchdog
-from scaleray.training.setup.job import TRAIN, OpenStream, Split, TrainJob
+from scaleray.training.input import ray_opener
+from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing, Control
 from scaleray.training.state.weights import save_weights
 from scaleray.workload import no_exit
 
-MIB = 2**20
 BEAT_S = 0.5  # seconds between two signs of life
 TAIL_LINES = 20
 HANG_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
@@ -64,14 +59,14 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
     start.end(PROCESSES, psutil.Process().create_time())
     start.end(WORKER_IMPORTS)
     job = dataclasses.replace(assignment.job.on(ray.train.get_context().get_world_size()), start_ends=start.ends)
-    _quieten_ray()
+    quieten_ray()
     scale = job.config.scale
     uses_gpu = scale.gpus_per_worker > 0
     place = place_under_ray(uses_gpu=uses_gpu)
     if not uses_gpu:
         torch.set_num_threads(max(1, int(scale.cpus_per_worker)))
     sender = Sender(assignment.recorder, interval_s=job.config.tracking.interval_s)
-    open_stream = stream_opener(job, assignment.sources, input_cpus=assignment.input_cpus, emit=sender)
+    open_stream = ray_opener(job, assignment.sources, input_cpus=assignment.input_cpus, emit=sender)
     life = SignsOfLife(assignment.recorder, place, sender, tail=_keep_tail())
     control = Control(notice=_nodes_to_go if assignment.can_be_preempted else None)
     checkpointing = Checkpointing(
@@ -107,7 +102,8 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
         sender.flush()
 
 
-def _quieten_ray() -> None:
+def quieten_ray() -> None:
+    """Leave out what Ray's libraries say in a worker, and the driver says better or not at all."""
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     logging.getLogger("ray.train.v2._internal.util").setLevel(logging.CRITICAL)  # the driver says each error, once
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # says that progress bars are off
@@ -127,65 +123,6 @@ def _nodes_to_go() -> frozenset[str]:
 
     info = ray.train.get_preemption_info()
     return frozenset(info.preempted_node_to_ranks) if info is not None else frozenset()
-
-
-def stream_opener(
-    job: TrainJob, sources: Mapping[str, Any], *, input_cpus: float, emit: Callable[[WorkerMessage], None]
-) -> OpenStream:
-    """Opens a split's batches by reading them in Ray Data tasks. sources: object references by split."""
-    import ray
-    import ray.train
-
-    data, may_draw = job.config.data, job.config.deterministic
-
-    def planned_blocks(split: Split, part: Part, demand: Demand) -> Iterator[Columns]:
-        reference = sources[split.name]
-        chunk_bytes = data.chunk_mib * MIB
-        source = ray.get(reference)
-        if split.name != TRAIN and split.num_rows * split.row_bytes <= chunk_bytes:
-            # less than one task would read
-            return local_blocks(source, part, chunk_bytes=chunk_bytes, may_draw=may_draw)
-        step_bytes = split.row_bytes * part.rows_per_step
-        here = local_blocks(
-            source, part, chunk_bytes=min(chunk_bytes, step_bytes * LOCAL_CHUNK_STEPS), may_draw=may_draw
-        )
-        if split.read_by(data.readers) == "worker":
-            return here
-        tasks = ray_blocks(
-            reference,
-            part,
-            row_bytes=split.row_bytes,
-            chunk_bytes=chunk_bytes,
-            memory_bytes=data.prefetch_mib * MIB,
-            cpus=input_cpus,
-        )
-        if here.is_read_alone:
-            return tasks  # here the model is being built and trained meanwhile, which draws random numbers too
-        return start_locally(here, tasks, demand, patience_s=min(LOCAL_START_S, data.timeout_s))
-
-    def open_stream(split: Split, part: Part) -> StepStream:
-        demand = Demand()
-        if split.is_streamed:
-            blocks = stream_blocks(
-                ray.train.get_dataset_shard(split.name),
-                part,
-                shuffle=data.shuffle and split.name == TRAIN,
-                window_rows=data.window_rows,
-            )
-        else:
-            blocks = planned_blocks(split, part, demand)
-        return StepStream(
-            blocks,
-            part,
-            row_bytes=split.row_bytes,
-            demand=demand,
-            prefetch_bytes=data.prefetch_mib * MIB / 2,
-            timeout_s=data.timeout_s,
-            explain_wait=ray_starvation_reason(),
-            warn=lambda text: emit(EventRecord(text, kind="warning")),
-        )
-
-    return open_stream
 
 
 class SignsOfLife:

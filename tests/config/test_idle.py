@@ -4,7 +4,7 @@ import pytest
 
 from scaleray.config import load_config
 from scaleray.config.idle_settings import NEEDS, USERS, idle_settings
-from scaleray.config.strategy import TRAITS
+from scaleray.config.strategy_traits import TRAITS
 
 STRATEGIES = set(TRAITS)
 CHANGED = {

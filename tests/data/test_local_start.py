@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from scaleray.data import ArraySource, Part, StepPlan, StepStream
-from scaleray.data.blocks import local_blocks
+from scaleray.data.blocks import LocalBlocks
 from scaleray.data.local_start import Demand, start_locally
 from scaleray.errors import DataError, InputStarvedError
 
@@ -22,7 +22,7 @@ def expected():
 
 
 def blocks():
-    return local_blocks(SOURCE, PART, chunk_bytes=3 * 8 * 4)
+    return LocalBlocks(SOURCE, PART, chunk_bytes=3 * 8 * 4)
 
 
 def stream(remote, **more):
@@ -33,7 +33,7 @@ def stream(remote, **more):
 def gated(gate):
     """The same rows, from tasks that start when the gate opens."""
     assert gate.wait(timeout=20)
-    yield from local_blocks(SOURCE, PART, chunk_bytes=3 * 8 * 7)
+    yield from LocalBlocks(SOURCE, PART, chunk_bytes=3 * 8 * 7)
 
 
 @pytest.mark.parametrize("opens_after", [0, 1, 2, 7, 24])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaleray.data import ArraySource, Part, PartStream, StepPlan, StepStream
-from scaleray.data.blocks import local_blocks
+from scaleray.data.blocks import LocalBlocks
 from scaleray.data.local_start import Demand, start_locally
 
 share_lists = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(tuple)
@@ -34,7 +34,7 @@ def test_ranks_with_any_shares_are_together_the_global_batch(shares, num_samples
 
 
 def open_with(source):
-    return lambda part: StepStream(local_blocks(source, part, chunk_bytes=100), part, timeout_s=20)
+    return lambda part: StepStream(LocalBlocks(source, part, chunk_bytes=100), part, timeout_s=20)
 
 
 def steps_of(stream, count):
@@ -90,7 +90,7 @@ def test_the_old_reader_has_left_the_source_before_the_new_one_enters():
 
     def open_part(part):
         assert all(not stream._thread.is_alive() for stream in opened)
-        opened.append(StepStream(local_blocks(source, part, chunk_bytes=1), part, prefetch_bytes=1, timeout_s=20))
+        opened.append(StepStream(LocalBlocks(source, part, chunk_bytes=1), part, prefetch_bytes=1, timeout_s=20))
         return opened[-1]
 
     stream = PartStream(open_part, Part(StepPlan(4000, 4), 0, 2, 0, 1000), timeout_s=20)
@@ -125,12 +125,12 @@ def test_a_closed_stream_ends_the_tasks_that_filled_it(num_read):
 
     def remote():
         try:
-            yield from local_blocks(source, part, chunk_bytes=64)
+            yield from LocalBlocks(source, part, chunk_bytes=64)
         finally:
             has_ended.set()
 
     demand, started = Demand(), threading.active_count()
-    blocks = start_locally(local_blocks(source, part, chunk_bytes=64), remote(), demand, patience_s=0.0)
+    blocks = start_locally(LocalBlocks(source, part, chunk_bytes=64), remote(), demand, patience_s=0.0)
     stream = StepStream(blocks, part, demand=demand, row_bytes=8, prefetch_bytes=64, timeout_s=20)
     for _ in range(num_read):
         next(stream)
@@ -146,12 +146,12 @@ def test_a_stream_whose_tasks_hang_can_be_closed_all_the_same():
     part, source = Part(StepPlan(40, 4), 0, 1, 0, 10), ArraySource({"n": np.arange(40)})
 
     def hanging():
-        yield next(local_blocks(source, part, chunk_bytes=1))
+        yield next(LocalBlocks(source, part, chunk_bytes=1))
         has_hung.set()
         never.wait(60)
 
     demand = Demand()
-    blocks = start_locally(local_blocks(source, part, chunk_bytes=1), hanging(), demand, patience_s=0.0)
+    blocks = start_locally(LocalBlocks(source, part, chunk_bytes=1), hanging(), demand, patience_s=0.0)
     stream = StepStream(blocks, part, demand=demand, timeout_s=20)
     next(stream)
     assert has_hung.wait(20)

@@ -12,7 +12,7 @@ import torch
 from random_rows import Augmented, DrawsForNothing, OwnGenerator, RarelyDraws, Unmoved
 
 from scaleray.data import ArraySource, Part, StepPlan, StepStream, as_source, row_values
-from scaleray.data.blocks import local_blocks, read_chunk_alone
+from scaleray.data.blocks import LocalBlocks, read_chunk_alone
 from scaleray.errors import InputStarvedError
 
 PLAN = StepPlan(26, 8, seed=3)
@@ -21,7 +21,7 @@ STEPS = 9  # more than two epochs
 
 def batches(source, *, plan=PLAN, world_size=1, rank=0, first_step=0, chunk_bytes=1000.0, **more):
     part = Part(plan, rank, world_size, first_step, STEPS)
-    stream = StepStream(local_blocks(source, part, chunk_bytes=chunk_bytes, **more), part, timeout_s=30)
+    stream = StepStream(LocalBlocks(source, part, chunk_bytes=chunk_bytes, **more), part, timeout_s=30)
     return {batch.step: batch.columns["x"][: batch.num_rows] for batch in stream}
 
 
@@ -98,7 +98,7 @@ def test_reading_leaves_the_generators_of_the_process_as_they_were(augmented):
 def test_a_source_that_draws_is_read_only_while_somebody_waits_for_it(augmented):
     part = Part(PLAN, 0, 1, 0, STEPS)
     before = augmented.dataset.reads
-    stream = StepStream(local_blocks(augmented, part, chunk_bytes=1000), part, timeout_s=30)
+    stream = StepStream(LocalBlocks(augmented, part, chunk_bytes=1000), part, timeout_s=30)
     for number in (1, 2):
         next(stream)
         assert augmented.dataset.reads == before + 8 * number
@@ -109,7 +109,7 @@ def test_a_source_that_draws_is_read_only_while_somebody_waits_for_it(augmented)
 def test_a_row_that_never_comes_ends_the_wait_where_rows_are_read_one_by_one_too(augmented):
     release = threading.Event()
     part = Part(PLAN, 0, 1, 0, STEPS)
-    stream = StepStream(local_blocks(augmented, part, chunk_bytes=1000), part, timeout_s=0.01)
+    stream = StepStream(LocalBlocks(augmented, part, chunk_bytes=1000), part, timeout_s=0.01)
     with (
         mock.patch.object(Augmented, "noise", side_effect=lambda index: release.wait(30)),
         pytest.raises(InputStarvedError),
@@ -124,7 +124,7 @@ def test_a_dataset_that_draws_nothing_is_read_ahead_and_seeds_nothing():
         source = as_source(Unmoved(), split="train")
     assert source.row_values == row_values.AS_STORED and source.row_values.promise == ""
     with mock.patch("scaleray.data.sources.seed_row", side_effect=AssertionError):
-        blocks = local_blocks(source, Part(PLAN, 0, 1, 0, STEPS), chunk_bytes=1)
+        blocks = LocalBlocks(source, Part(PLAN, 0, 1, 0, STEPS), chunk_bytes=1)
         assert not blocks.is_read_alone
         assert len(list(blocks)) == STEPS
 
@@ -195,7 +195,7 @@ def test_what_scaleray_stores_itself_is_not_looked_at():
     source = ArraySource({"x": np.arange(26)})
     with mock.patch.object(row_values, "look_at_rows", side_effect=AssertionError):
         assert as_source(source, split="train") is source
-    assert not local_blocks(source, Part(PLAN, 0, 1, 0, STEPS), chunk_bytes=1, may_draw=True).is_read_alone
+    assert not LocalBlocks(source, Part(PLAN, 0, 1, 0, STEPS), chunk_bytes=1, may_draw=True).is_read_alone
 
 
 def test_the_first_look_passes_over_a_row_that_cannot_be_read():

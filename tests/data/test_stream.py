@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaleray.data import ArraySource, Part, StepPlan, StepStream
-from scaleray.data.blocks import chunks, local_blocks, read_chunk, rebatch
+from scaleray.data.blocks import LocalBlocks, chunks, read_chunk, rebatch
 from scaleray.data.ray_blocks import stream_blocks
 from scaleray.errors import DataError, InputStarvedError
 
@@ -21,7 +21,7 @@ def numbers(count):
 
 
 def open_stream(source, part, *, chunk_bytes=1000.0, **options):
-    return StepStream(local_blocks(source, part, chunk_bytes=chunk_bytes), part, **options)
+    return StepStream(LocalBlocks(source, part, chunk_bytes=chunk_bytes), part, **options)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from test_equivalence import step, trace
+from test_compare_traces import step, trace
 
 from scaleray.reproducibility.masks import masks_broken
 

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from test_equivalence import signatures, step, trace
+from test_compare_traces import signatures, step, trace
 
 from scaleray.reproducibility.own_precision import Rounding, excess
 

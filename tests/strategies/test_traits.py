@@ -2,7 +2,8 @@
 
 from typing import get_args
 
-from scaleray.config.strategy import TRAITS, StrategySettings, names_with, traits_of
+from scaleray.config.strategy import StrategySettings
+from scaleray.config.strategy_traits import TRAITS, names_with, traits_of
 from scaleray.strategies import STRATEGIES
 from scaleray.training.verify.promises import PROMISES
 

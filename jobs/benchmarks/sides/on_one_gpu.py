@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scaleray.config import RunConfig, load_config
 from scaleray.data import as_source
-from scaleray.data.blocks import local_blocks
+from scaleray.data.blocks import LocalBlocks
 from scaleray.data.part import Part
 from scaleray.data.sources import TokenSource
 from scaleray.data.stream import StepStream
@@ -162,7 +162,7 @@ def without_ray(task: Task, folder: str) -> dict[str, float]:
             print(message.text, file=sys.stderr)
 
     def open_stream(split: Split, part: Part) -> StepStream:
-        return StepStream(local_blocks(source, part, chunk_bytes=2**24), part, timeout_s=config.data.timeout_s)
+        return StepStream(LocalBlocks(source, part, chunk_bytes=2**24), part, timeout_s=config.data.timeout_s)
 
     loop.run(job, place, open_stream=open_stream, emit=emit)
     if task.is_sharded:

@@ -20,6 +20,7 @@ from scaleray.data.source import Source
 from scaleray.errors import ClusterError, ConfigError, LeftEarly, TrackingError
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster.capacity import check_capacity
+from scaleray.launch.run.checkpoint_facts import checkpoint_facts
 from scaleray.launch.run.record import as_yaml, describe, end_tags, make_record, point_metrics
 from scaleray.launch.run.resume import Request, make_request
 from scaleray.launch.run.trainer import Interrupted, fit
@@ -30,7 +31,7 @@ from scaleray.launch.workers.recorder_actor import RemoteRecorder
 from scaleray.launch.workers.user_code import ship_user_code
 from scaleray.records.run import EventRecord, RunRecord, Say, Show
 from scaleray.records.start import DATA, IMPORTS, RAY, StartClock
-from scaleray.reproducibility.fingerprint import environment, environment_hash
+from scaleray.reproducibility.fingerprint import environment
 from scaleray.scaling.recipe.derive import derive, resolve_strategy
 from scaleray.tracking import store
 from scaleray.tracking.recorder import Recorder
@@ -68,8 +69,7 @@ def train(
     Raises UsageError for what the user can mend, RunFailedError for a run that failed, KeyboardInterrupt when stopped;
     the MLflow run is then FAILED or KILLED.
     """
-    start = StartClock(started_at or time.time())
-    start.end(IMPORTS)
+    start = StartClock(started_at or time.time(), {IMPORTS: time.time()})
     display = Guard()
     show, say, expect_steps = (display.wrapped(Watcher.DISPLAY, tell) for tell in (show, say, expect_steps))
     if isinstance(config, Mapping):
@@ -84,8 +84,7 @@ def train(
         say(f"run {finished.name} is finished already, after {finished.steps} steps; nothing is left to do")
         return finished
     resolve_strategy(config)
-    if local:
-        _check_one_worker(config)
+    _check_number_of_workers(config, local=local)
     tracking_uri = store.resolve_uri(config.tracking.uri)
     store.check_reachable(tracking_uri)
     workload = make_workload(workload, config.workload.name, config.workload.args, base_dir=request.base_dir)
@@ -106,8 +105,8 @@ def train(
         folder.unlock()
 
 
-def _check_one_worker(config: RunConfig) -> None:
-    if config.scale.max_workers > 1:
+def _check_number_of_workers(config: RunConfig, *, local: bool) -> None:
+    if local and config.scale.max_workers > 1:
         raise ConfigError(
             "scale.workers",
             str(config.scale.workers),
@@ -197,7 +196,7 @@ class _Run:
             continues=self.before.about if self.before else None,
             changes=self._changes(),
         )
-        facts = self._checkpoint_facts()
+        facts = checkpoint_facts(self.folder.name, self.config, self.data, self.facts)
         recorder: Recorder | RemoteRecorder
         work: Callable[[], None]
         if local:
@@ -274,16 +273,6 @@ class _Run:
     def _changes(self) -> list[str]:
         step = self.before.newest.step if self.before and self.before.newest else 0
         return [f"after step {step}: {change}" for change in self.changed]
-
-    def _checkpoint_facts(self) -> dict[str, Any]:
-        """What every checkpoint says of the run, so that it can be judged without it."""
-        return {
-            "run": self.folder.name,
-            "config": self.config.to_dict(),
-            "config_hash": self.config.hash(),
-            "environment_hash": environment_hash({"environment": self.facts["environment"]}),
-            "data": {name: facts.get("sha256") for name, facts in self.data.items()},
-        }
 
     def _say_how_to_continue(self) -> None:
         with contextlib.suppress(Exception):  # what ended the run matters more

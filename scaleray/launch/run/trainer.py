@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from scaleray.data.source import Source
 from scaleray.errors import LeftEarly, RunFailedError, ScaleRayError
 from scaleray.launch.cluster.connection import input_cpus, own_placement_groups, remove_placement_groups
-from scaleray.launch.workers.failures import (
+from scaleray.launch.workers.lost_workers import (
     SILENT_S,
     cause_of,
     explain,

@@ -11,7 +11,7 @@ from scaleray.config import RunConfig
 from scaleray.config.base import Duration
 from scaleray.config.compression import CompressionSettings
 from scaleray.config.shares import SharesSettings
-from scaleray.config.strategy import traits_of
+from scaleray.config.strategy_traits import traits_of
 from scaleray.data.source import Source
 from scaleray.errors import ConfigError, DataError
 from scaleray.launch.session.data import size_of

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scaleray.config import RunConfig
-from scaleray.config.strategy import TRAITS
+from scaleray.config.strategy_traits import TRAITS
 from scaleray.errors import UsageError
 from scaleray.launch.study.hardware import OVERSUBSCRIBED
 from scaleray.planner.answers.curve_law import Size, predicted_throughput

@@ -13,9 +13,9 @@ from scaleray.config import RunConfig
 from scaleray.data.source import Source
 from scaleray.launch.cluster.connection import input_cpus
 from scaleray.launch.workers.gloo import TELL, UserCode, gloo_processes
-from scaleray.launch.workers.in_process import stream_opener
 from scaleray.launch.workers.ray_train import fit_group
 from scaleray.launch.workers.user_code import ship_user_code
+from scaleray.training.input import local_opener, ray_opener
 from scaleray.training.setup.place import Place
 from scaleray.training.study.ladder import Ascent, Tell, climb
 
@@ -45,7 +45,7 @@ def climb_here(place: Place, ascent: Ascent, tell: Tell, sources: Mapping[str, S
 
     job = ascent.rungs[0].job
     torch.set_num_threads(max(1, int(job.config.scale.cpus_per_worker)))
-    climb(place, ascent, open_stream=stream_opener(job, sources, lambda message: None), tell=tell)
+    climb(place, ascent, open_stream=local_opener(job, sources, lambda message: None), tell=tell)
 
 
 # under Ray
@@ -113,18 +113,11 @@ def _handing_over(queue: Any, tell: Tell) -> Iterator[None]:
 
 
 def climb_under_ray(place: Place, ascent: Ascent, queue: Any, sources: Mapping[str, Any], cpus: float) -> None:
-    """Climb as one Ray Train worker, which reads its rows in Ray Data's tasks. sources: object references."""
-    import logging
-
+    """Climb as one Ray Train worker. sources: object references by split. cpus: Ray CPUs of the reading tasks."""
     import torch
 
-    from scaleray.training.worker import stream_opener as ray_stream_opener
-
-    for name in ("ray.data", "ray.data._internal.progress"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    logging.getLogger("ray.train.v2._internal.util").setLevel(logging.CRITICAL)  # the driver says each error, once
     job = ascent.rungs[0].job
     if place.device.type == "cpu":
         torch.set_num_threads(max(1, int(job.config.scale.cpus_per_worker)))
-    opener = ray_stream_opener(job, sources, input_cpus=cpus, emit=lambda message: None)
+    opener = ray_opener(job, sources, input_cpus=cpus, emit=lambda message: None)
     climb(place, ascent, open_stream=opener, tell=queue.put, host=place.node)

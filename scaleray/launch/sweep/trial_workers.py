@@ -24,13 +24,13 @@ import torch.distributed as dist
 from scaleray.config import RunConfig
 from scaleray.errors import PeerLostError, RunFailedError, ScaleRayError
 from scaleray.launch.sweep.plan import SweepPlan, material_key
-from scaleray.launch.workers.in_process import stream_opener
 from scaleray.launch.workers.ray_train import collective_backend, worker_resources
 from scaleray.records.run import WorkerMessage, WorkerSummary
 from scaleray.reproducibility.seeding import same_switches
 from scaleray.scaling.sweeps.search_space import Settings
 from scaleray.training import loop
 from scaleray.training.health.progress import WATCHDOG_SHARE, Progress, Watchdog
+from scaleray.training.input import local_opener
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.training.state.pausable_training import AskingCheckpointing, Decision, Ended, Paused, StepwiseTraining
@@ -88,7 +88,7 @@ def train_rank(
             return loop.run(
                 job,
                 place,
-                open_stream=stream_opener(job, sources, emit),
+                open_stream=local_opener(job, sources, emit),
                 emit=emit,
                 progress=progress,
                 checkpointing=make_checkpointing(job, place),

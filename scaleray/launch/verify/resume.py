@@ -15,11 +15,11 @@ from scaleray.launch.verify.certificate import Certificate, common_facts, keep, 
 from scaleray.launch.verify.plan import Plan, Question
 from scaleray.launch.verify.preparation import Verification, prepared
 from scaleray.launch.workers.gloo import gloo_processes
-from scaleray.launch.workers.in_process import stream_opener
 from scaleray.launch.workers.ray_train import fit_group
 from scaleray.launch.workers.signals import sigterm_like_ctrl_c
 from scaleray.launch.workers.user_code import ship_user_code
 from scaleray.records.run import Say
+from scaleray.training.input import local_opener
 from scaleray.training.setup.job import TRAIN
 from scaleray.training.setup.place import Place
 from scaleray.training.verify.resume import Interruption, ResumeOutcome, interruption_job, verify_resume
@@ -144,7 +144,7 @@ def resume_here(place: Place, interruption: Interruption, sources: dict[str, Sou
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     try:
         return verify_resume(
-            place, interruption, open_stream=stream_opener(interruption.job, sources, lambda message: None)
+            place, interruption, open_stream=local_opener(interruption.job, sources, lambda message: None)
         )
     finally:
         torch.use_deterministic_algorithms(was_deterministic)

@@ -27,11 +27,11 @@ from scaleray.launch.verify.certificate import (
 from scaleray.launch.verify.plan import Plan, Question, course_in_words
 from scaleray.launch.verify.preparation import Verification, prepared
 from scaleray.launch.workers.gloo import gloo_processes
-from scaleray.launch.workers.in_process import stream_opener
 from scaleray.launch.workers.ray_train import fit_group
 from scaleray.launch.workers.signals import sigterm_like_ctrl_c
 from scaleray.launch.workers.user_code import ship_user_code
 from scaleray.records.run import Say
+from scaleray.training.input import local_opener
 from scaleray.training.setup.place import Place
 from scaleray.training.verify.variants import Assignment, Outcome, References, verify_group
 
@@ -139,7 +139,7 @@ def verify_here(
     import torch
 
     torch.set_num_threads(1)
-    open_stream = stream_opener(assignment.reference.job, sources, lambda message: None)
+    open_stream = local_opener(assignment.reference.job, sources, lambda message: None)
     return verify_group(place, assignment, references, open_stream=open_stream)
 
 

@@ -8,20 +8,17 @@ from typing import Any
 import torch
 
 from scaleray.checkpoints.catalog import Catalog
-from scaleray.data import Part, StepStream
-from scaleray.data.blocks import local_blocks
 from scaleray.data.source import Source
 from scaleray.errors import DataError
 from scaleray.launch.workers.signals import on_sigterm
-from scaleray.records.run import Emit, EventRecord, Show, WorkerMessage
+from scaleray.records.run import Show, WorkerMessage
 from scaleray.tracking.recorder import Recorder
 from scaleray.training import loop
-from scaleray.training.setup.job import OpenStream, Split, TrainJob
+from scaleray.training.input import local_opener
+from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing, Control
 from scaleray.training.state.weights import save_weights
-
-MIB = 2**20
 
 
 def run_here(
@@ -61,7 +58,7 @@ def run_here(
             loop.run(
                 job,
                 place,
-                open_stream=stream_opener(job, sources, emit),
+                open_stream=local_opener(job, sources, emit),
                 emit=emit,
                 checkpointing=checkpointing,
                 save_weights=lambda share: save_weights(share, run_path, rank=0),
@@ -69,20 +66,3 @@ def run_here(
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(was_deterministic)
-
-
-def stream_opener(job: TrainJob, sources: Mapping[str, Source], emit: Emit) -> OpenStream:
-    """Opens a split's batches by reading them in a thread of this process."""
-    data, may_draw = job.config.data, job.config.deterministic
-
-    def open_stream(split: Split, part: Part) -> StepStream:
-        return StepStream(
-            local_blocks(sources[split.name], part, chunk_bytes=data.chunk_mib * MIB, may_draw=may_draw),
-            part,
-            row_bytes=split.row_bytes,
-            prefetch_bytes=data.prefetch_mib * MIB / 2,
-            timeout_s=data.timeout_s,
-            warn=lambda text: emit(EventRecord(text, kind="warning")),
-        )
-
-    return open_stream

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from scaleray.config import RunConfig
-from scaleray.launch.workers.failures import explain
+from scaleray.launch.workers.lost_workers import explain
 
 CONTROLLER_FAILURE_LIMIT = 2  # Ray's default retries an impossible launch for ever
 
@@ -88,7 +88,7 @@ def fit_group(
     """What rank 0 returned of `function(place, *arguments)`, run once by a group of workers.
 
     Arguments that are object references are fetched. name: name of Ray Train's own folder, with the world size added.
-    Raises what `failures.explain` makes of Ray's errors.
+    Raises what `lost_workers.explain` makes of Ray's errors.
     """
     import ray
     import ray.train
@@ -114,8 +114,9 @@ def run_function(config: dict[str, Any]) -> Any:
     """Entry point of one Ray Train worker of a group; rank 0's answer is the group's."""
     import ray
 
-    from scaleray.training.worker import place_under_ray
+    from scaleray.training.worker import place_under_ray, quieten_ray
 
+    quieten_ray()
     task = ray.get(config["task"])
     arguments = [ray.get(a) if isinstance(a, ray.ObjectRef) else a for a in task["arguments"]]
     return task["function"](place_under_ray(uses_gpu=task["uses_gpu"]), *arguments)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from scaleray.checkpoints.storage import Store
-from scaleray.launch.workers.failures import cause_of
+from scaleray.launch.workers.lost_workers import cause_of
 from scaleray.parsing import load_json
 from scaleray.records.run import Heartbeat, WorkerMessage
 from scaleray.tracking.run_description import RunDescription

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from scaleray.config.strategy import traits_of
+from scaleray.config.strategy_traits import traits_of
 from scaleray.errors import ConfigError, UsageError
 from scaleray.planner.answers.calibration import calibrate, calibrate_link
 from scaleray.planner.cost.block_pass import Measured

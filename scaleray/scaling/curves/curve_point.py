@@ -1,4 +1,4 @@
-"""Points of a curve from the turns of a rung: the steady steps, where their time goes, and what they cost."""
+"""Points of a curve from the turns of a rung: the steady steps, and what they cost."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from scaleray.records.study import Mode, NoiseCourse, Point, ToTarget, Turn
 from scaleray.records.workload_profile import ImpossibleUtilisation, mfu
 from scaleray.scaling.curves.efficiency import median_step_time, throughput
 from scaleray.scaling.curves.steady_state import steady_state
+from scaleray.scaling.curves.time_split import mean_split, split
 from scaleray.scaling.recipe.values import Recipe
 
 NOT_STEADY = "not steady"
@@ -27,16 +28,6 @@ class Prices:
     per_worker_hour: float | None = None
     peak_flops: float | None = None
     flops_per_sample: float | None = None
-
-
-@dataclass(frozen=True)
-class Split:
-    """Where the time of a turn's steps goes, as shares that add up to 1. comm: None where it is part of compute."""
-
-    compute: float
-    comm: float | None
-    input: float
-    other: float
 
 
 def as_point(
@@ -124,30 +115,6 @@ def periods(times: Sequence[float], period: int) -> list[float]:
     """Means of consecutive groups of `period` steps; steps at the start that do not fill a group are left out."""
     first = len(times) % period
     return [statistics.fmean(times[start : start + period]) for start in range(first, len(times), period)]
-
-
-def split(step_time_s: float, turn: Turn, workers: int) -> Split:
-    """Shares of a step's time. Computing is what the same work takes alone; `other` is what it takes longer on the
-    slowest worker of a step; communication is what is left."""
-    wait = min(1.0, max(0.0, turn.input_share))
-    rest = 1.0 - wait
-    if turn.alone_s is None:
-        return Split(rest, 0.0 if workers == 1 else None, wait, 0.0)
-    compute = min(rest, turn.alone_s / step_time_s)
-    slowest = max(turn.alone_s, turn.slowest_alone_s or 0.0) / step_time_s
-    other = min(rest - compute, slowest - turn.alone_s / step_time_s)
-    return Split(compute, rest - compute - other, wait, other)
-
-
-def mean_split(splits: Sequence[Split]) -> Split:
-    """Mean of each share. comm: None where one of the splits has none."""
-    comm = [s.comm for s in splits if s.comm is not None]
-    return Split(
-        statistics.fmean(s.compute for s in splits),
-        statistics.fmean(comm) if len(comm) == len(splits) else None,
-        statistics.fmean(s.input for s in splits),
-        statistics.fmean(s.other for s in splits),
-    )
 
 
 def cost_per_million_samples(samples_per_s: float, workers: int, price_per_worker_hour: float | None) -> float | None:

@@ -6,7 +6,7 @@ curve a part is ideal at the base's divided by the growth of the workers, on a w
 
 from __future__ import annotations
 
-from scaleray.config.strategy import traits_of
+from scaleray.config.strategy_traits import traits_of
 from scaleray.records.study import CurvePoint, Mode, Point
 
 LEAST_LOSS = 0.05

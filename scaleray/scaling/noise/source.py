@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scaleray.config import RunConfig
-from scaleray.config.strategy import traits_of
+from scaleray.config.strategy_traits import traits_of
 from scaleray.errors import ConfigError
 
 SourceName = Literal["workers", "first micro-batch", "consecutive steps"]

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from scaleray.config import RunConfig
-from scaleray.config.strategy import names_with, traits_of
+from scaleray.config.strategy_traits import names_with, traits_of
 from scaleray.errors import ConfigError, DataError
 from scaleray.scaling.recipe.shares import shares_by_speed
 from scaleray.scaling.recipe.values import DataSize, nearest_multiples

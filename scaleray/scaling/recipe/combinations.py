@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from scaleray.config import RunConfig
 from scaleray.config.optimizer import OptimizerSettings
-from scaleray.config.strategy import names_with, traits_of
+from scaleray.config.strategy_traits import names_with, traits_of
 from scaleray.errors import ConfigError
 from scaleray.scaling.recipe.pipeline_bubble import suits
 

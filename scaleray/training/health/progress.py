@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TextIO
 
-from scaleray.records.phases import TIMED, Phase
+from scaleray.records.heartbeat_phases import TIMED, Phase
 from scaleray.workload import user_frames
 
 HANG = "a hang: "  # begins the phase of a worker that is about to end itself

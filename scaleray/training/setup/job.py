@@ -11,9 +11,9 @@ from scaleray.config import Duration, RunConfig
 from scaleray.config.checkpoint import NOTHING_SAVED
 from scaleray.data import DatasetSource, Part, StepPlan, StepStream, StreamSource
 from scaleray.data.row_values import AS_STORED, UNSEEDED, RowValues, row_values_of
+from scaleray.data.sample_order import Origin
 from scaleray.data.source import Source
 from scaleray.data.sources import IN_MEMORY
-from scaleray.data.step_plan import Origin
 from scaleray.errors import ConfigError, DataError
 from scaleray.scaling.recipe.derive import derive
 from scaleray.scaling.recipe.values import DataSize, Recipe

@@ -12,10 +12,10 @@ from torch import nn
 
 from scaleray.data import Part, RankBatch
 from scaleray.errors import ConfigError, WorkloadError
-from scaleray.records.phases import Phase
+from scaleray.records.heartbeat_phases import Phase
 from scaleray.records.run import EvaluationRecord
-from scaleray.training.health.failures import is_lost_peer
 from scaleray.training.health.live_memory import is_out_of_memory
+from scaleray.training.health.worker_errors import is_lost_peer
 from scaleray.training.setup.job import OpenStream, Split, TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place

@@ -16,8 +16,8 @@ from scaleray.config import RunConfig
 from scaleray.data import RankBatch
 from scaleray.errors import DataError, WorkloadError
 from scaleray.reproducibility.seeding import same_random_numbers
-from scaleray.training.health.failures import explained, is_lost_peer
 from scaleray.training.health.live_memory import is_out_of_memory
+from scaleray.training.health.worker_errors import explained, is_lost_peer
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 from scaleray.training.step.evaluation import evaluation_mode

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from scaleray.config import RunConfig
 from scaleray.data import RankBatch
 from scaleray.errors import ConfigError
-from scaleray.records.phases import Phase
+from scaleray.records.heartbeat_phases import Phase
 from scaleray.reproducibility.seeding import same_random_numbers
 from scaleray.scaling.recipe.values import Recipe, with_micro_size
 from scaleray.training.health.live_memory import LiveTensors, free_unused, is_out_of_memory, local_part, storage_bytes

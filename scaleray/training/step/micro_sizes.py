@@ -8,7 +8,7 @@ from typing import Any
 
 from scaleray.config import RunConfig
 from scaleray.data import RankBatch
-from scaleray.records.phases import Phase
+from scaleray.records.heartbeat_phases import Phase
 from scaleray.scaling.recipe.values import Recipe, with_micro_size
 from scaleray.training.health.reporter import Reporter
 from scaleray.training.setup.compilation import eagerly

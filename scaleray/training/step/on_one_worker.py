@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_iter
 
 from scaleray.config import RunConfig
-from scaleray.config.strategy import traits_of
+from scaleray.config.strategy_traits import traits_of
 from scaleray.errors import WorkloadError
 from scaleray.strategies.pipeline.evaluation import Rehearsal
 from scaleray.strategies.sharding.fsdp_units import choose_units

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from scaleray.config import RunConfig
 from scaleray.data import RankBatch
 from scaleray.errors import WorkloadError
-from scaleray.records.phases import Phase
+from scaleray.records.heartbeat_phases import Phase
 from scaleray.scaling.recipe.values import Recipe
 from scaleray.strategies.contract.parallel import MicroBatch, Run
 from scaleray.training.noise.meter import NoiseMeter

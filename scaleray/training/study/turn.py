@@ -26,7 +26,7 @@ import torch.distributed as dist
 from scaleray.config.compression import CompressionSettings
 from scaleray.config.noise_scale import NoiseScaleSettings
 from scaleray.config.shares import SharesSettings
-from scaleray.config.strategy import traits_of
+from scaleray.config.strategy_traits import traits_of
 from scaleray.data import RankBatch
 from scaleray.emulation import is_emulated
 from scaleray.errors import RunFailedError

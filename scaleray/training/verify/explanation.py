@@ -7,7 +7,7 @@ import dataclasses
 from functools import partial
 
 from scaleray.reproducibility.causes import Finding, Layout, from_repetition, from_traces
-from scaleray.reproducibility.equivalence import Divergence, compare
+from scaleray.reproducibility.compare_traces import Divergence, compare
 from scaleray.reproducibility.experiments import (
     EVALUATION_MODE,
     NO_CLIPPING,

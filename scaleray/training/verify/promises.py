@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scaleray.config import RunConfig
-from scaleray.reproducibility.equivalence import Divergence
+from scaleray.reproducibility.compare_traces import Divergence
 from scaleray.reproducibility.traces import StepTrace, Trace
 from scaleray.strategies.apart.graphs import mixing_matrix
 

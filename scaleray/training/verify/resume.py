@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from scaleray.checkpoints.catalog import Catalog
-from scaleray.reproducibility.equivalence import Comparison, compare
+from scaleray.reproducibility.compare_traces import Comparison, compare
 from scaleray.reproducibility.seeding import seed_everything
 from scaleray.reproducibility.traces import Trace
 from scaleray.training import loop

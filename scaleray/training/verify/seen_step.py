@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scaleray.reproducibility.equivalence import SMALL_GRADIENT, signature_differences
+from scaleray.reproducibility.compare_traces import SMALL_GRADIENT, signature_differences
 from scaleray.reproducibility.traces import Replicas, StepTrace
 from scaleray.training.verify.quieted import Draw
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from scaleray.errors import CheckpointError, InitialisationError, NonFiniteLossError, UsageError, WorkloadError
 from scaleray.reproducibility.causes import Cause, Finding, Layout, from_traces
-from scaleray.reproducibility.equivalence import Comparison, Divergence, compare, divergences, restored_differences
+from scaleray.reproducibility.compare_traces import Comparison, Divergence, compare, divergences, restored_differences
 from scaleray.reproducibility.masks import masks_broken
 from scaleray.reproducibility.own_precision import Excess, excess
 from scaleray.reproducibility.traces import Restored, Trace

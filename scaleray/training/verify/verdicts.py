@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from scaleray.config import RunConfig
-from scaleray.config.strategy import traits_of
+from scaleray.config.strategy_traits import traits_of
 from scaleray.errors import CheckpointError, InitialisationError
 from scaleray.reproducibility.causes import Cause, Finding
-from scaleray.reproducibility.equivalence import Divergence
+from scaleray.reproducibility.compare_traces import Divergence
 from scaleray.reproducibility.own_precision import Excess, Rounding
 from scaleray.reproducibility.traces import Trace
 from scaleray.training.verify.compared_runs import Key, Variant, Watched, partition_of

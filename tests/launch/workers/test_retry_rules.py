@@ -15,7 +15,7 @@ from scaleray.errors import (
     RunFailedError,
     StepFailedError,
 )
-from scaleray.launch.workers.failures import fatal_error
+from scaleray.launch.workers.lost_workers import fatal_error
 
 
 def failed(step, steps_done):

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from scaleray.errors import RunFailedError
 from scaleray.records.study import Turn
-from scaleray.scaling.curves.curve_point import NOT_STEADY, Prices, as_point, cost_per_million_samples, periods, split
+from scaleray.scaling.curves.curve_point import NOT_STEADY, Prices, as_point, cost_per_million_samples, periods
+from scaleray.scaling.curves.time_split import split
 
 RECIPE = SimpleNamespace(strategy="ddp", global_batch_size=64, micro_batch_size=32, accumulation_steps=1)
 

@@ -29,11 +29,11 @@ from scaleray.config import load_config
 from scaleray.data import RankBatch, as_source
 from scaleray.errors import ConfigError, PeerLostError
 from scaleray.launch.verify.plan import Question, make_plan
-from scaleray.launch.workers.in_process import stream_opener
 from scaleray.scaling.recipe.derive import derive
 from scaleray.scaling.recipe.values import DataSize
 from scaleray.strategies.compression import adaptive as adaptive_compression
 from scaleray.strategies.compression.adaptive import Candidate, Link, choose
+from scaleray.training.input import local_opener
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.step.step import TrainStep
 from scaleray.training.verify.variants import PROMISES, Assignment, verify_group
@@ -406,7 +406,7 @@ def test_adaptive_looks_again_after_a_step_that_could_not_be_judged(gloo):
 
 
 def judge(place, assignment, sources):
-    opener = stream_opener(assignment.reference.job, sources, lambda message: None)
+    opener = local_opener(assignment.reference.job, sources, lambda message: None)
     return verify_group(place, assignment, {}, open_stream=opener)[0]
 
 

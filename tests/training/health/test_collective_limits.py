@@ -9,10 +9,10 @@ import torch
 from small_runs import Classify, make_job, train
 from torch.distributed.distributed_c10d import _world
 
-from scaleray.launch.workers.in_process import stream_opener
 from scaleray.strategies.apart.in_flight_exchanges import BESIDE_TRAINING
 from scaleray.training import loop
 from scaleray.training.health.progress import WATCHDOG_SHARE, Progress
+from scaleray.training.input import local_opener
 from scaleray.training.setup.place import Place
 
 LIMIT_S = 37.0
@@ -72,7 +72,7 @@ def test_all_groups_have_the_limit_of_the_config_once_the_first_step_is_complete
 def waits_of_a_run(place):
     """How long this rank waits for a batch at most, by the number of steps that are complete."""
     job, sources = make_job(Classify(num_val=8), {**FLAGS, "data.timeout_s": 1000}, world_size=place.world_size)
-    opener, progress, opened, seen = stream_opener(job, sources, lambda message: None), Progress(), [], {}
+    opener, progress, opened, seen = local_opener(job, sources, lambda message: None), Progress(), [], {}
 
     def open_stream(split, part):
         opened.append(opener(split, part))

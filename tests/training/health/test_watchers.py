@@ -18,11 +18,11 @@ import scaleray
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.errors import UsageError
 from scaleray.launch.study import running
-from scaleray.launch.workers.in_process import stream_opener
 from scaleray.records.run import StepRecord, SystemRecord
 from scaleray.training import loop
 from scaleray.training.health import live_memory
 from scaleray.training.health.system_metrics import SystemMetrics
+from scaleray.training.input import local_opener
 from scaleray.training.state.checkpointing import Checkpointing
 from scaleray.watchers import RETRIED, Guard, Watcher
 
@@ -299,7 +299,7 @@ def train_with(emit, folder):
         loop.run(
             job,
             Place(),
-            open_stream=stream_opener(job, sources, emit),
+            open_stream=local_opener(job, sources, emit),
             emit=emit,
             checkpointing=checkpointing,
             save_weights=lambda share: weights.update(share.tensors),

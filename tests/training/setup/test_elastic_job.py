@@ -7,7 +7,7 @@ import pytest
 from small_runs import Classify, largest_difference, relative_differences, rows, train, train_alone
 
 from scaleray.data import StepPlan
-from scaleray.data.step_plan import Origin
+from scaleray.data.sample_order import Origin
 
 FLAGS = {
     "scale.workers": {"min": 1, "max": 4},

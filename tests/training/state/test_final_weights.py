@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.storage import Store
 from scaleray.data import StepStream
-from scaleray.data.blocks import local_blocks
+from scaleray.data.blocks import LocalBlocks
 from scaleray.errors import CheckpointError, StorageError
 from scaleray.launch.run import train as run
 from scaleray.strategies.contract.weight_shares import Placed, WeightShare, shared_out
@@ -69,7 +69,7 @@ def run_loop(place, workload, flags, save, *, on_step=lambda job: None, **option
             on_step(job)
 
     def open_stream(split, part):
-        return StepStream(local_blocks(sources[split.name], part, chunk_bytes=64), part, timeout_s=60)
+        return StepStream(LocalBlocks(sources[split.name], part, chunk_bytes=64), part, timeout_s=60)
 
     with same_generators():
         return loop.run(

@@ -27,7 +27,7 @@ from torch import nn
 
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.data import StepStream
-from scaleray.data.blocks import local_blocks
+from scaleray.data.blocks import LocalBlocks
 from scaleray.errors import WorkloadError
 from scaleray.training import loop
 from scaleray.training.setup.model_setup import Setup
@@ -234,7 +234,7 @@ def test_everything_that_the_loop_keeps_between_steps_is_saved_or_known_to_be_no
 
 def stream_opener(job, sources):
     def open_stream(split, part):
-        return StepStream(local_blocks(sources[split.name], part, chunk_bytes=64), part)
+        return StepStream(LocalBlocks(sources[split.name], part, chunk_bytes=64), part)
 
     return open_stream
 

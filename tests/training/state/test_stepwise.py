@@ -8,7 +8,7 @@ from small_runs import Classify, Finished, make_job, same_generators, train_alon
 
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.data import StepStream
-from scaleray.data.blocks import local_blocks
+from scaleray.data.blocks import LocalBlocks
 from scaleray.errors import LeftEarly, RunFailedError, ScaleRayError
 from scaleray.records.run import StepRecord
 from scaleray.training import loop
@@ -34,7 +34,7 @@ class Stepwise:
         self.config = job.config.to_dict()
 
         def open_stream(split, part):
-            return StepStream(local_blocks(sources[split.name], part, chunk_bytes=64), part, timeout_s=30)
+            return StepStream(LocalBlocks(sources[split.name], part, chunk_bytes=64), part, timeout_s=30)
 
         def train(emit, make_checkpointing):
             def watch(message):
@@ -183,7 +183,7 @@ def two_ranks(place, folder, decisions, start_from):
     asked, losses = iter(decisions), []
 
     def open_stream(split, part):
-        return StepStream(local_blocks(sources[split.name], part, chunk_bytes=64), part, timeout_s=30)
+        return StepStream(LocalBlocks(sources[split.name], part, chunk_bytes=64), part, timeout_s=30)
 
     checkpointing = AskingCheckpointing(
         job, place, start_from=start_from, emit=lambda message: None, ask=lambda step: next(asked)

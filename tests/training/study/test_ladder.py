@@ -10,7 +10,7 @@ from small_runs import Classify, make_job
 
 from scaleray.emulation import EmulatedLayer, Timing
 from scaleray.errors import PeerLostError
-from scaleray.launch.workers.in_process import stream_opener
+from scaleray.training.input import local_opener
 from scaleray.training.setup.place import Place
 from scaleray.training.study.ladder import Ascent, Effort, Measured, Rung, climb, order_of_turns
 from scaleray.training.study.subgroups import SubGroups
@@ -121,9 +121,7 @@ def measure(place, ascent, workload):
 
     sources = {name: as_source(value, split=name) for name, value in workload.datasets().items()}
     told: list[Measured] = []
-    climb(
-        place, ascent, open_stream=stream_opener(ascent.rungs[0].job, sources, lambda message: None), tell=told.append
-    )
+    climb(place, ascent, open_stream=local_opener(ascent.rungs[0].job, sources, lambda message: None), tell=told.append)
     return told
 
 

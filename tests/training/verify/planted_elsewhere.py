@@ -15,7 +15,7 @@ from small_transformer import SmallTransformer
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from scaleray.data.step_plan import Origin, StepPlan
+from scaleray.data.sample_order import Origin, StepPlan
 from scaleray.strategies.apart.replicas import Replicas
 from scaleray.strategies.pipeline import apply as pipeline
 from scaleray.training import loop
@@ -37,7 +37,10 @@ ADAM = {"optimizer.name": "adamw", "optimizer.momentum": 0.0, "optimizer.learnin
 
 
 @planted(
-    "data/step_plan.py, rank_slice", "the rows that do not divide a partial batch are left out", "rows", workload=rows()
+    "data/sample_order.py, rank_slice",
+    "the rows that do not divide a partial batch are left out",
+    "rows",
+    workload=rows(),
 )
 def rest_of_a_partial_batch_left_out():
     def make(original):
@@ -52,7 +55,10 @@ def rest_of_a_partial_batch_left_out():
 
 
 @planted(
-    "data/step_plan.py, _order", "the order of later epochs depends on the number of workers", "rows", workload=rows()
+    "data/sample_order.py, _order",
+    "the order of later epochs depends on the number of workers",
+    "rows",
+    workload=rows(),
 )
 def later_epochs_in_another_order():
     with instead(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from small_runs import Classify, make_job
 
 from scaleray.data import RankBatch
-from scaleray.data.step_plan import StepPlan
+from scaleray.data.sample_order import StepPlan
 from scaleray.scaling.recipe.schedules import learning_rate_factor
 from scaleray.training.setup.job import TRAIN
 from scaleray.training.step.micro_batches import micro_batches

@@ -41,7 +41,7 @@ def another_order_in_the_second_epoch():
 
     def broken(self, place, assignment, references, open_stream):
         def reseeded(split, part):
-            from scaleray.data.step_plan import StepPlan
+            from scaleray.data.sample_order import StepPlan
 
             class Later(StepPlan):
                 def _order(self, epoch, positions):

@@ -10,7 +10,7 @@ from small_runs import make_job, relative_differences, train, train_alone
 from verified import found, judge
 
 from scaleray.data import Part
-from scaleray.data.blocks import local_blocks
+from scaleray.data.blocks import LocalBlocks
 from scaleray.errors import DataError
 from scaleray.launch.verify.plan import Question, make_plan
 from scaleray.records.run import EventRecord
@@ -67,7 +67,7 @@ def test_an_evaluation_split_follows_from_the_runs_seed():
     def values(seed):
         job, sources = make_job(noisy(), {"seed": seed})
         plan = job.evaluation_plan(job.splits["val"])
-        blocks = local_blocks(sources["val"], Part(plan, 0, 1, 0, plan.steps_per_epoch), chunk_bytes=1)
+        blocks = LocalBlocks(sources["val"], Part(plan, 0, 1, 0, plan.steps_per_epoch), chunk_bytes=1)
         return np.concatenate([block["x"] for block in blocks])
 
     assert np.array_equal(values(1), values(1)) and not np.array_equal(values(1), values(2))

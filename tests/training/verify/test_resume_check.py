@@ -10,7 +10,7 @@ from small_runs import Classify, Place, Tokens, make_job, same_generators
 from test_resume import FLAGS, Everything, WithState
 
 from scaleray.data import Part, StepStream
-from scaleray.data.blocks import local_blocks
+from scaleray.data.blocks import LocalBlocks
 from scaleray.training.state import state as state_module
 from scaleray.training.state.items import ITEMS
 from scaleray.training.state.state import TrainState
@@ -32,7 +32,7 @@ def check(place, workload, folder, flags=None, *, plant=None, at=5, shift=0):
         return stream(part)
 
     def stream(part: Part) -> StepStream:
-        return StepStream(local_blocks(sources["train"], part, chunk_bytes=64), part)
+        return StepStream(LocalBlocks(sources["train"], part, chunk_bytes=64), part)
 
     try:
         with same_generators():

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaleray.data import StepPlan
-from scaleray.data.step_plan import Permutation, stream_key
+from scaleray.data.sample_order import Permutation, stream_key
 
 WORLD_SIZES = [1, 2, 3, 6, 9, 18]  # the divisors of a global batch of 18
 ORDERS = {

@@ -16,7 +16,7 @@ from scaleray.errors import (
     StepFailedError,
     UsageError,
 )
-from scaleray.records.phases import OWN_BUSINESS, Phase
+from scaleray.records.heartbeat_phases import OWN_BUSINESS, Phase
 from scaleray.records.run import Heartbeat
 from scaleray.training.health.progress import HANG
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scaleray.reproducibility.causes import Layout, from_traces
-from scaleray.reproducibility.equivalence import Divergence, compare
+from scaleray.reproducibility.compare_traces import Divergence, compare
 from scaleray.reproducibility.experiments import (
     EVALUATION_MODE,
     NO_CLIPPING,

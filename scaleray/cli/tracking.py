@@ -1,0 +1,55 @@
+"""`scaleray tracking`: what MLflow lacks, and its pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cyclopts import App
+
+from scaleray.cli.options import Json
+
+tracking_app = App(name="tracking", help="Look at recorded runs, and repair records.", help_format="plaintext")
+
+
+@tracking_app.command
+def replay(file: Path, *, uri: str | None = None, json: Json = False) -> int:
+    """Send to MLflow what a run, study or sweep could not write while the server was away.
+
+    Parameters
+    ----------
+    file
+        A run folder's unsent.jsonl, or the record.json of a study or sweep.
+    uri
+        Tracking URI, if the server has moved or its address holds a password.
+    """
+    if file.name == "record.json":
+        from scaleray.errors import TrackingError
+        from scaleray.tracking.study_runs import send_record
+
+        if lacks := send_record(file, uri=uri):
+            raise TrackingError("MLflow", "not complete", f"{lacks}", "run this again when it is back")
+        print('{"complete": true}' if json else f"MLflow has everything of {file} now")
+        return 0
+    from scaleray.tracking.store import replay as send
+
+    count = send(file, uri=uri)
+    print(
+        f'{{"sent": {count}}}' if json else f"sent {count} operations; {file} is no longer needed and has been removed"
+    )
+    return 0
+
+
+@tracking_app.command
+def ui(*, uri: str | None = None, port: int = 5000) -> int:
+    """Open MLflow's pages on this machine only, for runs in a database file. Ctrl-C ends it.
+
+    Parameters
+    ----------
+    uri
+        Tracking URI; by default the one that `scaleray train` uses.
+    port
+        Port on 127.0.0.1.
+    """
+    from scaleray.tracking.ui import serve
+
+    return serve(uri, port=port)

@@ -1,0 +1,68 @@
+"""`scaleray train`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+import psutil
+
+from scaleray.cli.options import ConfigFile, Json, Overrides
+
+
+def train(
+    *overrides: Overrides,
+    config: ConfigFile = None,
+    resume: str | None = None,
+    allow_change: tuple[str, ...] = (),
+    local: bool = False,
+    json: Json = False,
+) -> int:
+    """Train a workload on Ray: a local cluster, or the one of RAY_ADDRESS.
+
+    Every key of the config can be given as an option, for example --scale.workers 2 --batch.global-size 64;
+    `scaleray config keys` lists them. Options win over SCALERAY_ environment variables, those over the file.
+
+    Parameters
+    ----------
+    resume
+        Continue an interrupted run after its newest checkpoint: its folder, its name, or `auto` for the newest
+        unfinished run of the same training, if there is one. Without -c, the config is that run's own.
+    allow_change
+        A key whose change alters the training, and which may differ from the interrupted run's all the same.
+    local
+        Run in this process without Ray, for a debugger.
+    """
+    from rich.console import Console
+
+    from scaleray.config import load_config
+    from scaleray.reports.terminal.live import Terminal, final_lines
+
+    if config is None and resume is not None and resume != "auto":
+        from scaleray.launch.run.resume import config_of
+
+        resolved = config_of(resume, overrides)
+    else:
+        resolved = load_config(config, flags=overrides)
+    terminal = Terminal(Console(stderr=json), interval_s=resolved.tracking.interval_s)
+    # what the workload prints, here or in a worker, must not mix with the record
+    with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext(), terminal:
+        from scaleray.launch.run.train import train as run
+
+        record = run(
+            resolved,
+            resume=resume,
+            allow_change=allow_change,
+            local=local,
+            show=terminal.show,
+            say=terminal.say,
+            expect_steps=terminal.expect_steps,
+            base_dir=config.resolve().parent if config else None,
+            # what a user waits for counts from the start of the process
+            started_at=psutil.Process().create_time(),
+        )
+    for line in final_lines(record):
+        terminal.say(line)
+    if json:
+        print(record.to_json())
+    return 0

@@ -1,0 +1,65 @@
+"""Traits of each strategy that other parts need to know, in one table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """Traits of a strategy that other parts need to know, so that none keeps a list of names."""
+
+    trains_apart: bool = False
+    """Whether workers hold different values of the same parameters, and agree now and then or nearly. All other
+    strategies compute what one process computes: a run may go on under another of them."""
+    reduces_by_ddp: bool = False
+    """Whether DDP sums the gradients, once a step: they may be compressed, and workers may run different
+    numbers of micro-batches."""
+    sums_gradients: bool = False
+    """Whether each worker has samples of its own, and their gradients meet in every step."""
+    sharding: Literal["none", "zero1", "zero3"] = "none"
+    """State that the workers share out among them: nothing, the optimizer's state, or parameters, gradients and
+    state."""
+    splits_replica: bool = False
+    """Whether several workers hold one replica and compute the same samples together; no worker can do its part of a
+    step alone."""
+    averages_now_and_then: bool = False
+    """Whether workers take steps of their own between averagings, after a warm-up under DDP, if there is one."""
+    mixes_with_neighbours: bool = False
+    """Whether workers exchange parameters with some others in every step."""
+    can_repeat_steps: bool = True
+    """Whether a step can be done again on all workers, with smaller micro-batches."""
+    can_try_micro_sizes: bool = True
+    """Whether steps can be tried before the training, and leave no trace."""
+
+    @property
+    def splits_parameters(self) -> bool:
+        """Whether a worker holds a part of the parameters only, while the model is in use."""
+        return self.splits_replica or self.sharding == "zero3"
+
+
+TRAITS: dict[str, Traits] = {
+    "single": Traits(),
+    "ddp": Traits(reduces_by_ddp=True, sums_gradients=True),
+    "zero1": Traits(reduces_by_ddp=True, sums_gradients=True, sharding="zero1"),
+    "fsdp": Traits(sums_gradients=True, sharding="zero3"),
+    "tensor": Traits(splits_replica=True),
+    "pipeline": Traits(splits_replica=True, can_repeat_steps=False, can_try_micro_sizes=False),
+    "local_sgd": Traits(trains_apart=True, averages_now_and_then=True, can_repeat_steps=False),
+    "diloco": Traits(trains_apart=True, averages_now_and_then=True, can_repeat_steps=False),
+    "gossip": Traits(trains_apart=True, mixes_with_neighbours=True, can_repeat_steps=False),
+    "async_sgd": Traits(
+        trains_apart=True, mixes_with_neighbours=True, can_repeat_steps=False, can_try_micro_sizes=False
+    ),
+}  # fmt: skip
+
+
+def traits_of(strategy: str) -> Traits:
+    """A strategy's traits; those of `single` for `auto`, and for a name that no config may give."""
+    return TRAITS.get(strategy, TRAITS["single"])
+
+
+def names_with(trait: str) -> tuple[str, ...]:
+    """Names of the strategies that have a trait, in the order of the table."""
+    return tuple(name for name, traits in TRAITS.items() if getattr(traits, trait))
