@@ -25,6 +25,7 @@ from scaleray.data import StepStream
 from scaleray.data.blocks import LocalBlocks
 from scaleray.errors import CheckpointError, StorageError
 from scaleray.launch.run import train as run
+from scaleray.launch.workers import in_process
 from scaleray.strategies.contract.weight_shares import Placed, WeightShare, shared_out
 from scaleray.training import loop
 from scaleray.training.health.progress import Progress
@@ -394,8 +395,8 @@ def sharded_run(tmp_path, monkeypatch, mlflow_database):
             real(*args, run_path=run_path, **options)
             left.append((run_path, in_two_shares(run_path, torn=torn)))
 
-        real = run.run_here
-        monkeypatch.setattr(run, "run_here", run_here)
+        real = in_process.run_here
+        monkeypatch.setattr(in_process, "run_here", run_here)
         flags = {
             **DEFAULTS,
             "stop.after": "2 steps",
