@@ -66,9 +66,10 @@ def verify_resumes(
             for outcome in _outcomes(todo, verification, folder.path):
                 say(f"  {line(outcome)}")
                 outcomes.append(outcome)
+            passed, words = verdict(outcomes)
             certificate = ResumeCertificate(
-                passed=all(outcome.is_equal for outcome in outcomes),
-                verdict=_verdict(outcomes),
+                passed=passed,
+                verdict=words,
                 bound=0.0,
                 precision=config.precision.dtype,
                 steps=steps,
@@ -100,6 +101,8 @@ def _interruptions(plan: Plan, draw: random.Random, path: str) -> list[Interrupt
 def line(outcome: ResumeOutcome) -> str:
     """One outcome in words."""
     what = f"{outcome.label}: interrupted after step {outcome.interrupt_at} of {outcome.steps}, resumed"
+    if outcome.not_run:
+        return f"{outcome.label}: not run: {' '.join(outcome.not_run.split())}"
     if outcome.is_equal:
         return f"{what}: bit-identical ({outcome.duration_s:.0f} s)"
     first = outcome.comparison.divergence
@@ -107,12 +110,17 @@ def line(outcome: ResumeOutcome) -> str:
     return f"{what}: differs, {where}; guilty: {', '.join(outcome.guilty)}"
 
 
-def _verdict(outcomes: list[ResumeOutcome]) -> str:
-    bad = [outcome for outcome in outcomes if not outcome.is_equal]
-    if bad:
+def verdict(outcomes: list[ResumeOutcome]) -> tuple[bool, str]:
+    """Whether something was interrupted and all of that is the same, and this in words."""
+    ran = [outcome for outcome in outcomes if not outcome.not_run]
+    if bad := [outcome for outcome in ran if not outcome.is_equal]:
         guilty = ", ".join(sorted({name for outcome in bad for name in outcome.guilty}))
-        return f"a resumed run is not the same: {len(bad)} of {len(outcomes)} variants differ (guilty: {guilty})"
-    return f"a resumed run is the same to the bit: {len(outcomes)} interruptions"
+        words = f"a resumed run is not the same: {len(bad)} of {len(outcomes)} variants differ (guilty: {guilty})"
+        return False, words
+    if not ran:
+        return False, "nothing was compared: no variant can run this workload"
+    left_out = f", {len(outcomes) - len(ran)} not run" if len(ran) < len(outcomes) else ""
+    return True, f"a resumed run is the same to the bit: {len(ran)} interruptions{left_out}"
 
 
 def _outcomes(todo: list[Interruption], verification: Verification, path: str) -> Iterator[ResumeOutcome]:

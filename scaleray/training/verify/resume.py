@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from scaleray.checkpoints.catalog import Catalog
+from scaleray.errors import WorkloadError
 from scaleray.reproducibility.compare_traces import Comparison, compare
 from scaleray.reproducibility.seeding import seed_everything
 from scaleray.reproducibility.traces import Trace
@@ -28,6 +29,7 @@ from scaleray.training.state.checkpointing import Checkpointing
 from scaleray.training.state.items import ITEMS
 from scaleray.training.state.state import TrainState
 from scaleray.training.verify.step_trace import TraceProbe
+from scaleray.training.verify.variants import UNSAVED
 
 DATA_POSITION = "data position"
 WORDS = {
@@ -70,6 +72,8 @@ class ResumeOutcome:
     guilty: list[str]
     comparison: Comparison = field(default_factory=Comparison)
     duration_s: float = 0.0
+    not_run: str = ""
+    """Why this variant cannot run the workload, where one process can; empty where it ran."""
 
 
 def verify_resume(place: Place, interruption: Interruption, *, open_stream: OpenStream) -> ResumeOutcome:
@@ -92,7 +96,13 @@ def verify_resume(place: Place, interruption: Interruption, *, open_stream: Open
             )
         return probe.trace(), observed
 
-    whole, before = run(nothing, observe_at=at)
+    steps = interruption.job.recipe.total_steps
+    try:
+        whole, before = run(nothing, observe_at=at)
+    except WorkloadError as exc:
+        if interruption.job.recipe.strategy == "single" or exc.what.startswith(UNSAVED):
+            raise
+        return ResumeOutcome(interruption.label, interruption.world_size, at, steps, False, [], not_run=str(exc))
     first, _ = run(catalog, interrupt_at=at)
     rest, after = run(catalog)
     differing = _anywhere(place, [item for item in ITEMS if before.digests.get(item) != after.restored.get(item)])
@@ -110,7 +120,7 @@ def verify_resume(place: Place, interruption: Interruption, *, open_stream: Open
         interruption.label,
         interruption.world_size,
         at,
-        interruption.job.recipe.total_steps,
+        steps,
         is_equal,
         guilty,
         comparison,

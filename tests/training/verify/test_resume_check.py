@@ -9,13 +9,15 @@ import torch
 from small_runs import Classify, Place, Tokens, make_job, same_generators
 from test_resume import FLAGS, Everything, WithState
 
+from scaleray import Workload
 from scaleray.data import Part, StepStream
 from scaleray.data.blocks import LocalBlocks
+from scaleray.launch.verify.resume import line, verdict
 from scaleray.training.state import state as state_module
 from scaleray.training.state.items import ITEMS
 from scaleray.training.state.state import TrainState
 from scaleray.training.verify import resume as resume_check
-from scaleray.training.verify.resume import DATA_POSITION, Interruption, interruption_job, verify_resume
+from scaleray.training.verify.resume import DATA_POSITION, Interruption, ResumeOutcome, interruption_job, verify_resume
 from scaleray.training.verify.variants import short_job
 
 
@@ -78,6 +80,26 @@ def test_a_good_resume_is_bit_identical(tmp_path, flags):
 def test_a_good_resume_on_several_workers_is_bit_identical(gloo, tmp_path, world_size):
     outcomes = gloo.run(world_size, check, Everything(num_rows=54), tmp_path, {"batch.global_size": 12})
     assert all(o.is_equal for o in outcomes)
+
+
+class WithoutPlan(Classify):
+    tensor_plan = Workload.tensor_plan
+
+
+def test_a_strategy_that_cannot_run_the_workload_is_not_run_with_its_reason(gloo, tmp_path):
+    for outcome in gloo.run(2, check, WithoutPlan(), tmp_path, {"strategy.name": "tensor"}):
+        assert "tensor_plan()" in outcome.not_run and not outcome.is_equal
+
+
+def test_what_was_not_run_neither_fails_a_verification_nor_passes_it():
+    ran = ResumeOutcome("ddp x 2", 2, 1, 4, True, [])
+    left_out = ResumeOutcome("tensor x 2", 2, 1, 4, False, [], not_run="it needs a plan:\n  give one")
+    differs = ResumeOutcome("fsdp x 2", 2, 1, 4, False, ["optimizer"])
+    assert line(left_out) == "tensor x 2: not run: it needs a plan: give one"
+    assert verdict([ran, left_out]) == (True, "a resumed run is the same to the bit: 1 interruptions, 1 not run")
+    assert verdict([left_out]) == (False, "nothing was compared: no variant can run this workload")
+    passed, words = verdict([ran, left_out, differs])
+    assert not passed and "1 of 3 variants differ (guilty: optimizer)" in words
 
 
 def without(item):
