@@ -39,8 +39,8 @@ class ScaleSettings(Settings):
     started again (torch's own default is half an hour). Three times as long until the first step is
     complete, and while it compiles."""
     dashboard: bool = False
-    """Start Ray's dashboard with a Ray of the run's own: about 2 CPU seconds at the start and 280 MB. A cluster that is
-    there has its own."""
+    """Start Ray's dashboard with a Ray of the run's own: about 1 CPU second at the start, 2 more soon after, and
+    280 MB. A cluster that is there has its own."""
 
     @property
     def max_workers(self) -> int:

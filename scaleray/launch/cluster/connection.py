@@ -43,6 +43,8 @@ DRIVER_ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 
+WORKER_NICENESS = "RAY_worker_niceness"  # Ray's own spelling
+
 
 @dataclass(frozen=True)
 class Node:
@@ -171,10 +173,8 @@ def _gcs_address(address: str) -> str | None:
 
 
 def _start_local(config: RunConfig) -> None:
-    import ray
-
     global _own_cluster
-    _own_cluster = True
+    import ray
 
     # Ray Train's cleaner looks for "the" cluster of this machine. Without its address, a second cluster started
     # here makes it destroy a healthy run; so the port is fixed beforehand and the address handed to every process.
@@ -187,7 +187,7 @@ def _start_local(config: RunConfig) -> None:
         "RAY_enable_worker_prestart": "0",
         # with Ray's default of 15 workers give way to everything, and to the recorder; with it at 19, and glibc's two
         # settings above, digits on 2 of 2 cores came from 0.78 to 0.86 of torchrun's speed
-        "RAY_worker_niceness": "0",
+        WORKER_NICENESS: os.environ.get(WORKER_NICENESS, "0"),
     }
     os.environ |= during_start
     cores = psutil.cpu_count() or 1
@@ -200,6 +200,7 @@ def _start_local(config: RunConfig) -> None:
             runtime_env=runtime_env(f"{host}:{port}"),
             logging_level=logging.ERROR,
         )
+        _own_cluster = True
     finally:
         for name in during_start:
             del os.environ[name]

@@ -2,7 +2,7 @@
 Ray Train.
 
 Measured on 2 cores, CPU seconds before the first step: PlacementGroupCleaner 1.4, DatasetManager 1.3, the autoscaling
-coordinator 1.2, torch in the controller 1.5. Each of the first three is a process of its own, and workers start after
+coordinator 1.2, torch in the controller 1.2. Each of the first three is a process of its own, and workers start after
 the last two. The controller imports this module, which therefore imports no torch.
 """
 

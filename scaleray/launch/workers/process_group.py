@@ -1,7 +1,7 @@
 """The workers' process group, set up for Ray Train by a controller that never imports torch.
 
-`ray.train.torch.TorchConfig` does the same, but brings torch into the controller, which only passes addresses on: two
-seconds of a core before the first worker starts.
+`ray.train.torch.TorchConfig` does the same, but brings torch into the controller, which only passes addresses on: more
+than a second of a core before the first worker starts.
 """
 
 from __future__ import annotations

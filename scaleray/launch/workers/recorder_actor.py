@@ -31,7 +31,7 @@ def spawn_recorder(description: RunDescription) -> Any:
         """Gives way to workers on the same cores, while they start as much as while they train."""
 
         def __init__(self, description: RunDescription) -> None:
-            os.nice(19)  # the most there is: at 10 it took 10 % of a core from workers at 0
+            os.nice(19)  # the most there is: Linux gives 19 a seventh of the share of 10
             super().__init__(description)
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
