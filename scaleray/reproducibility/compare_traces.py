@@ -103,15 +103,15 @@ def divergences(reference: Trace, other: Trace, bound: float) -> Iterator[Diverg
             yield Divergence(ours.step, "count", _relative(ours.count, theirs.count))
         if (loss := _relative(ours.loss, theirs.loss, loss_floor)) > bound:
             yield Divergence(ours.step, "loss", loss)
-        gradients = gradient_differences(ours, theirs)
-        yield from _first_above(
-            reference.names, np.maximum(gradients, theirs.gradient_spread), bound, ours.step, "gradient"
-        )
+        apart = _otherwise_apart(ours.gradient_spread, theirs.gradient_spread)
+        gradients = np.maximum(gradient_differences(ours, theirs), apart)
+        yield from _first_above(reference.names, gradients, bound, ours.step, "gradient")
         if (norm := _relative(ours.grad_norm, theirs.grad_norm, norm_floor)) > bound:
             yield Divergence(ours.step, "gradient", norm)
         if (rate := max(_update_difference(ours.updates, theirs.updates), _from_due(other, theirs))) > 1e-12:
             yield Divergence(ours.step, "learning rate", rate)
-        parameters = np.maximum(parameter_differences(reference, other, number), theirs.parameter_spread)
+        apart = _otherwise_apart(ours.parameter_spread, theirs.parameter_spread)
+        parameters = np.maximum(parameter_differences(reference, other, number), apart)
         yield from _first_above(reference.names, parameters, bound, ours.step, "parameters")
         yield from _evaluations(reference, other, ours.step, bound)
     last = len(reference.steps)
@@ -170,6 +170,15 @@ def _first_above(
     above = np.flatnonzero(~(differences <= bound))
     if len(above):
         yield Divergence(step, quantity, float(differences[above[0]]), names[above[0]])
+
+
+def _otherwise_apart(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    """By how much the ranks of a run are further apart, or nearer, than those of the reference, (parameters,).
+
+    Replicas that train apart differ by design. The ranks of any other training are not apart, like a single process.
+    """
+    with np.errstate(invalid="ignore"):
+        return np.where(ours == theirs, 0.0, np.abs(theirs - ours))
 
 
 def signature_differences(ours: np.ndarray, theirs: np.ndarray, scale: np.ndarray | None = None) -> np.ndarray:

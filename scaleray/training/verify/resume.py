@@ -82,10 +82,12 @@ def verify_resume(place: Place, interruption: Interruption, *, open_stream: Open
     at = interruption.interrupt_at
     nothing = Catalog.of_run(f"{interruption.folder}/none")
     catalog = Catalog.of_run(interruption.folder)
+    # replicas that train apart meet where a checkpoint is due, and it is saved there alone
+    recipe = dataclasses.replace(interruption.job.recipe, checkpoint_every_steps=at)
 
     def run(catalog: Catalog, **options: Any) -> tuple[Trace, _Observed]:
         # a copy: a workload may keep state of its own, which must not pass from run to run but by the checkpoint
-        job = dataclasses.replace(interruption.job, workload=copy.deepcopy(interruption.job.workload))
+        job = dataclasses.replace(interruption.job, recipe=recipe, workload=copy.deepcopy(interruption.job.workload))
         probe = TraceProbe(place, job)
         observed = _Observed(job, place, catalog, emit=lambda message: None, **options)
         # what came before must not help: a new process starts with whatever state its generators have
@@ -96,11 +98,11 @@ def verify_resume(place: Place, interruption: Interruption, *, open_stream: Open
             )
         return probe.trace(), observed
 
-    steps = interruption.job.recipe.total_steps
+    steps = recipe.total_steps
     try:
         whole, before = run(nothing, observe_at=at)
     except WorkloadError as exc:
-        if interruption.job.recipe.strategy == "single" or exc.what.startswith(UNSAVED):
+        if recipe.strategy == "single" or exc.what.startswith(UNSAVED):
             raise
         return ResumeOutcome(interruption.label, interruption.world_size, at, steps, False, [], not_run=str(exc))
     first, _ = run(catalog, interrupt_at=at)

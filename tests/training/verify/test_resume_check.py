@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -80,6 +81,15 @@ def test_a_good_resume_is_bit_identical(tmp_path, flags):
 def test_a_good_resume_on_several_workers_is_bit_identical(gloo, tmp_path, world_size):
     outcomes = gloo.run(world_size, check, Everything(num_rows=54), tmp_path, {"batch.global_size": 12})
     assert all(o.is_equal for o in outcomes)
+
+
+@pytest.mark.parametrize("strategy", ["local_sgd", "diloco", "gossip", "async_sgd"])
+@pytest.mark.parametrize("at", [5, 7])  # between two averages, too
+def test_a_good_resume_of_replicas_that_train_apart_is_bit_identical(gloo, tmp_path, strategy, at):
+    flags = {"batch.global_size": 12, "strategy.name": strategy}
+    for outcome in gloo.run(2, functools.partial(check, at=at), Everything(num_rows=54), tmp_path, flags):
+        assert (outcome.guilty, outcome.comparison.divergence) == ([], None)
+        assert outcome.is_equal
 
 
 class WithoutPlan(Classify):
