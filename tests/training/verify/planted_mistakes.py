@@ -59,11 +59,9 @@ def judge_sound(place: Place, name: str) -> list[Outcome]:
 
 def _accumulation() -> list[int]:
     """The command's default, of which there is one copy."""
-    import inspect
+    from scaleray.cli.verify import VerifyOptions
 
-    from scaleray.cli.verify import verify
-
-    return [int(n) for n in inspect.signature(verify).parameters["accumulation"].default.split(",")]
+    return [int(n) for n in VerifyOptions().accumulation.split(",")]
 
 
 def said(outcomes: list[Outcome]) -> str:
