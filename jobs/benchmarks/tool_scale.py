@@ -36,7 +36,6 @@ def ladder(settings: dict[str, Any]) -> dict[str, Any]:
     from scaleray.launch.study.plan import Question
     from scaleray.launch.study.study import study
     from scaleray.reports.records.study import write_study_report
-    from scaleray.training.study.ladder import Effort
 
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(
@@ -46,10 +45,7 @@ def ladder(settings: dict[str, Any]) -> dict[str, Any]:
         )
         sizes = [n for n in (1, 2, 4, 8, 16, 32) if n <= settings["workers"]]
         question = Question(
-            world_sizes=sizes,
-            modes=("strong", "weak"),
-            repeats=settings["repeats"],
-            effort=Effort(seconds=settings["seconds"]),
+            world_sizes=sizes, modes=("strong", "weak"), repeats=settings["repeats"], seconds=settings["seconds"]
         )
         started = time.perf_counter()
         record = study(config, question, local=True, say=print, base_dir=ROOT, write_report=write_study_report)

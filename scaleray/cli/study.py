@@ -81,13 +81,13 @@ def study(
     sizes = options.sizes
     resolved = load_config(config, flags=overrides)
     from scaleray.launch.study.plan import Question
-    from scaleray.training.study.ladder import Effort
 
     question = Question(
         world_sizes=sizes,
         modes=options.modes,
         repeats=options.repeats,
-        effort=Effort(steps=options.steps, seconds=options.seconds),
+        steps=options.steps,
+        seconds=options.seconds,
         to_target=options.to_target,
         noise=options.noise,
         relaunch=options.relaunch,

@@ -118,6 +118,8 @@ class Turn:
     round: int | None = None
     """Round of that study: turns of one round were taken one after the other, by the same workers. None for a turn
     launched alone."""
+    placement: dict[str, int] = field(default_factory=dict)
+    """Number of workers on each node. Empty for turns of older versions."""
 
     @property
     def round_name(self) -> str:

@@ -4,7 +4,7 @@ hardware."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.cluster.connection import Node
 from scaleray.planner.hardware.catalogue import find_gpu
 from scaleray.records.study import Turn
+from scaleray.training.study.ladder import Rung
 
 OVERSUBSCRIBED, RELAUNCHED = "oversubscribed", "relaunched"
 """Marks of points."""
@@ -116,13 +117,16 @@ def sleeps(workload: Any) -> bool:
         return is_emulated(call_user_code(workload.build_model, what="build_model()", doing="building the model"))
 
 
-def launch_config(config: RunConfig, workers: int, nodes: Sequence[Node], *, shares_cores: bool) -> RunConfig:
-    """The config by which the largest group of workers is launched.
+def launch_config(config: RunConfig, room: Room, nodes: Sequence[Node] | None) -> RunConfig:
+    """The config by which the largest group of workers is launched. nodes: the cluster's nodes; None without Ray.
 
     Raises ClusterError for what the cluster can never hold.
     """
+    if nodes is None:
+        return config
+    workers = room.sizes[-1]
     scale: dict[str, Any] = {"workers": workers, "max_failures": 0}
-    if shares_cores:
+    if room.shares_cores:
         cpus = sum(n.resources.get("CPU", 0.0) for n in nodes) - config.data.reserved_cpus
         if 0 < cpus < workers * config.scale.cpus_per_worker:
             scale["cpus_per_worker"] = max(0.01, int(100 * cpus / workers) / 100)
@@ -136,10 +140,10 @@ def launch_config(config: RunConfig, workers: int, nodes: Sequence[Node], *, sha
     return spread
 
 
-def check_one_kind(turns: Mapping[str, Sequence[Turn]]) -> None:
+def check_one_kind(rungs: Iterable[Rung]) -> None:
     """Refuse rungs that were measured on different hardware: those that were launched apart may have come to other
-    machines. turns: turns by rung. Raises ClusterError."""
-    kinds = {name: own[-1].hardware for name, own in turns.items() if own}
+    machines. Raises ClusterError."""
+    kinds = {rung.name: rung.turns[-1].hardware for rung in rungs if rung.turns}
     distinct = {json.dumps(kind, sort_keys=True): name for name, kind in kinds.items()}
     if len(distinct) > 1:
         (first, one), (second, other), *_ = distinct.items()

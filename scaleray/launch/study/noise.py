@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from scaleray.config import RunConfig
 from scaleray.records.study import NoiseCourse, Point
@@ -29,9 +29,9 @@ def source_of(job: TrainJob) -> NoiseSource:
     )
 
 
-def why_no_noise(rungs: Mapping[str, Rung]) -> str:
+def why_no_noise(rungs: Iterable[Rung]) -> str:
     """Why no rung measures its noise, where the config wants it; "" where one does."""
-    sources = [source_of(rung.job) for rung in rungs.values()]
+    sources = [source_of(rung.job) for rung in rungs]
     return "" if any(s.name for s in sources) else next((s.why for s in reversed(sources) if s.why), "")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from scaleray.config import RunConfig
@@ -15,12 +15,13 @@ from scaleray.config.strategy_traits import traits_of
 from scaleray.data.source import Source
 from scaleray.errors import ConfigError, DataError
 from scaleray.launch.session.data import size_of
+from scaleray.launch.study.hardware import OVERSUBSCRIBED, RELAUNCHED
 from scaleray.launch.study.noise import source_of
 from scaleray.records.study import Mode
 from scaleray.scaling.recipe.derive import derive
 from scaleray.scaling.recipe.values import DataSize, Recipe, nearest_multiples
 from scaleray.training.setup.job import TRAIN, Split, TrainJob
-from scaleray.training.study.ladder import Effort, Rung
+from scaleray.training.study.ladder import Rung
 
 MODES: tuple[Mode, ...] = ("strong", "weak")
 MOST_REPEATS = 1000
@@ -28,12 +29,13 @@ MOST_REPEATS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What a study is asked. repeats: turns of each rung. effort: how long one lasts."""
+    """What a study is asked. repeats: turns of each rung, which last at least so many steps and so many seconds."""
 
     world_sizes: Sequence[int] = (1, 2)
     modes: Sequence[str] = ("strong",)
     repeats: int = 5
-    effort: Effort = field(default_factory=Effort)
+    steps: int = Rung.steps
+    seconds: float = Rung.seconds
     to_target: bool = False
     noise: bool = False
     """Measure the gradient noise scale although the config does not."""
@@ -52,10 +54,10 @@ class Question:
             raise ConfigError("--mode", "", "it must be strong, weak, or both with a comma")
         if not 1 <= self.repeats <= MOST_REPEATS:
             raise ConfigError("--repeats", self.repeats, f"it must be 1 to {MOST_REPEATS}", "5 is a common choice")
-        if self.effort.steps < 4:
-            raise ConfigError("--steps", self.effort.steps, "it must be at least 4", "40 leaves 20 after the warm-up")
-        if not 0 <= self.effort.seconds < 86_400:
-            raise ConfigError("--seconds", self.effort.seconds, "it must be 0 or more, and less than a day")
+        if self.steps < 4:
+            raise ConfigError("--steps", self.steps, "it must be at least 4", "40 leaves 20 after the warm-up")
+        if not 0 <= self.seconds < 86_400:
+            raise ConfigError("--seconds", self.seconds, "it must be 0 or more, and less than a day")
 
     @property
     def sizes(self) -> list[int]:
@@ -63,41 +65,15 @@ class Question:
         return sorted(set(self.world_sizes))
 
 
-@dataclass(frozen=True)
-class OnCurve:
-    """Where a rung stands: on the curve of this mode, at this number of workers."""
-
-    mode: Mode
-    workers: int
-    rung: str
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The rungs of a study and the curves they stand on.
-
-    rungs: by name. places: those of all curves; a rung may stand on two, at the base. left_out: a sentence on sizes
-    that were asked for and are not measured.
-    """
-
-    rungs: Mapping[str, Rung]
-    places: Sequence[OnCurve]
-    sources: Mapping[str, Source]
-    left_out: str = ""
-
-    @property
-    def workers(self) -> int:
-        """Number of workers of the largest rung."""
-        return max(rung.workers for rung in self.rungs.values())
-
-
-def make_plan(config: RunConfig, question: Question, workload: Any, sources: Mapping[str, Source]) -> Plan:
-    """Every rung with its recipe. Raises UsageError for what cannot be divided or does not fit together."""
+def make_rungs(
+    config: RunConfig, question: Question, workload: Any, sources: Mapping[str, Source], *, cores: int | None = None
+) -> dict[str, Rung]:
+    """Every rung with its recipe, by name, in the order of the curves. cores: number of cores that workers share, where
+    they have no devices; None marks none. Raises UsageError for what cannot be divided or does not fit together."""
     splits = {name: Split.of(name, source) for name, source in sources.items()}
     _check(config, question, splits)
     size = size_of(sources)
     rungs: dict[str, Rung] = {}
-    places = []
     for mode in MODES:
         for workers in question.sizes if mode in question.modes else ():
             batch = _batch(config, mode, workers, question)
@@ -107,17 +83,24 @@ def make_plan(config: RunConfig, question: Question, workload: Any, sources: Map
             job = TrainJob(spread, recipe, workload, splits, time.time())
             name = f"w{workers:03d}-b{recipe.global_batch_size}-m{recipe.micro_batch_size}-{recipe.strategy}"
             name += "-relaunched" if question.relaunch else ""
+            if name in rungs:
+                rungs[name].modes.append(mode)
+                continue
+            is_crowded = cores is not None and not config.scale.gpus_per_worker and workers > cores
             rungs[name] = Rung(
                 name=name,
                 workers=workers,
+                modes=[mode],
                 job=job,
                 num_turns=question.repeats,
+                steps=question.steps,
+                seconds=question.seconds,
                 period=period_of(spread, recipe.strategy),
                 trains_to_target=question.to_target,
                 measures_noise=source_of(job).name is not None,
+                marks=[OVERSUBSCRIBED] * is_crowded + [RELAUNCHED] * question.relaunch,
             )
-            places.append(OnCurve(mode, workers, name))
-    return Plan(rungs, places, sources)
+    return rungs
 
 
 def _derived(config: RunConfig, size: DataSize, mode: Mode, workers: int, question: Question) -> Recipe:

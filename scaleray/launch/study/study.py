@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,24 @@ from scaleray.errors import ConfigError
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.session.conditions import check_same, conditions_of
 from scaleray.launch.session.data import load_sources
-from scaleray.launch.session.folder import RunFolder
 from scaleray.launch.session.start import check_local, connected_unless, own_folder, with_absolute_paths
 from scaleray.launch.study import noise as study_noise
-from scaleray.launch.study.hardware import find_room, launch_config, num_cores, topology_of, workers_per_node
-from scaleray.launch.study.plan import Question, make_plan
+from scaleray.launch.study.hardware import (
+    check_one_kind,
+    find_room,
+    launch_config,
+    num_cores,
+    topology_of,
+    workers_per_node,
+)
+from scaleray.launch.study.plan import Question, make_rungs
 from scaleray.launch.study.running import RunningStudy, WriteReport
-from scaleray.launch.study.workers import local_workers, ray_workers
+from scaleray.launch.study.workers import climb_in_processes, climb_under_ray
 from scaleray.launch.workers.gloo import UserCode
 from scaleray.launch.workers.signals import sigterm_like_ctrl_c
 from scaleray.records.run import Say
-from scaleray.records.study import Conditions, StudyRecord
+from scaleray.records.study import StudyRecord
 from scaleray.tracking import store
-from scaleray.tracking.study_runs import ParentRun
 
 
 def study(
@@ -51,8 +57,7 @@ def study(
     """
     started_at = time.time()
     config = with_absolute_paths(study_noise.with_noise(config) if question.noise else config)
-    tracking_uri = store.resolve_uri(config.tracking.uri)
-    store.check_reachable(tracking_uri)
+    store.check_reachable(store.resolve_uri(config.tracking.uri))
     if local:
         check_local(config)
     more = [_read(folder) for folder in points_of]
@@ -63,34 +68,35 @@ def study(
         sources = load_sources(workload)
         room = find_room(config, question.sizes, workload, nodes, oversubscribe=question.oversubscribe)
         question = dataclasses.replace(question, world_sizes=room.sizes)
-        plan = dataclasses.replace(make_plan(config, question, workload, sources), left_out=room.left_out)
-        spread = config if nodes is None else launch_config(config, plan.workers, nodes, shares_cores=room.shares_cores)
+        rungs = make_rungs(config, question, workload, sources, cores=num_cores(nodes))
+        spread = launch_config(config, room, nodes)
         conditions = conditions_of(config, workload, topology_of(config, nodes), base_dir or ".")
         for other in more:
             check_same(conditions, other.conditions, whose=other.name, configs=(config.to_dict(), other.config))
-        with own_folder(config, "study", started_at) as folder:
+        with own_folder(config, "study", started_at) as folder, sigterm_like_ctrl_c():
             running = RunningStudy(
                 config=config,
                 question=question,
-                plan=plan,
+                rungs=rungs,
+                sources=sources,
                 conditions=conditions,
                 folder=folder,
-                mlflow=_open_run(config, conditions, folder, tracking_uri, started_at),
                 say=say,
                 command=command,
                 started_at=started_at,
-                cores=None if config.scale.gpus_per_worker else num_cores(nodes),
                 workers_per_node=workers_per_node(config, nodes),
+                left_out=room.left_out,
                 more=more,
                 write_report=write_report,
             )
-            climb = (
-                local_workers(spread, sources, code)
-                if local
-                else ray_workers(spread, sources, storage_path=folder.path)
-            )
-            with sigterm_like_ctrl_c():
-                return running.run(climb)
+            climb = partial(climb_in_processes, code) if local else partial(climb_under_ray, folder.path)
+            with running.kept_to_its_end():
+                for group in running.begin():
+                    climb(group, question.seed, running.keep, spread, sources)
+                    check_one_kind(rungs.values())
+                running.count_for_planner()
+                record = running.record()
+            return running.write(record)
 
 
 def _read(folder: str) -> StudyRecord:
@@ -101,17 +107,3 @@ def _read(folder: str) -> StudyRecord:
         raise ConfigError(
             "--points-of", folder, "there is no record.json of a study", "give the folder of a finished study"
         ) from exc
-
-
-def _open_run(
-    config: RunConfig, conditions: Conditions, folder: RunFolder, tracking_uri: str, started_at: float
-) -> ParentRun:
-    return ParentRun.open(
-        tracking_uri,
-        config.tracking.experiment,
-        kind="scaling-study",
-        name=folder.name,
-        config=config.to_dict(),
-        tags={"scaleray.workload": config.workload.name, "scaleray.config_hash": conditions.config_hash},
-        started_at=started_at,
-    )

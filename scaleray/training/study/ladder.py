@@ -12,166 +12,169 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
+
+import torch
 
 from scaleray.errors import ConfigError
 from scaleray.records.run import EvaluationRecord, StepRecord, WorkerMessage
-from scaleray.records.study import NoiseCourse, ToTarget, Turn
+from scaleray.records.study import Mode, NoiseCourse, ToTarget, Turn
 from scaleray.training import loop
+from scaleray.training.input import local_opener, ray_opener
 from scaleray.training.setup.job import OpenStream, TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.training.study.noise_course import course_of, measure_noise
 from scaleray.training.study.subgroups import LOOPBACK, SubGroups
-from scaleray.training.study.turn import shortened, take_turn
+from scaleray.training.study.turn import emit_to, shortened, take_turn
 
 REHEARSAL_STEPS = 8
+MOST_STEPS = 2000
+"""Largest number of steps of a turn, where the user asked for no more."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Rung:
-    """A training on the first `workers` workers. name: unique, for people. period: steps after which the
-    training's steps repeat."""
+    """A training on the first `workers` workers of a study, and what is known of it so far. name: unique, for people.
+
+    A turn lasts at least `steps` steps and `seconds` seconds.
+    """
 
     name: str
     workers: int
     job: TrainJob
+    modes: list[Mode] = field(default_factory=list)
+    """Curves that it stands on: the base stands on two."""
     num_turns: int
-    """Number of turns still to be taken."""
+    steps: int = 40
+    seconds: float = 3.0
     period: int = 1
+    """Number of steps after which the training's steps repeat."""
     trains_to_target: bool = False
     measures_noise: bool = False
     """Whether noise is measured: in the training to the target where there is one, else over a turn's number of
     steps that are not timed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Effort:
-    """Length of a turn: at least so many steps and so many seconds, at most `most_steps` steps."""
-
-    steps: int = 40
-    seconds: float = 3.0
-    most_steps: int = 2000
-
-    def num_steps(self, step_time_s: float, period: int) -> int:
-        """Number of steps of a turn, given how long one takes: whole periods, so that rare events count as often as
-        they happen."""
-        wanted = max(self.steps, math.ceil(self.seconds / step_time_s)) if step_time_s > 0 else self.most_steps
-        return math.ceil(min(wanted, max(self.most_steps, self.steps)) / period) * period
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Message of the first worker about a rung: a turn, a training to the target, its noise, or something said on the
-    way."""
-
-    rung: str
-    turn: Turn | None = None
+    marks: list[str] = field(default_factory=list)
+    """Conditions of its turns that every figure must show, as far as they are known beforehand."""
+    turns: list[Turn] = field(default_factory=list)
     to_target: ToTarget | None = None
     noise: NoiseCourse | None = None
-    placement: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Number of workers on each node."""
-    said: str = ""
+
+    @property
+    def num_missing(self) -> int:
+        """Number of turns still to be taken."""
+        return max(0, self.num_turns - len(self.turns))
+
+    @property
+    def needs_noise(self) -> bool:
+        """Whether its noise is still to be measured."""
+        return self.measures_noise and self.noise is None
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether it is still to be trained to the target; the noise of such a training is measured in one."""
+        return self.trains_to_target and (self.to_target is None or self.needs_noise)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything that was asked for is known."""
+        return not (self.num_missing or self.needs_noise or self.needs_target)
+
+    def steps_of_a_turn(self, step_time_s: float) -> int:
+        """Number of steps of a turn, given how long one takes: whole periods, so that rare events count as often as
+        they happen."""
+        wanted = max(self.steps, math.ceil(self.seconds / step_time_s)) if step_time_s > 0 else MOST_STEPS
+        return math.ceil(min(wanted, max(MOST_STEPS, self.steps)) / self.period) * self.period
 
 
-Tell = Callable[[Measured], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ascent:
-    """Measurements that a group of workers is asked for. seed: seed of the order of turns."""
-
-    rungs: tuple[Rung, ...]
-    effort: Effort
-    seed: int = 0
+Result = Turn | ToTarget | NoiseCourse | str
+"""What was measured of a rung, or a note about it."""
+Tell = Callable[[tuple[str, Result]], Any]
+"""Function that takes the name of a rung and a result."""
 
 
 def order_of_turns(rungs: Sequence[Rung], seed: int) -> list[tuple[int, Rung]]:
     """(round, rung) of every turn: each round has every rung that still wants turns once, in an order of its own."""
     rounds = []
-    for number in range(max((rung.num_turns for rung in rungs), default=0)):
-        now = [rung for rung in rungs if rung.num_turns > number]
+    for number in range(max((rung.num_missing for rung in rungs), default=0)):
+        now = [rung for rung in rungs if rung.num_missing > number]
         random.Random(f"{seed}/{number}").shuffle(now)
         rounds.append([(number, rung) for rung in now])
     return list(itertools.chain.from_iterable(rounds))
 
 
-def climb(place: Place, ascent: Ascent, *, open_stream: OpenStream, tell: Tell, host: str = LOOPBACK) -> None:
-    """Take all turns. Collective: every worker of the group calls it with the same ascent, and its default
-    process group is gone afterwards. tell: called on the first worker, as soon as there is something to tell.
-    host: this worker's address."""
-    groups = SubGroups(place, timeout_s=ascent.rungs[0].job.config.scale.collective_timeout_s, host=host)
-    _Ladder(groups, ascent, open_stream, tell).climb()
+def climb(
+    place: Place,
+    rungs: Sequence[Rung],
+    seed: int,
+    tell: Tell,
+    sources: Mapping[str, Any],
+    input_cpus: float | None = None,
+) -> None:
+    """Measure what is not known of the rungs. Collective: every worker of the group calls it with the same rungs, and
+    its default process group is gone afterwards.
+
+    seed: of the order of turns. tell: called on the first worker, as soon as there is something to tell. sources: those
+    of the splits. Under Ray they are object references, and input_cpus is the number of Ray CPUs of the reading tasks.
+    """
+    config = rungs[0].job.config
+    if place.device.type == "cpu":
+        torch.set_num_threads(max(1, int(config.scale.cpus_per_worker)))
+    if input_cpus is None:
+        open_stream, host = local_opener(rungs[0].job, sources, lambda message: None), LOOPBACK
+    else:
+        open_stream = ray_opener(rungs[0].job, sources, input_cpus=input_cpus, emit=lambda message: None)
+        host = place.node
+    groups = SubGroups(place, timeout_s=config.scale.collective_timeout_s, host=host)
+
+    def tell_of(rung: Rung, result: Result) -> None:
+        if groups.is_first:
+            tell((rung.name, result))
+
+    num_steps: dict[str, int] = {}
+    # the largest first: what does not run at all should say so before hours are spent on the others
+    for rung in sorted(rungs, key=lambda rung: -rung.workers):
+        if rung.num_missing or (rung.needs_noise and not rung.needs_target):
+            num_steps[rung.name] = _rehearse(rung, groups, open_stream)
+    for number, rung in order_of_turns(rungs, seed):
+        with groups.of(rung.workers) as mine:
+            if mine is not None:
+                job, say = shortened(rung.job, num_steps[rung.name]), partial(tell_of, rung)
+                tell_of(rung, take_turn(job, mine, round=number, open_stream=open_stream, say=say))
+    for rung in rungs:
+        if rung.needs_target or rung.needs_noise:
+            with groups.of(rung.workers) as mine:
+                if mine is not None and rung.needs_target:
+                    for result in train_to_target(rung.job, mine, open_stream):
+                        tell_of(rung, result)
+                elif mine is not None:
+                    steps, say = num_steps[rung.name], partial(tell_of, rung)
+                    noise = measure_noise(rung.job, mine, num_steps=steps, open_stream=open_stream, say=say)
+                    if noise is not None:
+                        tell_of(rung, noise)
     groups.close()
 
 
-class _Ladder:
-    def __init__(self, groups: SubGroups, ascent: Ascent, open_stream: OpenStream, tell: Tell) -> None:
-        self.groups, self.ascent, self.open_stream = groups, ascent, open_stream
-        self.tell: Tell = tell if groups.is_first else lambda measured: None
-
-    def climb(self) -> None:
-        rungs = self.ascent.rungs
-        # the largest first: what does not run at all should say so before hours are spent on the others
-        wanted = sorted(
-            (r for r in rungs if r.num_turns or (r.measures_noise and not r.trains_to_target)), key=lambda r: -r.workers
-        )
-        num_steps = {rung.name: self._rehearse(rung) for rung in wanted}
-        for number, rung in order_of_turns(rungs, self.ascent.seed):
-            with self.groups.of(rung.workers) as place:
-                if place is not None:
-                    turn = take_turn(
-                        rung.job,
-                        place,
-                        num_steps=num_steps[rung.name],
-                        open_stream=self.open_stream,
-                        say=partial(self._say, rung),
-                        is_alone_first=number % 2 == 1,
-                    )
-                    turn = dataclasses.replace(turn, round=number)
-                    self.tell(Measured(rung.name, turn=turn, placement=self.groups.placement(rung.workers)))
-        for rung in rungs:
-            if rung.trains_to_target or rung.measures_noise:
-                with self.groups.of(rung.workers) as place:
-                    if place is not None:
-                        self.tell(self._train(rung, place, num_steps.get(rung.name, 0)))
-
-    def _train(self, rung: Rung, place: Place, num_steps: int) -> Measured:
-        """Train to the target, or for so many steps to measure the noise."""
-        if rung.trains_to_target:
-            result, noise = train_to_target(rung.job, place, self.open_stream)
-            return Measured(rung.name, to_target=result, noise=noise)
-        say = partial(self._say, rung)
-        noise = measure_noise(rung.job, place, num_steps=num_steps, open_stream=self.open_stream, say=say)
-        return Measured(rung.name, noise=noise)
-
-    def _rehearse(self, rung: Rung) -> int:
-        """Number of steps of this rung's turns, from a few steps that are not counted, which also warm caches,
-        compilers and readers."""
-        step_time_s = 0.0
-        length = max(REHEARSAL_STEPS, 2 * rung.period)
-        with self.groups.of(rung.workers) as place:
-            if place is not None:
-                times: list[float] = []
-
-                def emit(message: WorkerMessage) -> None:
-                    if isinstance(message, StepRecord):
-                        times.append(message.step_time_s)
-
-                loop.run(shortened(rung.job, length), place, open_stream=self.open_stream, emit=emit)
-                step_time_s = statistics.median(times[length // 2 :]) if times else 0.0
-        return self.ascent.effort.num_steps(float(self.groups.share(repr(step_time_s))), rung.period)
-
-    def _say(self, rung: Rung, text: str) -> None:
-        self.tell(Measured(rung.name, said=text))
+def _rehearse(rung: Rung, groups: SubGroups, open_stream: OpenStream) -> int:
+    """Number of steps of this rung's turns, from a few steps that are not counted, which also warm caches, compilers
+    and readers."""
+    step_time_s = 0.0
+    length = max(REHEARSAL_STEPS, 2 * rung.period)
+    with groups.of(rung.workers) as place:
+        if place is not None:
+            steps: list[StepRecord] = []
+            emit = emit_to(steps, lambda text: None, place)
+            loop.run(shortened(rung.job, length), place, open_stream=open_stream, emit=emit)
+            times = [step.step_time_s for step in steps]
+            step_time_s = statistics.median(times[length // 2 :]) if times else 0.0
+    return rung.steps_of_a_turn(float(groups.share(repr(step_time_s))))
 
 
-def train_to_target(job: TrainJob, place: Place, open_stream: OpenStream) -> tuple[ToTarget, NoiseCourse | None]:
-    """Train until the config's target is reached, or to the end. Collective; rank 0's result is the group's.
-
-    The noise is None where the config does not measure it.
-    """
+def train_to_target(job: TrainJob, place: Place, open_stream: OpenStream) -> list[ToTarget | NoiseCourse]:
+    """Train until the config's target is reached, or to the end: what that took, and its noise where the config
+    measures it. Collective; rank 0's results are the group's."""
     target = job.config.stop.at
     if target is None:
         raise ConfigError("stop.at", None, "there is no target to train to", "for example --stop.at 'val/loss <= 1.0'")
@@ -201,4 +204,5 @@ def train_to_target(job: TrainJob, place: Place, open_stream: OpenStream) -> tup
         curve=curve,
         recorded_at=recorded_at,
     )
-    return result, course_of(summary.noise, covers="the training to the target")
+    noise = course_of(summary.noise, covers="the training to the target")
+    return [result] if noise is None else [result, noise]

@@ -64,11 +64,6 @@ class SubGroups:
         """Whether this worker is in every group, with rank 0."""
         return self.place.rank == self._order[0]
 
-    def placement(self, size: int) -> dict[str, int]:
-        """Number of workers on each node, for a group of this size."""
-        nodes = [self._nodes[rank] for rank in self._order[:size]]
-        return {node: nodes.count(node) for node in dict.fromkeys(nodes)}
-
     @contextlib.contextmanager
     def of(self, size: int) -> Iterator[Place | None]:
         """Context of the first `size` workers, which get their place in a group of their own; others get None, and wait

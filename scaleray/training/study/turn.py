@@ -15,7 +15,8 @@ import math
 import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,25 +45,30 @@ LEAST_ALONE_STEPS = 10
 NUM_TRANSFERS = 7
 
 
-def take_turn(
-    job: TrainJob, place: Place, *, num_steps: int, open_stream: OpenStream, say: Say, is_alone_first: bool = False
-) -> Turn:
-    """Train `num_steps` steps and measure them. Collective over the place's group; rank 0's result is the group's.
+def take_turn(job: TrainJob, place: Place, *, round: int, open_stream: OpenStream, say: Say) -> Turn:
+    """Train a job that was `shortened` and measure its steps. Collective over the place's group; rank 0's result is
+    the group's.
 
-    is_alone_first: the work without communication comes first. Turns alternate in this, so that a drift of the
-    machine favours neither.
+    In every second round the work without communication comes first, so that a drift of the machine favours neither.
     """
-    job = shortened(job, num_steps)
-    alone: list[float] | None = None
-    if is_alone_first:
-        alone = _step_alone(job, place, open_stream)
+    is_alone_first = round % 2 == 1
+    alone = _step_alone(job, place, open_stream) if is_alone_first else None
     reset_peak_memory(place.device)
+    steps: list[StepRecord] = []
+    watcher = _Watcher()
     with same_switches():
-        steps, summary, watcher = _train(job, place, open_stream, say)
+        summary = loop.run(job, place, open_stream=open_stream, emit=emit_to(steps, say, place), probe=watcher)
+    _check_complete(job, place, steps, summary)
     peak = peak_memory_bytes(place.device)
     if not is_alone_first:
         alone = _step_alone(job, place, open_stream)
-    facts = _gather(place, {"peak": peak, "wait": summary.input_wait_share or 0.0, "hardware": _hardware(summary)})
+    own = {
+        "node": place.node,
+        "peak": peak,
+        "wait": summary.input_wait_share or 0.0,
+        "hardware": {**summary.hardware, "device": summary.device.partition(":")[0]},
+    }
+    facts = _gather(place, own)
     sent = statistics.fmean(step.sent_bytes for step in steps) if steps else 0.0
     hardware = [fact["hardware"] for fact in facts]
     return Turn(
@@ -77,6 +83,8 @@ def take_turn(
         hardware=[kind for number, kind in enumerate(hardware) if kind not in hardware[:number]],
         is_emulated=watcher.is_emulated,
         measured_at=time.time(),
+        round=round,
+        placement=dict(Counter(fact["node"] for fact in facts)),
     )
 
 
@@ -117,17 +125,11 @@ class _Starter(_Watcher):
         self.spent_s.append(time.perf_counter() - started)
 
 
-def _train(
-    job: TrainJob, place: Place, open_stream: OpenStream, say: Say, watcher: _Watcher | None = None
-) -> tuple[list[StepRecord], WorkerSummary, _Watcher]:
-    steps: list[StepRecord] = []
-    watcher = watcher or _Watcher()
-    summary = loop.run(job, place, open_stream=open_stream, emit=emit_to(steps, say, place), probe=watcher)
+def _check_complete(job: TrainJob, place: Place, steps: Sequence[StepRecord], summary: WorkerSummary) -> None:
     if place.rank == 0 and len(steps) < job.recipe.total_steps:
         raise RunFailedError(
             f"the training ended after {len(steps)} of {job.recipe.total_steps} steps: {summary.verdict}"
         )
-    return steps, summary, watcher
 
 
 def emit_to(steps: list[StepRecord], say: Say, place: Place) -> Callable[[WorkerMessage], None]:
@@ -149,10 +151,13 @@ def _step_alone(job: TrainJob, place: Place, open_stream: OpenStream) -> list[fl
         return None
     if not _fits_whole(job, place):
         return None
-    own = alone(job, place.rank)
+    own, mine = alone(job, place.rank), Place(device=place.device)
+    steps: list[StepRecord] = []
     starter = _Starter(place.device)
     with same_switches():
-        steps, _, _ = _train(own, Place(device=place.device), open_stream, lambda text: None, starter)
+        emit = emit_to(steps, lambda text: None, mine)
+        summary = loop.run(own, mine, open_stream=open_stream, emit=emit, probe=starter)
+    _check_complete(own, mine, steps, summary)
     times = [max(1e-9, s.step_time_s - s.input_wait_s - b) for s, b in zip(steps, starter.spent_s, strict=True)]
     everyone = _gather(place, times)
     by_step = list(zip(*everyone, strict=True))[len(times) // 2 :]  # the first half warms up
@@ -217,10 +222,6 @@ def _transfer_s(job: TrainJob, place: Place, sent_bytes: float) -> float | None:
             torch.cuda.synchronize(place.device)
         times.append(time.perf_counter() - started)
     return statistics.median(times[1:])
-
-
-def _hardware(summary: WorkerSummary) -> dict[str, Any]:
-    return {**summary.hardware, "device": summary.device.partition(":")[0]}
 
 
 def _gather(place: Place, value: Any) -> list[Any]:

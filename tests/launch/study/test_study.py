@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 import json
@@ -18,11 +19,11 @@ from scaleray.launch.study import study as studies
 from scaleray.launch.study.plan import Question
 from scaleray.launch.workers import gloo
 from scaleray.records.study import NoiseCourse, StudyRecord, ToTarget, Turn
-from scaleray.training.study.ladder import Effort, Measured, order_of_turns
+from scaleray.training.study.ladder import order_of_turns
 
 HERE = Path(__file__).parent.parent
 CPU = [{"cpu": "some", "accelerators": {}, "device": "cpu"}]
-SHORT = Effort(steps=4, seconds=0.0)
+SHORT = {"steps": 4, "seconds": 0.0}
 
 
 def config(tmp_path, workload="Line", **more):
@@ -43,25 +44,22 @@ class Workers:
 
     def __init__(self, *, fails_after=None, error=KeyboardInterrupt, hardware=lambda workers: CPU):
         self.fails_after, self.error, self.hardware = fails_after, error, hardware
-        self.ascents = []
+        self.groups = []  # (workers, missing turns, whether noise is to be measured) of each rung of a group
         self.told = 0
 
-    def __call__(self, config, sources, *more, **options):
-        return self.climb
-
-    def climb(self, ascent, tell):
-        self.ascents.append(ascent)
-        for number, rung in order_of_turns(ascent.rungs, ascent.seed):
+    def __call__(self, code, rungs, seed, tell, config, sources):
+        rungs = copy.deepcopy(rungs)  # as other processes have them: what is told changes the driver's
+        self.groups.append([(rung.workers, rung.num_missing, rung.needs_noise) for rung in rungs])
+        for number, rung in order_of_turns(rungs, seed):
             if self.told == self.fails_after:
                 raise self.error()
             self.told += 1
-            turn = dataclasses.replace(self.turn(rung), round=number)
-            tell(Measured(rung.name, turn=turn, placement={"local": rung.workers}))
-        for rung in ascent.rungs:
-            if rung.trains_to_target:
-                tell(Measured(rung.name, to_target=self.target(rung)))
-            if rung.measures_noise:
-                tell(Measured(rung.name, noise=self.noise(rung)))
+            tell((rung.name, dataclasses.replace(self.turn(rung), round=number, placement={"local": rung.workers})))
+        for rung in rungs:
+            if rung.needs_target:
+                tell((rung.name, self.target(rung)))
+            if rung.needs_noise:
+                tell((rung.name, self.noise(rung)))
 
     def target(self, rung):
         return ToTarget(
@@ -99,7 +97,7 @@ def study(tmp_path, monkeypatch, uri):
     monkeypatch.setattr(study_places.psutil, "cpu_count", lambda *a, **k: 4)
 
     def run(question=None, workers=None, said=None, *, flags=None, **options):
-        monkeypatch.setattr(studies, "local_workers", workers or Workers())
+        monkeypatch.setattr(studies, "climb_in_processes", workers or Workers())
         question = question or Question(world_sizes=[1, 2, 4], repeats=3)
         say = (lambda text: None) if said is None else said.append
         flags = {"tracking.uri": uri, **(flags or {})}
@@ -144,7 +142,7 @@ def test_what_was_measured_is_reused_and_named_and_can_be_forced_anew(study):
     first = study()
     said, nobody = [], Workers()
     second = study(workers=nobody, said=said)
-    assert nobody.ascents == []
+    assert nobody.groups == []
     assert any("no worker is started" in line for line in said)
     assert any(f"3 turns reused from {first.name}" in line for line in said)
     assert {p.reused_from for p in points_of(second).values()} == {first.name}
@@ -157,7 +155,7 @@ def test_a_larger_ladder_measures_only_what_is_new(study):
     study(Question(world_sizes=[1, 2], repeats=3))
     workers = Workers()
     record = study(Question(world_sizes=[1, 2, 4], repeats=3), workers)
-    assert [rung.workers for rung in workers.ascents[0].rungs] == [4]
+    assert [size for size, _, _ in workers.groups[0]] == [4]
     assert points_of(record)["strong", 4].reused_from is None
 
 
@@ -168,7 +166,7 @@ def test_other_conditions_are_measured_anew(study, flags, is_reused):
     study()
     workers = Workers()
     study(workers=workers, flags=flags)
-    assert (workers.ascents == []) == is_reused
+    assert (workers.groups == []) == is_reused
 
 
 @pytest.mark.parametrize(
@@ -201,13 +199,13 @@ def test_a_study_that_ends_before_its_first_turn_leaves_no_record(study, tmp_pat
 def test_each_rung_is_launched_on_its_own_with_relaunch(study):
     workers = Workers()
     record = study(Question(world_sizes=[1, 2, 4], repeats=2, relaunch=True), workers)
-    assert sorted(rung.workers for ascent in workers.ascents for rung in ascent.rungs) == [1, 2, 4]
-    assert len(workers.ascents) == 3
+    assert sorted(size for group in workers.groups for size, _, _ in group) == [1, 2, 4]
+    assert len(workers.groups) == 3
     assert record.marks == ["relaunched"]
     assert {name for p in points_of(record).values() for name in p.rounds} == {""}
     together = Workers()
     study(Question(world_sizes=[1, 2, 4], repeats=2), together)
-    assert len(together.ascents) == 1  # a launch of its own is another measurement, which is not reused
+    assert len(together.groups) == 1  # a launch of its own is another measurement, which is not reused
 
 
 def test_rungs_on_other_machines_are_no_curve(study):
@@ -242,7 +240,7 @@ def test_a_training_to_the_target_stands_beside_the_speed(study):
     assert "  2 workers: target reached after 48 samples and 1.5 s" in said
     workers = Workers()
     again = study(question, workers, flags=flags)
-    assert workers.ascents == [] and points_of(again)["strong", 2].to_target.time_s == 1.5
+    assert workers.groups == [] and points_of(again)["strong", 2].to_target.time_s == 1.5
 
 
 def test_noise_is_kept_reused_and_told_with_its_course(study):
@@ -267,10 +265,10 @@ def test_noise_is_kept_reused_and_told_with_its_course(study):
         assert [(m.step, m.value) for m in history] == [(32, 50.0), (640, 40.0)]
     workers = Workers()
     again = study(question, workers, said)
-    assert workers.ascents == [] and again.noise == record.noise
+    assert workers.groups == [] and again.noise == record.noise
     other = {"noise_scale.measure": "auto", "noise_scale.averaging": 0.9}
     study(question, workers, flags=other)  # measured in another way, but the turns are the same
-    assert [(rung.num_turns, rung.measures_noise) for rung in workers.ascents[0].rungs] == [(0, True), (0, True)]
+    assert workers.groups[0] == [(2, 0, True), (4, 0, True)]
 
 
 def test_noise_that_no_size_can_measure_is_said_to_be_missing(study):
@@ -305,7 +303,7 @@ def test_mfu_is_that_of_the_peak_in_the_config_and_never_more_than_all_of_it(stu
     workers = Workers()
     with pytest.raises(RunFailedError, match=r"study\.peak_tflops"):
         study(workers=workers, flags={"study.peak_tflops": 1e-9})
-    assert workers.ascents == []  # the peak is no condition of the measurement, whose turns are reused
+    assert workers.groups == []  # the peak is no condition of the measurement, whose turns are reused
 
 
 def test_one_size_makes_no_curve_and_says_so(study):
@@ -337,7 +335,7 @@ def test_a_study_in_gloo_processes_measures_and_reports(tmp_path, uri):
     from scaleray.reports.records.study import write_study_report
 
     said: list[str] = []
-    question = Question(world_sizes=[1, 2], repeats=2, effort=SHORT, oversubscribe=True)
+    question = Question(world_sizes=[1, 2], repeats=2, **SHORT, oversubscribe=True)
     flags = {"tracking.uri": uri}
     record = studies.study(
         config(tmp_path, **flags), question, local=True, say=said.append, write_report=write_study_report
@@ -354,7 +352,7 @@ def test_a_study_in_gloo_processes_measures_and_reports(tmp_path, uri):
 @pytest.mark.timeout(900)
 def test_an_error_of_the_workload_ends_the_study_and_is_what_the_user_reads(tmp_path, uri):
     flags = {"tracking.uri": uri, "workload.args.at_call": 2, "workload.args.rank": 0}
-    question = Question(world_sizes=[1], repeats=1, effort=SHORT)
+    question = Question(world_sizes=[1], repeats=1, **SHORT)
     with pytest.raises(RunFailedError, match="the user's own mistake"):
         studies.study(config(tmp_path, "Failing", **flags), question, local=True)
 
@@ -364,7 +362,7 @@ def test_an_error_of_the_workload_ends_the_study_and_is_what_the_user_reads(tmp_
 def test_a_ladder_inside_ray_train_leaves_its_curve_in_mlflow(ray_session, tmp_path, uri):
     from mlflow import MlflowClient
 
-    question = Question(world_sizes=[1, 2], modes=["strong", "weak"], repeats=1, effort=SHORT, oversubscribe=True)
+    question = Question(world_sizes=[1, 2], modes=["strong", "weak"], repeats=1, **SHORT, oversubscribe=True)
     record = studies.study(config(tmp_path, **{"tracking.uri": uri}), question)
     found = points_of(record)
     assert sorted(found) == [("strong", 1), ("strong", 2), ("weak", 1), ("weak", 2)]

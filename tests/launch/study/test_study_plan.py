@@ -10,21 +10,21 @@ from scaleray.errors import ClusterError, UsageError
 from scaleray.launch.cluster.connection import Node
 from scaleray.launch.session.data import load_sources
 from scaleray.launch.study import hardware as study_places
-from scaleray.launch.study.plan import Question, make_plan
+from scaleray.launch.study.plan import MODES, Question, make_rungs
 
 
 def config(**flags):
     return load_config(flags={**DEFAULTS, **flags}, environ={})
 
 
-def plan(question, **flags):
+def rungs(question, **flags):
     workload = Classify(num_rows=400)
-    return make_plan(config(**flags), question, workload, load_sources(workload))
+    return make_rungs(config(**flags), question, workload, load_sources(workload))
 
 
 def test_strong_divides_the_batch_and_weak_lets_it_grow():
-    made = plan(Question(world_sizes=[4, 1, 2, 2], modes=["weak", "strong"]))
-    found = [(p.mode, p.workers, p.rung) for p in made.places]
+    made = rungs(Question(world_sizes=[4, 1, 2, 2], modes=["weak", "strong"]))
+    found = [(mode, rung.workers, name) for mode in MODES for name, rung in made.items() if mode in rung.modes]
     assert found == [
         ("strong", 1, "w001-b8-m8-single"),
         ("strong", 2, "w002-b8-m4-ddp"),
@@ -33,13 +33,12 @@ def test_strong_divides_the_batch_and_weak_lets_it_grow():
         ("weak", 2, "w002-b16-m8-ddp"),
         ("weak", 4, "w004-b32-m8-ddp"),
     ]
-    assert len(made.rungs) == 5  # the base stands on both curves and is measured once
-    assert made.workers == 4
+    assert len(made) == 5  # the base stands on both curves and is measured once
 
 
 def test_weak_scaling_counts_from_the_smallest_size():
-    made = plan(Question(world_sizes=[2, 4], modes=["weak"]))
-    assert [made.rungs[p.rung].job.recipe.global_batch_size for p in made.places] == [8, 16]
+    made = rungs(Question(world_sizes=[2, 4], modes=["weak"]))
+    assert [rung.job.recipe.global_batch_size for rung in made.values()] == [8, 16]
 
 
 def test_a_rule_that_refuses_a_batch_does_not_stop_a_study_of_speed():
@@ -50,10 +49,10 @@ def test_a_rule_that_refuses_a_batch_does_not_stop_a_study_of_speed():
         "schedule.warmup": "60 steps",
     }
     question = Question(world_sizes=[1, 16], modes=["weak"])
-    made = plan(question, **flags)
-    assert made.rungs["w016-b128-m8-ddp"].job.recipe.global_batch_size == 128
+    made = rungs(question, **flags)
+    assert made["w016-b128-m8-ddp"].job.recipe.global_batch_size == 128
     with pytest.raises(UsageError):
-        plan(
+        rungs(
             Question(world_sizes=[1, 16], modes=["weak"], to_target=True),
             **flags,
             **{"stop.at": "val/loss <= 1", "evaluation.every": "1 epoch"},
@@ -61,13 +60,13 @@ def test_a_rule_that_refuses_a_batch_does_not_stop_a_study_of_speed():
 
 
 def test_given_shares_are_those_of_their_number_of_workers_and_one_worker_has_all():
-    made = plan(Question(world_sizes=[1, 2]), **{"shares.by": "given", "shares.speeds": [3, 1]})
-    assert [made.rungs[p.rung].job.recipe.worker_shares for p in made.places] == [None, (6, 2)]
+    made = rungs(Question(world_sizes=[1, 2]), **{"shares.by": "given", "shares.speeds": [3, 1]})
+    assert [rung.job.recipe.worker_shares for rung in made.values()] == [None, (6, 2)]
 
 
 def test_strategies_that_meet_now_and_then_are_measured_in_whole_periods():
-    made = plan(Question(world_sizes=[1, 2]), **{"strategy.name": "local_sgd", "local_sgd.sync_every": 6})
-    assert {r.workers: r.period for r in made.rungs.values()} == {1: 1, 2: 6}
+    made = rungs(Question(world_sizes=[1, 2]), **{"strategy.name": "local_sgd", "local_sgd.sync_every": 6})
+    assert {r.workers: r.period for r in made.values()} == {1: 1, 2: 6}
 
 
 @pytest.mark.parametrize(
@@ -94,7 +93,7 @@ def test_strategies_that_meet_now_and_then_are_measured_in_whole_periods():
 )
 def test_what_cannot_be_measured_is_refused_with_the_way_out(question, flags, words):
     with pytest.raises(UsageError, match=words):
-        plan(Question(**question), **flags)
+        rungs(Question(**question), **flags)
 
 
 # room for the workers
@@ -138,7 +137,7 @@ def test_cores_are_those_that_a_machine_has_whatever_ray_was_told(monkeypatch):
 
 def test_workers_that_share_cores_ask_ray_for_less_of_one():
     nodes = [Node("10.255.0.1", {"CPU": 3.0}, {})]
-    made = study_places.launch_config(config(), 16, nodes, shares_cores=True)
+    made = study_places.launch_config(config(), study_places.Room([16], True), nodes)
     assert (made.scale.workers, made.scale.cpus_per_worker) == (16, 0.12)
     with pytest.raises(ClusterError, match="--world-sizes"):
-        study_places.launch_config(config(), 16, nodes, shares_cores=False)
+        study_places.launch_config(config(), study_places.Room([16], False), nodes)

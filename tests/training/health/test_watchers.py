@@ -357,8 +357,7 @@ def test_a_model_whose_operations_cannot_be_counted_is_studied_without_mfu(monke
     monkeypatch.setattr(running, "profile_workload", mock.Mock(side_effect=error))
     split = SimpleNamespace(gives_tuples=False)
     rung = SimpleNamespace(job=SimpleNamespace(workload=None, splits={"train": split}))
-    plan = SimpleNamespace(rungs={0: rung}, sources={"train": mock.Mock()})
-    measured = SimpleNamespace(profile=None)
     config = SimpleNamespace(precision=None)
-    running.RunningStudy._count_operations(SimpleNamespace(plan=plan, measured=measured, config=config))
-    assert measured.profile == said
+    study = SimpleNamespace(rungs={0: rung}, sources={"train": mock.Mock()}, config=config, profile=None)
+    running.RunningStudy._count_operations(study)
+    assert study.profile == said

@@ -10,20 +10,20 @@ from small_runs import Classify, make_job
 
 from scaleray.emulation import EmulatedLayer, Timing
 from scaleray.errors import PeerLostError
-from scaleray.training.input import local_opener
+from scaleray.records.study import NoiseCourse, ToTarget, Turn
 from scaleray.training.setup.place import Place
-from scaleray.training.study.ladder import Ascent, Effort, Measured, Rung, climb, order_of_turns
+from scaleray.training.study.ladder import Rung, climb, order_of_turns
 from scaleray.training.study.subgroups import SubGroups
 from scaleray.training.study.turn import alone, shortened
 
-SHORT = Effort(steps=4, seconds=0.0)
+SHORT = {"steps": 4, "seconds": 0.0}
 
 
 def rung(workers, workload=None, *, turns=1, name=None, flags=None, **more):
     job, _ = make_job(
         workload or Classify(num_rows=48), {"tracking.every_steps": 10, **(flags or {})}, world_size=workers
     )
-    return Rung(name=name or f"w{workers}", workers=workers, job=job, num_turns=turns, **more)
+    return Rung(name=name or f"w{workers}", workers=workers, job=job, num_turns=turns, **{**SHORT, **more})
 
 
 # the order of turns
@@ -47,7 +47,7 @@ def test_a_rung_that_was_measured_before_takes_only_what_is_missing():
     ("step_time_s", "period", "steps"), [(0.1, 1, 40), (0.01, 1, 300), (1e-5, 1, 2000), (0.1, 16, 48), (0.0, 1, 2000)]
 )
 def test_a_turn_lasts_its_steps_and_its_seconds_in_whole_periods_up_to_a_bound(step_time_s, period, steps):
-    assert Effort(steps=40, seconds=3.0).num_steps(step_time_s, period) == steps
+    assert rung(1, steps=40, seconds=3.0, period=period).steps_of_a_turn(step_time_s) == steps
 
 
 # groups within groups
@@ -79,7 +79,7 @@ def visit(place):
                 seen.append((size, mine.rank, mine.local_rank, mine.local_world_size, total, dist.is_initialized()))
     said = groups.share(f"from {place.rank}")
     groups.close()
-    return seen, said, groups.placement(3)
+    return seen, said
 
 
 def test_groups_of_any_size_are_taken_node_by_node_and_see_only_themselves(gloo):
@@ -93,8 +93,7 @@ def test_groups_of_any_size_are_taken_node_by_node_and_see_only_themselves(gloo)
     ]
     assert second[0] == [(3, 2, 0, 1, 3.0, True)]
     assert third[0] == [(2, 1, 1, 2, 2.0, True), (3, 1, 1, 2, 3.0, True), (2, 1, 1, 2, 2.0, True)]
-    assert {said for _, said, _ in (first, second, third)} == {"from 0"}
-    assert first[2] == {"node 0": 2, "node 1": 1}
+    assert {said for _, said in (first, second, third)} == {"from 0"}
 
 
 def fail_inside(place):
@@ -116,13 +115,17 @@ def test_workers_outside_hear_of_a_failure_instead_of_waiting(gloo):
 # what is measured
 
 
-def measure(place, ascent, workload):
+def measure(place, rungs, workload):
     from scaleray.data import as_source
 
     sources = {name: as_source(value, split=name) for name, value in workload.datasets().items()}
-    told: list[Measured] = []
-    climb(place, ascent, open_stream=local_opener(ascent.rungs[0].job, sources, lambda message: None), tell=told.append)
+    told = []
+    climb(place, rungs, 0, told.append, sources)
     return told
+
+
+def kind_of(told, kind):
+    return [result for _, result in told if isinstance(result, kind)]
 
 
 def test_a_ladder_measures_every_turn_of_every_rung(gloo):
@@ -132,10 +135,9 @@ def test_a_ladder_measures_every_turn_of_every_rung(gloo):
         rung(2, workload, turns=2),
         rung(2, workload, name="fsdp", flags={"strategy.name": "fsdp"}),
     )
-    ascent = Ascent(rungs=rungs, effort=SHORT)
-    told, outside = gloo.run(2, in_pool, measure, ascent, workload)
+    told, outside = gloo.run(2, in_pool, measure, rungs, workload)
     assert outside == []  # the first worker tells
-    turns = {name: [m.turn for m in told if m.rung == name and m.turn] for name in ("w1", "w2", "fsdp")}
+    turns = {name: kind_of([m for m in told if m[0] == name], Turn) for name in ("w1", "w2", "fsdp")}
     assert {name: len(found) for name, found in turns.items()} == {"w1": 2, "w2": 2, "fsdp": 1}
     one, two, sharded = turns["w1"][0], turns["w2"][0], turns["fsdp"][0]
     assert len(one.step_times_s) == len(one.input_waits_s) == 4
@@ -145,7 +147,7 @@ def test_a_ladder_measures_every_turn_of_every_rung(gloo):
     assert two.sent_bytes == num_parameters * 8  # float64, each gradient once
     assert two.alone_s > 0 and two.slowest_alone_s >= two.alone_s and two.comm_s > 0
     assert sharded.alone_s > 0 and sharded.comm_s is None and sharded.sent_bytes > 0
-    assert {m.placement.get("node 0") for m in told if m.turn} == {1}
+    assert one.placement == {"node 0": 1} and two.placement == sharded.placement == {"node 0": 1, "node 1": 1}
     assert one.peak_memory_bytes > 0 and one.hardware[0]["device"] == "cpu" and not one.is_emulated
 
 
@@ -156,13 +158,12 @@ class Sleeping(Classify):
 
 def test_emulated_models_and_parts_of_a_step_that_cannot_be_taken_alone_are_told(gloo):
     workload = Sleeping(num_rows=48)
-    ascent = Ascent(rungs=(rung(1, workload),), effort=SHORT)
-    (told,) = gloo.run(1, measure, ascent, workload)
-    assert [m.turn.is_emulated for m in told] == [True]
+    (told,) = gloo.run(1, measure, (rung(1, workload),), workload)
+    assert [turn.is_emulated for _, turn in told] == [True]
     workload = Classify(num_rows=48)
     flags = {"strategy.name": "tensor", "tensor.size": 2}
-    told, _ = gloo.run(2, in_pool, measure, Ascent(rungs=(rung(2, workload, flags=flags),), effort=SHORT), workload)
-    assert [m.turn.alone_s for m in told if m.turn] == [None]
+    told, _ = gloo.run(2, in_pool, measure, (rung(2, workload, flags=flags),), workload)
+    assert [turn.alone_s for turn in kind_of(told, Turn)] == [None]
 
 
 def test_a_training_to_the_target_is_told_with_its_evaluations(gloo):
@@ -173,10 +174,9 @@ def test_a_training_to_the_target_is_told_with_its_evaluations(gloo):
         "stop.after": "30 epochs",
         "optimizer.learning_rate": 0.5,
     }
-    ascent = Ascent(rungs=(rung(1, workload, turns=0, flags=flags, trains_to_target=True),), effort=SHORT)
-    (told,) = gloo.run(1, measure, ascent, workload)
-    (measured,) = told
-    result = measured.to_target
+    rungs = (rung(1, workload, turns=0, flags=flags, trains_to_target=True),)
+    (told,) = gloo.run(1, measure, rungs, workload)
+    ((_, result),) = told
     assert result.is_reached and result.value >= 0.5 and result.metric == "val/accuracy"
     assert result.samples == result.curve[-1][0] == 8 * result.steps
     assert [samples for samples, _, _ in result.curve] == sorted(samples for samples, _, _ in result.curve)
@@ -190,16 +190,16 @@ def test_a_training_to_the_target_is_told_with_its_evaluations(gloo):
 def test_noise_is_measured_apart_from_the_turns(gloo, workers, flags, way):
     workload = Classify(num_rows=48)
     flags = {"noise_scale.measure": True, **flags}
-    rungs = (rung(workers, workload, turns=1, flags=flags, measures_noise=True),)
-    run = [measure, Ascent(rungs=rungs, effort=Effort(steps=6, seconds=0.0)), workload]
+    rungs = (rung(workers, workload, turns=1, flags=flags, measures_noise=True, steps=6),)
+    run = [measure, rungs, workload]
     told = gloo.run(workers, in_pool, *run)[0] if workers > 1 else gloo.run(1, *run)[0]
-    assert [(m.turn is not None, m.noise is not None) for m in told if not m.said] == [(True, False), (False, True)]
-    noise = told[-1].noise
+    assert [type(result) for _, result in told if not isinstance(result, str)] == [Turn, NoiseCourse]
+    _, noise = told[-1]
     assert (noise.way, noise.covers) == (way, "its first steps")
     # in every step, although the config says every 20th; a first step has none before it
     assert noise.num_measurements == (5 if way == "consecutive steps" else 6)
     assert [samples for samples, _ in noise.curve] == [8 * step for step in range(6 - noise.num_measurements, 6)]
-    assert any("noise scale: from" in m.said for m in told)
+    assert any("noise scale: from" in note for note in kind_of(told, str))
     assert noise.scale is None or noise.scale > 0
 
 
@@ -213,11 +213,11 @@ def test_the_noise_of_a_training_to_the_target_is_that_of_its_whole_course(gloo)
         "noise_scale.every_steps": 3,
     }
     one = rung(2, workload, turns=0, flags=flags, trains_to_target=True, measures_noise=True)
-    told, _ = gloo.run(2, in_pool, measure, Ascent(rungs=(one,), effort=SHORT), workload)
-    (measured,) = told
-    assert measured.to_target.steps == 30
-    assert measured.noise.covers == "the training to the target"
-    assert measured.noise.num_measurements == 10 and measured.noise.curve[-1][0] == 8 * 29
+    told, _ = gloo.run(2, in_pool, measure, (one,), workload)
+    (target,), (noise,) = kind_of(told, ToTarget), kind_of(told, NoiseCourse)
+    assert len(told) == 2 and target.steps == 30
+    assert noise.covers == "the training to the target"
+    assert noise.num_measurements == 10 and noise.curve[-1][0] == 8 * 29
 
 
 def test_alone_is_this_workers_share_as_a_training_of_one():

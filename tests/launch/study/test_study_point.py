@@ -8,18 +8,41 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_runs import DEFAULTS
 
+from scaleray.config import load_config
 from scaleray.errors import RunFailedError
+from scaleray.launch.study.point import NOT_STEADY, cost_per_million_samples, periods, point_of
 from scaleray.records.study import Turn
-from scaleray.scaling.curves.curve_point import NOT_STEADY, Prices, as_point, cost_per_million_samples, periods
+from scaleray.records.workload_profile import WorkloadProfile
 from scaleray.scaling.curves.time_split import split
+from scaleray.training.study.ladder import Rung
 
 RECIPE = SimpleNamespace(strategy="ddp", global_batch_size=64, micro_batch_size=32, accumulation_steps=1)
+UNKNOWN = "nobody has counted"
+PROFILE = WorkloadProfile(
+    num_parameters=1, num_trained_parameters=1, parameter_bytes=4, precision="fp32", backward_flops=1e5,
+    activation_bytes=0.0, fixed_activation_bytes=0.0, count_per_sample=None,
+)  # fmt: skip
+
+
+def as_point(mode, workers, turns, *, tokens=None, flags=None, profile=UNKNOWN, **more):
+    job = SimpleNamespace(recipe=RECIPE, splits={"train": SimpleNamespace(tokens_per_row=tokens)})
+    rung = Rung(name="one", workers=workers, job=job, num_turns=len(turns), turns=turns, **more)
+    config = load_config(flags={**DEFAULTS, **(flags or {})}, environ={})
+    return point_of(mode, rung, config, profile=profile, study="mine")
 
 
 def turn(times, **more):
     return Turn(
-        **{"step_times_s": times, "input_waits_s": [0.0] * len(times), "input_share": 0.0, "measured_at": 1.0, **more}
+        **{
+            "step_times_s": times,
+            "input_waits_s": [0.0] * len(times),
+            "input_share": 0.0,
+            "measured_at": 1.0,
+            "study": "mine",
+            **more,
+        }
     )
 
 
@@ -50,15 +73,16 @@ def test_what_the_same_work_takes_alone_is_computing_and_the_rest_is_communicati
 def test_one_worker_communicates_nothing_and_a_worker_that_cannot_work_alone_cannot_tell():
     assert split(0.01, turn([0.01]), 1).comm == 0.0
     assert split(0.01, turn([0.01]), 2).comm is None
-    point = as_point("strong", 2, RECIPE, [turn(steady(0.01))])
+    point = as_point("strong", 2, [turn(steady(0.01))])
     assert point.exposed_comm_s is None and point.compute_s == pytest.approx(point.step_time_s.value)
 
 
 def test_a_point_adds_up_and_counts_samples_and_tokens_of_the_global_batch():
     turns = [
-        turn(steady(0.01), alone_s=0.008, slowest_alone_s=0.0085, sent_bytes=100.0, peak_memory_bytes=n) for n in (1, 3)
+        turn(steady(0.01), alone_s=0.008, slowest_alone_s=0.0085, sent_bytes=100.0, peak_memory_bytes=n, study="other")
+        for n in (1, 3)
     ]
-    point = as_point("weak", 4, RECIPE, turns, tokens_per_sample=10, marks=["emulated"], reused_from="other")
+    point = as_point("weak", 4, turns, tokens=10, marks=["relaunched"])
     t = point.step_time_s.value
     assert point.compute_s + point.exposed_comm_s + point.input_wait_s + point.other_s == pytest.approx(t)
     assert point.samples_per_s.value == pytest.approx(64 / t)
@@ -66,14 +90,14 @@ def test_a_point_adds_up_and_counts_samples_and_tokens_of_the_global_batch():
     assert (point.peak_memory_bytes, point.sent_bytes, point.marks, point.reused_from) == (
         3,
         100.0,
-        ["emulated"],
+        ["relaunched"],
         "other",
     )
     assert [len(steps) for steps in point.turns] == [60 - point.num_warmup_steps] * 2
 
 
 def test_a_slow_start_is_left_out():
-    point = as_point("strong", 1, RECIPE, [turn([1.0] * 10 + steady(0.01, 90))])
+    point = as_point("strong", 1, [turn([1.0] * 10 + steady(0.01, 90))])
     assert point.num_warmup_steps >= 10
     assert point.step_time_s.value == pytest.approx(0.01, rel=0.01)
     assert point.marks == []
@@ -81,13 +105,19 @@ def test_a_slow_start_is_left_out():
 
 def test_a_point_is_marked_when_half_of_its_turns_drift():
     drifting, good = turn([0.01 * (1 + 0.01 * number) for number in range(100)]), turn(steady(0.01, 100))
-    assert as_point("strong", 1, RECIPE, [good, drifting]).marks == [NOT_STEADY]
-    assert as_point("strong", 1, RECIPE, [good, good, drifting], marks=["emulated"]).marks == ["emulated"]
+    assert as_point("strong", 1, [good, drifting]).marks == [NOT_STEADY]
+    assert as_point("strong", 1, [good, good, drifting], marks=["relaunched"]).marks == ["relaunched"]
+
+
+def test_emulated_workers_need_no_core_and_so_are_not_marked_for_sharing_one():
+    for is_emulated, marks in ((True, ["emulated", "relaunched"]), (False, ["oversubscribed", "relaunched"])):
+        turns = [turn(steady(0.01), is_emulated=is_emulated)]
+        assert as_point("strong", 2, turns, marks=["oversubscribed", "relaunched"]).marks == marks
 
 
 def test_averagings_now_and_then_belong_to_every_step():
     times = [0.01, 0.01, 0.01, 0.05] * 30  # the median step alone would know nothing of the averaging
-    point = as_point("strong", 2, RECIPE, [turn(times)], period=4)
+    point = as_point("strong", 2, [turn(times)], period=4)
     assert point.step_time_s.value == pytest.approx(0.02)
 
 
@@ -107,8 +137,10 @@ def test_cost_is_price_times_worker_time():
 
 
 def test_mfu_is_the_share_of_the_workers_peaks_and_no_more_than_all_of_it():
-    prices = Prices(peak_flops=1e9, flops_per_sample=1e5)
-    point = as_point("strong", 2, RECIPE, [turn(steady(0.01))], prices=prices)
+    def measured(peak_tflops):
+        return as_point("strong", 2, [turn(steady(0.01))], flags={"study.peak_tflops": peak_tflops}, profile=PROFILE)
+
+    point = measured(1e-3)
     assert point.mfu == pytest.approx(point.samples_per_s.value * 1e5 / 2e9)
     with pytest.raises(RunFailedError, match=r"study\.peak_tflops"):
-        as_point("strong", 2, RECIPE, [turn(steady(0.01))], prices=Prices(peak_flops=1e6, flops_per_sample=1e5))
+        measured(1e-6)

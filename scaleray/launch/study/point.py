@@ -1,4 +1,4 @@
-"""Points of a curve from the turns of a rung: the steady steps, and what they cost."""
+"""The point of a curve from the turns of a rung: the steady steps, and what they cost."""
 
 from __future__ import annotations
 
@@ -6,53 +6,34 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scaleray.config import RunConfig
 from scaleray.errors import RunFailedError
-from scaleray.records.study import Mode, NoiseCourse, Point, ToTarget, Turn
-from scaleray.records.workload_profile import ImpossibleUtilisation, mfu
+from scaleray.launch.study.hardware import OVERSUBSCRIBED, peak_flops
+from scaleray.launch.study.turn_store import studies_of
+from scaleray.records.run import EMULATED
+from scaleray.records.study import Mode, Point, Turn
+from scaleray.records.workload_profile import ImpossibleUtilisation, WorkloadProfile, mfu
 from scaleray.scaling.curves.efficiency import median_step_time, throughput
 from scaleray.scaling.curves.steady_state import steady_state
 from scaleray.scaling.curves.time_split import mean_split, split
-from scaleray.scaling.recipe.values import Recipe
+from scaleray.training.setup.job import TRAIN
+from scaleray.training.study.ladder import Rung
 
 NOT_STEADY = "not steady"
 """Mark of a point whose turns drift, or have too few steps to tell."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prices:
-    """Prices and peaks that turn measurements into cost and MFU; None where one is not known.
+def point_of(mode: Mode, rung: Rung, config: RunConfig, *, profile: WorkloadProfile | str, study: str) -> Point:
+    """The point that the rung's turns so far, at least one, have measured.
 
-    peak_flops: peak of one worker, in FLOP/s.
+    profile: counts of the model's operations, or why they are not known. study: name of this study. A point half of
+    whose turns are not steady is marked. Raises RunFailedError for an MFU over 100 %, which no device has.
     """
-
-    per_worker_hour: float | None = None
-    peak_flops: float | None = None
-    flops_per_sample: float | None = None
-
-
-def as_point(
-    mode: Mode,
-    workers: int,
-    recipe: Recipe,
-    turns: Sequence[Turn],
-    *,
-    period: int = 1,
-    tokens_per_sample: int | None = None,
-    prices: Prices | None = None,
-    marks: Sequence[str] = (),
-    to_target: ToTarget | None = None,
-    noise: NoiseCourse | None = None,
-    reused_from: str | None = None,
-) -> Point:
-    """The point that these turns measured. period: steps after which they repeat; each period counts by its mean.
-
-    A point half of whose turns are not steady is marked. Raises RunFailedError for an MFU over 100 %, which no device
-    has.
-    """
-    prices = prices or Prices()
-    steady = steady_times(turns, period)
+    turns, recipe, workers = rung.turns, rung.job.recipe, rung.workers
+    steady = steady_times(turns, rung.period)
     step_time = median_step_time(steady.times)
     samples_per_s = throughput(steady.times, samples_per_step=recipe.global_batch_size)
+    tokens = rung.job.splits[TRAIN].tokens_per_row
     shares = mean_split(
         [split(statistics.median(times), turn, workers) for times, turn in zip(steady.times, turns, strict=True)]
     )
@@ -70,23 +51,23 @@ def as_point(
         num_warmup_steps=steady.num_warmup_steps,
         step_time_s=step_time,
         samples_per_s=samples_per_s,
-        tokens_per_s=throughput(steady.times, samples_per_step=recipe.global_batch_size * tokens_per_sample)
-        if tokens_per_sample
-        else None,
+        tokens_per_s=throughput(steady.times, samples_per_step=recipe.global_batch_size * tokens) if tokens else None,
         compute_s=shares.compute * t,
         exposed_comm_s=None if shares.comm is None else shares.comm * t,
         input_wait_s=shares.input * t,
         other_s=shares.other * t,
         comm_s=statistics.median(comm_times) if comm_times else (0.0 if workers == 1 else None),
         sent_bytes=statistics.fmean(turn.sent_bytes for turn in turns),
-        mfu=_mfu(samples_per_s.value, workers, prices),
+        mfu=_mfu(samples_per_s.value, rung, config, profile),
         peak_memory_bytes=max(turn.peak_memory_bytes for turn in turns),
-        cost_per_million_samples=cost_per_million_samples(samples_per_s.value, workers, prices.per_worker_hour),
-        noise_scale=noise.scale if noise else None,
-        noise=noise,
-        to_target=to_target,
-        marks=[*marks, *([NOT_STEADY] if 2 * steady.num_unsteady >= len(turns) else [])],
-        reused_from=reused_from,
+        cost_per_million_samples=cost_per_million_samples(
+            samples_per_s.value, workers, config.study.price_per_worker_hour
+        ),
+        noise_scale=rung.noise.scale if rung.noise else None,
+        noise=rung.noise,
+        to_target=rung.to_target,
+        marks=[*_marks(rung), *([NOT_STEADY] if 2 * steady.num_unsteady >= len(turns) else [])],
+        reused_from=studies_of(turns, own=study),
         measured_at=max(turn.measured_at for turn in turns),
     )
 
@@ -122,13 +103,18 @@ def cost_per_million_samples(samples_per_s: float, workers: int, price_per_worke
     return None if price_per_worker_hour is None else price_per_worker_hour * workers / 3600 * 1e6 / samples_per_s
 
 
-def _mfu(samples_per_s: float, workers: int, prices: Prices) -> float | None:
-    if not prices.peak_flops or not prices.flops_per_sample:
+def _marks(rung: Rung) -> list[str]:
+    if any(turn.is_emulated for turn in rung.turns):  # sleeping workers need no core
+        return [EMULATED, *(mark for mark in rung.marks if mark != OVERSUBSCRIBED)]
+    return rung.marks
+
+
+def _mfu(samples_per_s: float, rung: Rung, config: RunConfig, profile: WorkloadProfile | str) -> float | None:
+    peak = peak_flops(config, rung.turns)
+    if not peak or isinstance(profile, str) or not profile.flops:
         return None
     try:
-        return mfu(
-            prices.flops_per_sample * samples_per_s, time_s=1.0, peak_flops_per_s=prices.peak_flops, num_devices=workers
-        )
+        return mfu(profile.flops * samples_per_s, time_s=1.0, peak_flops_per_s=peak, num_devices=rung.workers)
     except ImpossibleUtilisation as exc:
         raise RunFailedError(
             f"{exc}. Correct study.peak_tflops, which is the peak of one worker; the turns are kept"
