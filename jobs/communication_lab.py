@@ -39,17 +39,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from scaleray.config import RunConfig, load_config
 from scaleray.config.compression import OWNERS
+from scaleray.data import Split, load_sources
 from scaleray.data.source import Source
 from scaleray.errors import ConfigError, ScaleRayError
-from scaleray.launch.session.data import load_sources, size_of
+from scaleray.launch.session.data import size_of
 from scaleray.launch.workers.gloo import UserCode, gloo_processes
 from scaleray.records.run import EvaluationRecord, StepRecord, WorkerMessage
 from scaleray.scaling.recipe.derive import derive
 from scaleray.strategies import STRATEGIES
 from scaleray.strategies.compression import adaptive as adaptive_compression
 from scaleray.training import loop
-from scaleray.training.input import local_opener
-from scaleray.training.setup.job import Split, TrainJob
+from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 
 BASELINE = "all-reduce"
@@ -156,13 +156,7 @@ def train(place: Place, job: TrainJob, sources: Mapping[str, Source], slow_link:
     messages: list[WorkerMessage] = []
     traffic = Traffic(place, job.config, slow_link * 1e6 / 8 if slow_link else None)
     with traffic.listening():
-        loop.run(
-            job,
-            place,
-            open_stream=local_opener(job, sources, lambda message: None),
-            emit=messages.append,
-            probe=traffic,
-        )
+        loop.run(job, place, sources=sources, emit=messages.append, probe=traffic)
     return Turn(_curve(messages, job), *_figures(messages, traffic)) if place.rank == 0 else Turn([], 0, 0, 0)
 
 

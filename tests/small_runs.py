@@ -22,8 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.config import RunConfig, load_config
-from scaleray.data import Part, RankBatch, StepStream, as_source
-from scaleray.data.blocks import LocalBlocks
+from scaleray.data import TRAIN, RankBatch, Split, as_source
 from scaleray.records.run import (
     CheckpointRecord,
     EvaluationRecord,
@@ -39,7 +38,7 @@ from scaleray.strategies.contract.weight_shares import WeightShare
 from scaleray.strategies.tensor import Replicated
 from scaleray.training import loop
 from scaleray.training.observer import StepResult
-from scaleray.training.setup.job import TRAIN, Split, TrainJob
+from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing
@@ -54,6 +53,7 @@ DEFAULTS: dict[str, Any] = {
     "stop.after": "2 epochs",
     "precision.dtype": "fp64",
     "tracking.every_steps": 1,
+    "data.chunk_mib": 64 / 2**20,  # a step or two: rows of a step lie in one chunk, and in several
     "tracking.system_metrics": False,
     "data.timeout_s": 30.0,
 }
@@ -257,16 +257,12 @@ def train_job(
         checkpointing = Checkpointing(job, place, catalog, emit=messages.append, facts=facts)
     weights: dict[str, torch.Tensor] = {}
 
-    def open_stream(split: Split, part: Part) -> StepStream:
-        blocks = LocalBlocks(sources[split.name], part, chunk_bytes=64, may_draw=job.config.deterministic)
-        return StepStream(blocks, part, timeout_s=job.config.data.timeout_s)
-
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     try:
         summary = loop.run(
             job,
             place,
-            open_stream=open_stream,
+            sources=sources,
             emit=messages.append,
             save_weights=lambda share: weights.update(brought_together(share, place)),
             checkpointing=checkpointing,

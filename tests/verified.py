@@ -10,9 +10,9 @@ from unittest import mock
 
 from small_runs import make_job, with_strategy
 
+from scaleray.data import Input, Part, Split, StepStream
 from scaleray.strategies import STRATEGIES
 from scaleray.training import loop
-from scaleray.training.input import local_opener
 from scaleray.training.setup.place import Place
 from scaleray.training.verify import variants as verification
 from scaleray.training.verify.variants import Assignment, Outcome, Variant, short_job, verify_group
@@ -33,8 +33,7 @@ def judge_all(
     """The outcomes of several numbers of micro-batches."""
     reference, sources = _variant(workload, {**flags, "strategy.name": "auto"}, 1, 1, steps)
     others = tuple(_variant(workload, flags, place.world_size, n, steps)[0] for n in accumulations)
-    opener = local_opener(reference.job, sources, lambda message: None)
-    return verify_group(place, Assignment(reference, others, 1e-9), {}, open_stream=opener)[0]
+    return verify_group(place, Assignment(reference, others, 1e-9), {}, sources=sources)[0]
 
 
 def judge_with(
@@ -85,15 +84,12 @@ BROKEN = "broken"
 @contextlib.contextmanager
 def every_rank_reads_the_same() -> Iterator[None]:
     """The forgotten DistributedSampler: all ranks read the part of rank 0."""
-    init = verification._Group.__init__
+    opened = Input.open
 
-    def broken(self: Any, place: Place, assignment: Any, references: Any, open_stream: Any) -> None:
-        def same_part(split: Any, part: Any) -> Any:
-            return open_stream(split, dataclasses.replace(part, rank=0))
+    def broken(self: Input, split: Split, part: Part) -> StepStream:
+        return opened(self, split, dataclasses.replace(part, rank=0))
 
-        init(self, place, assignment, references, same_part)
-
-    with mock.patch.object(verification._Group, "__init__", broken):
+    with mock.patch.object(Input, "open", broken):
         yield
 
 

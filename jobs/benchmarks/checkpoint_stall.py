@@ -28,14 +28,13 @@ from torch import nn
 from scaleray import Workload
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.config import load_config
-from scaleray.data import as_source
+from scaleray.data import Split, as_source
 from scaleray.launch.workers.gloo import UserCode, gloo_processes
 from scaleray.records.run import CheckpointRecord, StepRecord
 from scaleray.scaling.recipe.derive import derive
 from scaleray.scaling.recipe.values import DataSize
 from scaleray.training import loop
-from scaleray.training.input import local_opener
-from scaleray.training.setup.job import Split, TrainJob
+from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing
 
@@ -133,9 +132,7 @@ def train(place: Place, job: TrainJob, sources: Any, schedule: dict[int, str], f
     torch.set_num_threads(1)
     records: list[Any] = []
     saves = Scheduled(job, place, Catalog.of_run(folder), emit=records.append, schedule=schedule, folder=folder)
-    loop.run(
-        job, place, open_stream=local_opener(job, sources, records.append), emit=records.append, checkpointing=saves
-    )
+    loop.run(job, place, sources=sources, emit=records.append, checkpointing=saves)
     return [r for r in records if isinstance(r, (StepRecord, CheckpointRecord))]
 
 

@@ -31,15 +31,14 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.parallel import DistributedDataParallel
 
 from scaleray.config import load_config
-from scaleray.data import as_source
+from scaleray.data import TRAIN, Split, as_source
 from scaleray.emulation import BACKWARD, FORWARD, REDUCE, EmulatedLayer, EmulatedLink, Timeline, Timing, busy_s
 from scaleray.launch.workers.gloo import GlooProcesses, UserCode, gloo_processes
 from scaleray.records.run import EventRecord, StepRecord
 from scaleray.scaling.recipe.derive import derive
 from scaleray.scaling.recipe.values import DataSize
 from scaleray.training import loop
-from scaleray.training.input import local_opener
-from scaleray.training.setup.job import TRAIN, Split, TrainJob
+from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 
 WIDTH = 16
@@ -145,7 +144,7 @@ def training(place: Place, settings: dict[str, Any]) -> Figures:
     splits = {name: Split.of(name, source) for name, source in sources.items()}
     job = TrainJob(config, recipe, workload, splits, time.time())
     messages: list[Any] = []
-    loop.run(job, place, open_stream=local_opener(job, sources, messages.append), emit=messages.append)
+    loop.run(job, place, sources=sources, emit=messages.append)
     times = [m.step_time_s for m in messages if isinstance(m, StepRecord)]
     steady = settings["steps"] // 2  # two measurements are behind it
     passes = timelines[-1].intervals(FORWARD, BACKWARD)

@@ -75,7 +75,9 @@ def scaleray_batches(source: Any, source_ref: Any, *, batch_size: int, epoch: in
     """One epoch as a worker of a run with one rank and the default data settings reads it."""
     from scaleray.config.data import DataSettings
     from scaleray.data import Part, StepPlan, StepStream
+    from scaleray.data.local_start import Demand
     from scaleray.data.ray_blocks import ray_blocks
+    from scaleray.data.source import Columns
 
     settings = DataSettings()
     plan = StepPlan(
@@ -83,15 +85,18 @@ def scaleray_batches(source: Any, source_ref: Any, *, batch_size: int, epoch: in
     )
     part = Part(plan, rank=0, world_size=1, first_step=0, last_step=plan.steps_per_epoch)
     prefetch_bytes = settings.prefetch_mib * 2**20
-    blocks = ray_blocks(
-        source_ref,
-        part,
-        row_bytes=source.row_bytes,
-        chunk_bytes=settings.chunk_mib * 2**20,
-        memory_bytes=prefetch_bytes,
-        cpus=settings.reserved_cpus,
-    )
-    stream = StepStream(blocks, part, row_bytes=source.row_bytes, prefetch_bytes=prefetch_bytes)
+
+    def open_blocks(part: Part, demand: Demand) -> Iterator[Columns]:
+        return ray_blocks(
+            source_ref,
+            part,
+            row_bytes=source.row_bytes,
+            chunk_bytes=settings.chunk_mib * 2**20,
+            memory_bytes=prefetch_bytes,
+            cpus=settings.reserved_cpus,
+        )
+
+    stream = StepStream(open_blocks, part, row_bytes=source.row_bytes, prefetch_bytes=prefetch_bytes)
     for batch in stream:
         yield {name: torch.from_numpy(values) for name, values in batch.columns.items()}
 

@@ -24,14 +24,13 @@ from pathlib import Path
 
 from scaleray.config import load_config
 from scaleray.config.noise_scale import NoiseScaleSettings
-from scaleray.data import as_source
+from scaleray.data import Split, as_source
 from scaleray.launch.workers.gloo import UserCode, gloo_processes
 from scaleray.records.run import StepRecord, WorkerSummary
 from scaleray.scaling.recipe.derive import derive
 from scaleray.scaling.recipe.values import DataSize
 from scaleray.training import loop
-from scaleray.training.input import local_opener
-from scaleray.training.setup.job import Split, TrainJob
+from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.workload import load_workload
 
@@ -90,7 +89,7 @@ def train(place: Place, job: TrainJob, sources: Any) -> list[Any]:
     """One worker's run; its steps and summary."""
     torch.set_num_threads(1)
     records: list[Any] = []
-    loop.run(job, place, open_stream=local_opener(job, sources, records.append), emit=records.append)
+    loop.run(job, place, sources=sources, emit=records.append)
     return [r for r in records if isinstance(r, (StepRecord, WorkerSummary))]
 
 

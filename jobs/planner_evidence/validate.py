@@ -19,9 +19,10 @@ from scaleray.planner.answers.calibration import calibrate
 from scaleray.planner.cost.block_pass import Measured
 from scaleray.planner.cost.constants import DEFAULT, Constants
 from scaleray.planner.cost.fits_in_memory import HEADROOM
-from scaleray.planner.cost.memory import GIB, memory
+from scaleray.planner.cost.memory import memory
 from scaleray.planner.cost.step_time import StepTime, step_time
 from scaleray.planner.cost.uncertainty import Anchor, Reason, doubts, interval, reasons
+from scaleray.text.units import GIB
 
 
 @dataclass(frozen=True, kw_only=True)

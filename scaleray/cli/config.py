@@ -31,7 +31,8 @@ def show(*overrides: Overrides, config: ConfigFile = None, json: Json = False, d
     resolved = load_config(config, flags=overrides)
     size: DataSize | None = None
     if data:
-        from scaleray.launch.session.data import load_sources, size_of
+        from scaleray.data import load_sources
+        from scaleray.launch.session.data import size_of
         from scaleray.workload import load_workload
 
         base_dir = config.resolve().parent if config else None

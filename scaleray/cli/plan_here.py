@@ -13,11 +13,10 @@ import psutil
 from scaleray.errors import ClusterError
 from scaleray.planner.hardware.kinds import Cluster, Gpu, Network
 from scaleray.planner.hardware.lookup import Catalogue
+from scaleray.text.units import GIB
 
 if TYPE_CHECKING:
     from scaleray.launch.cluster.connection import Node
-
-GIB = 2.0**30
 
 
 def this_machine(catalogue: Catalogue) -> Cluster:

@@ -1,21 +1,36 @@
 """Training input: sources, the step plan, and the stream that executes it."""
 
+from scaleray.data.input import Input, RaySources, Sources
 from scaleray.data.part import Part
-from scaleray.data.part_stream import PartStream
 from scaleray.data.sample_order import StepPlan
-from scaleray.data.sources import ArraySource, DatasetSource, ParquetSource, StreamSource, TokenSource, as_source
+from scaleray.data.source import TRAIN
+from scaleray.data.sources import (
+    ArraySource,
+    DatasetSource,
+    ParquetSource,
+    StreamSource,
+    TokenSource,
+    as_source,
+    load_sources,
+)
+from scaleray.data.split import Split
 from scaleray.data.stream import RankBatch, StepStream
 
 __all__ = [
+    "TRAIN",
     "ArraySource",
     "DatasetSource",
+    "Input",
     "ParquetSource",
     "Part",
-    "PartStream",
     "RankBatch",
+    "RaySources",
+    "Sources",
+    "Split",
     "StepPlan",
     "StepStream",
     "StreamSource",
     "TokenSource",
     "as_source",
+    "load_sources",
 ]

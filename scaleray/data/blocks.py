@@ -29,19 +29,18 @@ def chunks(part: Part, *, row_bytes: int, chunk_bytes: float) -> Iterator[range]
         size = min(most, size * 4)
 
 
-def read_chunk(source: Source, part: Part, steps: range) -> Columns:
-    """The rows of these steps, one after another, in the exact order of the plan."""
-    with no_exit("the source of the data"):
-        return source.read(part.indices(steps))
+def read_chunk(source: Source, part: Part, steps: range, *, is_alone: bool = False) -> Columns:
+    """The rows of these steps, one after another, in the exact order of the plan.
 
-
-def read_chunk_alone(source: Source, part: Part, steps: range) -> Columns:
-    """Rows of these steps as `read_chunk` gives them, but each read under its own seed if user code draws random
-    numbers. Nobody else in this process may draw any meanwhile."""
-    if type(source) in STORED:
-        return read_chunk(source, part, steps)
+    is_alone: nobody else in this process draws random numbers meanwhile, so that each row is read under its own seed
+    if user code draws any.
+    """
     positions = part.positions(steps)
-    return read_alone(source, part.plan.samples_at(positions), lambda: part.plan.row_seeds(positions))
+    indices = part.plan.samples_at(positions)
+    if is_alone and type(source) not in STORED:
+        return read_alone(source, indices, lambda: part.plan.row_seeds(positions))
+    with no_exit("the source of the data"):
+        return source.read(indices)
 
 
 class LocalBlocks(Iterator[Columns]):
@@ -57,8 +56,7 @@ class LocalBlocks(Iterator[Columns]):
         """Whether nobody else in this process may draw random numbers while these blocks are read."""
         # a step at a time, as training stands still while it is read
         steps = chunks(part, row_bytes=source.row_bytes, chunk_bytes=0.0 if self.is_read_alone else chunk_bytes)
-        read = read_chunk_alone if self.is_read_alone else read_chunk
-        self._blocks = (read(source, part, those) for those in steps)
+        self._blocks = (read_chunk(source, part, those, is_alone=self.is_read_alone) for those in steps)
 
     def __next__(self) -> Columns:
         return next(self._blocks)

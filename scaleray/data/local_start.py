@@ -19,7 +19,7 @@ LOCAL_CHUNK_STEPS = (
 
 
 class Demand:
-    """State of the consumer of a stream, for whoever fills it. Set by the StepStream it is given to."""
+    """State of the consumer of a stream, for whoever fills it; the StepStream sets it."""
 
     def __init__(self) -> None:
         self.has_begun = threading.Event()
@@ -27,6 +27,15 @@ class Demand:
         self.is_closed = threading.Event()
         self.is_hungry: Callable[[], bool] = lambda: True
         """Whether the consumer will soon have to wait."""
+        self.asked = threading.Semaphore(0)
+        """Released with each batch that the consumer asks for."""
+
+    def wait_until_asked(self) -> bool:
+        """Wait until the next batch is asked for, or the stream closed; returns whether it is asked for."""
+        while not self.is_closed.is_set():
+            if self.asked.acquire(timeout=0.5):
+                return True
+        return False
 
 
 def start_locally(

@@ -34,10 +34,6 @@ class Part:
         own = [p if len(p) else self.plan.positions(step)[:1] for step, p in zip(steps, positions, strict=True)]
         return np.concatenate(own)
 
-    def indices(self, steps: range) -> np.ndarray:
-        """Sample indices of the rows to read for these steps, in order."""
-        return self.plan.samples_at(self.positions(steps))
-
     def num_rows(self, step: int) -> int:
         """Number of this rank's rows in this step, placeholders not counted."""
         part = self.plan.rank_slice(step, self.rank, self.world_size, self.shares)

@@ -6,12 +6,12 @@ One execution of Ray Data runs across epochs: each new one costs 0.3 s.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from scaleray.data.blocks import chunks, read_chunk_alone
+from scaleray.data.blocks import chunks, read_chunk
 from scaleray.data.part import Part
 from scaleray.data.sample_order import stream_key
 from scaleray.data.source import Columns
@@ -50,7 +50,7 @@ def _read_in_task(ids: Columns, source_ref: Any, part: Part, segment: list[range
 
     source = ray.get(source_ref)
     # a task has its process for itself while it runs
-    pieces = [read_chunk_alone(source, part, segment[int(i)]) for i in ids["id"]]
+    pieces = [read_chunk(source, part, segment[int(i)], is_alone=True) for i in ids["id"]]
     return pieces[0] if len(pieces) == 1 else {name: np.concatenate([p[name] for p in pieces]) for name in pieces[0]}
 
 
@@ -80,19 +80,15 @@ def stream_blocks(iterator: Any, part: Part, *, shuffle: bool, window_rows: int)
                 break
 
 
-def ray_starvation_reason() -> Callable[[], str | None]:
-    """Function that explains a late input under Ray: whether the cluster has any CPU free for the reading tasks."""
+def starvation_reason() -> str | None:
+    """Sentence that explains a late input under Ray, where the cluster has no CPU free for the reading tasks."""
+    import ray
 
-    def explain() -> str | None:
-        import ray
-
-        free = ray.available_resources().get("CPU", 0.0)
-        if free >= 0.1:
-            return None
-        total = ray.cluster_resources().get("CPU", 0.0)
-        return (
-            f"the cluster has {free:g} of {total:g} CPUs free, so the input tasks cannot run; "
-            "training or another job holds the rest. Use fewer workers or a smaller scale.cpus_per_worker"
-        )
-
-    return explain
+    free = ray.available_resources().get("CPU", 0.0)
+    if free >= 0.1:
+        return None
+    total = ray.cluster_resources().get("CPU", 0.0)
+    return (
+        f"the cluster has {free:g} of {total:g} CPUs free, so the input tasks cannot run; "
+        "training or another job holds the rest. Use fewer workers or a smaller scale.cpus_per_worker"
+    )

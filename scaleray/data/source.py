@@ -10,6 +10,7 @@ import numpy as np
 
 from scaleray.errors import DataError
 
+TRAIN = "train"  # the split that is trained on; all others are evaluated
 Columns = dict[str, np.ndarray]
 """Rows by column: arrays with the rows along dimension 0."""
 HASH_LIMIT_BYTES = 2**31  # larger files are identified by names and sizes: hashing them would delay every start

@@ -15,10 +15,10 @@ import numpy as np
 
 from scaleray.data.parquet import ParquetSource
 from scaleray.data.row_values import generators_kept, look_at_rows, spread_rows, with_row_values
-from scaleray.data.source import HASH_LIMIT_BYTES, Columns, Source, as_numbers, hash_names
+from scaleray.data.source import HASH_LIMIT_BYTES, TRAIN, Columns, Source, as_numbers, hash_names
 from scaleray.errors import DataError
 from scaleray.reproducibility.seeding import seed_row
-from scaleray.workload import no_exit
+from scaleray.workload import call_user_code, no_exit
 
 
 class ArraySource:
@@ -200,6 +200,20 @@ IN_MEMORY = (ArraySource, TokenSource)
 """Sources whose rows lie in memory or in a mapped file, so that reading them is copying."""
 STORED = (ArraySource, TokenSource, ParquetSource)
 """Sources whose rows are read by scaleray alone, and are what is stored."""
+
+
+def load_sources(workload: Any) -> dict[str, Source]:
+    """The workload's data by split. Raises DataError or WorkloadError."""
+    given = call_user_code(workload.datasets, what="datasets()", doing="reading the data")
+    if not isinstance(given, Mapping) or TRAIN not in given:
+        found = f"splits {sorted(given)}" if isinstance(given, Mapping) else type(given).__name__
+        raise DataError(
+            "datasets()",
+            found,
+            "it must return a mapping with the split 'train'",
+            "for example {'train': ..., 'val': ...}",
+        )
+    return {name: as_source(value, split=name) for name, value in given.items()}
 
 
 def as_source(value: Any, *, split: str) -> Source:

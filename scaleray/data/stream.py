@@ -6,6 +6,7 @@ thread of this process, which reads the same chunks.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import queue
 import threading
@@ -35,44 +36,58 @@ class RankBatch:
 
 
 class StepStream:
-    """Iterator over the RankBatches of a part; a thread reads ahead.
+    """Iterator over the RankBatches of a part, which may be cut anew; a thread reads ahead.
     `waited_s` is the time spent waiting so far, in seconds.
 
     LocalBlocks that are to be read alone are not read ahead: the thread reads a batch while whoever asks for it waits,
     and so draws no random numbers of its own. Everything else stays as it is, such as the limit on the wait.
 
-    others_wait_s: seconds that the other workers wait for this one at the moment, which the wait for a batch stays
-    below: else they would be the first to fail, over a collective. demand: the one that `blocks` watches, if it watches
-    any. explain_wait: called when the first batches are late; returns a sentence for the user, or None.
+    open_blocks: gives the rows of a part, for a consumer whose Demand it may watch. timeout_s: limit on the wait for a
+    batch. others_wait_s: seconds that the other workers wait for this one at the moment, which the wait stays below:
+    else they would be the first to fail, over a collective. explain_wait: called when the first batches are late;
+    returns a sentence for the user, or None.
     """
 
     def __init__(
         self,
-        blocks: Iterable[Columns],
+        open_blocks: Callable[[Part, Demand], Iterable[Columns]],
         part: Part,
         *,
         row_bytes: int = 1,
         prefetch_bytes: float = 2**28,
         timeout_s: float = 300.0,
         others_wait_s: Callable[[], float] = lambda: math.inf,
-        demand: Demand | None = None,
         explain_wait: Callable[[], str | None] = lambda: None,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.waited_s = 0.0
-        self._is_finished = False
-        self.others_wait_s = others_wait_s
-        self._part, self._timeout_s, self._explain_wait, self._warn = part, timeout_s, explain_wait, warn
-        step_bytes = max(1, part.rows_per_step * row_bytes)
-        self._queue: queue.Queue[RankBatch | BaseException | None] = queue.Queue(
-            maxsize=int(min(4096, max(2, prefetch_bytes // step_bytes)))
+        self._open_blocks, self._row_bytes, self._prefetch_bytes = open_blocks, row_bytes, prefetch_bytes
+        self._timeout_s, self._others_wait_s = timeout_s, others_wait_s
+        self._explain_wait, self._warn = explain_wait, warn
+        self._start(part)
+
+    def cut(self, step: int, shares: tuple[int, ...] | None) -> None:
+        """Give this rank the batches of these shares from `step` on, which must be the next step.
+
+        What was read ahead is thrown away. The old reader has `timeout_s` to leave the source, which need not stand
+        two readers.
+        """
+        started = time.perf_counter()
+        self.close(wait_s=self._timeout_s)
+        self._start(dataclasses.replace(self._part, first_step=step, shares=shares))
+        self.waited_s += time.perf_counter() - started
+
+    def _start(self, part: Part) -> None:
+        """Start to read a part ahead, with a queue and a thread of its own."""
+        self._part, self._is_finished = part, False
+        step_bytes = max(1, part.rows_per_step * self._row_bytes)
+        batches: queue.Queue[RankBatch | BaseException | None] = queue.Queue(
+            maxsize=int(min(4096, max(2, self._prefetch_bytes // step_bytes)))
         )
-        self._demand = demand or Demand()
-        self._demand.is_hungry = lambda: self._queue.qsize() < LOCAL_CHUNK_STEPS // 2
-        self._closed = self._demand.is_closed
-        self._reads_ahead = not (isinstance(blocks, LocalBlocks) and blocks.is_read_alone)
-        self._asked = threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._fill, args=(blocks,), name="scaleray-input", daemon=True)
+        self._queue, self._demand = batches, Demand()
+        self._demand.is_hungry = lambda: batches.qsize() < LOCAL_CHUNK_STEPS // 2
+        arguments = (self._open_blocks(part, self._demand), part, batches, self._demand)
+        self._thread = threading.Thread(target=_fill, args=arguments, name="scaleray-input", daemon=True)
         self._thread.start()
 
     def __iter__(self) -> Iterator[RankBatch]:
@@ -83,7 +98,7 @@ class StepStream:
             raise StopIteration
         self._demand.has_begun.set()
         started = time.perf_counter()
-        self._asked.release()
+        self._demand.asked.release()
         item = self._get(started)
         self.waited_s += time.perf_counter() - started
         self._is_finished = not isinstance(item, RankBatch)
@@ -95,7 +110,7 @@ class StepStream:
 
     def close(self, *, wait_s: float = 0.0) -> None:
         """Stop reading ahead, and wait up to `wait_s` until nobody reads the source any more. Safe to call twice."""
-        self._closed.set()
+        self._demand.is_closed.set()
         while not self._queue.empty():
             self._queue.get_nowait()
         self._thread.join(timeout=wait_s)
@@ -104,7 +119,7 @@ class StepStream:
         explained = False
         waited = 0.0
         while True:
-            limit_s = min(self._timeout_s, self.others_wait_s())
+            limit_s = min(self._timeout_s, self._others_wait_s())
             try:
                 return self._queue.get(timeout=min(1.0, max(0.0, limit_s - waited) + 0.01))
             except queue.Empty:
@@ -123,35 +138,33 @@ class StepStream:
                         )
                     raise InputStarvedError(f"no input for {waited:.0f} s ({limit}): {reason}") from None
 
-    def _fill(self, blocks: Iterable[Columns]) -> None:
-        steps = range(self._part.first_step, self._part.last_step)
-        delivered = self._part.first_step
-        try:
-            pieces = rebatch(blocks, (max(1, self._part.num_rows(step)) for step in steps))
-            for step in steps:
-                if not self._reads_ahead and not self._wait_until_asked():
-                    return
-                columns = next(pieces, None)
-                if columns is None:
-                    break
-                put_while_wanted(self._queue, RankBatch(step, columns, self._part.num_rows(step)), self._demand)
-                delivered = step + 1
-                if self._closed.is_set():
-                    return
-            if delivered < self._part.last_step:
-                raise RuntimeError(f"the input ended after step {delivered} of {self._part.last_step}")
-            put_while_wanted(self._queue, None, self._demand)
-        except BaseException as exc:  # carried to the training thread and raised there
-            put_while_wanted(self._queue, exc, self._demand)
-        finally:
-            close_blocks(blocks)
 
-    def _wait_until_asked(self) -> bool:
-        """Wait until the next batch is asked for, or the stream closed; returns whether it is asked for."""
-        while not self._closed.is_set():
-            if self._asked.acquire(timeout=0.5):
-                return True
-        return False
+def _fill(
+    blocks: Iterable[Columns], part: Part, batches: queue.Queue[RankBatch | BaseException | None], demand: Demand
+) -> None:
+    """Cut blocks into the batches of a part, and put these into the queue."""
+    reads_ahead = not (isinstance(blocks, LocalBlocks) and blocks.is_read_alone)
+    steps = range(part.first_step, part.last_step)
+    delivered = part.first_step
+    try:
+        pieces = rebatch(blocks, (max(1, part.num_rows(step)) for step in steps))
+        for step in steps:
+            if not reads_ahead and not demand.wait_until_asked():
+                return
+            columns = next(pieces, None)
+            if columns is None:
+                break
+            put_while_wanted(batches, RankBatch(step, columns, part.num_rows(step)), demand)
+            delivered = step + 1
+            if demand.is_closed.is_set():
+                return
+        if delivered < part.last_step:
+            raise RuntimeError(f"the input ended after step {delivered} of {part.last_step}")
+        put_while_wanted(batches, None, demand)
+    except BaseException as exc:  # carried to the training thread and raised there
+        put_while_wanted(batches, exc, demand)
+    finally:
+        close_blocks(blocks)
 
 
 def _original_error(exc: BaseException) -> BaseException:

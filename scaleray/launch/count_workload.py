@@ -13,11 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from scaleray.config import load_config
+from scaleray.data import TRAIN, load_sources
 from scaleray.data.source import Source
 from scaleray.errors import ScaleRayError
-from scaleray.launch.session.data import load_sources
 from scaleray.training.model_profile import profile_workload
-from scaleray.training.setup.job import TRAIN
 from scaleray.workload import load_workload, no_exit
 
 NUM_ROWS = 4

@@ -8,6 +8,8 @@ from scaleray import metric_names as names
 from scaleray.records.rows import Row
 from scaleray.records.study import Estimate
 
+MIB, GIB = 2.0**20, 2.0**30
+
 
 def shown(row: Row) -> str:
     """A row's value in a unit in which it is easy to read; nothing for one that is not known."""

@@ -11,10 +11,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from scaleray.data import Part, PartStream, RankBatch
+from scaleray.data import TRAIN, Input, Part, RankBatch, Sources, StepStream
 from scaleray.errors import LeftEarly
 from scaleray.records.heartbeat_phases import Phase
-from scaleray.records.run import Emit, EvaluationRecord, WorkerSummary
+from scaleray.records.run import Emit, EvaluationRecord, EventRecord, WorkerSummary
 from scaleray.records.start import FIRST_BATCH, MODEL
 from scaleray.scaling.recipe.values import Recipe
 from scaleray.strategies.contract.weight_shares import WeightShare
@@ -29,7 +29,7 @@ from scaleray.training.health.worker_errors import locating
 from scaleray.training.noise.watch import NoiseWatch
 from scaleray.training.observer import Observer, TakenStep
 from scaleray.training.setup.compilation import eagerly
-from scaleray.training.setup.job import TRAIN, OpenStream, TrainJob
+from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup, prepare
 from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing
@@ -49,7 +49,7 @@ def run(
     job: TrainJob,
     place: Place,
     *,
-    open_stream: OpenStream,
+    sources: Sources,
     emit: Emit,
     save_weights: Callable[[WeightShare], None] | None = None,
     probe: Probe | None = None,
@@ -71,7 +71,7 @@ def run(
         with locating(lambda: (job, 0), place, progress):
             first_step = checkpointing.find()
             job = checkpointing.job
-    return _Run(job, place, open_stream, emit, save_weights, probe, checkpointing, progress, first_step).train()
+    return _Run(job, place, sources, emit, save_weights, probe, checkpointing, progress, first_step).train()
 
 
 class _Run:
@@ -79,7 +79,7 @@ class _Run:
         self,
         job: TrainJob,
         place: Place,
-        open_stream: OpenStream,
+        sources: Sources,
         emit: Emit,
         save_weights: Callable[[WeightShare], None] | None,
         probe: Probe | None,
@@ -99,8 +99,14 @@ class _Run:
         self.observers: tuple[Observer, ...] = (self.memory, self.noise, self.compilation, self.reporter)
         self.micro_sizes = MicroSizes(job.config, place, self.reporter)
         self.limits = CollectiveLimits(progress, job.config.scale.collective_timeout_s)
-        self.open_stream = self.limits.in_time(open_stream, place)
-        self.evaluations = Evaluations(place, self.open_stream, progress.enter)
+        self.input = Input(
+            sources,
+            job.config.data,
+            may_draw=job.config.deterministic,
+            others_wait_s=lambda: self.limits.others_wait_s(place.world_size),
+            warn=lambda text: emit(EventRecord(text, kind="warning")),
+        )
+        self.evaluations = Evaluations(place, self.input, progress.enter)
         resumed_from = checkpointing.resumed_from if checkpointing is not None else None
         before = resumed_from.values[PROGRESS].get("shares") if resumed_from is not None else None
         with self._located():
@@ -122,8 +128,7 @@ class _Run:
         job, place, plan = self.job, self.place, self.plan
         part = Part(plan, place.data_rank, place.data_size, self.first_step, job.recipe.total_steps, self.shares.now)
         # before the model: its first batch takes seconds on a cold cluster, and the model is built meanwhile
-        split = job.splits[TRAIN]
-        stream = PartStream(lambda part: self.open_stream(split, part), part, timeout_s=job.config.data.timeout_s)
+        stream = self.input.open(job.splits[TRAIN], part)
         setup: Setup | None = None
         try:
             with self._located():
@@ -170,7 +175,7 @@ class _Run:
 
     # steps
 
-    def _steps(self, setup: Setup, step: TrainStep, stream: PartStream) -> str | None:
+    def _steps(self, setup: Setup, step: TrainStep, stream: StepStream) -> str | None:
         """Train to the end and give the verdict; None when the run was asked to leave."""
         state, saves = self.state, self.checkpointing
         if self.probe is not None:
@@ -206,7 +211,7 @@ class _Run:
                 return None
         return "done"
 
-    def _take(self, step: TrainStep, batch: RankBatch, setup: Setup, stream: PartStream) -> TakenStep:
+    def _take(self, step: TrainStep, batch: RankBatch, setup: Setup, stream: StepStream) -> TakenStep:
         """Take one optimizer step, and make ready for the next one: its learning rate, and its share of the input."""
         number, num_samples = batch.step + 1, self.plan.num_rows(batch.step)
         learning_rate = float(setup.schedule.get_last_lr()[0])
@@ -234,7 +239,7 @@ class _Run:
         step_s, waited_s = self.clock.tick(stream.waited_s)
         return TakenStep(number, result, num_samples, learning_rate, self.plan.epochs(number), step_s, waited_s)
 
-    def _batches(self, first: RankBatch, rest: PartStream) -> Iterator[RankBatch]:
+    def _batches(self, first: RankBatch, rest: StepStream) -> Iterator[RankBatch]:
         batch: RankBatch | None = first
         while batch is not None:
             yield batch

@@ -18,11 +18,11 @@ import psutil
 import torch
 
 from scaleray.checkpoints.catalog import Catalog
+from scaleray.data import RaySources
 from scaleray.records.run import Heartbeat, WorkerMessage, WorkerSummary
 from scaleray.records.start import PROCESSES, WORKER_IMPORTS, StartClock
 from scaleray.training import loop
 from scaleray.training.health.progress import HANG, WATCHDOG_SHARE, Progress, Tail, TailHandler, Watchdog
-from scaleray.training.input import ray_opener
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing, Control
@@ -36,12 +36,11 @@ HANG_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a worker receives. sources: object references by split. recorder: handle of the recorder actor."""
+    """What a worker receives. recorder: handle of the recorder actor."""
 
     job: TrainJob
-    sources: Mapping[str, Any]
+    sources: RaySources
     recorder: Any
-    input_cpus: float
     run_path: str
     facts: Mapping[str, Any]
     """What every checkpoint says of the run beside its state."""
@@ -66,7 +65,6 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
     if not uses_gpu:
         torch.set_num_threads(max(1, int(scale.cpus_per_worker)))
     sender = Sender(assignment.recorder, interval_s=job.config.tracking.interval_s)
-    open_stream = ray_opener(job, assignment.sources, input_cpus=assignment.input_cpus, emit=sender)
     life = SignsOfLife(assignment.recorder, place, sender, tail=_keep_tail())
     control = Control(notice=_nodes_to_go if assignment.can_be_preempted else None)
     checkpointing = Checkpointing(
@@ -92,7 +90,7 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
             return loop.run(
                 job,
                 place,
-                open_stream=open_stream,
+                sources=assignment.sources,
                 emit=sender,
                 checkpointing=checkpointing,
                 progress=progress,

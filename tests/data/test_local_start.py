@@ -9,7 +9,7 @@ import pytest
 
 from scaleray.data import ArraySource, Part, StepPlan, StepStream
 from scaleray.data.blocks import LocalBlocks
-from scaleray.data.local_start import Demand, start_locally
+from scaleray.data.local_start import start_locally
 from scaleray.errors import DataError, InputStarvedError
 
 PLAN = StepPlan(60, 6, seed=3)
@@ -26,8 +26,7 @@ def blocks():
 
 
 def stream(remote, **more):
-    demand = Demand()
-    return StepStream(start_locally(blocks(), remote, demand, **more), PART, demand=demand, timeout_s=5)
+    return StepStream(lambda part, demand: start_locally(blocks(), remote, demand, **more), PART, timeout_s=5)
 
 
 def gated(gate):
@@ -76,17 +75,15 @@ def test_an_error_of_a_task_arrives():
         threading.Event().wait(2)  # the tasks fail meanwhile
         yield from ()
 
-    demand = Demand()
-    batches = StepStream(start_locally(slowly(), remote(), demand), PART, demand=demand, timeout_s=10)
+    batches = StepStream(lambda part, demand: start_locally(slowly(), remote(), demand), PART, timeout_s=10)
     with pytest.raises(DataError, match="damaged"):
         list(batches)
 
 
 def test_patience_ends_and_a_late_pipeline_counts_as_starved():
     never = threading.Event()
-    demand = Demand()
     batches = StepStream(
-        start_locally(blocks(), gated(never), demand, patience_s=0.0), PART, demand=demand, timeout_s=1
+        lambda part, demand: start_locally(blocks(), gated(never), demand, patience_s=0.0), PART, timeout_s=1
     )
     with pytest.raises(InputStarvedError):
         list(batches)

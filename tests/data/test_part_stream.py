@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scaleray.data import ArraySource, Part, PartStream, StepPlan, StepStream
+from scaleray.data import ArraySource, Part, StepPlan, StepStream
 from scaleray.data.blocks import LocalBlocks
-from scaleray.data.local_start import Demand, start_locally
+from scaleray.data.local_start import start_locally
 
 share_lists = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(tuple)
 
@@ -33,8 +33,8 @@ def test_ranks_with_any_shares_are_together_the_global_batch(shares, num_samples
             assert [len(part) for part in parts] == list(shares)
 
 
-def open_with(source):
-    return lambda part: StepStream(LocalBlocks(source, part, chunk_bytes=100), part, timeout_s=20)
+def stream_of(source, part):
+    return StepStream(lambda part, demand: LocalBlocks(source, part, chunk_bytes=100), part, timeout_s=20)
 
 
 def steps_of(stream, count):
@@ -54,7 +54,7 @@ def test_a_change_of_shares_loses_no_sample_and_repeats_none(before, after, at):
     plan, source = StepPlan(50, size, seed=2), ArraySource({"n": np.arange(50)})
     found = [[] for _ in range(12)]
     for rank in range(3):
-        stream = PartStream(open_with(source), Part(plan, rank, 3, 0, 12, before))
+        stream = stream_of(source, Part(plan, rank, 3, 0, 12, before))
         for step in range(12):
             if step == at:
                 stream.cut(step, after)
@@ -86,23 +86,24 @@ class OneReader:
 
 
 def test_the_old_reader_has_left_the_source_before_the_new_one_enters():
-    source, opened = OneReader(), []
+    source, opened, threads = OneReader(), [], []
 
-    def open_part(part):
-        assert all(not stream._thread.is_alive() for stream in opened)
-        opened.append(StepStream(LocalBlocks(source, part, chunk_bytes=1), part, prefetch_bytes=1, timeout_s=20))
+    def open_blocks(part, demand):
+        assert not any(thread.is_alive() for thread in threads)
+        opened.append(LocalBlocks(source, part, chunk_bytes=1))
         return opened[-1]
 
-    stream = PartStream(open_part, Part(StepPlan(4000, 4), 0, 2, 0, 1000), timeout_s=20)
+    stream = StepStream(open_blocks, Part(StepPlan(4000, 4), 0, 2, 0, 1000), prefetch_bytes=1, timeout_s=20)
     for step in range(10):
         assert next(stream).step == step
+        threads.append(stream._thread)
         stream.cut(step + 1, (1, 3) if step % 2 else (3, 1))
     stream.close()
     assert len(opened) == 11 and source.most == 1
 
 
 def test_the_time_spent_waiting_runs_on_over_a_change():
-    stream = PartStream(open_with(ArraySource({"n": np.arange(40)})), Part(StepPlan(40, 4), 0, 2, 0, 10))
+    stream = stream_of(ArraySource({"n": np.arange(40)}), Part(StepPlan(40, 4), 0, 2, 0, 10))
     seen = []
     for step in range(10):
         next(stream)
@@ -129,9 +130,11 @@ def test_a_closed_stream_ends_the_tasks_that_filled_it(num_read):
         finally:
             has_ended.set()
 
-    demand, started = Demand(), threading.active_count()
-    blocks = start_locally(LocalBlocks(source, part, chunk_bytes=64), remote(), demand, patience_s=0.0)
-    stream = StepStream(blocks, part, demand=demand, row_bytes=8, prefetch_bytes=64, timeout_s=20)
+    def open_blocks(part, demand):
+        return start_locally(LocalBlocks(source, part, chunk_bytes=64), remote(), demand, patience_s=0.0)
+
+    started = threading.active_count()
+    stream = StepStream(open_blocks, part, row_bytes=8, prefetch_bytes=64, timeout_s=20)
     for _ in range(num_read):
         next(stream)
     stream.close(wait_s=20)
@@ -150,9 +153,10 @@ def test_a_stream_whose_tasks_hang_can_be_closed_all_the_same():
         has_hung.set()
         never.wait(60)
 
-    demand = Demand()
-    blocks = start_locally(LocalBlocks(source, part, chunk_bytes=1), hanging(), demand, patience_s=0.0)
-    stream = StepStream(blocks, part, demand=demand, timeout_s=20)
+    def open_blocks(part, demand):
+        return start_locally(LocalBlocks(source, part, chunk_bytes=1), hanging(), demand, patience_s=0.0)
+
+    stream = StepStream(open_blocks, part, timeout_s=20)
     next(stream)
     assert has_hung.wait(20)
     time.sleep(0.3)  # the filling thread has taken the one block by then, and waits for the next

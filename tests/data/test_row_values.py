@@ -12,7 +12,7 @@ import torch
 from random_rows import Augmented, DrawsForNothing, OwnGenerator, RarelyDraws, Unmoved
 
 from scaleray.data import ArraySource, Part, StepPlan, StepStream, as_source, row_values
-from scaleray.data.blocks import LocalBlocks, read_chunk_alone
+from scaleray.data.blocks import LocalBlocks, read_chunk
 from scaleray.errors import InputStarvedError
 
 PLAN = StepPlan(26, 8, seed=3)
@@ -21,7 +21,9 @@ STEPS = 9  # more than two epochs
 
 def batches(source, *, plan=PLAN, world_size=1, rank=0, first_step=0, chunk_bytes=1000.0, **more):
     part = Part(plan, rank, world_size, first_step, STEPS)
-    stream = StepStream(LocalBlocks(source, part, chunk_bytes=chunk_bytes, **more), part, timeout_s=30)
+    stream = StepStream(
+        lambda part, demand: LocalBlocks(source, part, chunk_bytes=chunk_bytes, **more), part, timeout_s=30
+    )
     return {batch.step: batch.columns["x"][: batch.num_rows] for batch in stream}
 
 
@@ -58,7 +60,7 @@ def test_a_row_has_the_same_values_on_any_number_of_workers_from_any_step_in_any
 
 def test_a_task_reads_the_same_values_as_a_worker(augmented):
     part = Part(PLAN, 0, 1, 0, STEPS)
-    task = read_chunk_alone(augmented, part, range(STEPS))
+    task = read_chunk(augmented, part, range(STEPS), is_alone=True)
     assert np.array_equal(task["x"], np.concatenate(list(batches(augmented).values())))
 
 
@@ -89,8 +91,8 @@ def test_reading_leaves_the_generators_of_the_process_as_they_were(augmented):
     source = as_source(DrawsForNothing(), split="train")
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     batches(augmented), source.read(np.arange(4)), as_source(Augmented(), split="train")
-    read_chunk_alone(augmented, Part(PLAN, 0, 1, 0, STEPS), range(3))
-    read_chunk_alone(as_source(RarelyDraws(), split="train"), Part(PLAN, 0, 1, 0, STEPS), range(4))
+    read_chunk(augmented, Part(PLAN, 0, 1, 0, STEPS), range(3), is_alone=True)
+    read_chunk(as_source(RarelyDraws(), split="train"), Part(PLAN, 0, 1, 0, STEPS), range(4), is_alone=True)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert np.random.get_state()[1].tolist() == before[1] and random.getstate() == before[2]
 
@@ -98,7 +100,7 @@ def test_reading_leaves_the_generators_of_the_process_as_they_were(augmented):
 def test_a_source_that_draws_is_read_only_while_somebody_waits_for_it(augmented):
     part = Part(PLAN, 0, 1, 0, STEPS)
     before = augmented.dataset.reads
-    stream = StepStream(LocalBlocks(augmented, part, chunk_bytes=1000), part, timeout_s=30)
+    stream = StepStream(lambda part, demand: LocalBlocks(augmented, part, chunk_bytes=1000), part, timeout_s=30)
     for number in (1, 2):
         next(stream)
         assert augmented.dataset.reads == before + 8 * number
@@ -109,7 +111,7 @@ def test_a_source_that_draws_is_read_only_while_somebody_waits_for_it(augmented)
 def test_a_row_that_never_comes_ends_the_wait_where_rows_are_read_one_by_one_too(augmented):
     release = threading.Event()
     part = Part(PLAN, 0, 1, 0, STEPS)
-    stream = StepStream(LocalBlocks(augmented, part, chunk_bytes=1000), part, timeout_s=0.01)
+    stream = StepStream(lambda part, demand: LocalBlocks(augmented, part, chunk_bytes=1000), part, timeout_s=0.01)
     with (
         mock.patch.object(Augmented, "noise", side_effect=lambda index: release.wait(30)),
         pytest.raises(InputStarvedError),
@@ -135,7 +137,8 @@ def test_a_row_that_draws_unseen_is_seeded_where_it_can_be_noticed():
     first, second = (batches(source, may_draw=True), together(source, 2, may_draw=True))
     assert all(np.array_equal(values, second[step]) for step, values in first.items())
     assert np.array_equal(
-        read_chunk_alone(source, Part(PLAN, 0, 1, 0, STEPS), range(STEPS))["x"], np.concatenate(list(first.values()))
+        read_chunk(source, Part(PLAN, 0, 1, 0, STEPS), range(STEPS), is_alone=True)["x"],
+        np.concatenate(list(first.values())),
     )
     assert len({value.tobytes() for (_, row), value in noise(source, first).items() if row == 5}) >= 2
 

@@ -21,7 +21,7 @@ def numbers(count):
 
 
 def open_stream(source, part, *, chunk_bytes=1000.0, **options):
-    return StepStream(LocalBlocks(source, part, chunk_bytes=chunk_bytes), part, **options)
+    return StepStream(lambda part, demand: LocalBlocks(source, part, chunk_bytes=chunk_bytes), part, **options)
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ class Shard:
 def test_a_streamed_shard_gives_each_epoch_its_share_of_rows_and_no_more(shuffle):
     plan = StepPlan(20, 4, seed=5, is_streamed=True)  # 21 rows, of which two workers use 10 each
     shard, part = Shard(11), Part(plan, 0, 2, 0, 15)
-    stream = StepStream(stream_blocks(shard, part, shuffle=shuffle, window_rows=50), part)
+    stream = StepStream(lambda part, demand: stream_blocks(shard, part, shuffle=shuffle, window_rows=50), part)
     batches = list(stream)
     assert [batch.num_rows for batch in batches] == [2] * 15
     epochs = np.concatenate([batch.columns["n"] for batch in batches]).reshape(3, 10)
@@ -169,7 +169,8 @@ def test_a_streamed_shard_gives_each_epoch_its_share_of_rows_and_no_more(shuffle
 def test_a_streamed_shard_starts_in_the_epoch_of_its_first_step():
     plan = StepPlan(20, 4, is_streamed=True)
     shard, part = Shard(10), Part(plan, 1, 2, 10, 15)
-    assert len(list(StepStream(stream_blocks(shard, part, shuffle=False, window_rows=1), part))) == 5
+    stream = StepStream(lambda part, demand: stream_blocks(shard, part, shuffle=False, window_rows=1), part)
+    assert len(list(stream)) == 5
     assert len(shard.asked) == 1
 
 
@@ -237,7 +238,7 @@ def test_a_stream_that_is_read_to_its_end_stays_at_its_end(opened):
 
 
 def test_too_few_blocks_are_an_error_and_no_early_end():
-    stream = StepStream([{"n": np.arange(10)}], WHOLE)
+    stream = StepStream(lambda part, demand: [{"n": np.arange(10)}], WHOLE)
     with pytest.raises(RuntimeError, match="ended after step 2 of 5"):
         list(stream)
 
@@ -258,7 +259,13 @@ class Stuck:
 
 def test_an_input_that_does_not_come_is_explained_and_then_an_error():
     stuck, warnings = Stuck(), []
-    stream = StepStream(stuck, WHOLE, timeout_s=0.01, explain_wait=lambda: "all CPUs are taken", warn=warnings.append)
+    stream = StepStream(
+        lambda part, demand: stuck,
+        WHOLE,
+        timeout_s=0.01,
+        explain_wait=lambda: "all CPUs are taken",
+        warn=warnings.append,
+    )
     with pytest.raises(InputStarvedError) as caught:
         next(stream)
     assert "data.timeout_s is 0.01" in str(caught.value) and "all CPUs are taken" in str(caught.value)
@@ -269,7 +276,7 @@ def test_an_input_that_does_not_come_is_explained_and_then_an_error():
 
 def test_a_worker_without_input_says_so_before_the_others_give_up_on_it():
     stuck = Stuck()
-    stream = StepStream(stuck, WHOLE, timeout_s=300, others_wait_s=lambda: 0.01)
+    stream = StepStream(lambda part, demand: stuck, WHOLE, timeout_s=300, others_wait_s=lambda: 0.01)
     with pytest.raises(InputStarvedError) as caught:
         next(stream)
     assert "data.timeout_s is 300, but the other workers wait no longer: 0.01 s follow from scale.coll" in str(
@@ -281,7 +288,7 @@ def test_a_worker_without_input_says_so_before_the_others_give_up_on_it():
 
 def test_without_an_explanation_the_source_is_blamed():
     stuck = Stuck()
-    stream = StepStream(stuck, WHOLE, timeout_s=0.01)
+    stream = StepStream(lambda part, demand: stuck, WHOLE, timeout_s=0.01)
     with pytest.raises(InputStarvedError, match="its source is slow"):
         next(stream)
     stuck.let_go.set()
@@ -291,7 +298,7 @@ def test_without_an_explanation_the_source_is_blamed():
 def test_the_stream_reads_ahead_only_as_far_as_it_may():
     read, enough = [], threading.Event()
 
-    def blocks():
+    def blocks(part, demand):
         for step in range(1000):
             read.append(step)
             if step >= 4:
@@ -299,7 +306,7 @@ def test_the_stream_reads_ahead_only_as_far_as_it_may():
             yield {"n": np.full(4, step)}
 
     plan = StepPlan(4000, 4, shuffle=False)
-    stream = StepStream(blocks(), Part(plan, 0, 1, 0, 1000), row_bytes=8, prefetch_bytes=4 * 4 * 8)
+    stream = StepStream(blocks, Part(plan, 0, 1, 0, 1000), row_bytes=8, prefetch_bytes=4 * 4 * 8)
     assert enough.wait(30)  # the queue holds 4 batches, and the thread has the next in its hands
     assert len(read) <= 6
     assert next(stream).columns["n"].tolist() == [0] * 4

@@ -28,7 +28,7 @@ from verified import judge
 from scaleray.data import RankBatch
 from scaleray.errors import ConfigError, InitialisationError, WorkloadError
 from scaleray.strategies import fsdp
-from scaleray.strategies.sharding.fsdp_units import GIB
+from scaleray.text.units import GIB
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.setup.place import Place
 from scaleray.training.step.step import TrainStep

@@ -21,16 +21,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from scaleray.config import RunConfig, load_config
-from scaleray.data import as_source
-from scaleray.data.blocks import LocalBlocks
-from scaleray.data.part import Part
+from scaleray.data import TRAIN, Split, as_source
 from scaleray.data.sources import TokenSource
-from scaleray.data.stream import StepStream
 from scaleray.records.run import EventRecord, StepRecord, WorkerMessage
 from scaleray.scaling.recipe.derive import derive
 from scaleray.scaling.recipe.values import DataSize
 from scaleray.training import loop
-from scaleray.training.setup.job import TRAIN, Split, TrainJob
+from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.training.step.micro_batches import to_device
 from scaleray.workload import load_workload
@@ -161,10 +158,7 @@ def without_ray(task: Task, folder: str) -> dict[str, float]:
         if isinstance(message, EventRecord):
             print(message.text, file=sys.stderr)
 
-    def open_stream(split: Split, part: Part) -> StepStream:
-        return StepStream(LocalBlocks(source, part, chunk_bytes=2**24), part, timeout_s=config.data.timeout_s)
-
-    loop.run(job, place, open_stream=open_stream, emit=emit)
+    loop.run(job, place, sources={TRAIN: source}, emit=emit)
     if task.is_sharded:
         torch.distributed.destroy_process_group()
     return {"time_s": sum(step_times[task.warmup_steps :]), **_memory(device)}

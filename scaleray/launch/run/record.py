@@ -14,6 +14,7 @@ import yaml
 
 from scaleray import metric_names as names
 from scaleray.config.base import without_password
+from scaleray.data import TRAIN
 from scaleray.launch.session.folder import RunFolder
 from scaleray.records.rows import Row
 from scaleray.records.run import EMULATED, RunRecord, leaves
@@ -21,7 +22,7 @@ from scaleray.reproducibility.fingerprint import environment_hash
 from scaleray.scaling.recipe.lr_rules import MOVED_BY_RULES
 from scaleray.tracking.recording import Recording, RunIdentity
 from scaleray.tracking.run_description import RunDescription
-from scaleray.training.setup.job import TRAIN, TrainJob
+from scaleray.training.setup.job import TrainJob
 from scaleray.workload import brings_optimizer
 
 

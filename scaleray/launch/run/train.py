@@ -16,6 +16,7 @@ from typing import Any
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.config import RunConfig, load_config
 from scaleray.config.base import without_password
+from scaleray.data import TRAIN, Split, load_sources
 from scaleray.data.source import Source
 from scaleray.errors import ClusterError, ConfigError, LeftEarly, TrackingError
 from scaleray.launch.cluster import connection as cluster
@@ -24,7 +25,7 @@ from scaleray.launch.run.checkpoint_facts import checkpoint_facts
 from scaleray.launch.run.record import as_yaml, describe, end_tags, make_record, point_metrics
 from scaleray.launch.run.resume import Request, make_request
 from scaleray.launch.run.trainer import Interrupted, fit
-from scaleray.launch.session.data import check_same_data, load_sources, size_of
+from scaleray.launch.session.data import check_same_data, size_of
 from scaleray.launch.session.folder import RunFolder
 from scaleray.launch.session.start import forbid_ray, with_absolute_paths
 from scaleray.launch.workers.recorder_actor import RemoteRecorder
@@ -35,7 +36,7 @@ from scaleray.reproducibility.fingerprint import environment
 from scaleray.scaling.recipe.derive import derive, resolve_strategy
 from scaleray.tracking import store
 from scaleray.tracking.recorder import Recorder
-from scaleray.training.setup.job import TRAIN, Split, TrainJob, rescaled
+from scaleray.training.setup.job import TrainJob, rescaled
 from scaleray.training.state import weights as final_weights
 from scaleray.watchers import Guard, Watcher
 from scaleray.workload import brings_optimizer, make_workload

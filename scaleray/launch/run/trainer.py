@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from scaleray.data import RaySources, Split
 from scaleray.data.source import Source
 from scaleray.errors import LeftEarly, RunFailedError, ScaleRayError
 from scaleray.launch.cluster.connection import input_cpus, own_placement_groups, remove_placement_groups
@@ -35,7 +36,7 @@ from scaleray.launch.workers.ray_train import torch_trainer
 from scaleray.launch.workers.recorder_actor import RemoteRecorder
 from scaleray.launch.workers.signals import on_sigterm
 from scaleray.records.run import EventRecord, Heartbeat, Show
-from scaleray.training.setup.job import Split, TrainJob
+from scaleray.training.setup.job import TrainJob
 
 if TYPE_CHECKING:
     from scaleray.training.worker import Assignment
@@ -69,11 +70,11 @@ def fit(
 
     config, max_failures = job.config, job.config.scale.max_failures
     streamed = {name: source.dataset for name, source in sources.items() if Split.of(name, source).is_streamed}  # type: ignore[attr-defined]
+    references = {name: ray.put(source) for name, source in sources.items() if name not in streamed}
     assignment = Assignment(
         job=job,
-        sources={name: ray.put(source) for name, source in sources.items() if name not in streamed},
+        sources=RaySources(references, input_cpus(config)),
         recorder=recorder.actor,
-        input_cpus=input_cpus(config),
         run_path=run_path,
         facts=facts,
         can_be_preempted=can_be_preempted,

@@ -1,30 +1,12 @@
-"""The data of a command: sources by split, their size, and whether they are those of before."""
+"""The data of a command: its size, and whether it is that of before."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from scaleray.data import as_source
-from scaleray.data.source import Source
+from scaleray.data.source import TRAIN, Source
 from scaleray.errors import DataError
 from scaleray.scaling.recipe.values import DataSize
-from scaleray.training.setup.job import TRAIN
-from scaleray.workload import call_user_code
-
-
-def load_sources(workload: Any) -> dict[str, Source]:
-    """The workload's data by split. Raises DataError or WorkloadError."""
-    given = call_user_code(workload.datasets, what="datasets()", doing="reading the data")
-    if not isinstance(given, Mapping) or TRAIN not in given:
-        found = f"splits {sorted(given)}" if isinstance(given, Mapping) else type(given).__name__
-        raise DataError(
-            "datasets()",
-            found,
-            "it must return a mapping with the split 'train'",
-            "for example {'train': ..., 'val': ...}",
-        )
-    return {name: as_source(value, split=name) for name, value in given.items()}
 
 
 def size_of(sources: Mapping[str, Source]) -> DataSize:

@@ -12,6 +12,7 @@ from scaleray.config.base import Duration
 from scaleray.config.compression import CompressionSettings
 from scaleray.config.shares import SharesSettings
 from scaleray.config.strategy_traits import traits_of
+from scaleray.data import TRAIN, Split
 from scaleray.data.source import Source
 from scaleray.errors import ConfigError, DataError
 from scaleray.launch.session.data import size_of
@@ -20,7 +21,7 @@ from scaleray.launch.study.noise import source_of
 from scaleray.records.study import Mode
 from scaleray.scaling.recipe.derive import derive
 from scaleray.scaling.recipe.values import DataSize, Recipe, nearest_multiples
-from scaleray.training.setup.job import TRAIN, Split, TrainJob
+from scaleray.training.setup.job import TrainJob
 from scaleray.training.study.ladder import Rung
 
 MODES: tuple[Mode, ...] = ("strong", "weak")

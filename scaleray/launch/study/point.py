@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scaleray.config import RunConfig
+from scaleray.data import TRAIN
 from scaleray.errors import RunFailedError
 from scaleray.launch.study.hardware import OVERSUBSCRIBED, peak_flops
 from scaleray.launch.study.turn_store import studies_of
@@ -16,7 +17,6 @@ from scaleray.records.workload_profile import ImpossibleUtilisation, WorkloadPro
 from scaleray.scaling.curves.efficiency import median_step_time, throughput
 from scaleray.scaling.curves.steady_state import steady_state
 from scaleray.scaling.curves.time_split import mean_split, split
-from scaleray.training.setup.job import TRAIN
 from scaleray.training.study.ladder import Rung
 
 NOT_STEADY = "not steady"

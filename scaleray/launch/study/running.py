@@ -18,6 +18,7 @@ import numpy as np
 
 from scaleray.config import RunConfig
 from scaleray.config.base import without_password
+from scaleray.data import TRAIN
 from scaleray.data.source import Source
 from scaleray.errors import ScaleRayError, UsageError, first_line
 from scaleray.launch.session.folder import RunFolder
@@ -34,7 +35,6 @@ from scaleray.scaling.curves.curves import as_curve
 from scaleray.tracking import store
 from scaleray.tracking.study_runs import ParentRun
 from scaleray.training.model_profile import profile_workload
-from scaleray.training.setup.job import TRAIN
 from scaleray.training.study.ladder import Result, Rung
 
 WriteReport = Callable[[StudyRecord, Path], Sequence[Path]]

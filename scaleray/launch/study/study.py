@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.config import RunConfig
+from scaleray.data import load_sources
 from scaleray.errors import ConfigError
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.session.conditions import check_same, conditions_of
-from scaleray.launch.session.data import load_sources
 from scaleray.launch.session.start import check_local, connected_unless, own_folder, with_absolute_paths
 from scaleray.launch.study import noise as study_noise
 from scaleray.launch.study.hardware import (

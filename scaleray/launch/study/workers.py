@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from scaleray.config import RunConfig
+from scaleray.data import RaySources
 from scaleray.data.source import Source
 from scaleray.launch.cluster.connection import input_cpus
 from scaleray.launch.workers.gloo import TELL, UserCode, gloo_processes
@@ -36,9 +37,9 @@ def climb_under_ray(
     from ray.util.queue import Queue
 
     ship_user_code(rungs[0].job.workload)
-    references = {name: ray.put(source) for name, source in sources.items()}
+    stored = RaySources({name: ray.put(source) for name, source in sources.items()}, input_cpus(config))
     queue = Queue(actor_options={"num_cpus": 0})
-    arguments = (rungs, seed, queue.put, references, input_cpus(config))
+    arguments = (rungs, seed, queue.put, stored)
     size, name = max(rung.workers for rung in rungs), f"ray_study_{rungs[0].name}"
     try:
         with _handing_over(queue, tell):

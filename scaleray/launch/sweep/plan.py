@@ -11,7 +11,7 @@ from typing import Any, Literal
 from scaleray.config import RunConfig
 from scaleray.config.checkpoint import NOTHING_SAVED
 from scaleray.config.loading import Entry, validate
-from scaleray.data import StepPlan
+from scaleray.data import TRAIN, Split, StepPlan
 from scaleray.data.source import Source
 from scaleray.errors import ConfigError, DataError, ScaleRayError, UsageError
 from scaleray.scaling.recipe.derive import derive
@@ -30,7 +30,7 @@ from scaleray.scaling.sweeps.search_space import (
     Space,
     choose,
 )
-from scaleray.training.setup.job import TRAIN, Split, TrainJob
+from scaleray.training.setup.job import TrainJob
 
 ARGS = "workload.args"
 PAUSING = ("hyperband", "pbt")

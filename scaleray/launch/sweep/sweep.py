@@ -15,10 +15,11 @@ from typing import Any
 
 from scaleray.config import RunConfig
 from scaleray.config.base import absolute_path
+from scaleray.data import TRAIN, load_sources
 from scaleray.errors import ConfigError
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster.capacity import check_option_fits
-from scaleray.launch.session.data import check_same_data, load_sources
+from scaleray.launch.session.data import check_same_data
 from scaleray.launch.session.folder import RunFolder, unique_name
 from scaleray.launch.session.start import with_absolute_paths
 from scaleray.launch.sweep.folder import AskedSweep, SweepFolder, finished_record, read_asked
@@ -40,7 +41,6 @@ from scaleray.records.sweep import SweepRecord
 from scaleray.scaling.sweeps.question import SweepQuestion
 from scaleray.scaling.sweeps.search_space import Settings
 from scaleray.tracking import store
-from scaleray.training.setup.job import TRAIN
 from scaleray.workload import make_workload
 
 

@@ -30,7 +30,6 @@ from scaleray.reproducibility.seeding import same_switches
 from scaleray.scaling.sweeps.search_space import Settings
 from scaleray.training import loop
 from scaleray.training.health.progress import WATCHDOG_SHARE, Progress, Watchdog
-from scaleray.training.input import local_opener
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.training.state.pausable_training import AskingCheckpointing, Decision, Ended, Paused, StepwiseTraining
@@ -86,12 +85,7 @@ def train_rank(
             torch.cuda.set_device(place.device)
         with _process_group(place, meeting), watchdog:
             return loop.run(
-                job,
-                place,
-                open_stream=local_opener(job, sources, emit),
-                emit=emit,
-                progress=progress,
-                checkpointing=make_checkpointing(job, place),
+                job, place, sources=sources, emit=emit, progress=progress, checkpointing=make_checkpointing(job, place)
             )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleray import metric_names as names
+from scaleray.data import TRAIN
 from scaleray.launch.session.folder import RunFolder
 from scaleray.launch.session.start import own_folder
 from scaleray.launch.verify.plan import Question, course
@@ -22,7 +23,6 @@ from scaleray.reproducibility.fingerprint import environment, environment_hash
 from scaleray.tracking import store
 from scaleray.tracking.operations import EndRun, LogArtifact, LogMetrics, LogParams, Operation, SetTags
 from scaleray.tracking.store import RunStore
-from scaleray.training.setup.job import TRAIN
 from scaleray.training.verify.variants import Outcome
 
 

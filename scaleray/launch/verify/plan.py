@@ -10,6 +10,7 @@ from typing import Any
 
 from scaleray.config import RunConfig
 from scaleray.config.compression import CompressionSettings
+from scaleray.data import TRAIN, Split
 from scaleray.data.row_values import UNSEEDED
 from scaleray.data.source import Source
 from scaleray.errors import ConfigError, DataError
@@ -18,7 +19,7 @@ from scaleray.scaling.recipe.combinations import check_schedule
 from scaleray.scaling.recipe.derive import derive
 from scaleray.scaling.recipe.values import DataSize, Recipe, largest_divisor, with_micro_size
 from scaleray.strategies import STRATEGIES
-from scaleray.training.setup.job import TRAIN, Split, TrainJob
+from scaleray.training.setup.job import TrainJob
 from scaleray.training.verify.compared_job import Rows, later_batch_size, rows_of_epoch, short_job, with_rows
 from scaleray.training.verify.compared_runs import Variant
 from scaleray.training.verify.quieted import Partition

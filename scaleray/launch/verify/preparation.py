@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.config import RunConfig
+from scaleray.data import load_sources
 from scaleray.data.source import Source
 from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.cluster.connection import alive_nodes
-from scaleray.launch.session.data import load_sources
 from scaleray.launch.session.start import connected_unless, with_absolute_paths
 from scaleray.launch.verify.plan import Plan, Question, make_plan
 from scaleray.launch.workers.gloo import UserCode

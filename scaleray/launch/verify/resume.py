@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.config import RunConfig
+from scaleray.data import TRAIN
 from scaleray.data.source import Source
 from scaleray.errors import ConfigError
 from scaleray.launch.verify.certificate import Certificate, common_facts, keep, recorded
@@ -19,8 +20,6 @@ from scaleray.launch.workers.ray_train import fit_group
 from scaleray.launch.workers.signals import sigterm_like_ctrl_c
 from scaleray.launch.workers.user_code import ship_user_code
 from scaleray.records.run import Say
-from scaleray.training.input import local_opener
-from scaleray.training.setup.job import TRAIN
 from scaleray.training.setup.place import Place
 from scaleray.training.verify.resume import Interruption, ResumeOutcome, interruption_job, verify_resume
 
@@ -151,9 +150,7 @@ def resume_here(place: Place, interruption: Interruption, sources: dict[str, Sou
     torch.set_num_threads(1)
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     try:
-        return verify_resume(
-            place, interruption, open_stream=local_opener(interruption.job, sources, lambda message: None)
-        )
+        return verify_resume(place, interruption, sources=sources)
     finally:
         torch.use_deterministic_algorithms(was_deterministic)
 

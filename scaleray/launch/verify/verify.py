@@ -31,7 +31,6 @@ from scaleray.launch.workers.ray_train import fit_group
 from scaleray.launch.workers.signals import sigterm_like_ctrl_c
 from scaleray.launch.workers.user_code import ship_user_code
 from scaleray.records.run import Say
-from scaleray.training.input import local_opener
 from scaleray.training.setup.place import Place
 from scaleray.training.verify.variants import Assignment, Outcome, References, verify_group
 
@@ -139,8 +138,7 @@ def verify_here(
     import torch
 
     torch.set_num_threads(1)
-    open_stream = local_opener(assignment.reference.job, sources, lambda message: None)
-    return verify_group(place, assignment, references, open_stream=open_stream)
+    return verify_group(place, assignment, references, sources=sources)
 
 
 # under Ray

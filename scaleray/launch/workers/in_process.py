@@ -14,7 +14,6 @@ from scaleray.launch.workers.signals import on_sigterm
 from scaleray.records.run import Show, WorkerMessage
 from scaleray.tracking.recorder import Recorder
 from scaleray.training import loop
-from scaleray.training.input import local_opener
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing, Control
@@ -58,7 +57,7 @@ def run_here(
             loop.run(
                 job,
                 place,
-                open_stream=local_opener(job, sources, emit),
+                sources=sources,
                 emit=emit,
                 checkpointing=checkpointing,
                 save_weights=lambda share: save_weights(share, run_path, rank=0),

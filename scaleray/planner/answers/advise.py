@@ -17,11 +17,12 @@ from scaleray.planner.answers.question import STRATEGIES, Question
 from scaleray.planner.cost.constants import DEFAULT, Constants
 from scaleray.planner.cost.fits_in_memory import HEADROOM, Verdict, verdict
 from scaleray.planner.cost.layout import Layout
-from scaleray.planner.cost.memory import GIB, MemoryEstimate, memory
+from scaleray.planner.cost.memory import MemoryEstimate, memory
 from scaleray.planner.cost.step_time import StepTime, step_time
 from scaleray.planner.cost.uncertainty import Reason, doubts, interval, is_trusted, reasons
 from scaleray.planner.hardware.kinds import Network
 from scaleray.records.study import Estimate
+from scaleray.text.units import GIB
 
 TIE = 1.02
 """Ratio of step times up to which two layouts count as equally fast; the plainer one is put first."""

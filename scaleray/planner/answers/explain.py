@@ -13,7 +13,7 @@ from scaleray.planner.answers.advise import HEADROOM, advise
 from scaleray.planner.answers.layouts import layouts
 from scaleray.planner.answers.question import Question
 from scaleray.planner.cost.constants import DEFAULT, FITTED, Constants
-from scaleray.planner.cost.memory import GIB, memory
+from scaleray.planner.cost.memory import memory
 from scaleray.planner.cost.uncertainty import (
     OF_A_DOUBLING,
     OF_A_GPU,
@@ -26,6 +26,7 @@ from scaleray.planner.cost.uncertainty import (
 from scaleray.planner.hardware.catalogue import CATALOGUE
 from scaleray.planner.hardware.kinds import TRANSPORTS
 from scaleray.planner.simulation.step import simulated_step
+from scaleray.text.units import GIB
 
 
 def explain_constants() -> list[str]:

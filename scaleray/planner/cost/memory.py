@@ -22,8 +22,8 @@ from scaleray.planner.cost.layout import Layout
 from scaleray.planner.cost.stages import balanced_cuts, even_cuts, filled_cuts
 from scaleray.planner.hardware.kinds import Gpu
 from scaleray.planner.models.profile import Block, ModelProfile
+from scaleray.text.units import GIB
 
-GIB = 2.0**30
 FRAGMENTATION_SHARE = 0.05
 """Fragmentation, as a share of allocated memory; 3 to 8 % in torchtitan's and nanotron's logs (reserved
 over allocated)."""

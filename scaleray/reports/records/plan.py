@@ -10,7 +10,6 @@ from scaleray.planner.answers.advise import Advice, Choice
 from scaleray.planner.answers.outlook import Outlook
 from scaleray.planner.answers.to_target import Way
 from scaleray.planner.cost.checkpoint_stalls import CheckpointCost
-from scaleray.planner.cost.memory import GIB
 from scaleray.reports.figures.plan import curve, frontier, memory_bars, time_bars
 from scaleray.reports.page.page import Fact, Page, Section, render
 from scaleray.reports.words.plan import (
@@ -24,7 +23,7 @@ from scaleray.reports.words.plan import (
 )
 from scaleray.reports.words.plan_target import way_table
 from scaleray.text.tables import Table, sentence_case
-from scaleray.text.units import count, memory, seconds, with_interval
+from scaleray.text.units import GIB, count, memory, seconds, with_interval
 
 MOST_REASONS = 6
 

@@ -11,7 +11,6 @@ from rich.text import Text
 from scaleray.planner.answers.advise import Advice
 from scaleray.planner.answers.outlook import Outlook
 from scaleray.planner.cost.checkpoint_stalls import CheckpointCost
-from scaleray.planner.cost.memory import GIB
 from scaleray.reports.terminal.tables import as_rich
 from scaleray.reports.words.plan import (
     checkpoint_lines,
@@ -22,6 +21,7 @@ from scaleray.reports.words.plan import (
     why,
     width_lines,
 )
+from scaleray.text.units import GIB
 
 
 def plan_view(

@@ -9,9 +9,8 @@ from scaleray.planner.answers.outlook import Outlook
 from scaleray.planner.answers.write import is_runnable, layout_options
 from scaleray.planner.cost.checkpoint_stalls import CheckpointCost
 from scaleray.planner.cost.fits_in_memory import memory_interval
-from scaleray.planner.cost.memory import GIB
 from scaleray.text.tables import Table, sentence_case
-from scaleray.text.units import count, memory, seconds, with_interval
+from scaleray.text.units import GIB, count, memory, seconds, with_interval
 
 
 def layout_table(advice: Advice, rows: int) -> Table:

@@ -15,8 +15,7 @@ from torch import nn
 
 from scaleray.config.fsdp import FsdpSettings
 from scaleray.errors import ConfigError, WorkloadError
-
-GIB = 2**30
+from scaleray.text.units import GIB
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,14 @@ than torch's default, of 10 minutes (NCCL) or half an hour (gloo), until they ar
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
-from scaleray.data import Part, StepStream
 from scaleray.strategies.apart.in_flight_exchanges import BESIDE_TRAINING
 from scaleray.training.health.progress import WATCHDOG_SHARE, Progress
-from scaleray.training.setup.job import OpenStream, Split
-from scaleray.training.setup.place import Place
 
 
 class CollectiveLimits:
@@ -29,22 +27,15 @@ class CollectiveLimits:
         under way for several steps. Not collective; each rank does it at the same place."""
         if not dist.is_initialized():
             return
-        limit = timedelta(seconds=self._others_wait_s())
+        limit = timedelta(seconds=self._limit_s())
         for group in list(_world.pg_map):
             if dist.get_rank(group) >= 0 and group.group_desc != BESIDE_TRAINING:
                 _set_pg_timeout(limit, group)
 
-    def in_time(self, open_stream: OpenStream, place: Place) -> OpenStream:
-        """Streams on which a worker waits less long than the others wait for it, so that it is the one that says
-        why."""
+    def others_wait_s(self, world_size: int) -> float:
+        """Seconds that a worker may wait for its input at the moment: less long than the others wait for it, so that
+        it is the one that says why."""
+        return WATCHDOG_SHARE * self._limit_s() if world_size > 1 else math.inf
 
-        def open_in_time(split: Split, part: Part) -> StepStream:
-            stream = open_stream(split, part)
-            if place.world_size > 1:
-                stream.others_wait_s = lambda: WATCHDOG_SHARE * self._others_wait_s()
-            return stream
-
-        return open_in_time
-
-    def _others_wait_s(self) -> float:
+    def _limit_s(self) -> float:
         return self.progress.others_wait_s(self.collective_timeout_s)

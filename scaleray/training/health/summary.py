@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from scaleray.data import StepPlan
+from scaleray.data import TRAIN, StepPlan
 from scaleray.emulation import is_emulated
 from scaleray.records.run import WorkerSummary
 from scaleray.reproducibility.fingerprint import accelerators, cpu_model
 from scaleray.training.health import memory_report
 from scaleray.training.health.clock import Clock
-from scaleray.training.setup.job import TRAIN, TrainJob
+from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 from scaleray.watchers import Guard, Watcher

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from scaleray.data import Part, RankBatch
+from scaleray.data import Input, Part, RankBatch, Split
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.records.heartbeat_phases import Phase
 from scaleray.records.run import EvaluationRecord
 from scaleray.training.health.live_memory import is_out_of_memory
 from scaleray.training.health.worker_errors import is_lost_peer
-from scaleray.training.setup.job import OpenStream, Split, TrainJob
+from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 from scaleray.training.step.micro_batches import as_user_batch, to_device
@@ -32,8 +32,8 @@ class Evaluations:
     metrics: what the last one measured; step: after which step that was, -1 before the first.
     """
 
-    def __init__(self, place: Place, open_stream: OpenStream, enter: Callable[[Phase], None]) -> None:
-        self.place, self.open_stream, self.enter = place, open_stream, enter
+    def __init__(self, place: Place, input: Input, enter: Callable[[Phase], None]) -> None:
+        self.place, self.input, self.enter = place, input, enter
         self.metrics: dict[str, float] = {}
         self.step = -1
 
@@ -84,7 +84,7 @@ class Evaluations:
             job.workload,
             self.setup,
             self.place,
-            lambda: self.open_stream(split, part),
+            lambda: self.input.open(split, part),
             gives_tuples=split.gives_tuples,
             rank_bytes=split.num_rows * split.row_bytes // self.place.data_size,
             enter=self.enter,

@@ -24,6 +24,7 @@ from scaleray.errors import ConfigError
 from scaleray.records.heartbeat_phases import Phase
 from scaleray.reproducibility.seeding import same_random_numbers
 from scaleray.scaling.recipe.values import Recipe, with_micro_size
+from scaleray.text.units import GIB
 from scaleray.training.health.live_memory import LiveTensors, free_unused, is_out_of_memory, local_part, storage_bytes
 from scaleray.training.health.memory_report import gradients, lasting
 from scaleray.training.setup.model_setup import Setup
@@ -33,7 +34,6 @@ from scaleray.training.step.step import TrainStep
 from scaleray.training.step.sum_and_count import check_sum_and_count
 from scaleray.training.step.unchanged import unchanged_buffers
 
-GIB = 2**30
 NUM_STEPS = 2  # the second begins with the optimizer's state
 
 

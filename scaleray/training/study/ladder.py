@@ -12,19 +12,19 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
+from scaleray.data import RaySources, Sources
 from scaleray.errors import ConfigError
 from scaleray.records.run import EvaluationRecord, StepRecord, WorkerMessage
 from scaleray.records.study import Mode, NoiseCourse, ToTarget, Turn
 from scaleray.training import loop
-from scaleray.training.input import local_opener, ray_opener
-from scaleray.training.setup.job import OpenStream, TrainJob
+from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.training.study.noise_course import course_of, measure_noise
 from scaleray.training.study.subgroups import LOOPBACK, SubGroups
@@ -105,28 +105,16 @@ def order_of_turns(rungs: Sequence[Rung], seed: int) -> list[tuple[int, Rung]]:
     return list(itertools.chain.from_iterable(rounds))
 
 
-def climb(
-    place: Place,
-    rungs: Sequence[Rung],
-    seed: int,
-    tell: Tell,
-    sources: Mapping[str, Any],
-    input_cpus: float | None = None,
-) -> None:
+def climb(place: Place, rungs: Sequence[Rung], seed: int, tell: Tell, sources: Sources) -> None:
     """Measure what is not known of the rungs. Collective: every worker of the group calls it with the same rungs, and
     its default process group is gone afterwards.
 
-    seed: of the order of turns. tell: called on the first worker, as soon as there is something to tell. sources: those
-    of the splits. Under Ray they are object references, and input_cpus is the number of Ray CPUs of the reading tasks.
+    seed: of the order of turns. tell: called on the first worker, as soon as there is something to tell.
     """
     config = rungs[0].job.config
     if place.device.type == "cpu":
         torch.set_num_threads(max(1, int(config.scale.cpus_per_worker)))
-    if input_cpus is None:
-        open_stream, host = local_opener(rungs[0].job, sources, lambda message: None), LOOPBACK
-    else:
-        open_stream = ray_opener(rungs[0].job, sources, input_cpus=input_cpus, emit=lambda message: None)
-        host = place.node
+    host = place.node if isinstance(sources, RaySources) else LOOPBACK
     groups = SubGroups(place, timeout_s=config.scale.collective_timeout_s, host=host)
 
     def tell_of(rung: Rung, result: Result) -> None:
@@ -137,27 +125,27 @@ def climb(
     # the largest first: what does not run at all should say so before hours are spent on the others
     for rung in sorted(rungs, key=lambda rung: -rung.workers):
         if rung.num_missing or (rung.needs_noise and not rung.needs_target):
-            num_steps[rung.name] = _rehearse(rung, groups, open_stream)
+            num_steps[rung.name] = _rehearse(rung, groups, sources)
     for number, rung in order_of_turns(rungs, seed):
         with groups.of(rung.workers) as mine:
             if mine is not None:
                 job, say = shortened(rung.job, num_steps[rung.name]), partial(tell_of, rung)
-                tell_of(rung, take_turn(job, mine, round=number, open_stream=open_stream, say=say))
+                tell_of(rung, take_turn(job, mine, round=number, sources=sources, say=say))
     for rung in rungs:
         if rung.needs_target or rung.needs_noise:
             with groups.of(rung.workers) as mine:
                 if mine is not None and rung.needs_target:
-                    for result in train_to_target(rung.job, mine, open_stream):
+                    for result in train_to_target(rung.job, mine, sources):
                         tell_of(rung, result)
                 elif mine is not None:
                     steps, say = num_steps[rung.name], partial(tell_of, rung)
-                    noise = measure_noise(rung.job, mine, num_steps=steps, open_stream=open_stream, say=say)
+                    noise = measure_noise(rung.job, mine, num_steps=steps, sources=sources, say=say)
                     if noise is not None:
                         tell_of(rung, noise)
     groups.close()
 
 
-def _rehearse(rung: Rung, groups: SubGroups, open_stream: OpenStream) -> int:
+def _rehearse(rung: Rung, groups: SubGroups, sources: Sources) -> int:
     """Number of steps of this rung's turns, from a few steps that are not counted, which also warm caches, compilers
     and readers."""
     step_time_s = 0.0
@@ -166,13 +154,13 @@ def _rehearse(rung: Rung, groups: SubGroups, open_stream: OpenStream) -> int:
         if place is not None:
             steps: list[StepRecord] = []
             emit = emit_to(steps, lambda text: None, place)
-            loop.run(shortened(rung.job, length), place, open_stream=open_stream, emit=emit)
+            loop.run(shortened(rung.job, length), place, sources=sources, emit=emit)
             times = [step.step_time_s for step in steps]
             step_time_s = statistics.median(times[length // 2 :]) if times else 0.0
     return rung.steps_of_a_turn(float(groups.share(repr(step_time_s))))
 
 
-def train_to_target(job: TrainJob, place: Place, open_stream: OpenStream) -> list[ToTarget | NoiseCourse]:
+def train_to_target(job: TrainJob, place: Place, sources: Sources) -> list[ToTarget | NoiseCourse]:
     """Train until the config's target is reached, or to the end: what that took, and its noise where the config
     measures it. Collective; rank 0's results are the group's."""
     target = job.config.stop.at
@@ -191,7 +179,7 @@ def train_to_target(job: TrainJob, place: Place, open_stream: OpenStream) -> lis
             recorded_at.append(message.recorded_at)
 
     job = dataclasses.replace(job.without_files(), started_at=time.time())
-    summary = loop.run(job, place, open_stream=open_stream, emit=emit)
+    summary = loop.run(job, place, sources=sources, emit=emit)
     value = curve[-1][2] if curve else math.nan
     is_reached = target.is_reached({target.metric: value}) if curve else False
     result = ToTarget(

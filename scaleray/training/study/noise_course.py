@@ -11,17 +11,16 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from scaleray.data import Sources
 from scaleray.records.run import Say
 from scaleray.records.study import NoiseCourse
 from scaleray.training import loop
-from scaleray.training.setup.job import OpenStream, TrainJob
+from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.training.study.turn import emit_to, shortened
 
 
-def measure_noise(
-    job: TrainJob, place: Place, *, num_steps: int, open_stream: OpenStream, say: Say
-) -> NoiseCourse | None:
+def measure_noise(job: TrainJob, place: Place, *, num_steps: int, sources: Sources, say: Say) -> NoiseCourse | None:
     """Train the first `num_steps` steps and measure the noise scale in each. Collective; rank 0's result is the
     group's.
 
@@ -30,7 +29,7 @@ def measure_noise(
     noise = job.config.noise_scale.model_copy(update={"every_steps": 1})  # nobody counts the time
     short = shortened(job, num_steps)
     short = dataclasses.replace(short, config=short.config.model_copy(update={"noise_scale": noise}))
-    summary = loop.run(short, place, open_stream=open_stream, emit=emit_to([], say, place))
+    summary = loop.run(short, place, sources=sources, emit=emit_to([], say, place))
     return course_of(summary.noise, covers="its first steps")
 
 

@@ -28,14 +28,14 @@ from scaleray.config.compression import CompressionSettings
 from scaleray.config.noise_scale import NoiseScaleSettings
 from scaleray.config.shares import SharesSettings
 from scaleray.config.strategy_traits import traits_of
-from scaleray.data import RankBatch
+from scaleray.data import RankBatch, Sources
 from scaleray.emulation import is_emulated
 from scaleray.errors import RunFailedError
 from scaleray.records.run import EventRecord, Say, StepRecord, WorkerMessage, WorkerSummary
 from scaleray.records.study import Turn
 from scaleray.reproducibility.seeding import same_switches
 from scaleray.training import loop
-from scaleray.training.setup.job import OpenStream, TrainJob
+from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 
@@ -45,23 +45,23 @@ LEAST_ALONE_STEPS = 10
 NUM_TRANSFERS = 7
 
 
-def take_turn(job: TrainJob, place: Place, *, round: int, open_stream: OpenStream, say: Say) -> Turn:
+def take_turn(job: TrainJob, place: Place, *, round: int, sources: Sources, say: Say) -> Turn:
     """Train a job that was `shortened` and measure its steps. Collective over the place's group; rank 0's result is
     the group's.
 
     In every second round the work without communication comes first, so that a drift of the machine favours neither.
     """
     is_alone_first = round % 2 == 1
-    alone = _step_alone(job, place, open_stream) if is_alone_first else None
+    alone = _step_alone(job, place, sources) if is_alone_first else None
     reset_peak_memory(place.device)
     steps: list[StepRecord] = []
     watcher = _Watcher()
     with same_switches():
-        summary = loop.run(job, place, open_stream=open_stream, emit=emit_to(steps, say, place), probe=watcher)
+        summary = loop.run(job, place, sources=sources, emit=emit_to(steps, say, place), probe=watcher)
     _check_complete(job, place, steps, summary)
     peak = peak_memory_bytes(place.device)
     if not is_alone_first:
-        alone = _step_alone(job, place, open_stream)
+        alone = _step_alone(job, place, sources)
     own = {
         "node": place.node,
         "peak": peak,
@@ -144,7 +144,7 @@ def emit_to(steps: list[StepRecord], say: Say, place: Place) -> Callable[[Worker
     return emit
 
 
-def _step_alone(job: TrainJob, place: Place, open_stream: OpenStream) -> list[float] | None:
+def _step_alone(job: TrainJob, place: Place, sources: Sources) -> list[float] | None:
     """[mean, largest] over the workers of the seconds of a step's work without communication; medians over
     the steps. Collective."""
     if place.world_size == 1 or traits_of(job.recipe.strategy).splits_replica or job.config.model_parallel_size > 1:
@@ -156,7 +156,7 @@ def _step_alone(job: TrainJob, place: Place, open_stream: OpenStream) -> list[fl
     starter = _Starter(place.device)
     with same_switches():
         emit = emit_to(steps, lambda text: None, mine)
-        summary = loop.run(own, mine, open_stream=open_stream, emit=emit, probe=starter)
+        summary = loop.run(own, mine, sources=sources, emit=emit, probe=starter)
     _check_complete(own, mine, steps, summary)
     times = [max(1e-9, s.step_time_s - s.input_wait_s - b) for s, b in zip(steps, starter.spent_s, strict=True)]
     everyone = _gather(place, times)

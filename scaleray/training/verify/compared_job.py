@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from scaleray.data import TRAIN, Split
 from scaleray.scaling.recipe.schedules import learning_rate_factor
-from scaleray.training.setup.job import TRAIN, Split, TrainJob
+from scaleray.training.setup.job import TrainJob
 from scaleray.training.verify.quieted import Partition
 
 OWN_STEPS = 5

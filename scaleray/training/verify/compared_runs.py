@@ -20,11 +20,12 @@ import torch.distributed as dist
 
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.storage import Store
+from scaleray.data import TRAIN, Sources
 from scaleray.reproducibility.experiments import NO_CLIPPING
 from scaleray.reproducibility.seeding import same_switches
 from scaleray.reproducibility.traces import Trace
 from scaleray.training import loop
-from scaleray.training.setup.job import TRAIN, OpenStream, TrainJob
+from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing
@@ -134,10 +135,8 @@ class Runs:
     """Runs of one group of workers. folder: folder for checkpoints, seen by all of them. reference: the run of one
     process."""
 
-    def __init__(
-        self, place: Place, reference: Variant, references: References, open_stream: OpenStream, folder: str
-    ) -> None:
-        self.place, self.variant, self.open_stream, self.folder = place, reference, open_stream, folder
+    def __init__(self, place: Place, reference: Variant, references: References, sources: Sources, folder: str) -> None:
+        self.place, self.variant, self.sources, self.folder = place, reference, sources, folder
         self.references = dict(references)
         self.resumes = True
         """Whether runs resume in the middle. False: every run is in one piece, for a training whose state cannot be
@@ -281,9 +280,7 @@ class Runs:
         if folder is not None:
             checkpointing = Checkpointing(job, place, Catalog.of_run(folder), emit=lambda message: None)
         with same_switches():
-            loop.run(
-                job, place, open_stream=self.open_stream, emit=probe.hear, probe=probe, checkpointing=checkpointing
-            )
+            loop.run(job, place, sources=self.sources, emit=probe.hear, probe=probe, checkpointing=checkpointing)
         if checkpointing is not None and checkpointing.group is not None:
             dist.destroy_process_group(checkpointing.group)
         return probe.trace(loss_dtype=job.workload.loss_dtype, quieted=tuple(job.workload.found))

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from scaleray.data import RankBatch
+from scaleray.data import TRAIN, RankBatch
 from scaleray.reproducibility.signatures import Signer
 from scaleray.strategies.contract.parallel import full
 from scaleray.training.setup.fine_tuning import adapt
-from scaleray.training.setup.job import TRAIN, TrainJob
+from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 from scaleray.training.step.micro_batches import as_user_batch, micro_batches, to_device

@@ -18,12 +18,13 @@ from typing import Any
 import torch.distributed as dist
 
 from scaleray.checkpoints.catalog import Catalog
+from scaleray.data import Sources
 from scaleray.errors import WorkloadError
 from scaleray.reproducibility.compare_traces import Comparison, compare
 from scaleray.reproducibility.seeding import seed_everything
 from scaleray.reproducibility.traces import Trace
 from scaleray.training import loop
-from scaleray.training.setup.job import OpenStream, TrainJob
+from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing
 from scaleray.training.state.items import ITEMS
@@ -76,7 +77,7 @@ class ResumeOutcome:
     """Why this variant cannot run the workload, where one process can; empty where it ran."""
 
 
-def verify_resume(place: Place, interruption: Interruption, *, open_stream: OpenStream) -> ResumeOutcome:
+def verify_resume(place: Place, interruption: Interruption, *, sources: Sources) -> ResumeOutcome:
     """Run the training whole, interrupt it, resume it, and compare. Collective over the place's group."""
     started = time.perf_counter()
     at = interruption.interrupt_at
@@ -93,9 +94,7 @@ def verify_resume(place: Place, interruption: Interruption, *, open_stream: Open
         # what came before must not help: a new process starts with whatever state its generators have
         seed_everything(at + place.rank)
         with contextlib.suppress(_Interrupted):
-            loop.run(
-                job, place, open_stream=open_stream, emit=lambda message: None, probe=probe, checkpointing=observed
-            )
+            loop.run(job, place, sources=sources, emit=lambda message: None, probe=probe, checkpointing=observed)
         return probe.trace(), observed
 
     steps = recipe.total_steps

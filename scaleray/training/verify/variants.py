@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from scaleray.data import Sources
 from scaleray.errors import CheckpointError, InitialisationError, NonFiniteLossError, UsageError, WorkloadError
 from scaleray.reproducibility.causes import Cause, Finding, Layout, from_traces
 from scaleray.reproducibility.compare_traces import Comparison, Divergence, compare, divergences, restored_differences
@@ -21,7 +22,6 @@ from scaleray.reproducibility.masks import masks_broken
 from scaleray.reproducibility.own_precision import Excess, excess
 from scaleray.reproducibility.traces import Restored, Trace
 from scaleray.training import loop
-from scaleray.training.setup.job import OpenStream
 from scaleray.training.setup.place import Place
 from scaleray.training.verify.compared_job import short_job
 from scaleray.training.verify.compared_runs import (
@@ -94,24 +94,24 @@ class Assignment:
 
 
 def verify_group(
-    place: Place, assignment: Assignment, references: References, *, open_stream: OpenStream
+    place: Place, assignment: Assignment, references: References, *, sources: Sources
 ) -> tuple[list[Outcome], References]:
     """Judge every variant. Collective over the place's group. The references found are added to those given (rank 0).
 
     Raises UsageError when the reference itself cannot run.
     """
-    return _Group(place, assignment, references, open_stream).run()
+    return _Group(place, assignment, references, sources).run()
 
 
 class _Group:
-    def __init__(self, place: Place, assignment: Assignment, references: References, open_stream: OpenStream) -> None:
-        self.place, self.assignment, self.open_stream = place, assignment, open_stream
+    def __init__(self, place: Place, assignment: Assignment, references: References, sources: Sources) -> None:
+        self.place, self.assignment, self.sources = place, assignment, sources
         self.references, self.bound = references, assignment.bound
         self.unsaved = ""
 
     def run(self) -> tuple[list[Outcome], References]:
         with shared_folder(self.place, self.assignment.folder) as folder:
-            self.runs = Runs(self.place, self.assignment.reference, self.references, self.open_stream, folder)
+            self.runs = Runs(self.place, self.assignment.reference, self.references, self.sources, folder)
             self.explanation = Explanation(self.runs, self.bound)
             try:
                 self.quiet, self.has_statistics = on_first(self.place, self._choose_quiet)

@@ -21,10 +21,9 @@ import scaleray
 from scaleray import Workload
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.config import load_config
-from scaleray.data import StepPlan
+from scaleray.data import StepPlan, load_sources
 from scaleray.errors import CheckpointError, ConfigError, DataError, RunFailedError, StorageError, TrackingError
 from scaleray.launch.run import resume
-from scaleray.launch.session.data import load_sources
 from scaleray.launch.session.folder import RunFolder
 from scaleray.records.run import RunRecord
 from scaleray.reproducibility.fingerprint import environment, environment_hash

@@ -6,9 +6,9 @@ import pytest
 from small_runs import DEFAULTS, Classify
 
 from scaleray.config import load_config
+from scaleray.data import load_sources
 from scaleray.errors import ClusterError, UsageError
 from scaleray.launch.cluster.connection import Node
-from scaleray.launch.session.data import load_sources
 from scaleray.launch.study import hardware as study_places
 from scaleray.launch.study.plan import MODES, Question, make_rungs
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from scaleray.config import load_config
+from scaleray.data import load_sources
 from scaleray.errors import ConfigError, RunFailedError
-from scaleray.launch.session.data import load_sources
 from scaleray.launch.verify.plan import Question, course, make_plan
 from scaleray.launch.verify.verify import verify
 from scaleray.launch.workers.gloo import UserCode, gloo_processes

@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaleray.planner.cost.layout import Layout
-from scaleray.planner.cost.memory import GIB, activation_bytes, memory, micro_batches_in_flight
+from scaleray.planner.cost.memory import activation_bytes, memory, micro_batches_in_flight
 from scaleray.planner.cost.stages import filled_cuts
 from scaleray.planner.models.names import find_model
 from scaleray.planner.models.transformers import TransformerShape, transformer
+from scaleray.text.units import GIB
 
 
 def gpt(layers, hidden, heads):

@@ -33,7 +33,6 @@ from scaleray.scaling.recipe.derive import derive
 from scaleray.scaling.recipe.values import DataSize
 from scaleray.strategies.compression import adaptive as adaptive_compression
 from scaleray.strategies.compression.adaptive import Candidate, Link, choose
-from scaleray.training.input import local_opener
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.step.step import TrainStep
 from scaleray.training.verify.variants import PROMISES, Assignment, verify_group
@@ -406,8 +405,7 @@ def test_adaptive_looks_again_after_a_step_that_could_not_be_judged(gloo):
 
 
 def judge(place, assignment, sources):
-    opener = local_opener(assignment.reference.job, sources, lambda message: None)
-    return verify_group(place, assignment, {}, open_stream=opener)[0]
+    return verify_group(place, assignment, {}, sources=sources)[0]
 
 
 def test_verify_judges_what_compression_promises_and_the_single_process_has_none(gloo):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import pytest
 import torch
 from small_runs import Classify, make_job, train
 from torch.distributed.distributed_c10d import _world
 
+from scaleray.data import Input
 from scaleray.strategies.apart.in_flight_exchanges import BESIDE_TRAINING
 from scaleray.training import loop
 from scaleray.training.health.progress import WATCHDOG_SHARE, Progress
-from scaleray.training.input import local_opener
 from scaleray.training.setup.place import Place
 
 LIMIT_S = 37.0
@@ -72,18 +73,19 @@ def test_all_groups_have_the_limit_of_the_config_once_the_first_step_is_complete
 def waits_of_a_run(place):
     """How long this rank waits for a batch at most, by the number of steps that are complete."""
     job, sources = make_job(Classify(num_val=8), {**FLAGS, "data.timeout_s": 1000}, world_size=place.world_size)
-    opener, progress, opened, seen = local_opener(job, sources, lambda message: None), Progress(), [], {}
+    progress, opened, seen, real = Progress(), [], {}, Input.open
 
-    def open_stream(split, part):
-        opened.append(opener(split, part))
+    def open_and_keep(self, split, part):
+        opened.append(real(self, split, part))
         return opened[-1]
 
     def emit(message):
-        seen[progress.steps_done] = {stream.others_wait_s() for stream in opened}
+        seen[progress.steps_done] = {stream._others_wait_s() for stream in opened}
 
     enter = progress.enter
     progress.enter = lambda phase: (enter(phase), emit(None))
-    loop.run(job, place, open_stream=open_stream, emit=emit, progress=progress)
+    with mock.patch.object(Input, "open", open_and_keep):
+        loop.run(job, place, sources=sources, emit=emit, progress=progress)
     return seen
 
 

@@ -22,7 +22,6 @@ from scaleray.records.run import StepRecord, SystemRecord
 from scaleray.training import loop
 from scaleray.training.health import live_memory
 from scaleray.training.health.system_metrics import SystemMetrics
-from scaleray.training.input import local_opener
 from scaleray.training.state.checkpointing import Checkpointing
 from scaleray.watchers import RETRIED, Guard, Watcher
 
@@ -299,7 +298,7 @@ def train_with(emit, folder):
         loop.run(
             job,
             Place(),
-            open_stream=local_opener(job, sources, emit),
+            sources=sources,
             emit=emit,
             checkpointing=checkpointing,
             save_weights=lambda share: weights.update(share.tensors),

@@ -10,12 +10,12 @@ import torch
 from small_runs import Classify, Place, Stepper, Tokens, train, train_alone
 from torch import nn
 
+from scaleray.data import TRAIN
 from scaleray.records.run import EventRecord
 from scaleray.scaling.noise.noise_scale import NoiseAverages, Parts, estimate
 from scaleray.scaling.noise.source import noise_source
 from scaleray.strategies.contract.parallel import full
 from scaleray.training.noise.meter import NoiseMeter
-from scaleray.training.setup.job import TRAIN
 from scaleray.watchers import Guard
 
 MEASURED = {"noise_scale.measure": True, "noise_scale.every_steps": 1}

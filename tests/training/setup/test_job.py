@@ -4,10 +4,9 @@ import pytest
 import torch
 from small_runs import Classify, make_job
 
-from scaleray.data import StreamSource, as_source
+from scaleray.data import Split, StreamSource, as_source
 from scaleray.errors import DataError
 from scaleray.strategies.contract.weight_shares import WeightShare
-from scaleray.training.setup.job import Split
 from scaleray.training.state.weights import save_weights
 
 

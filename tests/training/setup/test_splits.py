@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from scaleray.data import as_source
-from scaleray.training.setup.job import Split
+from scaleray.data import Split, as_source
 
 ROWS = np.arange(12.0).reshape(6, 2)
 

@@ -21,8 +21,6 @@ from torch.distributed.tensor import DTensor
 
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.storage import Store
-from scaleray.data import StepStream
-from scaleray.data.blocks import LocalBlocks
 from scaleray.errors import CheckpointError, StorageError
 from scaleray.launch.run import train as run
 from scaleray.launch.workers import in_process
@@ -69,14 +67,11 @@ def run_loop(place, workload, flags, save, *, on_step=lambda job: None, **option
         def on_step(self, result, learning_rate):
             on_step(job)
 
-    def open_stream(split, part):
-        return StepStream(LocalBlocks(sources[split.name], part, chunk_bytes=64), part, timeout_s=60)
-
     with same_generators():
         return loop.run(
             job.on(place.world_size),
             place,
-            open_stream=open_stream,
+            sources=sources,
             emit=lambda m: None,
             save_weights=save,
             probe=Probe(),

@@ -26,8 +26,6 @@ from small_runs import (
 from torch import nn
 
 from scaleray.checkpoints.catalog import Catalog
-from scaleray.data import StepStream
-from scaleray.data.blocks import LocalBlocks
 from scaleray.errors import WorkloadError
 from scaleray.training import loop
 from scaleray.training.setup.model_setup import Setup
@@ -180,7 +178,7 @@ def test_a_finished_run_can_be_resumed_and_has_nothing_to_do(tmp_path):
 LOOP_STATE = {"job", "step", "nonfinite_steps", "verdict"}
 LOOP_SAVED = {"state", "shares", "noise", "micro_sizes"}
 LOOP_STATELESS = {
-    "place", "open_stream", "save_weights", "probe", "checkpointing", "progress", "first_step", "clock", "limits",
+    "place", "input", "save_weights", "probe", "checkpointing", "progress", "first_step", "clock", "limits",
     "evaluations", "memory", "plan", "reporter", "compilation", "observers",
 }  # fmt: skip
 MICRO_SIZES = {"now"} | {"config", "place", "reporter", "search"}  # saved, and no state
@@ -190,7 +188,7 @@ REPORTER_STATELESS = {
     "_setup", "_others_figures",
 }  # fmt: skip
 EVALUATIONS_SAVED = {"metrics", "step"}
-EVALUATIONS_STATELESS = {"place", "open_stream", "enter", "setup", "target", "every", "evaluators"}
+EVALUATIONS_STATELESS = {"place", "input", "enter", "setup", "target", "every", "evaluators"}
 STEP_SAVED = {"count_per_row", "num_updates", "nonfinite_in_a_row", "noise"}
 STEP_STATELESS = {
     "nonfinite_steps",  # 0 after every meeting, and only then there are checkpoints
@@ -215,7 +213,7 @@ def test_everything_that_the_loop_keeps_between_steps_is_saved_or_known_to_be_no
     job, sources = make_job(Everything(num_val=10), FLAGS)
     inspector = Inspector(-1, None)
     with same_generators():
-        loop.run(job, Place(), open_stream=stream_opener(job, sources), emit=lambda message: None, probe=inspector)
+        loop.run(job, Place(), sources=sources, emit=lambda message: None, probe=inspector)
     torch.use_deterministic_algorithms(False)
     for kept, known in [
         (inspector.loop, LOOP_SAVED | LOOP_STATELESS),
@@ -232,13 +230,6 @@ def test_everything_that_the_loop_keeps_between_steps_is_saved_or_known_to_be_no
         assert set(vars(kept)) == known, "a new attribute holds state or not: say which, and save it"
 
 
-def stream_opener(job, sources):
-    def open_stream(split, part):
-        return StepStream(LocalBlocks(sources[split.name], part, chunk_bytes=64), part)
-
-    return open_stream
-
-
 def test_a_checkpoint_names_its_run_and_its_environment(tmp_path):
     job, sources = make_job(Classify(), FLAGS)
     facts = {"config_hash": "c", "environment_hash": "e", "config": job.config.to_dict()}
@@ -251,7 +242,7 @@ def test_a_checkpoint_names_its_run_and_its_environment(tmp_path):
         before_publishing=lambda: {"mlflow": {"run_id": "r"}},
     )
     with same_generators():
-        loop.run(job, Place(), open_stream=stream_opener(job, sources), emit=lambda m: None, checkpointing=saves)
+        loop.run(job, Place(), sources=sources, emit=lambda m: None, checkpointing=saves)
     torch.use_deterministic_algorithms(False)
     manifest = Catalog.of_run(str(tmp_path)).newest()
     assert manifest.step == 14 and set(manifest.values) >= {"optimizer", "schedule", "scaler", "progress", "workload"}

@@ -7,8 +7,6 @@ import torch
 from small_runs import Classify, Finished, make_job, same_generators, train_alone
 
 from scaleray.checkpoints.catalog import Catalog
-from scaleray.data import StepStream
-from scaleray.data.blocks import LocalBlocks
 from scaleray.errors import LeftEarly, RunFailedError, ScaleRayError
 from scaleray.records.run import StepRecord
 from scaleray.training import loop
@@ -33,9 +31,6 @@ class Stepwise:
         job, sources = make_job(workload or Classify(num_rows=26, num_val=5), {**FLAGS, **(flags or {})})
         self.config = job.config.to_dict()
 
-        def open_stream(split, part):
-            return StepStream(LocalBlocks(sources[split.name], part, chunk_bytes=64), part, timeout_s=30)
-
         def train(emit, make_checkpointing):
             def watch(message):
                 if isinstance(message, StepRecord):
@@ -46,7 +41,7 @@ class Stepwise:
                 return loop.run(
                     job,
                     Place(),
-                    open_stream=open_stream,
+                    sources=sources,
                     emit=watch,
                     save_weights=lambda share: self.weights.update(share.tensors),
                     checkpointing=make_checkpointing(job, Place()),
@@ -182,9 +177,6 @@ def two_ranks(place, folder, decisions, start_from):
     job, sources = make_job(Classify(num_rows=32, num_val=6), flags, world_size=place.world_size)
     asked, losses = iter(decisions), []
 
-    def open_stream(split, part):
-        return StepStream(LocalBlocks(sources[split.name], part, chunk_bytes=64), part, timeout_s=30)
-
     checkpointing = AskingCheckpointing(
         job, place, start_from=start_from, emit=lambda message: None, ask=lambda step: next(asked)
     )
@@ -192,7 +184,7 @@ def two_ranks(place, folder, decisions, start_from):
         summary = loop.run(
             job,
             place,
-            open_stream=open_stream,
+            sources=sources,
             checkpointing=checkpointing,
             emit=lambda m: losses.append(m.loss) if isinstance(m, StepRecord) else None,
         )

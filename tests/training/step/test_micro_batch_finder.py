@@ -14,10 +14,11 @@ from torch.distributed.fsdp import fully_shard
 from scaleray.data import RankBatch
 from scaleray.errors import ConfigError, StepFailedError
 from scaleray.strategies import STRATEGIES, Parallel, single
+from scaleray.text.units import GIB
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.setup.place import Place
 from scaleray.training.state.state import TrainState
-from scaleray.training.step.micro_batch_finder import GIB, Trial, find, next_size
+from scaleray.training.step.micro_batch_finder import Trial, find, next_size
 
 ADAMW = {"optimizer.name": "adamw", "optimizer.learning_rate": 0.01}
 

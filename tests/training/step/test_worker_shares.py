@@ -32,7 +32,6 @@ from scaleray.emulation import EmulatedLayer, Timing
 from scaleray.errors import ConfigError
 from scaleray.launch.verify.plan import Question, make_plan
 from scaleray.strategies import STRATEGIES
-from scaleray.training.input import local_opener
 from scaleray.training.step import step as training_step
 from scaleray.training.step import worker_shares as measured
 from scaleray.training.step.worker_shares import ComputeMeter, WorkerShares
@@ -113,8 +112,7 @@ def judged(place, config):
     job, sources = job_of(config, Classify())
     plan = make_plan(config, Question(("ddp",), (place.world_size,), (1, 2), steps=5), job.workload, sources)
     variants = tuple(plan.groups[place.world_size])
-    opener = local_opener(job, sources, lambda message: None)
-    outcomes, _ = verify_group(place, Assignment(plan.reference, variants, 1e-9), {}, open_stream=opener)
+    outcomes, _ = verify_group(place, Assignment(plan.reference, variants, 1e-9), {}, sources=sources)
     return [variant.job.recipe.worker_shares for variant in variants], [(o.verdict, str(o.mismatch)) for o in outcomes]
 
 

@@ -22,7 +22,6 @@ from verified import knows_who_trains
 from scaleray.config import load_config
 from scaleray.data import as_source
 from scaleray.launch.verify.plan import Question, make_plan
-from scaleray.training.input import local_opener
 from scaleray.training.setup.place import Place
 from scaleray.training.verify.variants import Assignment, Outcome, verify_group
 
@@ -48,8 +47,7 @@ def judge(place: Place, mistake: Planted, *, steps: int = STEPS, accumulation: S
     question = Question([mistake.strategy], [place.world_size], accumulation or _accumulation(), steps)
     plan = make_plan(config, question, workload, sources)
     assignment = Assignment(plan.reference, tuple(plan.groups[place.world_size]), question.bound)
-    opener = local_opener(plan.reference.job, sources, lambda message: None)
-    return verify_group(place, assignment, {}, open_stream=opener)[0]
+    return verify_group(place, assignment, {}, sources=sources)[0]
 
 
 def judge_sound(place: Place, name: str) -> list[Outcome]:

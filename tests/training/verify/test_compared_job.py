@@ -6,10 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_runs import Classify, make_job
 
-from scaleray.data import RankBatch
+from scaleray.data import TRAIN, RankBatch
 from scaleray.data.sample_order import StepPlan
 from scaleray.scaling.recipe.schedules import learning_rate_factor
-from scaleray.training.setup.job import TRAIN
 from scaleray.training.step.micro_batches import micro_batches
 from scaleray.training.verify.compared_job import (
     DueRates,

@@ -22,9 +22,9 @@ from verified import (
     many,
 )
 
+from scaleray.data import Input
 from scaleray.strategies import Parallel, ddp
 from scaleray.training.setup import model_setup, optimizers
-from scaleray.training.verify import variants as verification
 
 # data order
 
@@ -37,22 +37,19 @@ def test_ranks_that_read_the_same_rows_are_found_as_data_order(gloo):
 
 @contextlib.contextmanager
 def another_order_in_the_second_epoch():
-    init = verification._Group.__init__
+    opened = Input.open
 
-    def broken(self, place, assignment, references, open_stream):
-        def reseeded(split, part):
-            from scaleray.data.sample_order import StepPlan
+    def reseeded(self, split, part):
+        from scaleray.data.sample_order import StepPlan
 
-            class Later(StepPlan):
-                def _order(self, epoch, positions):
-                    return super()._order(epoch + 7 * (epoch > 0), positions)
+        class Later(StepPlan):
+            def _order(self, epoch, positions):
+                return super()._order(epoch + 7 * (epoch > 0), positions)
 
-            plan = Later(**dataclasses.asdict(part.plan)) if part.world_size > 1 else part.plan
-            return open_stream(split, dataclasses.replace(part, plan=plan))
+        plan = Later(**dataclasses.asdict(part.plan)) if part.world_size > 1 else part.plan
+        return opened(self, split, dataclasses.replace(part, plan=plan))
 
-        init(self, place, assignment, references, reseeded)
-
-    with mock.patch.object(verification._Group, "__init__", broken):
+    with mock.patch.object(Input, "open", reseeded):
         yield
 
 

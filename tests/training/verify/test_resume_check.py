@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +12,7 @@ from small_runs import Classify, Place, Tokens, make_job, same_generators
 from test_resume import FLAGS, Everything, WithState
 
 from scaleray import Workload
-from scaleray.data import Part, StepStream
-from scaleray.data.blocks import LocalBlocks
+from scaleray.data import Input
 from scaleray.launch.verify.resume import line, verdict
 from scaleray.training.state import state as state_module
 from scaleray.training.state.items import ITEMS
@@ -28,20 +28,17 @@ def check(place, workload, folder, flags=None, *, plant=None, at=5, shift=0):
     job, sources = make_job(workload, {**FLAGS, **(flags or {})}, world_size=place.world_size)
     job = interruption_job(short_job(job, steps=11))
 
-    def open_stream(split, part):
+    opened = Input.open
+
+    def open_late(self, split, part):
         if part.first_step and shift:  # the rows of another step under the right number
             late = dataclasses.replace(part, first_step=part.first_step + shift, last_step=part.last_step + shift)
-            return Renumbered(stream(late), shift)
-        return stream(part)
-
-    def stream(part: Part) -> StepStream:
-        return StepStream(LocalBlocks(sources["train"], part, chunk_bytes=64), part)
+            return Renumbered(opened(self, split, late), shift)
+        return opened(self, split, part)
 
     try:
-        with same_generators():
-            return verify_resume(
-                place, Interruption("x", job, place.world_size, at, str(folder)), open_stream=open_stream
-            )
+        with same_generators(), mock.patch.object(Input, "open", open_late):
+            return verify_resume(place, Interruption("x", job, place.world_size, at, str(folder)), sources=sources)
     finally:
         torch.use_deterministic_algorithms(False)  # the processes of the pool serve other tests too
         undo()

@@ -1,0 +1,103 @@
+"""The rows of a training as one worker reads them: by itself, or through Ray Data's tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from scaleray.config.data import DataSettings
+from scaleray.data.blocks import LocalBlocks
+from scaleray.data.local_start import LOCAL_CHUNK_STEPS, LOCAL_START_S, Demand, start_locally
+from scaleray.data.part import Part
+from scaleray.data.ray_blocks import ray_blocks, starvation_reason, stream_blocks
+from scaleray.data.source import TRAIN, Columns, Source
+from scaleray.data.split import Split
+from scaleray.data.stream import StepStream
+from scaleray.text.units import MIB
+
+
+@dataclass(frozen=True)
+class RaySources:
+    """Sources in Ray's object store, whose rows tasks may read. A Ray Dataset is not among them."""
+
+    references: Mapping[str, Any]
+    """Object references by split."""
+    cpus: float
+    """Ray CPUs that the tasks of one worker may use together."""
+
+
+Sources = Mapping[str, Source] | RaySources
+"""What a training reads, by split: sources that its worker reads itself, or those under Ray."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """Input of one worker. A thread of its process reads sources that are at hand and, under Ray, rows in memory; Ray
+    Data's tasks read all other rows, and a Ray Dataset is streamed.
+
+    may_draw, others_wait_s, warn: of LocalBlocks and StepStream.
+    """
+
+    sources: Sources
+    settings: DataSettings
+    may_draw: bool
+    others_wait_s: Callable[[], float]
+    warn: Callable[[str], None]
+
+    def open(self, split: Split, part: Part) -> StepStream:
+        """Open the batches of a part, which are read ahead of training."""
+        return StepStream(
+            lambda part, demand: self._blocks(split, part, demand),
+            part,
+            row_bytes=split.row_bytes,
+            prefetch_bytes=self.settings.prefetch_mib * MIB / 2,
+            timeout_s=self.settings.timeout_s,
+            others_wait_s=self.others_wait_s,
+            explain_wait=(lambda: None) if self._reads_here(split) else starvation_reason,
+            warn=self.warn,
+        )
+
+    def _reads_here(self, split: Split) -> bool:
+        """Whether a thread of this process reads the rows, and no task."""
+        if not isinstance(self.sources, RaySources):
+            return True
+        if split.read_by(self.settings.readers) == "worker":
+            return True
+        is_less_than_one_task = split.num_rows * split.row_bytes <= self.settings.chunk_mib * MIB
+        return split.name != TRAIN and is_less_than_one_task and not split.is_streamed
+
+    def _blocks(self, split: Split, part: Part, demand: Demand) -> Iterable[Columns]:
+        settings, chunk_bytes = self.settings, self.settings.chunk_mib * MIB
+        if split.is_streamed:
+            import ray.train
+
+            shard, shuffle = ray.train.get_dataset_shard(split.name), settings.shuffle and split.name == TRAIN
+            return stream_blocks(shard, part, shuffle=shuffle, window_rows=settings.window_rows)
+        here = LocalBlocks(
+            self._source(split.name),
+            part,
+            chunk_bytes=min(chunk_bytes, split.row_bytes * part.rows_per_step * LOCAL_CHUNK_STEPS),
+            may_draw=self.may_draw,
+        )
+        if not isinstance(self.sources, RaySources) or self._reads_here(split):
+            return here
+        tasks = ray_blocks(
+            self.sources.references[split.name],
+            part,
+            row_bytes=split.row_bytes,
+            chunk_bytes=chunk_bytes,
+            memory_bytes=settings.prefetch_mib * MIB,
+            cpus=self.sources.cpus,
+        )
+        if here.is_read_alone:
+            return tasks  # here the model is being built and trained meanwhile, which draws random numbers too
+        return start_locally(here, tasks, demand, patience_s=min(LOCAL_START_S, settings.timeout_s))
+
+    def _source(self, name: str) -> Source:
+        if not isinstance(self.sources, RaySources):
+            return self.sources[name]
+        import ray
+
+        source: Source = ray.get(self.sources.references[name])
+        return source
