@@ -22,7 +22,7 @@ ARITHMETIC = {
 }  # fmt: skip
 NAMES = {"min": "max", "max": "min", "all": "any", "any": "all"}
 ATTRIBUTES = {
-    "floor": "ceil", "ceil": "floor", "rank": "local_rank", "data_rank": "rank", "world_size": "data_size", "data_size": "world_size",
+    "floor": "ceil", "ceil": "floor", "rank": "local_rank", "data_rank": "rank", "world_size": "data_parallel_size", "data_parallel_size": "world_size",
     "argmin": "argmax", "argmax": "argmin",
 }  # fmt: skip
 

@@ -126,7 +126,9 @@ class _Run:
     def train(self) -> WorkerSummary:
         """Everything from the set-up to the final weights."""
         job, place, plan = self.job, self.place, self.plan
-        part = Part(plan, place.data_rank, place.data_size, self.first_step, job.recipe.total_steps, self.shares.now)
+        part = Part(
+            plan, place.data_rank, place.data_parallel_size, self.first_step, job.recipe.total_steps, self.shares.now
+        )
         # before the model: its first batch takes seconds on a cold cluster, and the model is built meanwhile
         stream = self.input.open(job.splits[TRAIN], part)
         setup: Setup | None = None

@@ -25,7 +25,10 @@ def source_of(job: TrainJob) -> NoiseSource:
     """The gradients that a rung's training measures its noise from, if it does."""
     recipe = job.recipe
     return noise_source(
-        job.config, recipe.strategy, data_size=job.data_size, accumulation_steps=recipe.accumulation_steps
+        job.config,
+        recipe.strategy,
+        data_parallel_size=job.data_parallel_size,
+        accumulation_steps=recipe.accumulation_steps,
     )
 
 

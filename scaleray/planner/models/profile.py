@@ -11,8 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Split = Literal["columns", "rows", "none"]
-
 
 @dataclass(frozen=True)
 class Matmul:
@@ -21,7 +19,7 @@ class Matmul:
     rows: float
     columns: int
     inner: int
-    split: Split = "none"
+    split: Literal["columns", "rows", "none"] = "none"
     num_weights: int = 1
     """Matrices that the rows are spread over evenly: the experts of a mixture, computed by one grouped kernel."""
 

@@ -36,47 +36,49 @@ class NoiseSource:
         return f"noise scale: {text}{f' ({self.why})' if self.why else ''}"
 
 
-def noise_source(config: RunConfig, strategy: str, *, data_size: int, accumulation_steps: int) -> NoiseSource:
-    """The gradients that a run of this strategy measures its noise from. data_size: shares of a global batch."""
+def noise_source(config: RunConfig, strategy: str, *, data_parallel_size: int, accumulation_steps: int) -> NoiseSource:
+    """The gradients that a run of this strategy measures its noise from."""
     measure = config.noise_scale.measure
     if measure is False:
         return NoiseSource(None)
     if never := _why_never(config, strategy):
         return NoiseSource(None, never)
-    workers = _why_not_from_workers(config, strategy, data_size)
+    workers = _why_not_from_workers(config, strategy, data_parallel_size)
     if not workers:
         return NoiseSource("workers")
-    first = _why_not_from_micro_batches(config, strategy, data_size, accumulation_steps)
+    first = _why_not_from_micro_batches(config, strategy, data_parallel_size, accumulation_steps)
     if not first:
         return NoiseSource("first micro-batch")
     return NoiseSource(None if measure == "auto" else "consecutive steps", f"{workers}; {first}")
 
 
-def check_noise_scale(config: RunConfig, strategy: str, *, data_size: int, accumulation_steps: int) -> None:
+def check_noise_scale(config: RunConfig, strategy: str, *, data_parallel_size: int, accumulation_steps: int) -> None:
     """Raise ConfigError where `noise_scale.measure: true` cannot be done."""
     if config.noise_scale.measure is not True:
         return
-    found = noise_source(config, strategy, data_size=data_size, accumulation_steps=accumulation_steps)
+    found = noise_source(config, strategy, data_parallel_size=data_parallel_size, accumulation_steps=accumulation_steps)
     if found.name is None:
         raise ConfigError("noise_scale.measure", True, found.why, "leave it out, or measure under --strategy.name ddp")
 
 
-def _why_not_from_workers(config: RunConfig, strategy: str, data_size: int) -> str:
+def _why_not_from_workers(config: RunConfig, strategy: str, data_parallel_size: int) -> str:
     if not traits_of(strategy).sums_gradients:
         return {"single": "one worker", "tensor": "under tensor the workers of a replica see the same samples"}.get(
             strategy, f"under {strategy} gradients do not meet"
         )
-    if data_size < 2:
+    if data_parallel_size < 2:
         return "one worker"
     if strategy == "fsdp" and config.noise_scale.preconditioned:
         return "under fsdp no worker has the second moments of a whole gradient"
     return ""
 
 
-def _why_not_from_micro_batches(config: RunConfig, strategy: str, data_size: int, accumulation_steps: int) -> str:
+def _why_not_from_micro_batches(
+    config: RunConfig, strategy: str, data_parallel_size: int, accumulation_steps: int
+) -> str:
     if accumulation_steps < 2:
         return "no accumulation"
-    if strategy == "tensor" and data_size > 1:
+    if strategy == "tensor" and data_parallel_size > 1:
         return "under tensor with replicas gradients lie whole in FSDP's hands until the last micro-batch"
     if strategy == "fsdp" and config.fsdp.accumulate == "whole":
         return "fsdp.accumulate whole keeps gradients until the last micro-batch"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from scaleray.config import RunConfig
 from scaleray.config.strategy_traits import names_with, traits_of
@@ -20,42 +19,100 @@ WHY_EVEN = {
 """Reasons why strategies need equal shares."""
 
 
-@dataclass(frozen=True)
-class Batches:
-    """Sizes in samples, and counts of workers and passes; the fields of `Recipe` of the same names."""
+def global_batch_size_of(config: RunConfig, data: DataSize, why: dict[str, str]) -> int:
+    """Samples of a global batch. why: takes how each value was derived, by name. Raises ConfigError."""
+    size = config.batch.global_size
+    if config.batch.unit == "samples":
+        why["global_batch_size"] = "batch.global_size"
+        return size
+    tokens = data.tokens_of("batch.unit")
+    if size % tokens:
+        near = " or ".join(str(n) for n in nearest_multiples(size, tokens * config.scale.max_workers))
+        raise ConfigError(
+            "batch.global_size",
+            size,
+            f"a sample has {tokens} tokens, so it must be a multiple of {tokens}",
+            f"nearest for {config.scale.max_workers} workers: {near}",
+        )
+    why["global_batch_size"] = f"{size} tokens / {tokens} tokens per sample"
+    return size // tokens
 
-    global_batch_size: int
-    model_parallel_size: int
-    per_worker_batch_size: int
-    micro_batch_size: int
-    accumulation_steps: int
-    evaluation_micro_batch_size: int
+
+def model_parallel_size_of(config: RunConfig, workers: int, why: dict[str, str]) -> int:
+    """Workers that hold one replica of the model between them. Raises ConfigError."""
+    size = config.model_parallel_size
+    if workers % size:
+        name = config.strategy.name
+        near = " or ".join(str(n) for n in nearest_multiples(workers, size))
+        raise ConfigError(
+            f"{name}.size", size, f"{workers} workers are no multiple of it", f"use {near} workers, or another size"
+        )
+    if size > 1 and config.scale.is_elastic:
+        raise ConfigError(
+            "scale.workers", str(config.scale.workers), f"with {config.strategy.name} the number is fixed"
+        )
+    why["model_parallel_size"] = f"{config.strategy.name}.size" if size > 1 else "every worker has a whole model"
+    return size
 
 
-def cut_batch(config: RunConfig, data: DataSize, workers: int, why: dict[str, str]) -> Batches:
-    """The global batch of a config on so many workers. why: takes how each value was derived.
+def cut_batch(config: RunConfig, global_batch_size: int, workers: int, why: dict[str, str]) -> tuple[int, int, int]:
+    """(samples of a worker, samples of a micro-batch, number of micro-batches). workers: those with samples of their
+    own. Raises ConfigError for sizes that do not divide."""
+    if config.scale.is_elastic and config.scale.on_resize == "rescale" and config.batch.global_size % workers:
+        near = " or ".join(str(n) for n in nearest_multiples(config.batch.global_size, workers))
+        raise ConfigError(
+            "batch.global_size",
+            config.batch.global_size,
+            f"scale.on_resize rescale needs a multiple of {workers} workers",
+            f"nearest: {near}",
+        )
+    if config.scale.is_elastic:  # shares may be uneven: sums and counts keep that exact
+        per_worker = math.ceil(global_batch_size / workers)
+        micro_size = config.batch.micro_size or math.ceil(global_batch_size / config.scale.max_workers)
+        why["per_worker_batch_size"] = f"{global_batch_size} / {workers} workers, at most"
+        why["micro_batch_size"] = "batch.micro_size" if config.batch.micro_size else "the share at most workers"
+        why["accumulation_steps"] = f"{per_worker} per worker / {micro_size}"
+        return per_worker, micro_size, math.ceil(per_worker / micro_size)
+    if global_batch_size % workers:
+        size, unit = config.batch.global_size, config.batch.unit
+        multiple = workers * size // global_batch_size  # in the unit that the user counts in
+        near = " or ".join(str(n) for n in nearest_multiples(size, multiple))
+        raise ConfigError(
+            "batch.global_size", size, f"{workers} workers need a multiple of {multiple} {unit}", f"nearest: {near}"
+        )
+    per_worker = global_batch_size // workers
+    why["per_worker_batch_size"] = f"{global_batch_size} / {workers} workers"
+    micro_size = config.batch.micro_size or per_worker
+    if per_worker % micro_size:
+        divisors = (
+            [d for d in range(1, per_worker + 1) if per_worker % d == 0] if per_worker <= 10**6 else [1, per_worker]
+        )
+        below = max((d for d in divisors if d < micro_size), default=1)
+        above = min((d for d in divisors if d > micro_size), default=per_worker)
+        near = " or ".join(str(n) for n in sorted({below, above}))
+        raise ConfigError(
+            "batch.micro_size", micro_size, f"it must divide the {per_worker} samples of one worker", f"nearest: {near}"
+        )
+    why["micro_batch_size"] = "batch.micro_size" if config.batch.micro_size else "the worker's whole share"
+    why["accumulation_steps"] = f"{per_worker} per worker / {micro_size}"
+    return per_worker, micro_size, per_worker // micro_size
 
-    Raises ConfigError for sizes that do not divide, and DataError for data smaller than a batch.
-    """
-    batch_size = _global_batch_size(config, data, why)
-    model_parallel = _model_parallel_size(config, workers, why)
-    per_worker, micro_size, accumulation = _shares(config, batch_size, workers // model_parallel, why)
-    why["evaluation_micro_batch_size"] = "evaluation.micro_size" if config.evaluation.micro_size else "that of training"
-    if data.num_samples < batch_size:
+
+def check_data_fills(config: RunConfig, data: DataSize, global_batch_size: int, workers: int) -> None:
+    """Raise DataError for data smaller than a global batch."""
+    if data.num_samples < global_batch_size:
         raise DataError(
             "the training data",
             f"{data.num_samples} samples",
-            f"one global batch needs {batch_size}",
+            f"one global batch needs {global_batch_size}",
             f"use --batch.global-size {data.largest_batch(config)} or less, or more data"
             if data.num_samples >= workers
             else f"{workers} workers need at least a sample each: use fewer workers, or more data",
         )
-    evaluation_micro_size = config.evaluation.micro_size or micro_size
-    return Batches(batch_size, model_parallel, per_worker, micro_size, accumulation, evaluation_micro_size)
 
 
 def uneven_shares(
-    config: RunConfig, strategy: str, batch_size: int, workers: int, why: dict[str, str]
+    config: RunConfig, strategy: str, global_batch_size: int, workers: int, why: dict[str, str]
 ) -> tuple[tuple[int, ...] | None, int | None]:
     """(samples by worker or None for equal shares, steps between two measurements of speed or None).
 
@@ -99,80 +156,5 @@ def uneven_shares(
         why["measure_shares_every_steps"] = "shares.measure_every"
         return None, settings.measure_every
     assert settings.speeds is not None
-    why["worker_shares"] = f"{batch_size} samples in proportion to shares.speeds"
-    return shares_by_speed(settings.speeds, total=batch_size, smallest=settings.smallest), None
-
-
-def _global_batch_size(config: RunConfig, data: DataSize, why: dict[str, str]) -> int:
-    size = config.batch.global_size
-    if config.batch.unit == "samples":
-        why["global_batch_size"] = "batch.global_size"
-        return size
-    tokens = data.tokens_of("batch.unit")
-    if size % tokens:
-        near = " or ".join(str(n) for n in nearest_multiples(size, tokens * config.scale.max_workers))
-        raise ConfigError(
-            "batch.global_size",
-            size,
-            f"a sample has {tokens} tokens, so it must be a multiple of {tokens}",
-            f"nearest for {config.scale.max_workers} workers: {near}",
-        )
-    why["global_batch_size"] = f"{size} tokens / {tokens} tokens per sample"
-    return size // tokens
-
-
-def _model_parallel_size(config: RunConfig, workers: int, why: dict[str, str]) -> int:
-    size = config.model_parallel_size
-    if workers % size:
-        name = config.strategy.name
-        near = " or ".join(str(n) for n in nearest_multiples(workers, size))
-        raise ConfigError(
-            f"{name}.size", size, f"{workers} workers are no multiple of it", f"use {near} workers, or another size"
-        )
-    if size > 1 and config.scale.is_elastic:
-        raise ConfigError(
-            "scale.workers", str(config.scale.workers), f"with {config.strategy.name} the number is fixed"
-        )
-    why["model_parallel_size"] = f"{config.strategy.name}.size" if size > 1 else "every worker has a whole model"
-    return size
-
-
-def _shares(config: RunConfig, batch_size: int, workers: int, why: dict[str, str]) -> tuple[int, int, int]:
-    if config.scale.is_elastic and config.scale.on_resize == "rescale" and config.batch.global_size % workers:
-        near = " or ".join(str(n) for n in nearest_multiples(config.batch.global_size, workers))
-        raise ConfigError(
-            "batch.global_size",
-            config.batch.global_size,
-            f"scale.on_resize rescale needs a multiple of {workers} workers",
-            f"nearest: {near}",
-        )
-    if config.scale.is_elastic:  # shares may be uneven: sums and counts keep that exact
-        per_worker = math.ceil(batch_size / workers)
-        micro_size = config.batch.micro_size or math.ceil(batch_size / config.scale.max_workers)
-        why["per_worker_batch_size"] = f"{batch_size} / {workers} workers, at most"
-        why["micro_batch_size"] = "batch.micro_size" if config.batch.micro_size else "the share at most workers"
-        why["accumulation_steps"] = f"{per_worker} per worker / {micro_size}"
-        return per_worker, micro_size, math.ceil(per_worker / micro_size)
-    if batch_size % workers:
-        size, unit = config.batch.global_size, config.batch.unit
-        multiple = workers * size // batch_size  # in the unit that the user counts in
-        near = " or ".join(str(n) for n in nearest_multiples(size, multiple))
-        raise ConfigError(
-            "batch.global_size", size, f"{workers} workers need a multiple of {multiple} {unit}", f"nearest: {near}"
-        )
-    per_worker = batch_size // workers
-    why["per_worker_batch_size"] = f"{batch_size} / {workers} workers"
-    micro_size = config.batch.micro_size or per_worker
-    if per_worker % micro_size:
-        divisors = (
-            [d for d in range(1, per_worker + 1) if per_worker % d == 0] if per_worker <= 10**6 else [1, per_worker]
-        )
-        below = max((d for d in divisors if d < micro_size), default=1)
-        above = min((d for d in divisors if d > micro_size), default=per_worker)
-        near = " or ".join(str(n) for n in sorted({below, above}))
-        raise ConfigError(
-            "batch.micro_size", micro_size, f"it must divide the {per_worker} samples of one worker", f"nearest: {near}"
-        )
-    why["micro_batch_size"] = "batch.micro_size" if config.batch.micro_size else "the worker's whole share"
-    why["accumulation_steps"] = f"{per_worker} per worker / {micro_size}"
-    return per_worker, micro_size, per_worker // micro_size
+    why["worker_shares"] = f"{global_batch_size} samples in proportion to shares.speeds"
+    return shares_by_speed(settings.speeds, total=global_batch_size, smallest=settings.smallest), None

@@ -9,7 +9,13 @@ from __future__ import annotations
 from scaleray.config import RunConfig
 from scaleray.errors import ConfigError
 from scaleray.scaling.noise.source import check_noise_scale
-from scaleray.scaling.recipe.batches import Batches, cut_batch, uneven_shares
+from scaleray.scaling.recipe.batches import (
+    check_data_fills,
+    cut_batch,
+    global_batch_size_of,
+    model_parallel_size_of,
+    uneven_shares,
+)
 from scaleray.scaling.recipe.combinations import (
     check_compression,
     check_fine_tuning,
@@ -35,8 +41,13 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
     """
     why: dict[str, str] = {}
     workers = workers or config.scale.max_workers
-    batches = cut_batch(config, data, workers, why)
-    counter = StepCounter(config, data, batches.global_batch_size, why)
+    global_batch_size = global_batch_size_of(config, data, why)
+    model_parallel_size = model_parallel_size_of(config, workers, why)
+    data_parallel_size = workers // model_parallel_size
+    per_worker, micro_size, accumulation_steps = cut_batch(config, global_batch_size, data_parallel_size, why)
+    why["evaluation_micro_batch_size"] = "evaluation.micro_size" if config.evaluation.micro_size else "that of training"
+    check_data_fills(config, data, global_batch_size, workers)
+    counter = StepCounter(config, data, global_batch_size, why)
     total_steps = max(1, counter.steps(config.stop.after, "total_steps"))
     check_pruning(config, total_steps)
     check_fine_tuning(config)
@@ -44,15 +55,26 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
     lengths = lengths_of(config, counter, total_steps, warmup_factor=scaled.warmup_factor, why=why)
     strategy = resolve_strategy(config, workers)
     why["strategy"] = f"strategy.name {config.strategy.name}, {workers} worker{'s' if workers > 1 else ''}"
-    _check(config, strategy, workers, batches)
+    check_compression(config, strategy)
+    if workers == config.scale.max_workers:  # an elastic run may come down to a single worker for a while
+        check_noise_scale(
+            config, strategy, data_parallel_size=data_parallel_size, accumulation_steps=accumulation_steps
+        )
+    _check(config, strategy, workers)
+    check_static_graph(config, strategy, accumulation=accumulation_steps, per_worker=per_worker)
     is_sharded = strategy == config.strategy.name and config.shards_replicas
     own_dtype = "fsdp.parameter_dtype" if config.fsdp.parameter_dtype else "that of precision.dtype"
     why["parameter_dtype"] = own_dtype if is_sharded else "nothing is sharded"
-    shares, measure_every = uneven_shares(config, strategy, batches.global_batch_size, workers, why)
+    shares, measure_every = uneven_shares(config, strategy, global_batch_size, workers, why)
     if strategy == "pipeline":
-        check_schedule(config, batches.accumulation_steps)
+        check_schedule(config, accumulation_steps)
     return Recipe(
-        **vars(batches),
+        global_batch_size=global_batch_size,
+        per_worker_batch_size=per_worker,
+        micro_batch_size=micro_size,
+        evaluation_micro_batch_size=config.evaluation.micro_size or micro_size,
+        accumulation_steps=accumulation_steps,
+        model_parallel_size=model_parallel_size,
         **vars(lengths),
         learning_rate=scaled.learning_rate,
         betas=scaled.betas,
@@ -99,13 +121,8 @@ def _scaled(config: RunConfig, why: dict[str, str]) -> Hyperparameters:
     return RULES[settings.rule](Hyperparameters(settings.learning_rate, settings.betas, settings.epsilon), kappa)
 
 
-def _check(config: RunConfig, strategy: str, workers: int, batches: Batches) -> None:
+def _check(config: RunConfig, strategy: str, workers: int) -> None:
     """Refuse what this strategy cannot do on so many workers. Raises ConfigError."""
-    check_compression(config, strategy)
-    accumulation = batches.accumulation_steps
-    if workers == config.scale.max_workers:  # an elastic run may come down to a single worker for a while
-        shares = workers // batches.model_parallel_size
-        check_noise_scale(config, strategy, data_size=shares, accumulation_steps=accumulation)
     check_training_apart(config)
     check_tf32(config)
     check_float8(config, strategy)
@@ -113,4 +130,3 @@ def _check(config: RunConfig, strategy: str, workers: int, batches: Batches) -> 
         check_fsdp(config, workers)
     if strategy == config.strategy.name and config.shards_replicas:
         check_shard_dtypes(config)
-    check_static_graph(config, strategy, accumulation=accumulation, per_worker=batches.per_worker_batch_size)

@@ -11,14 +11,15 @@ from scaleray.scaling.recipe.values import DataSize
 
 
 class StepCounter:
-    """Optimizer steps of `batch_size` samples for durations. why: takes how each number was derived, by name."""
+    """Optimizer steps of `global_batch_size` samples for durations. why: takes how each number was derived, by name."""
 
-    def __init__(self, config: RunConfig, data: DataSize, batch_size: int, why: dict[str, str]) -> None:
-        self._drops_last, self._data, self._batch_size, self._why = config.batch.drop_last, data, batch_size, why
-        whole, remainder = divmod(data.num_samples, batch_size)
+    def __init__(self, config: RunConfig, data: DataSize, global_batch_size: int, why: dict[str, str]) -> None:
+        self._drops_last, self._data, self._why = config.batch.drop_last, data, why
+        self._global_batch_size = global_batch_size
+        whole, remainder = divmod(data.num_samples, global_batch_size)
         self.per_epoch = whole if self._drops_last or not remainder else whole + 1
         partial = f", last {remainder} left out" if self._drops_last else f", last step has {remainder}"
-        why["steps_per_epoch"] = f"{data.num_samples} samples / {batch_size}{partial if remainder else ''}"
+        why["steps_per_epoch"] = f"{data.num_samples} samples / {global_batch_size}{partial if remainder else ''}"
 
     def steps(self, duration: Duration, name: str) -> int:
         """Optimizer steps of a duration. name: of the derived value. Raises ConfigError for unknown tokens."""
@@ -41,10 +42,10 @@ class StepCounter:
         if duration.unit == "tokens":
             samples = duration.value / self._data.tokens_of("a duration")
         # whole epochs apart, since the last step of each may be a partial one
-        samples_per_epoch = self.per_epoch * self._batch_size if self._drops_last else self._data.num_samples
+        samples_per_epoch = self.per_epoch * self._global_batch_size if self._drops_last else self._data.num_samples
         epochs, rest = divmod(samples, samples_per_epoch)
-        steps = int(epochs) * self.per_epoch + math.ceil(rest / self._batch_size)
-        return steps, f"{duration} at {self._batch_size} samples a step, {self.per_epoch} steps an epoch"
+        steps = int(epochs) * self.per_epoch + math.ceil(rest / self._global_batch_size)
+        return steps, f"{duration} at {self._global_batch_size} samples a step, {self.per_epoch} steps an epoch"
 
 
 @dataclass(frozen=True)

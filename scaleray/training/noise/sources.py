@@ -177,7 +177,7 @@ class FirstMicroBatch:
         square = _square(own * step.correction * step.count / (divisor * step.loss_scale))
         if not self._is_reduced:
             return _all_parts(_part(square, count), self.place, step)
-        counts = _sum([count], self.place) if self.place.data_size > 1 else lambda: [count]
+        counts = _sum([count], self.place) if self.place.data_parallel_size > 1 else lambda: [count]
         return lambda: _in_samples(_part(square, counts()[0]), step)
 
     def end(self) -> None:

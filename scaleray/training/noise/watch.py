@@ -29,7 +29,10 @@ class NoiseWatch(Observer):
         if config.noise_scale.measure is False:
             return None
         source = noise_source(
-            config, recipe.strategy, data_size=place.data_size, accumulation_steps=recipe.accumulation_steps
+            config,
+            recipe.strategy,
+            data_parallel_size=place.data_parallel_size,
+            accumulation_steps=recipe.accumulation_steps,
         )
         say(str(source))
         if (name := source.name) is None:

@@ -73,7 +73,7 @@ class TrainJob:
         return self.workers or self.config.scale.max_workers
 
     @property
-    def data_size(self) -> int:
+    def data_parallel_size(self) -> int:
         """Number of shares into which a global batch is cut."""
         return self.world_size // self.recipe.model_parallel_size
 
@@ -151,7 +151,7 @@ class TrainJob:
     def evaluation_plan(self, split: Split) -> StepPlan:
         """Every row of an evaluation split once, in file order. Each evaluation is epoch 0, so that random transforms
         give the same values each time and metrics differ by the weights alone."""
-        batch_size = self.recipe.evaluation_micro_batch_size * self.data_size
+        batch_size = self.recipe.evaluation_micro_batch_size * self.data_parallel_size
         rows = self._usable_rows(split)
         return StepPlan(
             rows, min(batch_size, rows), self.config.seed, shuffle=False, is_streamed=split.is_streamed, name=split.name
@@ -163,7 +163,7 @@ class TrainJob:
 
     def _usable_rows(self, split: Split) -> int:
         # a streamed dataset gives every worker the same number of rows and leaves out the rest
-        workers = self.data_size
+        workers = self.data_parallel_size
         return split.num_rows // workers * workers if split.is_streamed else split.num_rows
 
 

@@ -27,7 +27,7 @@ class Place:
         return self.rank // self.model_parallel_size
 
     @property
-    def data_size(self) -> int:
+    def data_parallel_size(self) -> int:
         """Number of shares into which the global batch is cut."""
         return self.world_size // self.model_parallel_size
 

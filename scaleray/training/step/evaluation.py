@@ -78,7 +78,7 @@ class Evaluations:
 
     def _evaluator(self, job: TrainJob, split: Split) -> Evaluator:
         plan = job.evaluation_plan(split)
-        part = Part(plan, self.place.data_rank, self.place.data_size, 0, plan.steps_per_epoch)
+        part = Part(plan, self.place.data_rank, self.place.data_parallel_size, 0, plan.steps_per_epoch)
         return Evaluator(
             split.name,
             job.workload,
@@ -86,7 +86,7 @@ class Evaluations:
             self.place,
             lambda: self.input.open(split, part),
             gives_tuples=split.gives_tuples,
-            rank_bytes=split.num_rows * split.row_bytes // self.place.data_size,
+            rank_bytes=split.num_rows * split.row_bytes // self.place.data_parallel_size,
             enter=self.enter,
         )
 

@@ -201,7 +201,7 @@ class _Search:
             self.workload, self.setup, config, recipe, self.place, gives_tuples=self.gives_tuples, enter=self.enter
         )
         for _ in range(NUM_STEPS):
-            step(self._rows(rows), num_rows=rows * self.place.data_size, want_norm=True)
+            step(self._rows(rows), num_rows=rows * self.place.data_parallel_size, want_norm=True)
 
     def _peak_bytes(self, run: Callable[[], None]) -> float:
         device = self.place.device

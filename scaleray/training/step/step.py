@@ -162,7 +162,7 @@ class TrainStep:
         rank's sum of losses and count."""
         setup, parallel = self.setup, self.setup.parallel
         # where passes communicate, a rank with a row less may need a placeholder more
-        least = math.ceil(math.ceil(num_rows / self.place.data_size) / self.recipe.micro_batch_size)
+        least = math.ceil(math.ceil(num_rows / self.place.data_parallel_size) / self.recipe.micro_batch_size)
         at_least = least if parallel.forward_is_collective else 1
         pieces = list(micro_batches(batch, self.recipe.micro_batch_size, at_least=at_least))
         pending: Any = None

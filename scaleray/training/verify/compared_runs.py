@@ -89,7 +89,7 @@ class Variant:
 
 def partition_of(job: TrainJob) -> Partition:
     """The partition by which the job's workers cut a batch."""
-    return Partition(job.data_size, job.recipe.micro_batch_size, job.recipe.worker_shares)
+    return Partition(job.data_parallel_size, job.recipe.micro_batch_size, job.recipe.worker_shares)
 
 
 @dataclass(frozen=True)

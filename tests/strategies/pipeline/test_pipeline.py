@@ -237,7 +237,7 @@ def batch_norm_buffers(place):
     step = TrainStep(job.workload, setup, job.config, job.recipe, place, gives_tuples=False)
     plan = job.train_plan()
     for number in range(3):
-        given = sources["train"].read(plan.rank_indices(number, place.data_rank, place.data_size))
+        given = sources["train"].read(plan.rank_indices(number, place.data_rank, place.data_parallel_size))
         step(RankBatch(number, given, len(given["y"])), num_rows=plan.num_rows(number), want_norm=True)
     found = {name: b.clone() for name, b in setup.parallel.module.named_buffers()}
     setup.parallel.close()

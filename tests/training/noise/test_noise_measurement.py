@@ -33,7 +33,10 @@ def look_without_gradients(stepper):
 
 def source_of(config, recipe, place):
     return noise_source(
-        config, recipe.strategy, data_size=place.data_size, accumulation_steps=recipe.accumulation_steps
+        config,
+        recipe.strategy,
+        data_parallel_size=place.data_parallel_size,
+        accumulation_steps=recipe.accumulation_steps,
     ).name
 
 

@@ -44,7 +44,7 @@ TENSOR = {"strategy": "tensor", "workload": rows(SmallTransformer)}
 def means_of_ranks_averaged():
     def make(original):
         def weighs_alike(self, batch, *, num_rows, meets):
-            self._scale *= num_rows / self.place.data_size / max(1, batch.num_rows)
+            self._scale *= num_rows / self.place.data_parallel_size / max(1, batch.num_rows)
             return original(self, batch, num_rows=num_rows, meets=meets)
 
         return weighs_alike
