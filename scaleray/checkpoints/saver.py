@@ -118,6 +118,7 @@ class Saver:
         self.wait()
         self.stall_s = 0.0
         kept = {name: tensor.detach().clone() if name in volatile else tensor for name, tensor in tensors.items()}
+        self._staging.begin(_local(tensor) for tensor in kept.values())
         versions = {name: _version(tensor) for name, tensor in kept.items()}
         self._is_staged.clear()
         held = _Held(step, kept, versions, dict(values), dict(facts))
@@ -271,9 +272,12 @@ def _step_back() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def _version(tensor: torch.Tensor) -> int:
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local._version
+    return _local(tensor)._version
 
 
 def _inner(exc: BaseException) -> list[BaseException]:

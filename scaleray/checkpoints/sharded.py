@@ -87,17 +87,13 @@ class ShardWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Copy the tensors, compare them with the last checkpoint, and write what changed."""
         staged: list[tuple[WriteItem, Key, np.ndarray]] = []
-        devices: set[torch.device] = set()
         for item in plan.items:
             offsets = item.index.offset if item.index.offset is not None else ()
             key = (item.index.fqn, tuple(offsets))
             tensor = planner.resolve_data(item)
             assert isinstance(tensor, torch.Tensor)  # small values are in the manifest
             staged.append((item, key, self.staging.copy(key, tensor).numpy()))
-            if tensor.is_cuda:
-                devices.add(tensor.device)
-        for device in devices:  # a thread's current device need not be the one that training uses
-            torch.cuda.current_stream(device).synchronize()
+        self.staging.wait()
         self.on_staged()
         name = new_file(self.folder, f"rank-{self.rank:05d}")
         digests = [xxhash.xxh3_128_hexdigest(content.data) for _, _, content in staged]

@@ -64,7 +64,8 @@ class Mixing:
         self.most = config.gossip.max_staleness if config.gossip.is_asynchronous else 0
         self.group = group_for_exchanges(replicas.group, config, most=self.most)
         self.ranks, self.rank = dist.get_process_group_ranks(self.group), dist.get_rank(self.group)
-        self.weight = 1.0
+        # on the device, as reading it would wait for the training there
+        self.weight = torch.ones((), dtype=torch.float64, device=replicas.trained[0].device)
         self.sent_bytes = 0.0
         early = self.most > 0 and not config.deterministic
         self.is_watched = early and must_be_watched(self.group)
@@ -91,12 +92,12 @@ class Mixing:
             return
         values = Replicas.flat(self.replicas.moving())
         letters = []
-        given = 0.0
+        given = torch.zeros_like(self.weight)
         for rank in to:
-            letter = torch.cat([values, values.new_tensor([self.weight * matrix[rank, self.rank]])])
-            given += float(letter[-1])  # as rounded, so that what is given away and what is kept are the whole
-            letters.append(letter)
-        self.weight -= given
+            part = (self.weight * float(matrix[rank, self.rank])).to(values.dtype)
+            given += part.double()  # as rounded, so that what is given away and what is kept are the whole
+            letters.append(torch.cat([values, part.reshape(1)]))
+        self.weight = self.weight - given
         received = [torch.empty(values.numel() + 1, dtype=values.dtype, device=values.device) for _ in of]
         sends = [dist.P2POp(dist.isend, t, self.ranks[r], self.group) for r, t in zip(to, letters, strict=True)]
         receives = [dist.P2POp(dist.irecv, t, self.ranks[r], self.group) for r, t in zip(of, received, strict=True)]
@@ -110,12 +111,12 @@ class Mixing:
 
     def _mix(self, letter: _Letter) -> None:
         """Replace this replica by its weighted mean with what was received."""
-        own = Replicas.flat(self.replicas.moving()).mul_(self.weight)
+        own = Replicas.flat(self.replicas.moving())
+        own.mul_(self.weight.to(own.dtype))
         for received in letter.received:
-            weight = float(received[-1])
-            own.add_(received[:-1], alpha=weight)
-            self.weight += weight
-        own.div_(self.weight)
+            own.addcmul_(received[:-1], received[-1])
+            self.weight = self.weight + received[-1].double()
+        own.div_(self.weight.to(own.dtype))
         Replicas.fill(self.replicas.moving(), own)
 
     def _settle(self) -> float:
@@ -125,14 +126,14 @@ class Mixing:
         for letter in self.inbox.wait_all():
             self._mix(letter)
         weight, self.weight = self.weight, before
-        return weight
+        return float(weight)
 
     def meet(self) -> None:
         """Do nothing: replicas go on with what they have."""
 
     def state(self) -> Tensors:
         """This worker's weight, and what is under way to it. Collective."""
-        found = {"weight": torch.tensor(self.weight, dtype=torch.float64)}
+        found = {"weight": self.weight.clone()}
         for position, letter in enumerate(self.inbox.wait_all()):
             found.update({f"letter.{position:04d}.{n:02d}": t for n, t in enumerate(letter.received)})
         return found
@@ -141,8 +142,8 @@ class Mixing:
         """Restore what `state` returned."""
         if not saved:
             return
-        self.weight = float(saved["weight"])
         device = self.replicas.trained[0].device
+        self.weight = saved["weight"].to(device, copy=True)
         by_letter: dict[str, list[torch.Tensor]] = {}
         for name in sorted(saved.keys() - {"weight"}):
             by_letter.setdefault(name.split(".")[1], []).append(saved[name].to(device, copy=True))

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from scaleray.data import TRAIN, Input, Part, RankBatch, Sources, StepStream
@@ -17,6 +18,7 @@ from scaleray.records.heartbeat_phases import Phase
 from scaleray.records.run import Emit, EvaluationRecord, EventRecord, WorkerSummary
 from scaleray.records.start import FIRST_BATCH, MODEL
 from scaleray.scaling.recipe.values import Recipe
+from scaleray.strategies.contract.later import steps_ahead
 from scaleray.strategies.contract.weight_shares import WeightShare
 from scaleray.training.health.clock import Clock
 from scaleray.training.health.collective_limits import CollectiveLimits
@@ -39,8 +41,8 @@ from scaleray.training.state.loop_state import LoopCheckpoint, LoopState
 from scaleray.training.state.state import TrainState
 from scaleray.training.step.evaluation import Evaluations
 from scaleray.training.step.first_batch import check_first_batch
+from scaleray.training.step.launched import StepsUnderWay
 from scaleray.training.step.micro_sizes import MicroSizes
-from scaleray.training.step.nonfinite import stops_at, what_was_nonfinite
 from scaleray.training.step.step import Probe, TrainStep
 from scaleray.training.step.worker_shares import WorkerShares
 
@@ -106,17 +108,16 @@ class _Run:
             others_wait_s=lambda: self.limits.others_wait_s(place.world_size),
             warn=lambda text: emit(EventRecord(text, kind="warning")),
         )
+        # a probe looks between two steps
+        self.under_way = StepsUnderWay(steps_ahead(place.device) if probe is None else 0)
         self.evaluations = Evaluations(place, self.input, progress.enter)
         resumed_from = checkpointing.resumed_from if checkpointing is not None else None
         before = resumed_from.values[PROGRESS].get("shares") if resumed_from is not None else None
         with self._located():
             self.plan = job.train_plan()
         self.shares = WorkerShares(job.config, job.recipe, place, before)
-        shares, warning = self.shares.first_words(deterministic=job.config.deterministic)
-        if shares is not None:
-            self.reporter.say(shares, step=first_step)
-        if warning is not None:
-            self.reporter.say(warning, is_warning=True)
+        for text, is_warning in self.shares.first_words(deterministic=job.config.deterministic):
+            self.reporter.say(text, is_warning=is_warning, step=None if is_warning else first_step)
 
     @property
     def job(self) -> TrainJob:
@@ -134,8 +135,9 @@ class _Run:
         setup: Setup | None = None
         try:
             with self._located():
-                is_resumed = self.first_step > 0
-                setup = prepare(job.workload, job.config, job.recipe, place, is_resumed=is_resumed, varied=job.varied)
+                setup = prepare(
+                    job.workload, job.config, job.recipe, place, is_resumed=self.first_step > 0, varied=job.varied
+                )
                 self.limits.apply()  # the groups that the strategy has made are among them
                 for observer in self.observers:
                     observer.begin(setup)
@@ -175,8 +177,6 @@ class _Run:
         self.reporter.emit(summary)
         return summary
 
-    # steps
-
     def _steps(self, setup: Setup, step: TrainStep, stream: StepStream) -> str | None:
         """Train to the end and give the verdict; None when the run was asked to leave."""
         state, saves = self.state, self.checkpointing
@@ -194,14 +194,12 @@ class _Run:
         self._settle(setup, step, first)
         self.clock.begin.end(FIRST_BATCH)
         self.clock.start(stream.waited_s)
-        for batch in self._batches(first, stream):
-            taken = self._take(step, batch, setup, stream)
-            for observer in self.observers:
-                observer.after_step(taken)
-            result = taken.result
-            state.nonfinite_steps += result.nonfinite_steps
-            if result.nonfinite_steps and stops_at(state.step, result, self.job.config.on_nonfinite):
-                state.verdict = f"stopped: {what_was_nonfinite(state.step, result)}"
+        batch: RankBatch | None = first
+        while batch is not None:
+            self._take(step, batch, setup, stream)
+            is_meeting = setup.parallel.replicas_differ and setup.parallel.meets(state.step)
+            signals = self._know(is_meeting or self.job.recipe.decides_after(state.step))
+            if state.verdict is not None:
                 return state.verdict
             if self._evaluate_if_due(setup):
                 self.clock.start(stream.waited_s)
@@ -209,11 +207,13 @@ class _Run:
                 if verdict := self.evaluations.target_reached(state.step):
                     return verdict
             self.progress.enter(Phase.CHECKPOINT)
-            if saves is not None and result.signals and saves.after_step(state.step, result.signals):
+            if saves is not None and signals and saves.after_step(state.step, signals):
                 return None
+            self.progress.enter(Phase.INPUT)
+            batch = next(stream, None)
         return "done"
 
-    def _take(self, step: TrainStep, batch: RankBatch, setup: Setup, stream: StepStream) -> TakenStep:
+    def _take(self, step: TrainStep, batch: RankBatch, setup: Setup, stream: StepStream) -> None:
         """Take one optimizer step, and make ready for the next one: its learning rate, and its share of the input."""
         number, num_samples = batch.step + 1, self.plan.num_rows(batch.step)
         learning_rate = float(setup.schedule.get_last_lr()[0])
@@ -221,11 +221,12 @@ class _Run:
         with contextlib.ExitStack() as watched:
             for observer in self.observers:
                 watched.enter_context(observer.during_step(number))
-            result = step(
+            launched = step.launch(
                 batch,
                 num_rows=num_samples,
                 want_norm=number % self.job.config.tracking.every_steps == 0,
-                meets=self._meets(setup, number),
+                # whatever is decided together needs the sums of all ranks
+                meets=setup.parallel.meets(number) or self.job.recipe.decides_after(number),
             )
         with warnings.catch_warnings():  # torch warns when the first step was skipped, which is no mistake here
             warnings.simplefilter("ignore", UserWarning)
@@ -238,21 +239,26 @@ class _Run:
             self.progress.enter(Phase.INPUT)
             stream.cut(number, self.shares.now)
             self.reporter.say(changed, step=number)
+        self.progress.enter(Phase.SYNCHRONISE)
+        self.under_way.wait_for_room()
         step_s, waited_s = self.clock.tick(stream.waited_s)
-        return TakenStep(number, result, num_samples, learning_rate, self.plan.epochs(number), step_s, waited_s)
+        made = partial(TakenStep, number, num_samples, learning_rate, self.plan.epochs(number), step_s, waited_s)
+        self.under_way.add(launched, made)
 
-    def _batches(self, first: RankBatch, rest: StepStream) -> Iterator[RankBatch]:
-        batch: RankBatch | None = first
-        while batch is not None:
-            yield batch
-            self.progress.enter(Phase.INPUT)
-            batch = next(rest, None)
-
-    def _meets(self, setup: Setup, step: int) -> bool:
-        """Whether all ranks sum losses and signals in this step, which whatever is decided together needs."""
-        recipe = self.job.recipe
-        every = (recipe.evaluate_every_steps, recipe.checkpoint_every_steps)
-        return setup.parallel.meets(step) or step == recipe.total_steps or any(n and step % n == 0 for n in every)
+    def _know(self, knows_all: bool) -> tuple[float, ...]:
+        """Take note of the results of steps that are known, in order, and return their signals, summed. knows_all: wait
+        for all of them. A step that ends the training leaves a verdict."""
+        signals: tuple[float, ...] = ()
+        while (taken := self.under_way.next_known(knows_all=knows_all)) is not None:
+            for observer in self.observers:
+                observer.after_step(taken)
+            if self.state.ends_with(taken):
+                self.under_way.forget()
+            told = taken.result.signals
+            signals = tuple(map(sum, zip(signals, told, strict=True))) if signals else told
+            # whoever leaves, or saves by the clock, does so with what is known of every step
+            knows_all = knows_all or any(signals)
+        return signals
 
     def _evaluate_if_due(self, setup: Setup, *, at_end: bool = False) -> bool:
         if not self.evaluations.are_due(self.state.step, at_end=at_end):
@@ -267,8 +273,6 @@ class _Run:
             is_last = self.state.step >= self.job.recipe.total_steps
             self.checkpointing.evaluated(self.state.step, self.evaluations.metrics, is_last=at_end or is_last)
         return True
-
-    # before the first step, and after the last one
 
     def _train_state(self, setup: Setup, step: TrainStep) -> TrainState:
         """Everything that the training is made of, for its checkpoints."""
@@ -289,6 +293,7 @@ class _Run:
             before_update=saves.before_update if saves else lambda: None,
             enter=self.progress.enter,
             on_halved=lambda recipe: self._use(recipe, setup, was_halved=True),
+            ahead=self.under_way.ahead,
         )
         step.num_updates = self.state.step
         return step

@@ -29,6 +29,8 @@ class StepResult:
     """How many of the last steps were not finite, on the rank that had most in a row. In a meeting, like the above."""
     signals: tuple[float, ...] = ()
     """What the ranks told each other with this step, summed."""
+    loss_scale: float | None = None
+    """Factor of the loss in this step; None without loss scaling."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,6 @@ class TakenStep:
 
     number: int
     """Number of this step, from 1."""
-    result: StepResult
     num_samples: int
     """Samples of the global batch."""
     learning_rate: float
@@ -48,6 +49,7 @@ class TakenStep:
     """Seconds since the step before, without evaluations; what observers spent on that one is among them."""
     waited_s: float
     """Seconds of `step_s` spent waiting for input."""
+    result: StepResult
 
 
 class Observer:
@@ -62,7 +64,8 @@ class Observer:
         return contextlib.nullcontext()
 
     def after_step(self, taken: TakenStep) -> None:
-        """Look at a step that is complete. Raises where the training must not go on as it was asked to."""
+        """Look at a step whose result is known: all of them, in order. On a device that computes beside the host, the
+        training may be some steps further. Raises where it must not go on as it was asked to."""
 
     def close(self) -> None:
         """Leave the model as it was. Called at the end, after errors too."""

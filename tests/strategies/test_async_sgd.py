@@ -14,6 +14,7 @@ from small_runs import (
 from torch import nn
 
 from scaleray.metric_names import CONSENSUS_DISTANCE
+from scaleray.strategies.contract.parallel import known
 
 ASYNC = {
     "strategy.name": "async_sgd", "gossip.max_staleness": 2, "gossip.meet_every": 5, "batch.drop_last": True,
@@ -70,7 +71,7 @@ def weights_after(place, flags, num_steps):
     found = []
     for number in range(1, num_steps + 1):
         stepper(number)
-        found.append((stepper.weights, stepper.parallel.metrics().get(CONSENSUS_DISTANCE.name)))
+        found.append((stepper.weights, known(stepper.parallel.metrics()).get(CONSENSUS_DISTANCE.name)))
     with stepper.parallel.averaged(False):
         mean = stepper.weights
     again, sent = stepper.weights, stepper.parallel.bytes_sent()

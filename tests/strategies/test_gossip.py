@@ -14,6 +14,7 @@ from scaleray.errors import NonFiniteLossError
 from scaleray.metric_names import CONSENSUS_DISTANCE
 from scaleray.strategies.apart.graphs import mixing_matrix
 from scaleray.strategies.apart.replicas import Replicas
+from scaleray.strategies.contract.parallel import known
 from scaleray.strategies.gossip import Mixing
 
 GRAPHS = ["ring", "exponential", "matching"]
@@ -218,7 +219,7 @@ def distances(place, flags, num_steps):
     found = []
     for number in range(1, num_steps + 1):
         stepper(number)
-        found.append((stepper.weights, stepper.parallel.metrics().get(CONSENSUS_DISTANCE.name)))
+        found.append((stepper.weights, known(stepper.parallel.metrics()).get(CONSENSUS_DISTANCE.name)))
     sent = stepper.parallel.bytes_sent()
     stepper.parallel.close()
     return found, sent

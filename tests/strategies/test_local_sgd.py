@@ -17,6 +17,7 @@ from waiting import wait_until
 
 from scaleray.errors import ConfigError, NonFiniteLossError
 from scaleray.metric_names import CONSENSUS_DISTANCE
+from scaleray.strategies.contract.parallel import known
 from scaleray.training.health.live_memory import LiveTensors
 
 LOCAL = {"strategy.name": "local_sgd", "local_sgd.sync_every": 4, "batch.drop_last": True}
@@ -129,7 +130,7 @@ def weights_after_each_step(place, flags, num_steps):
     found = []
     for number in range(1, num_steps + 1):
         result = stepper(number)
-        found.append((stepper.weights, stepper.parallel.metrics(), result))
+        found.append((stepper.weights, known(stepper.parallel.metrics()), result))
     sent = stepper.parallel.bytes_sent()
     stepper.parallel.close()
     return found, sent, sum(p.numel() * p.element_size() for p in stepper.parallel.module.parameters())

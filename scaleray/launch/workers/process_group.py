@@ -77,6 +77,9 @@ def _join(address: tuple[str, int], backend: str, timeout_s: int) -> None:
         "NODE_RANK": str(context.get_node_rank()),
         "ACCELERATE_TORCH_DEVICE": str(get_device()),
     }
+    if (interface := interface_of(ray.util.get_node_ip_address())) is not None:
+        # where a host's own name means 127.0.1.1, as Debian has it, gloo would tell the others that address
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if "nccl" in backend and "TORCH_NCCL_BLOCKING_WAIT" not in os.environ:
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # collectives that time out fail
     dist.init_process_group(
@@ -86,6 +89,14 @@ def _join(address: tuple[str, int], backend: str, timeout_s: int) -> None:
         world_size=context.get_world_size(),
         timeout=timedelta(seconds=timeout_s),
     )
+
+
+def interface_of(address: str) -> str | None:
+    """Name of this machine's network interface that has the address; None where none has it."""
+    import psutil
+
+    found = psutil.net_if_addrs().items()
+    return next((name for name, addresses in found if any(a.address == address for a in addresses)), None)
 
 
 def _leave() -> None:

@@ -261,6 +261,18 @@ def check_tf32(config: RunConfig) -> None:
         )
 
 
+def check_cuda_graphs(config: RunConfig, accumulation: int) -> None:
+    """Refuse to accumulate gradients that lie in the memory of a CUDA graph: its next replay writes over them."""
+    has_graphs = config.compilation.what != "nothing" and config.compilation.mode != "default"
+    if has_graphs and config.scale.gpus_per_worker and accumulation > 1:
+        raise ConfigError(
+            "compilation.mode",
+            config.compilation.mode,
+            f"its CUDA graphs write over the gradients of the micro-batch before, and a step has {accumulation}",
+            "use compilation.mode default, or a batch.micro_size with one micro-batch a step",
+        )
+
+
 def check_static_graph(config: RunConfig, strategy: str, *, accumulation: int, per_worker: int) -> None:
     """Refuse accumulation under torch's static graph. per_worker: samples of a worker's step."""
     if traits_of(strategy).reduces_by_ddp and config.strategy.static_graph and accumulation > 1:

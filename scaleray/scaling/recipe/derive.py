@@ -18,6 +18,7 @@ from scaleray.scaling.recipe.batches import (
 )
 from scaleray.scaling.recipe.combinations import (
     check_compression,
+    check_cuda_graphs,
     check_fine_tuning,
     check_float8,
     check_fsdp,
@@ -62,6 +63,7 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
         )
     _check(config, strategy, workers)
     check_static_graph(config, strategy, accumulation=accumulation_steps, per_worker=per_worker)
+    check_cuda_graphs(config, accumulation_steps)
     is_sharded = strategy == config.strategy.name and config.shards_replicas
     own_dtype = "fsdp.parameter_dtype" if config.fsdp.parameter_dtype else "that of precision.dtype"
     why["parameter_dtype"] = own_dtype if is_sharded else "nothing is sharded"

@@ -60,6 +60,11 @@ class Recipe:
     explanations: dict[str, str] = dataclasses.field(default_factory=dict)
     """How each value was derived, by name."""
 
+    def decides_after(self, step: int) -> bool:
+        """Whether an evaluation, a checkpoint or the end follows this step, counted from 1."""
+        every = (self.evaluate_every_steps, self.checkpoint_every_steps)
+        return step == self.total_steps or any(n and step % n == 0 for n in every)
+
     def values(self) -> dict[str, Any]:
         """The derived values without their explanations."""
         return {k: v for k, v in dataclasses.asdict(self).items() if k != "explanations"}

@@ -156,7 +156,10 @@ def group_for_exchanges(group: dist.ProcessGroup, config: RunConfig, *, most: in
     Collective over all processes."""
     # an exchange may be under way for as many steps, each of which may take as long
     timeout = timedelta(seconds=config.scale.collective_timeout_s * (1 + most))
-    return dist.new_group(dist.get_process_group_ranks(group), timeout=timeout, group_desc=BESIDE_TRAINING)
+    found = dist.new_group(dist.get_process_group_ranks(group), timeout=timeout, group_desc=BESIDE_TRAINING)
+    # NCCL connects a group in its first operation, which all ranks must take part in: the first sends may leave one out
+    dist.barrier(group=found)
+    return found
 
 
 def must_be_watched(group: dist.ProcessGroup) -> bool:

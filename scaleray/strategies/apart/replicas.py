@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from scaleray.metric_names import CONSENSUS_DISTANCE
-from scaleray.strategies.contract.parallel import Parallel
+from scaleray.strategies.contract.later import Later
+from scaleray.strategies.contract.parallel import Metrics, Parallel
 from scaleray.strategies.contract.weight_shares import WeightShare, whole
 
 
@@ -33,8 +34,7 @@ class Replicas:
         self.settle: Callable[[], float] = lambda: 1.0
         """Bring the replica to where it will be once everything under way to it has arrived, and return its weight in
         the mean, 1 on average. Its values are put back afterwards."""
-        self.distance: float | None = None
-        """Consensus distance as last measured; None before."""
+        self._measured: Later | None = None  # squared distance of the replicas from their mean, and its squared norm
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the optimizer of the trained parameters. Not collective."""
@@ -45,9 +45,10 @@ class Replicas:
         Not collective."""
         return [*self.trained, *(b for b in self.model.buffers() if b.is_floating_point())]
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Metrics:
         """The consensus distance as last measured. Not collective."""
-        return {} if self.distance is None else {CONSENSUS_DISTANCE.name: self.distance}
+        measured = self._measured
+        return {} if measured is None else {CONSENSUS_DISTANCE.name: lambda: _distance(measured)}
 
     def average(
         self, *, group: dist.ProcessGroup | None = None, with_momentum: bool = False, measures: bool = True
@@ -63,8 +64,8 @@ class Replicas:
     def consensus_distance(self) -> float:
         """Root mean square distance of the replicas from their mean, relative to its norm; changes nothing."""
         self._average(self.trained, self.group, measures=True, keeps=True)
-        assert self.distance is not None
-        return self.distance
+        assert self._measured is not None
+        return _distance(self._measured)
 
     @contextlib.contextmanager
     def averaged(self, with_optimizer: bool) -> Iterator[None]:
@@ -177,8 +178,7 @@ class Replicas:
                     tensor.copy_(new.view_as(tensor))
         if measures:
             dist.all_reduce(totals, group=group)  # all ranks add the same norm: its sum is `size` times as large
-            apart, norm = totals.tolist()
-            self.distance = math.sqrt(apart / norm) if norm else 0.0
+            self._measured = Later(totals)
 
     def _buckets(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         """Lists of tensors of one type, each list as large as a bucket or the last of its type, in the same order on
@@ -190,3 +190,8 @@ class Replicas:
             if sum(t.numel() * t.element_size() for t in bucket) >= self.bucket_bytes:
                 yield open_ones.pop(tensor.dtype)
         yield from open_ones.values()
+
+
+def _distance(measured: Later) -> float:
+    apart, norm = measured.read()
+    return math.sqrt(apart / norm) if norm else 0.0

@@ -122,7 +122,7 @@ class Compression:
             self._reviews[names] = found
         return self._choices[names]
 
-    def carry_over(self, factor: float, was_taken: bool) -> None:
+    def carry_over(self, factor: torch.Tensor, was_taken: torch.Tensor) -> None:
         """See `Parallel.carry_over`."""
         if self._left is not None:
             self._left.carry_over(factor, was_taken=was_taken)
@@ -226,15 +226,17 @@ class _LeftOver:
         """Keep a copy of a bucket's left-over until `carry_over`."""
         self._last[names] = self._flat[names].clone()
 
-    def carry_over(self, factor: float, *, was_taken: bool) -> None:
+    def carry_over(self, factor: torch.Tensor, *, was_taken: torch.Tensor) -> None:
         """End the step: put back what it used up if it was not taken, and scale the left-over by `factor`."""
-        for names, last in self._last.items():
-            if not was_taken:
-                self._flat[names].copy_(last)
+        looks = factor.device.type == "cpu"  # which waits for nobody, and saves passes that change nothing
+        if not (looks and was_taken):
+            for names, last in self._last.items():
+                flat = self._flat[names]
+                flat.copy_(torch.where(was_taken, flat, last))
         self._last.clear()
-        if factor != 1.0:
+        if not (looks and factor == 1.0):
             for values in self.by_name.values():
-                values.mul_(factor)
+                values.mul_(factor.to(values.dtype))
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:

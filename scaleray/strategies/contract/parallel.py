@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from scaleray.strategies.contract.weight_shares import WeightShare
 
 Tensors = dict[str, torch.Tensor]
+Metrics = Mapping[str, "float | Callable[[], float]"]
+"""Figures by metric name: numbers, and functions that wait for one which the device may still compute."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +98,10 @@ class Parallel:
     """Whether this rank's optimizer updates the parameter (with ZeRO-1, the other ranks get it by `after_update`)."""
     after_update: Callable[[int], None] = lambda step: None
     """Hook after optimizer step `step`, counted from 1, where ranks communicate parameters."""
-    carry_over: Callable[[float, bool], None] = lambda factor, was_taken: None
-    """Hook before `after_update`, for gradients that a strategy keeps from step to step. Its arguments: the factor by
-    which the next step's gradients will be larger than this one's were, as the loss scale and the expected count
-    change; whether the optimizer took the step."""
+    carry_over: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+    """Hook before `after_update`, for gradients that a strategy keeps from step to step. Its arguments are on the
+    device: the factor, float64 (), by which the next step's gradients will be larger than this one's were, as the loss
+    scale and the expected count change; whether the optimizer took the step, bool (). None: it keeps none."""
     is_partitioned: bool = False
     """Whether ranks have parameters, or optimizer state, that others do not have at all: pipeline stages, ZeRO-1."""
 
@@ -141,7 +143,7 @@ class Parallel:
     """Call `see(piece, factor)` from now on with each piece of this rank's own gradient, divided by `factor`, right
     before it is summed with the others'; `see` None ends that. None: hooks of the parameters see it, in a step's last
     backward pass."""
-    metrics: Callable[[], dict[str, float]] = dict
+    metrics: Callable[[], Metrics] = dict
     """Figures of the last step by metric name, such as a consensus distance."""
     notes: list[str] = field(default_factory=list)
     """Notes for the user on what was chosen; each is reported once, in the run's events. May grow while training."""
@@ -160,3 +162,8 @@ class Parallel:
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor that may be sharded. Collective for a sharded one."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def known(figures: Metrics) -> dict[str, float]:
+    """The figures as numbers; waits for those that the device still computes."""
+    return {name: value() if callable(value) else value for name, value in figures.items()}

@@ -8,8 +8,8 @@ and on the last stage it is the loss. Activations and their gradients are all th
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +22,11 @@ from torch.utils._pytree import tree_leaves
 
 from scaleray.config import RunConfig
 from scaleray.metric_names import BUBBLE_SHARE
+from scaleray.reproducibility.seeding import stream_seed
 from scaleray.scaling.recipe.pipeline_bubble import runs
-from scaleray.strategies.contract.parallel import MicroBatch, Objective, Parallel
+from scaleray.strategies.contract.later import Later, on_device
+from scaleray.strategies.contract.parallel import Metrics, MicroBatch, Objective, Parallel
+from scaleray.strategies.pipeline.busy_time import BusyTime, bubble_share
 from scaleray.strategies.pipeline.evaluation import Whole
 from scaleray.strategies.pipeline.parts import Parts
 from scaleray.strategies.pipeline.stages import Stage
@@ -46,7 +49,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     if mesh is None:
         raise ValueError("pipeline needs a device mesh with the axes 'dp' and 'pp'")
     parts = Parts(model, mesh, config, workload)
-    pipeline, whole = Pipeline(parts, config, workload), Whole(parts)
+    pipeline, whole = Pipeline(parts, config, workload, replica=mesh["dp"].get_local_rank()), Whole(parts)
     return Parallel(
         model=parts.module,
         module=parts.module,
@@ -62,7 +65,8 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         counts_loss=parts.has_last,
         alone=lambda computation: computation(whole),
         bytes_sent=lambda: pipeline.sent_bytes + parts.sent_bytes,
-        metrics=lambda: {BUBBLE_SHARE.name: pipeline.bubble_share},
+        before_step=pipeline.before_step,
+        metrics=pipeline.metrics,
         notes=[parts.note()],
     )
 
@@ -70,15 +74,27 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
 class Pipeline:
     """Pipeline that runs the micro-batches of a step through the stages of all workers of a replica."""
 
-    def __init__(self, parts: Parts, config: RunConfig, workload: Any) -> None:
+    def __init__(self, parts: Parts, config: RunConfig, workload: Any, *, replica: int) -> None:
         self.parts, self.workload, self.schedule_name = parts, workload, config.pipeline.schedule
         self.sent_bytes = 0.0
-        self.bubble_share = 0.0
+        self._seed_of = partial(stream_seed, config.seed, "pipeline", replica)
+        self._seed = self._seed_of(0)
+        self._times: Later | None = None  # busy and whole, summed over the workers of the replica
         self._schedules: dict[Any, Any] = {}
         self._boundaries: dict[Any, list[Any]] = {}
         self._modules = [_StageModule(self, stage) for stage in parts.stages]
-        self._busy = _BusyTime(parts.device)
+        self._busy = BusyTime(parts.device)
         self._pieces: list[MicroBatch] = []
+
+    def before_step(self, step: int) -> None:
+        """Choose the seed of step `step`: all workers of a replica must draw alike in the code around the blocks,
+        whatever they drew inside them."""
+        self._seed = self._seed_of(step)
+
+    def metrics(self) -> Metrics:
+        """Share of a step in which workers waited for each other; on a GPU of a step or two before."""
+        times = self._times
+        return {} if times is None else {BUBBLE_SHARE.name: lambda: bubble_share(times)}
 
     def run_micro_batches(self, pieces: list[MicroBatch], objective: Objective, autocast: Autocast) -> None:
         """Run forward and backward of all micro-batches, and sum gradients over the replicas.
@@ -97,33 +113,27 @@ class Pipeline:
         self._objective, self._autocast = objective, autocast
         if not parts.is_checked:
             self._check_by_loss(pieces[0])
-        # all workers of a replica must draw alike in the code around the blocks, whatever they drew inside them
-        seed = torch.randint(2**48, (1,), device=parts.device)
-        dist.broadcast(seed, group=parts.group, group_src=0)
-        self._seed = int(seed)
         self._busy.start()
-        done, elapsed_s = 0, 0.0
+        done = 0
         for signature, equal in _equal_pieces(pieces):
             for size in runs(self.schedule_name, num_workers=parts.num_workers, num_micro_batches=len(equal)):
                 self._pieces, self._first = equal[:size], done
                 schedule = self._schedule(signature, size)
                 numbers = torch.arange(size)
-                started = time.perf_counter()
-                with _own_errors():
+                with self._busy.running(), _own_errors():
                     schedule.step(
                         *((numbers,) if parts.has_first else ()),
                         number=numbers,
                         target=numbers if parts.has_last else None,
                         return_outputs=False,
                     )
-                self._busy.wait()
-                elapsed_s += time.perf_counter() - started
                 equal = equal[size:]
                 done += size
         self._pieces = []
-        times = torch.tensor([self._busy.total_s(), elapsed_s], dtype=torch.float64, device=parts.device)
-        dist.all_reduce(times, group=parts.group)
-        self.bubble_share = 1.0 - float(times[0] / times[1])
+        if (times := self._busy.end()) is not None:
+            both = on_device(times, parts.device)
+            dist.all_reduce(both, group=parts.group)
+            self._times = Later(both)
 
     def forward(self, stage: Stage, number: int, received: torch.Tensor | None) -> torch.Tensor:
         """Run one micro-batch through one stage; returns its activation, or the scaled loss of the last stage."""
@@ -273,42 +283,6 @@ class _TimedStage(PipelineStage):
     def _counted(self, operations: list[Any]) -> list[Any]:
         self._pipeline.sent_bytes += sum(op.tensor.numel() * op.tensor.element_size() for op in operations)
         return operations
-
-
-class _BusyTime:
-    """Time in which this worker computed. On CUDA it is taken by events, read once a step;
-    that path has not been run."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
-
-    def start(self) -> None:
-        self._busy_s = 0.0
-        self._events: list[tuple[Any, Any]] = []
-
-    def wait(self) -> None:
-        """Wait until the device has done its work."""
-        if self._on_cuda:
-            torch.cuda.synchronize()
-
-    def total_s(self) -> float:
-        """Seconds of computation since `start`; to be called after `wait`."""
-        if self._on_cuda:
-            return sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3
-        return self._busy_s
-
-    @contextlib.contextmanager
-    def working(self) -> Iterator[None]:
-        if self._on_cuda:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            yield
-            end.record()
-            self._events.append((begin, end))
-        else:
-            started = time.perf_counter()
-            yield
-            self._busy_s += time.perf_counter() - started
 
 
 def _equal_pieces(pieces: list[MicroBatch]) -> list[tuple[Any, list[MicroBatch]]]:

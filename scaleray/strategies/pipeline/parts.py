@@ -20,7 +20,7 @@ from scaleray.strategies.contract.weight_shares import Placed, WeightShare, shar
 from scaleray.strategies.fsdp import total_norm
 from scaleray.strategies.pipeline.chain_check import check_chain
 from scaleray.strategies.pipeline.costs import measured_costs
-from scaleray.strategies.pipeline.shards import Shards
+from scaleray.strategies.pipeline.shards import Shards, present_anywhere
 from scaleray.strategies.pipeline.stages import (
     Stage,
     Unit,
@@ -281,10 +281,10 @@ class Parts:
         """Sum gradients over `group`; where nobody has one, there is none. Collective."""
         if not parameters:
             return
-        present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=self.device)
-        dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-        for parameter, is_present in zip(parameters, present.tolist(), strict=True):
+        has_one = [p.grad is not None for p in parameters]
+        somewhere = present_anywhere(has_one, group, self.device)
+        for parameter, is_present in zip(parameters, somewhere, strict=True):
             if is_present:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)

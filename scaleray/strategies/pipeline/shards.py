@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from scaleray.config import RunConfig
+from scaleray.strategies.contract.later import on_device
 from scaleray.strategies.fsdp import check_one_dtype, has_statistics, mixed_precision
 from scaleray.strategies.sharding.counted_collectives import CountedAllGather, CountedReduceScatter, Counter
 from scaleray.strategies.sharding.unsharding import unshard_for_good
@@ -116,9 +117,8 @@ class Shards:
         if not trained:
             return
         has_one = [p.unsharded_accumulated_grad is not None or p.unsharded_param.grad is not None for p in trained]
-        present = torch.tensor(has_one, dtype=torch.int32, device=trained[0].unsharded_param.device)
-        dist.all_reduce(present, op=dist.ReduceOp.MAX, group=self.group)
-        for parameter, has, is_present in zip(trained, has_one, present.tolist(), strict=True):
+        somewhere = present_anywhere(has_one, self.group, trained[0].unsharded_param.device)
+        for parameter, has, is_present in zip(trained, has_one, somewhere, strict=True):
             if is_present and not has:
                 parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
         self.put_by()
@@ -145,6 +145,16 @@ class Shards:
     @property
     def _wrapped(self) -> list[FSDPModule]:
         return [unit for unit in self._units if isinstance(unit, FSDPModule)]
+
+
+def present_anywhere(has_one: Sequence[bool], group: dist.ProcessGroup, device: torch.device) -> list[bool]:
+    """Whether any rank of `group` has each of some gradients, of which this rank has these. Collective.
+
+    Only a rank that lacks one waits for the device to hear of the others.
+    """
+    present = on_device(has_one, device, torch.int32)
+    dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
+    return [True] * len(has_one) if all(has_one) else [bool(n) for n in present.tolist()]
 
 
 def _casting(dtype: torch.dtype) -> Callable[..., tuple[Any, Any]]:

@@ -47,6 +47,8 @@ class MemoryReport(Observer):
             yield
             return
         is_cuda = self.device.type == "cuda"
+        if is_cuda:  # what building the model took is no need of a step
+            torch.cuda.reset_peak_memory_stats(self.device)
         # counting would switch compiled code off
         live = LiveTensors() if not is_cuda and self._setup.compilation is None else None
         with live or contextlib.nullcontext():

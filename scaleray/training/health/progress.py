@@ -21,6 +21,8 @@ COMPILERS = (  # files that are on a thread's stack only while it compiles
     "torch/_inductor/async_compile.py",
 )
 COLLECTIVES = ("torch/distributed/", "torch/nn/parallel/distributed.py")  # files that wait for other workers
+# a device in whose queue a collective of NCCL waits for them is waited for here
+WAITS = (*COLLECTIVES, "torch/cuda/streams.py", "scaleray/strategies/contract/later.py")
 LONGEST_LINE = 1000
 FIRST_STEP_FACTOR = 3.0  # a first step may compile, and fill caches; so may a first evaluation
 WATCHDOG_SHARE = 0.9  # share of the time that the others wait for this worker: only it knows where it hangs
@@ -110,9 +112,10 @@ class Watchdog:
 
 
 def waits_for_others(thread_id: int) -> bool:
-    """Whether a thread is inside a collective, such as DDP's own in a forward pass: then another worker is to blame."""
+    """Whether a thread is inside a collective, such as DDP's own in a forward pass, or waits for its device: then
+    another worker is to blame."""
     frame = sys._current_frames().get(thread_id)
-    return frame is not None and any(part in frame.f_code.co_filename for part in COLLECTIVES)
+    return frame is not None and any(part in frame.f_code.co_filename for part in WAITS)
 
 
 def is_compiling(thread_id: int) -> bool:

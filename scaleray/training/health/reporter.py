@@ -5,13 +5,16 @@ Decides nothing.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from scaleray.config.idle_settings import idle_settings
 from scaleray.records.run import DerivedRecord, Emit, EventRecord, StepRecord, SystemRecord
 from scaleray.scaling.recipe.lr_rules import MOVED_BY_RULES
+from scaleray.strategies.contract.parallel import Metrics, known
 from scaleray.training.health.system_metrics import SystemMetrics
 from scaleray.training.observer import Observer, TakenStep
 from scaleray.training.setup.job import TrainJob
@@ -45,6 +48,7 @@ class Reporter(Observer):
         self._is_first = place.rank == 0
         self._num_notes = 0
         self._sent_bytes = 0.0
+        self._kept: deque[tuple[float, Metrics]] = deque()
         is_sampled = self.config.tracking.system_metrics and place.local_rank == 0
         self._system = (
             self.guard(Watcher.SYSTEM_METRICS, lambda: SystemMetrics(self.guard), None) if is_sampled else None
@@ -69,12 +73,19 @@ class Reporter(Observer):
             for text in self.job.data_warnings():
                 self.say(text, is_warning=True)
 
-    def after_step(self, taken: TakenStep) -> None:
-        """Tell of a step, and of what was noted and sampled with it."""
+    @contextlib.contextmanager
+    def during_step(self, number: int) -> Iterator[None]:
+        """Context after which is kept what a step has measured beside its result, which may be known later."""
+        yield
         sent_bytes = self.guard(Watcher.FIGURES, self._setup.parallel.bytes_sent, self._sent_bytes, part="bytes sent")
         if self._is_first:
-            self.emit(self._record(taken, sent_bytes - self._sent_bytes))
+            self._kept.append((sent_bytes - self._sent_bytes, self._figures()))
         self._sent_bytes = sent_bytes
+
+    def after_step(self, taken: TakenStep) -> None:
+        """Tell of a step, and of what was noted and sampled with it."""
+        if self._is_first:
+            self.emit(self._record(taken, *self._kept.popleft()))
         self.notes()
         self._sample_system()
 
@@ -98,8 +109,8 @@ class Reporter(Observer):
         for text in in_use.warnings:
             self.say(text, is_warning=True)
 
-    def _record(self, taken: TakenStep, sent_bytes: float) -> StepRecord:
-        result, scaler = taken.result, self._setup.precision.scaler
+    def _record(self, taken: TakenStep, sent_bytes: float, figures: Metrics) -> StepRecord:
+        result = taken.result
         return StepRecord(
             step=taken.number,
             loss=result.loss,
@@ -111,18 +122,19 @@ class Reporter(Observer):
             input_wait_s=taken.waited_s,
             epoch=taken.epoch,
             is_finite=result.is_finite,
-            loss_scale=scaler.get_scale() if scaler.is_enabled() else None,
+            loss_scale=result.loss_scale,
             world_size=self.place.world_size,
             sent_bytes=sent_bytes,
-            more={**self._figures(), **self._others_figures()},
+            more=self.guard(Watcher.FIGURES, lambda: known(figures), {}, part=self.job.recipe.strategy),
         )
 
-    def _figures(self) -> dict[str, float]:
-        """What strategy and pruning measured in the last step."""
+    def _figures(self) -> Metrics:
+        """What strategy, pruning and others measured in the last step."""
         look, pruning = partial(self.guard, Watcher.FIGURES), self._setup.pruning
         return {
             **look(self._setup.parallel.metrics, {}, part=self.job.recipe.strategy),
             **(look(pruning.metrics, {}, part="pruning") if pruning else {}),
+            **self._others_figures(),
         }
 
     def _sample_system(self) -> None:

@@ -102,6 +102,15 @@ def explained(exc: Exception) -> DataError | WorkloadError | None:
             "it must be below the number of classes the model knows",
             "check the labels of the data, and the size of the model's last layer or embedding",
         )
+    if isinstance(exc, RuntimeError) and "device-side assert" in text:
+        # told after the kernel that met it, so that the line of Python says little
+        return DataError(
+            "a label, token or other index",
+            first_line(exc).rstrip("."),
+            "a kernel on the GPU met one that is out of range",
+            "check the labels of the data, and the size of the model's last layer or embedding; "
+            "with --local on a CPU the error names the line",
+        )
     if isinstance(exc, RuntimeError) and "mixed torch.Tensor and DTensor" in text:
         return WorkloadError(
             "loss()",

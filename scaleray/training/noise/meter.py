@@ -106,6 +106,11 @@ class NoiseMeter:
         """Whether `after_backward` needs the norm of the mean gradient."""
         return self.is_measuring and not self.settings.preconditioned and not self._shares_squares
 
+    @property
+    def looks_at_gradients(self) -> bool:
+        """Whether `after_backward` has something to do in this step. It reads numbers of the device."""
+        return self.is_measuring or self._is_kept
+
     def after_backward(
         self, norm: float | None, *, correction: float, loss_scale: float, count: float, own_count: float, num_rows: int
     ) -> None:
@@ -142,17 +147,16 @@ class NoiseMeter:
             return 0.0, self._look(lambda: share(gradients), math.nan) * correction**2
         return float(parallel.total_norm(gradients)) * correction, 0.0
 
-    def count_samples(self, num_samples: int) -> None:
-        """Count the samples of a step that is complete."""
-        self._samples += num_samples
+    def settle(self, num_samples: int) -> None:
+        """Add the measurement of a step that is complete, which the ranks have summed beside the optimizer's update.
 
-    def settle(self) -> None:
-        """Add the measurement of a step that is complete, which the ranks have summed beside the optimizer's update."""
-        if self._pending is None:
-            return
-        (get_seen, step), self._pending = self._pending, None
-        seen = get_seen()
-        self._look(lambda: self._take(seen, step), None)
+        num_samples: samples of the step's global batch.
+        """
+        if self._pending is not None:
+            (get_seen, step), self._pending = self._pending, None
+            seen = get_seen()
+            self._look(lambda: self._take(seen, step), None)
+        self._samples += num_samples
 
     def _take(self, seen: Seen, step: StepGradients) -> None:
         sample = estimate(seen.parts, whole_square=seen.whole_square, whole_size=seen.whole_size)

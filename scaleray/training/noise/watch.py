@@ -9,7 +9,7 @@ from scaleray.records.run import Say
 from scaleray.scaling.noise.source import noise_source
 from scaleray.scaling.recipe.values import Recipe
 from scaleray.training.noise.meter import NoiseMeter
-from scaleray.training.observer import Observer, TakenStep
+from scaleray.training.observer import Observer
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 from scaleray.watchers import Guard, Watcher
@@ -44,11 +44,6 @@ class NoiseWatch(Observer):
             self.guard(Watcher.NOISE, lambda: meter.load_state(state), None)
         self.meter = meter
         return meter
-
-    def after_step(self, taken: TakenStep) -> None:
-        """Count the samples of a step, over all ranks."""
-        if self.meter is not None:
-            self.meter.count_samples(taken.num_samples)
 
     def figures(self) -> dict[str, float]:
         """Metrics of the last measurement by name, for the record of a step."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -92,6 +95,8 @@ def _prepare(
 ) -> Setup:
     if config.deterministic:
         use_deterministic_algorithms()
+    elif place.device.type == "cuda":
+        torch.backends.cudnn.benchmark = True  # steps have few shapes, of which the fastest convolution pays off
     # the same seed on every rank, so that every rank draws the same initial parameters
     seed_everything(stream_seed(config.seed, "model"))
     model = _spread_model(workload, config, recipe, place, undo)
@@ -147,8 +152,7 @@ def _spread_model(
 ) -> _SpreadModel:
     """Build the model, change what has to be changed while it is whole, and spread it over the workers. Collective."""
     with _building(config, recipe, place) as pages:
-        with place.device:  # build where it will live: no copy of a large model through the CPU
-            model = call_user_code(workload.build_model, what="build_model()", doing="building the model")
+        model = _built(workload, place.device)
         _check_model(model)
         # adapters and freezing before the strategy, which lays out parameters by whether they are trained
         fine_tuning.adapt(model, config.fine_tuning)
@@ -180,6 +184,26 @@ def _spread_model(
             "use --memory.find-micro-size, or a smaller batch.micro_size",
         )
     return _SpreadModel(parallel, arithmetic, compilation, num_parameters)
+
+
+def _built(workload: Any, device: torch.device) -> Any:
+    """The user's model, built where it will live if that can be: no copy of a large model through the CPU.
+
+    Code that draws from a generator of the CPU, or loads weights to it, fails there, and builds on the CPU as it would
+    by itself.
+    """
+    build = partial(call_user_code, workload.build_model, what="build_model()", doing="building the model")
+    if device.type == "cpu":
+        return build()
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        with device:
+            return build()
+    except Exception:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+    return build()
 
 
 def _building(config: RunConfig, recipe: Recipe, place: Place) -> contextlib.AbstractContextManager[PagedBuild | None]:

@@ -28,6 +28,13 @@ class Precision:
     input_dtype: torch.dtype | None = None
     """dtype to which floating-point inputs are converted; None leaves them."""
 
+    def loss_scale(self) -> torch.Tensor | None:
+        """Copy of the factor of the loss, float64 () on the device, which is not waited for; None without scaling."""
+        if not self.scaler.is_enabled():
+            return None
+        scale = self.scaler._get_scale_async()  # get_scale() reads it, which waits for the device
+        return torch.tensor(self.scaler.get_scale(), dtype=torch.float64) if scale is None else scale.double()
+
 
 def prepare(
     model: nn.Module, device: torch.device, settings: PrecisionSettings, *, keeps_casts: bool = True

@@ -8,9 +8,11 @@ from typing import Any
 
 from scaleray.training.health.clock import Clock
 from scaleray.training.noise.watch import NoiseWatch
+from scaleray.training.observer import TakenStep
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.step.evaluation import Evaluations
 from scaleray.training.step.micro_sizes import MicroSizes
+from scaleray.training.step.nonfinite import stops_at, what_was_nonfinite
 from scaleray.training.step.step import TrainStep
 from scaleray.training.step.worker_shares import WorkerShares
 
@@ -26,6 +28,16 @@ class LoopState:
     nonfinite_steps: int = 0
     verdict: str | None = None
     """Why the training has stopped for good before its end."""
+
+    def ends_with(self, taken: TakenStep) -> bool:
+        """Count steps that were not finite; whether the training ends with this one, and then the verdict says why.
+        Raises NonFiniteLossError where it fails."""
+        result, policy = taken.result, self.job.config.on_nonfinite
+        self.nonfinite_steps += result.nonfinite_steps
+        if not result.nonfinite_steps or not stops_at(taken.number, result, policy):
+            return False
+        self.step, self.verdict = taken.number, f"stopped: {what_was_nonfinite(taken.number, result)}"
+        return True
 
 
 @dataclass(frozen=True)

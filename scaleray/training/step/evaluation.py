@@ -14,6 +14,7 @@ from scaleray.data import Input, Part, RankBatch, Split
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.records.heartbeat_phases import Phase
 from scaleray.records.run import EvaluationRecord
+from scaleray.strategies.contract.later import Later
 from scaleray.training.health.live_memory import is_out_of_memory
 from scaleray.training.health.worker_errors import is_lost_peer
 from scaleray.training.setup.job import TrainJob
@@ -21,6 +22,7 @@ from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 from scaleray.training.step.micro_batches import as_user_batch, to_device
 from scaleray.training.step.named_sums import NamedSums
+from scaleray.training.step.one_pass import OnePass
 from scaleray.training.step.sum_and_count import check_sum_and_count
 
 KEPT_BYTES = 2**26  # a split up to this size per worker is read once and kept, as an execution costs 0.3 s
@@ -117,19 +119,21 @@ class Evaluator:
     def run(self) -> dict[str, float]:
         """`name/loss` and the workload's metrics, over every row of the split once. Collective."""
         module = self.setup.parallel.module
-        totals: dict[str, list[float]] = {}
+        totals: dict[str, torch.Tensor] = {}  # sum and count on the device, which is read once
         with evaluation_mode(module):
             for batch in self._batches():
                 self.enter(Phase.EVALUATION)  # with every batch, or a long evaluation would look like a hang
                 for name, (total, count) in self._measure(batch).items():
-                    pair = totals.setdefault(name, [0.0, 0.0])
+                    if name not in totals:
+                        totals[name] = torch.zeros(2, dtype=torch.float64, device=self.place.device)
                     if batch.num_rows:  # else a placeholder row
-                        pair[0] += float(total.detach())
-                        pair[1] += float(count)
+                        totals[name][0] += total.detach()
+                        totals[name][1] += count
                 self.enter(Phase.INPUT)
         self.enter(Phase.SYNCHRONISE)
         result = {}
-        for name, (total, count) in self._sums({name: (pair[0], pair[1]) for name, pair in totals.items()}).items():
+        numbers = iter(Later(torch.cat(list(totals.values()))).read() if totals else [])
+        for name, (total, count) in self._sums({name: (next(numbers), next(numbers)) for name in totals}).items():
             if count <= 0:
                 raise WorkloadError(
                     f"the count of {self.name}/{name}", count, "it must be above 0 over the whole split"
@@ -140,21 +144,25 @@ class Evaluator:
     def _measure(self, batch: RankBatch) -> dict[str, Any]:
         columns = to_device(batch.columns, self.place.device, self.setup.precision.input_dtype)
         user_batch = as_user_batch(columns, self.gives_tuples)
-        with self.setup.precision.autocast():
-            run = self.setup.parallel.run_alone
-            metrics = getattr(self.workload, "metrics", None)
-            given = dict(run(lambda model: metrics(model, user_batch))) if callable(metrics) else {}
-            if "loss" not in given:  # a workload that has it at hand saves this forward pass
-                given["loss"] = self._loss(user_batch)
-            found = {name: check_sum_and_count(pair, what=f"metrics()[{name!r}]") for name, pair in given.items()}
-        return found
+        once = OnePass(columns.values() if not self.setup.parallel.forward_is_collective else ())
 
-    def _loss(self, user_batch: Any) -> Any:
+        def run(measure: Callable[[nn.Module, Any], Any]) -> Any:
+            def on_model(model: nn.Module) -> Any:
+                with once.of(model):
+                    return measure(model, user_batch)
+
+            return self.setup.parallel.run_alone(on_model)
+
+        with self.setup.precision.autocast():
+            metrics = getattr(self.workload, "metrics", None)
+            given = dict(run(metrics)) if callable(metrics) else {}
+            if "loss" not in given:
+                given["loss"] = self._with_gradients_if_needed(lambda: run(self.workload.loss))
+            return {name: check_sum_and_count(pair, what=f"metrics()[{name!r}]") for name, pair in given.items()}
+
+    def _with_gradients_if_needed(self, measure: Callable[[], Any]) -> Any:
         """The loss of a micro-batch, with gradients only where it fails without, as one does that differentiates (a
         penalty on gradients)."""
-
-        def measure() -> Any:
-            return self.setup.parallel.run_alone(lambda model: self.workload.loss(model, user_batch))
 
         if not self._needs_gradients:
             try:

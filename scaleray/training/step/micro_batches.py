@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -36,14 +37,31 @@ def cuts(num_rows: int, size: int) -> Iterator[tuple[int, int]]:
 def to_device(
     columns: dict[str, np.ndarray], device: torch.device, dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
-    """Columns as tensors on `device`; floating-point ones converted to `dtype` if it is given."""
-    tensors = {}
-    for name, values in columns.items():
-        tensor = torch.from_numpy(values)
-        if device.type == "cuda":
-            tensor = tensor.pin_memory().to(device, non_blocking=True)
-        tensors[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-    return tensors
+    """Columns as tensors on `device`; floating-point ones converted to `dtype` if it is given.
+
+    A GPU copies them beside what it computes: the host, which runs ahead, asks for the rows of the next micro-batch
+    while the last one is still being computed.
+    """
+    tensors = {name: torch.from_numpy(values) for name, values in columns.items()}
+    if device.type == "cuda":
+        tensors = _copied_beside(tensors, device)
+    return {n: t.to(dtype) if dtype is not None and t.is_floating_point() else t for n, t in tensors.items()}
+
+
+def _copied_beside(tensors: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """The tensors on a GPU, copied on a stream of their own, for which the training's stream waits. Not run yet."""
+    copies, training = _copy_stream(device), torch.cuda.current_stream(device)
+    with torch.cuda.stream(copies):
+        found = {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in tensors.items()}
+    training.wait_stream(copies)
+    for tensor in found.values():
+        tensor.record_stream(training)  # or its memory would be given away while the training still reads it
+    return found
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def as_user_batch(columns: dict[str, torch.Tensor], gives_tuples: bool) -> Any:

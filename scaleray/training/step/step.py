@@ -17,16 +17,17 @@ import torch.distributed as dist
 
 from scaleray.config import RunConfig
 from scaleray.data import RankBatch
-from scaleray.errors import WorkloadError
 from scaleray.records.heartbeat_phases import Phase
 from scaleray.scaling.recipe.values import Recipe
+from scaleray.strategies.contract.later import on_device
 from scaleray.strategies.contract.parallel import MicroBatch, Run
 from scaleray.training.noise.meter import NoiseMeter
 from scaleray.training.observer import StepResult
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
-from scaleray.training.setup.shards import local
 from scaleray.training.step.back_off import BackOff, MemoryRanOut
+from scaleray.training.step.guarded_update import GuardedUpdate
+from scaleray.training.step.launched import Figures, LaunchedStep
 from scaleray.training.step.micro_batches import as_user_batch, micro_batches, to_device
 from scaleray.training.step.sum_and_count import check_sum_and_count
 
@@ -56,7 +57,8 @@ class TrainStep:
 
     signals: numbers of this rank that are summed over all ranks with each step. before_update: called when the
     optimizer is about to change parameters. on_halved: called with the recipe of smaller micro-batches after memory ran
-    out.
+    out. ahead: steps that may be launched before the result of the first of them is read; with 0, the host may look at
+    numbers of the device in between.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class TrainStep:
         before_update: Callable[[], None] = lambda: None,
         enter: Callable[[Phase], None] = lambda phase: None,
         on_halved: Callable[[Recipe], None] = lambda recipe: None,
+        ahead: int = 0,
     ) -> None:
         self.workload, self.setup, self.config, self.recipe, self.place = workload, setup, config, recipe, place
         self.on_halved = on_halved
@@ -80,13 +83,41 @@ class TrainStep:
         self.gives_tuples, self.probe = gives_tuples, probe
         self.signals, self.before_update, self.enter = signals, before_update, enter
         self.num_updates = 0  # steps taken; the loop says how many came before
-        self.count_per_row = (
-            1.0  # the loop knows better; learned from each step, a guess that saves a pass over the gradients
-        )
-        self.nonfinite_steps = self.nonfinite_in_a_row = 0  # steps since the last meeting, and the last ones up to now
+        # learned from each step, a guess that saves a pass over the gradients
+        self._count_per_row = on_device([1.0], place.device)[0]
+        # steps since the last meeting that were not finite, and how many of the last ones
+        self._nonfinite = on_device([0.0, 0.0], place.device)
+        # what is launched after a step that ends the training changes nothing, whether or not the host knows of it
+        self._has_ended = torch.zeros((), dtype=torch.bool, device=place.device)
+        self._ends = config.on_nonfinite != "skip"
+        self._only_in_a_row = on_device([0.0, 1.0], place.device)
+        self._apply = GuardedUpdate(setup, waits=ahead == 0)
         self.noise: NoiseMeter | None = None
 
+    @property
+    def count_per_row(self) -> float:
+        """Samples or tokens that count in a row of the last step; the loop gives the first one. Waits for the
+        device."""
+        return float(self._count_per_row)
+
+    @count_per_row.setter
+    def count_per_row(self, value: float) -> None:
+        self._count_per_row = on_device([value], self.place.device)[0]
+
+    @property
+    def nonfinite_in_a_row(self) -> int:
+        """How many of the last steps were not finite on this rank. Waits for the device."""
+        return int(self._nonfinite[1])
+
+    @nonfinite_in_a_row.setter
+    def nonfinite_in_a_row(self, value: int) -> None:
+        self._nonfinite = on_device([0.0, value], self.place.device)
+
     def __call__(self, batch: RankBatch, *, num_rows: int, want_norm: bool, meets: bool = True) -> StepResult:
+        """Train on one global batch, and wait for the result. See `launch`."""
+        return self.launch(batch, num_rows=num_rows, want_norm=want_norm, meets=meets).result()
+
+    def launch(self, batch: RankBatch, *, num_rows: int, want_norm: bool, meets: bool = True) -> LaunchedStep:
         """Train on one global batch of `num_rows` rows, of which `batch` is this rank's part. Collective.
 
         meets: whether ranks sum losses and signals; without, loss and count are this rank's and there are no signals.
@@ -100,12 +131,12 @@ class TrainStep:
         setup.optimizer.zero_grad(set_to_none=True)
         # Losses are scaled by the expected count before the backward pass, which keeps gradients in range, and
         # corrected by the true count after it. With a constant count per row there is nothing to correct.
-        expected = (max(1, batch.num_rows) if is_local else num_rows) * self.count_per_row
+        expected = self._count_per_row * (max(1, batch.num_rows) if is_local else num_rows)
         self._scale = (1 if is_local else parallel.gradient_divisor) / expected
-        start = [0.0, 0.0, *self.signals()]
+        start = on_device([0.0, 0.0, *self.signals()], self.place.device)
         buffers = self.back_off.buffers()
         while True:
-            self._totals = torch.tensor(start, dtype=torch.float64, device=self.place.device)
+            self._totals = start.clone()
             if self.noise is not None:
                 self.noise.begin(number, is_local=is_local)
             try:
@@ -115,49 +146,48 @@ class TrainStep:
                 why = str(exc)
             self.recipe = self.back_off.halved(self.recipe, why, buffers)
             self.on_halved(self.recipe)
-        loss_sum, count, *signals = self._totals.tolist()
-        if meets and not 0 < count < math.inf:
-            raise WorkloadError(
-                "loss()", f"a total count of {count:g}", "at least one sample or token must count in every global batch"
-            )
+        loss_sum, count, *signals = self._totals.unbind()
         if meets:  # in a local step too: all ranks then have the value, and a checkpoint holds it
-            self.count_per_row = count / num_rows
+            self._count_per_row = count / num_rows
         update = partial(self._update, want_norm=want_norm, own_count=own_count)
         if is_local:
             # a rank of which no row counts has no gradient
-            correction = expected / own_count if own_count else 0.0
-            result = update(own_sum, own_count or 1.0, correction=correction, num_rows=batch.num_rows)
-            own = dataclasses.replace(result, count=own_count, is_own=True)
-            result = self._met(result, loss_sum, count) if meets else own
+            correction = torch.where(own_count > 0, expected / own_count, 0.0)
+            own_count_or_one = torch.where(own_count > 0, own_count, 1.0)
+            figures = update(own_sum, own_count_or_one, correction=correction, num_rows=batch.num_rows)
+            figures = self._met(figures, loss_sum, count) if meets else dataclasses.replace(figures, count=own_count)
         else:
-            result = update(loss_sum, count, correction=expected / count, num_rows=num_rows)
-            bad, self.nonfinite_steps = self.nonfinite_steps, 0
-            result = dataclasses.replace(result, nonfinite_steps=bad, nonfinite_in_a_row=self.nonfinite_in_a_row)
-        result = dataclasses.replace(result, signals=tuple(signals) if meets else ())
+            figures = update(loss_sum, count, correction=expected / count, num_rows=num_rows)
+            figures = dataclasses.replace(figures, nonfinite=self._nonfinite)
+            self._begin_count()
         if self.noise is not None:
-            self.noise.settle()
+            self.noise.settle(num_rows)
+        launched = LaunchedStep(figures, signals if meets else [], is_own=is_local and not meets)
         if self.probe is not None:
-            self.probe.on_step(result, float(setup.schedule.get_last_lr()[0]))
-        return result
+            self.probe.on_step(launched.result(), float(setup.schedule.get_last_lr()[0]))
+        return launched
 
-    def _met(self, result: StepResult, loss_sum: float, count: float) -> StepResult:
-        """The result of a local step in which the ranks met: loss and count of all, and what happened since.
+    def _met(self, figures: Figures, loss_sum: torch.Tensor, count: torch.Tensor) -> Figures:
+        """The figures of a local step in which the ranks met: loss and count of all, and what happened since.
 
         Collective.
         """
-        worst = self.place.all_reduce_max([self.nonfinite_steps, self.nonfinite_in_a_row])
-        self.nonfinite_steps, self.nonfinite_in_a_row = 0, int(worst[1])
+        worst = self._nonfinite.clone()
+        if self.place.world_size > 1:
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        self._nonfinite = worst
+        self._begin_count()
         loss = loss_sum / count
-        return dataclasses.replace(
-            result,
-            loss=loss,
-            count=count,
-            is_finite=result.is_finite and math.isfinite(loss),
-            nonfinite_steps=int(worst[0]),
-            nonfinite_in_a_row=int(worst[1]),
-        )
+        is_finite = figures.is_finite & torch.isfinite(loss)
+        return dataclasses.replace(figures, loss=loss, count=count, is_finite=is_finite, nonfinite=worst)
 
-    def _run_micro_batches(self, batch: RankBatch, *, num_rows: int, meets: bool) -> tuple[float, float]:
+    def _begin_count(self) -> None:
+        """Begin to count steps that are not finite anew, as the ranks have just told each other of them."""
+        if self._ends:
+            self._has_ended = self._has_ended | (self._nonfinite[0] > 0)
+        self._nonfinite = self._nonfinite * self._only_in_a_row
+
+    def _run_micro_batches(self, batch: RankBatch, *, num_rows: int, meets: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Forward and backward of every micro-batch; leaves the totals of all ranks, where they meet, and returns this
         rank's sum of losses and count."""
         setup, parallel = self.setup, self.setup.parallel
@@ -202,7 +232,7 @@ class TrainStep:
         if pending is not None:
             self.enter(Phase.SYNCHRONISE)
             pending.wait()
-        return float(own[0]), float(own[1])
+        return own[0], own[1]
 
     def _on_device(self, arrays: dict[str, np.ndarray], weight: int) -> MicroBatch:
         """Move a micro-batch to the device, only when its turn comes, so that one micro-batch's rows are there at a
@@ -221,11 +251,19 @@ class TrainStep:
             loss, count = loss * 0.0, count * 0
         self._totals[0] += loss.detach()
         self._totals[1] += count
-        return self.setup.precision.scaler.scale(loss * self._scale)
+        wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()  # for the digits of the scale
+        return self.setup.precision.scaler.scale(wide * self._scale.to(wide.dtype))
 
     def _update(
-        self, loss_sum: float, count: float, *, correction: float, want_norm: bool, own_count: float, num_rows: int
-    ) -> StepResult:
+        self,
+        loss_sum: torch.Tensor,
+        count: torch.Tensor,
+        *,
+        correction: torch.Tensor,
+        want_norm: bool,
+        own_count: torch.Tensor,
+        num_rows: int,
+    ) -> Figures:
         setup, clip_norm = self.setup, self.config.optimizer.clip_norm
         self.enter(Phase.UPDATE)
         scaler = setup.precision.scaler
@@ -233,47 +271,50 @@ class TrainStep:
         if setup.pruning is not None:
             setup.pruning.mask_gradients()  # before anybody looks at them
         if self.probe is not None:
-            self.probe.on_gradients(correction)
+            self.probe.on_gradients(float(correction))
         gradients = [p.grad for p in setup.parameters if p.grad is not None]
-        grad_norm = norm = None
-        factor = correction
-        loss_scale = scaler.get_scale()
-        is_finite = math.isfinite(loss_sum)
+        norm = None
+        factor, scale = correction, setup.precision.loss_scale()
+        is_finite = torch.isfinite(loss_sum) & torch.isfinite(correction)
         # what clips or skips keeps the weights, so look first
         want_norm = want_norm or clip_norm is not None or self.config.on_nonfinite != "raise"
         if want_norm or (self.noise is not None and self.noise.wants_norm):
-            norm = (setup.parallel.total_norm(gradients) * correction).item()
-        if self.noise is not None:
+            norm = setup.parallel.total_norm(gradients).to(self.place.device)
+            norm = (norm * correction.to(norm.dtype)).double()
+        # noise is computed on the host, which waits for the device in a step that is measured
+        if self.noise is not None and self.noise.looks_at_gradients and math.isfinite(correction):
             self.noise.after_backward(
-                norm, correction=correction, loss_scale=loss_scale, count=count, own_count=own_count, num_rows=num_rows
+                norm if norm is None else float(norm),
+                correction=float(correction),
+                loss_scale=1.0 if scale is None else float(scale),
+                count=float(count),
+                own_count=float(own_count),
+                num_rows=num_rows,
             )
         if want_norm and norm is not None:
-            grad_norm = norm
-            # with loss scaling an infinite gradient is the scaler's business: it skips the step and lowers the scale
-            is_finite = is_finite and (math.isfinite(grad_norm) or scaler.is_enabled())
-            if clip_norm is not None and grad_norm > clip_norm:
-                factor *= clip_norm / (grad_norm + 1e-6)
-        if is_finite or setup.parallel.replicas_differ:  # these take part in an averaging all the same
-            self.before_update()
-        if is_finite:
-            if factor != 1.0:
-                # their own parts: one call takes neither DTensors beside plain tensors nor those of several meshes
-                torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
-            scaler.step(setup.optimizer)
+            if not scaler.is_enabled():
+                # with loss scaling an infinite gradient is the scaler's business: it skips the step, lowers the scale
+                is_finite = is_finite & torch.isfinite(norm)
+            if clip_norm is not None:
+                factor = torch.where(norm > clip_norm, factor * (clip_norm / (norm + 1e-6)), factor)
+        is_sound = is_finite & ~self._has_ended
+        self.before_update()
+        self._apply(gradients, factor, is_sound)
         scaler.update()
         self.num_updates += 1
         # a scaler lowers its scale after, and only after, a step that it skipped
-        change = scaler.get_scale() / loss_scale
-        setup.parallel.carry_over(correction * change, is_finite and change >= 1.0)
-        if not is_finite:
-            self.nonfinite_steps += 1
-        self.nonfinite_in_a_row = 0 if is_finite else self.nonfinite_in_a_row + 1
+        new_scale = setup.precision.loss_scale()
+        if setup.parallel.carry_over is not None:
+            change = torch.ones_like(correction) if scale is None or new_scale is None else new_scale / scale
+            setup.parallel.carry_over(correction * change, is_sound & (change >= 1.0))
+        bad = (~is_finite).double()
+        self._nonfinite = torch.stack([self._nonfinite[0] + bad, (self._nonfinite[1] + 1) * bad])
         self.enter(Phase.SYNCHRONISE)
         setup.parallel.after_update(self.num_updates)
-        self._prune(is_finite)
-        return StepResult(loss=loss_sum / count, count=count, grad_norm=grad_norm, is_finite=is_finite)
+        self._prune()
+        return Figures(loss_sum / count, count, norm if want_norm else None, is_finite, loss_scale=new_scale)
 
-    def _prune(self, has_updated: bool) -> None:
+    def _prune(self) -> None:
         """Prune if it is due, after the strategy, which may have fetched parameters from other ranks."""
         pruning = self.setup.pruning
         if pruning is None:
@@ -281,5 +322,5 @@ class TrainStep:
         if pruning.is_due(self.num_updates):
             self.before_update()
             pruning.prune(self.num_updates)
-        elif has_updated:
+        else:
             pruning.apply()

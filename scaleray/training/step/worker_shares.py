@@ -53,15 +53,16 @@ class WorkerShares:
     def _follows_speed(self) -> bool:
         return self._recipe.measure_shares_every_steps is not None
 
-    def first_words(self, *, deterministic: bool) -> tuple[str | None, str | None]:
-        """(what the shares are where they are not equal, what a user must know of them), each None where there is
-        nothing."""
-        shares = described(self.now, self.speeds) if self.now is not None else None
-        warning = (
-            "shares follow measured times, so that another run sums the same samples in other groups: "
-            "equal to rounding, not to the bit"
-        )
-        return shares, warning if deterministic and self._follows_speed else None
+    def first_words(self, *, deterministic: bool) -> list[tuple[str, bool]]:
+        """What a user must know of shares that are not equal, each with whether it is a warning."""
+        words = [(described(self.now, self.speeds), False)] if self.now is not None else []
+        if deterministic and self._follows_speed:
+            warning = (
+                "shares follow measured times, so that another run sums the same samples in other groups: "
+                "equal to rounding, not to the bit"
+            )
+            words.append((warning, True))
+        return words
 
     def watch(self, module: nn.Module) -> None:
         """Measure the training of this module from now on, if shares follow speed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import threading
 import time
 from collections import deque
@@ -10,7 +11,7 @@ from collections import deque
 import pytest
 from waiting import wait_until
 
-from scaleray.training.health.progress import Progress, Tail, Watchdog, where
+from scaleray.training.health.progress import Progress, Tail, Watchdog, waits_for_others, where
 
 
 def watch(progress, *, limit_s=0.2, beat=lambda step, phase, since_s: False):
@@ -162,3 +163,17 @@ def test_the_last_lines_are_remembered_and_passed_on():
 def test_a_place_is_given_even_for_a_thread_that_is_gone():
     assert where(0) == "the thread is gone"
     assert "test_progress.py" in where(threading.get_ident())
+
+
+@pytest.mark.parametrize("file", ["/x/torch/cuda/streams.py", "/x/scaleray/strategies/contract/later.py"])
+def test_a_worker_that_waits_for_its_device_waits_for_others(file):
+    """In a GPU's queue a collective of NCCL waits for the other ranks, and the host for what comes after it."""
+    lock, names = threading.Lock(), {}
+    lock.acquire()
+    exec(compile("def work(lock):\n    lock.acquire()", file, "exec"), names)
+    thread = threading.Thread(target=names["work"], args=(lock,))
+    thread.start()
+    wait_until(lambda: sys._current_frames()[thread.ident].f_code.co_filename == file)
+    assert waits_for_others(thread.ident)
+    lock.release()
+    thread.join()

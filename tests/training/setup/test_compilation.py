@@ -245,3 +245,14 @@ def test_what_cannot_be_is_refused():
         train_alone(Classify(), ON_BLOCKS)
     with pytest.raises(ConfigError, match=r"compilation\.mode.*inductor's"):
         make_job(Classify(), {**ON_MODEL, "compilation.mode": "max-autotune"})
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_cuda_graphs_do_not_accumulate(mode):
+    """A graph's gradients lie in its own memory, which its next replay writes over."""
+    flags = {"compilation.what": "model", "compilation.mode": mode, "scale.gpus_per_worker": 1}
+    make_job(Classify(), {**flags, "batch.micro_size": 8})
+    with pytest.raises(ConfigError, match="CUDA graphs write over the gradients"):
+        make_job(Classify(), {**flags, "batch.micro_size": 4})
+    make_job(Classify(), {**flags, "batch.micro_size": 4, "compilation.mode": "default"})
+    make_job(Classify(), {**flags, "batch.micro_size": 4, "scale.gpus_per_worker": 0})

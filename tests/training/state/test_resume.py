@@ -180,18 +180,20 @@ LOOP_SAVED = {"state", "shares", "noise", "micro_sizes"}
 LOOP_STATELESS = {
     "place", "input", "save_weights", "probe", "checkpointing", "progress", "first_step", "clock", "limits",
     "evaluations", "memory", "plan", "reporter", "compilation", "observers",
+    "under_way",  # empty whenever something is saved
 }  # fmt: skip
 MICRO_SIZES = {"now"} | {"config", "place", "reporter", "search"}  # saved, and no state
 NOISE = {"kept", "meter"} | {"guard"}
 REPORTER_STATELESS = {
     "job", "config", "place", "_step", "guard", "emit", "_is_first", "_num_notes", "_sent_bytes", "_system", "_sampled_at",
-    "_setup", "_others_figures",
+    "_setup", "_others_figures", "_kept",
 }  # fmt: skip
 EVALUATIONS_SAVED = {"metrics", "step"}
 EVALUATIONS_STATELESS = {"place", "input", "enter", "setup", "target", "every", "evaluators"}
-STEP_SAVED = {"count_per_row", "num_updates", "nonfinite_in_a_row", "noise"}
+STEP_SAVED = {"_count_per_row", "num_updates", "_nonfinite", "noise"}
 STEP_STATELESS = {
-    "nonfinite_steps",  # 0 after every meeting, and only then there are checkpoints
+    "_has_ended", "_ends",  # a training that has ended saves no more
+    "_apply", "_only_in_a_row",
     "workload", "setup", "config", "recipe", "place", "gives_tuples", "probe", "signals", "before_update", "enter",
     "_scale", "_totals", "back_off", "on_halved",
 }  # fmt: skip

@@ -1,0 +1,60 @@
+"""The optimizer's step, with scaled gradients, which a step that is not finite leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from scaleray.strategies.contract.later import Later
+from scaleray.training.setup.model_setup import Setup
+from scaleray.training.setup.shards import local
+
+
+class GuardedUpdate:
+    """Updates the weights where the step is sound; a step that is not changes nothing.
+
+    The optimizer's own kernel decides on the device, where it can: torch's fused optimizers take a factor and a
+    verdict, as mixed precision needs them. For any other one the host reads the verdict first, which waits for the
+    device. waits: whether it may always do so, as on the CPU, where nothing is waited for and a factor of 1 saves a
+    pass over the gradients.
+    """
+
+    def __init__(self, setup: Setup, *, waits: bool) -> None:
+        self.optimizer, self.scaler, self._waits = setup.optimizer, setup.precision.scaler, waits
+
+    def __call__(self, gradients: Sequence[torch.Tensor], factor: torch.Tensor, is_sound: torch.Tensor) -> None:
+        """Update with `factor` times the gradients, which are unscaled. factor: float64 (); is_sound: bool ()."""
+        if self.scaler.is_enabled():
+            found = self.scaler._found_inf_per_device(self.optimizer)
+            is_sound = is_sound & (sum(there.to(is_sound.device) for there in found.values()) == 0)
+        if not self._waits and self._decides_itself():
+            self._update_on_device(factor, ~is_sound)
+            return
+        sound, number = Later(torch.stack([is_sound.double(), factor])).read()
+        if not sound:
+            return
+        if number != 1.0:
+            # their own parts: one call takes neither DTensors beside plain tensors nor those of several meshes
+            torch._foreach_mul_([local(gradient) for gradient in gradients], number)
+        self.optimizer.step()
+
+    def _decides_itself(self) -> bool:
+        groups = self.optimizer.param_groups
+        if not getattr(self.optimizer, "_step_supports_amp_scaling", False) or not all(g.get("fused") for g in groups):
+            return False
+        # torch 2.13: fused SGD takes a momentum for initialised whose first step was left out
+        has_momentum = any(group.get("momentum") for group in groups)
+        return not has_momentum or all(
+            p in self.optimizer.state for g in groups for p in g["params"] if p.grad is not None
+        )
+
+    def _update_on_device(self, factor: torch.Tensor, is_left_out: torch.Tensor) -> None:
+        """Give both to the optimizer as torch's GradScaler does, which has divided the gradients already."""
+        optimizer: Any = self.optimizer
+        optimizer.grad_scale, optimizer.found_inf = factor.reciprocal().float(), is_left_out.float()
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf

@@ -1,0 +1,107 @@
+"""A step that was given to the device, and the numbers that come of it."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+from scaleray.errors import WorkloadError
+from scaleray.strategies.contract.later import Later
+from scaleray.training.observer import StepResult, TakenStep
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Numbers of a step on the device, each a tensor () of float64, of which a step that runs ahead reads none."""
+
+    loss: torch.Tensor
+    count: torch.Tensor
+    grad_norm: torch.Tensor | None
+    is_finite: torch.Tensor
+    """bool ()"""
+    nonfinite: torch.Tensor | None = None
+    """(2,): see `StepResult.nonfinite_steps` and `nonfinite_in_a_row`."""
+    loss_scale: torch.Tensor | None = None
+
+
+class LaunchedStep:
+    """A step that this worker has given to its device. `result` waits for it.
+
+    is_own: whether loss and count are those of this rank's samples alone. signals: what the ranks told each other.
+    """
+
+    def __init__(self, figures: Figures, signals: Sequence[torch.Tensor], *, is_own: bool) -> None:
+        self._is_own = is_own
+        found = {field.name: getattr(figures, field.name) for field in fields(figures) if field.name != "nonfinite"}
+        values = {name: value.double() for name, value in found.items() if value is not None}
+        nonfinite = [] if figures.nonfinite is None else [*figures.nonfinite.unbind()]
+        self._names, self._num_nonfinite = list(values), len(nonfinite)
+        self._later = Later(torch.stack([*values.values(), *nonfinite, *signals]))
+        self._result: StepResult | None = None
+
+    def wait(self) -> None:
+        """Wait until the device has computed the step's numbers."""
+        self._later.wait()
+
+    def result(self) -> StepResult:
+        """What the step did. Raises WorkloadError where nothing counted in it."""
+        if self._result is None:
+            self._result = self._read()
+        return self._result
+
+    def _read(self) -> StepResult:
+        numbers = self._later.read()
+        values = dict(zip(self._names, numbers, strict=False))
+        rest = numbers[len(values) :]
+        nonfinite_steps, in_a_row = rest[: self._num_nonfinite] or (0, 0)
+        if not self._is_own and not 0 < values["count"] < math.inf:
+            raise WorkloadError(
+                "loss()",
+                f"a total count of {values['count']:g}",
+                "at least one sample or token must count in every global batch",
+            )
+        return StepResult(
+            loss=values["loss"],
+            count=values["count"],
+            grad_norm=values.get("grad_norm"),
+            is_finite=values["is_finite"] > 0,
+            is_own=self._is_own,
+            nonfinite_steps=int(nonfinite_steps),
+            nonfinite_in_a_row=int(in_a_row),
+            signals=tuple(rest[self._num_nonfinite :]),
+            loss_scale=values.get("loss_scale"),
+        )
+
+
+class StepsUnderWay:
+    """Steps that the device has been given and the host knows nothing of yet, in order; at most `ahead` between two
+    steps."""
+
+    def __init__(self, ahead: int) -> None:
+        self.ahead = ahead
+        self._steps: deque[tuple[LaunchedStep, Callable[[StepResult], TakenStep]]] = deque()
+
+    def add(self, launched: LaunchedStep, made: Callable[[StepResult], TakenStep]) -> None:
+        """Add the next step. made: gives what the training tells of it, once its result is known."""
+        self._steps.append((launched, made))
+
+    def wait_for_room(self) -> None:
+        """Wait until the device is no further behind than it may be: steps then take the time that it needs for
+        them."""
+        if len(self._steps) >= self.ahead > 0:
+            self._steps[-self.ahead][0].wait()
+
+    def next_known(self, *, knows_all: bool) -> TakenStep | None:
+        """The next step with its result, or None while the host may be ahead of it. knows_all: read what there is."""
+        if len(self._steps) <= (0 if knows_all else self.ahead):
+            return None
+        launched, made = self._steps.popleft()
+        return made(launched.result())
+
+    def forget(self) -> None:
+        """Forget the steps behind one that has ended the training: they changed nothing."""
+        self._steps.clear()
