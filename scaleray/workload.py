@@ -33,6 +33,9 @@ SumAndCount = tuple["torch.Tensor", "torch.Tensor | int | float"]
 
 REQUIRED_METHODS = ("build_model", "datasets", "loss")
 
+# folders of this package and of Python's own modules, resolved once: `user_modules` asks about every module there is
+_HOMES = tuple(f"{Path(module).resolve().parent}{os.sep}" for module in (__file__, traceback.__file__))
+
 
 class Workload:
     """Base class of workloads; a class with the same methods works too.
@@ -229,8 +232,7 @@ def user_modules(workload: Any) -> list[ModuleType]:
 
 
 def _is_installed(path: str) -> bool:
-    homes = tuple(f"{Path(module).resolve().parent}{os.sep}" for module in (__file__, traceback.__file__))
-    return "site-packages" in path or str(Path(path).resolve()).startswith(homes)
+    return "site-packages" in path or str(Path(path).resolve()).startswith(_HOMES)
 
 
 def _import_file(target: str, base_dir: Path | None) -> ModuleType:
