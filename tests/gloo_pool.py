@@ -25,7 +25,9 @@ LARGEST_WORLD = 4
 HOST = "127.0.0.1"
 COLLECTIVE_TIMEOUT_S = 60.0
 GRACE_S = 15.0
-PRELOADED = (*gloo.PRELOADED, "hypothesis")  # one forking process serves the product's groups as well
+# one forking process serves the product's groups and the commands of `forked_command` as well
+COMMANDS = ("scaleray.cli", "scaleray.launch.run.train", "mlflow.store.tracking.sqlalchemy_store")
+PRELOADED = (*gloo.PRELOADED, "hypothesis", *COMMANDS)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -34,16 +32,21 @@ def results(lab, **turns):
     return [lab.Result(name.replace("_", "-"), found, equal[name]) for name, found in turns.items()]
 
 
-def run(*words):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, str(JOB), *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-    )
+@pytest.fixture
+def run(lab, capsys, monkeypatch):
+    """Run the lab's command line in this process: (exit code, what it prints)."""
+    monkeypatch.chdir(ROOT)
+
+    def run(*words):
+        code = lab.main(words)
+        return code, capsys.readouterr().out
+
+    return run
 
 
 @pytest.mark.timeout(900)
-def test_the_lab_runs_every_method_that_exists_and_writes_one_page(tmp_path):
-    done = run(
+def test_the_lab_runs_every_method_that_exists_and_writes_one_page(run, tmp_path):
+    code, out = run(
         "-c",
         "jobs/digits.yaml",
         "--steps",
@@ -63,8 +66,8 @@ def test_the_lab_runs_every_method_that_exists_and_writes_one_page(tmp_path):
         "--out",
         str(tmp_path / "page.html"),
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = {line.split("│")[1].strip(): line for line in done.stdout.splitlines() if line.startswith("│")}
+    assert code == 0, out
+    rows = {line.split("│")[1].strip(): line for line in out.splitlines() if line.startswith("│")}
     assert rows.keys() == {"all-reduce", "int8", "topk"}
     sent = {name: float(row.split("│")[2].split()[0]) for name, row in rows.items()}
     parameters = 58634  # of the digits' network; float32, and for topk a place beside each value
@@ -76,10 +79,10 @@ def test_the_lab_runs_every_method_that_exists_and_writes_one_page(tmp_path):
     assert "http" not in page.partition("<pre>")[0]  # nothing from elsewhere
 
 
-def test_the_lab_says_what_it_does_not_know_or_have():
-    done = run("-c", "jobs/digits.yaml", "--methods", "telepathy")
-    assert done.returncode == 2
-    assert "telepathy" in done.stdout and "all-reduce" in done.stdout
+def test_the_lab_says_what_it_does_not_know_or_have(run):
+    code, out = run("-c", "jobs/digits.yaml", "--methods", "telepathy")
+    assert code == 2
+    assert "telepathy" in out and "all-reduce" in out
 
 
 def test_loss_at_equal_time_is_read_between_evaluations(lab):

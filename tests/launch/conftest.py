@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import pytest
+from waiting import wait_until
 
 
 @pytest.fixture(scope="session")
 def ray_head():
     """A head with 6 logical CPUs, whatever the machine has."""
-    from scaleray.launch.cluster.head import local_head
+    from scaleray.launch.cluster import head
 
-    with local_head(num_cpus=6) as head:
-        yield head
+    # all tests on Ray fail where it does not start, and a loaded machine was seen to need more than two minutes
+    with mock.patch.object(head, "START_TIMEOUT_S", 600.0), head.local_head(num_cpus=6) as found:
+        yield found
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +28,16 @@ def ray_session(ray_head):
 
     for name, value in cluster.DRIVER_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    ray.init(address=ray_head.address, runtime_env=cluster.runtime_env(ray_head.address), logging_level="ERROR")
+    runtime_env = cluster.runtime_env(ray_head.address)
+
+    def connects() -> bool:
+        """The dashboard answers before the node has joined, much before on a loaded machine."""
+        try:
+            ray.init(address=ray_head.address, runtime_env=runtime_env, logging_level="ERROR")
+        except ConnectionError:
+            return False
+        return True
+
+    wait_until(connects)
     yield ray_head
     ray.shutdown()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import math
+import multiprocessing
 import shutil
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
+from gloo_pool import PRELOADED
 
 from scaleray.errors import TrackingError
 from scaleray.records.run import CheckpointRecord, EvaluationRecord, EventRecord, Heartbeat, StepRecord, SystemRecord
@@ -279,18 +281,21 @@ def test_passwords_are_neither_shown_nor_stored():
     assert store.without_password("http://server:5000") == "http://server:5000"
 
 
+def create_run(uri, name):
+    store.RunStore.create(uri, experiment="e", run_name=name, tags={})
+
+
 @pytest.mark.timeout(900)
 def test_many_processes_may_open_one_new_database_at_once(tmp_path):
-    import subprocess
-    import sys
-
-    code = (
-        "import sys; from scaleray.tracking.store import RunStore;"
-        "RunStore.create(sys.argv[1], experiment='e', run_name=sys.argv[2], tags={})"
-    )
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    processes = [subprocess.Popen([sys.executable, "-c", code, uri, str(n)], stderr=subprocess.PIPE) for n in range(3)]
-    assert [p.wait(timeout=600) for p in processes] == [0, 0, 0], [p.stderr.read().decode()[-500:] for p in processes]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    processes = [context.Process(target=create_run, args=(uri, str(number)), daemon=True) for number in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=600)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
     from mlflow import MlflowClient
 
     client = MlflowClient(uri)

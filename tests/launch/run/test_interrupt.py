@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forked_command import ForkedCommand
 from waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("mlflow_database")]
@@ -81,13 +82,10 @@ def placement_groups():
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_as_killed_and_frees_everything(ray_session, tmp_path, number):
     environment = {**os.environ, "RAY_ADDRESS": ray_session.address}
-    command = [sys.executable, "-m", "scaleray", "train", *options(tmp_path)]
-    process = subprocess.Popen(
-        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    process = ForkedCommand(["train", *options(tmp_path)], cwd=ROOT, environment=environment)
     wait_until(lambda: (tmp_path / "marker").exists() or process.poll() is not None)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=600)
+    output = "".join(process.communicate(timeout=600))
     assert process.returncode == 1, output
     assert "stopped; the MLflow run is marked KILLED" in output
     assert "Traceback" not in output

@@ -6,9 +6,8 @@ import csv
 import json
 import math
 import os
+import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from forked_command import ForkedCommand
 
 import scaleray
 from scaleray import Workload
@@ -59,10 +59,8 @@ class Case:
         (folder / "run.yaml").write_text(yaml.safe_dump(self.config))
 
     def start(self, *options, environment=None):
-        command = [sys.executable, "-m", "scaleray", "train", "-c", str(self.folder / "run.yaml"), "--json", *options]
-        return subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        words = ["train", "-c", str(self.folder / "run.yaml"), "--json", *options]
+        return ForkedCommand(words, cwd=ROOT, environment=environment)
 
     def finish(self, *options, environment=None):
         process = self.start(*options, environment=environment)
@@ -125,9 +123,11 @@ def assert_same_run(record, whole):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(tmp_path_factory, empty_database):
     """The run that nobody interrupted."""
-    return Case(tmp_path_factory.mktemp("whole")).finish("--local")
+    folder = tmp_path_factory.mktemp("whole")
+    shutil.copy(empty_database, folder / "mlflow.db")
+    return Case(folder).finish("--local")
 
 
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path, whole):
@@ -159,10 +159,10 @@ def test_sigterm_saves_and_leaves_and_the_run_can_be_resumed(tmp_path, whole):
 
 
 def _resume_alone(folder):
-    command = [sys.executable, "-m", "scaleray", "train", "--resume", str(folder), "--local", "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    process = ForkedCommand(["train", "--resume", str(folder), "--local", "--json"], cwd=ROOT)
+    output, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, errors
+    return output
 
 
 @pytest.mark.ray
