@@ -4,6 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
+# Which combinations of settings the tests take: another part of eight at every commit on the main line, until all were had.
+# `make test PART=3/8` takes that one, `make test PART=` all of them.
+COMMITS := $(shell git rev-list --count --first-parent HEAD 2>/dev/null || date +%j)
+export PART ?= $(shell expr $(COMMITS) % 8 + 1)/8
+
 .PHONY: demo test lint types floors unit on-ray without-ray coverage slow docs ui clean
 .DEFAULT_GOAL := test
 
@@ -30,8 +35,8 @@ floors: $(INSTALLED)
 unit: $(INSTALLED)  ## two halves at once: those on Ray mostly wait for its processes
 	$(MAKE) --jobs=2 --output-sync=target on-ray without-ray
 
-on-ray: $(INSTALLED)
-	$(BIN)/python -m pytest -m 'ray and not gpu and not slow'
+on-ray: $(INSTALLED)  ## from the files with such tests alone: to collect the others imports everything
+	$(BIN)/python -m pytest -m 'ray and not gpu and not slow' $$(grep -rlw 'mark\.ray' tests --include='test_*.py')
 
 without-ray: $(INSTALLED)
 	$(BIN)/python -m pytest -m 'not ray and not gpu and not slow'
@@ -39,8 +44,9 @@ without-ray: $(INSTALLED)
 coverage: $(INSTALLED)  ## which lines the tests reach; takes about 1.4 times as long
 	$(BIN)/python -m pytest -m 'not gpu and not slow' --cov --cov-report=term-missing:skip-covered --cov-fail-under=90
 
-slow: $(INSTALLED)  ## minutes-long tests
-	$(BIN)/python -m pytest -m slow
+slow: PART :=
+slow: $(INSTALLED)  ## minutes-long tests, and all combinations of settings
+	$(BIN)/python -m pytest -m 'slow or combination'
 
 docs: $(INSTALLED)  ## docs/config.md and docs/metrics.md, from the code
 	$(BIN)/python docs/generate.py

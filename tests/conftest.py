@@ -9,28 +9,56 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the processes of a test share few cores
 
+import parts
 import pytest
 from gloo_pool import GlooPool
 from hypothesis import settings
 
-settings.register_profile("scaleray", deadline=None)  # a loaded machine is not a failure
-settings.load_profile("scaleray")
+# a loaded machine is not a failure, hence no deadline
+settings.register_profile("thorough", deadline=None)
+settings.register_profile("quick", deadline=None, max_examples=30)
+settings.load_profile("quick" if parts.PART else "thorough")
 
 
+HERE = Path(__file__).parent
 ON_FOUR_WORKERS = ("strategies", "training")
-KEPT = "test_many_workers_equal_one_process[accumulation"  # of every strategy
+"""Folders where a case on four workers is a combination: on two cores they take turns, and two or three do the same."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Four workers on two cores take turns: what is also tested on two or three is left to `make slow`, but for one case."""
+def pytest_report_header() -> str:
+    return (
+        f"combinations of settings: part {parts.PART}, set by PART" if parts.PART else "combinations of settings: all"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the markers
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the combinations, and leave those of other parts out."""
     for item in items:
-        params = getattr(getattr(item, "callspec", None), "params", {})
-        if (
-            params.get("world_size") == 4
-            and item.path.relative_to(Path(__file__).parent).parts[0] in ON_FOUR_WORKERS
-            and not item.name.startswith(KEPT)
-        ):
-            item.add_marker(pytest.mark.slow)
+        if item.path.relative_to(HERE).parts[0] in ON_FOUR_WORKERS and _parameters(item).get("world_size") == 4:
+            item.add_marker(pytest.mark.combination)
+    products = [item for item in items if item.get_closest_marker("each_value") and not _is_rare(item)]
+    for numbers in parts.by_function(item.nodeid for item in products).values():
+        cases = [products[number] for number in numbers]
+        always = set(parts.showing_each_value([_parameters(case) for case in cases]))
+        words = cases[0].get_closest_marker("each_value").kwargs.get("and_all", "")
+        for number, case in enumerate(cases):
+            if number not in always and not (words and words in case.name):
+                case.add_marker(pytest.mark.combination)
+    if parts.PART:
+        others = [
+            i for i in items if i.get_closest_marker("combination") and not parts.is_in_part(i.nodeid, parts.PART)
+        ]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
+
+
+def _parameters(item: pytest.Item) -> dict[str, object]:
+    return getattr(getattr(item, "callspec", None), "params", {})
+
+
+def _is_rare(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) for name in ("combination", "slow", "gpu"))
 
 
 @pytest.fixture(scope="session")

@@ -51,6 +51,7 @@ ODD_TEXT = [
     "2024-13-45", "12:30:45", "0b2", "08", ".inf", "-.inf", ".nan", "1:1:1:1", "\x00", "\u2028", "\ufeff", "é: ü", "batch: *b", "&b 64",
     "{{a: 1}: 2}", "[1, 2]: 3", "!!str 5", "!!null x", "!!omap [a: 1]", "!!pairs [a: 1]", "!!bool maybe", "=", "<<",
 ]  # fmt: skip
+SHARES = 12  # each a share of the odd values under every key, other ones under the next
 # a few lines that stand for 9 ** 9 entries, by aliases and by merging
 LAUGHS = "workload:\n  args:\n    a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"    {name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
@@ -148,7 +149,11 @@ def write(tmp_path_factory):
 
 
 def examples(number):
-    return settings(max_examples=number, deadline=None, suppress_health_check=list(HealthCheck))
+    return settings(
+        max_examples=number if settings.get_current_profile_name() == "thorough" else number // 4,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 def test_the_config_that_is_mutated_loads(write):
@@ -228,17 +233,22 @@ def test_truncated_files_load_or_name_the_file(write):
         check(outcome(write(TEXT[:length])), file_name="job.yaml")
 
 
-def test_odd_values_under_every_key_load_or_name_that_key():
-    for number, key in enumerate(known_keys()):
-        for value in ODD_VALUES[number % 2 :: 2]:
+IN_TURN = [0, *(pytest.param(first, marks=pytest.mark.combination) for first in range(1, SHARES))]
+
+
+@pytest.mark.parametrize("first", IN_TURN)
+def test_odd_values_under_every_key_load_or_name_that_key(first):
+    for number, key in enumerate(known_keys(), first):
+        for value in ODD_VALUES[number % SHARES :: SHARES]:
             found = outcome(flags={**dict(flattened(VALID)), key: value})
             if isinstance(found, ConfigError):
                 assert key in str(found), str(found)
             check(found, file_name="override")
 
 
-def test_odd_text_under_every_key_loads_or_names_the_file_or_key(write):
-    for number, key in enumerate(known_keys()):
+@pytest.mark.parametrize("first", IN_TURN)
+def test_odd_text_under_every_key_loads_or_names_the_file_or_key(write, first):
+    for number, key in enumerate(known_keys(), first):
         section, _, name = key.partition(".")
         config = yaml.safe_load(SHORT)
         if name:
@@ -246,5 +256,5 @@ def test_odd_text_under_every_key_loads_or_names_the_file_or_key(write):
         else:
             config[section] = "PIECE"
         text = yaml.safe_dump(config)
-        for piece in ODD_TEXT[number % 4 :: 4]:  # a quarter of them under each key keeps this short
+        for piece in ODD_TEXT[number % SHARES :: SHARES]:
             check(outcome(write(text.replace("PIECE", piece))), file_name="job.yaml")

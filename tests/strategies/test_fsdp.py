@@ -54,13 +54,16 @@ OPTIONS = {
 CLIPPED = {"optimizer.name": "adamw", "optimizer.learning_rate": 0.01, "optimizer.clip_norm": 0.3}
 
 
+OFTEN = {"by class", "bounded"}  # the others in turn: each has a test of its own
 ON_FOUR = {"as it is", "ZeRO-2", "by size", "built in pages", "HSDP", "HSDP, sharded accumulation"}
 
 
 @pytest.mark.parametrize(
     ("world_size", "options"),
-    [pytest.param(4 if name in ON_FOUR else 2, o, id=name) for name, o in OPTIONS.items()]
-    + [pytest.param(2, {}, id="on two")],
+    [
+        pytest.param(*case, id=name, marks=[] if name in OFTEN else pytest.mark.combination)
+        for name, case in {**{n: (4 if n in ON_FOUR else 2, o) for n, o in OPTIONS.items()}, "on two": (2, {})}.items()
+    ],
 )
 def test_every_option_is_verified_with_accumulation_and_clipping(gloo, world_size, options):
     outcome = gloo.run(world_size, judge, Deep(), {**FSDP, **CLIPPED, **options}, 2, STEPS)[0]
@@ -94,6 +97,7 @@ def types_and_losses(place, flags):
     return workload.seen, finished.losses, {value.dtype for value in finished.weights.values()}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("dtype", "used"), [("fp32", "bf16"), ("bf16", None), ("bf16", "fp32"), ("fp16", None)])
 @pytest.mark.parametrize("reduce", [None, "bf16"])
 def test_parameters_used_in_16_bits_train_near_fp32_and_the_loss_sees_fp32(gloo, dtype, used, reduce):
@@ -125,6 +129,7 @@ def statistics(place, flags):
     return finished.losses, finished.weights
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize(
     ("world_size", "strategy"),

@@ -100,6 +100,7 @@ def spread_values(size):
     return np.random.default_rng(8).normal(size=(size, 2)).tolist()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_a_step_multiplies_with_the_matrix_and_keeps_the_mean(gloo, graph, size):
@@ -125,6 +126,7 @@ def test_the_distance_on_a_ring_shrinks_by_the_second_eigenvalue(gloo):
     np.testing.assert_allclose(ratios, abs(eigenvalues[second]), rtol=1e-9)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("is_deterministic", [True, False])
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_late_messages_lose_nothing_of_the_mean_and_never_overshoot(gloo, graph, is_deterministic):
@@ -186,6 +188,7 @@ class SlowOnRank1(Classify):
             time.sleep(0.01)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("staleness", [1, 3])
 @pytest.mark.parametrize("strategy", ["gossip", "async_sgd"])
 @pytest.mark.parametrize("is_deterministic", [True, False])

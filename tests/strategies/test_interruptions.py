@@ -19,6 +19,7 @@ GOSSIP = {"strategy.name": "gossip", "gossip.meet_every": 5, "batch.drop_last": 
 LATE = {**GOSSIP, "gossip.is_asynchronous": True, "gossip.max_staleness": 2}
 ASYNC_SGD = {**GOSSIP, "strategy.name": "async_sgd", "gossip.max_staleness": 2}
 PIECES = {"batch.micro_size": 2}
+IN_TURN = pytest.mark.combination
 
 
 class TokensWithNorm(Tokens):
@@ -43,19 +44,23 @@ def interrupted(place, workload, flags, folder, kill_at):
     [
         pytest.param(2, TiedAndFrozen(), {"strategy.name": "zero1", **CLIPPED, **FP16}, 5, id="zero1"),
         pytest.param(2, Deep(), {**FSDP, **FP32}, 8, id="fsdp"),
-        pytest.param(2, Deep(), {**FSDP, **FP16, "fsdp.reshard_after_forward": False}, 5, id="fsdp, ZeRO-2, fp16"),
+        pytest.param(
+            2, Deep(), {**FSDP, **FP16, "fsdp.reshard_after_forward": False}, 5, id="fsdp, ZeRO-2, fp16", marks=IN_TURN
+        ),
         pytest.param(2, WithDropout(), {"strategy.name": "tensor", **PIECES}, 5, id="tensor"),
-        pytest.param(4, SmallTransformer(), {"strategy.name": "tensor", **PIECES}, 5, id="tensor x 4"),
+        pytest.param(4, SmallTransformer(), {"strategy.name": "tensor", **PIECES}, 5, id="tensor x 4", marks=IN_TURN),
         pytest.param(2, SmallTransformer(), {"strategy.name": "pipeline", **PIECES}, 5, id="pipeline"),
-        pytest.param(2, WithDropout(), {"strategy.name": "pipeline", **PIECES}, 8, id="pipeline with dropout"),
+        pytest.param(
+            2, WithDropout(), {"strategy.name": "pipeline", **PIECES}, 8, id="pipeline with dropout", marks=IN_TURN
+        ),
         # resumed after step 3 or 6: both between two averagings
         pytest.param(2, WithDropout(num_rows=33), LOCAL, 4, id="local_sgd with dropout"),
-        pytest.param(2, TokensWithNorm(num_rows=33), LOCAL, 8, id="local_sgd with statistics"),
-        pytest.param(2, WithDropout(num_rows=33), DILOCO, 8, id="diloco with dropout"),
+        pytest.param(2, TokensWithNorm(num_rows=33), LOCAL, 8, id="local_sgd with statistics", marks=IN_TURN),
+        pytest.param(2, WithDropout(num_rows=33), DILOCO, 8, id="diloco with dropout", marks=IN_TURN),
         pytest.param(2, TokensWithNorm(num_rows=33), DILOCO, 4, id="diloco with statistics"),
         # with messages under way
         pytest.param(3, WithDropout(num_rows=72), GOSSIP, 8, id="gossip"),
-        pytest.param(3, WithDropout(num_rows=72), LATE, 8, id="asynchronous gossip"),
+        pytest.param(3, WithDropout(num_rows=72), LATE, 8, id="asynchronous gossip", marks=IN_TURN),
         pytest.param(3, WithDropout(num_rows=72), ASYNC_SGD, 8, id="async_sgd"),
     ],
 )
@@ -71,20 +76,25 @@ def test_a_run_resumed_on_as_many_workers_is_bit_identical(gloo, tmp_path, world
 
 
 # in each, every layout is written and read
-CHAINS = {
-    "a model in parts": (
+CHAINS = [
+    pytest.param(SmallTransformer(), "tensor x 2, pipeline x 2, fsdp x 2, zero1 x 2, tensor x 2", id="in short"),
+    pytest.param(
         SmallTransformer(),
         "pipeline x 2, ddp x 1, tensor x 4, fsdp x 2, pipeline x 4, ddp x 2, tensor x 2, pipeline x 2",
+        id="a model in parts",
+        marks=IN_TURN,
     ),
-    "states in parts": (Deep(), "fsdp x 2, ddp x 1, fsdp x 4, zero1 x 2, HSDP x 4, fsdp x 2"),
-}
+    pytest.param(
+        Deep(), "fsdp x 2, ddp x 1, fsdp x 4, zero1 x 2, HSDP x 4, fsdp x 2", id="states in parts", marks=IN_TURN
+    ),
+]
 
 
 def run_part(place, workload, flags, folder, kill_at):
     return train(place, workload, flags, folder=folder, kill_at=kill_at)
 
 
-@pytest.mark.parametrize(("workload", "chain"), CHAINS.values(), ids=CHAINS)
+@pytest.mark.parametrize(("workload", "chain"), CHAINS)
 def test_a_run_goes_on_under_another_strategy_and_number_of_workers(gloo, tmp_path, workload, chain):
     """Each leg trains three steps, the last of which is lost to the next one."""
     legs = chain.split(", ")

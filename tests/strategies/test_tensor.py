@@ -24,11 +24,12 @@ def assert_same_training(finished, plain, *, within=1e-9):
     assert largest_difference(plain.weights, finished.weights) <= within
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("tie_head", [True, False])
 def test_a_transformer_equals_one_process(gloo, tie_head, sequence_parallel, world_size):
-    workload = SmallTransformer(num_val=6, tie_head=tie_head)
+    workload = SmallTransformer(num_val=6, tie_head=tie_head, num_blocks=2)
     recipe = {**ADAMW, "stop.after": "1 epoch"}
     flags = {**recipe, **TENSOR, "tensor.sequence_parallel": sequence_parallel}
     finished = gloo.run(world_size, train, workload, flags)[0]
@@ -40,14 +41,15 @@ def test_a_transformer_equals_one_process(gloo, tie_head, sequence_parallel, wor
 @pytest.mark.parametrize(("size", "num_kv_heads"), [pytest.param(4, 4, marks=pytest.mark.slow), (2, 2)])
 def test_heads_that_share_keys(gloo, size, num_kv_heads):
     recipe = {**ADAMW, "stop.after": "3 steps"}
-    workload = SmallTransformer(num_heads=4, num_kv_heads=num_kv_heads, width=32)
+    workload = SmallTransformer(num_heads=4, num_kv_heads=num_kv_heads, width=32, num_blocks=1)
     finished = gloo.run(size, train, workload, {**recipe, **TENSOR, "tensor.size": size})[0]
     assert_same_training(finished, train_in_plain_torch(workload, recipe))
 
 
 def test_a_replica_with_a_row_less_takes_part_in_every_pass(gloo):
     # 27 rows in batches of 8: the last has 3, so 2 single rows for one replica and 1 for the other
-    workload, recipe = SmallTransformer(num_rows=27), {**ADAMW, "batch.micro_size": 1, "stop.after": "1 epoch"}
+    workload = SmallTransformer(num_rows=27, num_blocks=1)
+    recipe = {**ADAMW, "batch.micro_size": 1, "stop.after": "1 epoch"}
     finished = gloo.run(4, train, workload, {**recipe, **TENSOR})[0]
     assert_same_training(finished, train_in_plain_torch(workload, recipe))
 

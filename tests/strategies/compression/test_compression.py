@@ -63,8 +63,8 @@ def using(method, **more):
         {"batch.micro_size": 1},
         {"optimizer.clip_norm": 0.3},
         {"optimizer.name": "adamw", "optimizer.learning_rate": 0.01, "optimizer.clip_norm": 0.5},
-        {"strategy.gradient_as_bucket_view": False},
-        {"strategy.static_graph": True},
+        pytest.param({"strategy.gradient_as_bucket_view": False}, marks=pytest.mark.combination),
+        pytest.param({"strategy.static_graph": True}, marks=pytest.mark.combination),
         {"strategy.find_unused_parameters": True},
         {"deterministic": True},
     ],
@@ -174,6 +174,7 @@ def assert_only_late(compressed, whole, learning_rate, within):
     assert max(value.abs().max().item() for value in left.values()) > 1e-3
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("micro_size", [2, 1])
 @pytest.mark.parametrize("count", [1, 1000])
 @pytest.mark.parametrize("method", WITH_FEEDBACK)
@@ -238,6 +239,7 @@ def train_and_listen(place, flags):
     return [step.sent_bytes for step in finished.steps], sum(sizes)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("micro_size", [2, 1])
 @pytest.mark.parametrize("method", METHODS)
 def test_counted_bytes_are_those_given_to_collectives_once_a_step(gloo, method, micro_size):

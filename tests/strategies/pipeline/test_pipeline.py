@@ -47,6 +47,7 @@ def assert_same_training(finished, plain, *, within=1e-9):
     assert largest_difference(plain.weights, finished.weights) <= within
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -56,6 +57,7 @@ def test_every_schedule_equals_one_process(gloo, recipe, schedule, world_size):
     assert_same_training(finished, train_in_plain_torch(Deep(), recipe))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tie_head", [True, False])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_transformer_equals_one_process(gloo, schedule, tie_head):
@@ -289,7 +291,7 @@ def test_a_run_starts_from_the_weights_of_another(gloo, tmp_path, strategy):
     assert expected.losses[0] != train_in_plain_torch(SmallTransformer(), ADAMW).losses[0]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.combination)])
 def test_lower_precisions_stay_near_one_process(gloo, dtype):
     flags = {"precision.dtype": dtype, "batch.micro_size": 2}
     alone = gloo.run(1, train, SmallTransformer(), flags)[0]

@@ -16,7 +16,12 @@ from scaleray.training.setup.place import Place
 SHARDED = {"strategy.name": "pipeline", "pipeline.data_axis": "fsdp"}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+ALWAYS = ("1f1b", "zero_bubble")  # the others in turn: without shards each is always tested
+
+
+@pytest.mark.parametrize(
+    "schedule", [s if s in ALWAYS else pytest.param(s, marks=pytest.mark.combination) for s in SCHEDULES]
+)
 def test_every_schedule_equals_one_process(gloo, schedule):
     recipe, workload = {**ADAMW, "batch.micro_size": 2, "optimizer.weight_decay": 0.1}, SmallTransformer(tie_head=False)
     finished = gloo.run(4, train, workload, {**recipe, **SHARDED, "pipeline.schedule": schedule})[0]
@@ -25,7 +30,11 @@ def test_every_schedule_equals_one_process(gloo, schedule):
 
 
 @pytest.mark.parametrize(
-    "workload", [SmallTransformer(num_val=6), ChainTask()], ids=["tied head", "parameters beside the blocks"]
+    "workload",
+    [
+        pytest.param(SmallTransformer(num_val=6, num_blocks=2), id="tied head"),
+        pytest.param(ChainTask(), id="parameters beside the blocks", marks=pytest.mark.combination),
+    ],
 )
 def test_parameters_of_several_stages_stay_whole_and_train_alike(gloo, workload):
     recipe = {**ADAMW, "batch.micro_size": 1, "optimizer.clip_norm": 0.3}
@@ -45,7 +54,7 @@ def test_sizes_that_do_not_divide_are_cut_all_the_same(gloo, num_rows, recipe):
     assert_same_training(finished, train_in_plain_torch(Deep(num_rows=num_rows), recipe))
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.combination)])
 def test_lower_precisions_stay_near_one_worker(gloo, dtype):
     flags, workload = {"precision.dtype": dtype, "batch.micro_size": 2}, SmallTransformer(tie_head=False)
     alone = gloo.run(1, train, workload, flags)[0]
@@ -83,9 +92,11 @@ def test_frozen_checkpointed_and_compiled_blocks_are_cut_too(gloo):
         "activations.checkpointing": "full",
         "compilation.what": "blocks",
         "compilation.backend": "eager",
+        "stop.after": "3 steps",
     }
-    alone = gloo.run(1, train, SmallTransformer(), flags)[0]
-    finished = gloo.run(4, train, SmallTransformer(), {**flags, **SHARDED})[0]
+    workload = SmallTransformer(num_blocks=2)
+    alone = gloo.run(1, train, workload, flags)[0]
+    finished = gloo.run(4, train, workload, {**flags, **SHARDED})[0]
     assert max(relative_differences(alone.losses, finished.losses)) < 1e-9
     assert largest_difference(alone.weights, finished.weights) < 1e-9
 
@@ -152,7 +163,7 @@ def run_part(place, workload, flags, folder, kill_at):
 
 
 def test_a_resumed_run_is_bit_identical(gloo, tmp_path):
-    flags, workload = {**RESUME, **SHARDED}, SmallTransformer()
+    flags, workload = {**RESUME, **SHARDED}, SmallTransformer(num_blocks=2)
     whole = gloo.run(4, run_part, workload, flags, None, None)[0]
     gloo.run(4, run_part, workload, flags, str(tmp_path), 5)
     resumed = gloo.run(4, run_part, workload, flags, str(tmp_path), None)[0]
@@ -160,7 +171,10 @@ def test_a_resumed_run_is_bit_identical(gloo, tmp_path):
     assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
 
 
-@pytest.mark.parametrize(("before", "after"), [("sharded x 4", "ddp x 2"), ("fsdp x 2", "sharded x 4")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("sharded x 4", "ddp x 2"), pytest.param("fsdp x 2", "sharded x 4", marks=pytest.mark.combination)],
+)
 def test_a_run_goes_on_under_another_strategy_and_number_of_workers(gloo, tmp_path, before, after):
     workload = SmallTransformer(tie_head=False)
     whole = gloo.run(1, run_part, workload, RESUME, None, None)[0]

@@ -24,6 +24,7 @@ POLICIES = {
 WORKLOADS = [TinyTransformer, BlocksWithDropout, BlocksWithBatchNorm, BlocksWithSpectralNorm]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("workload", WORKLOADS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -34,6 +35,7 @@ def test_losses_and_weights_are_the_same_to_the_bit(workload, policy, dtype):
     assert largest_difference(plain.weights, finished.weights) == 0  # names too
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_verify_judges_it_equal(gloo, policy, world_size):

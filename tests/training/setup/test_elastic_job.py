@@ -97,7 +97,7 @@ def test_a_plan_with_an_origin_goes_on_where_the_other_stopped():
     assert second.epochs(7 + 6) == 2.0
 
 
-@pytest.mark.parametrize("kill_at", [9, 14])
+@pytest.mark.parametrize("kill_at", [9, pytest.param(14, marks=pytest.mark.combination)])
 def test_a_rescaled_run_resumes_to_the_bit_on_the_same_workers(gloo, tmp_path, kill_at):
     flags = {**FLAGS, "scale.on_resize": "rescale"}
     for folder in ("whole", "broken"):

@@ -194,6 +194,7 @@ def steps_of(place, name, layout, inner):
     return {n: p.detach().clone() for n, p in state.items()}, counted.call_count
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("layout", "world_size"), [("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("tensor", 2), ("2d", 4)])
 def test_sharded_parameters_train_like_whole_ones(gloo, name, layout, world_size):
@@ -234,6 +235,7 @@ def flags_for(name, **more):
     return {**FLAGS, "optimizer.name": name, **own, **more}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_config_trains_the_same_on_one_and_two_workers(gloo, name, strategy):
@@ -260,6 +262,7 @@ def interrupted(place, flags, folder, kill_at):
     return train(place, Classify(num_rows=40), flags, folder=folder, kill_at=kill_at)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("strategy", "before", "after"), [("ddp", 1, 1), ("fsdp", 2, 2), ("fsdp", 4, 2), ("fsdp", 2, 1)]

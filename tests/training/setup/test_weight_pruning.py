@@ -85,9 +85,9 @@ def masks_of(place, kind, dtype, nums, placement):
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
-        ("distinct", torch.float64),
         ("ties", torch.bfloat16),
-        ("zeros", torch.float32),
+        pytest.param("distinct", torch.float64, marks=pytest.mark.combination),
+        pytest.param("zeros", torch.float32, marks=pytest.mark.combination),
         *(
             pytest.param(kind, dtype, marks=pytest.mark.slow)
             for kind, dtype in [
@@ -306,6 +306,7 @@ def test_a_weight_that_is_out_stays_zero_whatever_the_optimizer_does():
     assert sum(int((w == 0).sum()) for w in weights) == round(0.6 * sum(w.numel() for w in weights))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("strategy", "world_size"), [("ddp", 2), ("fsdp", 2), ("fsdp", 4)])
 def test_pruned_training_is_the_same_on_any_number_of_workers(gloo, method, strategy, world_size):
@@ -357,6 +358,7 @@ def killed(place, flags, folder, kill_at):
     return train(place, Layers(num_rows=40), flags, folder=folder, kill_at=kill_at)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("method", ["gradual", "structured"])
 @pytest.mark.parametrize(
     ("strategy", "before", "after"),

@@ -99,13 +99,14 @@ def end_with_a_slow_writer(place, flags, slow, folder):
             time.sleep(0.02)
 
     try:
-        run_loop(place, SmallTransformer(), flags, save, on_step=lambda job: set_time_limit(SHORT_S))
+        run_loop(place, SmallTransformer(num_blocks=2), flags, save, on_step=lambda job: set_time_limit(SHORT_S))
         return "ended well"
     finally:
         ended.touch()
         set_time_limit(COLLECTIVE_TIMEOUT_S)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("slow", [0, 1])
 @pytest.mark.parametrize("name", SHARDED)
 def test_ranks_end_while_another_one_is_still_writing(gloo, tmp_path, name, slow):

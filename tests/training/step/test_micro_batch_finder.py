@@ -153,7 +153,9 @@ def search_on_shards(place, flags):
         return search(place, TinyTransformer(), 2**40, flags)
 
 
-@pytest.mark.parametrize("policy", ["none", "full", "selective"])
+@pytest.mark.parametrize(
+    "policy", ["full", *(pytest.param(p, marks=pytest.mark.combination) for p in ("none", "selective"))]
+)
 def test_it_searches_on_shards_whose_passes_communicate(gloo, policy):
     first, second = gloo.run(2, search_on_shards, {**ADAMW, "activations.checkpointing": policy})
     assert first == second and first[1]

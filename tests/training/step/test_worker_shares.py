@@ -76,6 +76,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("strategy", UNEVEN)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -174,7 +175,9 @@ def seesaw_with_an_interruption(place, flags, folder, kill_at):
     return whole, train_on_a_seesaw(place, WithDropout(num_rows=40), flags, folder=folder)[0]
 
 
-@pytest.mark.parametrize("kill_at", [5, 9, 11])
+@pytest.mark.parametrize(
+    "kill_at", [pytest.param(5, marks=pytest.mark.combination), 9, pytest.param(11, marks=pytest.mark.combination)]
+)
 def test_a_resumed_run_goes_on_with_the_shares_it_had_to_the_bit(gloo, tmp_path, kill_at):
     """Saved every other step: also right at a change, and between a change and the next measurement."""
     flags = {

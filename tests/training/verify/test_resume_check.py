@@ -80,6 +80,7 @@ def test_a_good_resume_on_several_workers_is_bit_identical(gloo, tmp_path, world
     assert all(o.is_equal for o in outcomes)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("strategy", ["local_sgd", "diloco", "gossip", "async_sgd"])
 @pytest.mark.parametrize("at", [5, 7])  # between two averages, too
 def test_a_good_resume_of_replicas_that_train_apart_is_bit_identical(gloo, tmp_path, strategy, at):

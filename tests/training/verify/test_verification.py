@@ -29,6 +29,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("workload", [Classify, Tokens, TiedAndFrozen])
@@ -45,6 +46,7 @@ def test_one_process_repeats_itself_to_the_bit_and_with_accumulation_within_roun
     assert accumulating.verdict == "equal" and 0 < accumulating.comparison.largest < 1e-13
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
     ("workload", "words"),
