@@ -284,5 +284,5 @@ def test_a_slip_is_one_message_and_exit_code_2(capsys, words, says):
 
 
 def test_without_a_batch_a_usual_one_is_assumed_and_said(capsys):
-    code, out, _ = run(capsys, "--model", "llama-70b", "--cluster", "a100-80:8x64,net=200G", "--sequence", "4096")
-    assert code == 0 and "1024 samples a step, as --global-batch is not given" in out  # 512 GPUs, 4 million tokens
+    code, out, _ = run(capsys, "--model", "llama-70b", "--cluster", "a100-80:8x16,net=200G", "--sequence", "4096")
+    assert code == 0 and "1024 samples a step, as --global-batch is not given" in out  # 4 million tokens

@@ -124,7 +124,10 @@ BOUNDS = {
 
 # the others say the same of autocast's other type, and of no autocast at all
 @pytest.mark.parametrize("dtype", ["bf16", *(pytest.param(d, marks=pytest.mark.slow) for d in BYTES if d != "bf16")])
-@pytest.mark.parametrize(("name", "workers"), BOUNDS)
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [pytest.param(*case, marks=[pytest.mark.combination] if case[1] == 4 else []) for case in BOUNDS],
+)
 def test_no_more_of_the_weights_is_there_twice_than_the_backward_pass_needs(gloo, name, workers, dtype):
     options, bound = BOUNDS[name, workers]
     strategy = name.partition(",")[0] if workers > 1 else "single"

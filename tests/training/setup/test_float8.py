@@ -114,7 +114,7 @@ def test_a_training_in_float8_stays_near_bf16(float8):
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp", "fsdp", *(pytest.param(s, marks=pytest.mark.combination) for s in ("zero1", "pipeline"))]
+    "strategy", ["fsdp", *(pytest.param(s, marks=pytest.mark.combination) for s in ("ddp", "zero1", "pipeline"))]
 )
 def test_several_workers_round_as_one_does(gloo, strategy):
     # micro-batches of the same rows: a scale is found for each, and powers of two between losses change no rounding

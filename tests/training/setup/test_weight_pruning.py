@@ -336,6 +336,7 @@ def masks_after(place, strategy, method):
     return masks, setup.pruning.sparsity
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_all_ranks_have_one_mask(gloo, strategy, method):

@@ -81,7 +81,10 @@ def test_a_good_resume_on_several_workers_is_bit_identical(gloo, tmp_path, world
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("strategy", ["local_sgd", "diloco", "gossip", "async_sgd"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["local_sgd", "async_sgd", *(pytest.param(s, marks=pytest.mark.combination) for s in ("diloco", "gossip"))],
+)
 @pytest.mark.parametrize("at", [5, 7])  # between two averages, too
 def test_a_good_resume_of_replicas_that_train_apart_is_bit_identical(gloo, tmp_path, strategy, at):
     flags = {"batch.global_size": 12, "strategy.name": strategy}
