@@ -9,7 +9,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the processes of a test share few cores
 
-import parts
+import cases_in_turn
 import pytest
 from gloo_pool import GlooPool
 from hypothesis import settings
@@ -17,7 +17,7 @@ from hypothesis import settings
 # a loaded machine is not a failure, hence no deadline
 settings.register_profile("thorough", deadline=None)
 settings.register_profile("quick", deadline=None, max_examples=30)
-settings.load_profile("quick" if parts.PART else "thorough")
+settings.load_profile("quick" if cases_in_turn.PART else "thorough")
 
 
 HERE = Path(__file__).parent
@@ -27,7 +27,9 @@ ON_FOUR_WORKERS = ("strategies", "training")
 
 def pytest_report_header() -> str:
     return (
-        f"combinations of settings: part {parts.PART}, set by PART" if parts.PART else "combinations of settings: all"
+        f"combinations of settings: part {cases_in_turn.PART}, set by PART"
+        if cases_in_turn.PART
+        else "combinations of settings: all"
     )
 
 
@@ -38,16 +40,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.path.relative_to(HERE).parts[0] in ON_FOUR_WORKERS and _parameters(item).get("world_size") == 4:
             item.add_marker(pytest.mark.combination)
     products = [item for item in items if item.get_closest_marker("each_value") and not _is_rare(item)]
-    for numbers in parts.by_function(item.nodeid for item in products).values():
+    for numbers in cases_in_turn.by_function(item.nodeid for item in products).values():
         cases = [products[number] for number in numbers]
-        always = set(parts.showing_each_value([_parameters(case) for case in cases]))
+        always = set(cases_in_turn.showing_each_value([_parameters(case) for case in cases]))
         words = cases[0].get_closest_marker("each_value").kwargs.get("and_all", "")
         for number, case in enumerate(cases):
             if number not in always and not (words and words in case.name):
                 case.add_marker(pytest.mark.combination)
-    if parts.PART:
+    if cases_in_turn.PART:
         others = [
-            i for i in items if i.get_closest_marker("combination") and not parts.is_in_part(i.nodeid, parts.PART)
+            i
+            for i in items
+            if i.get_closest_marker("combination") and not cases_in_turn.is_in_part(i.nodeid, cases_in_turn.PART)
         ]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in set(others)]

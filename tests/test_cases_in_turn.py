@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from parts import by_function, is_in_part, showing_each_value
+from cases_in_turn import by_function, is_in_part, showing_each_value
 
 
 def test_each_combination_is_in_one_part_wherever_it_is_asked():
