@@ -128,7 +128,7 @@ def same_masks_after_a_resume():
         yield
 
 
-@planted("training/step/step.py, __call__", "the generator begins anew in every step", "random", workload=DROPOUT)
+@planted("training/step/step.py, launch", "the generator begins anew in every step", "random", workload=DROPOUT)
 def same_masks_in_every_step():
     def make(original):
         def again(self, *args, **kwargs):
@@ -137,7 +137,7 @@ def same_masks_in_every_step():
 
         return again
 
-    with instead(TrainStep, "__call__", make):
+    with instead(TrainStep, "launch", make):
         yield
 
 
