@@ -89,7 +89,7 @@ class TrainStep:
         self._nonfinite = on_device([0.0, 0.0], place.device)
         # what is launched after a step that ends the training changes nothing, whether or not the host knows of it
         self._has_ended = torch.zeros((), dtype=torch.bool, device=place.device)
-        self._ends = config.on_nonfinite != "skip"
+        self._ends = ahead > 0 and config.on_nonfinite != "skip"
         self._only_in_a_row = on_device([0.0, 1.0], place.device)
         self._apply = GuardedUpdate(setup, waits=ahead == 0)
         self.noise: NoiseMeter | None = None
@@ -275,7 +275,7 @@ class TrainStep:
         gradients = [p.grad for p in setup.parameters if p.grad is not None]
         norm = None
         factor, scale = correction, setup.precision.loss_scale()
-        is_finite = torch.isfinite(loss_sum) & torch.isfinite(correction)
+        looked_at = loss_sum + correction
         # what clips or skips keeps the weights, so look first
         want_norm = want_norm or clip_norm is not None or self.config.on_nonfinite != "raise"
         if want_norm or (self.noise is not None and self.noise.wants_norm):
@@ -294,10 +294,11 @@ class TrainStep:
         if want_norm and norm is not None:
             if not scaler.is_enabled():
                 # with loss scaling an infinite gradient is the scaler's business: it skips the step, lowers the scale
-                is_finite = is_finite & torch.isfinite(norm)
+                looked_at = looked_at + norm
             if clip_norm is not None:
                 factor = torch.where(norm > clip_norm, factor * (clip_norm / (norm + 1e-6)), factor)
-        is_sound = is_finite & ~self._has_ended
+        is_finite = looked_at - looked_at == 0  # one look at all of them: it is NaN where one is not finite
+        is_sound = is_finite & ~self._has_ended if self._ends else is_finite
         self.before_update()
         self._apply(gradients, factor, is_sound)
         scaler.update()
