@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -220,7 +219,8 @@ class _Run:
         self.shares.begin_step(number)
         with contextlib.ExitStack() as watched:
             for observer in self.observers:
-                watched.enter_context(observer.during_step(number))
+                if (context := observer.during_step(number)) is not None:
+                    watched.enter_context(context)
             launched = step.launch(
                 batch,
                 num_rows=num_samples,
@@ -228,9 +228,9 @@ class _Run:
                 # whatever is decided together needs the sums of all ranks
                 meets=setup.parallel.meets(number) or self.job.recipe.decides_after(number),
             )
-        with warnings.catch_warnings():  # torch warns when the first step was skipped, which is no mistake here
-            warnings.simplefilter("ignore", UserWarning)
-            setup.schedule.step()
+        for observer in self.observers:
+            observer.after_launch()
+        setup.schedule.step()
         self.state.step = number
         self.progress.finish_step(number)
         if self.progress.steps_done == 1:

@@ -59,9 +59,13 @@ class Observer:
     def begin(self, setup: Setup) -> None:
         """Look at the training once it is set up: nothing is restored and nothing is trained yet."""
 
-    def during_step(self, number: int) -> contextlib.AbstractContextManager[None]:
-        """Context in which step `number`, counted from 1, computes its gradients and updates the weights."""
-        return contextlib.nullcontext()
+    def during_step(self, number: int) -> contextlib.AbstractContextManager[None] | None:
+        """Context in which step `number`, counted from 1, computes its gradients and updates the weights; None for
+        most."""
+        return None
+
+    def after_launch(self) -> None:
+        """Take note of what a step has measured beside its result, which may be known later."""
 
     def after_step(self, taken: TakenStep) -> None:
         """Look at a step whose result is known: all of them, in order. On a device that computes beside the host, the

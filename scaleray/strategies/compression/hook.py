@@ -21,6 +21,7 @@ from scaleray.config import RunConfig
 from scaleray.config.compression import CompressionSettings
 from scaleray.strategies.compression.adaptive import WHOLE, Review, review, summary
 from scaleray.strategies.compression.codecs import Cast, Codec, Int8, Layout, Part, PowerSGD, TopK, Whole
+from scaleray.strategies.contract.numbers import Number, Truth, as_factor, choose
 from scaleray.strategies.contract.parallel import Tensors
 from scaleray.strategies.wire.collectives_log import Wire
 from scaleray.strategies.wire.gradient_thread import Lane
@@ -122,7 +123,7 @@ class Compression:
             self._reviews[names] = found
         return self._choices[names]
 
-    def carry_over(self, factor: torch.Tensor, was_taken: torch.Tensor) -> None:
+    def carry_over(self, factor: Number, was_taken: Truth) -> None:
         """See `Parallel.carry_over`."""
         if self._left is not None:
             self._left.carry_over(factor, was_taken=was_taken)
@@ -226,17 +227,16 @@ class _LeftOver:
         """Keep a copy of a bucket's left-over until `carry_over`."""
         self._last[names] = self._flat[names].clone()
 
-    def carry_over(self, factor: torch.Tensor, *, was_taken: torch.Tensor) -> None:
+    def carry_over(self, factor: Number, *, was_taken: Truth) -> None:
         """End the step: put back what it used up if it was not taken, and scale the left-over by `factor`."""
-        looks = factor.device.type == "cpu"  # which waits for nobody, and saves passes that change nothing
-        if not (looks and was_taken):
+        if was_taken is not True:
             for names, last in self._last.items():
                 flat = self._flat[names]
-                flat.copy_(torch.where(was_taken, flat, last))
+                flat.copy_(choose(was_taken, flat, last))
         self._last.clear()
-        if not (looks and factor == 1.0):
+        if isinstance(factor, torch.Tensor) or factor != 1.0:
             for values in self.by_name.values():
-                values.mul_(factor.to(values.dtype))
+                values.mul_(as_factor(factor, values.dtype))
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from scaleray.strategies.contract.numbers import Number, Truth
 from scaleray.strategies.contract.weight_shares import WeightShare
 
 Tensors = dict[str, torch.Tensor]
@@ -98,10 +99,10 @@ class Parallel:
     """Whether this rank's optimizer updates the parameter (with ZeRO-1, the other ranks get it by `after_update`)."""
     after_update: Callable[[int], None] = lambda step: None
     """Hook after optimizer step `step`, counted from 1, where ranks communicate parameters."""
-    carry_over: Callable[[torch.Tensor, torch.Tensor], None] | None = None
-    """Hook before `after_update`, for gradients that a strategy keeps from step to step. Its arguments are on the
-    device: the factor, float64 (), by which the next step's gradients will be larger than this one's were, as the loss
-    scale and the expected count change; whether the optimizer took the step, bool (). None: it keeps none."""
+    carry_over: Callable[[Number, Truth], None] | None = None
+    """Hook before `after_update`, for gradients that a strategy keeps from step to step. Its arguments: the factor by
+    which the next step's gradients will be larger than this one's were, as the loss scale and the expected count
+    change; whether the optimizer took the step. None: it keeps none."""
     is_partitioned: bool = False
     """Whether ranks have parameters, or optimizer state, that others do not have at all: pipeline stages, ZeRO-1."""
 

@@ -39,13 +39,13 @@ class MemoryReport(Observer):
         """Take note of the set-up whose tensors are counted."""
         self._setup = setup
 
-    @contextlib.contextmanager
-    def during_step(self, number: int) -> Iterator[None]:
+    def during_step(self, number: int) -> contextlib.AbstractContextManager[None] | None:
         """Context that counts what a step needs, if it is the second one."""
         self._num_steps += 1
-        if self._num_steps != 2:
-            yield
-            return
+        return self._looking() if self._num_steps == 2 else None
+
+    @contextlib.contextmanager
+    def _looking(self) -> Iterator[None]:
         is_cuda = self.device.type == "cuda"
         if is_cuda:  # what building the model took is no need of a step
             torch.cuda.reset_peak_memory_stats(self.device)

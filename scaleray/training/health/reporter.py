@@ -5,10 +5,9 @@ Decides nothing.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 from scaleray.config.idle_settings import idle_settings
@@ -73,10 +72,8 @@ class Reporter(Observer):
             for text in self.job.data_warnings():
                 self.say(text, is_warning=True)
 
-    @contextlib.contextmanager
-    def during_step(self, number: int) -> Iterator[None]:
-        """Context after which is kept what a step has measured beside its result, which may be known later."""
-        yield
+    def after_launch(self) -> None:
+        """Keep what a step has measured beside its result, which may be known later."""
         sent_bytes = self.guard(Watcher.FIGURES, self._setup.parallel.bytes_sent, self._sent_bytes, part="bytes sent")
         if self._is_first:
             self._kept.append((sent_bytes - self._sent_bytes, self._figures()))

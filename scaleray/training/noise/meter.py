@@ -11,12 +11,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from scaleray import metric_names
 from scaleray.config import RunConfig
 from scaleray.scaling.noise.noise_scale import NoiseAverages, NoiseWindows, estimate, forgetting
 from scaleray.scaling.noise.source import SourceName
+from scaleray.strategies.contract.numbers import Number
 from scaleray.training.noise.preconditioning import Preconditioned, View
 from scaleray.training.noise.sources import (
     ConsecutiveSteps,
@@ -91,7 +90,7 @@ class NoiseMeter:
             self._look(self._view.begin, None)
             self._source.begin(is_local=is_local)
 
-    def before_pass(self, weight: int, count: torch.Tensor) -> None:
+    def before_pass(self, weight: int, count: Number) -> None:
         """Note that a forward pass of `weight` rows comes; the step's passes so far counted `count`."""
         if self.is_measuring:
             self._source.before_pass(weight, count)

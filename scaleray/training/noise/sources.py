@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from scaleray.scaling.noise.noise_scale import Parts
+from scaleray.strategies.contract.numbers import Number
 from scaleray.strategies.contract.parallel import Parallel
 from scaleray.training.noise.preconditioning import OwnNorm, View, norm
 from scaleray.training.setup.place import Place
@@ -67,7 +68,7 @@ class Source(Protocol):
     def begin(self, *, is_local: bool) -> None:
         """Begin a step that is measured, or begin it anew."""
 
-    def before_pass(self, weight: int, count: torch.Tensor) -> None:
+    def before_pass(self, weight: int, count: Number) -> None:
         """Note that a forward pass of `weight` rows comes, 0 for a placeholder; passes so far counted `count`."""
 
     def before_last_backward(self) -> None:
@@ -89,7 +90,7 @@ class Workers:
     ) -> None:
         self.parallel, self.place, self._look = parallel, place, look
         self._parameters, self._own = parameters, OwnNorm(view)
-        self._parts: list[tuple[list[torch.Tensor], torch.Tensor | None]] = []  # (norms, count before the next part)
+        self._parts: list[tuple[list[torch.Tensor], Number | None]] = []  # (norms, count before the next part)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def begin(self, *, is_local: bool) -> None:
@@ -100,7 +101,7 @@ class Workers:
             add = self._own.add_norm
             self.parallel.show_own_gradients(lambda piece, factor: self._look(lambda: add(norm(piece) * factor), None))
 
-    def before_pass(self, weight: int, count: torch.Tensor) -> None:
+    def before_pass(self, weight: int, count: Number) -> None:
         self._look(lambda: self._close_part(count), None)  # needed where every micro-batch is reduced
 
     def before_last_backward(self) -> None:
@@ -136,9 +137,9 @@ class Workers:
         if self.parallel.show_own_gradients is not None:
             self.parallel.show_own_gradients(None)
 
-    def _close_part(self, count: torch.Tensor | None) -> None:
+    def _close_part(self, count: Number | None) -> None:
         if norms := self._own.take():
-            self._parts.append((norms, None if count is None else count.clone()))
+            self._parts.append((norms, count))
 
 
 class FirstMicroBatch:
@@ -156,14 +157,14 @@ class FirstMicroBatch:
 
     def begin(self, *, is_local: bool) -> None:
         self._norm: torch.Tensor | None = None
-        self._count: torch.Tensor | None = None
+        self._count: Number | None = None
         self._passes = self._weight = 0
 
-    def before_pass(self, weight: int, count: torch.Tensor) -> None:
+    def before_pass(self, weight: int, count: Number) -> None:
         # where the norm is collective all ranks look at the same time; alone, a rank looks at its first real rows
         if self._norm is None and (self._passes if self._is_reduced else self._weight):
             gradients = as_viewed(self._view, gradients_in(self._parameters), self._look)
-            self._norm, self._count = self.parallel.total_norm(gradients), count.clone()
+            self._norm, self._count = self.parallel.total_norm(gradients), count
         self._passes += 1
         self._weight += weight
 
@@ -205,7 +206,7 @@ class ConsecutiveSteps:
     def begin(self, *, is_local: bool) -> None:
         pass
 
-    def before_pass(self, weight: int, count: torch.Tensor) -> None:
+    def before_pass(self, weight: int, count: Number) -> None:
         pass
 
     def before_last_backward(self) -> None:

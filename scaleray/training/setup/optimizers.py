@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -116,11 +117,22 @@ def _layer_wise(trained: list[nn.Parameter], values: OptimizerValues, config: Ru
     return Lamb(groups, values.learning_rate, betas=values.betas, eps=values.epsilon)
 
 
+class Schedule(torch.optim.lr_scheduler.LambdaLR):
+    """torch's, which warns where the first step was skipped: that is no mistake here."""
+
+    def step(self, epoch: int | None = None) -> None:
+        if self._step_count > 1:
+            return super().step(epoch)
+        with warnings.catch_warnings():  # costs more than the step itself
+            warnings.simplefilter("ignore", UserWarning)
+            super().step(epoch)
+
+
 def build_schedule(
     optimizer: torch.optim.Optimizer, config: RunConfig, recipe: Recipe
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """The schedule over steps, relative to each parameter group's own learning rate."""
-    return torch.optim.lr_scheduler.LambdaLR(
+    return Schedule(
         optimizer,
         lambda step: learning_rate_factor(
             step,

@@ -38,14 +38,17 @@ class BackOff:
         """The model's buffers and what is in them now, before a step that may be repeated."""
         return [(b, b.clone()) for b in self.setup.parallel.module.buffers()] if self.is_on else []
 
-    @contextlib.contextmanager
-    def caught(self, *, here: bool = True) -> Iterator[list[str]]:
+    def caught(self, *, here: bool = True) -> contextlib.AbstractContextManager[list[str]]:
         """Catches a memory error where the step can be repeated; the list then has its text."""
+        return self._catching() if self.is_on and here else contextlib.nullcontext([])
+
+    @contextlib.contextmanager
+    def _catching(self) -> Iterator[list[str]]:
         shortage: list[str] = []
         try:
             yield shortage
         except Exception as exc:
-            if not (self.is_on and here and is_out_of_memory(exc)):
+            if not is_out_of_memory(exc):
                 raise
             # the text, as the error itself would hold the activations
             shortage.append(first_line(exc))

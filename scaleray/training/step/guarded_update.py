@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from scaleray.strategies.contract.later import Later
+from scaleray.strategies.contract.later import on_device
+from scaleray.strategies.contract.numbers import Number, Truth, Unread
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.shards import local
 
@@ -21,18 +22,19 @@ class GuardedUpdate:
     pass over the gradients.
     """
 
-    def __init__(self, setup: Setup, *, waits: bool) -> None:
-        self.optimizer, self.scaler, self._waits = setup.optimizer, setup.precision.scaler, waits
+    def __init__(self, setup: Setup, device: torch.device, *, waits: bool) -> None:
+        self.optimizer, self.scaler = setup.optimizer, setup.precision.scaler
+        self._device, self._waits = device, waits
 
-    def __call__(self, gradients: Sequence[torch.Tensor], factor: torch.Tensor, is_sound: torch.Tensor) -> None:
-        """Update with `factor` times the gradients, which are unscaled. factor: float64 (); is_sound: bool ()."""
+    def __call__(self, gradients: Sequence[torch.Tensor], factor: Number, is_sound: Truth) -> None:
+        """Update with `factor` times the gradients, which are unscaled."""
         if self.scaler.is_enabled():
             found = self.scaler._found_inf_per_device(self.optimizer)
-            is_sound = is_sound & (sum(there.to(is_sound.device) for there in found.values()) == 0)
-        if not self._waits and self._decides_itself():
+            is_sound = is_sound & (sum(there.to(self._device) for there in found.values()) == 0)
+        if isinstance(is_sound, torch.Tensor) and not self._waits and self._decides_itself():
             self._update_on_device(factor, ~is_sound)
             return
-        sound, number = Later(torch.stack([is_sound.double(), factor])).read()
+        sound, number = Unread([is_sound, factor]).read()
         if not sound:
             return
         if number != 1.0:
@@ -50,10 +52,14 @@ class GuardedUpdate:
             p in self.optimizer.state for g in groups for p in g["params"] if p.grad is not None
         )
 
-    def _update_on_device(self, factor: torch.Tensor, is_left_out: torch.Tensor) -> None:
+    def _update_on_device(self, factor: Number, is_left_out: torch.Tensor) -> None:
         """Give both to the optimizer as torch's GradScaler does, which has divided the gradients already."""
         optimizer: Any = self.optimizer
-        optimizer.grad_scale, optimizer.found_inf = factor.reciprocal().float(), is_left_out.float()
+        optimizer.found_inf = is_left_out.float()
+        if isinstance(factor, torch.Tensor):
+            optimizer.grad_scale = factor.reciprocal().float()
+        else:
+            optimizer.grad_scale = None if factor == 1.0 else on_device([1.0 / factor], self._device, torch.float32)[0]
         try:
             optimizer.step()
         finally:

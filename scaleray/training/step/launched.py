@@ -5,27 +5,24 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-
-import torch
+from dataclasses import dataclass
 
 from scaleray.errors import WorkloadError
-from scaleray.strategies.contract.later import Later
+from scaleray.strategies.contract.numbers import Number, Truth, Unread
 from scaleray.training.observer import StepResult, TakenStep
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Numbers of a step on the device, each a tensor () of float64, of which a step that runs ahead reads none."""
+    """Numbers of a step, of which one that runs ahead reads none."""
 
-    loss: torch.Tensor
-    count: torch.Tensor
-    grad_norm: torch.Tensor | None
-    is_finite: torch.Tensor
-    """bool ()"""
-    nonfinite: torch.Tensor | None = None
-    """(2,): see `StepResult.nonfinite_steps` and `nonfinite_in_a_row`."""
-    loss_scale: torch.Tensor | None = None
+    loss: Number
+    count: Number
+    grad_norm: Number | None
+    is_finite: Truth
+    nonfinite: tuple[Number, Number] = (0, 0)
+    """See `StepResult.nonfinite_steps` and `nonfinite_in_a_row`."""
+    loss_scale: Number | None = None
 
 
 class LaunchedStep:
@@ -34,18 +31,15 @@ class LaunchedStep:
     is_own: whether loss and count are those of this rank's samples alone. signals: what the ranks told each other.
     """
 
-    def __init__(self, figures: Figures, signals: Sequence[torch.Tensor], *, is_own: bool) -> None:
+    def __init__(self, figures: Figures, signals: Sequence[Number], *, is_own: bool) -> None:
         self._is_own = is_own
-        found = {field.name: getattr(figures, field.name) for field in fields(figures) if field.name != "nonfinite"}
-        values = {name: value.double() for name, value in found.items() if value is not None}
-        nonfinite = [] if figures.nonfinite is None else [*figures.nonfinite.unbind()]
-        self._names, self._num_nonfinite = list(values), len(nonfinite)
-        self._later = Later(torch.stack([*values.values(), *nonfinite, *signals]))
+        f = figures
+        self._numbers = Unread([f.loss, f.count, f.grad_norm, f.is_finite, f.loss_scale, *f.nonfinite, *signals])
         self._result: StepResult | None = None
 
     def wait(self) -> None:
         """Wait until the device has computed the step's numbers."""
-        self._later.wait()
+        self._numbers.wait()
 
     def result(self) -> StepResult:
         """What the step did. Raises WorkloadError where nothing counted in it."""
@@ -54,26 +48,21 @@ class LaunchedStep:
         return self._result
 
     def _read(self) -> StepResult:
-        numbers = self._later.read()
-        values = dict(zip(self._names, numbers, strict=False))
-        rest = numbers[len(values) :]
-        nonfinite_steps, in_a_row = rest[: self._num_nonfinite] or (0, 0)
-        if not self._is_own and not 0 < values["count"] < math.inf:
+        loss, count, grad_norm, is_finite, loss_scale, nonfinite_steps, in_a_row, *signals = self._numbers.read()
+        if not self._is_own and not 0 < count < math.inf:
             raise WorkloadError(
-                "loss()",
-                f"a total count of {values['count']:g}",
-                "at least one sample or token must count in every global batch",
+                "loss()", f"a total count of {count:g}", "at least one sample or token must count in every global batch"
             )
         return StepResult(
-            loss=values["loss"],
-            count=values["count"],
-            grad_norm=values.get("grad_norm"),
-            is_finite=values["is_finite"] > 0,
+            loss=loss,
+            count=count,
+            grad_norm=grad_norm,
+            is_finite=is_finite > 0,
             is_own=self._is_own,
             nonfinite_steps=int(nonfinite_steps),
             nonfinite_in_a_row=int(in_a_row),
-            signals=tuple(rest[self._num_nonfinite :]),
-            loss_scale=values.get("loss_scale"),
+            signals=tuple(signals),
+            loss_scale=loss_scale,
         )
 
 

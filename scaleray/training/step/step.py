@@ -19,7 +19,7 @@ from scaleray.config import RunConfig
 from scaleray.data import RankBatch
 from scaleray.records.heartbeat_phases import Phase
 from scaleray.scaling.recipe.values import Recipe
-from scaleray.strategies.contract.later import on_device
+from scaleray.strategies.contract.numbers import Number, Truth, as_factor, choose, is_finite, ratio, together
 from scaleray.strategies.contract.parallel import MicroBatch, Run
 from scaleray.training.noise.meter import NoiseMeter
 from scaleray.training.observer import StepResult
@@ -84,14 +84,16 @@ class TrainStep:
         self.signals, self.before_update, self.enter = signals, before_update, enter
         self.num_updates = 0  # steps taken; the loop says how many came before
         # learned from each step, a guess that saves a pass over the gradients
-        self._count_per_row = on_device([1.0], place.device)[0]
+        self._count_per_row: Number = 1.0
         # steps since the last meeting that were not finite, and how many of the last ones
-        self._nonfinite = on_device([0.0, 0.0], place.device)
+        self._nonfinite: tuple[Number, Number] = (0.0, 0.0)
         # what is launched after a step that ends the training changes nothing, whether or not the host knows of it
-        self._has_ended = torch.zeros((), dtype=torch.bool, device=place.device)
+        self._has_ended: Truth = False
         self._ends = ahead > 0 and config.on_nonfinite != "skip"
-        self._only_in_a_row = on_device([0.0, 1.0], place.device)
-        self._apply = GuardedUpdate(setup, waits=ahead == 0)
+        self._reads = ahead == 0 and place.device.type == "cpu"
+        in_optimizer = (p for group in setup.optimizer.param_groups for p in group["params"])
+        self._with_gradients = [*dict.fromkeys([*setup.parameters, *in_optimizer])]
+        self._apply = GuardedUpdate(setup, place.device, waits=ahead == 0)
         self.noise: NoiseMeter | None = None
 
     @property
@@ -102,7 +104,7 @@ class TrainStep:
 
     @count_per_row.setter
     def count_per_row(self, value: float) -> None:
-        self._count_per_row = on_device([value], self.place.device)[0]
+        self._count_per_row = value
 
     @property
     def nonfinite_in_a_row(self) -> int:
@@ -111,7 +113,7 @@ class TrainStep:
 
     @nonfinite_in_a_row.setter
     def nonfinite_in_a_row(self, value: int) -> None:
-        self._nonfinite = on_device([0.0, value], self.place.device)
+        self._nonfinite = (0.0, value)
 
     def __call__(self, batch: RankBatch, *, num_rows: int, want_norm: bool, meets: bool = True) -> StepResult:
         """Train on one global batch, and wait for the result. See `launch`."""
@@ -128,15 +130,16 @@ class TrainStep:
         number = self.num_updates + 1
         parallel.before_step(number)
         is_local = parallel.is_local(number)
-        setup.optimizer.zero_grad(set_to_none=True)
+        for parameter in self._with_gradients:  # as zero_grad() does, which tells a profiler of it beside
+            parameter.grad = None
         # Losses are scaled by the expected count before the backward pass, which keeps gradients in range, and
         # corrected by the true count after it. With a constant count per row there is nothing to correct.
         expected = self._count_per_row * (max(1, batch.num_rows) if is_local else num_rows)
-        self._scale = (1 if is_local else parallel.gradient_divisor) / expected
-        start = on_device([0.0, 0.0, *self.signals()], self.place.device)
+        self._scale = ratio(1 if is_local else parallel.gradient_divisor, expected)
+        signals = self.signals()
         buffers = self.back_off.buffers()
         while True:
-            self._totals = start.clone()
+            self._totals: list[Number] = [0.0, 0.0, *signals]
             if self.noise is not None:
                 self.noise.begin(number, is_local=is_local)
             try:
@@ -146,48 +149,59 @@ class TrainStep:
                 why = str(exc)
             self.recipe = self.back_off.halved(self.recipe, why, buffers)
             self.on_halved(self.recipe)
-        loss_sum, count, *signals = self._totals.unbind()
+        loss_sum, count, *signals_of_all = self._totals
         if meets:  # in a local step too: all ranks then have the value, and a checkpoint holds it
             self._count_per_row = count / num_rows
         update = partial(self._update, want_norm=want_norm, own_count=own_count)
         if is_local:
             # a rank of which no row counts has no gradient
-            correction = torch.where(own_count > 0, expected / own_count, 0.0)
-            own_count_or_one = torch.where(own_count > 0, own_count, 1.0)
+            correction = choose(own_count > 0, ratio(expected, own_count), 0.0)
+            own_count_or_one = choose(own_count > 0, own_count, 1.0)
             figures = update(own_sum, own_count_or_one, correction=correction, num_rows=batch.num_rows)
-            figures = self._met(figures, loss_sum, count) if meets else dataclasses.replace(figures, count=own_count)
+            if meets:
+                figures = self._met(figures, loss_sum, count)
+            else:
+                figures = dataclasses.replace(figures, count=own_count, nonfinite=(0, 0))
         else:
-            figures = update(loss_sum, count, correction=expected / count, num_rows=num_rows)
-            figures = dataclasses.replace(figures, nonfinite=self._nonfinite)
+            figures = update(loss_sum, count, correction=ratio(expected, count), num_rows=num_rows)
             self._begin_count()
         if self.noise is not None:
             self.noise.settle(num_rows)
-        launched = LaunchedStep(figures, signals if meets else [], is_own=is_local and not meets)
+        launched = LaunchedStep(figures, signals_of_all if meets else [], is_own=is_local and not meets)
         if self.probe is not None:
             self.probe.on_step(launched.result(), float(setup.schedule.get_last_lr()[0]))
         return launched
 
-    def _met(self, figures: Figures, loss_sum: torch.Tensor, count: torch.Tensor) -> Figures:
+    def _met(self, figures: Figures, loss_sum: Number, count: Number) -> Figures:
         """The figures of a local step in which the ranks met: loss and count of all, and what happened since.
 
         Collective.
         """
-        worst = self._nonfinite.clone()
         if self.place.world_size > 1:
+            worst = together(self._nonfinite, self.place.device)
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        self._nonfinite = worst
+            steps, in_a_row = self._each(worst)
+            self._nonfinite = (steps, in_a_row)
+        nonfinite, loss = self._nonfinite, ratio(loss_sum, count)
         self._begin_count()
-        loss = loss_sum / count
-        is_finite = figures.is_finite & torch.isfinite(loss)
-        return dataclasses.replace(figures, loss=loss, count=count, is_finite=is_finite, nonfinite=worst)
+        is_sound = figures.is_finite & is_finite(loss)
+        return dataclasses.replace(figures, loss=loss, count=count, is_finite=is_sound, nonfinite=nonfinite)
 
     def _begin_count(self) -> None:
         """Begin to count steps that are not finite anew, as the ranks have just told each other of them."""
         if self._ends:
             self._has_ended = self._has_ended | (self._nonfinite[0] > 0)
-        self._nonfinite = self._nonfinite * self._only_in_a_row
+        self._nonfinite = (0.0, self._nonfinite[1])
 
-    def _run_micro_batches(self, batch: RankBatch, *, num_rows: int, meets: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _number(self, tensor: torch.Tensor) -> Number:
+        """A number that was computed. Where nothing is waited for, the host reads it at once."""
+        return tensor.item() if self._reads else tensor.detach().double()
+
+    def _each(self, tensor: torch.Tensor) -> list[Number]:
+        """The numbers of a tensor (n,) of float64, as `_number` gives them."""
+        return tensor.tolist() if self._reads else list(tensor.unbind())
+
+    def _run_micro_batches(self, batch: RankBatch, *, num_rows: int, meets: bool) -> tuple[Number, Number]:
         """Forward and backward of every micro-batch; leaves the totals of all ranks, where they meet, and returns this
         rank's sum of losses and count."""
         setup, parallel = self.setup, self.setup.parallel
@@ -195,16 +209,17 @@ class TrainStep:
         least = math.ceil(math.ceil(num_rows / self.place.data_parallel_size) / self.recipe.micro_batch_size)
         at_least = least if parallel.forward_is_collective else 1
         pieces = list(micro_batches(batch, self.recipe.micro_batch_size, at_least=at_least))
-        pending: Any = None
+        pending: tuple[Any, torch.Tensor] | None = None
         own = self._totals
 
         def sum_up() -> None:
             nonlocal pending, own
-            own = self._totals.clone()
+            own = self._totals
             if not parallel.counts_loss:
-                self._totals[:2] = 0.0
+                self._totals = [0.0, 0.0, *own[2:]]
             if meets and self.place.world_size > 1:
-                pending = dist.all_reduce(self._totals, async_op=True)
+                sums = together(self._totals, self.place.device)
+                pending = dist.all_reduce(sums, async_op=True), sums
 
         if parallel.run_micro_batches is not None:
             self.enter(Phase.LOSS)
@@ -231,7 +246,9 @@ class TrainStep:
                 raise MemoryRanOut(shortage[0])
         if pending is not None:
             self.enter(Phase.SYNCHRONISE)
-            pending.wait()
+            work, sums = pending
+            work.wait()
+            self._totals = self._each(sums)
         return own[0], own[1]
 
     def _on_device(self, arrays: dict[str, np.ndarray], weight: int) -> MicroBatch:
@@ -249,20 +266,14 @@ class TrainStep:
         loss, count = check_sum_and_count(result, what="loss()")
         if piece.weight == 0:  # a placeholder: it must run, as the collectives need every rank, and count nothing
             loss, count = loss * 0.0, count * 0
-        self._totals[0] += loss.detach()
-        self._totals[1] += count
+        # not in place, as others may keep a number of before
+        self._totals[0] = self._totals[0] + self._number(loss)
+        self._totals[1] = self._totals[1] + (self._number(count) if isinstance(count, torch.Tensor) else float(count))
         wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()  # for the digits of the scale
-        return self.setup.precision.scaler.scale(wide * self._scale.to(wide.dtype))
+        return self.setup.precision.scaler.scale(wide * as_factor(self._scale, wide.dtype))
 
     def _update(
-        self,
-        loss_sum: torch.Tensor,
-        count: torch.Tensor,
-        *,
-        correction: torch.Tensor,
-        want_norm: bool,
-        own_count: torch.Tensor,
-        num_rows: int,
+        self, loss_sum: Number, count: Number, *, correction: Number, want_norm: bool, own_count: Number, num_rows: int
     ) -> Figures:
         setup, clip_norm = self.setup, self.config.optimizer.clip_norm
         self.enter(Phase.UPDATE)
@@ -273,14 +284,14 @@ class TrainStep:
         if self.probe is not None:
             self.probe.on_gradients(float(correction))
         gradients = [p.grad for p in setup.parameters if p.grad is not None]
-        norm = None
-        factor, scale = correction, setup.precision.loss_scale()
+        norm: Number | None = None
+        factor, scale = correction, self._loss_scale()
         looked_at = loss_sum + correction
         # what clips or skips keeps the weights, so look first
         want_norm = want_norm or clip_norm is not None or self.config.on_nonfinite != "raise"
         if want_norm or (self.noise is not None and self.noise.wants_norm):
-            norm = setup.parallel.total_norm(gradients).to(self.place.device)
-            norm = (norm * correction.to(norm.dtype)).double()
+            total = setup.parallel.total_norm(gradients).to(self.place.device)
+            norm = self._number(total * as_factor(correction, total.dtype))
         # noise is computed on the host, which waits for the device in a step that is measured
         if self.noise is not None and self.noise.looks_at_gradients and math.isfinite(correction):
             self.noise.after_backward(
@@ -296,24 +307,29 @@ class TrainStep:
                 # with loss scaling an infinite gradient is the scaler's business: it skips the step, lowers the scale
                 looked_at = looked_at + norm
             if clip_norm is not None:
-                factor = torch.where(norm > clip_norm, factor * (clip_norm / (norm + 1e-6)), factor)
-        is_finite = looked_at - looked_at == 0  # one look at all of them: it is NaN where one is not finite
-        is_sound = is_finite & ~self._has_ended if self._ends else is_finite
+                factor = choose(norm > clip_norm, factor * ratio(clip_norm, norm + 1e-6), factor)
+        is_good = is_finite(looked_at)  # one look at all of them: it is NaN where one is not finite
+        is_sound = choose(self._has_ended, False, is_good) if self._ends else is_good
         self.before_update()
         self._apply(gradients, factor, is_sound)
         scaler.update()
         self.num_updates += 1
         # a scaler lowers its scale after, and only after, a step that it skipped
-        new_scale = setup.precision.loss_scale()
+        new_scale = self._loss_scale()
         if setup.parallel.carry_over is not None:
-            change = torch.ones_like(correction) if scale is None or new_scale is None else new_scale / scale
+            change = 1.0 if scale is None or new_scale is None else ratio(new_scale, scale)
             setup.parallel.carry_over(correction * change, is_sound & (change >= 1.0))
-        bad = (~is_finite).double()
-        self._nonfinite = torch.stack([self._nonfinite[0] + bad, (self._nonfinite[1] + 1) * bad])
+        bad = choose(is_good, 0.0, 1.0)
+        self._nonfinite = (self._nonfinite[0] + bad, (self._nonfinite[1] + 1) * bad)
         self.enter(Phase.SYNCHRONISE)
         setup.parallel.after_update(self.num_updates)
         self._prune()
-        return Figures(loss_sum / count, count, norm if want_norm else None, is_finite, loss_scale=new_scale)
+        norm = norm if want_norm else None
+        return Figures(ratio(loss_sum, count), count, norm, is_good, self._nonfinite, loss_scale=new_scale)
+
+    def _loss_scale(self) -> Number | None:
+        scale = self.setup.precision.loss_scale()
+        return None if scale is None else self._number(scale)
 
     def _prune(self) -> None:
         """Prune if it is due, after the strategy, which may have fetched parameters from other ranks."""

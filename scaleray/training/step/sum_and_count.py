@@ -49,4 +49,4 @@ def check_sum_and_count(result: Any, *, what: str) -> tuple[torch.Tensor, Any]:
         raise WorkloadError(
             f"the count returned by {what}", count, "it must be a number of samples or tokens, 0 or more"
         )
-    return total.reshape(()), count
+    return total if total.dim() == 0 else total.reshape(()), count

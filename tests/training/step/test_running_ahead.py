@@ -6,11 +6,12 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
+import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from host_reads import HostReads
 from small_runs import Classify, Place, Tokens, make_job, same_generators, train, train_alone
 
 from scaleray.checkpoints.catalog import Catalog
@@ -20,7 +21,10 @@ from scaleray.records.run import StepRecord
 from scaleray.strategies.contract.later import STEPS_AHEAD
 from scaleray.training import loop
 from scaleray.training.state.checkpointing import Checkpointing, Control
-from scaleray.training.step.step import TrainStep
+
+sys.path.append(str(Path(__file__).parents[3] / "jobs" / "benchmarks"))
+
+from host_reads import HostReads, reads_of_steps
 
 READ = "strategies/contract/later.py:read"
 EVERYWHERE_BUT_ONE = ("ddp", "zero1", "fsdp", "tensor", "pipeline", "local_sgd", "diloco", "gossip", "async_sgd")
@@ -34,15 +38,7 @@ def runs_ahead():
 
 def reads_by_step(place, flags):
     """Where the host reads tensors between the beginning of each step and the next one."""
-    found, launch = {}, TrainStep.launch
-
-    def counted(self, *args, **kwargs):
-        with HostReads() as reads:
-            launched = launch(self, *args, **kwargs)
-        found[self.num_updates] = dict(reads.found)
-        return launched
-
-    with mock.patch.object(TrainStep, "launch", counted), runs_ahead():
+    with reads_of_steps() as found, runs_ahead():
         train(place, Tokens(num_rows=64), {"stop.after": "7 steps", **flags})
     return found
 
@@ -60,6 +56,7 @@ STEADY = [
     ({**ADAMW, "precision.dtype": "fp16"}, set()),
     ({**ADAMW, "strategy.name": "fsdp", "precision.dtype": "fp16"}, set()),
     ({**ADAMW, "tracking.every_steps": 1}, set()),
+    *[({**ADAMW, "compression.name": name}, set()) for name in ("powersgd", "int8")],
     # what cannot do without
     ({"strategy.name": "tensor", **ADAMW}, VERDICT),  # torch has no fused kernel for DTensors of several meshes
     ({"strategy.name": "fsdp"}, VERDICT),  # nor a fused SGD for DTensors
@@ -69,8 +66,6 @@ STEADY = [
     ({"optimizer.name": "lamb"}, VERDICT | {"training/setup/large_batch_optimizers.py:<listcomp>"}),
     # no gradient may be sent before all ranks know that none ran out of memory
     ({**ADAMW, "memory.on_out_of_memory": "halve"}, {"training/step/back_off.py:agree_on"}),
-    # on the CPU it looks whether there is anything to scale
-    *[({**ADAMW, "compression.name": n}, {"strategies/compression/hook.py:carry_over"}) for n in ("powersgd", "int8")],
 ]  # fmt: skip
 
 
