@@ -13,6 +13,7 @@ sys.path.append(str(Path(__file__).parent.parent / "jobs"))
 sys.path.append(str(Path(__file__).parent.parent / "jobs" / "benchmarks"))
 sys.path.append(str(Path(__file__).parent.parent / "jobs" / "benchmarks" / "sides"))
 
+import gpu_checks
 import gpu_training
 import on_one_gpu
 from on_one_gpu import Task
@@ -77,3 +78,15 @@ def test_the_report_counts_utilisation_from_the_planners_peak():
         and "best of scaleray in bf16: scaleray, 60.0 % MFU" in text
     )
     json.dumps(dataclasses.asdict(profile))
+
+
+def test_spans_that_lie_under_others_are_counted_once():
+    computed, copied = [(0.0, 4.0), (2.0, 6.0), (10.0, 12.0)], [(5.0, 7.0), (6.5, 8.0), (11.0, 12.0)]
+    found = gpu_checks.shares(computed, copied, [])
+    assert found == {"computes": 8 / 12, "copies under it": pytest.approx(2 / 4), "communication under it": None}
+
+
+def test_a_part_that_fails_says_why():
+    arguments = Namespace(device="no device", quick=True)
+    found = gpu_training.check("checkpoint", arguments, workers=2, timeout_s=60.0)
+    assert "exit codes [1]" in found["not_run"] and "no device" in found["not_run"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import traceback
+import warnings
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -106,15 +108,31 @@ def _waits(function: Any, args: Any, kwargs: Any, out: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def reads_of_steps(of: str = "cpu") -> Any:
+def _heard(of: str) -> Iterator[list[Any]]:
+    """Context that collects what torch itself says of waiting for a GPU, whichever thread and code waits."""
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        if of == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield heard
+        finally:
+            if of == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+
+
+@contextlib.contextmanager
+def reads_of_steps(of: str = "cpu") -> Iterator[dict[int, dict[str, int]]]:
     """Context that gives the reads within the launch of each step, by its number."""
     found: dict[int, dict[str, int]] = {}
     launch = TrainStep.launch
 
     def counted(self: TrainStep, *args: Any, **kwargs: Any) -> Any:
-        with HostReads(of) as reads:
+        with HostReads(of) as reads, _heard(of) as heard:
             launched = launch(self, *args, **kwargs)
         found[self.num_updates] = dict(reads.found)
+        if said := sum("synchronizing" in str(warning.message) for warning in heard):
+            found[self.num_updates]["torch warns"] = said
         return launched
 
     with mock.patch.object(TrainStep, "launch", counted):

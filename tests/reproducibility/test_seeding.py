@@ -1,6 +1,7 @@
 """One seed, many streams; and the check that all ranks start from the same parameters."""
 
 import random
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from small_runs import Classify, WithBatchNorm, make_job, same_generators
 from torch import nn
 
 from scaleray.errors import InitialisationError
-from scaleray.reproducibility.equal_models import check_equal_parameters
+from scaleray.reproducibility import equal_models
+from scaleray.reproducibility.equal_models import check_equal_parameters, fingerprint_of
 from scaleray.reproducibility.seeding import seed_everything, stream_seed
 from scaleray.strategies import STRATEGIES, Parallel
 from scaleray.training.setup.model_setup import prepare
@@ -131,13 +133,30 @@ def test_the_same_seed_builds_the_same_model_without_any_broadcast(gloo):
         assert hashes[0] == start(Place(), Classify(), "single")
 
 
+def digests_taken(place, flags):
+    """(initial hash, tensors that were hashed, tensors that the model has) of a set-up with these settings."""
+    job, _ = make_job(WithBatchNorm(), flags, world_size=place.world_size)
+    with mock.patch.object(equal_models, "_digest", wraps=equal_models._digest) as digest:
+        setup = prepare(job.workload, job.config, job.recipe, place)
+    module = setup.parallel.module
+    return setup.initial_hash, digest.call_count, len([*module.parameters(), *module.buffers()])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1"])
+def test_each_tensor_is_hashed_once_at_a_start_and_every_strategy_says_the_same(gloo, strategy):
+    with same_generators():
+        alone, _, _ = digests_taken(Place(), {})
+    for found, taken, tensors in gloo.run(2, digests_taken, {"strategy.name": strategy}):
+        assert found == alone and taken == tensors
+
+
 def test_the_hash_of_the_parameters_follows_values_and_buffers():
     def changed(change):
         torch.manual_seed(0)
         model = WithBatchNorm().build_model()
         with torch.no_grad():
             change(model)
-        return check_equal_parameters(model, None)
+        return fingerprint_of(check_equal_parameters(model, None))
 
     with same_generators():
         hashes = [

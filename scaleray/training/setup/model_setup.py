@@ -16,7 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from scaleray.config import RunConfig
 from scaleray.errors import ConfigError, WorkloadError
-from scaleray.reproducibility.equal_models import check_equal_digests, check_equal_parameters, check_equal_structure
+from scaleray.reproducibility.equal_models import (
+    Digests,
+    check_equal_digests,
+    check_equal_parameters,
+    check_equal_structure,
+    fingerprint_of,
+)
 from scaleray.reproducibility.seeding import seed_everything, stream_seed, use_deterministic_algorithms
 from scaleray.scaling.recipe.values import Recipe
 from scaleray.strategies import STRATEGIES, Parallel
@@ -107,10 +113,11 @@ def _prepare(
     if place.group is not None and _differs_between_ranks(parallel):
         # after the strategy, which knows what each rank has
         arithmetic = precision.share_loss_scale(arithmetic, parallel.module, place.group)
-    # after the strategy, which may broadcast: what matters is what the first step starts from
-    initial_hash = check_equal_parameters(
-        parallel.module, place.group, is_partitioned=parallel.is_partitioned and parallel.run_micro_batches is not None
-    )
+    digests = model.digests
+    if digests is None or (config.workload.weights is not None and not is_resumed):
+        # after the strategy, which may broadcast: what matters is what the first step starts from
+        is_partitioned = parallel.is_partitioned and parallel.run_micro_batches is not None
+        digests = check_equal_parameters(parallel.module, place.group, is_partitioned=is_partitioned)
     # the optimizer last: a strategy may have replaced parameters
     optimizer, in_use = optimizers.build(workload, parallel.module, config, recipe, owns=parallel.owns, varied=varied)
     parallel.use_optimizer(optimizer)
@@ -129,7 +136,7 @@ def _prepare(
         precision=arithmetic,
         parameters=[p for p in parallel.module.parameters() if p.requires_grad],
         num_parameters=model.num_parameters,
-        initial_hash=initial_hash,
+        initial_hash=fingerprint_of(digests),
         pruning=masks,
         compilation=model.compilation,
         in_use=in_use,
@@ -145,6 +152,8 @@ class _SpreadModel:
     precision: precision.Precision
     compilation: Compilation | None
     num_parameters: int
+    digests: Digests | None
+    """Digests of what all ranks have drawn alike; None where each of them still has the whole."""
 
 
 def _spread_model(
@@ -172,7 +181,7 @@ def _spread_model(
         # without a word
         compilation = undo.enter_context(compiled(model, config, workload))
         # before each rank cuts its part out of its own model: afterwards nobody could tell
-        _check_equal_before_sharding(model, pages, config, recipe, place)
+        digests = _check_equal_before_sharding(model, pages, config, recipe, place)
         mesh = build_mesh(config, recipe.strategy, place.world_size, place.device.type) if place.group else None
         parallel = STRATEGIES[recipe.strategy](model, mesh, _with_fixed_buckets(config), workload)
         parallel.notes.extend(notes)
@@ -183,7 +192,7 @@ def _spread_model(
             f"under {recipe.strategy} ranks communicate within a pass, which none can give up alone",
             "use --memory.find-micro-size, or a smaller batch.micro_size",
         )
-    return _SpreadModel(parallel, arithmetic, compilation, num_parameters)
+    return _SpreadModel(parallel, arithmetic, compilation, num_parameters, digests)
 
 
 def _built(workload: Any, device: torch.device) -> Any:
@@ -215,17 +224,17 @@ def _building(config: RunConfig, recipe: Recipe, place: Place) -> contextlib.Abs
 
 def _check_equal_before_sharding(
     model: nn.Module, pages: PagedBuild | None, config: RunConfig, recipe: Recipe, place: Place
-) -> None:
+) -> Digests | None:
     """Check that all ranks drew the same parameters, where each will keep a part of them alone. Collective."""
     is_sharded = recipe.strategy == "fsdp" or (recipe.strategy == "pipeline" and config.pipeline.data_axis == "fsdp")
     if not is_sharded or place.group is None:
-        return
+        return None
     if pages is None:
-        check_equal_parameters(model, place.group)
-    else:
-        digests = pages.digests(model)
-        check_equal_digests(list(digests), list(digests.values()), model, place.group)
-        pages.finish(model)
+        return check_equal_parameters(model, place.group)
+    digests = pages.digests(model)
+    check_equal_digests(digests, model, place.group)
+    pages.finish(model)
+    return digests
 
 
 def _with_fixed_buckets(config: RunConfig) -> RunConfig:
