@@ -16,7 +16,7 @@ import torch
 from scaleray.strategies.contract.later import Later, on_device
 
 Number = float | torch.Tensor
-"""A float, or a tensor () of float64."""
+"""A float, or a tensor () of some floating type."""
 Truth = bool | torch.Tensor
 """A bool, or a tensor () of bool."""
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from unittest import mock
+
 import pytest
 import torch
 from small_runs import Classify, Place, largest_difference, make_job, same_generators
@@ -55,3 +58,16 @@ def test_every_optimizer_updates_shards_as_it_updates_whole_parameters(gloo, nam
             assert kernels == {"adamw": {"fused": True, "foreach": None}, "sgd": {"fused": None, "foreach": True}}.get(
                 name, {"fused": None, "foreach": None}
             )
+
+
+def test_a_first_step_that_was_skipped_brings_no_warning_and_later_ones_are_not_looked_after():
+    job, _ = make_job(Classify())
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+    schedule = optimizers.build_schedule(optimizer, job.config, job.recipe)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedule.step()  # without a step of the optimizer before it
+    with mock.patch.object(optimizers.warnings, "catch_warnings") as caught:
+        optimizer.step()
+        schedule.step()
+    assert not caught.called and schedule.last_epoch == 2
