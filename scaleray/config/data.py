@@ -17,14 +17,18 @@ class DataSettings(Settings):
     order."""
     readers: Literal["auto", "worker", "ray"] = "auto"
     """Where rows are read: in a thread of each `worker`, or by `ray` tasks on any node. auto: arrays in memory and
-    token files by the worker, as that is only copying; all that may have to be decoded, computed or fetched by tasks.
-    The rows and their order are the same."""
+    token files by the worker, as that is only copying, and a torch Dataset of which a row takes at most 50 us and draws
+    no random numbers, measured at the start; all else, decoded, computed or fetched, by tasks. Recorded as `read_by`.
+    The rows, their order and their bits are the same."""
     chunk_mib: Positive = 16.0
-    """Rows that one Ray Data task reads for one worker, in MiB; larger has less overhead, smaller starts sooner."""
+    """Rows that one Ray task reads for one worker, in MiB; larger has less overhead, smaller starts sooner. A task
+    reads fewer rows of a torch Dataset that would take longer than a second."""
     prefetch_mib: Positive = 256.0
-    """Data in MiB by which the pipeline of one worker may run ahead of training."""
+    """Data in MiB by which the pipeline of one worker may run ahead of training, and so how many tasks read for it at
+    a time: one for each chunk_mib that has room. Rows in memory are copied at most 4 MiB ahead, or two batches."""
     reserved_cpus: NonNegative = 1.0
-    """Ray CPUs kept free for input tasks. With 0 the input can starve when training takes every CPU."""
+    """Ray CPUs kept free for input tasks. With 0 the input can starve when training takes every CPU. The tasks of a
+    run may use all CPUs that its workers leave, those of other nodes as well; in a study, these alone."""
     timeout_s: Positive = 300.0
     """Seconds that a step may wait for its input before the run fails; the wait is explained long before that. Of
     several workers, one fails a little before the others give up on it, which is after `scale.collective_timeout_s`."""

@@ -9,8 +9,11 @@ import numpy as np
 from scaleray.data.part import Part
 from scaleray.data.row_values import read_alone, row_values_of
 from scaleray.data.source import Columns, Source
-from scaleray.data.sources import IN_MEMORY, STORED
+from scaleray.data.sources import IN_MEMORY, STORED, DatasetSource
 from scaleray.workload import no_exit
+
+COPIED_BYTES = 2**19  # rows copied at once: into memory that a core's cache holds, and that earlier rows have left
+ORDERED_ROWS = 2**14  # rows whose place in the order is computed at once, which takes more time row by row
 
 
 def chunks(part: Part, *, row_bytes: int, chunk_bytes: float) -> Iterator[range]:
@@ -50,10 +53,15 @@ class LocalBlocks(Iterator[Columns]):
     """
 
     def __init__(self, source: Source, part: Part, *, chunk_bytes: float, may_draw: bool = False) -> None:
-        self.are_copies = type(source) in IN_MEMORY
+        self.are_copies = type(source) in (*IN_MEMORY, DatasetSource)
         """Whether every block is memory of its own, which training may change."""
         self.is_read_alone = type(source) not in STORED and (may_draw or row_values_of(source).draw_random_numbers)
         """Whether nobody else in this process may draw random numbers while these blocks are read."""
+        self.is_in_memory = type(source) in IN_MEMORY
+        """Whether the next block takes no longer than a copy."""
+        if self.is_in_memory:
+            self._blocks = _copies(source, part, chunk_bytes=min(chunk_bytes, COPIED_BYTES))
+            return
         # a step at a time, as training stands still while it is read
         steps = chunks(part, row_bytes=source.row_bytes, chunk_bytes=0.0 if self.is_read_alone else chunk_bytes)
         self._blocks = (read_chunk(source, part, those, is_alone=self.is_read_alone) for those in steps)
@@ -62,14 +70,26 @@ class LocalBlocks(Iterator[Columns]):
         return next(self._blocks)
 
 
+def _copies(source: Source, part: Part, *, chunk_bytes: float) -> Iterator[Columns]:
+    """The rows of a part in the order of the plan, copied from memory a few steps at a time."""
+    num_rows = max(1, int(chunk_bytes // (part.rows_per_step * source.row_bytes))) * part.rows_per_step
+    for steps in chunks(part, row_bytes=1, chunk_bytes=ORDERED_ROWS):
+        indices = part.plan.samples_at(part.positions(steps))
+        for start in range(0, len(indices), num_rows):
+            yield source.read(indices[start : start + num_rows])
+
+
 def close_blocks(blocks: Iterable[Columns]) -> None:
     """End a generator, by the thread that ran it; anything else has nothing to end."""
     if isinstance(blocks, Generator):
         blocks.close()
 
 
-def rebatch(blocks: Iterable[Columns], sizes: Iterable[int]) -> Iterator[Columns]:
-    """Cut blocks of any length into pieces of the given sizes, in order, which training may change."""
+def rebatch(blocks: Iterable[Columns], sizes: Iterable[int]) -> Iterator[tuple[Columns, int]]:
+    """Cut blocks of any length into pieces of the given sizes, in order, which training may change.
+
+    Each comes with the number of rows that are here already for the pieces after it.
+    """
     # Ray's blocks are read-only shared memory, and a source of the user may hand out its own
     copied = np.asarray if isinstance(blocks, LocalBlocks) and blocks.are_copies else np.array
     pending: list[Columns] = []
@@ -95,7 +115,8 @@ def rebatch(blocks: Iterable[Columns], sizes: Iterable[int]) -> Iterator[Columns
                 pending[0] = {name: values[taken:] for name, values in block.items()}
             missing -= taken
         available -= size
-        yield {
+        whole = {
             name: np.concatenate([p[name] for p in piece]) if len(piece) > 1 else copied(piece[0][name])
             for name in piece[0]
         }
+        yield whole, available

@@ -1,13 +1,14 @@
-"""The rows of a training as one worker reads them: by itself, or through Ray Data's tasks."""
+"""The rows of a training as one worker reads them: by itself, or through Ray tasks."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from scaleray.config.data import DataSettings
-from scaleray.data.blocks import LocalBlocks
+from scaleray.data.blocks import COPIED_BYTES, LocalBlocks
 from scaleray.data.local_start import LOCAL_CHUNK_STEPS, LOCAL_START_S, Demand, start_locally
 from scaleray.data.part import Part
 from scaleray.data.ray_blocks import ray_blocks, starvation_reason, stream_blocks
@@ -15,6 +16,9 @@ from scaleray.data.source import TRAIN, Columns, Source
 from scaleray.data.split import Split
 from scaleray.data.stream import StepStream
 from scaleray.text.units import MIB
+
+READ_S = 1.0  # rows that are read together take no longer, however small they are: training waits for the first
+COPIES_AHEAD_BYTES = 8 * COPIED_BYTES  # rows in memory need not be far ahead, and more would leave the caches
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,8 @@ Sources = Mapping[str, Source] | RaySources
 
 @dataclass(frozen=True)
 class Input:
-    """Input of one worker. A thread of its process reads sources that are at hand and, under Ray, rows in memory; Ray
-    Data's tasks read all other rows, and a Ray Dataset is streamed.
+    """Input of one worker. A thread of its process reads what `Split.read_by` gives to it, and every source where there
+    is no Ray; Ray tasks read all other rows, and a Ray Dataset is streamed.
 
     may_draw, others_wait_s, warn: of LocalBlocks and StepStream.
     """
@@ -47,11 +51,12 @@ class Input:
 
     def open(self, split: Split, part: Part) -> StepStream:
         """Open the batches of a part, which are read ahead of training."""
+        copies = split.is_in_memory and self._reads_here(split)
         return StepStream(
             lambda part, demand: self._blocks(split, part, demand),
             part,
             row_bytes=split.row_bytes,
-            prefetch_bytes=self.settings.prefetch_mib * MIB / 2,
+            prefetch_bytes=min(self.settings.prefetch_mib * MIB / 2, COPIES_AHEAD_BYTES if copies else math.inf),
             timeout_s=self.settings.timeout_s,
             others_wait_s=self.others_wait_s,
             explain_wait=(lambda: None) if self._reads_here(split) else starvation_reason,
@@ -68,7 +73,10 @@ class Input:
         return split.name != TRAIN and is_less_than_one_task and not split.is_streamed
 
     def _blocks(self, split: Split, part: Part, demand: Demand) -> Iterable[Columns]:
-        settings, chunk_bytes = self.settings, self.settings.chunk_mib * MIB
+        settings = self.settings
+        chunk_bytes = settings.chunk_mib * MIB
+        if split.row_s:
+            chunk_bytes = min(chunk_bytes, split.row_bytes * READ_S / split.row_s)
         if split.is_streamed:
             import ray.train
 

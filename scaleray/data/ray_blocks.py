@@ -1,57 +1,62 @@
-"""Blocks of rows of a part that Ray Data delivers: by tasks on any node, or as the shard of a Ray Dataset.
-
-One execution of Ray Data runs across epochs: each new one costs 0.3 s.
-"""
+"""Blocks of rows of a part that Ray delivers: by tasks on any node, or as the shard of a Ray Dataset."""
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
-
-import numpy as np
 
 from scaleray.data.blocks import chunks, read_chunk
 from scaleray.data.part import Part
 from scaleray.data.sample_order import stream_key
-from scaleray.data.source import Columns
-
-CHUNKS_PER_EXECUTION = 512  # task descriptions are made when an execution starts, so a long run uses several
+from scaleray.data.source import Columns, Source
+from scaleray.errors import ScaleRayError
 
 
 def ray_blocks(
     source_ref: Any, part: Part, *, row_bytes: int, chunk_bytes: float, memory_bytes: float, cpus: float
 ) -> Iterator[Columns]:
-    """The chunks of a part, read by Ray Data tasks and delivered in order.
+    """The chunks of a part, read by Ray tasks on any node and delivered in order, in memory that must not be written.
 
     source_ref: the source in the object store. cpus: Ray CPUs that this rank's tasks may use together.
     """
     import ray
-    import ray.data
 
-    everything = chunks(part, row_bytes=row_bytes, chunk_bytes=chunk_bytes)
-    while segment := list(itertools.islice(everything, CHUNKS_PER_EXECUTION)):
-        dataset = ray.data.range(len(segment), override_num_blocks=len(segment)).map_batches(
-            _read_in_task,
-            batch_size=None,
-            batch_format="numpy",
-            num_cpus=min(1.0, cpus),
-            fn_args=(source_ref, part, segment),
-        )
-        dataset.context.enable_progress_bars = False
-        options = dataset.context.execution_options
-        options.preserve_order = True
-        options.resource_limits = options.resource_limits.copy(cpu=cpus, object_store_memory=memory_bytes)
-        yield from dataset.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=2)
+    read = ray.remote(_read_in_task).options(num_cpus=min(1.0, cpus), scheduling_strategy="SPREAD")
+    part_ref = ray.put(part)
+    remaining = chunks(part, row_bytes=row_bytes, chunk_bytes=chunk_bytes)
+    # for each CPU a task that runs and one that can begin at once, as far as their rows have room
+    most = max(2, min(2 * math.ceil(cpus), int(memory_bytes // max(chunk_bytes, part.rows_per_step * row_bytes))))
+    under_way: deque[Any] = deque()
+    while True:
+        for steps in itertools.islice(remaining, most - len(under_way)):
+            under_way.append(read.remote([source_ref], part_ref, steps))
+        if not under_way:
+            return
+        try:
+            block: Columns = ray.get(under_way.popleft())
+        except ray.exceptions.RayTaskError as exc:
+            if isinstance(exc.cause, ScaleRayError):
+                raise exc.cause from None  # it says everything; of others Ray's text has the user's own line
+            raise
+        yield block
 
 
-def _read_in_task(ids: Columns, source_ref: Any, part: Part, segment: list[range]) -> Columns:
+def _read_in_task(sources: list[Any], part: Part, steps: range) -> Columns:
+    # a task has its process for itself while it runs
+    return read_chunk(_source_in_task(sources[0]), part, steps, is_alone=True)
+
+
+@functools.lru_cache(maxsize=2)  # a training alternates between two splits
+def _source_in_task(reference: Any) -> Source:
+    """The source, unpickled once in each process that reads it and not for every task."""
     import ray
 
-    source = ray.get(source_ref)
-    # a task has its process for itself while it runs
-    pieces = [read_chunk(source, part, segment[int(i)], is_alone=True) for i in ids["id"]]
-    return pieces[0] if len(pieces) == 1 else {name: np.concatenate([p[name] for p in pieces]) for name in pieces[0]}
+    source: Source = ray.get(reference)
+    return source
 
 
 def stream_blocks(iterator: Any, part: Part, *, shuffle: bool, window_rows: int) -> Iterator[Columns]:

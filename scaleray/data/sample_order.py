@@ -41,17 +41,17 @@ class Permutation:
         return values.astype(np.int64)
 
     def _encrypt(self, values: np.ndarray) -> np.ndarray:
-        a = math.isqrt(self.size - 1) + 1
-        b = -(-self.size // a)
-        left: np.ndarray = values // np.uint64(b)
-        right: np.ndarray = values % np.uint64(b)
+        rows = math.isqrt(self.size - 1) + 1
+        a, b = np.uint64(rows), np.uint64(-(-self.size // rows))
+        left: np.ndarray = values // b
+        right: np.ndarray = values - left * b
         for number in range(ROUNDS):
             key = np.uint64((self.key + number * 0x9E3779B97F4A7C15) % 2**64)
             if number % 2:
-                right = (right + _mix(left ^ key) % np.uint64(b)) % np.uint64(b)
+                right = _remainder(right + _remainder(_mix(left ^ key), b), b)
             else:
-                left = (left + _mix(right ^ key) % np.uint64(a)) % np.uint64(a)
-        return left * np.uint64(b) + right
+                left = _remainder(left + _remainder(_mix(right ^ key), a), a)
+        return left * b + right
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
@@ -60,6 +60,12 @@ def _mix(values: np.ndarray) -> np.ndarray:
         values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
+
+
+def _remainder(values: np.ndarray, divisor: np.uint64) -> np.ndarray:
+    """values % divisor. numpy divides by one number with vector instructions, but has none for the remainder."""
+    result: np.ndarray = values - values // divisor * divisor
+    return result
 
 
 def stream_key(seed: int, *names: object) -> int:

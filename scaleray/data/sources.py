@@ -7,7 +7,9 @@ path inside it must be visible on every node.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import statistics
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,36 +128,53 @@ class DatasetSource:
             first = dataset[0] if self.num_rows else ()
         self.gives_tuples = self.num_rows > 0 and not isinstance(first, Mapping)
         self.row_bytes = sum(v.nbytes for v in _columns_of(first).values()) or 1
-        self.row_values = look_at_rows(self._row, spread_rows(self.num_rows))
+        seconds: dict[int, float] = {}
+
+        def timed_row(index: int) -> Columns:
+            started = time.perf_counter()
+            row = self._row(index)
+            seconds.setdefault(index, time.perf_counter() - started)  # later reads may find it in a cache
+            return row
+
+        self.row_values = look_at_rows(timed_row, spread_rows(self.num_rows))
+        self.row_s = statistics.median(seconds.values()) if seconds else 0.0
+        """Seconds that reading a row takes: the median of a few."""
 
     def read(self, indices: np.ndarray) -> Columns:
         """Read the rows at `indices` (n,), in that order; random transforms run under one seed."""
         if self.row_values.draw_random_numbers:
             return self.read_seeded(indices, np.zeros(len(indices), np.uint64))
-        return self._stacked([self._row(int(i)) for i in indices])
+        return self._filled((self._row(int(i)) for i in indices), len(indices))
 
     def read_seeded(self, indices: np.ndarray, seeds: np.ndarray) -> Columns:
         """Read the rows at `indices` (n,), each under its seed, uint64 (n,).
         Nobody else may draw random numbers meanwhile."""
-        rows = []
         with generators_kept():
-            for index, seed in zip(indices, seeds, strict=True):
-                seed_row(int(seed))
-                rows.append(self._row(int(index)))
-        return self._stacked(rows)
+            return self._filled(self._seeded_rows(indices, seeds), len(indices))
 
-    def _stacked(self, rows: list[Columns]) -> Columns:
-        columns = {}
-        for name in rows[0]:
-            shapes = {row[name].shape for row in rows}
-            if len(shapes) > 1:
-                raise DataError(
-                    f"column {name} of {type(self.dataset).__name__}",
-                    f"shapes {sorted(shapes)}",
-                    "all rows need one shape",
-                    "pad or crop in __getitem__; count what is real in the loss",
-                )
-            columns[name] = np.stack([row[name] for row in rows])
+    def _seeded_rows(self, indices: np.ndarray, seeds: np.ndarray) -> Iterator[Columns]:
+        for index, seed in zip(indices, seeds, strict=True):
+            seed_row(int(seed))
+            yield self._row(int(index))
+
+    def _filled(self, rows: Iterator[Columns], num_rows: int) -> Columns:
+        """Columns of so many rows, each of which is written into its place as soon as it is read."""
+        columns: Columns = {}
+        for number, row in enumerate(rows):
+            for name, values in row.items():
+                if number == 0:
+                    columns[name] = np.empty((num_rows, *values.shape), values.dtype)
+                column = columns[name]
+                if values.shape != column.shape[1:]:
+                    raise DataError(
+                        f"column {name} of {type(self.dataset).__name__}",
+                        f"shapes {sorted((values.shape, column.shape[1:]))}",
+                        "all rows need one shape",
+                        "pad or crop in __getitem__; count what is real in the loss",
+                    )
+                if values.dtype != column.dtype:
+                    column = columns[name] = column.astype(np.result_type(column, values))
+                column[number] = values
         return columns
 
     def describe(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Stream of one rank's batches from a source and a step plan, in exact order, read ahead of training.
 
-Rows are read in chunks of several steps: by Ray Data tasks, so that reading and decoding run on any node, or by a
+Rows are read in chunks of several steps: by Ray tasks, so that reading and decoding run on any node, or by a
 thread of this process, which reads the same chunks.
 """
 
@@ -11,6 +11,7 @@ import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from scaleray.data.source import Columns
 from scaleray.errors import InputStarvedError, ScaleRayError
 
 FIRST_EXPLANATION_S = 15.0  # a cold cluster takes about 5 s for its first batch
+GROUP_BYTES = 2**19  # small batches are handed over together: waking the other thread takes longer than cutting one
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,34 @@ class RankBatch:
     step: int
     columns: Columns
     num_rows: int
+
+
+Delivery = list[RankBatch] | BaseException | None
+"""Batches that follow one another, an error, or the end."""
+
+
+class _Deliveries(queue.Queue[Delivery]):
+    """Queue whose size is the number of batches in it."""
+
+    def _init(self, maxsize: int) -> None:
+        super()._init(maxsize)
+        self.num_batches = 0
+
+    def _qsize(self) -> int:
+        return self.num_batches
+
+    def _put(self, item: Delivery) -> None:
+        super()._put(item)
+        self.num_batches += _size(item)
+
+    def _get(self) -> Delivery:
+        item = super()._get()
+        self.num_batches -= _size(item)
+        return item
+
+
+def _size(item: Delivery) -> int:
+    return len(item) if isinstance(item, list) else 1
 
 
 class StepStream:
@@ -81,12 +111,13 @@ class StepStream:
         """Start to read a part ahead, with a queue and a thread of its own."""
         self._part, self._is_finished = part, False
         step_bytes = max(1, part.rows_per_step * self._row_bytes)
-        batches: queue.Queue[RankBatch | BaseException | None] = queue.Queue(
-            maxsize=int(min(4096, max(2, self._prefetch_bytes // step_bytes)))
-        )
-        self._queue, self._demand = batches, Demand()
-        self._demand.is_hungry = lambda: batches.qsize() < LOCAL_CHUNK_STEPS // 2
-        arguments = (self._open_blocks(part, self._demand), part, batches, self._demand)
+        most = int(min(4096, max(2, self._prefetch_bytes // step_bytes)))
+        deliveries = _Deliveries(maxsize=most)
+        self._queue, self._demand = deliveries, Demand()
+        self._ready: deque[RankBatch] = deque()
+        self._demand.is_hungry = lambda: deliveries.qsize() < LOCAL_CHUNK_STEPS // 2
+        group = int(min(most // 2, max(1, GROUP_BYTES // step_bytes)))
+        arguments = (self._open_blocks(part, self._demand), part, deliveries, self._demand, group)
         self._thread = threading.Thread(target=_fill, args=arguments, name="scaleray-input", daemon=True)
         self._thread.start()
 
@@ -96,26 +127,29 @@ class StepStream:
     def __next__(self) -> RankBatch:
         if self._is_finished:
             raise StopIteration
-        self._demand.has_begun.set()
-        started = time.perf_counter()
-        self._demand.asked.release()
-        item = self._get(started)
-        self.waited_s += time.perf_counter() - started
-        self._is_finished = not isinstance(item, RankBatch)
-        if item is None:
-            raise StopIteration
-        if isinstance(item, BaseException):
-            raise _original_error(item)
-        return item
+        if not self._ready:
+            self._demand.has_begun.set()
+            started = time.perf_counter()
+            self._demand.asked.release()
+            item = self._get(started)
+            self.waited_s += time.perf_counter() - started
+            self._is_finished = not isinstance(item, list)
+            if item is None:
+                raise StopIteration
+            if isinstance(item, BaseException):
+                raise _original_error(item)
+            self._ready.extend(item)
+        return self._ready.popleft()
 
     def close(self, *, wait_s: float = 0.0) -> None:
         """Stop reading ahead, and wait up to `wait_s` until nobody reads the source any more. Safe to call twice."""
         self._demand.is_closed.set()
+        self._ready.clear()
         while not self._queue.empty():
             self._queue.get_nowait()
         self._thread.join(timeout=wait_s)
 
-    def _get(self, started: float) -> RankBatch | BaseException | None:
+    def _get(self, started: float) -> Delivery:
         explained = False
         waited = 0.0
         while True:
@@ -139,36 +173,53 @@ class StepStream:
                     raise InputStarvedError(f"no input for {waited:.0f} s ({limit}): {reason}") from None
 
 
-def _fill(
-    blocks: Iterable[Columns], part: Part, batches: queue.Queue[RankBatch | BaseException | None], demand: Demand
-) -> None:
-    """Cut blocks into the batches of a part, and put these into the queue."""
+def _fill(blocks: Iterable[Columns], part: Part, deliveries: queue.Queue[Delivery], demand: Demand, most: int) -> None:
+    """Cut blocks into the batches of a part, and put these into the queue: at most `most` together, and none that is
+    here waits for one that has to be read and not just copied."""
     reads_ahead = not (isinstance(blocks, LocalBlocks) and blocks.is_read_alone)
+    copies = isinstance(blocks, LocalBlocks) and blocks.is_in_memory
     steps = range(part.first_step, part.last_step)
     delivered = part.first_step
+    group: list[RankBatch] = []
+    if not reads_ahead:
+        most = 1
     try:
         pieces = rebatch(blocks, (max(1, part.num_rows(step)) for step in steps))
         for step in steps:
             if not reads_ahead and not demand.wait_until_asked():
                 return
-            columns = next(pieces, None)
-            if columns is None:
+            piece = next(pieces, None)
+            if piece is None:
                 break
-            put_while_wanted(batches, RankBatch(step, columns, part.num_rows(step)), demand)
+            columns, rows_left = piece
+            group.append(RankBatch(step, columns, part.num_rows(step)))
             delivered = step + 1
+            is_early = copies and len(group) >= group[0].step - part.first_step  # the first batches come one by one
+            if len(group) >= most or is_early or not (copies or rows_left >= part.rows_per_step):
+                put_while_wanted(deliveries, group, demand)
+                group = []
             if demand.is_closed.is_set():
                 return
         if delivered < part.last_step:
             raise RuntimeError(f"the input ended after step {delivered} of {part.last_step}")
-        put_while_wanted(batches, None, demand)
+        _deliver(group, None, deliveries, demand)
     except BaseException as exc:  # carried to the training thread and raised there
-        put_while_wanted(batches, exc, demand)
+        _deliver(group, exc, deliveries, demand)
     finally:
         close_blocks(blocks)
 
 
+def _deliver(
+    group: list[RankBatch], end: BaseException | None, deliveries: queue.Queue[Delivery], demand: Demand
+) -> None:
+    """Put what is left and the end into the queue."""
+    if group:
+        put_while_wanted(deliveries, group, demand)
+    put_while_wanted(deliveries, end, demand)
+
+
 def _original_error(exc: BaseException) -> BaseException:
-    """Error that the reading code raised, out of the layers that Ray Data wraps around it."""
+    """Error that the reading code raised, out of the layers that Ray wraps around it."""
     seen: list[BaseException] = []
     current: BaseException | None = exc
     while current is not None and current not in seen:

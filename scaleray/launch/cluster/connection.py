@@ -243,9 +243,12 @@ def topology(nodes: Sequence[Node]) -> list[dict[str, Any]]:
     ]
 
 
-def input_cpus(config: RunConfig) -> float:
-    """Ray CPUs that the input tasks of one worker may use together."""
-    return max(0.01, round(config.data.reserved_cpus / config.scale.max_workers, 2))
+def input_cpus(config: RunConfig, nodes: Sequence[Node] = ()) -> float:
+    """Ray CPUs that the input tasks of one worker may use together: an equal share of what the workers leave of these
+    nodes, at least of `data.reserved_cpus`."""
+    scale = config.scale
+    left = sum(n.resources.get("CPU", 0.0) for n in nodes) - scale.max_workers * scale.cpus_per_worker
+    return max(0.01, round(max(config.data.reserved_cpus, left) / scale.max_workers, 2))
 
 
 def own_placement_groups() -> set[str]:

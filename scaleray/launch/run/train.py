@@ -41,7 +41,7 @@ from scaleray.training.state import weights as final_weights
 from scaleray.watchers import Guard, Watcher
 from scaleray.workload import brings_optimizer, make_workload
 
-READERS = {"worker": "the workers themselves", "ray": "Ray Data tasks"}
+READERS = {"worker": "the workers themselves", "ray": "Ray tasks"}
 
 
 def train(
@@ -159,9 +159,7 @@ class _Run:
         self.facts: dict[str, Any] = {"environment": environment(), "topology": topology}
         splits = {name: Split.of(name, source) for name, source in sources.items()}
         readers = "worker" if topology[0]["node"] == "local" else config.data.readers
-        self.data = {
-            name: {**source.describe(), "read_by": splits[name].read_by(readers)} for name, source in sources.items()
-        }
+        self.data = {name: {**source.describe(), **splits[name].reading(readers)} for name, source in sources.items()}
         if before is not None:
             known = (before.newest.facts.get("data") or {}) if before.newest else {}
             advice = "resume with the same data, or start a new run from its weights: --workload.weights RUN_FOLDER"

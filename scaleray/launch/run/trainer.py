@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from scaleray.data import RaySources, Split
 from scaleray.data.source import Source
 from scaleray.errors import LeftEarly, RunFailedError, ScaleRayError
-from scaleray.launch.cluster.connection import input_cpus, own_placement_groups, remove_placement_groups
+from scaleray.launch.cluster.connection import alive_nodes, input_cpus, own_placement_groups, remove_placement_groups
 from scaleray.launch.workers.lost_workers import (
     SILENT_S,
     cause_of,
@@ -73,7 +73,7 @@ def fit(
     references = {name: ray.put(source) for name, source in sources.items() if name not in streamed}
     assignment = Assignment(
         job=job,
-        sources=RaySources(references, input_cpus(config)),
+        sources=RaySources(references, input_cpus(config, alive_nodes())),
         recorder=recorder.actor,
         run_path=run_path,
         facts=facts,

@@ -58,6 +58,13 @@ def test_input_tasks_share_the_reserved_cpus():
     assert input_cpus(config(**{"scale.workers": 4, "data.reserved_cpus": 0})) > 0
 
 
+def test_input_tasks_use_every_cpu_that_the_workers_leave_on_any_node():
+    of_two = config(**{"scale.workers": 2, "scale.cpus_per_worker": 2, "data.reserved_cpus": 1})
+    assert input_cpus(of_two, [node(4)]) == 0.5  # none is left, which the check of capacity refuses
+    assert input_cpus(of_two, [node(6)]) == 1
+    assert input_cpus(of_two, [node(6), node(8), node(8)]) == 9
+
+
 AFTER_RAY = """
 import ray
 from ray._raylet import get_authentication_mode, AuthenticationMode
