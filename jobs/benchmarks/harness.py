@@ -31,7 +31,7 @@ def interleaved(sides: Sequence[str], *, repeats: int, seed: int) -> Iterator[tu
         yield from ((number, side) for side in rng.sample(list(sides), len(sides)))
 
 
-def start_ray(*, num_cpus: int, object_store_bytes: int = 2**29) -> None:
+def start_ray(*, num_cpus: int, object_store_bytes: int = 2**29, include_dashboard: bool | None = None) -> None:
     """A Ray cluster of this process alone, ended by `ray.shutdown()`; others on the machine do not disturb it."""
     import ray
 
@@ -43,6 +43,7 @@ def start_ray(*, num_cpus: int, object_store_bytes: int = 2**29) -> None:
         address="local",
         num_cpus=num_cpus,
         object_store_memory=object_store_bytes,
+        include_dashboard=include_dashboard,
         log_to_driver=False,
         logging_level="warning",
         runtime_env={"env_vars": {"RAY_ADDRESS": address}},

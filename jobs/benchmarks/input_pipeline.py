@@ -1,8 +1,8 @@
 """How fast rows reach the training code: scaleray's pipeline against torch's DataLoader, over the same rows.
 
-One epoch of shuffled batches, delivered to one consumer as torch tensors that it may write to. scaleray reads with
-Ray Data tasks (one Ray CPU) from arrays in the object store or from a Parquet file; DataLoader reads a map-style
-Dataset over the arrays in memory with its default collate, in 0 and in 2 worker processes.
+Shuffled batches, delivered to one consumer as torch tensors that it may write to, for small rows, long rows of tokens
+and images that are decoded, cropped and flipped. scaleray's rows are read by a thread of the consumer's process
+(`worker`) and by Ray tasks on two Ray CPUs (`ray`); DataLoader has 0 and 2 worker processes.
 
     python jobs/benchmarks/input_pipeline.py --repeats 5
 """
@@ -11,190 +11,229 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import harness
-import numpy as np
+import input_cases
+import psutil
 import torch
+from input_cases import Batch, Case
 
-NUM_FEATURES = 64
-DATALOADERS = ("dataloader_0", "dataloader_2")
-SIDES = ("scaleray_arrays", "scaleray_parquet", *DATALOADERS)
+from scaleray.launch.cluster.connection import DRIVER_ENVIRONMENT, WORKER_NICENESS
+
 RULES = """\
-One epoch of {rows:,} rows of 64 float32 and an int64 label, shuffled, batch {batch}. The clock runs from before the
-iterator is made to after the last batch; nothing is done with a batch but keeping its labels and first column. Each
-side runs once before the rounds, unmeasured: processes are warm and files cached. Sides are in random order in each
-round (seed {seed}), {repeats} rounds. Median (smallest-largest). The ratio is taken in each round, to the faster
-DataLoader of that round. Every row arrived exactly once, with its own label, in every epoch."""
-
-Batches = Iterator[dict[str, torch.Tensor]]
-
-
-class Rows(torch.utils.data.Dataset):
-    """The rows as a user's ordinary map-style Dataset."""
-
-    def __init__(self, columns: dict[str, np.ndarray]) -> None:
-        self.x, self.label = torch.from_numpy(columns["x"]), torch.from_numpy(columns["label"])
-
-    def __len__(self) -> int:
-        return len(self.label)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"x": self.x[index], "label": self.label[index]}
+Each side delivers shuffled epochs to one consumer, which keeps the number of each row and checks it against the row's
+content: every row arrived exactly once an epoch. The clock runs from before the iterator is made to after the last
+batch. `plain` is a DataLoader over a map-style Dataset with the default collate; `batched` one whose Dataset gives the
+rows of a list of indices at once (a BatchSampler as its sampler), as an experienced user writes it; both with 0 and
+with 2 worker processes. `worker` and `ray` say who reads for scaleray (`data.readers`), with default settings and two
+Ray CPUs for tasks; `auto` chooses {auto}. Each side runs once before the rounds, unmeasured. Sides are in random order
+in each round (seed {seed}), {repeats} rounds. Medians (smallest-largest); ratios are taken in each round, to the
+fastest DataLoader of that round. A round is thrown out where other processes of the machine took more than
+{foreign:.0%} of its cores' time during any side of the case; how many rounds are left stands in the table.
+All sides run with the malloc settings of a scaleray worker, which save page faults for either. CPU s: of this process
+and its children, Ray's included, for the same rows."""
+DATALOADERS = ("plain_0", "plain_2", "batched_0", "batched_2")
+FOREIGN_SHARE = 0.15
+TASK_CPUS = 2.0
+WORKER_MALLOC = {name: value for name, value in DRIVER_ENVIRONMENT.items() if name.startswith("MALLOC_")}
 
 
-def make_columns(num_rows: int) -> dict[str, np.ndarray]:
-    """Random rows; the label is the row number and so is the first feature, so that a consumer can check both."""
-    x = np.random.default_rng(0).standard_normal((num_rows, NUM_FEATURES), dtype=np.float32)
-    x[:, 0] = np.arange(num_rows)
-    return {"x": x, "label": np.arange(num_rows)}
+def dataloader_sides(case: Case) -> Iterator[str]:
+    """Names of the DataLoader sides of a case."""
+    yield from (f"{kind}_{workers}" for kind in case.datasets for workers in (0, 2))
 
 
-def write_parquet(columns: dict[str, np.ndarray], path: Path) -> None:
-    """The same rows as a Parquet file with row groups of 10,000."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+class Scaleray:
+    """Sources of a case as a worker of a run with one rank reads them, under a Ray that is up."""
 
-    lists = pa.FixedSizeListArray.from_arrays(pa.array(columns["x"].reshape(-1)), NUM_FEATURES)
-    pq.write_table(pa.table({"x": lists, "label": columns["label"]}), path, row_group_size=10_000)
+    def __init__(self, case: Case) -> None:
+        import ray
 
+        from scaleray.data import Split, as_source
 
-def dataloader_batches(rows: Rows, *, batch_size: int, num_workers: int, epoch: int) -> Batches:
-    """One epoch of a DataLoader as its documentation shows it."""
-    order = torch.Generator().manual_seed(epoch)
-    yield from torch.utils.data.DataLoader(
-        rows, batch_size=batch_size, shuffle=True, num_workers=num_workers, generator=order
-    )
+        self.case = case
+        self.sources = {name: as_source(given, split="train") for name, given in case.sources.items()}
+        self.splits = {name: Split.of("train", source) for name, source in self.sources.items()}
+        self.references = {name: ray.put(source) for name, source in self.sources.items()}
 
+    def sides(self) -> Iterator[str]:
+        yield from (f"{name}_{readers}" for name in self.sources for readers in ("worker", "ray"))
 
-def scaleray_batches(source: Any, source_ref: Any, *, batch_size: int, epoch: int) -> Batches:
-    """One epoch as a worker of a run with one rank and the default data settings reads it."""
-    from scaleray.config.data import DataSettings
-    from scaleray.data import Part, StepPlan, StepStream
-    from scaleray.data.local_start import Demand
-    from scaleray.data.ray_blocks import ray_blocks
-    from scaleray.data.source import Columns
+    def auto(self, name: str) -> str:
+        """Who reads a source under `data.readers: auto`."""
+        return self.splits[name].read_by("auto")
 
-    settings = DataSettings()
-    plan = StepPlan(
-        source.num_rows, batch_size, seed=epoch, group_sizes=source.group_sizes, window_rows=settings.window_rows
-    )
-    part = Part(plan, rank=0, world_size=1, first_step=0, last_step=plan.steps_per_epoch)
-    prefetch_bytes = settings.prefetch_mib * 2**20
+    def batches(self, side: str, seed: int) -> Iterator[Batch]:
+        """Epochs as a worker of a run with one rank and otherwise default data settings reads them."""
+        from scaleray.config.data import DataSettings
+        from scaleray.data import Input, Part, RaySources, StepPlan
 
-    def open_blocks(part: Part, demand: Demand) -> Iterator[Columns]:
-        return ray_blocks(
-            source_ref,
-            part,
-            row_bytes=source.row_bytes,
-            chunk_bytes=settings.chunk_mib * 2**20,
-            memory_bytes=prefetch_bytes,
-            cpus=settings.reserved_cpus,
+        name, _, readers = side.rpartition("_")
+        source, settings = self.sources[name], DataSettings(readers=readers)
+        plan = StepPlan(
+            source.num_rows,
+            self.case.batch_size,
+            seed=seed,
+            group_sizes=source.group_sizes,
+            window_rows=settings.window_rows,
         )
+        part = Part(plan, rank=0, world_size=1, first_step=0, last_step=plan.steps_per_epoch * self.case.epochs)
+        stored = RaySources({"train": self.references[name]}, TASK_CPUS)
+        stream = Input(stored, settings, False, lambda: float("inf"), harness.log).open(self.splits[name], part)
+        for batch in stream:
+            yield {column: torch.from_numpy(values) for column, values in batch.columns.items()}
+        stream.close(wait_s=30)
 
-    stream = StepStream(open_blocks, part, row_bytes=source.row_bytes, prefetch_bytes=prefetch_bytes)
-    for batch in stream:
-        yield {name: torch.from_numpy(values) for name, values in batch.columns.items()}
 
-
-def consume(batches: Batches, *, num_rows: int) -> harness.Measurement:
-    """Run one epoch and check that every row came exactly once, whole."""
-    labels, firsts = [], []
+def consume(case: Case, open_batches: Callable[[], Iterator[Batch]]) -> harness.Measurement:
+    """Read all epochs and check that every row came exactly once in each, whole."""
+    numbers, first_batch_s = [], None
+    own_s, machine_s = cpu_seconds()
     started = time.perf_counter()
-    first_batch_s = None
-    for batch in batches:
+    for batch in open_batches():
         first_batch_s = first_batch_s or time.perf_counter() - started
-        labels.append(batch["label"].clone())
-        firsts.append(batch["x"][:, 0].clone())
-    epoch_s = time.perf_counter() - started
-    arrived = torch.cat(labels)
-    if not torch.equal(arrived.sort().values, torch.arange(num_rows)):
-        raise RuntimeError(f"{len(arrived)} rows arrived, {len(arrived.unique())} of them different, not {num_rows}")
-    if not torch.equal(torch.cat(firsts), arrived.float()):
-        raise RuntimeError("features and labels of different rows were mixed")
-    if torch.equal(arrived, arrived.sort().values):
-        raise RuntimeError("the rows arrived in order, not shuffled")
-    return {"epoch_s": epoch_s, "rows_per_s": num_rows / epoch_s, "first_batch_s": first_batch_s}
+        numbers.append(case.row_numbers(batch).clone())
+    wall_s = time.perf_counter() - started
+    own_after_s, machine_after_s = cpu_seconds()
+    arrived = torch.cat(numbers).reshape(case.epochs, case.num_rows)
+    if not torch.equal(arrived.sort(dim=1).values, torch.arange(case.num_rows).expand(case.epochs, -1)):
+        raise RuntimeError(f"{case.name}: rows are missing, or came twice")
+    if torch.equal(arrived[0], arrived[0].sort().values):
+        raise RuntimeError(f"{case.name}: the rows arrived in order, not shuffled")
+    cpu_s = own_after_s - own_s
+    foreign_s = max(0.0, machine_after_s - machine_s - cpu_s)
+    return {
+        "wall_s": wall_s,
+        "rows_per_s": case.num_rows * case.epochs / wall_s,
+        "first_batch_s": first_batch_s,
+        "cpu_s": cpu_s,
+        "foreign_share": foreign_s / (wall_s * (psutil.cpu_count() or 1)),
+        "load": os.getloadavg()[0],
+    }
 
 
-def measure(arguments: argparse.Namespace, folder: Path) -> list[harness.Measurement]:
-    """All rounds of all sides, in one process with one Ray cluster."""
+def cpu_seconds() -> tuple[float, float]:
+    """CPU seconds so far of this process and its children, ended ones included, and of the whole machine."""
+    own, this = 0.0, psutil.Process()
+    for process in [this, *this.children(recursive=True)]:
+        try:
+            times = process.cpu_times()
+        except psutil.Error:
+            continue
+        own += times.user + times.system
+        if process == this:
+            own += times.children_user + times.children_system
+    machine = psutil.cpu_times()
+    return own, sum(machine) - machine.idle - machine.iowait - machine.guest - machine.guest_nice
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> tuple[list[harness.Measurement], dict[str, str]]:
+    """All rounds of all sides of all cases, in one process with one Ray cluster; and who reads under `auto`."""
     import ray
 
-    from scaleray.data import ArraySource, ParquetSource
+    makers: dict[str, Callable[[], Case]] = {
+        "rows": lambda: input_cases.small_rows(folder, arguments.rows),
+        "tokens2048": lambda: input_cases.tokens(folder, arguments.tokens, 2048),
+        "tokens8192": lambda: input_cases.tokens(folder, arguments.tokens, 8192),
+        "images": lambda: input_cases.images(folder, arguments.images),
+    }
+    found, auto = [], {}
+    for key in arguments.cases:
+        # a cluster for each case, whose tasks find no rows of another one
+        harness.start_ray(num_cpus=2, include_dashboard=False)
+        case = makers[key]()
+        ours = Scaleray(case)
+        auto |= {f"{case.name}, {name}": ours.auto(name) for name in case.sources}
+        sides = [side for side in (*ours.sides(), *dataloader_sides(case)) if arguments.only in side]
 
-    columns = make_columns(arguments.rows)
-    write_parquet(columns, folder / "rows.parquet")
-    rows, arrays, parquet = Rows(columns), ArraySource(columns), ParquetSource(folder / "rows.parquet")
-    harness.start_ray(num_cpus=3)
-    refs = {"scaleray_arrays": (arrays, ray.put(arrays)), "scaleray_parquet": (parquet, ray.put(parquet))}
+        def run(side: str, seed: int, case: Case = case, ours: Scaleray = ours) -> harness.Measurement:
+            kind, _, workers = side.rpartition("_")
+            if side not in DATALOADERS:
+                return consume(case, lambda: ours.batches(side, seed))
+            options = {"batch_size": case.batch_size, "num_workers": int(workers), "is_batched": kind == "batched"}
+            epochs = range(seed, seed + case.epochs)
+            return consume(case, lambda: input_cases.dataloader_batches(case.datasets[kind], epochs=epochs, **options))
 
-    def run(side: str, epoch: int) -> harness.Measurement:
-        if side in refs:
-            batches = scaleray_batches(*refs[side], batch_size=arguments.batch_size, epoch=epoch)
-        else:
-            workers = int(side.rpartition("_")[2])
-            batches = dataloader_batches(rows, batch_size=arguments.batch_size, num_workers=workers, epoch=epoch)
-        return consume(batches, num_rows=arguments.rows)
-
-    for side in arguments.sides:
-        run(side, epoch=0)
-    found = []
-    for number, side in harness.interleaved(arguments.sides, repeats=arguments.repeats, seed=arguments.seed):
-        found.append({"round": number, "side": side, **run(side, epoch=1 + number)})
-        harness.log(f"round {number + 1}: {side:17} {found[-1]['rows_per_s']:9.0f} rows/s")
-    ray.shutdown()
-    return found
+        for side in sides:
+            run(side, seed=0)
+        for number, side in harness.interleaved(sides, repeats=arguments.repeats, seed=arguments.seed):
+            found.append({"case": case.name, "round": number, "side": side, **run(side, seed=1 + number)})
+            last = found[-1]
+            harness.log(
+                f"{case.name} round {number + 1}: {side:23} {last['rows_per_s']:9.0f} rows/s, "
+                f"{last['cpu_s']:.2f} CPU s, foreign {last['foreign_share']:.0%}"
+            )
+        ray.shutdown()
+    return found, auto
 
 
-def describe(found: list[harness.Measurement], arguments: argparse.Namespace) -> str:
-    """The rules and the table."""
-    rows = []
-    for side in arguments.sides:
-        own = [m for m in found if m["side"] == side]
-        ratio = harness.ratios(found, "rows_per_s", side=side, baselines=DATALOADERS)
-        rows.append(
-            [
-                side,
-                harness.show([m["rows_per_s"] / 1000 for m in own]),
-                harness.show([m["epoch_s"] for m in own], "{:.2f}"),
-                harness.show([m["first_batch_s"] for m in own], "{:.3f}"),
-                harness.show(ratio, "{:.2f}"),
-            ]
-        )
-    header = ["side", "1000 rows/s", "epoch, s", "first batch, s", "ratio to the faster DataLoader"]
+def quiet_rounds(found: list[harness.Measurement]) -> list[harness.Measurement]:
+    """Measurements of the rounds that nothing else on the machine disturbed."""
+    disturbed = {(m["case"], m["round"]) for m in found if m["foreign_share"] > FOREIGN_SHARE}
+    return [m for m in found if (m["case"], m["round"]) not in disturbed]
+
+
+def describe(found: list[harness.Measurement], auto: dict[str, str], arguments: argparse.Namespace) -> str:
+    """The rules and a table for each case."""
     rules = RULES.format(
-        rows=arguments.rows, batch=arguments.batch_size, seed=arguments.seed, repeats=arguments.repeats
+        auto="; ".join(f"{reader} for {what}" for what, reader in auto.items()),
+        seed=arguments.seed,
+        repeats=arguments.repeats,
+        foreign=FOREIGN_SHARE,
     )
-    return rules + "\n\n" + harness.table(header, rows)
+    kept, parts = quiet_rounds(found), [rules]
+    for case in dict.fromkeys(m["case"] for m in found):
+        own_case = [m for m in kept if m["case"] == case]
+        rows = []
+        for side in dict.fromkeys(m["side"] for m in own_case):
+            own = [m for m in own_case if m["side"] == side]
+            ratio = harness.ratios(own_case, "rows_per_s", side=side, baselines=DATALOADERS)
+            rows.append(
+                [
+                    side,
+                    harness.show([m["rows_per_s"] / 1000 for m in own], "{:.1f}"),
+                    harness.show([m["first_batch_s"] for m in own], "{:.3f}"),
+                    harness.show([m["cpu_s"] for m in own], "{:.2f}"),
+                    harness.show(ratio, "{:.2f}"),
+                    harness.show([m["foreign_share"] * 100 for m in own], "{:.0f}"),
+                ]
+            )
+        rounds = len({m["round"] for m in own_case})
+        header = ["side", "1000 rows/s", "first batch, s", "CPU s", "ratio to the fastest DataLoader", "foreign CPU, %"]
+        parts.append(f"## {case}: {rounds} of {arguments.repeats} rounds\n\n{harness.table(header, rows)}")
+    return "\n\n".join(parts)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rows", type=int, default=200_000)
-    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=2**25)
+    parser.add_argument("--images", type=int, default=1_536)
     parser.add_argument("--seed", type=int, default=0, help="of the order of the sides within each round")
-    parser.add_argument("--sides", type=lambda text: text.split(","), default=list(SIDES), help=",".join(SIDES))
+    parser.add_argument("--only", default="", help="sides whose names contain this")
+    cases = ["rows", "tokens2048", "tokens8192", "images"]
+    parser.add_argument("--cases", type=lambda text: text.split(","), default=cases, help=",".join(cases))
     parser.add_argument("--results", type=Path, default=harness.RESULTS, help="folder for the report")
     arguments = parser.parse_args()
-    if unknown := set(arguments.sides) - set(SIDES):
-        parser.error(f"unknown sides: {', '.join(sorted(unknown))}")
-    conditions = harness.conditions(["torch", "ray", "numpy", "pyarrow"])
+    if unknown := set(arguments.cases) - set(cases):
+        parser.error(f"unknown cases: {', '.join(sorted(unknown))}")
+    if not os.environ.keys() >= WORKER_MALLOC.keys():
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**WORKER_MALLOC, **os.environ})
+    conditions = harness.conditions(["torch", "ray", "numpy", "pyarrow", "pillow"])
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        os.environ.update(harness.ray_environment(folder))
-        found = measure(arguments, Path(folder))
-    settings = {"rows": arguments.rows, "batch_size": arguments.batch_size, "seed": arguments.seed}
-    record = {"conditions": conditions, "settings": settings, "measurements": found}
+        os.environ.update({**harness.ray_environment(folder), WORKER_NICENESS: "0"})  # as in a Ray of scaleray's own
+        found, auto = measure(arguments, Path(folder))
     harness.write_report(
         "input_pipeline",
         title="Input pipeline",
-        text=describe(found, arguments),
-        record=record,
+        text=describe(found, auto, arguments),
+        record={"conditions": conditions, "settings": harness.arguments_of(arguments), "measurements": found},
         folder=arguments.results,
     )
 
