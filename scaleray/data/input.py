@@ -18,7 +18,7 @@ from scaleray.data.stream import StepStream
 from scaleray.text.units import MIB
 
 READ_S = 1.0  # rows that are read together take no longer, however small they are: training waits for the first
-COPIES_AHEAD_BYTES = 8 * COPIED_BYTES  # rows in memory need not be far ahead, and more would leave the caches
+COPIES_AHEAD_BYTES = 16 * COPIED_BYTES  # rows in memory need not be far ahead, and more would leave the caches
 
 
 @dataclass(frozen=True)

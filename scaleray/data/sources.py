@@ -77,13 +77,15 @@ class TokenSource:
         self.dtype = np.dtype(dtype) if self._array is None else self._array.dtype
         if self.path is not None and not Path(self.path).is_file():
             raise DataError("a token file", self.path, "it does not exist")
+        self._windows: np.ndarray | None = None
         self.sequence_length = self.tokens_per_row = sequence_length
         self.row_bytes = (sequence_length + 1) * self.dtype.itemsize
         self.num_rows = max(0, (len(self._tokens()) - 1) // sequence_length)
 
     def read(self, indices: np.ndarray) -> Columns:
-        rows = np.lib.stride_tricks.sliding_window_view(self._tokens(), self.sequence_length + 1)
-        return {"tokens": np.asarray(rows[indices * self.sequence_length])}  # whole rows are copied, not single tokens
+        if self._windows is None:  # making them takes as long as copying several rows
+            self._windows = np.lib.stride_tricks.sliding_window_view(self._tokens(), self.sequence_length + 1)
+        return {"tokens": np.asarray(self._windows[indices * self.sequence_length])}  # whole rows, not single tokens
 
     def describe(self) -> dict[str, Any]:
         tokens = self._tokens()
@@ -106,7 +108,7 @@ class TokenSource:
         return self._array
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
+        state = {**self.__dict__, "_windows": None}
         if self.path is not None:
             state["_array"] = None  # the map is opened again where the source arrives
         return state
