@@ -28,8 +28,10 @@ def ray_blocks(
     read = ray.remote(_read_in_task).options(num_cpus=min(1.0, cpus), scheduling_strategy="SPREAD")
     part_ref = ray.put(part)
     remaining = chunks(part, row_bytes=row_bytes, chunk_bytes=chunk_bytes)
+    window_rows = 0 if part.plan.group_sizes is None else min(part.plan.window_rows, part.plan.num_samples)
+    largest = max(chunk_bytes, max(part.rows_per_step, window_rows / part.world_size) * row_bytes)
     # for each CPU a task that runs and one that can begin at once, as far as their rows have room
-    most = max(2, min(2 * math.ceil(cpus), int(memory_bytes // max(chunk_bytes, part.rows_per_step * row_bytes))))
+    most = max(2, min(2 * math.ceil(cpus), int(memory_bytes // largest)))
     under_way: deque[Any] = deque()
     while True:
         for steps in itertools.islice(remaining, most - len(under_way)):

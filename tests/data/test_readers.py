@@ -167,6 +167,12 @@ def test_tasks_are_under_way_for_every_cpu_as_far_as_their_rows_have_room(ray, c
     assert ray.steps == list(chunks(PART, row_bytes=8, chunk_bytes=chunk_bytes))
 
 
+def test_windows_of_row_groups_count_as_large_as_they_are(ray):
+    part = Part(StepPlan(400, 4, group_sizes=(40,) * 10, window_rows=200), 0, 1, 0, 200)
+    list(ray_blocks(SOURCE, part, row_bytes=8, chunk_bytes=64, memory_bytes=3 * 200 * 8, cpus=16))
+    assert ray.most_under_way == 3
+
+
 @pytest.mark.parametrize("cause", [DataError("row 7", "damaged", "it must be readable"), ZeroDivisionError("row 7")])
 def test_an_error_of_scaleray_in_a_task_arrives_as_itself_and_any_other_with_rays_text(ray, cause):
     failed = ray.exceptions.RayTaskError("the traceback in the task")
