@@ -25,7 +25,7 @@ class DataSettings(Settings):
     reads fewer rows of a torch Dataset that would take longer than a second."""
     prefetch_mib: Positive = 256.0
     """Data in MiB by which the pipeline of one worker may run ahead of training, and so how many tasks read for it at
-    a time: one for each chunk_mib that has room. Rows in memory are copied at most 8 MiB ahead, or two batches."""
+    a time: one for each chunk_mib that has room. Rows in memory are copied at most 16 MiB ahead, or two batches."""
     reserved_cpus: NonNegative = 1.0
     """Ray CPUs kept free for input tasks. With 0 the input can starve when training takes every CPU. The tasks of a
     run may use all CPUs that its workers leave, those of other nodes as well; in a study, these alone."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scaleray.config.data import DataSettings
-from scaleray.data.blocks import COPIED_BYTES, LocalBlocks
+from scaleray.data.blocks import LocalBlocks
 from scaleray.data.local_start import LOCAL_CHUNK_STEPS, LOCAL_START_S, Demand, start_locally
 from scaleray.data.part import Part
 from scaleray.data.ray_blocks import ray_blocks, starvation_reason, stream_blocks
@@ -18,7 +18,7 @@ from scaleray.data.stream import StepStream
 from scaleray.text.units import MIB
 
 READ_S = 1.0  # rows that are read together take no longer, however small they are: training waits for the first
-COPIES_AHEAD_BYTES = 16 * COPIED_BYTES  # rows in memory need not be far ahead, and more would leave the caches
+COPIES_AHEAD_BYTES = 2**24  # rows in memory need not be far ahead, and more would leave the caches
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from scaleray.data.source import Columns
 from scaleray.errors import InputStarvedError, ScaleRayError
 
 FIRST_EXPLANATION_S = 15.0  # a cold cluster takes about 5 s for its first batch
-GROUP_BYTES = 2**21  # small batches are handed over together: waking the other thread takes longer than cutting one
+GROUP_BYTES = 2**22  # small batches are handed over together: waking the other thread takes longer than cutting one
 
 
 @dataclass(frozen=True)
