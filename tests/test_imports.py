@@ -10,6 +10,8 @@ import pytest
 import scaleray
 
 HEAVY = ("torch", "ray", "mlflow")
+NOT_FOR_WORDS = (*HEAVY, "numpy", "scipy", "pandas", "pyarrow", "pydantic", "yaml", "psutil")
+"""Modules that no list of options needs."""
 ONLY_IN_WORKERS = ("torch._dynamo", "torch.distributed.tensor", "sympy", "mlflow", "ray", "scaleray.training.loop")
 """Modules of a second of a core, or more, that a driver on Ray needs later or never."""
 ROOT = Path(__file__).parents[1]
@@ -42,6 +44,35 @@ def loaded_after(statements):
 )
 def test_light_parts_import_nothing_heavy(statements):
     assert loaded_after(statements) == []
+
+
+def imported_by(words, modules):
+    """Which of these modules a command line has imported when it is done."""
+    statements = f"import sys\nfrom scaleray.cli.main import run_command\nassert run_command({words.split()}) == 0\n"
+    report = f"print('loaded:', *(m for m in {modules} if m in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", statements + report], capture_output=True, text=True, timeout=600, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1].split()[1:]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--help",
+        "--version",
+        *(f"{name} --help" for name in ("train", "plan", "study", "sweep", "verify", "compare", "report")),
+        *(f"{name} --help" for name in ("checkpoint", "config", "tracking", "plan explain", "checkpoint list")),
+    ],
+)
+def test_help_imports_neither_the_config_nor_what_computes(words):
+    assert imported_by(words, NOT_FOR_WORDS) == []
+
+
+@pytest.mark.parametrize("words", ["config keys", "plan --model gpt2 --cluster h100:8x2 --json"])
+def test_words_and_plans_about_configs_import_nothing_that_computes(words):
+    assert imported_by(words, (*HEAVY, "numpy", "scipy", "pandas", "pyarrow")) == []
 
 
 def test_the_check_itself_sees_a_heavy_import():

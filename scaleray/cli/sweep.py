@@ -12,7 +12,6 @@ from cyclopts import Parameter
 
 from scaleray.cli.options import ConfigFile, Flag, Overrides
 from scaleray.cli.output import Output
-from scaleray.config.base import absolute_path
 from scaleray.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -148,6 +147,7 @@ def _given_again(folder: str, config: Path | None, overrides: tuple[str, ...]) -
 
 def _grid(folder: str) -> Any:
     """The record of a finished sweep. Raises ConfigError for a folder that holds none."""
+    from scaleray.config.base import absolute_path
     from scaleray.launch.sweep.folder import finished_record
 
     found = finished_record(absolute_path(folder), option="--against-grid")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 
-import psutil
-
 from scaleray.cli.options import ConfigFile, Json, Overrides
 
 
@@ -33,6 +31,7 @@ def train(
     local
         Run in this process without Ray, for a debugger.
     """
+    import psutil
     from rich.console import Console
 
     from scaleray.config import load_config

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from scaleray import metric_names as names
-from scaleray.records.rows import Row
-from scaleray.records.study import Estimate
+
+if TYPE_CHECKING:
+    from scaleray.records.rows import Row
+    from scaleray.records.study import Estimate
 
 MIB, GIB = 2.0**20, 2.0**30
 

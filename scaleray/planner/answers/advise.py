@@ -8,6 +8,7 @@ Predictions, not measurements: each has the interval that the planner's own miss
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,7 @@ from scaleray.planner.cost.constants import DEFAULT, Constants
 from scaleray.planner.cost.fits_in_memory import HEADROOM, Verdict, verdict
 from scaleray.planner.cost.layout import Layout
 from scaleray.planner.cost.memory import MemoryEstimate, memory
-from scaleray.planner.cost.step_time import StepTime, step_time
+from scaleray.planner.cost.step_time import StepTime, least_step_s, step_time
 from scaleray.planner.cost.uncertainty import Reason, doubts, interval, is_trusted, reasons
 from scaleray.planner.hardware.kinds import Network
 from scaleray.records.study import Estimate
@@ -86,49 +87,71 @@ def advise(question: Question, constants: Constants = DEFAULT) -> Advice:
 
     Raises ConfigError where the batch cannot be divided at all, or nothing fits; the message says what would help.
     """
-    advice = survey(question, constants)
-    if not advice.num_layouts:
+    choices: list[Choice] = []
+    rejected: list[Rejected] = []
+    for layout in layouts(question):
+        needed = memory(question.model, layout)
+        if verdict(needed, question.cluster.gpu) == "does not fit":
+            rejected.append(_rejected(question, layout, needed))
+        else:
+            choices.append(predict(question, layout, needed=needed, constants=constants))
+    num_layouts = len(choices) + len(rejected)
+    if not num_layouts:
         raise ConfigError(
             "--global-batch",
             question.global_batch,
             f"no layout of {question.cluster.num_gpus} GPUs divides it",
             _nearest(question),
         )
-    if not advice.choices:
-        rejected = advice.rejected
+    if not choices:
         raise ConfigError(
             "model", question.model.name, _fits_nowhere(question, rejected), _what_would_fit(question, rejected)
         )
-    return advice
-
-
-def survey(question: Question, constants: Constants = DEFAULT) -> Advice:
-    """The same as `advise`, but with no choices and no error where nothing fits."""
-    choices: list[Choice] = []
-    rejected: list[Rejected] = []
-    count = 0
-    for layout in layouts(question):
-        count += 1
-        needed = memory(question.model, layout)
-        card = question.cluster.gpu.memory_gib * GIB
-        missing = HEADROOM * card - needed.spare_bytes(question.cluster.gpu)
-        if missing > 0:
-            reason = (
-                f"needs {needed.device_bytes / GIB:.1f} GiB of {card / GIB:.1f}, "
-                f"of which {100 * HEADROOM:.0f} % are kept free"
-            )
-            rejected.append(Rejected(layout, reason, missing / GIB))
-            continue
-        choices.append(predict(question, layout, needed=needed, constants=constants))
     if question.rank_by == "memory":
         choices.sort(key=lambda one: one.memory.device_bytes)
     else:
         # on given GPUs the fastest is the cheapest and the soonest done as well
         choices.sort(key=lambda one: one.step_time_s.value)
-    if choices:
-        best = recommended(choices, is_by_time=question.rank_by != "memory")
-        choices = [best, *(one for one in choices if one is not best)]
-    return Advice(question=question, choices=choices, rejected=rejected, num_layouts=count)
+    best = recommended(choices, is_by_time=question.rank_by != "memory")
+    ranked = [best, *(one for one in choices if one is not best)]
+    return Advice(question=question, choices=ranked, rejected=rejected, num_layouts=num_layouts)
+
+
+def best_of(question: Question, constants: Constants = DEFAULT) -> Choice | None:
+    """The choice that `advise` recommends, without all others; None where it refuses.
+
+    Layouts are predicted in the order of the least that a step of theirs can take, until no other can be the best.
+    """
+    model, cluster = question.model, question.cluster
+    found: dict[Verdict, list[tuple[Layout, MemoryEstimate]]] = defaultdict(list)
+    for layout in layouts(question):
+        needed = memory(model, layout)
+        found[verdict(needed, cluster.gpu)].append((layout, needed))
+    fitting = found["fits"] or found["may not fit"]
+    if question.rank_by == "memory":
+        fitting = [min(fitting, key=lambda one: one[1].device_bytes)] if fitting else []
+    least = [
+        least_step_s(
+            model,
+            layout,
+            cluster,
+            measured=question.measured,
+            fused_attention=question.fused_attention,
+            constants=constants,
+        )
+        for layout, _ in fitting
+    ]
+    predicted: dict[int, Choice] = {}
+    fastest = math.inf
+    for index in sorted(range(len(fitting)), key=least.__getitem__):
+        if least[index] > TIE * fastest:
+            break
+        layout, needed = fitting[index]
+        predicted[index] = predict(question, layout, needed=needed, constants=constants)
+        fastest = min(fastest, predicted[index].step_time_s.value)
+    # equals stay in the order of their layouts
+    ranked = sorted((predicted[index] for index in sorted(predicted)), key=lambda one: one.step_time_s.value)
+    return recommended(ranked) if ranked else None
 
 
 def recommended(choices: Sequence[Choice], *, is_by_time: bool = True) -> Choice:
@@ -183,6 +206,15 @@ def predict(
         doubts=unlike,
         cost_per_million_samples=None if price is None else 1e6 / rate * price * layout.num_gpus / 3600,
     )
+
+
+def _rejected(question: Question, layout: Layout, needed: MemoryEstimate) -> Rejected:
+    card = question.cluster.gpu.memory_gib * GIB
+    missing = HEADROOM * card - needed.spare_bytes(question.cluster.gpu)
+    reason = (
+        f"needs {needed.device_bytes / GIB:.1f} GiB of {card / GIB:.1f}, of which {100 * HEADROOM:.0f} % are kept free"
+    )
+    return Rejected(layout, reason, missing / GIB)
 
 
 def _plainness(choice: Choice) -> tuple[float, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from scaleray.planner.answers.question import Question
 from scaleray.planner.cost.layout import Checkpointing, Layout, Schedule, Sharding
@@ -17,14 +16,6 @@ def layouts(question: Question) -> Iterator[Layout]:
     what is recomputed and how state is sharded."""
     num_gpus, model = question.cluster.num_gpus, question.model
     is_wide = question.precision in ("fp32", "tf32")
-    base = Layout(
-        precision=question.precision,
-        is_mixed=not is_wide,
-        gradient_bytes=4,
-        optimizer_bytes=question.optimizer_bytes,
-        compiled=question.compiled,
-        sequence_parallel=True,
-    )
     for tensor in _tensor_degrees(question):
         for pipeline in _pipeline_degrees(question, num_gpus // tensor):
             data = num_gpus // tensor // pipeline
@@ -39,8 +30,13 @@ def layouts(question: Question) -> Iterator[Layout]:
                     for checkpointing in _checkpointings(model, question.fused_attention):
                         for schedule, chunks in _schedules(pipeline, passes, model.num_layers):
                             for expert in _expert_degrees(question, data * tensor):
-                                yield replace(
-                                    base,
+                                yield Layout(
+                                    precision=question.precision,
+                                    is_mixed=not is_wide,
+                                    gradient_bytes=4,
+                                    optimizer_bytes=question.optimizer_bytes,
+                                    compiled=question.compiled,
+                                    sequence_parallel=True,
                                     data=data,
                                     shard=shard,
                                     tensor=tensor,

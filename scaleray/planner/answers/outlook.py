@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from scaleray.planner.answers.advise import TIE, Advice, Choice, predict, survey
+from scaleray.planner.answers.advise import TIE, Advice, Choice, best_of, predict
 from scaleray.planner.answers.layouts import layouts
 from scaleray.planner.answers.question import Question
 from scaleray.planner.hardware.kinds import Cluster
@@ -57,9 +57,9 @@ def outlook(advice: Advice) -> Outlook:
         if cluster.num_gpus == question.cluster.num_gpus:
             found.append((cluster.num_gpus, advice.best))
             continue
-        smaller = survey(replace(question, cluster=cluster, strategies=kinds_of(question, advice.best)))
-        if smaller.choices:
-            found.append((cluster.num_gpus, smaller.best))
+        best = best_of(replace(question, cluster=cluster, strategies=kinds_of(question, advice.best)))
+        if best is not None:
+            found.append((cluster.num_gpus, best))
     lone = alone(question)
     points = []
     for gpus, choice in found:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from scaleray.errors import ConfigError
-from scaleray.planner.answers.advise import Choice, survey
+from scaleray.planner.answers.advise import Choice, best_of
 from scaleray.planner.answers.outlook import kinds_of, sizes
 from scaleray.planner.answers.question import Question
 from scaleray.planner.cost.checkpoint_stalls import checkpoint_cost, is_asked
@@ -105,11 +105,9 @@ def _others(cluster: Cluster) -> list[Cluster]:
 def _ways(target: Target, question: Question, *, interval_s: float | None, is_asynchronous: bool) -> list[Way]:
     found = []
     for batch in sorted({round(question.global_batch * factor) for factor in FACTORS} - {0}):
-        choices = survey(replace(question, global_batch=batch)).choices
-        if choices:
-            found.append(
-                _way(target, question, choices[0], batch, interval_s=interval_s, is_asynchronous=is_asynchronous)
-            )
+        best = best_of(replace(question, global_batch=batch))
+        if best is not None:
+            found.append(_way(target, question, best, batch, interval_s=interval_s, is_asynchronous=is_asynchronous))
     return found
 
 

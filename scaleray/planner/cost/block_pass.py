@@ -13,6 +13,7 @@ from scaleray.planner.cost.constants import DEFAULT, Constants
 from scaleray.planner.cost.context_parallel import key_value_exchange_s
 from scaleray.planner.cost.experts import expert_exchange_s, owned_params, reduced_params
 from scaleray.planner.cost.layout import Layout, group_of
+from scaleray.planner.cost.remembered import remembered
 from scaleray.planner.hardware.kinds import Cluster
 from scaleray.planner.models.profile import Block, ModelProfile
 
@@ -26,6 +27,15 @@ class Measured:
     comm_scale: float = 1.0
     sample_s: float | None = None
     """Seconds of forward and backward pass of one sample, where the profile cannot say; scaled as well."""
+
+
+UNMEASURED = Measured()
+
+WORK_FIELDS = (
+    "micro_batch", "data", "tensor", "pipeline", "context", "expert", "precision", "checkpointing", "compiled",
+    "sequence_parallel", "channels_last", "overlaps_tensor",
+)  # fmt: skip
+"""What of a layout decides how long a micro-batch takes through a block."""
 
 
 @dataclass(frozen=True)
@@ -86,27 +96,34 @@ def block_passes(
     constants: Constants = DEFAULT,
 ) -> list[tuple[int, BlockPass]]:
     """How often each block is repeated, and one micro-batch through one of them."""
-    measured = measured or Measured()
-    return [
-        (block.count, _pass_of(block, model, layout, cluster, measured, fused_attention, constants))
+    works = [
+        block_work(layout, block, model, cluster, measured or UNMEASURED, fused_attention, constants)
         for block in model.blocks
     ]
+    return [(block.count, work + _held(layout, block)) for block, work in zip(model.blocks, works, strict=True)]
 
 
-def _pass_of(
+@remembered("data", "shard", "tensor", "context", "expert", "sharding")
+def _held(layout: Layout, block: Block) -> BlockPass:
+    """The parameters of a block, which take no time in a pass."""
+    return BlockPass(reduced_params=reduced_params(block, layout), owned_params=owned_params(block, layout))
+
+
+@remembered(*WORK_FIELDS)
+def block_work(
+    layout: Layout,
     block: Block,
     model: ModelProfile,
-    layout: Layout,
     cluster: Cluster,
     measured: Measured,
     fused: bool,
     constants: Constants,
 ) -> BlockPass:
-    reduced, owned = reduced_params(block, layout), owned_params(block, layout)
+    """One micro-batch through one such block, without the parameters that it holds."""
     if measured.sample_s is not None:
         # only the time of a whole step is known: a third of it is the forward pass
         share = block.num_params / model.num_params * measured.sample_s * layout.micro_batch * measured.compute_scale
-        return BlockPass(share / 3, share * 2 / 3, reduced_params=reduced, owned_params=owned)
+        return BlockPass(share / 3, share * 2 / 3)
     times = block_times(block, layout, cluster.gpu, fused_attention=fused, constants=constants)
     is_layer = block.count > 1 or model.kind == "cnn"
     again = {"none": 0.0, "selective": times.attention_s, "alternate": 0.5 * times.forward_s, "full": times.forward_s}
@@ -137,6 +154,4 @@ def _pass_of(
         tensor_comm_s=comm + exchange,
         exchange_comm_s=exchange,
         launch_s=launches * scale,
-        reduced_params=reduced,
-        owned_params=owned,
     )

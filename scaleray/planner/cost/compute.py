@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from scaleray.planner.cost.constants import DEFAULT, Constants
 from scaleray.planner.cost.layout import Layout
+from scaleray.planner.cost.remembered import remembered
 from scaleray.planner.hardware.kinds import Gpu
 from scaleray.planner.models.profile import Block
 
@@ -80,6 +81,13 @@ def block_times(
     block: Block, layout: Layout, gpu: Gpu, *, fused_attention: bool = True, constants: Constants = DEFAULT
 ) -> PassTimes:
     """Times of one micro-batch through one such block on one GPU of a tensor parallel group."""
+    return _block_times(layout, block, gpu, fused_attention, constants)
+
+
+@remembered(
+    "micro_batch", "context", "tensor", "expert", "precision", "compiled", "sequence_parallel", "channels_last"
+)  # fmt: skip
+def _block_times(layout: Layout, block: Block, gpu: Gpu, fused_attention: bool, constants: Constants) -> PassTimes:
     samples = layout.micro_batch / layout.context
     tensor = layout.tensor
     width = element_bytes(layout) / 2.0

@@ -10,15 +10,14 @@ optimizer's step.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from scaleray.planner.cost.compute import element_bytes
 from scaleray.planner.cost.experts import held_params, state_shards
-from scaleray.planner.cost.layout import Layout
+from scaleray.planner.cost.layout import Checkpointing, Layout
+from scaleray.planner.cost.remembered import remembered
 from scaleray.planner.cost.stages import balanced_cuts, even_cuts, filled_cuts
 from scaleray.planner.hardware.kinds import Gpu
 from scaleray.planner.models.profile import Block, ModelProfile
@@ -94,33 +93,44 @@ class MemoryEstimate:
 
 def memory(model: ModelProfile, layout: Layout) -> MemoryEstimate:
     """The memory of the fullest stage, at the moment of the step when it is fullest."""
-    stages = _stages(model, layout)
-    return max(
-        (one for index, stage in enumerate(stages) for one in _moments(stage, index, model, layout)),
-        key=lambda one: one.device_bytes,
-    )
+    groups = (layout.data > 1) + (layout.tensor > 1) + (layout.context > 1)
+    groups += PIPELINE_GROUPS if layout.pipeline > 1 else 0
+    context = CONTEXT_BYTES + COLLECTIVE_BYTES * groups
+    share = 0.0 if layout.engine == "planned" else FRAGMENTATION_SHARE
+    fullest = -1.0
+    parts: tuple[float, ...] = ()
+    for stage in _stages(layout, model):
+        for moment, lost in _moments(stage, layout):
+            allocated = sum(moment)
+            fragmentation = share * allocated + lost
+            taken = allocated + fragmentation + context
+            if taken > fullest:
+                fullest, parts = taken, (*moment, fragmentation, context)
+    return MemoryEstimate(**dict(zip(MemoryEstimate.__dataclass_fields__, parts, strict=True)))
 
 
-def activation_bytes(block: Block, layout: Layout) -> float:
-    """Bytes that one such block keeps of one micro-batch until its backward pass."""
+def activation_bytes(block: Block, layout: Layout, checkpointing: Checkpointing | None = None) -> float:
+    """Bytes that one such block keeps of one micro-batch until its backward pass. checkpointing: another than
+    the layout's."""
+    checkpointing = checkpointing or layout.checkpointing
     samples = layout.micro_batch / layout.context
     width = element_bytes(layout) / 2
     unsplit = layout.tensor if layout.sequence_parallel else 1
-    if layout.checkpointing == "full" and block.count > 1:
+    if checkpointing == "full" and block.count > 1:
         return samples * width * block.boundary_bytes / unsplit
     is_whole = block.count == 1 and not layout.splits_logits
     tensor = 1 if is_whole else layout.tensor
-    if layout.checkpointing == "alternate" and block.alternate_kept_bytes and block.count > 1:
+    if checkpointing == "alternate" and block.alternate_kept_bytes and block.count > 1:
         return samples * width * (block.boundary_bytes / unsplit + block.alternate_kept_bytes / tensor)
     kept = block.kept_bytes / unsplit + block.split_kept_bytes / tensor
     if layout.compiled:
         kept -= block.eager_kept_bytes / unsplit + block.eager_split_kept_bytes / tensor
-    if layout.checkpointing != "selective":
+    if checkpointing != "selective":
         kept += block.score_kept_bytes / tensor
     if layout.sequence_parallel and layout.keeps_gathered:
         # what is gathered along the sequence before two of the products stays whole for their weights' gradients
         kept += 2 * block.boundary_bytes * (1 - 1 / layout.tensor) if block.count > 1 else 0.0
-    if layout.checkpointing == "alternate" and block.count > 1:
+    if checkpointing == "alternate" and block.count > 1:
         kept *= ALTERNATE_SHARE
     return samples * width * kept
 
@@ -135,81 +145,105 @@ def micro_batches_in_flight(layout: Layout) -> float:
     return min(passes, stages)
 
 
-def _stages(model: ModelProfile, layout: Layout) -> list[list[Block]]:
+@dataclass(frozen=True, eq=False)
+class _Stage:
+    """A stage of a pipeline. index: the first stage that holds these blocks. layers: those that are no head, each with
+    how often it is there."""
+
+    index: int
+    blocks: tuple[Block, ...]
+    layers: tuple[tuple[int, Block], ...]
+    head: tuple[Block, ...]
+    last_sent: Block | None
+    """Block whose output is sent on, where there is a next stage."""
+    has_root: bool
+    """Whether blocks that are not repeated make a unit of FSDP of their own."""
+
+
+@remembered("pipeline", "even_stages", "filled_stages")
+def _stages(layout: Layout, model: ModelProfile) -> tuple[_Stage, ...]:
+    """The stages that differ. Of equal ones the first holds the most micro-batches, and so needs the most memory."""
     singles = [block for block in model.blocks for _ in range(block.count)]
-    if layout.pipeline == 1:
-        return [singles]
-    cuts = _cuts(model, layout.pipeline, layout.even_stages, layout.filled_stages)
-    return [singles[start:end] for start, end in itertools.pairwise(cuts)]
+    cuts = [0, len(singles)]
+    if layout.pipeline > 1:
+        costs = [max(block.forward_flops, 1.0) for block in singles]
+        cut = filled_cuts if layout.filled_stages else balanced_cuts
+        cuts = even_cuts(model, layout.pipeline) if layout.even_stages else cut(costs, layout.pipeline)
+    found: dict[tuple[int, ...], _Stage] = {}
+    for index, (start, end) in enumerate(itertools.pairwise(cuts)):
+        blocks = tuple(singles[start:end])
+        layers = [block for block in blocks if block is not model.blocks[-1] or model.kind == "cnn"]
+        head = tuple(block for block in blocks if block is model.blocks[-1] and model.kind != "cnn")
+        often = Counter(map(id, layers))  # equal layers are one object
+        distinct = {id(block): (often[id(block)], block) for block in layers}
+        sends = layout.pipeline > 1 and layers and not head
+        last = layers[-1] if sends else None
+        stage = _Stage(index, blocks, tuple(distinct.values()), head, last, model.kind != "cnn")
+        found.setdefault(tuple(map(id, blocks)), stage)
+    return tuple(found.values())
 
 
-@functools.lru_cache(maxsize=256)
-def _cuts(model: ModelProfile, pipeline: int, is_even: bool, is_filled: bool) -> list[int]:
-    if is_even:
-        return even_cuts(model, pipeline)
-    cut = filled_cuts if is_filled else balanced_cuts
-    return cut([max(block.forward_flops, 1.0) for block in model.blocks for _ in range(block.count)], pipeline)
-
-
-def _moments(stage: list[Block], index: int, model: ModelProfile, layout: Layout) -> Iterator[MemoryEstimate]:
-    """What the stage holds at each of the moments of a step that can be its fullest."""
-    states = _states(stage, layout)
-    layers = [block for block in stage if block is not model.blocks[-1] or model.kind == "cnn"]
-    head = [block for block in stage if block is model.blocks[-1] and model.kind != "cnn"]
-    in_flight = micro_batches_in_flight(layout)
-    if layout.schedule == "1f1b":
-        in_flight = min(layout.accumulation, max(1, layout.pipeline - index))
-    kinds = Counter(map(id, layers))  # equal layers are one object
-    distinct = list({id(block): block for block in layers}.values())
-    kept = in_flight * sum(kinds[id(block)] * activation_bytes(block, layout) for block in distinct)
-    if layout.pipeline > 1 and layers and not head:
-        # what was sent on is kept too: the backward pass begins at it
-        kept += in_flight * _sent_bytes(layers[-1], layout)
+def _moments(stage: _Stage, layout: Layout) -> tuple[tuple[tuple[float, ...], float], ...]:
+    """What the stage holds at each of the moments of a step that can be its fullest: the parts of a `MemoryEstimate`
+    that are allocated, and bytes lost besides. Numbers alone, as there are thousands of layouts."""
+    accumulates = layout.accumulation > 1
+    held = _held(layout, stage, accumulates)
+    one_kept, sent, logits, again = _activations(layout, stage)
+    in_flight = (
+        min(layout.accumulation, max(1, layout.pipeline - stage.index))
+        if layout.schedule == "1f1b"
+        else micro_batches_in_flight(layout)
+    )
+    # what was sent on is kept too: the backward pass begins at it
+    kept = in_flight * one_kept + in_flight * sent
     # without accumulation, FSDP and a lone GPU have no gradients before the backward pass
-    waits = layout.accumulation > 1 or layout.pipeline > 1 or (layout.data > 1 and layout.sharding != "zero3")
-    before = states.gradients if waits else 0.0
-    logits = sum(activation_bytes(block, layout) for block in head)
-    again = max((_again_bytes(block, layout) for block in distinct), default=0.0)
-    unsharded, reduced = _unsharded(stage, model, layout)
-    groups = sum(degree > 1 for degree in (layout.data, layout.tensor, layout.context))
-    groups += PIPELINE_GROUPS if layout.pipeline > 1 else 0
+    waits = accumulates or layout.pipeline > 1 or (layout.data > 1 and layout.sharding != "zero3")
+    before = held.gradients if waits else 0.0
+    whole = held.unsharded + held.reduced
     # a long row finds no place where activations lay, in blocks that are shorter, and keeps its own
-    row = states.update if layout.engine == "deepspeed" else 0.0
-    for activations, loss, gradients, units, update, lost in (
-        (kept, logits, before, unsharded, 0.0, row),  # the loss is taken
-        (kept + again, 0.0, before, unsharded + reduced, 0.0, row),  # the last layer's backward pass
-        (again, 0.0, states.gradients, unsharded + reduced, 0.0, row),  # the first layer's
-        (0.0, 0.0, states.gradients, 0.0, states.update, 0.0),  # the optimizer steps
-    ):
-        pieces = {
-            "parameters": states.parameters,
-            "gradients": gradients,
-            "optimizer": states.optimizer + update,
-            "activations": activations,
-            "logits": loss,
-            "unsharded": units,
-            "buckets": states.buckets,
-        }
-        share = 0.0 if layout.engine == "planned" else FRAGMENTATION_SHARE
-        yield MemoryEstimate(
-            **pieces,
-            fragmentation=share * sum(pieces.values()) + lost,
-            context=CONTEXT_BYTES + COLLECTIVE_BYTES * groups,
-        )
+    row = held.update if layout.engine == "deepspeed" else 0.0
+    params, after, state, buckets = held.parameters, held.gradients, held.optimizer, held.buckets
+    return (
+        ((params, before, state, kept, logits, held.unsharded, buckets), row),  # the loss is taken
+        ((params, before, state, kept + again, 0.0, whole, buckets), row),  # the last layer's backward pass
+        ((params, after, state, again, 0.0, whole, buckets), row),  # the first layer's
+        ((params, after, state + held.update, 0.0, 0.0, 0.0, buckets), 0.0),  # the optimizer steps
+    )
+
+
+@remembered(
+    "micro_batch", "context", "tensor", "precision", "checkpointing", "sequence_parallel", "splits_logits", "compiled",
+    "keeps_gathered",
+)  # fmt: skip
+def _activations(layout: Layout, stage: _Stage) -> tuple[float, float, float, float]:
+    """Bytes of one micro-batch in a stage: what its layers keep, what it sends on, the head's logits, and what the
+    backward pass of the largest layer needs besides."""
+    kept = sum(count * activation_bytes(block, layout) for count, block in stage.layers)
+    sent = _sent_bytes(stage.last_sent, layout) if stage.last_sent else 0.0
+    logits = sum(activation_bytes(block, layout) for block in stage.head)
+    return kept, sent, logits, max((_again_bytes(block, layout) for _, block in stage.layers), default=0.0)
 
 
 @dataclass(frozen=True)
-class _States:
-    """Bytes of what outlives a micro-batch; `update`: bytes of what only the optimizer's step needs."""
+class _Held:
+    """Bytes of a stage that do not depend on the micro-batch. `update`: of what only the optimizer's step needs;
+    `unsharded`: of FSDP's units that are whole during a pass; `reduced`: of the gradient that is reduced."""
 
     parameters: float
     gradients: float
     optimizer: float
     update: float
     buckets: float
+    unsharded: float
+    reduced: float
 
 
-def _states(stage: list[Block], layout: Layout) -> _States:
+@remembered(
+    "data", "shard", "tensor", "pipeline", "context", "expert", "sharding", "precision", "is_mixed", "gradient_bytes",
+    "optimizer_bytes", "accumulates_whole", "engine", "offloads",
+)  # fmt: skip
+def _held(layout: Layout, of: _Stage, accumulates: bool) -> _Held:
+    stage = of.blocks
     copies = sum(block.tied_params for block in stage) if layout.pipeline > 1 else 0.0
     params = sum(held_params(block, layout) for block in stage) + copies / layout.tensor
     shards = state_shards(stage, layout)
@@ -225,7 +259,7 @@ def _states(stage: list[Block], layout: Layout) -> _States:
         else element_bytes(layout)
     )
     waits_whole = layout.sharding in ("zero2", "zero3") and layout.accumulates_whole
-    if (waits_whole or (layout.sharding == "zero3" and layout.pipeline > 1)) and layout.accumulation > 1:
+    if (waits_whole or (layout.sharding == "zero3" and layout.pipeline > 1)) and accumulates:
         # what waits whole for the last micro-batch, as it does in a pipeline, has the width that it is reduced in
         gradient_bytes, cut_gradients = max(2.0, layout.gradient_bytes), 1
     is_in_rows = layout.engine == "deepspeed"
@@ -239,24 +273,28 @@ def _states(stage: list[Block], layout: Layout) -> _States:
     if layout.sharding in ("zero1", "zero2") and is_widened and is_in_rows:
         buckets = min(BUCKET_BYTES, params * gradient_bytes)
     optimizer = 0.0 if layout.offloads else params * (master_bytes + layout.optimizer_bytes) / cut_states
-    return _States(
+    unsharded, reduced = _unsharded(of, layout)
+    return _Held(
         parameters=params * param_bytes / cut_params,
         gradients=params * gradient_bytes / cut_gradients,
         optimizer=optimizer,
         update=params * (6 if is_in_rows else 4) / cut_states if is_widened and not layout.offloads else 0.0,
         buckets=buckets,
+        unsharded=unsharded,
+        reduced=reduced,
     )
 
 
-def _unsharded(stage: list[Block], model: ModelProfile, layout: Layout) -> tuple[float, float]:
+def _unsharded(of: _Stage, layout: Layout) -> tuple[float, float]:
     """Bytes of FSDP's units that are whole during a pass, and of the gradient that is reduced."""
+    stage = of.blocks
     if layout.sharding != "zero3" or layout.num_shards == 1:
         return 0.0, 0.0
     unit = max(
         (held_params(block, layout) for block in stage if block.count > 1), default=held_params(stage[0], layout)
     )
     # what is in no layer, embedding and head, is a unit of its own that stays
-    root = sum(held_params(block, layout) for block in stage if block.count == 1) if model.kind != "cnn" else 0.0
+    root = sum(held_params(block, layout) for block in stage if block.count == 1) if of.has_root else 0.0
     # two of the layers' units are whole: the one in use and the one that is fetched; those that are narrower on the
     # wire are widened again before they are used
     wide = 2.0 if layout.is_mixed else element_bytes(layout)
@@ -277,7 +315,7 @@ def _sent_bytes(block: Block, layout: Layout) -> float:
 def _again_bytes(block: Block, layout: Layout) -> float:
     """Bytes that the backward pass of one such block holds besides what was kept: what is computed again, and gradients
     of activations."""
-    whole = activation_bytes(block, replace(layout, checkpointing="none"))
+    whole = activation_bytes(block, layout, "none")
     products = max((2.0 * product.rows * product.columns for product in block.matmuls), default=0.0)
     passing = layout.micro_batch / layout.context * element_bytes(layout) / 2 * products / layout.tensor
     return whole - activation_bytes(block, layout) + passing + 2 * _sent_bytes(block, layout)

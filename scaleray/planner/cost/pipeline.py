@@ -35,10 +35,13 @@ def hand_overs_s(model: ModelProfile, layout: Layout, cluster: Cluster, constant
     exposed = 1.0 if layout.chunks == 1 else (1 - HIDDEN_SHARE) * layout.chunks
     stride = layout.tensor * layout.context * layout.data
     used = min(cluster.gpus_per_node, layout.num_gpus)
+    seconds: dict[bool, float] = {}  # a boundary inside a node, and between two of them
     found: list[float] = []
     for stage in range(layout.pipeline - 1):
         last = (stage + 1) * stride - 1
         leaves = last // used != (last + stride) // used
-        pair = Group(2, 1, 2, min(stride, used)) if leaves else Group(2, 2, 1)
-        found.append(exposed * 2 * (send_s(nbytes, pair, cluster, constants) + constants.handover_s))
+        if leaves not in seconds:
+            pair = Group(2, 1, 2, min(stride, used)) if leaves else Group(2, 2, 1)
+            seconds[leaves] = exposed * 2 * (send_s(nbytes, pair, cluster, constants) + constants.handover_s)
+        found.append(seconds[leaves])
     return found

@@ -21,10 +21,11 @@ def even_cuts(model: ModelProfile, num_stages: int) -> list[int]:
 def balanced_cuts(costs: list[float], num_stages: int) -> list[int]:
     """Where to cut `costs` into stages of neighbours so that the dearest stage is as cheap as it can be."""
     low, high = max(costs), sum(costs)
+    backwards = costs[::-1]
     # a cut changes only where a block moves, so that a fine bracket is as good as an exact bound
     while high > low * (1 + PRECISION):
         middle = (low + high) / 2
-        low, high = (low, middle) if len(_cut(costs, middle)) <= num_stages else (middle, high)
+        low, high = (low, middle) if _fits(backwards, middle, num_stages) else (middle, high)
     starts = _cut(costs, high)
     return starts + [len(costs)] * (num_stages + 1 - len(starts))
 
@@ -37,6 +38,20 @@ def filled_cuts(costs: list[float], num_stages: int) -> list[int]:
         if so_far > total * len(starts) / num_stages * (1 + 1e-9) and len(starts) < num_stages:
             starts.append(index + 1)
     return starts + [len(costs)] * (num_stages + 1 - len(starts))
+
+
+def _fits(backwards: list[float], limit: float, num_stages: int) -> bool:
+    """Whether `_cut` makes no more stages than that; it is asked dozens of times for each cut that is made."""
+    filled, limit = 0.0, limit * (1 + 1e-9)
+    for cost in backwards:
+        together = filled + cost
+        if together > limit and filled > 0:
+            num_stages -= 1
+            if not num_stages:
+                return False
+            together = cost
+        filled = together
+    return True
 
 
 def _cut(costs: list[float], limit: float) -> list[int]:

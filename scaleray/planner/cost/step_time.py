@@ -12,17 +12,22 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from dataclasses import dataclass
 
-from scaleray.planner.cost.block_pass import BlockPass, Measured, block_passes
+from scaleray.planner.cost.block_pass import UNMEASURED, WORK_FIELDS, BlockPass, Measured, block_passes, block_work
 from scaleray.planner.cost.communication import all_gather_s, all_reduce_s
 from scaleray.planner.cost.compute import optimizer_s
 from scaleray.planner.cost.constants import DEFAULT, Constants
 from scaleray.planner.cost.layout import Layout, group_of
 from scaleray.planner.cost.pipeline import hand_overs_s, idle_micro_batches
+from scaleray.planner.cost.remembered import remembered
 from scaleray.planner.cost.stages import balanced_cuts, even_cuts
 from scaleray.planner.hardware.kinds import Cluster
 from scaleray.planner.models.profile import ModelProfile
+
+ROUNDING = 1e-9
+"""Relative error that sums of a model's blocks stay below, in whatever order they are taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +97,7 @@ def step_time(
     constants: Constants = DEFAULT,
 ) -> StepTime:
     """One optimizer step of `layout`. `measured` scales the compute to what was seen on a GPU."""
-    measured = measured or Measured()
+    measured = measured or UNMEASURED
     hand_overs = [measured.comm_scale * one for one in hand_overs_s(model, layout, cluster, constants)]
     stages = _stages(model, layout, cluster, measured, fused_attention, constants)
     stage, wait = _slowest(stages, hand_overs)
@@ -104,7 +109,7 @@ def step_time(
             _data_comm(model, one, layout, cluster, constants, measured.comm_scale),
             optimizer_s(one.owned_params, layout, cluster.gpu, constants),
         )
-        for one in dict.fromkeys(stages)
+        for one in {id(one): one for one in stages}.values()
     ]
     data, update = max(ends, key=lambda end: end[0].exposed_s + end[1])
     bubbles = idle_micro_batches(layout)
@@ -132,6 +137,31 @@ def step_time(
     )
 
 
+def least_step_s(
+    model: ModelProfile,
+    layout: Layout,
+    cluster: Cluster,
+    *,
+    measured: Measured | None = None,
+    fused_attention: bool = True,
+    constants: Constants = DEFAULT,
+) -> float:
+    """A time that `step_time` does not go below, and that is found much sooner: every micro-batch and the bubble at the
+    pace of an average stage, which the slowest one cannot beat, and nothing else."""
+    whole = _whole(layout, model, cluster, measured or UNMEASURED, fused_attention, constants)
+    passes = layout.accumulation + idle_micro_batches(layout)
+    return passes * whole.total_s / layout.pipeline * (1 - ROUNDING)
+
+
+@remembered(*WORK_FIELDS)
+def _whole(
+    layout: Layout, model: ModelProfile, cluster: Cluster, measured: Measured, fused: bool, constants: Constants
+) -> BlockPass:
+    """One micro-batch through all blocks of the model."""
+    works = ((one.count, block_work(layout, one, model, cluster, measured, fused, constants)) for one in model.blocks)
+    return sum((work.times(count) for count, work in works), BlockPass())
+
+
 def _stages(
     model: ModelProfile, layout: Layout, cluster: Cluster, measured: Measured, fused: bool, constants: Constants
 ) -> list[BlockPass]:
@@ -139,30 +169,44 @@ def _stages(
     passes = block_passes(model, layout, cluster, measured=measured, fused_attention=fused, constants=constants)
     if layout.pipeline == 1:
         return [sum((one.times(count) for count, one in passes), BlockPass())]
-    singles = [one for count, one in passes for _ in range(count)]
-    if layout.even_stages:
-        cuts = even_cuts(model, layout.pipeline)
-    else:
-        # cuts as they are planned, before anything is measured: else a step's time would jump where a block
-        # changes its stage
-        planned = (
-            block_passes(model, layout, cluster, fused_attention=fused, constants=constants)
-            if model.has_flops
-            else passes
-        )
-        cuts = balanced_cuts([one.total_s for count, one in planned for _ in range(count)], layout.pipeline)
-    return [sum(singles[start:end], BlockPass()) for start, end in itertools.pairwise(cuts)]
+    # cuts as they are planned, before anything is measured: else a step's time would jump where a block
+    # changes its stage
+    planned = UNMEASURED if model.has_flops else measured
+    cuts = (
+        even_cuts(model, layout.pipeline)
+        if layout.even_stages
+        else _cuts(layout, model, cluster, planned, fused, constants)
+    )
+    blocks = [index for index, (count, _) in enumerate(passes) for _ in range(count)]
+    sums: dict[tuple[int, ...], BlockPass] = {}  # most stages hold the same
+    stages: list[BlockPass] = []
+    for start, end in itertools.pairwise(cuts):
+        held = tuple(blocks[start:end])
+        if held not in sums:
+            sums[held] = sum((passes[index][1] for index in held), BlockPass())
+        stages.append(sums[held])
+    return stages
+
+
+@remembered(*WORK_FIELDS)
+def _cuts(
+    layout: Layout, model: ModelProfile, cluster: Cluster, measured: Measured, fused: bool, constants: Constants
+) -> list[int]:
+    """Where the pipeline cuts the model's blocks, each taken as often as it is repeated."""
+    works = [(one.count, block_work(layout, one, model, cluster, measured, fused, constants)) for one in model.blocks]
+    return balanced_cuts([one.total_s for count, one in works for _ in range(count)], layout.pipeline)
 
 
 def _slowest(stages: list[BlockPass], hand_overs: list[float]) -> tuple[BlockPass, float]:
     """The stage with most to compute, and what hand-overs add to each micro-batch, there or at a stage that they make
     slower still."""
-    slowest = max(stages, key=lambda stage: stage.total_s)
+    seconds = [stage.total_s for stage in stages]
+    most = max(seconds)
+    slowest = stages[seconds.index(most)]
     if len(stages) == 1:
         return slowest, 0.0
-    waits = [max(beside) for beside in zip([0.0, *hand_overs], [*hand_overs, 0.0], strict=True)]
-    period = max(stage.total_s + wait for stage, wait in zip(stages, waits, strict=True))
-    return slowest, period - slowest.total_s
+    waits = map(max, [0.0, *hand_overs], [*hand_overs, 0.0])
+    return slowest, max(map(operator.add, seconds, waits)) - most
 
 
 def _stretched(stage: BlockPass, layout: Layout) -> tuple[float, float, float]:

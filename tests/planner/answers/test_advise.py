@@ -8,13 +8,15 @@ import pytest
 
 from scaleray.config import load_config
 from scaleray.errors import ConfigError, UsageError
-from scaleray.planner.answers.advise import advise, predict
+from scaleray.planner.answers import advise as advising
+from scaleray.planner.answers.advise import advise, best_of, predict
 from scaleray.planner.answers.layouts import layouts
 from scaleray.planner.answers.outlook import CurvePoint, outlook, remarks_on
 from scaleray.planner.answers.question import Question
 from scaleray.planner.answers.write import config_keys
 from scaleray.planner.cost.layout import Layout
 from scaleray.planner.cost.memory import memory
+from scaleray.planner.cost.step_time import least_step_s, step_time
 from scaleray.planner.cost.uncertainty import WIDER
 from scaleray.planner.hardware.cluster_text import parse_cluster
 from scaleray.planner.models.names import find_model
@@ -194,6 +196,38 @@ def test_sixteen_thousand_gpus_are_as_easy_as_sixteen():
     # Meta reports 38 to 43 % (The Llama 3 Herd of Models, 2024, table 4); the planner's interval holds that
     low, high = (best.mfu * best.step_time_s.value / bound for bound in (best.step_time_s.high, best.step_time_s.low))
     assert low < 0.41 < high
+
+
+ALIKE = [
+    LLAMA,
+    replace(LLAMA, rank_by="memory"),
+    replace(LLAMA, input_samples_per_s=10.0),
+    replace(LLAMA, cluster=parse_cluster("h100:8x6"), global_batch=480, strategies=("ddp", "pp"), compiled=True),
+    replace(LLAMA, model=find_model("mixtral-8x7b"), cluster=parse_cluster("h100:8x4"), global_batch=128),
+    replace(LLAMA, model=find_model("resnet-50"), cluster=parse_cluster("v100:4x4,net=100G"), precision="fp16"),
+    replace(LLAMA, model=find_model("llama-2-70b"), cluster=parse_cluster("a100-40:8x16,net=8x200G")),
+]
+
+
+@pytest.mark.parametrize("question", ALIKE, ids=lambda question: question.model.name)
+def test_the_best_choice_alone_is_the_one_recommended_among_all_and_takes_fewer_predictions(question, monkeypatch):
+    among_all = advise(question)
+    asked = []
+    monkeypatch.setattr(advising, "predict", lambda *given, **more: asked.append(1) or predict(*given, **more))
+    assert best_of(question) == among_all.best
+    if question.input_samples_per_s is None:  # else all layouts wait, and so are equally fast
+        assert len(asked) < 0.75 * len(among_all.choices)
+
+
+def test_nothing_is_best_where_nothing_fits():
+    assert best_of(replace(LLAMA, model=find_model("llama-3-405b"), strategies=("ddp",))) is None
+
+
+@pytest.mark.parametrize("question", ALIKE, ids=lambda question: question.model.name)
+def test_no_step_takes_less_than_the_least_that_is_said_of_it(question):
+    model, cluster = question.model, question.cluster
+    shares = [least_step_s(model, one, cluster) / step_time(model, one, cluster).total_s for one in layouts(question)]
+    assert 0.5 < max(shares) <= 1
 
 
 def test_a_faster_layout_that_may_not_fit_is_not_recommended():

@@ -1,0 +1,49 @@
+"""Results that many layouts share: what a cost depends on is named, and it is computed once for all layouts that agree
+in that.
+
+A survey of 16,384 GPUs lays out tens of thousands, which differ from each other in a degree or two.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
+
+if TYPE_CHECKING:
+    from scaleray.planner.cost.layout import Layout
+
+MOST = 2**14
+"""Results kept of one function: more than one survey needs."""
+
+Others = TypeVarTuple("Others")
+T = TypeVar("T")
+
+
+def remembered(*fields: str) -> Callable[[Callable[[Layout, *Others], T]], Callable[[Layout, *Others], T]]:
+    """Remember what a pure function of a layout and other objects gives, by these fields of the layout and the others.
+
+    The function must read no other field. The other objects are told apart by identity: they are such as stay, a block
+    or a GPU, and no numbers. `forget`, an attribute of the new function, drops what is remembered.
+    """
+    read = attrgetter(*fields)
+
+    def with_memory(function: Callable[[Layout, *Others], T]) -> Callable[[Layout, *Others], T]:
+        known: dict[tuple[Any, ...], tuple[T, Any]] = {}
+
+        @functools.wraps(function)
+        def cost(layout: Layout, *others: *Others) -> T:
+            key = (read(layout), *map(id, others))
+            found = known.get(key)
+            if found is None:
+                if len(known) >= MOST:
+                    known.clear()
+                # the others are kept with the result, so that no new object can have the identity of one of them
+                found = known[key] = (function(layout, *others), others)
+            return found[0]
+
+        cost.forget = known.clear  # type: ignore[attr-defined]
+        return cost
+
+    return with_memory
