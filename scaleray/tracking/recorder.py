@@ -27,6 +27,7 @@ from scaleray.records.run import (
 )
 from scaleray.tracking.chart_points import Points, in_ms
 from scaleray.tracking.operations import EndRun, LogArtifact, LogDataset, LogMetrics, LogParams, Operation, SetTags
+from scaleray.tracking.published_steps import PublishedSteps
 from scaleray.tracking.recording import Recording, RunIdentity
 from scaleray.tracking.recovery import Recovery
 from scaleray.tracking.run_description import RunDescription
@@ -53,6 +54,8 @@ class Recorder(SignsOfLife):
         self.work_dir.mkdir(parents=True, exist_ok=True)
         path = self.work_dir / "steps.csv"
         self.steps = StepsFile(path, is_continued=description.continues is not None, run_path=description.run_path)
+        elsewhere = description.run_path if description.run_path != description.work_dir else None
+        self._published = PublishedSteps(path, Store(elsewhere)) if elsewhere else None
         self.points = Points(every_steps=description.every_steps, tokens_per_sample=description.tokens_per_sample)
         self.spool = Spool(
             self.work_dir / "unsent.jsonl", say=self._event, where=lambda: f"step {max(self.steps.last_step, 0)}"
@@ -191,6 +194,9 @@ class Recorder(SignsOfLife):
         if tags:
             self._writer.put(SetTags(dict(tags)))
         self._writer.wait_until_written()  # steps.csv is complete
+        if self._published:
+            with contextlib.suppress(OSError):  # the parts say the same, and the whole file is uploaded once more
+                self._published.join()
         for name, text in files.items():
             (self.work_dir / name).write_text(text)
         self.log_files([str(self.work_dir / name) for name in ("steps.csv", *files)])
@@ -231,17 +237,16 @@ class Recorder(SignsOfLife):
 
     def _publish(self) -> str | None:
         """Bring what a resumed run needs to the run's folder, with each checkpoint; gives what went wrong."""
-        d = self.description
         if self.steps.is_behind:
             return f"{self.steps.path} cannot be written"
         if self.spool.problem:
             return self.spool.problem
-        if d.run_path and d.run_path != d.work_dir:
-            store = Store(d.run_path)
+        if self._published:
+            store = self._published.store
             try:
                 if not self.note.is_complete and (self._has_new_steps or not self._is_continued):
                     self.note.write(self.spool.store)
-                store.write(self.steps.path.name, [self.steps.path.read_bytes()])
+                self._published.send(self.steps.version)
                 if self.spool.path.exists():
                     store.write(self.spool.path.name, [self.spool.path.read_bytes()])
                 else:

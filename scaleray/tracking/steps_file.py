@@ -15,6 +15,7 @@ from typing import Any
 
 from scaleray.checkpoints.storage import Store
 from scaleray.records.run import StepRecord
+from scaleray.tracking.published_steps import read
 
 STEP_COLUMNS = (
     "step",
@@ -47,16 +48,16 @@ class StepsFile:
 
     run_path: where else the interrupted run's file may be. last_step, last_loss, num_nonfinite: values after the rows
     so far. damage: what was wrong with the interrupted run's file, whose copy is `kept_as`; "" for nothing, or a last
-    line that was cut, as a kill leaves it.
+    line that was cut, as a kill leaves it. version: another one whenever rows are changed that were written.
     """
 
     def __init__(self, path: Path, *, is_continued: bool, run_path: str | None) -> None:
-        self.path = path
+        self.path, self.version = path, 0
         self.damage = ""
         self.kept_as: Path | None = None
         if is_continued and not path.exists() and run_path:
             with contextlib.suppress(FileNotFoundError):
-                path.write_bytes(Store(run_path).read(path.name))
+                path.write_bytes(read(Store(run_path), path.name))
         content = path.read_bytes() if is_continued and path.exists() else b""
         self._cut = b""
         rows, self.damage = parse(content)
@@ -136,6 +137,7 @@ class StepsFile:
         temporary = self.path.with_suffix(".part")  # a kill in between must not cost the steps so far
         temporary.write_text("".join([",".join(STEP_COLUMNS) + "\n", *lines]))
         temporary.replace(self.path)
+        self.version += 1
         self._written_bytes = self.path.stat().st_size
 
     def _count(self, step: int, loss: float, is_finite: bool) -> None:

@@ -1,0 +1,99 @@
+"""steps.csv in a run's folder elsewhere, such as a bucket, where nothing can be appended: parts of a bounded size.
+
+Every checkpoint brings the last part again, and what was begun after it. The first part is steps.csv itself, so that a
+short run has no other; a run that has ended has the whole file there again, and no parts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+
+from scaleray.checkpoints.storage import Store
+
+PART_BYTES = 2**18
+"""Bytes after which a part ends with its row: what a checkpoint sends again at most, some two thousand steps."""
+
+
+class PublishedSteps:
+    """Brings the rows of a file to a store. Raises OSError."""
+
+    def __init__(self, path: Path, store: Store) -> None:
+        self.store, self._path = store, path
+        self._ends: list[int] = []
+        """Where in the file each part that was sent ends."""
+        self._version = -1
+
+    def send(self, version: int) -> None:
+        """Bring the store what it lacks. version: another one than last time where earlier rows have changed."""
+        is_known = self._version == version
+        kept = self._ends[:-1] if is_known else []
+        with open(self._path, "rb") as file:
+            file.seek(kept[-1] if kept else 0)
+            pieces = list(_pieces(file.read()))
+        ends = list(kept)
+        for piece in pieces:
+            ends.append((ends[-1] if ends else 0) + len(piece))
+        if is_known and ends == self._ends:
+            return
+        numbered = list(enumerate(pieces, start=len(kept)))
+        # rows come after those before them, for a kill in between; but a whole file that another process left must not
+        # become its first part before the others are there
+        for number, piece in numbered if is_known else reversed(numbered):
+            self.store.write(_part(self._path.name, number), [piece])
+        if not is_known:
+            self._remove_parts(after=len(pieces) - 1)
+        self._ends, self._version = ends, version
+
+    def join(self) -> None:
+        """Put the whole file in place of its parts, if it has any."""
+        if _parts(self.store, self._path.name):
+            self.store.write(self._path.name, [self._path.read_bytes()])
+            self._remove_parts(after=0)
+            self._version = -1
+
+    def _remove_parts(self, *, after: int) -> None:
+        for number, name in _parts(self.store, self._path.name):
+            if number > after:
+                self.store.delete(name)
+
+
+def read(store: Store, name: str) -> bytes:
+    """All rows of a steps.csv in a store, from its parts. Raises FileNotFoundError where there is none."""
+    content, last = [], 0
+    for part in (name, *(part for _, part in _parts(store, name))):
+        # rows that come again were left by a kill beside a whole file, and are no damage
+        lines = [
+            line for line in store.read(part).splitlines(keepends=True) if part == name or not 0 < _step(line) <= last
+        ]
+        last = max([last, *map(_step, lines)])
+        content += lines
+    return b"".join(content)
+
+
+def _pieces(content: bytes) -> Iterator[bytes]:
+    start = 0
+    while len(content) - start > PART_BYTES and (end := content.find(b"\n", start + PART_BYTES) + 1):
+        yield content[start:end]
+        start = end
+    yield content[start:]
+
+
+def _part(name: str, number: int) -> str:
+    path = PurePath(name)
+    return f"{path.stem}-{number:05d}{path.suffix}" if number else name
+
+
+def _parts(store: Store, name: str) -> list[tuple[int, str]]:
+    """The parts after the first, in their order."""
+    path = PurePath(name)
+    pattern = re.compile(rf"{re.escape(path.stem)}-(\d+){re.escape(path.suffix)}")
+    return sorted((int(found[1]), one) for one in store.names() if (found := pattern.fullmatch(one)))
+
+
+def _step(line: bytes) -> int:
+    with contextlib.suppress(ValueError):
+        return int(line.partition(b",")[0])
+    return 0
