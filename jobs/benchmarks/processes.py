@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
 import psutil
 
 EVERY_S = 0.2
+NAMED_EVERY = 20  # samples
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Sample(NamedTuple):
@@ -71,14 +76,35 @@ class CpuWatch:
 
     def _sample(self) -> None:
         cpu_s: dict[int, float] = {}
-        root = psutil.Process(self.pid)
-        for process in [root, *root.children(recursive=True)]:
-            with contextlib.suppress(psutil.Error):
-                times = process.cpu_times()
-                cpu_s[process.pid] = times.user + times.system
-                self.names[process.pid] = "the command" if process.pid == self.pid else _name(process)
+        for pid, seconds in _descendants(self.pid):
+            cpu_s[pid] = seconds
+            # a title changes once a process knows what it is for; to ask each time would cost what is measured
+            if pid not in self.names or len(self.samples) % NAMED_EVERY == 0:
+                with contextlib.suppress(psutil.Error):
+                    self.names[pid] = "the command" if pid == self.pid else _name(psutil.Process(pid))
+        cpu_s = {pid: seconds for pid, seconds in cpu_s.items() if pid in self.names}
         machine = psutil.cpu_times()
         self.samples.append(Sample(time.time(), cpu_s, sum(machine) - machine.idle - machine.iowait))
+
+
+def _descendants(root: int) -> Iterator[tuple[int, float]]:
+    """(process id, CPU seconds) of a process and all below it. psutil would take ten times as long, on the cores that
+    are measured."""
+    found: dict[int, tuple[int, float]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):
+                fields = Path(f"/proc/{name}/stat").read_bytes().rpartition(b") ")[2].split()
+                found[int(name)] = int(fields[1]), (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+    children: dict[int, list[int]] = defaultdict(list)
+    for pid, (parent, _) in found.items():
+        children[parent].append(pid)
+    waiting = [root]
+    while waiting:
+        pid = waiting.pop()
+        waiting += children[pid]
+        if pid in found:
+            yield pid, found[pid][1]
 
 
 def _name(process: psutil.Process) -> str:

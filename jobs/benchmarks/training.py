@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import importlib.util
+import itertools
 import json
 import os
 import statistics
@@ -35,6 +36,7 @@ BEFORE = "before"  # scaleray as another checkout has it, with --before
 BASELINE = "torchrun"
 NEEDED_LIBRARY = {"lightning": "lightning", "accelerate": "accelerate"}
 WORKLOADS = {"digits": 1000, "language_model": 100}  # jobs/<name>.yaml, and steps of a run
+WORKERS = ("ray::RayTrainWorker", *(f"with_{side}.py" for side in SIDES))  # names that `processes.py` gives them
 TIMEOUT_S = 1200.0
 COMMON_FLAGS = {
     "schedule.name": "constant",
@@ -53,6 +55,7 @@ are taken in each round, to {baseline} in that round.
 - first step: from the start of the command to the end of the first optimizer step on rank 0.
 - CPU s to it: CPU seconds of all processes of the command up to then. foreign CPU s: of all other processes of the
   machine, over the whole command: what disturbed the measurement.
+- helpers: CPU time of the command's processes but the workers in the steady part, in percent of one core.
 - input wait: share of the steady time that rank 0 spent waiting for its next batch.
 - memory: peak resident memory of a worker, the larger of the two; processes of data loaders not counted.
 - final loss: mean of the last 20 steps over all workers. A check that all sides train alike; the order of samples is
@@ -133,12 +136,13 @@ def run(side: str, job: Job, before: Path | None) -> harness.Measurement:
 
 def with_cpu(found: harness.Measurement, watch: CpuWatch, started_at: float) -> harness.Measurement:
     """What was measured, with the CPU seconds of the command's processes and of all others on the machine."""
-    first_step_at = started_at + found["first_step_s"]
-    start, steady = watch.cpu_s(until=first_step_at), watch.cpu_s(since=first_step_at)
+    start, steady = watch.cpu_s(until=started_at + found["first_step_s"]), watch.cpu_s(*found["steady_at"])
+    helpers_s = sum(seconds for name, seconds in steady.items() if name not in WORKERS)
     return {
         **found,
         "start_cpu_s": sum(start.values()),
         "steady_cpu_s": sum(steady.values()),
+        "helpers_share": helpers_s / (found["steady_at"][1] - found["steady_at"][0]),
         "foreign_cpu_s": watch.foreign_s(),
         "start_cpu_s_by_process": {name: round(seconds, 2) for name, seconds in start.items() if seconds >= 0.05},
         "steady_cpu_s_by_process": {name: round(seconds, 2) for name, seconds in steady.items() if seconds >= 0.05},
@@ -190,6 +194,7 @@ def read_by_hand(folder: Path, output: str, started_at: float) -> harness.Measur
     return {
         "samples_per_s": ranks[0]["samples_per_s"],
         "first_step_s": ranks[0]["first_step_at"] - started_at,
+        "steady_at": ranks[0]["steady_at"],
         "input_wait_share": ranks[0]["input_wait_share"],
         "peak_memory_bytes": [rank["peak_memory_bytes"] for rank in ranks],
         "final_loss": statistics.fmean(rank["final_loss"] for rank in ranks),
@@ -200,13 +205,16 @@ def read_scaleray(folder: Path, output: str, started_at: float) -> harness.Measu
     """What scaleray's own record says."""
     record = json.loads(output)
     with open(Path(record["run_dir"]) / "steps.csv", newline="") as file:
-        losses = [float(row["loss"]) for row in csv.DictReader(file)]
+        rows = list(csv.DictReader(file))
+    times = (float(row["step_time_s"]) for row in rows[1:])
+    ends = list(itertools.accumulate(times, initial=started_at + record["time_to_first_step_s"]))
     return {
         "samples_per_s": record["samples_per_s"],
         "first_step_s": record["time_to_first_step_s"],
+        "steady_at": [ends[max(10, len(rows) // 5) - 1], ends[-1]],
         "input_wait_share": record["input_wait_share"],
         "peak_memory_bytes": record["peak_memory_bytes"],
-        "final_loss": statistics.fmean(losses[-20:]),
+        "final_loss": statistics.fmean(float(row["loss"]) for row in rows[-20:]),
     }
 
 
@@ -228,6 +236,7 @@ def describe(job: Job, found: list[harness.Measurement], arguments: argparse.Nam
                 harness.show([m["first_step_s"] for m in own], "{:.1f}"),
                 harness.show(start, "{:.2f}"),
                 harness.show([m["start_cpu_s"] for m in own], "{:.1f}"),
+                harness.show([100 * m["helpers_share"] for m in own], "{:.0f}"),
                 harness.show([m["foreign_cpu_s"] for m in own], "{:.0f}"),
                 harness.show([100 * m["input_wait_share"] for m in own], "{:.1f}"),
                 harness.show([max(m["peak_memory_bytes"]) / 2**20 for m in own]),
@@ -235,7 +244,7 @@ def describe(job: Job, found: list[harness.Measurement], arguments: argparse.Nam
             ]
         )
     header = [
-        "side", "samples/s", "ratio", "first step, s", "ratio", "CPU s to it", "foreign CPU s", "input wait, %", "memory, MiB",
+        "side", "samples/s", "ratio", "first step, s", "ratio", "CPU s to it", "helpers, %", "foreign CPU s", "input wait, %", "memory, MiB",
         "final loss",
     ]  # fmt: skip
     rules = RULES.format(

@@ -16,6 +16,7 @@ from scaleray.config.checkpoint import CheckpointSettings
 from scaleray.errors import TrackingError
 from scaleray.records.read import FILE, AnyRecord, parse_record
 from scaleray.records.run import RunRecord
+from scaleray.tracking.light_import import import_mlflow
 from scaleray.tracking.store import check_reachable, open_client, resolve_uri, sqlite_path, without_password
 
 STEPS = "steps.csv"
@@ -91,6 +92,7 @@ def _in_mlflow(run: str, uri: str) -> FoundRun:
     if uri.startswith("sqlite:///") and not sqlite_path(uri).exists():
         raise unknown  # looking must not make a database
     check_reachable(uri)
+    import_mlflow()
     try:
         client = open_client(uri)
         known = _candidates(client, run)
@@ -156,6 +158,7 @@ def _with_evaluations(found: FoundRun) -> FoundRun:
         if uri.startswith("sqlite:///") and not sqlite_path(uri).exists():
             return found
         check_reachable(uri, timeout_s=2.0)
+        import_mlflow()
         client = open_client(uri)
         for name in sorted(record.metrics):
             history = client.get_metric_history(record.run_id, name)

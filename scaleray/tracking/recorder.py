@@ -67,7 +67,6 @@ class Recorder(SignsOfLife):
         self._writer = Writer[WorkerMessage | Operation](
             self.spool, self._take_item, self._flush_guarded, name="scaleray-recorder"
         )
-        self._has_message = threading.Event()
         self._shown = ShownMessages()
         self._last_evaluation = -1
         self._metrics: dict[str, float] = {}
@@ -80,18 +79,16 @@ class Recorder(SignsOfLife):
         self._changes: list[str] = []
         self._started = threading.Event()
 
-    def start(self, *, after_first_message_s: float = 0.0) -> RunIdentity:
+    def start(self) -> RunIdentity:
         """Make the MLflow run and write what is known. Raises TrackingError when MLflow cannot be used.
 
         run.json comes first, with a key: whoever continues the run finds the MLflow run by it, although this process
-        was killed before it could write down the id. after_first_message_s: wait for a first message, at most so long.
-        MLflow's import takes seconds of a core, which the workers need more while they start.
+        was killed before it could write down the id.
         """
         d = self.description
         before = d.continues or {}
         if d.continues is None:
             self.note.try_to_write(None)
-        self._has_message.wait(after_first_message_s)
         if before.get("run_id"):
             self.spool.store = RunStore.reopen(d.tracking_uri, before["run_id"], before["experiment_id"])
             self._is_continued = True  # run.json stays as it is until training has really gone on
@@ -144,7 +141,6 @@ class Recorder(SignsOfLife):
         """Take messages from a worker. Returns at once, whatever MLflow does."""
         for message in messages:
             self._writer.put(message)
-        self._has_message.set()
 
     def poll(self, after: int) -> tuple[int, list[WorkerMessage]]:
         """Messages to show, from number `after` on, and the number to ask for next."""
@@ -153,7 +149,6 @@ class Recorder(SignsOfLife):
     def mark_killed(self) -> None:
         """End the run as KILLED now, before the driver does so in good order, which it may not live long enough for."""
         self._writer.put(EndRun("KILLED", in_ms(time.time())))
-        self._has_message.set()
 
     def close(self) -> None:
         """Do nothing: the counterpart of an actor's end."""

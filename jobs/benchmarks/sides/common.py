@@ -161,10 +161,12 @@ class Stopwatch:
         """Write this rank's figures."""
         first, steps = self.task.warmup_steps, self.task.steps
         steady_s = self.ends[steps - 1] - self.ends[first - 1]
+        clock = self.first_step_at - self.ends[0]
         figures = {
             "samples_per_s": (steps - first) * self.task.global_batch_size / steady_s,
             "input_wait_share": sum(self.waits[first:steps]) / steady_s,
             "first_step_at": self.first_step_at,
+            "steady_at": [clock + self.ends[first - 1], clock + self.ends[steps - 1]],
             "final_loss": torch.stack(self.losses[-STEPS_OF_FINAL_LOSS:]).mean().item(),
             "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # Linux counts in KiB
         }

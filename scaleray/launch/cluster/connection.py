@@ -24,8 +24,9 @@ from scaleray.errors import ClusterError, first_line
 
 DRIVER_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # the controller looks at its workers this often, and a finished run ends one look later (default 2 s)
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",
+    # the controller looks at its workers this often, and a finished run ends one look later (default 2 s); a look costs
+    # 13 ms of CPU, on the training cores: at 0.25 s 5 % of one
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     # workers keep the driver's directory, or relative paths in a workload would mean something else there
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     # read_parquet starts 32 actors for footers at every execution by default
