@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 from scaleray.data import Split, as_source
 
@@ -25,10 +24,7 @@ class Doubled:
         return {"kind": "doubled", "sha256": None}
 
 
-@pytest.mark.parametrize(
-    ("data", "reader"),
-    [({"x": ROWS}, "worker"), (torch.utils.data.TensorDataset(torch.from_numpy(ROWS)), "ray"), (Doubled(), "ray")],
-)
+@pytest.mark.parametrize(("data", "reader"), [({"x": ROWS}, "worker"), (Doubled(), "ray")])
 def test_rows_in_memory_are_read_by_the_worker_and_others_by_tasks_unless_told_otherwise(data, reader):
     split = split_of(data)
     assert split.read_by("auto") == reader
