@@ -13,7 +13,7 @@ import pytest
 from waiting import wait_until
 
 from scaleray.guarded import guarded
-from scaleray.launch.cluster.connection import free_port
+from scaleray.launch.cluster.own_ray import free_port
 
 ROOT = Path(__file__).parent.parent
 

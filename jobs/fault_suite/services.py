@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from scaleray.guarded import guarded
-from scaleray.launch.cluster.connection import free_port
+from scaleray.launch.cluster.own_ray import free_port
 
 
 class Bucket:

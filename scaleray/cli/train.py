@@ -35,6 +35,7 @@ def train(
     from rich.console import Console
 
     from scaleray.config import load_config
+    from scaleray.launch.cluster.connection import connected
     from scaleray.reports.terminal.live import Terminal, final_lines
 
     if config is None and resume is not None and resume != "auto":
@@ -44,8 +45,12 @@ def train(
     else:
         resolved = load_config(config, flags=overrides)
     terminal = Terminal(Console(stderr=json), interval_s=resolved.tracking.interval_s)
-    # what the workload prints, here or in a worker, must not mix with the record
-    with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext(), terminal:
+    with contextlib.ExitStack() as stack:
+        # what the workload prints, here or in a worker, must not mix with the record
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext())
+        stack.enter_context(terminal)
+        if not local and resume is None:  # of a run that is finished there is nothing to do
+            stack.enter_context(connected(resolved, meanwhile=["scaleray.launch.run.train"]))
         from scaleray.launch.run.train import train as run
 
         record = run(

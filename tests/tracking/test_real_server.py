@@ -10,7 +10,7 @@ import urllib.request
 
 import pytest
 
-from scaleray.launch.cluster.connection import free_port
+from scaleray.launch.cluster.own_ray import free_port
 from scaleray.records.run import StepRecord
 from scaleray.tracking.recorder import Recorder
 from scaleray.tracking.run_description import RunDescription

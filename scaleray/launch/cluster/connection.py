@@ -6,10 +6,10 @@ Every known trap of Ray 2.60 that concerns connecting is handled here, with its 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import logging
 import os
-import socket
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from scaleray.config import RunConfig
 from scaleray.errors import ClusterError, first_line
+from scaleray.launch.cluster import own_ray, ray_settings
 
 DRIVER_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -44,8 +43,6 @@ DRIVER_ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 
-WORKER_NICENESS = "RAY_worker_niceness"  # Ray's own spelling
-
 
 @dataclass(frozen=True)
 class Node:
@@ -55,6 +52,17 @@ class Node:
     resources: Mapping[str, float]
     labels: Mapping[str, str]
 
+
+OWN_ENVIRONMENT = {
+    # with Ray's default of 15 workers give way to everything, and to the recorder; with it at 19, and glibc's two
+    # settings above, digits on 2 of 2 cores came from 0.78 to 0.86 of torchrun's speed
+    "RAY_worker_niceness": "0",  # Ray's own spelling
+    # what Ray Train would set for its processes one by one, each in an environment of its own
+    "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
+    # one machine has no other to go on with; the watcher costs a process and prints an error at every start
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+}
+"""Variables of a Ray that is started here, beside those of `DRIVER_ENVIRONMENT`; the user's own values win."""
 
 _own_cluster = False
 """Whether this process started the Ray that it is connected to."""
@@ -66,34 +74,52 @@ def is_own() -> bool:
 
 
 @contextlib.contextmanager
-def connected(config: RunConfig) -> Iterator[str]:
+def connected(config: RunConfig, *, meanwhile: Sequence[str] = ()) -> Iterator[str]:
     """A connection to the cluster of RAY_ADDRESS, or to a local one that lives as long as the context; gives its
     address.
 
-    A connection that the caller already has is used and left open. Raises ClusterError.
+    A connection that the caller already has is used and left open. meanwhile: modules that the caller needs next, to be
+    imported while Ray's own processes start. Raises ClusterError.
     """
+    global _own_cluster
     for name, value in DRIVER_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(config.scale.launch_timeout_s)
     set_auth_mode()
-    import ray
-
-    if ray.is_initialized():
-        yield ray.get_runtime_context().gcs_address
+    if _is_connected():
+        yield _address()
         return
-    # Ray's own processes take seconds to start; the imports that the launch needs fit into that wait
-    threading.Thread(target=_import_train, name="scaleray-imports", daemon=True).start()
-    address = os.environ.get("RAY_ADDRESS")
-    if address and address != "local":
-        _connect(address)
-    else:
-        _start_local(config)
+    address = os.environ.get("RAY_ADDRESS") or "local"
     try:
-        yield ray.get_runtime_context().gcs_address
+        with _importing([*meanwhile, "ray.train.torch"]):
+            if address != "local":
+                _connect(address)
+            else:
+                own_ray.start(config, {name: os.environ.get(name, value) for name, value in OWN_ENVIRONMENT.items()})
+                _own_cluster = True
+        yield _address()
     finally:
-        global _own_cluster
         _own_cluster = False
-        ray.shutdown()
+        own_ray.stop()
+
+
+@contextlib.contextmanager
+def _importing(modules: Sequence[str]) -> Iterator[None]:
+    """Import these in a thread, which Ray's start leaves time for. Waits for nothing: who needs one imports it too."""
+
+    def work() -> None:
+        with contextlib.suppress(Exception):  # who needs it hears of it
+            for name in modules:
+                importlib.import_module(name)
+
+    was_collecting = gc.isenabled()
+    gc.disable()  # a tenth of the time of imports
+    threading.Thread(target=work, name="scaleray-imports", daemon=True).start()
+    try:
+        yield
+    finally:
+        if was_collecting:
+            gc.enable()
 
 
 @contextlib.contextmanager
@@ -117,10 +143,6 @@ def joined(address: str) -> Iterator[list[Node]]:
         ray.shutdown()
 
 
-def _import_train() -> None:
-    importlib.import_module("ray.train.torch")
-
-
 def set_auth_mode(address: str | None = None) -> None:
     """Decide token authentication explicitly: clients of Ray 2.60 do not follow the cluster's mode by themselves.
 
@@ -132,11 +154,14 @@ def set_auth_mode(address: str | None = None) -> None:
     connects = (address or os.environ.get("RAY_ADDRESS", "local")) != "local"
     # a cluster that we start gets a token of its own if there is none; one that we join without a token has none
     os.environ["RAY_AUTH_MODE"] = "disabled" if connects and not has_token else "token"
-    if "ray._raylet" in sys.modules:  # it read the mode when it was imported, and needs to be told to read it again
-        from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined] # not in its stubs
+    ray_settings.read_again()
 
-        Config.initialize("")
-        AuthenticationTokenLoader.instance().reset_cache()
+
+def _address() -> str:
+    import ray
+
+    address: str = ray.get_runtime_context().gcs_address
+    return address
 
 
 def _is_connected() -> bool:
@@ -173,53 +198,12 @@ def _gcs_address(address: str) -> str | None:
     return next(iter(found)) if len(found) == 1 else None
 
 
-def _start_local(config: RunConfig) -> None:
-    global _own_cluster
-    import ray
-
-    # Ray Train's cleaner looks for "the" cluster of this machine. Without its address, a second cluster started
-    # here makes it destroy a healthy run; so the port is fixed beforehand and the address handed to every process.
-    port = free_port()
-    host = ray.util.get_node_ip_address()
-    # Ray would start idle workers at once, without the run's environment, so that nobody could ever use them
-    during_start = {
-        "RAY_GCS_SERVER_PORT": str(port),
-        "RAY_prestart_worker_first_driver": "0",
-        "RAY_enable_worker_prestart": "0",
-        # with Ray's default of 15 workers give way to everything, and to the recorder; with it at 19, and glibc's two
-        # settings above, digits on 2 of 2 cores came from 0.78 to 0.86 of torchrun's speed
-        WORKER_NICENESS: os.environ.get(WORKER_NICENESS, "0"),
-    }
-    os.environ |= during_start
-    cores = psutil.cpu_count() or 1
-    try:
-        ray.init(
-            address="local",
-            # input tasks are counted beside the cores: they are light, and must never wait for training to end
-            num_cpus=cores + int(config.data.reserved_cpus),
-            include_dashboard=config.scale.dashboard,
-            runtime_env=runtime_env(f"{host}:{port}"),
-            logging_level=logging.ERROR,
-        )
-        _own_cluster = True
-    finally:
-        for name in during_start:
-            del os.environ[name]
-
-
 def runtime_env(address: str | None) -> dict[str, Any]:
     """Job-level environment of every process of a run; `address` keeps Ray Train from looking at another cluster."""
     variables = {name: os.environ.get(name, value) for name, value in DRIVER_ENVIRONMENT.items()}
     if address is not None:
         variables["RAY_ADDRESS"] = address
     return {"env_vars": variables}
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def alive_nodes() -> list[Node]:

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from scaleray.errors import ClusterError
 from scaleray.guarded import guarded
-from scaleray.launch.cluster.connection import DRIVER_ENVIRONMENT, free_port, set_auth_mode, token_file
+from scaleray.launch.cluster.connection import DRIVER_ENVIRONMENT, set_auth_mode, token_file
+from scaleray.launch.cluster.own_ray import free_port
 
 START_TIMEOUT_S = 120.0
 

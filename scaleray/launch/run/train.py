@@ -41,6 +41,7 @@ from scaleray.training.state import weights as final_weights
 from scaleray.watchers import Guard, Watcher
 from scaleray.workload import brings_optimizer, make_workload
 
+IMPORTED_AT = time.time()
 READERS = {"worker": "the workers themselves", "ray": "Ray tasks"}
 
 
@@ -70,7 +71,7 @@ def train(
     Raises UsageError for what the user can mend, RunFailedError for a run that failed, KeyboardInterrupt when stopped;
     the MLflow run is then FAILED or KILLED.
     """
-    start = StartClock(started_at or time.time(), {IMPORTS: time.time()})
+    start = StartClock(started_at or time.time(), {IMPORTS: IMPORTED_AT})
     display = Guard()
     show, say, expect_steps = (display.wrapped(Watcher.DISPLAY, tell) for tell in (show, say, expect_steps))
     if isinstance(config, Mapping):

@@ -8,9 +8,13 @@ the last two. The controller imports this module, which therefore imports no tor
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
+import ray
+from ray.train.v2._internal.execution.controller import controller
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
+from ray.train.v2._internal.execution.worker_group import WorkerGroup
 
 from scaleray.launch.cluster import connection
 
@@ -34,14 +38,34 @@ def lean_trainer(worker: Any, *, datasets: dict[str, Any] | None, **arguments: A
             return [c for c in super()._create_default_callbacks() if type(c).__name__ not in unused]
 
         def _initialize_and_run_controller(self, *, scaling_policy: Any, **arguments: Any) -> Any:
+            if not connection.is_own():
+                return super()._initialize_and_run_controller(scaling_policy=scaling_policy, **arguments)
             # a Ray of our own has no autoscaler, and no other run to share with; with Ray Datasets their executor asks
-            if type(scaling_policy) is FixedScalingPolicy and connection.is_own() and not self.datasets:
+            if type(scaling_policy) is FixedScalingPolicy and not self.datasets:
                 scaling_policy = WithoutAutoscaler(scaling_policy.scaling_config)
-            return super()._initialize_and_run_controller(scaling_policy=scaling_policy, **arguments)
+            actor = ray.remote(num_cpus=0)(TrainController).remote(scaling_policy=scaling_policy, **arguments)
+            if threading.current_thread() is threading.main_thread():
+                self._register_sigint_handler(actor)
+            ray.get(actor.run.remote())
+            return ray.get(actor.get_result.remote())
 
-    overridden = ("_create_default_callbacks", "_initialize_and_run_controller")
-    is_as_known = all(hasattr(TorchTrainer, name) for name in overridden)
+    names = ("_create_default_callbacks", "_initialize_and_run_controller", "_register_sigint_handler")
+    is_as_known = all(hasattr(TorchTrainer, name) for name in names) and hasattr(WorkerGroup, "_get_worker_runtime_env")
     return (LeanTrainer if is_as_known else TorchTrainer)(worker, datasets=datasets, **arguments)
+
+
+class InheritingWorkers(WorkerGroup):
+    """Workers without an environment of their own: each costs a process that sets it, and the raylet has it already."""
+
+    @staticmethod
+    def _get_worker_runtime_env(custom_runtime_env: Any) -> dict[str, Any]:
+        return dict(custom_runtime_env)
+
+
+class TrainController(controller.TrainController):
+    """A controller of such workers, on a Ray of our own."""
+
+    worker_group_cls = InheritingWorkers
 
 
 class WithoutAutoscaler(FixedScalingPolicy):

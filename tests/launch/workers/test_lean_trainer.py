@@ -1,0 +1,54 @@
+"""How Ray Train is started on a Ray of a command's own, and on one of others. Without a cluster."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import ray
+import ray.train
+from ray.train.v2._internal.execution.scaling_policy import create_scaling_policy
+
+from scaleray.launch.cluster import connection
+from scaleray.launch.workers import lean_trainer
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What the controller's actor is made with, by whether the Ray is a command's own."""
+    found = {}
+
+    def remote(**options):
+        found["options"] = options
+
+        def of_class(cls):
+            found["class"] = cls
+            raise InterruptedError  # the rest needs a cluster
+
+        return of_class
+
+    def launch(*, is_own, datasets=None):
+        scaling = ray.train.ScalingConfig(num_workers=2)
+        trainer = lean_trainer.lean_trainer(print, datasets=datasets, scaling_config=scaling)
+        monkeypatch.setattr(connection, "is_own", lambda: is_own)
+        monkeypatch.setattr(ray, "remote", remote)
+        monkeypatch.setattr(ray, "get_runtime_context", lambda: type("Here", (), {"get_node_id": lambda self: "n"})())
+        with pytest.raises(InterruptedError):
+            trainer._initialize_and_run_controller(scaling_policy=create_scaling_policy(scaling))
+        return found
+
+    assert threading.current_thread() is threading.main_thread()
+    return launch
+
+
+def test_on_a_ray_of_its_own_neither_controller_nor_workers_have_an_environment_of_their_own(launched):
+    made = launched(is_own=True)
+    assert "runtime_env" not in made["options"]
+    assert made["class"].worker_group_cls._get_worker_runtime_env({}) == {}
+    assert made["class"].worker_group_cls._get_worker_runtime_env({"env_vars": {"A": "1"}}) == {"env_vars": {"A": "1"}}
+
+
+def test_on_a_cluster_of_others_ray_train_starts_as_it_does(launched):
+    made = launched(is_own=False)
+    assert made["options"]["runtime_env"]["env_vars"]
+    assert made["class"] is lean_trainer.controller.TrainController
