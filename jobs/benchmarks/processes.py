@@ -37,6 +37,8 @@ class CpuWatch:
         self.pid = pid
         self.samples: list[Sample] = []
         self.names: dict[int, str] = {}
+        self.most_bytes: dict[int, int] = {}
+        """Largest resident memory of each process, of those moments at which it was named."""
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="cpu-watch", daemon=True)
 
@@ -69,6 +71,10 @@ class CpuWatch:
         busy = inside[-1].machine_s - inside[0].machine_s
         return max(0.0, busy - sum(self.cpu_s(inside[0].at, inside[-1].at).values()))
 
+    def peak_bytes(self, name: str) -> int:
+        """Largest resident memory of a process of this name."""
+        return max((self.most_bytes.get(pid, 0) for pid, other in self.names.items() if other == name), default=0)
+
     def _watch(self) -> None:
         while not self._done.wait(EVERY_S):
             with contextlib.suppress(psutil.Error):
@@ -81,7 +87,9 @@ class CpuWatch:
             # a title changes once a process knows what it is for; to ask each time would cost what is measured
             if pid not in self.names or len(self.samples) % NAMED_EVERY == 0:
                 with contextlib.suppress(psutil.Error):
-                    self.names[pid] = "the command" if pid == self.pid else _name(psutil.Process(pid))
+                    process = psutil.Process(pid)
+                    self.names[pid] = "the command" if pid == self.pid else _name(process)
+                    self.most_bytes[pid] = max(process.memory_info().rss, self.most_bytes.get(pid, 0))
         cpu_s = {pid: seconds for pid, seconds in cpu_s.items() if pid in self.names}
         machine = psutil.cpu_times()
         self.samples.append(Sample(time.time(), cpu_s, sum(machine) - machine.idle - machine.iowait))
