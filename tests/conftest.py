@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the processes of a test share few cores
+# a test that calls Ray without a cluster fails; Ray would start one, and change `print` for all tests after it
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 
 import cases_in_turn
 import pytest

@@ -6,6 +6,7 @@ The gradient is the sum over all micro-batches and workers divided by the total 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -91,8 +92,6 @@ class TrainStep:
         self._has_ended: Truth = False
         self._ends = ahead > 0 and config.on_nonfinite != "skip"
         self._reads = ahead == 0 and place.device.type == "cpu"
-        in_optimizer = (p for group in setup.optimizer.param_groups for p in group["params"])
-        self._with_gradients = [*dict.fromkeys([*setup.parameters, *in_optimizer])]
         self._apply = GuardedUpdate(setup, place.device, waits=ahead == 0)
         self.noise: NoiseMeter | None = None
 
@@ -130,7 +129,9 @@ class TrainStep:
         number = self.num_updates + 1
         parallel.before_step(number)
         is_local = parallel.is_local(number)
-        for parameter in self._with_gradients:  # as zero_grad() does, which tells a profiler of it beside
+        # as zero_grad() does, which tells a profiler of it beside; a workload may add groups while it trains
+        in_groups = (group["params"] for group in setup.optimizer.param_groups)
+        for parameter in itertools.chain(setup.parameters, *in_groups):
             parameter.grad = None
         # Losses are scaled by the expected count before the backward pass, which keeps gradients in range, and
         # corrected by the true count after it. With a constant count per row there is nothing to correct.

@@ -56,6 +56,7 @@ class Job:
 def fit(monkeypatch):
     """Runs `fit` with attempts that do what they are told, one after another; gives the recorders that they were given."""
     recorder, actors, groups = FakeRecorder(), [], {"of others"}
+    monkeypatch.setattr(trainer, "alive_nodes", list)
     monkeypatch.setattr(trainer, "own_placement_groups", lambda: set(groups))
     monkeypatch.setattr(trainer, "remove_placement_groups", groups.difference_update)
 

@@ -193,7 +193,7 @@ EVALUATIONS_STATELESS = {"place", "input", "enter", "setup", "target", "every", 
 STEP_SAVED = {"_count_per_row", "num_updates", "_nonfinite", "noise"}
 STEP_STATELESS = {
     "_has_ended", "_ends",  # a training that has ended saves no more
-    "_apply", "_reads", "_with_gradients",
+    "_apply", "_reads",
     "workload", "setup", "config", "recipe", "place", "gives_tuples", "probe", "signals", "before_update", "enter",
     "_scale", "_totals", "back_off", "on_halved",
 }  # fmt: skip
