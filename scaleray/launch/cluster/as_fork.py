@@ -1,18 +1,67 @@
-"""What a raylet runs in place of Ray's own worker script, see `worker_template.py`: asks the template for a worker.
+"""What a raylet runs in place of Ray's own set-up of a worker, see `worker_template.py`: asks the template for one.
 
-A script without imports that take time. It stays as long as the worker that it stands for, as Ray knows both.
+A script without imports that take time. It stays as long as the worker that it stands for, as Ray knows both. What the
+template cannot give (another interpreter, another language, an activated environment), Ray's own scripts give.
 """
 
 import json
 import os
+import shlex
 import socket
 import sys
 
+CONTEXT, LANGUAGE = "--serialized-runtime-env-context", "--language"
+
 
 def main() -> None:
-    """Become a fork of the template, or Ray's own script where there is none."""
-    about = {"arguments": sys.argv[1:], "environment": dict(os.environ), "folder": os.getcwd(), "niceness": os.nice(0)}
-    content = json.dumps(about).encode()
+    """Become a fork of the template, or what Ray would start where there is none."""
+    dynamic = dict(word.split("=", 1) for word in sys.argv[1:] if word.startswith((f"{CONTEXT}=", f"{LANGUAGE}=")))
+    arguments = [word for word in sys.argv[1:] if word.partition("=")[0] not in dynamic]
+    is_plain = dynamic.get(LANGUAGE, "PYTHON") == "PYTHON" and not arguments[0].startswith("-")
+    if is_plain and (place := environment_and_folder(json.loads(dynamic.get(CONTEXT, "{}")))):
+        environment, folder = place
+        about = {
+            "arguments": arguments,
+            "environment": environment,
+            "folder": folder,
+            "niceness": os.nice(0),
+            "path": search_path(environment.get("PYTHONPATH", "")),
+            "prefix": sys.prefix,
+        }
+        be_fork(json.dumps(about).encode())
+    own_set_up = [os.environ["WORKER_TEMPLATE_ORIGINAL"], *sys.argv[1:]] if dynamic else arguments
+    os.execv(sys.executable, [sys.executable, *own_set_up])
+
+
+def environment_and_folder(context: dict) -> tuple[dict[str, str], str] | None:
+    """Environment variables and folder of a worker. context: its runtime environment, as Ray's agent serializes it.
+
+    None where Ray itself has to set it up.
+    """
+    variables = context.get("env_vars") or {}
+    folder = os.getcwd()
+    if context.get("py_executable", sys.executable) != sys.executable or context.get("override_worker_entrypoint"):
+        return None
+    if any("$" in value for value in variables.values()):
+        return None
+    match context.get("command_prefix") or []:
+        case []:
+            pass
+        case ["cd", name, "&&"]:  # a working directory, as a shell reads it
+            [folder] = shlex.split(name)
+        case _:
+            return None
+    return {**os.environ, **variables}, folder
+
+
+def search_path(places: str) -> list[str]:
+    """Where a process with this PYTHONPATH finds modules, after its script's folder."""
+    before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [*filter(None, places.split(os.pathsep)), *(place for place in sys.path[1:] if place not in before)]
+
+
+def be_fork(content: bytes) -> None:
+    """Wait as long as the fork that the template makes lives, and end with it. Returns where it makes none."""
     try:
         with socket.socket(socket.AF_UNIX) as template:
             template.connect(os.environ["WORKER_TEMPLATE_SOCKET"])
@@ -20,10 +69,9 @@ def main() -> None:
             template.sendall(content)
             if template.recv(1):
                 template.recv(1)  # ends with the worker
-                return
+                sys.exit()
     except OSError:
         pass
-    os.execv(sys.executable, [sys.executable, os.environ["WORKER_TEMPLATE_ORIGINAL"], *sys.argv[1:]])
 
 
 if __name__ == "__main__":

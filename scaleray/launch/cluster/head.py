@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -22,7 +21,9 @@ from pathlib import Path
 from scaleray.errors import ClusterError
 from scaleray.guarded import guarded
 from scaleray.launch.cluster.connection import DRIVER_ENVIRONMENT, set_auth_mode, token_file
+from scaleray.launch.cluster.lean_node import NOT_PRESTARTED, nodes
 from scaleray.launch.cluster.own_ray import free_port
+from scaleray.launch.cluster.worker_template import WorkerTemplate, is_possible, short_folder
 
 START_TIMEOUT_S = 120.0
 
@@ -52,13 +53,13 @@ def local_head(
     """
     set_auth_mode()
     _ensure_token()
-    # AF_UNIX paths hold 107 characters, and Ray's sockets are deep below this folder
-    folder = Path(tempfile.mkdtemp(prefix="sr-", dir="/tmp" if Path("/tmp").is_dir() else None))
+    folder = short_folder()  # Ray's sockets are deep below it
     port, dashboard_port = free_port(), free_port()
     command = [
         sys.executable,
         "-m",
-        "ray.scripts.scripts",
+        __name__,
+        str(folder),
         "start",
         "--head",
         "--block",
@@ -78,7 +79,7 @@ def local_head(
         f"--object-store-memory={object_store_bytes}",
         f"--temp-dir={folder}/ray",
     ]
-    variables = {**os.environ, **DRIVER_ENVIRONMENT, **(environment or {}), "PATH": _path()}
+    variables = {**os.environ, **DRIVER_ENVIRONMENT, **NOT_PRESTARTED, **(environment or {}), "PATH": _path()}
     # fixed by default: two heads on one machine would collide
     variables |= {"AUTOSCALER_METRIC_PORT": str(free_port()), "DASHBOARD_METRIC_PORT": str(free_port())}
     variables.pop("RAY_ADDRESS", None)
@@ -136,3 +137,17 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> 
         f"it should answer at {url}",
         "last lines of its log:\n  " + "\n  ".join(lines),
     )
+
+
+def main() -> None:
+    """Ray's own command line, whose nodes have forks for workers, after a folder for the template of these."""
+    folder = Path(sys.argv.pop(1))
+    template = WorkerTemplate(folder=folder) if is_possible() else None  # first, as it takes longest
+    from ray.scripts import scripts
+
+    with nodes(template=template, has_dashboard=True, has_autoscaler=True):
+        scripts.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,12 +1,13 @@
 """A process that has imported what Ray's workers need, and becomes one of them by a fork: Ray itself starts each worker
 as a fresh interpreter, in which torch, Ray and the training loop take 4 CPU seconds.
 
-The driver starts it before anything else (`WorkerTemplate`), and `own_ray.py` lets the raylet run `as_fork.py` in place
-of Ray's own worker script. Each such process sends its arguments, environment and streams here, and a copy of this
-process runs Ray's script with them. Where that does not work, `as_fork.py` runs the script itself, as Ray would.
+Whoever starts a Ray starts it before anything else (`WorkerTemplate`), and `lean_node.py` lets the raylet run
+`as_fork.py` in place of Ray's own scripts. Each such process sends its arguments, environment and streams here, and a
+copy of this process runs Ray's worker with them. Where that does not work, `as_fork.py` runs what Ray would.
 
-Run as a module, this file is the template: it has one thread, and its child is what a fresh process would be after
-these imports. It must not touch a GPU.
+Run as a module, this file is the template, in two stages, as Ray's core reads the job that it belongs to when it is
+imported, and never again: one process with all libraries but Ray, and below it one with Ray for each job, whose
+children are the workers. Each has one thread, and must not touch a GPU.
 """
 
 from __future__ import annotations
@@ -23,44 +24,51 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from scaleray.launch.cluster import ray_settings
 
-PRELOADED = ("ray.train.torch", "scaleray.training.worker")
-"""The latter brings torch's compiler, which every optimizer of torch imports when it is made."""
+LIBRARIES = ("numpy", "torch._dynamo", "torch.distributed.fsdp", "pyarrow", "pandas")
+"""Imported once for all jobs. torch's compiler is imported by every optimizer of torch when it is made."""
+OF_A_JOB = ("ray.train.torch",)
+MOST_JOBS = 4
+"""Jobs whose process is kept; a later worker of an earlier one waits for a new one."""
 SCRIPT = Path(__file__).with_name("as_fork.py")
 SOCKET = "WORKER_TEMPLATE_SOCKET"
 ORIGINAL = "WORKER_TEMPLATE_ORIGINAL"
-"""Environment variables of a raylet, for its workers: where the template listens, and the script that they replace."""
-JOB = "01000000"
-"""The first job of a Ray, which is the one of the driver that starts it."""
+"""Environment variables of a raylet, for its workers: where the template listens, and Ray's script for their set-up."""
+JOB, RAYLET = "RAY_JOB_ID", "RAY_RAYLET_PID"
+"""What Ray's core reads when it is imported: workers end with the process of the latter."""
+FIRST_JOB = "01000000"
+"""The job of the driver that starts a Ray."""
 
 
 class WorkerTemplate:
-    """The template of one Ray, as the driver sees it. socket: where it listens."""
+    """The template of one Ray, as whoever starts that Ray sees it. socket: where it listens."""
 
-    def __init__(self, threads: int) -> None:
-        """Start it; it answers once it has imported everything. threads: of each worker, unless OMP_NUM_THREADS is set:
-        Ray sets that for a fresh process, and here it is read before."""
-        # AF_UNIX paths hold 107 characters; the folder is this user's alone
-        self._folder = Path(tempfile.mkdtemp(prefix="sr-", dir="/tmp" if Path("/tmp").is_dir() else None))
-        self.socket = self._folder / "template"
+    def __init__(
+        self, *, folder: Path, threads: int = 1, variables: Mapping[str, str] | None = None, modules: Sequence[str] = ()
+    ) -> None:
+        """Start it; it answers once it has imported everything.
+
+        folder: of this user alone, see `short_folder`. threads: of the libraries' arithmetic, unless OMP_NUM_THREADS is
+        set. variables: environment of the job that is expected, whose process is made at once. modules: what the
+        process of a job imports, beside what it always does.
+        """
+        self.socket = folder / "template"
         environment = {
             "OMP_NUM_THREADS": str(max(1, threads)),
             **os.environ,
-            # Ray's core reads these two when it is imported, and never again
-            "RAY_JOB_ID": JOB,
-            "RAY_RAYLET_PID": str(os.getpid()),  # workers end with that process; their raylet ends with this one
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # Ray lets workers import what the driver can
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(self.socket))
             listener.listen(256)
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(listener.fileno())],
+                [sys.executable, "-P", "-m", __name__, str(listener.fileno()), json.dumps([variables, modules])],
                 env=environment,
                 stdin=subprocess.PIPE,  # its end tells that the driver is gone
                 stdout=subprocess.DEVNULL,
@@ -69,10 +77,15 @@ class WorkerTemplate:
             )
 
     def close(self) -> None:
-        """End the template; workers live on."""
+        """End the template and remove its folder; workers live on."""
         self._process.kill()
         self._process.communicate()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.socket.parent, ignore_errors=True)
+
+
+def short_folder() -> Path:
+    """A new folder of this user alone for sockets: their paths hold 107 characters."""
+    return Path(tempfile.mkdtemp(prefix="sr-", dir="/tmp" if Path("/tmp").is_dir() else None))
 
 
 def is_possible() -> bool:
@@ -82,72 +95,145 @@ def is_possible() -> bool:
 
 @dataclass(frozen=True)
 class Request:
-    """What a process that Ray started wants to be. streams: its standard streams, as this process holds them."""
+    """What a process that Ray started wants to be.
 
-    connection: socket.socket
-    streams: list[int]
+    files: its connection, where it waits, and its three standard streams, as this process holds them; about: its
+    arguments, environment, folder, niceness, and where its Python is and finds modules.
+    """
+
+    files: list[int]
     about: dict[str, Any]
 
     @classmethod
-    def receive(cls, connection: socket.socket) -> Request:
-        """Raises OSError or ValueError for what cannot be done here."""
-        head, streams, _, _ = socket.recv_fds(connection, 4, 3)
-        with connection.makefile("rb") as file:
-            about = json.loads(file.read(int.from_bytes(head, "big")))
-        request = cls(connection, streams, about)
-        if len(streams) != 3 or about["environment"].get("RAY_JOB_ID", JOB) != JOB:
-            request.close()
-            raise ValueError("a worker of another job")
-        return request
+    def receive(cls, connection: socket.socket, files: int) -> Request:
+        """The next request, with so many files. Raises OSError or ValueError where there is none."""
+        head, found, _, _ = socket.recv_fds(connection, 4, files)
+        content = bytearray(int.from_bytes(head, "big"))
+        view = memoryview(content)
+        while view and (count := connection.recv_into(view)):
+            view = view[count:]
+        return cls(found, json.loads(content))
+
+    def send(self, connection: socket.socket) -> None:
+        """Hand it on. Raises OSError where nobody takes it."""
+        content = json.dumps(self.about).encode()
+        socket.send_fds(connection, [len(content).to_bytes(4, "big")], self.files)
+        connection.sendall(content)
 
     def close(self) -> None:
-        """Let go of what belongs to the child alone."""
-        self.connection.close()
-        for stream in self.streams:
-            os.close(stream)
+        """Let go of what belongs to another process now."""
+        for file in self.files:
+            os.close(file)
 
 
-def serve(listener: socket.socket) -> Request | None:
-    """Fork for each request: gives it, in the child. None, in the template, when the driver is gone."""
+def process_of_a_job(listener: socket.socket, expected: Mapping[str, str] | None) -> socket.socket:
+    """Start a process for each job and hand it the requests of that job; gives, in such a process, where they come.
+
+    expected: environment of the job to begin with. Ends when whoever started this process is gone.
+    """
+    jobs: dict[str, socket.socket] = {}
+
+    def start(environment: Mapping[str, str]) -> socket.socket | None:
+        """Fork: gives, in the child, where its requests come."""
+        ours, theirs = socket.socketpair()
+        if os.fork() == 0:
+            for other in (ours, *jobs.values()):
+                other.close()
+            os.environ.update(environment)
+            return theirs
+        theirs.close()
+        jobs[environment[JOB]] = ours
+        if len(jobs) > MOST_JOBS:
+            jobs.pop(next(iter(jobs))).close()  # it ends
+        return None
+
+    if expected and (requests := start(expected)):
+        return requests
     while True:
         ready, _, _ = select.select([listener, sys.stdin], [], [])
         if sys.stdin in ready:
-            return None
-        connection, _ = listener.accept()
+            os._exit(0)
+        with listener.accept()[0] as connection:  # whoever is not answered goes on as a process of its own
+            try:
+                request = Request.receive(connection, files=3)
+            except (OSError, ValueError):
+                continue
+            request.files.insert(0, os.dup(connection.fileno()))
+        environment = request.about["environment"]
+        if JOB in environment and request.about["prefix"] == sys.prefix:
+            if environment[JOB] not in jobs and (requests := start(environment)):
+                request.close()
+                return requests
+            try:
+                request.send(jobs[environment[JOB]])
+            except OSError:  # that process is gone
+                jobs.pop(environment[JOB]).close()
+        request.close()
+
+
+def worker(requests: socket.socket) -> Request:
+    """Fork for each request: gives it, in the child. Ends when nobody sends requests any more."""
+    while True:
         try:
-            request = Request.receive(connection)
+            request = Request.receive(requests, files=4)
         except (OSError, ValueError):
-            connection.close()  # whoever sent it goes on as a process of its own
-            continue
+            os._exit(0)
         if os.fork() == 0:
             return request
         request.close()
 
 
-def become(request: Request) -> None:
-    """Make this process what the request says, up to its first line of code."""
+def become(request: Request, added_places: Sequence[str]) -> None:
+    """Make this process what the request says, up to its first line of code. added_places: what the imports have put
+    before all others on the search path, as Ray's does."""
     about = request.about
+    connection, *streams = request.files
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(about["environment"])
     os.chdir(about["folder"])
     os.nice(max(0, about["niceness"] - os.nice(0)))
-    for number, stream in enumerate(request.streams):
+    for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
-    sys.argv = [os.environ[ORIGINAL], *about["arguments"]]
-    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    sys.argv = about["arguments"]
+    sys.path[:] = [*added_places, str(Path(sys.argv[0]).parent), *about["path"]]
     ray_settings.read_again()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()  # workers must not draw the same numbers
+    numpy = sys.modules["numpy"]
+    numpy.random.seed()  # workers must not draw the same numbers
+    _follow_threads()
     gc.enable()
-    request.connection.sendall(b"1")
-    request.connection.detach()  # stays open as long as this process lives
+    os.write(connection, b"1")  # it stays open as long as this process lives
 
 
-def preload() -> None:
-    """Import what workers need, without a random number of Ray's core: whoever draws one before the fork has seeded the
-    generator of every child, and their placement groups would have one name."""
+def _follow_threads() -> None:
+    """Let torch have the number of threads that Ray gives a task in OMP_NUM_THREADS, which it read when imported."""
+    import torch
+    from ray._private import utils
+
+    of_ray = getattr(utils, "set_omp_num_threads_if_unset", None)
+    if of_ray is None:
+        return
+
+    def set_threads() -> bool:
+        is_changed: bool = of_ray()
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        return is_changed
+
+    utils.set_omp_num_threads_if_unset = set_threads
+
+
+def import_all(names: Sequence[str]) -> None:
+    """Import these for the processes below this one."""
+    gc.disable()  # takes a tenth of the time of imports
+    for name in names:
+        importlib.import_module(name)
+    gc.freeze()  # collections of the children leave what they share alone
+
+
+def import_ray(names: Sequence[str]) -> None:
+    """Import these without a random number of Ray's core: whoever draws one before the fork has seeded the generator of
+    every child, and their placement groups would have one name."""
     ray_actor: Any = importlib.import_module("ray.actor")
     of_classes = ray_actor.ActorClassID
 
@@ -157,10 +243,7 @@ def preload() -> None:
             return of_classes(os.urandom(of_classes.size()))
 
     ray_actor.ActorClassID = FromTheSystem  # each class that Ray Train decorates gets one
-    gc.disable()  # takes a tenth of the time of imports
-    for name in PRELOADED:
-        importlib.import_module(name)
-    gc.freeze()  # collections of the children leave what they share alone
+    import_all(names)
     ray_actor.ActorClassID = of_classes
 
 
@@ -181,17 +264,20 @@ def children_draw_alike() -> bool:
 
 
 def main() -> None:
-    """The template, and then each of its children."""
+    """The template of all jobs, then that of one, and then each of its children."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as Ray's own processes: the driver answers Ctrl-C
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
-    preload()
+    expected, modules = json.loads(sys.argv[2])
+    places = set(sys.path)
+    import_all(LIBRARIES)
+    with socket.socket(fileno=int(sys.argv[1])) as listener:
+        requests = process_of_a_job(listener, expected)
+    import_ray([*OF_A_JOB, *modules])
     if children_draw_alike():
         sys.exit("forks of Ray would draw the same numbers")  # each worker is then what Ray would start
-    with socket.socket(fileno=int(sys.argv[1])) as listener:
-        request = serve(listener)
-    if request is None:
-        os._exit(0)
-    become(request)
+    with requests:
+        request = worker(requests)
+    become(request, [place for place in sys.path if place not in places])
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -1,0 +1,73 @@
+"""Ray's node without the processes that nobody uses, and with workers that are forks of one process. The one place that
+overrides private methods of Ray's node; where those are missing, Ray starts as it always does.
+
+CPU seconds before the first step, on 2 cores: the autoscaler's monitor 0.4; the dashboard's process, which starts, and
+is waited for, even where no dashboard is wanted, 0.7; the node's agent 0.8, which has a minimal form for installations
+without the dashboard's libraries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from scaleray.launch.cluster import worker_template
+from scaleray.launch.cluster.worker_template import WorkerTemplate
+
+NOT_PRESTARTED = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
+"""Variables of a node: idle workers that nobody asked for yet would take the cores from what everybody waits for."""
+
+
+@contextlib.contextmanager
+def nodes(*, template: WorkerTemplate | None, has_dashboard: bool, has_autoscaler: bool) -> Iterator[None]:
+    """Let Ray start nodes of this kind in this process. template: what their workers are forked from."""
+    import ray._private.node as node
+    import ray._private.utils as utils
+
+    overridden = ("start_monitor", "start_api_server", "start_raylet")
+    if not all(hasattr(node.Node, name) for name in overridden) or not hasattr(utils, "get_dashboard_dependency_error"):
+        yield
+        return
+
+    class LeanNode(node.Node):
+        def start_monitor(self) -> None:
+            if has_autoscaler:
+                super().start_monitor()
+
+        def start_api_server(self, **arguments: Any) -> None:
+            if has_dashboard:
+                super().start_api_server(**arguments)
+
+        def start_raylet(self, *arguments: Any, **named: Any) -> None:
+            if template is not None:
+                os.environ[worker_template.ORIGINAL] = self._ray_params.setup_worker_path
+                self._ray_params.setup_worker_path = str(worker_template.SCRIPT)
+            super().start_raylet(*arguments, **named)
+
+    before = node.Node, utils.get_dashboard_dependency_error
+    node.Node = LeanNode
+    if not has_dashboard:  # the agent is in its minimal form where the dashboard's libraries are not installed
+        utils.get_dashboard_dependency_error = lambda: ImportError("not asked for")
+    names = {worker_template.SOCKET: str(template.socket), worker_template.ORIGINAL: ""} if template else {}
+    try:
+        with variables(names):
+            yield
+    finally:
+        node.Node, utils.get_dashboard_dependency_error = before
+
+
+@contextlib.contextmanager
+def variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables for as long as the context lasts."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,197 @@
+"""The Ray of a command's own: workers that are forks of one process, and a node without what nobody uses. No cluster here."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import venv
+
+import pytest
+
+from scaleray.launch.cluster import lean_node, worker_template
+
+pytestmark = pytest.mark.skipif(not worker_template.is_possible(), reason="workers are forked on Linux only")
+
+SAY = """
+import json, os, sys, threading
+import numpy, ray, torch
+if "--threads" in sys.argv:
+    ray.get_runtime_context = lambda: type("Context", (), {
+        "worker": type("Worker", (), {"mode": ray._private.worker.WORKER_MODE}), "get_assigned_resources": lambda self: {"CPU": 2.0},
+    })()
+    ray._private.utils.set_omp_num_threads_if_unset()
+try:
+    import colours
+except ImportError:
+    colours = None
+print(json.dumps({
+    "pid": os.getpid(), "arguments": sys.argv, "folder": os.getcwd(), "colour": os.environ.get("COLOUR"),
+    "imported": [name for name in ("torch._dynamo", "ray.train.torch", "scaleray.training.loop") if name in sys.modules],
+    "threads": len(os.listdir("/proc/self/task")), "path": sys.path, "colours": colours and colours.__file__,
+    "torch_threads": torch.get_num_threads(), "cuda": torch.cuda.is_initialized(), "nice": os.nice(0),
+    "numpy": numpy.random.random(), "group": ray._raylet.PlacementGroupID.of(ray.JobID.from_int(1)).hex(),
+}))
+sys.exit(3)
+"""
+LIBRARIES = ["torch._dynamo", "ray.train.torch"]
+
+
+@pytest.fixture(scope="module")
+def template():
+    """One that expects the first job, whose workers train."""
+    first = {worker_template.JOB: worker_template.FIRST_JOB, worker_template.RAYLET: str(os.getpid())}
+    folder = worker_template.short_folder()
+    found = worker_template.WorkerTemplate(folder=folder, variables=first, modules=["scaleray.training.worker"])
+    yield found
+    found.close()
+    assert not folder.exists()
+
+
+@pytest.fixture
+def started(tmp_path):
+    """Runs `as_fork.py` as a raylet would, with a script that says what it sees in place of Ray's own worker."""
+    script, set_up = tmp_path / "worker.py", tmp_path / "set_up.py"
+    script.write_text(SAY)
+    set_up.write_text(f"import sys, runpy; sys.argv.append('set up by Ray'); runpy.run_path({str(script)!r})")
+
+    def run(socket, *options, python=sys.executable, job=worker_template.FIRST_JOB, **variables):
+        environment = {**os.environ, worker_template.SOCKET: str(socket), worker_template.ORIGINAL: str(set_up)}
+        ids = {worker_template.RAYLET: str(os.getpid())} | ({worker_template.JOB: job} if job else {})
+        process = subprocess.Popen(
+            [python, str(worker_template.SCRIPT), str(script), "--one", "two words", *options],
+            env={**environment, "COLOUR": "red", **ids, **variables},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            preexec_fn=lambda: os.nice(2),
+            text=True,
+        )
+        output, _ = process.communicate(timeout=300)
+        return {**json.loads(output), "is_itself": process.pid == json.loads(output)["pid"]}
+
+    run.script = script
+    return run
+
+
+def in_environment(**context):
+    """What the raylet adds to a worker's arguments where its job or task has an environment."""
+    return (
+        f"--serialized-runtime-env-context={json.dumps({'py_executable': sys.executable, **context})}",
+        "--language=PYTHON",
+    )
+
+
+def test_a_worker_is_a_fork_with_everything_imported_and_no_gpu_touched(template, started):
+    seen = started(template.socket)
+    assert not seen["is_itself"]
+    assert (seen["imported"], seen["cuda"], seen["threads"]) == ([*LIBRARIES, "scaleray.training.loop"], False, 1)
+
+
+def test_a_fork_has_the_arguments_environment_folder_streams_and_niceness_of_the_process_it_stands_for(
+    template, started, tmp_path
+):
+    seen = started(template.socket)
+    assert seen["arguments"] == [str(started.script), "--one", "two words"]
+    assert (seen["folder"], seen["colour"]) == (str(tmp_path), "red")
+    assert seen["nice"] == os.nice(0) + 2
+    assert seen["torch_threads"] == int(os.environ.get("OMP_NUM_THREADS", "1"))
+
+
+def test_a_fork_has_the_environment_of_its_job_without_rays_set_up(template, started, tmp_path):
+    folder = tmp_path / "working directory"
+    folder.mkdir()
+    (folder / "colours.py").touch()
+    context = {
+        "env_vars": {"COLOUR": "blue", "PYTHONPATH": str(folder)},
+        "command_prefix": ["cd", shlex.quote(str(folder)), "&&"],
+    }
+    seen = started(template.socket, *in_environment(**context))
+    assert not seen["is_itself"] and seen["arguments"] == [str(started.script), "--one", "two words"]
+    assert (seen["folder"], seen["colour"]) == (str(folder), "blue")
+    assert seen["colours"] == str(folder / "colours.py")
+
+
+@pytest.mark.parametrize("variables", [{}, {"PYTHONPATH": "/nowhere"}])
+def test_a_fork_finds_modules_where_a_fresh_process_would(template, started, tmp_path, variables):
+    fresh = started(tmp_path / "nobody", **variables)
+    assert fresh["is_itself"] and started(template.socket, **variables)["path"] == fresh["path"]
+
+
+def test_a_fork_has_the_threads_that_ray_gives_its_task(template, started, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert started(template.socket, "--threads")["torch_threads"] == 2
+
+
+def test_two_forks_draw_other_numbers(template, started):
+    one, two = started(template.socket), started(template.socket)
+    assert one["numpy"] != two["numpy"] and one["group"] != two["group"]
+
+
+def test_each_job_has_a_process_of_its_own_that_has_imported_ray_for_it(template, started):
+    for number in range(2, worker_template.MOST_JOBS + 3):  # and the first ones are asked for anew
+        seen = started(template.socket, job=f"{number % 6 + 1:02}000000")
+        assert not seen["is_itself"] and seen["imported"][:2] == LIBRARIES
+
+
+@pytest.mark.parametrize("why", ["no template", "no job", "another Python"])
+def test_a_worker_that_cannot_be_a_fork_is_what_ray_would_start(template, started, tmp_path, why):
+    if why == "another Python":
+        venv.create(tmp_path / "other", symlinks=True)
+        python, places = tmp_path / "other" / "bin" / "python", os.pathsep.join(sys.path)
+        seen = started(template.socket, python=str(python), PYTHONPATH=places)
+    else:
+        seen = started(template.socket, job=None) if why == "no job" else started(tmp_path / "nobody")
+    assert seen["is_itself"] and not seen["imported"]
+    assert seen["arguments"] == [str(started.script), "--one", "two words"]
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        {"command_prefix": ["source", "activate", "&&"]},
+        {"env_vars": {"PLACE": "${HOME}/here"}},
+        {"override_worker_entrypoint": "/other.py"},
+        {"py_executable": "/other/python"},
+    ],
+    ids=["a command before it", "a variable of variables", "a script of its own", "another Python"],
+)
+def test_an_environment_that_needs_rays_set_up_gets_it(template, started, context):
+    seen = started(template.socket, *in_environment(**context))
+    assert seen["is_itself"] and seen["arguments"][-3:] == [*in_environment(**context), "set up by Ray"]
+
+
+def test_a_node_of_another_make_starts_as_ray_starts_it(monkeypatch):
+    import ray._private.node as node
+
+    class Other:
+        pass
+
+    monkeypatch.setattr(node, "Node", Other)
+    with lean_node.nodes(template=None, has_dashboard=False, has_autoscaler=False):
+        assert node.Node is Other
+
+
+@pytest.mark.parametrize("has_dashboard", [False, True])
+def test_a_node_has_a_dashboard_only_where_somebody_asked_for_it(monkeypatch, has_dashboard):
+    import ray._private.node as node
+    import ray._private.utils as utils
+
+    started = []
+    monkeypatch.setattr(node.Node, "start_api_server", lambda self, **arguments: started.append("dashboard"))
+    before = node.Node, utils.get_dashboard_dependency_error
+    with lean_node.nodes(template=None, has_dashboard=has_dashboard, has_autoscaler=False):
+        made = node.Node.__new__(node.Node)
+        made.start_api_server(include_dashboard=has_dashboard, raise_on_failure=True)
+        is_minimal = utils.get_dashboard_dependency_error is not before[1]
+    assert (started, is_minimal) == ((["dashboard"], False) if has_dashboard else ([], True))
+    assert (node.Node, utils.get_dashboard_dependency_error) == before
+
+
+def test_the_environment_of_the_start_is_gone_afterwards(monkeypatch):
+    monkeypatch.setenv("COLOUR", "red")
+    monkeypatch.delenv("SHAPE", raising=False)
+    with lean_node.variables({"COLOUR": "blue", "SHAPE": "round"}):
+        assert (os.environ["COLOUR"], os.environ["SHAPE"]) == ("blue", "round")
+    assert os.environ["COLOUR"] == "red" and "SHAPE" not in os.environ
