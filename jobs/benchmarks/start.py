@@ -49,7 +49,9 @@ def measure(side: str, job: training.Job, before: Path | None) -> harness.Measur
             with open(Path(record["run_dir"]) / "steps.csv", newline="") as file:
                 num_steps = len(list(csv.DictReader(file)))
         assert num_steps == STEPS
-        found = {"first_step_s": record["time_to_first_step_s"], "parts": record["start"]}
+        first_step_s = record["time_to_first_step_s"]
+        found = {"first_step_s": first_step_s, "parts": record["start"]}
+        found["steady_at"] = [started_at + first_step_s, time.time()]  # there is nothing after it but the end
         return training.with_cpu(found, watch, started_at) | {"load": load}
     return training.run(side, job, before) | {"load": load}
 

@@ -183,9 +183,8 @@ def worker(requests: socket.socket) -> Request:
         request.close()
 
 
-def become(request: Request, added_places: Sequence[str]) -> None:
-    """Make this process what the request says, up to its first line of code. added_places: what the imports have put
-    before all others on the search path, as Ray's does."""
+def become(request: Request) -> None:
+    """Make this process what the request says, up to its first line of code."""
     about = request.about
     connection, *streams = request.files
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -197,7 +196,9 @@ def become(request: Request, added_places: Sequence[str]) -> None:
         os.dup2(stream, number)
         os.close(stream)
     sys.argv = about["arguments"]
-    sys.path[:] = [*added_places, str(Path(sys.argv[0]).parent), *about["path"]]
+    ray = Path(sys.modules["ray"].__file__ or "").parent
+    of_ray = [place for place in sys.path if Path(place).is_relative_to(ray)]  # libraries that its import puts first
+    sys.path[:] = [*of_ray, str(Path(sys.argv[0]).parent), *about["path"]]
     ray_settings.read_again()
     numpy = sys.modules["numpy"]
     numpy.random.seed()  # workers must not draw the same numbers
@@ -268,7 +269,6 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as Ray's own processes: the driver answers Ctrl-C
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
     expected, modules = json.loads(sys.argv[2])
-    places = set(sys.path)
     import_all(LIBRARIES)
     with socket.socket(fileno=int(sys.argv[1])) as listener:
         requests = process_of_a_job(listener, expected)
@@ -277,7 +277,7 @@ def main() -> None:
         sys.exit("forks of Ray would draw the same numbers")  # each worker is then what Ray would start
     with requests:
         request = worker(requests)
-    become(request, [place for place in sys.path if place not in places])
+    become(request)
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -16,24 +16,29 @@ from scaleray.launch.cluster import lean_node, worker_template
 pytestmark = pytest.mark.skipif(not worker_template.is_possible(), reason="workers are forked on Linux only")
 
 SAY = """
-import json, os, sys, threading
-import numpy, ray, torch
-if "--threads" in sys.argv:
-    ray.get_runtime_context = lambda: type("Context", (), {
-        "worker": type("Worker", (), {"mode": ray._private.worker.WORKER_MODE}), "get_assigned_resources": lambda self: {"CPU": 2.0},
-    })()
-    ray._private.utils.set_omp_num_threads_if_unset()
-try:
-    import colours
-except ImportError:
-    colours = None
-print(json.dumps({
-    "pid": os.getpid(), "arguments": sys.argv, "folder": os.getcwd(), "colour": os.environ.get("COLOUR"),
+import json, os, sys
+found = {
+    "pid": os.getpid(), "arguments": sys.argv, "folder": os.getcwd(), "colour": os.environ.get("COLOUR"), "nice": os.nice(0),
     "imported": [name for name in ("torch._dynamo", "ray.train.torch", "scaleray.training.loop") if name in sys.modules],
-    "threads": len(os.listdir("/proc/self/task")), "path": sys.path, "colours": colours and colours.__file__,
-    "torch_threads": torch.get_num_threads(), "cuda": torch.cuda.is_initialized(), "nice": os.nice(0),
-    "numpy": numpy.random.random(), "group": ray._raylet.PlacementGroupID.of(ray.JobID.from_int(1)).hex(),
-}))
+}
+if "--imports-nothing" not in sys.argv:
+    import numpy, ray, torch
+    try:
+        import colours
+    except ImportError:
+        colours = None
+    if "--threads" in sys.argv:
+        ray.get_runtime_context = lambda: type("Context", (), {
+            "worker": type("Worker", (), {"mode": ray._private.worker.WORKER_MODE}),
+            "get_assigned_resources": lambda self: {"CPU": 2.0},
+        })()
+        ray._private.utils.set_omp_num_threads_if_unset()
+    found |= {
+        "threads": len(os.listdir("/proc/self/task")), "path": sys.path, "colours": colours and colours.__file__,
+        "torch_threads": torch.get_num_threads(), "cuda": torch.cuda.is_initialized(),
+        "numpy": numpy.random.random(), "group": ray._raylet.PlacementGroupID.of(ray.JobID.from_int(1)).hex(),
+    }
+print(json.dumps(found))
 sys.exit(3)
 """
 LIBRARIES = ["torch._dynamo", "ray.train.torch"]
@@ -113,10 +118,9 @@ def test_a_fork_has_the_environment_of_its_job_without_rays_set_up(template, sta
     assert seen["colours"] == str(folder / "colours.py")
 
 
-@pytest.mark.parametrize("variables", [{}, {"PYTHONPATH": "/nowhere"}])
-def test_a_fork_finds_modules_where_a_fresh_process_would(template, started, tmp_path, variables):
-    fresh = started(tmp_path / "nobody", **variables)
-    assert fresh["is_itself"] and started(template.socket, **variables)["path"] == fresh["path"]
+def test_a_fork_finds_modules_where_a_fresh_process_would(template, started, tmp_path):
+    fresh = started(tmp_path / "nobody", PYTHONPATH="/nowhere")
+    assert fresh["is_itself"] and started(template.socket, PYTHONPATH="/nowhere")["path"] == fresh["path"]
 
 
 def test_a_fork_has_the_threads_that_ray_gives_its_task(template, started, monkeypatch):
@@ -137,14 +141,14 @@ def test_each_job_has_a_process_of_its_own_that_has_imported_ray_for_it(template
 
 @pytest.mark.parametrize("why", ["no template", "no job", "another Python"])
 def test_a_worker_that_cannot_be_a_fork_is_what_ray_would_start(template, started, tmp_path, why):
+    words = ("--imports-nothing",)
     if why == "another Python":
         venv.create(tmp_path / "other", symlinks=True)
-        python, places = tmp_path / "other" / "bin" / "python", os.pathsep.join(sys.path)
-        seen = started(template.socket, python=str(python), PYTHONPATH=places)
+        seen = started(template.socket, *words, python=str(tmp_path / "other" / "bin" / "python"))
     else:
-        seen = started(template.socket, job=None) if why == "no job" else started(tmp_path / "nobody")
+        seen = started(template.socket, *words, job=None) if why == "no job" else started(tmp_path / "nobody", *words)
     assert seen["is_itself"] and not seen["imported"]
-    assert seen["arguments"] == [str(started.script), "--one", "two words"]
+    assert seen["arguments"] == [str(started.script), "--one", "two words", *words]
 
 
 @pytest.mark.parametrize(
@@ -158,8 +162,9 @@ def test_a_worker_that_cannot_be_a_fork_is_what_ray_would_start(template, starte
     ids=["a command before it", "a variable of variables", "a script of its own", "another Python"],
 )
 def test_an_environment_that_needs_rays_set_up_gets_it(template, started, context):
-    seen = started(template.socket, *in_environment(**context))
-    assert seen["is_itself"] and seen["arguments"][-3:] == [*in_environment(**context), "set up by Ray"]
+    words = ("--imports-nothing", *in_environment(**context))
+    seen = started(template.socket, *words)
+    assert seen["is_itself"] and seen["arguments"][-4:] == [*words, "set up by Ray"]
 
 
 def test_a_node_of_another_make_starts_as_ray_starts_it(monkeypatch):
