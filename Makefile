@@ -9,7 +9,11 @@ INSTALLED := $(VENV)/.installed
 COMMITS := $(shell git rev-list --count --first-parent HEAD 2>/dev/null || date +%j)
 export PART ?= $(shell expr $(COMMITS) % 8 + 1)/8
 
-.PHONY: demo test lint types floors unit on-ray without-ray coverage slow docs ui clean
+# Tests without Ray, in three parts: one process of pytest at a time would leave a core idle for most of them.
+PARTS := unit-others unit-training unit-strategies
+WITHOUT_RAY := $(BIN)/python -m pytest -m 'not ray and not gpu and not slow'
+
+.PHONY: demo test lint types floors unit on-ray without-ray $(PARTS) coverage slow docs ui clean
 .DEFAULT_GOAL := test
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -20,7 +24,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## the main job on an embedded default: SQLite MLflow and a local Ray head
 	$(BIN)/python jobs/demo.py
 
-test: lint types floors unit  ## everything that CI checks
+test: $(INSTALLED)  ## everything that CI checks, two of these at a time: some of them mostly wait
+	$(MAKE) --jobs=2 --output-sync=target lint types floors unit
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -32,14 +37,21 @@ types: $(INSTALLED)
 floors: $(INSTALLED)
 	$(BIN)/lint-imports --no-cache
 
-unit: $(INSTALLED)  ## two halves at once: those on Ray mostly wait for its processes
-	$(MAKE) --jobs=2 --output-sync=target on-ray without-ray
+unit: without-ray on-ray
 
 on-ray: $(INSTALLED)  ## from the files with such tests alone: to collect the others imports everything
 	$(BIN)/python -m pytest -m 'ray and not gpu and not slow' $$(grep -rlw 'mark\.ray' tests --include='test_*.py')
 
-without-ray: $(INSTALLED)
-	$(BIN)/python -m pytest -m 'not ray and not gpu and not slow'
+without-ray: $(PARTS)
+
+unit-training: $(INSTALLED)
+	$(WITHOUT_RAY) tests/training
+
+unit-strategies: $(INSTALLED)
+	$(WITHOUT_RAY) tests/strategies
+
+unit-others: $(INSTALLED)
+	$(WITHOUT_RAY) tests --ignore=tests/training --ignore=tests/strategies
 
 coverage: $(INSTALLED)  ## which lines the tests reach; takes about 1.4 times as long
 	$(BIN)/python -m pytest -m 'not gpu and not slow' --cov --cov-report=term-missing:skip-covered --cov-fail-under=90
