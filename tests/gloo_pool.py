@@ -63,7 +63,7 @@ class GlooPool:
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
         if failures:
             # ranks that only lost their peer say so; the one that began it is more telling
-            lost = ("Connection closed", "no answer")
+            lost = ("Connection closed", "Connection reset", "no answer")
             first = next((f for f in failures if not any(words in f.text for words in lost)), failures[0])
             if first.error is not None:
                 first.error.add_note(f"on rank {first.rank}:\n{first.text}")

@@ -197,7 +197,7 @@ def become(request: Request) -> None:
         os.close(stream)
     sys.argv = about["arguments"]
     ray = Path(sys.modules["ray"].__file__ or "").parent
-    of_ray = [place for place in sys.path if Path(place).is_relative_to(ray)]  # libraries that its import puts first
+    of_ray = {place: None for place in sys.path if Path(place).is_relative_to(ray)}  # what its import puts first
     sys.path[:] = [*of_ray, str(Path(sys.argv[0]).parent), *about["path"]]
     ray_settings.read_again()
     numpy = sys.modules["numpy"]
