@@ -55,8 +55,8 @@ class WorkerTemplate:
         """Start it; it answers once it has imported everything.
 
         folder: of this user alone, see `short_folder`. threads: of the libraries' arithmetic, unless OMP_NUM_THREADS is
-        set. variables: environment of the job that is expected, whose process is made at once. modules: what the
-        process of a job imports, beside what it always does.
+        set. variables: environment of the job that is expected, whose process is made at once. modules: those of this
+        package that all jobs use; none where a job may bring another version of it.
         """
         self.socket = folder / "template"
         environment = {
@@ -273,6 +273,10 @@ def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as listener:
         requests = process_of_a_job(listener, expected)
     import_ray([*OF_A_JOB, *modules])
+    if not modules:  # a job may bring another version of this package, which its workers must find
+        package = ray_settings.__name__.partition(".")[0]
+        for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+            del sys.modules[name]
     if children_draw_alike():
         sys.exit("forks of Ray would draw the same numbers")  # each worker is then what Ray would start
     with requests:

@@ -19,6 +19,7 @@ SAY = """
 import json, os, sys
 found = {
     "pid": os.getpid(), "arguments": sys.argv, "folder": os.getcwd(), "colour": os.environ.get("COLOUR"), "nice": os.nice(0),
+    "of_scaleray": [name for name in sys.modules if name.partition(".")[0] == "scaleray"],
     "imported": [name for name in ("torch._dynamo", "ray.train.torch", "scaleray.training.loop") if name in sys.modules],
 }
 if "--imports-nothing" not in sys.argv:
@@ -38,6 +39,9 @@ if "--imports-nothing" not in sys.argv:
         "torch_threads": torch.get_num_threads(), "cuda": torch.cuda.is_initialized(),
         "numpy": numpy.random.random(), "group": ray._raylet.PlacementGroupID.of(ray.JobID.from_int(1)).hex(),
     }
+if "--imports-scaleray" in sys.argv:
+    import scaleray
+    found["scaleray"] = scaleray.__file__
 print(json.dumps(found))
 sys.exit(3)
 """
@@ -137,6 +141,19 @@ def test_each_job_has_a_process_of_its_own_that_has_imported_ray_for_it(template
     for number in range(2, worker_template.MOST_JOBS + 3):  # and the first ones are asked for anew
         seen = started(template.socket, job=f"{number % 6 + 1:02}000000")
         assert not seen["is_itself"] and seen["imported"][:2] == LIBRARIES
+
+
+def test_on_a_head_a_job_may_bring_another_version_of_scaleray(started, tmp_path):
+    package = tmp_path / "other" / "scaleray"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    template = worker_template.WorkerTemplate(folder=worker_template.short_folder())
+    try:
+        seen = started(template.socket, "--imports-scaleray", PYTHONPATH=str(package.parent))
+    finally:
+        template.close()
+    assert not seen["is_itself"] and seen["imported"] == LIBRARIES and not seen["of_scaleray"]
+    assert seen["scaleray"] == str(package / "__init__.py")
 
 
 @pytest.mark.parametrize("why", ["no template", "no job", "another Python"])
