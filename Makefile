@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 COMMITS := $(shell git rev-list --count --first-parent HEAD 2>/dev/null || date +%j)
 export PART ?= $(shell expr $(COMMITS) % 8 + 1)/8
 
-# Tests without Ray, in three parts: one process of pytest at a time would leave a core idle for most of them.
+# Tests without Ray, in three parts: one process of pytest at a time would leave a core idle most of the time.
 PARTS := unit-others unit-training unit-strategies
 WITHOUT_RAY := $(BIN)/python -m pytest -m 'not ray and not gpu and not slow'
 
@@ -24,8 +24,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## the main job on an embedded default: SQLite MLflow and a local Ray head
 	$(BIN)/python jobs/demo.py
 
-test: $(INSTALLED)  ## everything that CI checks, two of these at a time: some of them mostly wait
-	$(MAKE) --jobs=2 --output-sync=target lint types floors unit
+test: $(INSTALLED)  ## everything that CI checks, three of these at a time: each waits much of its time
+	$(MAKE) --jobs=3 --output-sync=target lint types floors unit
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

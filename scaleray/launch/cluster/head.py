@@ -20,7 +20,7 @@ from pathlib import Path
 
 from scaleray.errors import ClusterError
 from scaleray.guarded import guarded
-from scaleray.launch.cluster.connection import DRIVER_ENVIRONMENT, set_auth_mode, token_file
+from scaleray.launch.cluster.connection import DRIVER_ENVIRONMENT, OWN_ENVIRONMENT, set_auth_mode, token_file
 from scaleray.launch.cluster.lean_node import NOT_PRESTARTED, nodes
 from scaleray.launch.cluster.own_ray import free_port
 from scaleray.launch.cluster.worker_template import WorkerTemplate, is_possible, short_folder
@@ -79,7 +79,8 @@ def local_head(
         f"--object-store-memory={object_store_bytes}",
         f"--temp-dir={folder}/ray",
     ]
-    variables = {**os.environ, **DRIVER_ENVIRONMENT, **NOT_PRESTARTED, **(environment or {}), "PATH": _path()}
+    of_ray = {**DRIVER_ENVIRONMENT, **OWN_ENVIRONMENT, **NOT_PRESTARTED}
+    variables = {**os.environ, **of_ray, **(environment or {}), "PATH": _path()}
     # fixed by default: two heads on one machine would collide
     variables |= {"AUTOSCALER_METRIC_PORT": str(free_port()), "DASHBOARD_METRIC_PORT": str(free_port())}
     variables.pop("RAY_ADDRESS", None)
