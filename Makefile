@@ -24,8 +24,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## the main job on an embedded default: SQLite MLflow and a local Ray head
 	$(BIN)/python jobs/demo.py
 
-test: $(INSTALLED)  ## everything that CI checks, three of these at a time: each waits much of its time
-	$(MAKE) --jobs=3 --output-sync=target lint types floors unit
+test: $(INSTALLED)  ## everything that CI checks, four of these at a time: each waits much of its time
+	$(MAKE) --jobs=4 --output-sync=target lint types floors unit
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -53,7 +53,7 @@ unit-strategies: $(INSTALLED)
 unit-others: $(INSTALLED)
 	$(WITHOUT_RAY) tests --ignore=tests/training --ignore=tests/strategies
 
-coverage: $(INSTALLED)  ## which lines the tests reach; takes about 1.4 times as long
+coverage: $(INSTALLED)  ## which lines the tests reach; one test after another
 	$(BIN)/python -m pytest -m 'not gpu and not slow' --cov --cov-report=term-missing:skip-covered --cov-fail-under=90
 
 slow: PART :=
