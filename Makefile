@@ -9,8 +9,9 @@ INSTALLED := $(VENV)/.installed
 COMMITS := $(shell git rev-list --count --first-parent HEAD 2>/dev/null || date +%j)
 export PART ?= $(shell expr $(COMMITS) % 8 + 1)/8
 
-# Tests without Ray, in three parts: one process of pytest at a time would leave a core idle most of the time.
-PARTS := unit-others unit-training unit-strategies
+# Tests without Ray, in four parts: one process of pytest at a time would leave a core idle most of the time.
+PARTS := unit-training unit-launch unit-others unit-strategies
+OF_LAUNCH := tests/launch tests/tracking tests/cli
 WITHOUT_RAY := $(BIN)/python -m pytest -m 'not ray and not gpu and not slow'
 
 .PHONY: demo test lint types floors unit on-ray without-ray $(PARTS) coverage slow docs ui clean
@@ -24,8 +25,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## the main job on an embedded default: SQLite MLflow and a local Ray head
 	$(BIN)/python jobs/demo.py
 
-test: $(INSTALLED)  ## everything that CI checks, four of these at a time: each waits much of its time
-	$(MAKE) --jobs=4 --output-sync=target lint types floors unit
+test: $(INSTALLED)  ## everything that CI checks, three of these at a time: each waits much of its time
+	$(MAKE) --jobs=3 --output-sync=target lint types floors unit
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -50,8 +51,11 @@ unit-training: $(INSTALLED)
 unit-strategies: $(INSTALLED)
 	$(WITHOUT_RAY) tests/strategies
 
+unit-launch: $(INSTALLED)
+	$(WITHOUT_RAY) $(OF_LAUNCH)
+
 unit-others: $(INSTALLED)
-	$(WITHOUT_RAY) tests --ignore=tests/training --ignore=tests/strategies
+	$(WITHOUT_RAY) tests $(addprefix --ignore=,tests/training tests/strategies $(OF_LAUNCH))
 
 coverage: $(INSTALLED)  ## which lines the tests reach; one test after another
 	$(BIN)/python -m pytest -m 'not gpu and not slow' --cov --cov-report=term-missing:skip-covered --cov-fail-under=90
