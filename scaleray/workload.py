@@ -72,6 +72,15 @@ class Workload:
         """The workload's own optimizer, or None for the configured one. `settings` holds the derived learning rate."""
         return None
 
+    def schedule(self, optimizer: torch.optim.Optimizer, recipe: Any) -> torch.optim.lr_scheduler.LRScheduler | None:
+        """The workload's own learning-rate schedule, stepped once per optimizer step; None for the configured one.
+
+        recipe: what was derived, with `total_steps`, `steps_per_epoch`, `warmup_steps`, `schedule_steps` and
+        `learning_rate`; the optimizer has its rates already. Called some times more, on copies of the optimizer that
+        train nothing.
+        """
+        return None
+
     def blocks(self, model: nn.Module) -> Iterable[nn.Module] | None:
         """Repeated blocks of the model, for sharding, checkpointing and pipelines. Optional."""
         return None
@@ -153,8 +162,17 @@ def build_workload(factory: Any, args: Mapping[str, Any], *, name: str) -> Any:
 
 def brings_optimizer(workload: Any) -> bool:
     """Whether the workload may bring an optimizer of its own; its method may still return None."""
-    method = getattr(workload, "optimizer", None)
-    return callable(method) and getattr(method, "__func__", None) is not Workload.optimizer
+    return _has_own(workload, "optimizer")
+
+
+def brings_schedule(workload: Any) -> bool:
+    """Whether the workload may bring a schedule of its own; its method may still return None."""
+    return _has_own(workload, "schedule")
+
+
+def _has_own(workload: Any, name: str) -> bool:
+    method = getattr(workload, name, None)
+    return callable(method) and getattr(method, "__func__", None) is not getattr(Workload, name)
 
 
 def call_user_code(call: Any, *, what: str, doing: str) -> Any:

@@ -23,7 +23,7 @@ from scaleray.scaling.recipe.lr_rules import MOVED_BY_RULES
 from scaleray.tracking.recording import Recording, RunIdentity
 from scaleray.tracking.run_description import RunDescription
 from scaleray.training.setup.job import TrainJob
-from scaleray.workload import brings_optimizer
+from scaleray.workload import brings_optimizer, brings_schedule
 
 
 def describe(
@@ -41,10 +41,11 @@ def describe(
     interrupted run, changes: what differs from it, a line each."""
     config, recipe = job.config, job.recipe
     params: dict[str, Any] = dict(leaves(config.to_dict(), of_lists=False))
-    # what an optimizer of the workload's own makes of them, its workers say
-    later = MOVED_BY_RULES if brings_optimizer(job.workload) else ()
+    # what an optimizer or a schedule of the workload's own makes of them, its workers say
+    whose = "optimizer()" if brings_optimizer(job.workload) else "schedule()"
+    later = MOVED_BY_RULES if brings_optimizer(job.workload) or brings_schedule(job.workload) else ()
     params.update({f"derived.{k}": v for k, v in recipe.values().items() if k not in later})
-    how = {k: f"{v}, for the workload's own optimizer()" if k in later else v for k, v in recipe.explanations.items()}
+    how = {k: f"{v}, for the workload's own {whose}" if k in later else v for k, v in recipe.explanations.items()}
     params.update({"topology.nodes": len(facts["topology"]), "topology.workers": str(config.scale.workers)})
     return RunDescription(
         tracking_uri=tracking_uri,

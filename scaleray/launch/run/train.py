@@ -39,7 +39,7 @@ from scaleray.tracking.recorder import Recorder
 from scaleray.training.setup.job import TrainJob, rescaled
 from scaleray.training.state import weights as final_weights
 from scaleray.watchers import Guard, Watcher
-from scaleray.workload import brings_optimizer, make_workload
+from scaleray.workload import brings_optimizer, brings_schedule, make_workload
 
 IMPORTED_AT = time.time()
 READERS = {"worker": "the workers themselves", "ray": "Ray tasks"}
@@ -253,6 +253,8 @@ class _Run:
         )
         if brings_optimizer(self.job.workload):
             rule += " for the workload's own optimizer()"
+        elif brings_schedule(self.job.workload):
+            rule += " for the workload's own schedule()"
         start = "run"
         if self.before is not None:
             newest = self.before.newest

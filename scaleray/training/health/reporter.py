@@ -20,7 +20,7 @@ from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 from scaleray.watchers import Guard, Watcher
-from scaleray.workload import brings_optimizer
+from scaleray.workload import brings_optimizer, brings_schedule
 
 SHORTEST_SAMPLING_S = 5.0
 
@@ -98,9 +98,9 @@ class Reporter(Observer):
         self._sent_bytes = self._setup.parallel.bytes_sent()
 
     def _say_values_in_use(self) -> None:
-        """What became of the derived values in an optimizer of the workload's own."""
+        """What became of the derived values in an optimizer or a schedule of the workload's own."""
         in_use = self._setup.in_use
-        if brings_optimizer(self.job.workload):
+        if brings_optimizer(self.job.workload) or brings_schedule(self.job.workload):
             derived = {name: getattr(self.job.recipe, name) for name in MOVED_BY_RULES}
             self.emit(DerivedRecord({**derived, **in_use.values}))
         for text in in_use.warnings:

@@ -41,7 +41,7 @@ class Setup:
 
     parallel: Parallel
     optimizer: torch.optim.Optimizer
-    schedule: torch.optim.lr_scheduler.LambdaLR
+    schedule: torch.optim.lr_scheduler.LRScheduler
     precision: precision.Precision
     parameters: list[nn.Parameter]
     """Trained parameters of this rank; their gradients lie in them after a backward pass. Listed before the first pass:
@@ -51,7 +51,7 @@ class Setup:
     pruning: pruning.Pruning | None = None
     compilation: Compilation | None = None
     in_use: InUse = field(default_factory=InUse)
-    """Values that an optimizer of the workload's own has in place of derived ones."""
+    """Values that an optimizer or a schedule of the workload's own has in place of derived ones."""
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """Callbacks that undo, in reverse order, what was done to the user's model and to torch before the strategy."""
 
@@ -121,7 +121,7 @@ def _prepare(
     # the optimizer last: a strategy may have replaced parameters
     optimizer, in_use = optimizers.build(workload, parallel.module, config, recipe, owns=parallel.owns, varied=varied)
     parallel.use_optimizer(optimizer)
-    schedule = optimizers.build_schedule(optimizer, config, recipe)
+    schedule, in_use = optimizers.build_schedule(workload, optimizer, config, recipe, in_use, varied=varied)
     # masks lie over ranks as the strategy has laid out the parameters, and clear the optimizer's state
     masks = pruning.build(parallel.module, optimizer, config.pruning, place.group)
     if masks is not None and masks.is_due(0) and not is_resumed:

@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 from scaleray.config import RunConfig
 from scaleray.scaling.recipe.schedules import learning_rate_factor
 from scaleray.scaling.recipe.values import Recipe
+from scaleray.training.setup import own_schedule
 from scaleray.training.setup.large_batch_optimizers import Lamb, Lars
 from scaleray.training.setup.own_optimizer import InUse, OptimizerValues, build_own
-from scaleray.workload import brings_optimizer
+from scaleray.workload import brings_optimizer, brings_schedule
 
 
 def build(
@@ -129,9 +130,25 @@ class Schedule(torch.optim.lr_scheduler.LambdaLR):
 
 
 def build_schedule(
-    optimizer: torch.optim.Optimizer, config: RunConfig, recipe: Recipe
-) -> torch.optim.lr_scheduler.LambdaLR:
-    """The schedule over steps, relative to each parameter group's own learning rate."""
+    workload: Any,
+    optimizer: torch.optim.Optimizer,
+    config: RunConfig,
+    recipe: Recipe,
+    in_use: InUse,
+    *,
+    varied: Collection[str] = (),
+) -> tuple[torch.optim.lr_scheduler.LRScheduler, InUse]:
+    """The workload's own schedule, or the configured one, and what is in use of the config's settings with it:
+    `in_use` is what the optimizer uses."""
+    if brings_schedule(workload):
+        own, in_use = own_schedule.build_own(workload.schedule, optimizer, config, recipe, in_use, varied)
+        if own is not None:
+            return own, in_use
+    return configured_schedule(optimizer, config, recipe), in_use
+
+
+def configured_schedule(optimizer: torch.optim.Optimizer, config: RunConfig, recipe: Recipe) -> Schedule:
+    """The schedule over steps that the config describes, relative to each parameter group's own learning rate."""
     return Schedule(
         optimizer,
         lambda step: learning_rate_factor(

@@ -141,7 +141,8 @@ class Checkpointing:
             if before != self.job.recipe.global_batch_size:
                 own_rates.put_back(state.setup, position=self.job.steps_before())
             elif self._has_other_optimizer(self.resumed_from):  # a change that was allowed
-                own_rates.put_back(state.setup, position=state.setup.schedule.last_epoch)
+                position = getattr(state.setup.schedule, "last_epoch", self.resumed_from.step)
+                own_rates.put_back(state.setup, position=position)
             self.saver.start_from(self.resumed_from)
             self._measured = self._best_until(self.resumed_from.step) if self.place.rank == 0 else {}
             if self.place.rank == 0:
@@ -308,6 +309,7 @@ def _resumed(manifest: Manifest, world_size: int, job: TrainJob) -> str:
             text += ", from the mean of its replicas; what the strategy itself had kept starts anew"
     before, now = manifest.values[PROGRESS]["global_batch_size"], job.recipe.global_batch_size
     if before != now:
-        rate = manifest.values["schedule"]["base_lrs"][0]
-        text += f"; global batch {before} -> {now}, learning rate {rate:g} -> {job.recipe.learning_rate:g}"
+        text += f"; global batch {before} -> {now}"
+        if rates := manifest.values["schedule"].get("base_lrs"):  # a workload's own schedule may have none
+            text += f", learning rate {rates[0]:g} -> {job.recipe.learning_rate:g}"
     return text

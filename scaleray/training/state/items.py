@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, unquote
@@ -74,14 +75,28 @@ def nested(flat: Values) -> Values:
 
 
 def plain(value: Any) -> Any:
-    """A small value as JSON: tensors become numbers, and tuples say that they are some."""
+    """A small value as JSON: tensors become numbers; tuples, and mappings that JSON would change, say what they are."""
     if isinstance(value, torch.Tensor):
         return value.item()
     if isinstance(value, list):
         return [plain(item) for item in value]
-    return {"tuple": list(value)} if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return {"tuple": [plain(item) for item in value]}
+    if isinstance(value, Mapping):
+        kind = "counter" if isinstance(value, Counter) else "mapping"
+        return {kind: [[plain(key), plain(item)] for key, item in value.items()]}
+    return value
 
 
 def unplain(value: Any) -> Any:
     """What `plain` made plain, but for tensors."""
-    return tuple(value["tuple"]) if isinstance(value, dict) and value.keys() == {"tuple"} else value
+    if isinstance(value, list):
+        return [unplain(item) for item in value]
+    if not isinstance(value, dict) or len(value) != 1:
+        return value
+    ((kind, items),) = value.items()
+    if kind == "tuple":
+        return tuple(unplain(item) for item in items)
+    if kind in ("mapping", "counter"):
+        return (Counter if kind == "counter" else dict)({unplain(key): unplain(item) for key, item in items})
+    return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from scaleray.checkpoints.manifest import Manifest
 from scaleray.errors import CheckpointError
 from scaleray.training.setup.model_setup import Setup
+from scaleray.training.setup.optimizers import Schedule
 from scaleray.training.state.items import OPTIMIZER, Tensors, Values, dtype_of, plain, tensors_of, unplain
 
 UNNAMED, VALUE = "unnamed-", "(value)"
@@ -102,25 +104,33 @@ def optimizer_templates(
 
 @dataclass(frozen=True)
 class Rates:
-    """The hyperparameters of an optimizer and its schedule, which a checkpoint would replace by its own."""
+    """The hyperparameters of an optimizer and its schedule, which a checkpoint would replace by its own.
+
+    schedule: the state of the schedule before its first step.
+    """
 
     groups: list[dict[str, Any]]
-    base_lrs: list[Any]
+    schedule: dict[str, Any]
 
     @classmethod
     def of(cls, setup: Setup) -> Rates:
         """The hyperparameters that a set-up has now."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in setup.optimizer.param_groups]
-        return cls(groups, list(setup.schedule.base_lrs))
+        return cls(groups, copy.deepcopy(setup.schedule.state_dict()))
 
     def put_back(self, setup: Setup, *, position: int) -> None:
         """Use these hyperparameters again, with the schedule `position` steps after its start."""
         for group, own in zip(setup.optimizer.param_groups, self.groups, strict=True):
             group.update(own)
         schedule = setup.schedule
-        schedule.base_lrs, schedule.last_epoch, schedule._step_count = list(self.base_lrs), position, position + 1
+        schedule.load_state_dict(copy.deepcopy(self.schedule))
+        if not isinstance(schedule, Schedule):
+            for _ in range(position):  # a workload's own may find a rate from the one before
+                schedule.step()
+            return
+        schedule.last_epoch, schedule._step_count = position, position + 1
         rates: list[Any] = [
-            base * factor(position) for base, factor in zip(self.base_lrs, schedule.lr_lambdas, strict=True)
+            base * factor(position) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
         ]
         for group, rate in zip(setup.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate

@@ -21,6 +21,7 @@ from scaleray.strategies.contract.parallel import full
 from scaleray.training.observer import StepResult
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
+from scaleray.training.setup.optimizers import Schedule
 from scaleray.training.setup.place import Place
 from scaleray.training.step.micro_batches import cuts
 from scaleray.training.verify.compared_job import DueRates
@@ -85,6 +86,7 @@ class TraceProbe:
         self._initial = self._before = self._updated = self._signatures()
         if self.due is not None and self.due.first:
             self._restored = Restored(self.due.first, self._initial, self._optimizer_state())
+        self._is_due_known = isinstance(setup.schedule, Schedule)  # of a workload's own, nothing is known
         self._base_rates = self._due_rates()
         if self.take_apart_at is not None:
             self.parts = GradientParts(
@@ -149,7 +151,7 @@ class TraceProbe:
             replica_size=self._replica_size,
             updates=tuple(self._updates),
             gradient_formats=self._formats,
-            due_factor=self.due.factor(self._step) if self.due is not None else None,
+            due_factor=self.due.factor(self._step) if self.due is not None and self._is_due_known else None,
         )
         self._steps.append(seen)
         self._before = self._updated = after
@@ -192,7 +194,7 @@ class TraceProbe:
         """Learning rates without the schedule's factor: the recipe's, unless the workload has chosen its own."""
         groups, workload = self._setup.optimizer.param_groups, self.job.workload
         if callable(getattr(workload, "optimizer", None)):
-            return tuple(float(group["initial_lr"]) for group in groups)
+            return tuple(float(group.get("initial_lr", group["lr"])) for group in groups)
         return (self.job.recipe.learning_rate,) * len(groups)
 
     def _optimizer_state(self, *, here: bool = False) -> dict[str, np.ndarray]:
@@ -270,6 +272,14 @@ class TraceProbe:
 
 def _stand_still(setup: Setup) -> None:
     """Make updates change nothing: every step then starts from the same parameters."""
+
+    def stop(optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+
+    if not isinstance(setup.schedule, Schedule):  # it sets the rates by rules of its own
+        setup.optimizer.register_step_pre_hook(stop)
+        return
     for group in setup.optimizer.param_groups:
         group["lr"] = group["initial_lr"] = 0.0
     setup.schedule.base_lrs = [0.0] * len(setup.schedule.base_lrs)

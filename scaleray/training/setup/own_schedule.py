@@ -1,0 +1,168 @@
+"""A workload's own learning-rate schedule beside what the config asks for: what of it is used, and what is ignored.
+
+What it makes of them is found by rehearsing it: on a copy of the optimizer that trains nothing, and once more under
+other values. A rate that then moves follows the value, whatever the schedule makes of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from scaleray.config import RunConfig
+from scaleray.errors import ConfigError, WorkloadError
+from scaleray.scaling.recipe.values import Recipe
+from scaleray.training.setup.own_optimizer import InUse
+from scaleray.workload import call_user_code
+
+Build = Callable[[torch.optim.Optimizer, Recipe], Any]
+Rates = list[tuple[float, ...]]
+"""Learning rate of every parameter group, step by step."""
+MOST_REHEARSED = 10_000
+"""Steps that are rehearsed at most, which take some 0.2 s."""
+NEVER_USED = ("name", "final_ratio")
+"""Settings of the section `schedule` that `schedule()` does not receive."""
+LENGTHS = {"warmup": "warmup_steps", "length": "schedule_steps"}
+"""Settings that it receives as numbers of steps, by their names in the recipe."""
+
+
+def build_own(
+    build: Build,
+    optimizer: torch.optim.Optimizer,
+    config: RunConfig,
+    recipe: Recipe,
+    in_use: InUse,
+    varied: Collection[str] = (),
+) -> tuple[LRScheduler | None, InUse]:
+    """The workload's own schedule, if it brings one, and what is in use with it: `in_use` is what is without.
+
+    build: calls `schedule()`; it is called some times more on copies of the optimizer. varied: keys of the config by
+    which this training differs from others of a sweep. Raises ConfigError where they, or a rule, would change nothing.
+    """
+    make = lambda optimizer, recipe: _checked(
+        call_user_code(lambda: build(optimizer, recipe), what="schedule()", doing="building the schedule")
+    )
+    # where only the first part of a training is run, or more than the whole, it is still the schedule of the whole
+    if config.schedule.length is None:
+        recipe = dataclasses.replace(recipe, total_steps=max(recipe.total_steps, recipe.schedule_steps))
+    rehearsal = _stand_in(optimizer)
+    first = make(rehearsal, recipe)
+    if first is None:
+        return None, in_use
+    num_steps = min(recipe.total_steps, MOST_REHEARSED)
+    rates = _rates(first, rehearsal, num_steps)
+    ignored = [name for name in NEVER_USED if _is_set(name, config, varied)]
+    for name, field in LENGTHS.items():
+        if _is_set(name, config, varied):
+            other = dataclasses.replace(recipe, **{field: max(1, getattr(recipe, field) // 2)})
+            if _try(make, _stand_in(optimizer), other, num_steps) == rates:
+                ignored.append(name)
+    halved = _stand_in(optimizer, factor=0.5)
+    half = dataclasses.replace(recipe, learning_rate=recipe.learning_rate / 2)
+    ignores_rate = _try(make, halved, half, num_steps) == rates
+    peak = max(of_step[0] for of_step in rates)
+    for name in ignored:
+        _refuse_varied(f"schedule.{name}", getattr(config.schedule, name), varied)
+    if ignores_rate:
+        _refuse_rate(peak, config, recipe, varied)
+    warnings = [
+        f"the workload's own schedule() ignores schedule.{name}: take {LENGTHS[name]} of its recipe there, or leave "
+        f"schedule.{name} out"
+        if name in LENGTHS
+        else f"schedule.{name} has no effect on the workload's own schedule()"
+        for name in ignored
+    ]
+    due = in_use.values.get("learning_rate", recipe.learning_rate)
+    if ignores_rate and not _same(peak, due):
+        warnings.append(
+            f"the workload's own schedule() ignores optimizer.learning_rate: its largest rate is {peak:g}, not "
+            f"{due:g}, and it trains with that; start from the optimizer's rate, or from recipe.learning_rate"
+        )
+    values = in_use.values if _same(peak, due) else {**in_use.values, "learning_rate": peak}
+    own = make(optimizer, recipe)  # last, so that a workload that keeps what it made keeps this one
+    setattr(optimizer, "_opt_called", True)  # noqa: B010 - torch warns where the first step was skipped: no mistake here
+    return own, InUse(values, [*in_use.warnings, *warnings])
+
+
+def _checked(own: Any) -> LRScheduler | None:
+    if isinstance(own, ReduceLROnPlateau):
+        raise WorkloadError(
+            "schedule()",
+            "ReduceLROnPlateau",
+            "a schedule is stepped once per optimizer step, and evaluations come when they come",
+            "return a schedule over steps; stop.at ends a training that has reached its target",
+        )
+    if own is not None and not isinstance(own, LRScheduler):
+        raise WorkloadError(
+            "schedule()", type(own).__name__, "it must return a torch.optim.lr_scheduler.LRScheduler or None"
+        )
+    return own
+
+
+def _stand_in(optimizer: torch.optim.Optimizer, *, factor: float = 1.0) -> torch.optim.Optimizer:
+    """A copy of an optimizer with `factor` times its rates, whose parameters and state are not the training's."""
+    found = copy.copy(optimizer)
+    found.param_groups = [
+        {**group, "lr": group["lr"] * factor, "params": [torch.zeros(1, requires_grad=True)]}
+        for group in optimizer.param_groups
+    ]
+    found.state = type(optimizer.state)(dict)
+    found.defaults = {**optimizer.defaults, "lr": optimizer.defaults.get("lr", 0.0) * factor}
+    return found
+
+
+def _rates(schedule: LRScheduler, optimizer: torch.optim.Optimizer, num_steps: int) -> Rates:
+    setattr(optimizer, "_opt_called", True)  # noqa: B010 - torch would warn that nothing was trained
+    found = []
+    for _ in range(num_steps):
+        found.append(tuple(float(group["lr"]) for group in optimizer.param_groups))
+        schedule.step()
+    return found
+
+
+def _try(make: Build, optimizer: torch.optim.Optimizer, recipe: Recipe, num_steps: int) -> Rates | None:
+    try:
+        return _rates(make(optimizer, recipe), optimizer, num_steps)
+    except Exception:  # it may know some values only
+        return None
+
+
+def _is_set(name: str, config: RunConfig, varied: Collection[str]) -> bool:
+    default = type(config.schedule).model_fields[name].default
+    return f"schedule.{name}" in varied or getattr(config.schedule, name) != default
+
+
+def _same(left: float, right: float) -> bool:
+    return abs(left - right) <= 1e-6 * max(abs(left), abs(right))  # a rate may be a tensor in float32
+
+
+def _refuse_varied(key: str, value: Any, varied: Collection[str]) -> None:
+    if key in varied:
+        raise ConfigError(
+            key, value, "the workload's own schedule() ignores it in every trial", f"leave {key} out of the sweep"
+        )
+
+
+def _refuse_rate(peak: float, config: RunConfig, recipe: Recipe, varied: Collection[str]) -> None:
+    """Refuse a rule, or a sweep over rates, where the schedule has rates of its own."""
+    advice = "start from the optimizer's rate, or from recipe.learning_rate, in schedule()"
+    if "optimizer.learning_rate" in varied:
+        raise ConfigError(
+            "optimizer.learning_rate",
+            config.optimizer.learning_rate,
+            f"the workload's own schedule() ignores it: its largest rate is {peak:g} in every trial",
+            f"{advice}, or leave optimizer.learning_rate out of the sweep",
+        )
+    if config.optimizer.rule != "none" or "optimizer.rule" in varied:
+        raise ConfigError(
+            "optimizer.rule",
+            config.optimizer.rule,
+            f"the workload's own schedule() ignores the learning rate that it derives: its largest rate is {peak:g}, "
+            f"not {recipe.learning_rate:g}",
+            f"{advice}, or --optimizer.rule none",
+        )
