@@ -131,6 +131,15 @@ def load_workload(name: str, args: Mapping[str, Any], *, base_dir: Path | None =
     return build_workload(getattr(module, attribute), args, name=name)
 
 
+def name_of(workload: Any) -> str:
+    """The name under which `load_workload` would find the class of an object, or a class: the run's `workload.name`
+    where it was handed over in Python. A class of a notebook's cell can only be handed over again."""
+    kind = workload if isinstance(workload, type) else type(workload)
+    path = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    is_importable = kind.__module__ != "__main__" or path is None or not str(path).endswith(".py")
+    return f"{kind.__module__ if is_importable else Path(path).resolve()}:{kind.__qualname__}"  # type: ignore[arg-type]
+
+
 def make_workload(given: Any, name: str, args: Mapping[str, Any], *, base_dir: Path | None = None) -> Any:
     """`given` itself, or built with `args` where it is a class; the workload of that name where it is None."""
     if given is None:

@@ -1,21 +1,26 @@
 """Finding and building the user's workload, and showing the user's own lines when it fails."""
 
+import importlib
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
+from scaleray.config import load_config
 from scaleray.errors import DataError, WorkloadError
 from scaleray.workload import (
     Workload,
     build_workload,
     call_user_code,
     load_workload,
+    name_of,
     no_exit,
     user_modules,
     user_traceback,
 )
 
+NEEDED = {"batch.global_size": 8, "optimizer.learning_rate": 0.1, "stop.after": "1 epoch"}
 GOOD = """
 class Small:
     def __init__(self, width=3, *, depth=1):
@@ -213,3 +218,22 @@ def test_an_exit_in_user_code_is_a_workload_error_and_any_other_exception_passes
     assert "test_workload.py" in str(caught.value)
     with pytest.raises(KeyError), no_exit("loss()"):
         raise KeyError("a")
+
+
+def test_a_class_that_was_handed_over_names_itself_as_it_would_be_found(project, monkeypatch):
+    (project / "mine.py").write_text("class Net:\n    class Inner: ...\n")
+    monkeypatch.syspath_prepend(str(project))
+    mine = importlib.import_module("mine")
+    assert name_of(mine.Net) == name_of(mine.Net()) == "mine:Net"
+    config = load_config(flags=NEEDED, environ={}, workload=mine.Net.Inner)
+    assert config.workload.name == "mine:Net.Inner" and config.workload.stem == "inner"
+    given = load_config(flags={**NEEDED, "workload.name": "other:Other"}, environ={}, workload=mine.Net)
+    assert given.workload.name == "other:Other"
+
+
+def test_a_class_of_a_script_is_found_in_its_file_and_one_of_a_cell_nowhere(monkeypatch):
+    of_a_script, cell = type("Net", (), {"__module__": "__main__"}), types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", cell)
+    assert name_of(of_a_script) == "__main__:Net"
+    cell.__file__ = "/somewhere/train_it.py"
+    assert name_of(of_a_script) == "/somewhere/train_it.py:Net"

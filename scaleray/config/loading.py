@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from scaleray.config.run import RunConfig
 from scaleray.errors import ConfigError
 from scaleray.parsing import MERGE, BoundedLoader, TooLarge, check_size, near_words
+from scaleray.workload import name_of
 
 ENV_PREFIX = "SCALERAY_"
 ARGS = "workload.args"
@@ -42,20 +43,36 @@ def load_config(
     *,
     flags: Sequence[str] | Mapping[str, Any] = (),
     environ: Mapping[str, str] | None = None,
+    workload: Any = None,
 ) -> RunConfig:
-    """The resolved config. `flags` are `--section.key value` words, or a mapping of dotted keys to values.
+    """The resolved config. `flags` are `--section.key value` words, or a mapping of dotted keys, or
+    of sections, to values.
 
-    environ: None reads os.environ. Raises ConfigError naming the key, and file and line where it stands.
+    environ: None reads os.environ. workload: a class or an object, whose name is taken where no layer names one. Raises
+    ConfigError naming the key, and file and line where it stands.
     """
     entries: dict[str, Entry] = {}
+    if workload is not None:
+        entries["workload.name"] = Entry(name_of(workload), "the workload that was given")
     if path is not None:
         entries.update(read_file(Path(path)))
     overlay(entries, read_environment(os.environ if environ is None else environ))
     if isinstance(flags, Mapping):
-        overlay(entries, {str(key): Entry(value, "override") for key, value in flags.items()})
+        overlay(entries, {key: Entry(value, "override") for key, value in _by_dotted_key(flags).items()})
     else:
         overlay(entries, read_flags(flags))
     return validate(entries)
+
+
+def _by_dotted_key(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a mapping whose keys are dotted, or sections with a mapping each, as in a file."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if key in _sections() and isinstance(value, Mapping):
+            found.update({f"{key}.{name}": inner for name, inner in value.items()})
+        else:
+            found[str(key)] = value
+    return found
 
 
 def overlay(entries: dict[str, Entry], layer: Mapping[str, Entry]) -> None:
@@ -126,11 +143,7 @@ def parse_yaml(text: str, *, name: str) -> dict[str, Entry]:
 def _collect(
     loader: BoundedLoader, node: yaml.MappingNode, *, prefix: str, name: str, entries: dict[str, Entry]
 ) -> None:
-    sections = {
-        key
-        for key, info in RunConfig.model_fields.items()
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
-    }
+    sections = _sections()
     for key, (where, value_node) in _own_keys(loader, node, prefix=prefix, name=name).items():
         if not prefix and key in sections and isinstance(value_node, yaml.MappingNode):
             _collect(loader, value_node, prefix=f"{key}.", name=name, entries=entries)
@@ -144,6 +157,14 @@ def _collect(
         value = loader.construct_object(value_node, deep=True)
         check_size(value, most=MAX_ENTRIES)
         entries[key] = Entry(value, where)
+
+
+def _sections() -> set[str]:
+    return {
+        key
+        for key, info in RunConfig.model_fields.items()
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
+    }
 
 
 def _own_keys(

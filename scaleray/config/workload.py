@@ -28,7 +28,7 @@ class WorkloadSettings(Settings):
     @property
     def stem(self) -> str:
         """The class's name in lower case, for the names of runs and folders."""
-        return self.name.rpartition(":")[2].lower() or "run"
+        return self.name.rpartition(":")[2].rpartition(".")[2].lower() or "run"
 
     @field_validator("args", mode="after")
     @classmethod

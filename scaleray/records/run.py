@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 
 from scaleray import metric_names as names
 from scaleray.parsing import load_json
+from scaleray.records.printed import Printed, figures
 from scaleray.records.rows import Row
 
 EMULATED = "emulated"
@@ -173,7 +174,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class JsonRecord:
+class JsonRecord(Printed):
     """A record that is kept in a record.json."""
 
     def to_json(self) -> str:
@@ -259,6 +260,23 @@ class RunRecord(JsonRecord):
             Row(names.NONFINITE_STEPS, self.nonfinite_steps or None),
             *(Row(names.evaluation(name), value) for name, value in sorted(self.metrics.items())),
         ]
+
+    def lines(self) -> list[str]:
+        """What the run was and came to, and where it is."""
+        steady = figures({"samples/s": self.samples_per_s, "tokens/s": self.tokens_per_s})
+        lines = [
+            f"run {self.name}: {self.verdict}",
+            f"{self.workers} worker{'s' if self.workers != 1 else ''}, {self.strategy}, {self.steps} steps in "
+            f"{self.total_time_s:.1f} s",
+            figures({"final loss": self.final_loss}),
+            figures(dict(sorted(self.metrics.items()))),
+            f"{steady}, {1e3 * self.step_time_s:.4g} ms a step" if steady and self.step_time_s else steady,
+            f"events: {len(self.events)}, the last: {self.events[-1].splitlines()[0]}" if self.events else "",
+            f"status: {self.status}",
+            f"MLflow: {self.mlflow_link}" if self.mlflow_link else "",
+            f"folder: {self.run_dir}",
+        ]
+        return [line for line in lines if line]
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:

@@ -12,6 +12,7 @@ from typing import Any, Literal, final
 
 from scaleray import metric_names as names
 from scaleray.metric_names import Metric
+from scaleray.records.printed import shortened
 from scaleray.records.rows import Row
 from scaleray.records.run import JsonRecord
 
@@ -292,3 +293,14 @@ class StudyRecord(JsonRecord):
     run_id: str = ""
     mlflow_link: str = ""
     folder: str = ""
+
+    def lines(self) -> list[str]:
+        """Each point of the curves, the conclusions, and where the study is."""
+        points = [
+            f"{curve.mode}, {one.point.workers} worker{'s' if one.point.workers != 1 else ''}: "
+            f"{one.point.samples_per_s.value:.4g} samples/s, speed-up {one.speedup.value:.3g}"
+            for curve in self.curves
+            for one in curve.points
+        ]
+        where = [f"MLflow: {self.mlflow_link}" if self.mlflow_link else "", f"folder: {self.folder}"]
+        return [f"study {self.name}", *shortened(points), *shortened(self.words, 2), *filter(None, where)]

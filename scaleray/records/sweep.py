@@ -5,10 +5,12 @@ Intervals as in `scaleray.records.study`.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
 from scaleray import metric_names as names
+from scaleray.records.printed import shortened
 from scaleray.records.rows import Row
 from scaleray.records.run import JsonRecord
 from scaleray.records.study import Conditions, Estimate
@@ -127,3 +129,15 @@ class SweepRecord(JsonRecord):
     run_id: str = ""
     mlflow_link: str = ""
     folder: str = ""
+
+    def lines(self) -> list[str]:
+        """How many trials ran, the conclusions, and where the sweep is."""
+        counts = Counter(trial.status for trial in self.trials)
+        number = f"{len(self.trials)} trial{'s' if len(self.trials) != 1 else ''}"
+        where = [f"MLflow: {self.mlflow_link}" if self.mlflow_link else "", f"folder: {self.folder}"]
+        return [
+            f"sweep {self.name}: {number}, judged by {self.metric} ({self.direction})",
+            ", ".join(f"{count} {status}" for status, count in counts.most_common()),
+            *shortened(self.words, 5),
+            *filter(None, where),
+        ]

@@ -125,6 +125,12 @@ def test_a_word_that_is_no_option_is_refused(load, words):
     assert "options look like --scale.workers 2" in str(refused(load, flags=words))
 
 
+def test_a_mapping_may_hold_sections_as_a_file_does():
+    nested = {"batch": {"global_size": 64}, "optimizer": {"learning_rate": 0.1}, "scale.label_selector": {"zone": "a"}}
+    config = load_config(flags={"workload.name": "m:W", "stop.after": "1 epoch", **nested}, environ={})
+    assert config.batch.global_size == 64 and config.scale.label_selector == {"zone": "a"}
+
+
 def test_a_mapping_of_dotted_keys_is_as_good_as_a_file():
     assert isinstance(load_config(flags=REQUIRED, environ={}), RunConfig)
 
@@ -157,7 +163,7 @@ def test_an_unknown_key_is_named_with_file_and_line_and_the_nearest_known_one(lo
         ({"flags": ["--scale.worker", "2"]}, ("flag scale.worker", "did you mean scale.workers?")),
         ({"flags": ["--lr", "2"]}, ("flag lr", "sections are activations, batch, checkpoint")),
         ({"environ": {"SCALERAY_SCALE_WORKERS": "2"}}, ("SCALERAY_SCALE_WORKERS", "did you mean scale.workers?")),
-        ({"flags": {"batch": {"global_size": 3}}}, ("override batch", "unknown key")),
+        ({"flags": {"batch": {"globl_size": 3}}}, ("override batch.globl_size", "did you mean batch.global_size?")),
     ],
 )
 def test_an_unknown_key_from_elsewhere_says_where_it_was_given(load, kwargs, words):

@@ -60,13 +60,13 @@ def train(
 ) -> RunRecord:
     """Train a workload as the config says and return the run's record.
 
-    config: a RunConfig, a YAML file, or a mapping of dotted keys; None, with `resume`, is the config of that run.
+    config: a RunConfig, a YAML file, or a mapping of dotted keys or sections; None, with `resume`, is the config of
+    that run. workload: an instance or class, whose name is the config's where that gives none; None loads the config's.
     resume: continue an interrupted run: its folder, its name, or `auto` for the newest unfinished run of the same
     training, if there is one. allow_change: keys of the config that may differ from that run's although they alter the
-    training. workload: an instance or class; None loads `config.workload`. local: in this process, without Ray. show:
-    called with the run's messages as they arrive, say with lines about what happens meanwhile, expect_steps with the
-    length of the training once it is known. started_at: wall clock from which the time to the first step is counted;
-    None is now.
+    training. local: in this process, without Ray. show: called with the run's messages as they arrive, say with lines
+    about what happens meanwhile, expect_steps with the length of the training once it is known. started_at: wall clock
+    from which the time to the first step is counted; None is now.
 
     Raises UsageError for what the user can mend, RunFailedError for a run that failed, KeyboardInterrupt when stopped;
     the MLflow run is then FAILED or KILLED.
@@ -75,10 +75,10 @@ def train(
     display = Guard()
     show, say, expect_steps = (display.wrapped(Watcher.DISPLAY, tell) for tell in (show, say, expect_steps))
     if isinstance(config, Mapping):
-        config = load_config(flags=config)
+        config = load_config(flags=config, workload=workload)
     elif config is not None and not isinstance(config, RunConfig):
         base_dir = base_dir or Path(config).resolve().parent
-        config = load_config(config)
+        config = load_config(config, workload=workload)
     config = with_absolute_paths(config) if config is not None else None
     request = make_request(config, base_dir, resume=resume, allow_change=allow_change, say=say)
     config, before = request.config, request.before

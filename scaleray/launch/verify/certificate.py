@@ -18,6 +18,7 @@ from scaleray.launch.session.folder import RunFolder
 from scaleray.launch.session.start import own_folder
 from scaleray.launch.verify.plan import Question, course
 from scaleray.launch.verify.preparation import Verification
+from scaleray.records.printed import Printed
 from scaleray.records.run import Say, jsonable
 from scaleray.reproducibility.fingerprint import environment, environment_hash
 from scaleray.tracking import store
@@ -27,7 +28,7 @@ from scaleray.training.verify.variants import Outcome
 
 
 @dataclass(frozen=True, kw_only=True)
-class Certificate:
+class Certificate(Printed):
     """What every certificate says, readable without the code that gave it."""
 
     passed: bool
@@ -53,6 +54,16 @@ class Certificate:
     def to_json(self) -> str:
         """The certificate as indented JSON; NaN and infinity become null."""
         return json.dumps(jsonable(dataclasses.asdict(self)), indent=2)
+
+    def lines(self) -> list[str]:
+        """The verdict, what it is of, and where the certificate is."""
+        return [
+            f"{'passed' if self.passed else 'failed'}: {self.verdict}",
+            f"{self.workload}: {self.steps} steps in {self.precision}, bound {self.bound:g}, {len(self.outcomes)} "
+            f"variants, {self.where}, {self.duration_s:.0f} s",
+            f"MLflow: {self.mlflow_link}",
+            f"certificate: {self.run_dir}/certificate.json",
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,35 @@
+"""How a record looks where it is printed, such as in a notebook: its main figures and where it is, not all it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+MOST_WORDS = 6
+"""Sentences of a record that are printed; the rest is in its report."""
+
+
+class Printed:
+    """Base of dataclasses that print as a few lines: the first is a heading, the others are set in."""
+
+    def lines(self) -> list[str]:
+        """The lines, without indentation."""
+        raise NotImplementedError
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.__repr__ = Printed.__repr__  # type: ignore[method-assign] # a dataclass keeps it, and would write all fields
+
+    def __repr__(self) -> str:
+        return "\n  ".join(self.lines())
+
+
+def figures(values: dict[str, float | None], *, unit: str = "") -> str:
+    """Names and values in one line, those that are not known left out."""
+    return ", ".join(f"{name} {value:.4g}{unit}" for name, value in values.items() if value is not None)
+
+
+def shortened(sentences: Sequence[str], most: int = MOST_WORDS) -> list[str]:
+    """The first sentences, and how many more there are."""
+    more = len(sentences) - most
+    return [*sentences[:most], *([f"... and {more} more: see its report"] if more > 0 else [])]
