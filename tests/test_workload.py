@@ -225,10 +225,10 @@ def test_a_class_that_was_handed_over_names_itself_as_it_would_be_found(project,
     monkeypatch.syspath_prepend(str(project))
     mine = importlib.import_module("mine")
     assert name_of(mine.Net) == name_of(mine.Net()) == "mine:Net"
-    config = load_config(flags=NEEDED, environ={}, workload=mine.Net.Inner)
+    config = load_config(flags=NEEDED, environ={}, defaults={"workload.name": name_of(mine.Net.Inner)})
     assert config.workload.name == "mine:Net.Inner" and config.workload.stem == "inner"
-    given = load_config(flags={**NEEDED, "workload.name": "other:Other"}, environ={}, workload=mine.Net)
-    assert given.workload.name == "other:Other"
+    given = load_config(flags={**NEEDED, "workload.name": "o:Other"}, environ={}, defaults={"workload.name": name_of(mine.Net)})
+    assert given.workload.name == "o:Other"
 
 
 def test_a_class_of_a_script_is_found_in_its_file_and_one_of_a_cell_nowhere(monkeypatch):

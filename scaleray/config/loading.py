@@ -19,7 +19,6 @@ from pydantic import BaseModel, ValidationError
 from scaleray.config.run import RunConfig
 from scaleray.errors import ConfigError
 from scaleray.parsing import MERGE, BoundedLoader, TooLarge, check_size, near_words
-from scaleray.workload import name_of
 
 ENV_PREFIX = "SCALERAY_"
 ARGS = "workload.args"
@@ -43,17 +42,15 @@ def load_config(
     *,
     flags: Sequence[str] | Mapping[str, Any] = (),
     environ: Mapping[str, str] | None = None,
-    workload: Any = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> RunConfig:
     """The resolved config. `flags` are `--section.key value` words, or a mapping of dotted keys, or
     of sections, to values.
 
-    environ: None reads os.environ. workload: a class or an object, whose name is taken where no layer names one. Raises
-    ConfigError naming the key, and file and line where it stands.
+    environ: None reads os.environ. defaults: dotted keys with values below every other layer. Raises ConfigError naming
+    the key, and file and line where it stands.
     """
-    entries: dict[str, Entry] = {}
-    if workload is not None:
-        entries["workload.name"] = Entry(name_of(workload), "the workload that was given")
+    entries = {key: Entry(value, "default") for key, value in (defaults or {}).items()}
     if path is not None:
         entries.update(read_file(Path(path)))
     overlay(entries, read_environment(os.environ if environ is None else environ))

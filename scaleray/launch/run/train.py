@@ -74,11 +74,12 @@ def train(
     start = StartClock(started_at or time.time(), {IMPORTS: IMPORTED_AT})
     display = Guard()
     show, say, expect_steps = (display.wrapped(Watcher.DISPLAY, tell) for tell in (show, say, expect_steps))
+    named = {"workload.name": name_of(workload)} if workload is not None else {}
     if isinstance(config, Mapping):
-        config = load_config(flags=config, workload=workload)
+        config = load_config(flags=config, defaults=named)
     elif config is not None and not isinstance(config, RunConfig):
         base_dir = base_dir or Path(config).resolve().parent
-        config = load_config(config, workload=workload)
+        config = load_config(config, defaults=named)
     config = with_absolute_paths(config) if config is not None else None
     request = make_request(config, base_dir, resume=resume, allow_change=allow_change, say=say)
     config, before = request.config, request.before
