@@ -227,7 +227,9 @@ def test_a_class_that_was_handed_over_names_itself_as_it_would_be_found(project,
     assert name_of(mine.Net) == name_of(mine.Net()) == "mine:Net"
     config = load_config(flags=NEEDED, environ={}, defaults={"workload.name": name_of(mine.Net.Inner)})
     assert config.workload.name == "mine:Net.Inner" and config.workload.stem == "inner"
-    given = load_config(flags={**NEEDED, "workload.name": "o:Other"}, environ={}, defaults={"workload.name": name_of(mine.Net)})
+    given = load_config(
+        flags={**NEEDED, "workload.name": "o:Other"}, environ={}, defaults={"workload.name": name_of(mine.Net)}
+    )
     assert given.workload.name == "o:Other"
 
 

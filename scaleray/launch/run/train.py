@@ -39,7 +39,7 @@ from scaleray.tracking.recorder import Recorder
 from scaleray.training.setup.job import TrainJob, rescaled
 from scaleray.training.state import weights as final_weights
 from scaleray.watchers import Guard, Watcher
-from scaleray.workload import brings_optimizer, brings_schedule, make_workload
+from scaleray.workload import brings_optimizer, brings_schedule, make_workload, name_of
 
 IMPORTED_AT = time.time()
 READERS = {"worker": "the workers themselves", "ray": "Ray tasks"}
