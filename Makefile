@@ -64,7 +64,7 @@ slow: PART :=
 slow: $(INSTALLED)  ## minutes-long tests, and all combinations of settings
 	$(BIN)/python -m pytest -m 'slow or combination'
 
-docs: $(INSTALLED)  ## docs/config.md and docs/metrics.md, from the code
+docs: $(INSTALLED)  ## docs/config.md, docs/metrics.md and docs/schemas, from the code
 	$(BIN)/python docs/generate.py
 
 ui: $(INSTALLED)  ## MLflow's pages for the runs of `make demo`

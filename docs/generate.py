@@ -1,15 +1,18 @@
-"""Write docs/config.md and docs/metrics.md from the code, so that each fact stands once.
+"""Write docs/config.md, docs/metrics.md and docs/schemas from the code, so that each fact stands once.
 
 `make docs` runs it; a test fails where a page is out of date. Needs neither torch nor Ray.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 
 from scaleray import metric_names
 from scaleray.config.reference import key_rows
+from scaleray.records.schemas import SCHEMAS
 
 FOLDER = Path(__file__).parent
 NOTE = "<!-- Written by docs/generate.py (`make docs`); edit the code instead. -->"
@@ -24,9 +27,18 @@ def config_page() -> str:
         "",
         "A key stands in the YAML file as `section: {key: value}`, on the command line as `--section.key value`, and in the environment as",
         "`SCALERAY_SECTION__KEY`. Options win over the environment, and both over the file. [recipe.md](recipe.md) tells what is derived.",
+        "`scaleray config keys SECTION` prints a section of this page.",
+        "",
+        "Editors with a YAML language server complete keys, show their meaning and mark mistakes where the first line of the file names the",
+        "schema, which `scaleray config schema --out config.schema.json` writes; the repository has it in [docs/schemas](schemas), beside those of",
+        "the `record.json` of a run, study and sweep:",
+        "",
+        "```yaml",
+        "# yaml-language-server: $schema=config.schema.json",
+        "```",
     ]
     for section, rows in groupby(key_rows(), key=lambda row: row.key.partition(".")[0] if "." in row.key else "run"):
-        lines += ["", f"## {section}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
+        lines += ["", f"## {section}", "", "| key | may be | default | meaning |", "|---|---|---|---|"]
         lines += [f"| `{row.key}` | {_cell(row.type)} | {_cell(row.default)} | {_cell(row.meaning)} |" for row in rows]
     return "\n".join([*lines, ""])
 
@@ -48,7 +60,15 @@ def metrics_page() -> str:
     return "\n".join([*lines, ""])
 
 
-PAGES = {"config.md": config_page, "metrics.md": metrics_page}
+def _text_of(schema: Callable[[], dict[str, object]]) -> Callable[[], str]:
+    return lambda: json.dumps(schema(), indent=2) + "\n"
+
+
+PAGES = {
+    "config.md": config_page,
+    "metrics.md": metrics_page,
+    **{f"schemas/{name}.schema.json": _text_of(schema) for name, schema in SCHEMAS.items()},
+}
 
 
 def _cell(text: str) -> str:
@@ -57,4 +77,5 @@ def _cell(text: str) -> str:
 
 if __name__ == "__main__":
     for name, page in PAGES.items():
+        (FOLDER / name).parent.mkdir(exist_ok=True)
         (FOLDER / name).write_text(page())

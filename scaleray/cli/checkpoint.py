@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json as json_library
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
 from scaleray.cli.checkpoint_path import chosen, empty, opened, weights_folder, written
+from scaleray.cli.output import print_json
 from scaleray.errors import CheckpointError, UsageError
 from scaleray.text.units import disk_space
 
@@ -42,7 +42,7 @@ def list_(path: Where, *, copy_path: CopyPath = None, json: Json = False) -> int
         if not rows:
             raise empty(path)
     if json:
-        print(json_library.dumps(rows, indent=2))
+        print_json({"checkpoints": rows})
         return 0
     table = [["step", "written at", "workers", "strategy", "written", "total", "chain", "metrics"]]
     for row in rows:
@@ -104,7 +104,7 @@ def verify(
             )
     is_good = all(one["good"] for one in checked)
     if json:
-        print(json_library.dumps({"good": is_good, "checkpoints": checked, "unfinished": unfinished}, indent=2))
+        print_json({"good": is_good, "checkpoints": checked, "unfinished": unfinished})
         return 0 if is_good else 1
     for one in checked:
         print(f"step {one['step']}: {'good' if one['good'] else 'DAMAGED'}, {one['files']} files")
@@ -157,11 +157,7 @@ def prune(
         done = catalog.prune(retention, spared_s=LEFTOVER_S, is_dry_run=dry_run)
     kept = [m.step for m in complete if m.step not in done.steps]
     if json:
-        print(
-            json_library.dumps(
-                {"removed": done.steps, "kept": kept, "bytes": done.num_bytes, "dry_run": dry_run}, indent=2
-            )
-        )
+        print_json({"removed": done.steps, "kept": kept, "bytes": done.num_bytes, "dry_run": dry_run})
         return 0
     verb = "would remove" if dry_run else "removed"
     print(f"{verb} {len(done.steps)} checkpoints, {disk_space(done.num_bytes)}: steps {_numbers(done.steps)}")
@@ -175,8 +171,10 @@ def rebuild(path: Where, *, step: Step = None, copy_path: CopyPath = None, json:
     with chosen(path, step, copy_path) as (catalog, manifest):
         full = catalog.rebuild(manifest) if manifest.chain or _borrows(manifest) else manifest
     if json:
-        print(
-            json_library.dumps({"step": full.step, "bytes_written": full.bytes_written if full is not manifest else 0})
+        is_new = full is not manifest
+        print_json(
+            {"step": full.step, "bytes_written": full.bytes_written if is_new else 0},
+            written={"checkpoint": f"{catalog.stores[0].root}/{full.name}"} if is_new else {},
         )
     elif full is manifest:
         print(f"step {full.step} holds every byte itself already")
@@ -220,7 +218,10 @@ def export(
             num_bytes = write(catalog, manifest, absolute_path(file), overwrite=overwrite)
         found_step, tensors = manifest.step, model_tensors(manifest)
     if json:
-        print(json_library.dumps({"step": found_step, "file": file, "tensors": len(tensors), "bytes": num_bytes}))
+        print_json(
+            {"step": found_step, "file": file, "tensors": len(tensors), "bytes": num_bytes},
+            written={"weights": absolute_path(file)},
+        )
     else:
         source = f"of step {found_step}" if folder is None else f"of {folder.path}"
         print(f"wrote {len(tensors)} tensors {source}, {disk_space(num_bytes)}, to {file}")
@@ -245,7 +246,10 @@ def import_(file: str, path: str, *, json: Json = False) -> int:
     with written(path):
         manifest = import_weights(absolute_path(file), target)
     if json:
-        print(json_library.dumps({"path": target, "tensors": len(manifest.tensors), "bytes": manifest.total_bytes}))
+        print_json(
+            {"path": target, "tensors": len(manifest.tensors), "bytes": manifest.total_bytes},
+            written={"checkpoint": target},
+        )
     else:
         print(
             f"imported {len(manifest.tensors)} tensors, {disk_space(manifest.total_bytes)}; "

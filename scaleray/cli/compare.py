@@ -7,6 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from scaleray.cli.output import print_json
 from scaleray.errors import ConfigError
 
 
@@ -49,7 +50,7 @@ def compare(
     comparison = compare_records([find_run(run, uri=uri) for run in runs])
     show_comparison(Console(stderr=json), comparison)
     if json:
-        print(comparison.to_json())
+        print_json(comparison.to_dict())
     if fail_if_slower is None:
         return 0
     slower, unclear = (find(fail_if_slower) for find in (comparison.slower_by_more_than, comparison.unclear_beyond))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from cyclopts import App
 
 from scaleray.cli.options import ConfigFile, Json, Overrides
+from scaleray.cli.output import print_json
+from scaleray.errors import StorageError
 
 config_app = App(name="config", help="Look at configs.", help_format="plaintext")
 
@@ -20,8 +23,6 @@ def show(*overrides: Overrides, config: ConfigFile = None, json: Json = False, d
     data
         Load the workload's data, which the number of steps depends on. --no-data leaves those values out.
     """
-    import json as json_library
-
     import yaml
 
     from scaleray.config import load_config
@@ -43,12 +44,8 @@ def show(*overrides: Overrides, config: ConfigFile = None, json: Json = False, d
         recipe = derive(resolved, size)
         values, explanations = recipe.values(), recipe.explanations
     if json:
-        print(
-            json_library.dumps(
-                {"config": resolved.to_dict(), "hash": resolved.hash(), "derived": values, "how": explanations},
-                indent=2,
-            )
-        )
+        shown = {"config": resolved.to_dict(), "hash": resolved.hash(), "derived": values, "how": explanations}
+        print_json(shown)
         return 0
     print(yaml.safe_dump(resolved.to_dict(), sort_keys=False), end="")
     print(f"\n# config hash {resolved.hash()}")
@@ -70,19 +67,53 @@ def show(*overrides: Overrides, config: ConfigFile = None, json: Json = False, d
 
 
 @config_app.command
-def keys(*, json: Json = False) -> int:
-    """List every key of the config with its type, default and meaning."""
+def keys(section: str | None = None, *, json: Json = False) -> int:
+    """List the keys of the config with what each may hold, its default and its meaning.
+
+    Parameters
+    ----------
+    section
+        Only a section (`optimizer`), or only the keys whose name holds this word (`batch`).
+    """
     import dataclasses
-    import json as json_library
     import textwrap
 
-    from scaleray.config.reference import key_rows
+    from scaleray.config.reference import REQUIRED, key_rows, rows_of
 
-    rows = key_rows()
+    rows = key_rows() if section is None else rows_of(section)
     if json:
-        print(json_library.dumps([dataclasses.asdict(row) for row in rows], indent=2))
+        print_json({"keys": [dataclasses.asdict(row) for row in rows]})
         return 0
     for row in rows:
-        print(f"{row.key}  {row.type} = {row.default}")
+        print(f"{row.key}  {row.type}; {f'default {row.default}' if row.default != REQUIRED else REQUIRED}")
         print(textwrap.fill(row.meaning, width=100, initial_indent="    ", subsequent_indent="    "))
+    return 0
+
+
+@config_app.command
+def schema(what: Literal["config", "run", "study", "sweep"] = "config", *, out: Path | None = None) -> int:
+    """Print the JSON schema of the config, for editors, or of a record.
+
+    Parameters
+    ----------
+    what
+        config for the YAML file; run, study or sweep for its record.json.
+    out
+        File to write it to. Editors complete and check a YAML file whose first line names that of the config.
+    """
+    import json as json_library
+
+    from scaleray.records.schemas import SCHEMAS
+
+    text = json_library.dumps(SCHEMAS[what](), indent=2)
+    if out is None:
+        print(text)
+        return 0
+    try:
+        out.write_text(text + "\n")
+    except OSError as exc:
+        raise StorageError("--out", str(out), f"it cannot be written: {exc.strerror}", "choose another file") from exc
+    print(f"schema: {out}")
+    if what == "config":
+        print(f"first line of a YAML file that it is for:  # yaml-language-server: $schema={out}")
     return 0

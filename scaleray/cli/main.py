@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import select
 import sys
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, Literal, NoReturn
 
 from cyclopts import App, CycloptsError
 
@@ -22,6 +23,8 @@ from scaleray.cli.train import train
 from scaleray.cli.verify import verify
 from scaleray.errors import ScaleRayError
 
+Shell = Literal["bash", "zsh", "fish"]
+
 app = App(
     name="scaleray",
     version=__version__,
@@ -31,6 +34,24 @@ app = App(
 )
 for command in (train, config_app, tracking_app, checkpoint_app, verify, study, sweep, plan_app, compare, report):
     app.command(command)
+
+
+@app.command(name="--install-completion")
+def install_completion(*, shell: Shell | None = None, output: Path | None = None) -> int:
+    """Install completion of commands, options and keys of the config. Again after an update, which may bring new ones.
+
+    Parameters
+    ----------
+    shell
+        The shell; by default the one that this runs in.
+    output
+        File to write the script to, without a line in the shell's start-up file.
+    """
+    from scaleray.cli.completion import install
+
+    path = install(app, shell, output)
+    print(f"script: {path}" if output is not None else f"completion: {path}; shells that start from now on have it")
+    return 0
 
 
 def main(arguments: list[str] | None = None) -> None:

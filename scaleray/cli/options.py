@@ -16,3 +16,5 @@ Json = Annotated[
 ]
 Flag = Annotated[bool, Parameter(negative="")]
 """A switch that is off unless it is named."""
+Several = Annotated[tuple[str, ...], Parameter(negative="")]
+"""An option that may be repeated."""

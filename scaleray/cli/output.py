@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json as json_library
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 
 class Output:
@@ -23,3 +26,25 @@ class Output:
     def kept_clean(self) -> contextlib.AbstractContextManager[object]:
         """A context in which nothing else reaches a stdout that is for JSON: Ray prints there what its daemons say."""
         return contextlib.redirect_stdout(sys.stderr) if self._json else contextlib.nullcontext()
+
+
+def print_json(values: Mapping[str, Any], *, written: Mapping[str, str] | None = None) -> None:
+    """Print what `--json` promises of every command: one object with the version of its keys, and by name the absolute
+    paths or URIs of what the command wrote."""
+    from scaleray.records.run import SCHEMA_VERSION
+
+    print(json_library.dumps({"schema_version": SCHEMA_VERSION, **values, "written": dict(written or {})}, indent=2))
+
+
+def written_in(folder: str) -> dict[str, str]:
+    """The folder of a run, study or sweep, and what lies in it by name; the folder alone where it cannot be listed."""
+    from scaleray.filesystems import open_filesystem
+
+    found = {"folder": folder}
+    with contextlib.suppress(OSError, ValueError):
+        import pyarrow.fs
+
+        filesystem, inner = open_filesystem(folder)
+        names = sorted(one.base_name for one in filesystem.get_file_info(pyarrow.fs.FileSelector(inner)))
+        found |= {name: f"{folder.rstrip('/')}/{name}" for name in names if not name.startswith(".")}
+    return found

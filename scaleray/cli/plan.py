@@ -5,7 +5,6 @@ Arithmetic only: neither torch nor Ray is imported.
 
 from __future__ import annotations
 
-import json as json_library
 import shlex
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from cyclopts import App
 
 from scaleray.cli.options import ConfigFile, Overrides
+from scaleray.cli.output import print_json
 from scaleray.cli.plan_options import (
     ClusterOptions,
     MeasuredOptions,
@@ -87,7 +87,8 @@ def plan(
         console.print(f"page: {output.html}", highlight=False, markup=False, soft_wrap=True)
     if output.json:
         record = plan_record(advice, seen, rows=output.rows, kept=shown, ways=found.ways)
-        print(json_library.dumps(record, indent=2))
+        files = {"config": output.write, "page": output.html}
+        print_json(record, written={name: str(path.absolute()) for name, path in files.items() if path is not None})
     return 0
 
 

@@ -8,6 +8,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from scaleray.cli.output import print_json
+
 
 def report(
     run: str,
@@ -49,5 +51,5 @@ def report(
 
         webbrowser.open(page.resolve().as_uri())
     if json:
-        print(found.record.to_json())
+        print_json(found.record.to_dict(), written={path.name: str(path.absolute()) for path in (page, *others)})
     return 0

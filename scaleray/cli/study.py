@@ -11,8 +11,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from scaleray.cli.numbers import whole_numbers
-from scaleray.cli.options import ConfigFile, Flag, Overrides
-from scaleray.cli.output import Output
+from scaleray.cli.options import ConfigFile, Flag, Overrides, Several
+from scaleray.cli.output import Output, print_json, written_in
 
 
 @Parameter(name="*")
@@ -40,11 +40,11 @@ class StudyOptions:
     """Measure although workers must share cores; every figure is marked."""
     force: Flag = False
     """Measure anew what is known already."""
-    points_of: tuple[str, ...] = ()
+    points_of: Several = ()
     """Folder of another study whose points stand on the same curves; refused if its conditions were others."""
     seed: int = 0
     """Seed of the order of turns."""
-    local: bool = False
+    local: Flag = False
     """Run in plain gloo processes on this machine, without Ray."""
 
     @property
@@ -113,7 +113,7 @@ def study(
         )
     show_record(output.console, record)
     if json:
-        print(record.to_json())
+        print_json(record.to_dict(), written=written_in(record.folder))
     return 0
 
 

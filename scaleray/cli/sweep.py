@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from scaleray.cli.options import ConfigFile, Flag, Overrides
-from scaleray.cli.output import Output
+from scaleray.cli.options import ConfigFile, Flag, Overrides, Several
+from scaleray.cli.output import Output, print_json, written_in
 from scaleray.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class SpaceOptions:
     """sgd, adamw, lars, lamb, with commas."""
     warmups: str | None = None
     """Lengths of the warm-up with commas, such as "0 epochs,1 epoch"."""
-    vary: tuple[str, ...] = ()
+    vary: Several = ()
     """Any other key of the config with its values: --vary optimizer.weight_decay=0,0.01. May be repeated."""
     seeds: int = 1
     """How often each combination runs, each time with another seed."""
@@ -114,7 +114,7 @@ def sweep(
         )
     show_record(output.console, record)
     if json:
-        print(record.to_json())
+        print_json(record.to_dict(), written=written_in(record.folder))
     return 0
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from cyclopts import App
 
 from scaleray.cli.options import Json
+from scaleray.cli.output import print_json
 
 tracking_app = App(name="tracking", help="Look at recorded runs, and repair records.", help_format="plaintext")
 
@@ -28,14 +29,18 @@ def replay(file: Path, *, uri: str | None = None, json: Json = False) -> int:
 
         if lacks := send_record(file, uri=uri):
             raise TrackingError("MLflow", "not complete", f"{lacks}", "run this again when it is back")
-        print('{"complete": true}' if json else f"MLflow has everything of {file} now")
+        if json:
+            print_json({"complete": True})
+        else:
+            print(f"MLflow has everything of {file} now")
         return 0
     from scaleray.tracking.store import replay as send
 
     count = send(file, uri=uri)
-    print(
-        f'{{"sent": {count}}}' if json else f"sent {count} operations; {file} is no longer needed and has been removed"
-    )
+    if json:
+        print_json({"complete": True, "sent": count})
+    else:
+        print(f"sent {count} operations; {file} is no longer needed and has been removed")
     return 0
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import sys
 
-from scaleray.cli.options import ConfigFile, Json, Overrides
+from scaleray.cli.options import ConfigFile, Flag, Json, Overrides, Several
+from scaleray.cli.output import print_json, written_in
 
 
 def train(
     *overrides: Overrides,
     config: ConfigFile = None,
     resume: str | None = None,
-    allow_change: tuple[str, ...] = (),
-    local: bool = False,
+    allow_change: Several = (),
+    local: Flag = False,
     json: Json = False,
 ) -> int:
     """Train a workload on Ray: a local cluster, or the one of RAY_ADDRESS.
@@ -68,5 +69,5 @@ def train(
     for line in final_lines(record):
         terminal.say(line)
     if json:
-        print(record.to_json())
+        print_json(record.to_dict(), written=written_in(record.run_dir))
     return 0

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from scaleray.cli.numbers import whole_numbers
 from scaleray.cli.options import ConfigFile, Flag, Overrides
-from scaleray.cli.output import Output
+from scaleray.cli.output import Output, print_json, written_in
 
 if TYPE_CHECKING:
     from scaleray.config import RunConfig
@@ -38,7 +38,7 @@ class VerifyOptions:
     """Interrupt each at a random step instead, resume it, and name the guilty state where it differs."""
     seed: int | None = None
     """Seed of the random steps of --resume, to repeat an answer."""
-    local: bool = False
+    local: Flag = False
     """Run in plain gloo processes on this machine, without Ray."""
 
 
@@ -86,7 +86,7 @@ def _resumes(
     output.say(f"{answer.verdict} ({answer.duration_s:.0f} s, {answer.where})")
     output.say(f"certificate:  {answer.run_dir}/certificate.json")
     if json:
-        print(answer.to_json())
+        print_json(answer.to_dict(), written=written_in(answer.run_dir))
     return 0 if answer.passed else 1
 
 
@@ -103,5 +103,5 @@ def _equality(
     for line in lines(certificate):
         output.say(line)
     if json:
-        print(certificate.to_json())
+        print_json(certificate.to_dict(), written=written_in(certificate.run_dir))
     return 0 if certificate.passed else 1

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import core_schema
 
 LARGEST_COUNT = 2**40  # anything larger is a slip, and would overflow the plan's 64-bit arithmetic
@@ -113,6 +122,13 @@ class Duration:
             cls.parse, serialization=core_schema.plain_serializer_function_ser_schema(str)
         )
 
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        number, unit = r"[0-9][0-9_]*(\.[0-9]*)?([eE][+-]?[0-9]+)?", "|".join(f"{unit}|{unit[:-1]}" for unit in UNITS)
+        return {"type": "string", "pattern": rf"^\s*{number}\s*({unit})\s*$", "examples": ["3 epochs", "500 steps"]}
+
 
 def above_zero(duration: Duration | None) -> Duration | None:
     """Field validator for lengths that must not be zero."""
@@ -162,6 +178,13 @@ class Target:
             cls.parse, serialization=core_schema.plain_serializer_function_ser_schema(str)
         )
 
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        pattern = r"^\s*[\w.-]+/[\w./-]+\s*(>=|<=)\s*[-+]?[0-9.]+([eE][-+]?[0-9]+)?\s*$"
+        return {"type": "string", "pattern": pattern, "examples": ["val/accuracy >= 0.97"]}
+
 
 @dataclass(frozen=True)
 class WorkerRange:
@@ -197,6 +220,15 @@ class WorkerRange:
             serialization=core_schema.plain_serializer_function_ser_schema(lambda r: {"min": r.min, "max": r.max}),
         )
 
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        end = {"type": "integer", "minimum": 1, "maximum": 100_000}
+        mapping = {"type": "object", "properties": {"min": end, "max": end}, "required": ["min", "max"]}
+        text = {"type": "string", "pattern": r"^\s*[0-9]{1,6}\s*\.\.\s*[0-9]{1,6}\s*$", "examples": ["1..4"]}
+        return {"anyOf": [{**mapping, "additionalProperties": False}, text]}
+
 
 def _whole(value: Any) -> Any:
     """Read `1e5` as a whole number too, although YAML reads it as text."""
@@ -209,7 +241,7 @@ def _whole(value: Any) -> Any:
     return int(number) if number.is_integer() else value
 
 
-Count = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=LARGEST_COUNT)]
+Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT), BeforeValidator(_whole)]
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Probability = Annotated[float, Field(ge=0, lt=1)]

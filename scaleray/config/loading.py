@@ -7,7 +7,6 @@ Flags win over the environment, the environment over the file. Environment varia
 from __future__ import annotations
 
 import os
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from scaleray.config.run import RunConfig
+from scaleray.config.synonyms import NOTES, meant_by
 from scaleray.errors import ConfigError
 from scaleray.parsing import MERGE, BoundedLoader, TooLarge, check_size, near_words
 
@@ -263,14 +263,26 @@ def validate(entries: Mapping[str, Entry]) -> RunConfig:
 
 
 def _unknown(key: str, where: str, known: list[str]) -> ConfigError:
+    shown = key if len(key) <= LONGEST_KEY else f"{key[:LONGEST_KEY]}..."
+    return ConfigError(f"{where} {shown}", "an unknown key", "only known keys are allowed", hint_for(key, known))
+
+
+def hint_for(key: str, known: list[str]) -> str:
+    """The known key that an unknown one may have been meant for: a section, a word of other libraries, or the nearest
+    spelling."""
     sections = sorted({k.partition(".")[0] for k in known})
-    near = near_words(key, known if "." in key else [*known, *sections])
     last = key.rpartition(".")[2]
+    if key in sections:
+        return f"it is a section with keys such as {_first_key(key)}; see scaleray config keys {key}"
+    same_name = [k for k in known if k.rpartition(".")[2] == last]
+    meant = meant_by(last) or (same_name[0] if len(same_name) == 1 else None)
+    near = [meant] if meant else near_words(key, known if "." in key else [*known, *sections])
     if not near:
         near = [k for k in known if near_words(last, [k.rpartition(".")[2]], likeness=0.75)][:1]
-    hint = f"did you mean {near[0]}?" if near else f"sections are {', '.join(sections)}; see scaleray config keys"
-    shown = key if len(key) <= LONGEST_KEY else f"{key[:LONGEST_KEY]}..."
-    return ConfigError(f"{where} {shown}", "an unknown key", "only known keys are allowed", hint)
+    if not near:
+        return f"sections are {', '.join(sections)}; see scaleray config keys"
+    note = NOTES.get(near[0]) if near[0] == meant_by(last) else None
+    return f"did you mean {near[0]}{f' ({note})' if note else ''}?"
 
 
 def _as_config_error(exc: ValidationError, entries: Mapping[str, Entry]) -> ConfigError:
@@ -292,19 +304,3 @@ def _as_config_error(exc: ValidationError, entries: Mapping[str, Entry]) -> Conf
     found = entry.value if entry is not None else default
     message = message[0].lower() + message[1:]
     return ConfigError(what, found, f"that is not allowed: {message.rstrip('.')}", help_text)
-
-
-def type_name(annotation: Any) -> str:
-    """A field's type as a user would write it, for the list of keys."""
-    args = typing.get_args(annotation)
-    if typing.get_origin(annotation) is typing.Literal:
-        return "|".join(str(a) for a in args)
-    if typing.get_origin(annotation) is typing.Annotated:
-        return type_name(args[0])
-    if typing.get_origin(annotation) is tuple:
-        return "[" + ", ".join(type_name(a) for a in args) + "]"
-    if args and type(None) in args:
-        return type_name(next(a for a in args if a is not type(None))) + " or null"
-    if typing.get_origin(annotation) is dict:
-        return "mapping"
-    return getattr(annotation, "__name__", str(annotation)).lower()

@@ -20,7 +20,7 @@ def parse_record(text: str | bytes) -> AnyRecord:
         return SweepRecord.from_json(text)
     if "curves" in data:
         return StudyRecord.from_json(text)
-    return RunRecord(**data)
+    return RunRecord.from_json(text)
 
 
 def read_record(path: Path) -> AnyRecord:

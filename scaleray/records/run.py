@@ -21,6 +21,9 @@ from scaleray.parsing import load_json
 from scaleray.records.printed import Printed, figures
 from scaleray.records.rows import Row
 
+SCHEMA_VERSION = 1
+"""Version of the keys of every record and of what `--json` prints. Raised when a key goes or changes its meaning; new
+keys may come within a version."""
 EMULATED = "emulated"
 """Mark of figures whose compute was a timed sleep (`scaleray.emulation`)."""
 
@@ -177,9 +180,17 @@ Say = Callable[[str], None]
 class JsonRecord(Printed):
     """A record that is kept in a record.json."""
 
+    schema_version: int = field(default=SCHEMA_VERSION, kw_only=True)
+    """Version of the keys, see SCHEMA_VERSION. Records without it are of version 1."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as JSON can hold it; NaN and infinity become null, as JSON has no word for them."""
+        values: dict[str, Any] = jsonable(dataclasses.asdict(self))
+        return values
+
     def to_json(self) -> str:
-        """The record as indented JSON; NaN and infinity become null, as JSON has no word for them."""
-        return json.dumps(jsonable(dataclasses.asdict(self)), indent=2)
+        """The record as indented JSON."""
+        return json.dumps(self.to_dict(), indent=2)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
@@ -281,8 +292,9 @@ class RunRecord(JsonRecord):
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
         """The record in the text of a record.json, in which null may stand for a number that was not finite. Raises
-        ValueError or TypeError for anything else."""
-        return cls(**load_json(text))
+        ValueError or TypeError for anything else. Keys that are not known, as of a newer version, are left out."""
+        known = {one.name for one in dataclasses.fields(cls)}
+        return cls(**{key: value for key, value in load_json(text).items() if key in known})
 
 
 def jsonable(value: Any) -> Any:

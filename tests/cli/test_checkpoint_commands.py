@@ -59,7 +59,7 @@ def test_list_shows_every_checkpoint_and_why_one_is_none(run, capsys):
 
 def test_list_as_json(run, capsys):
     code, out, _ = command(capsys, "list", run, "--json")
-    rows = json.loads(out)
+    rows = json.loads(out)["checkpoints"]
     assert code == 0 and [row["step"] for row in rows] == [40, 30, 20, 10]
     assert rows[0]["metrics"] == {"val/loss": 0.3} and rows[0]["evaluated_at"] == 40
     assert rows[0]["chain"] == 3 and rows[0]["complete"]
@@ -70,7 +70,7 @@ def test_list_says_of_which_step_metrics_are(run, capsys):
     save(saver, 50, {"head": HEAD}, metrics={"val/loss": 0.05}, evaluated_at=40)
     lines = command(capsys, "list", run)[1].splitlines()
     assert lines[1].endswith("val/loss 0.05 (of step 40)") and lines[2].endswith("val/loss 0.3")
-    assert json.loads(command(capsys, "list", run, "--json")[1])[0]["evaluated_at"] == 40
+    assert json.loads(command(capsys, "list", run, "--json")[1])["checkpoints"][0]["evaluated_at"] == 40
     code, out, _ = command(capsys, "prune", run, "--keep-last", "1", "--best", "val/loss min", "--dry-run")
     assert code == 0 and "kept: steps 20, 50" in out
 
@@ -140,6 +140,8 @@ def test_prune_says_what_it_would_do_and_then_does_it(run, capsys):
         "kept": [40, 20],
         "bytes": json.loads(out)["bytes"],
         "dry_run": False,
+        "schema_version": 1,
+        "written": {},
     }
     assert steps_of(run) == [40, 20] == steps_of(run.parent.parent / "copies" / "mine")
     assert command(capsys, "verify", run)[0] == 0, "what the kept ones build on is still there"

@@ -48,7 +48,9 @@ def test_json_alone_is_on_stdout_and_out_takes_the_files(tmp_path, capsys):
     record = study_examples.sweep(batches=(32, 64), rules=("sqrt",))
     folder = saved(record, tmp_path / "sweep")
     assert run_command(["report", str(folder), "--out", str(tmp_path / "out"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(record.to_json())
+    shown = json.loads(capsys.readouterr().out)
+    assert shown.pop("written")["report.html"] == str(tmp_path / "out" / "report.html")
+    assert shown == json.loads(record.to_json())
     assert (tmp_path / "out" / "report.html").exists() and not (folder / "report.html").exists()
 
 

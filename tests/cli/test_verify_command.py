@@ -74,6 +74,8 @@ def test_a_correct_training_passes_and_prints_its_certificate(folder, capsys):
     assert certificate["outcomes"][-1]["comparison"]["parameters"] < 1e-13
     assert "the same training: 4 variants equal one process within 1e-09" in err
     (stored,) = (folder / "runs").glob("verify-good-*/certificate.json")
+    written = certificate.pop("written")
+    assert written["certificate.json"] == str(stored) and written["folder"] == str(stored.parent)
     assert json.loads(stored.read_text()) == certificate
     assert "repeats itself to the bit" in (stored.parent / "verification.txt").read_text()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,8 +17,7 @@ from scaleray.launch.session.folder import RunFolder
 from scaleray.launch.session.start import own_folder
 from scaleray.launch.verify.plan import Question, course
 from scaleray.launch.verify.preparation import Verification
-from scaleray.records.printed import Printed
-from scaleray.records.run import Say, jsonable
+from scaleray.records.run import JsonRecord, Say
 from scaleray.reproducibility.fingerprint import environment, environment_hash
 from scaleray.tracking import store
 from scaleray.tracking.operations import EndRun, LogArtifact, LogMetrics, LogParams, Operation, SetTags
@@ -28,7 +26,7 @@ from scaleray.training.verify.variants import Outcome
 
 
 @dataclass(frozen=True, kw_only=True)
-class Certificate(Printed):
+class Certificate(JsonRecord):
     """What every certificate says, readable without the code that gave it."""
 
     passed: bool
@@ -50,10 +48,6 @@ class Certificate(Printed):
     tracking_uri: str
     run_id: str
     mlflow_link: str
-
-    def to_json(self) -> str:
-        """The certificate as indented JSON; NaN and infinity become null."""
-        return json.dumps(jsonable(dataclasses.asdict(self)), indent=2)
 
     def lines(self) -> list[str]:
         """The verdict, what it is of, and where the certificate is."""

@@ -8,14 +8,13 @@ slower or faster.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from scaleray.errors import UsageError
-from scaleray.records.run import RunRecord, jsonable
+from scaleray.records.run import JsonRecord, RunRecord, jsonable
 from scaleray.records.study import StudyRecord
 from scaleray.records.sweep import SweepRecord
 from scaleray.reports.compare.conditions import Difference, conditions, differences
@@ -47,7 +46,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(JsonRecord):
     """The result. Values of differences and figures are in the order of `runs`."""
 
     kind: str
@@ -57,9 +56,12 @@ class Comparison:
     verdicts: list[SpeedVerdict]
     notes: list[str] = field(default_factory=list)
 
-    def to_json(self) -> str:
-        """Everything as indented JSON."""
-        return json.dumps(jsonable(dataclasses.asdict(self)), indent=2)
+    def lines(self) -> list[str]:
+        """The runs by their labels, what differs between them, and what is said of their speed."""
+        runs = ", ".join(f"{run.label} {run.name}" for run in self.runs)
+        keys = ", ".join(difference.key for difference in self.differences[:10])
+        differs = f"{len(self.differences)} differences: {keys}" if keys else "no difference in their conditions"
+        return [f"{self.kind}: {runs}", differs, *(f"{v.runs} beside {v.base}: {v.words}" for v in self.verdicts)]
 
     def slower_by_more_than(self, per_cent: float) -> list[SpeedVerdict]:
         """The verdicts whose whole interval lies beyond so many per cent, launches being enough to tell."""

@@ -66,7 +66,7 @@ class Case:
         process = self.start(*options, environment=environment)
         output, errors = process.communicate(timeout=600)
         assert process.returncode == 0, errors
-        return RunRecord(**json.loads(output))
+        return RunRecord.from_json(output)
 
     def interrupt(self, number, *options, at_step, exit_code):
         process = self.start(*options)
@@ -151,7 +151,7 @@ def test_sigterm_saves_and_leaves_and_the_run_can_be_resumed(tmp_path, whole):
     assert f"scaleray train --resume {folder}" in said
     killed = RunRecord.read(folder / "record.json")
     assert killed.status == "KILLED"
-    record = RunRecord(**json.loads(_resume_alone(folder)))
+    record = RunRecord.from_json(_resume_alone(folder))
     assert record.run_id == killed.run_id
     steps = [entry["step"] for entry in case.entries()]
     assert steps == list(range(1, STEPS + 1)), "it left with a checkpoint of its last step, so that none is repeated"

@@ -1,0 +1,104 @@
+"""JSON schemas of the config and of the records, for editors and for whoever reads `record.json`.
+
+Written to docs/schemas by docs/generate.py, and printed by `scaleray config schema`.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import core_schema
+
+from scaleray.config.run import RunConfig
+from scaleray.records.run import RunRecord
+from scaleray.records.study import StudyRecord
+from scaleray.records.sweep import SweepRecord
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def config_schema() -> dict[str, Any]:
+    """The schema of a config file. A section may be empty, as its defaults hold then."""
+    schema = RunConfig.model_json_schema()
+    for name, section in schema["properties"].items():
+        if "$ref" in section and name not in schema["required"]:
+            described = schema["$defs"][section["$ref"].rpartition("/")[2]].get("description", "")
+            schema["properties"][name] = {
+                "anyOf": [{"$ref": section["$ref"]}, {"type": "null"}],
+                "description": described,
+            }
+    return _tidy({"$schema": DIALECT, "title": "Config of scaleray", **schema})
+
+
+def record_schema(kind: type) -> dict[str, Any]:
+    """The schema of a record.json. Numbers that were not finite are null there."""
+    schema = TypeAdapter(kind).json_schema(schema_generator=_OfRecords)
+    return _tidy({"$schema": DIALECT, "title": kind.__name__, **schema})
+
+
+SCHEMAS: dict[str, Callable[[], dict[str, Any]]] = {
+    "config": config_schema,
+    "run": lambda: record_schema(RunRecord),
+    "study": lambda: record_schema(StudyRecord),
+    "sweep": lambda: record_schema(SweepRecord),
+}
+"""Every schema by the name of what it is of."""
+
+
+class _OfRecords(GenerateJsonSchema):
+    """Schemas of records as they are written: with the words below each field, and null for numbers."""
+
+    def float_schema(self, schema: core_schema.FloatSchema) -> JsonSchemaValue:
+        return {"type": ["number", "null"]}
+
+    def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
+        inner = self.generate_inner(schema["schema"])
+        return inner if "null" in inner.get("type", ()) else super().nullable_schema(schema)
+
+    def dataclass_schema(self, schema: core_schema.DataclassSchema) -> JsonSchemaValue:
+        found = super().dataclass_schema(schema)
+        for base in schema["cls"].__mro__:
+            for name, words in _field_words(base).items():
+                if name in found["properties"]:
+                    found["properties"][name].setdefault("description", words)
+        return found
+
+
+def _field_words(kind: type) -> dict[str, str]:
+    """What stands below each field of a class, by the field's name."""
+    try:
+        body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    except (OSError, TypeError):  # of the interpreter itself
+        return {}
+    lines = body.body if isinstance(body, ast.ClassDef) else []
+    return {
+        field.target.id: text.value.value
+        for field, text in itertools.pairwise(lines)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
+
+
+def _tidy(schema: Any, *, holds_names: bool = False) -> Any:
+    """Without pydantic's titles, which only repeat the names, and with each description on one line. holds_names: the
+    keys are names of a mapping of schemas, where `title` may be one."""
+    if isinstance(schema, list):
+        return [_tidy(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    tidy = {}
+    for key, value in schema.items():
+        if key == "title" and not holds_names and "$schema" not in schema:
+            continue
+        if key == "description" and isinstance(value, str):
+            tidy[key] = " ".join(value.split())
+        else:
+            tidy[key] = value if key == "default" else _tidy(value, holds_names=key in ("properties", "$defs"))
+    return tidy
