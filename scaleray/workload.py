@@ -61,6 +61,23 @@ class Workload:
         """
         raise NotImplementedError
 
+    def transform(self, rows: dict[str, Any], rng: Any) -> Mapping[str, Any]:
+        """Rows as training reads them, changed: columns of as many rows, by any name. Optional.
+
+        rows: the columns of a block, arrays with the rows along dimension 0 (or `scaleray.data.Ragged`). rng: a
+        `scaleray.data.RowRandom`, which draws for each row from that row's own seed. A third parameter, `split`, tells
+        splits apart. Runs where rows are read, in the worker or in Ray tasks.
+        """
+        return rows
+
+    def collate(self, rows: Any) -> Any:
+        """A micro-batch of tensors, in any structure, from its rows: a list of dicts of tensors. Optional.
+
+        Rows may differ in length; `rows.columns` has them by column. `collate = scaleray.data.Padding(...)` stands for
+        a method. Without it the columns themselves are the batch.
+        """
+        return rows.columns
+
     def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, SumAndCount]:
         """Evaluation metrics as sums and counts, for example {"accuracy": (num_right, num_rows)}. Optional.
 
@@ -169,19 +186,21 @@ def build_workload(factory: Any, args: Mapping[str, Any], *, name: str) -> Any:
     return call_user_code(lambda: factory(**args), what=f"workload {name}", doing="being built")
 
 
+def own_method(workload: Any, name: str) -> Any:
+    """The workload's method of that name; None where it has none, or the one of the base class alone."""
+    method, base = getattr(workload, name, None), getattr(Workload, name, None)
+    is_inherited = base is not None and getattr(method, "__func__", None) is base
+    return method if callable(method) and not is_inherited else None
+
+
 def brings_optimizer(workload: Any) -> bool:
     """Whether the workload may bring an optimizer of its own; its method may still return None."""
-    return _has_own(workload, "optimizer")
+    return own_method(workload, "optimizer") is not None
 
 
 def brings_schedule(workload: Any) -> bool:
     """Whether the workload may bring a schedule of its own; its method may still return None."""
-    return _has_own(workload, "schedule")
-
-
-def _has_own(workload: Any, name: str) -> bool:
-    method = getattr(workload, name, None)
-    return callable(method) and getattr(method, "__func__", None) is not getattr(Workload, name)
+    return own_method(workload, "schedule") is not None
 
 
 def call_user_code(call: Any, *, what: str, doing: str) -> Any:

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.config import RunConfig, load_config
-from scaleray.data import TRAIN, RankBatch, Split, as_source
+from scaleray.data import TRAIN, RankBatch, Split, load_sources
 from scaleray.records.run import (
     CheckpointRecord,
     EvaluationRecord,
@@ -193,7 +193,7 @@ def make_job(workload: Any, flags: Mapping[str, Any] | None = None, *, world_siz
 
 def job_of(config: RunConfig, workload: Any) -> tuple[TrainJob, dict]:
     """The job of a workload under a config that is ready."""
-    sources = {name: as_source(value, split=name) for name, value in workload.datasets().items()}
+    sources = load_sources(workload)
     recipe = derive(config, DataSize(sources[TRAIN].num_rows, sources[TRAIN].tokens_per_row))
     splits = {name: Split.of(name, source) for name, source in sources.items()}
     return TrainJob(config, recipe, workload, splits, time.time()), sources

@@ -1,7 +1,10 @@
 """Training input: sources, the step plan, and the stream that executes it."""
 
+from scaleray.data.collation import Flattening, Padding, flattened, padded
 from scaleray.data.input import Input, RaySources, Sources
 from scaleray.data.part import Part
+from scaleray.data.ragged import Ragged
+from scaleray.data.row_random import RowRandom
 from scaleray.data.sample_order import StepPlan
 from scaleray.data.source import TRAIN
 from scaleray.data.sources import (
@@ -20,11 +23,15 @@ __all__ = [
     "TRAIN",
     "ArraySource",
     "DatasetSource",
+    "Flattening",
     "Input",
+    "Padding",
     "ParquetSource",
     "Part",
+    "Ragged",
     "RankBatch",
     "RaySources",
+    "RowRandom",
     "Sources",
     "Split",
     "StepPlan",
@@ -32,5 +39,7 @@ __all__ = [
     "StreamSource",
     "TokenSource",
     "as_source",
+    "flattened",
     "load_sources",
+    "padded",
 ]

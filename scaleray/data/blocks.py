@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
 from scaleray.data.part import Part
+from scaleray.data.ragged import Ragged, concatenated
 from scaleray.data.row_values import read_alone, row_values_of
 from scaleray.data.source import Columns, Source
 from scaleray.data.sources import IN_MEMORY, STORED, DatasetSource
+from scaleray.data.transformed import Transformed
 from scaleray.workload import no_exit
 
 COPIED_BYTES = 2**19  # rows copied at once: into memory that a core's cache holds, and that earlier rows have left
@@ -39,9 +42,14 @@ def read_chunk(source: Source, part: Part, steps: range, *, is_alone: bool = Fal
     if user code draws any.
     """
     positions = part.positions(steps)
-    indices = part.plan.samples_at(positions)
+    return _rows(source, part.plan.samples_at(positions), lambda: part.plan.row_seeds(positions), is_alone=is_alone)
+
+
+def _rows(source: Source, indices: np.ndarray, seeds: Callable[[], np.ndarray], *, is_alone: bool) -> Columns:
+    if isinstance(source, Transformed):
+        return source.changed(_rows(source.source, indices, seeds, is_alone=is_alone), seeds())
     if is_alone and type(source) not in STORED:
-        return read_alone(source, indices, lambda: part.plan.row_seeds(positions))
+        return read_alone(source, indices, seeds)
     with no_exit("the source of the data"):
         return source.read(indices)
 
@@ -91,7 +99,13 @@ def rebatch(blocks: Iterable[Columns], sizes: Iterable[int]) -> Iterator[tuple[C
     Each comes with the number of rows that are here already for the pieces after it.
     """
     # Ray's blocks are read-only shared memory, and a source of the user may hand out its own
-    copied = np.asarray if isinstance(blocks, LocalBlocks) and blocks.are_copies else np.array
+    is_copied = isinstance(blocks, LocalBlocks) and blocks.are_copies
+
+    def copied(column: Any) -> Any:
+        if isinstance(column, Ragged):
+            return column if is_copied else column.copy()
+        return np.asarray(column) if is_copied else np.array(column)
+
     pending: list[Columns] = []
     available = 0
     source = iter(blocks)
@@ -116,7 +130,7 @@ def rebatch(blocks: Iterable[Columns], sizes: Iterable[int]) -> Iterator[tuple[C
             missing -= taken
         available -= size
         whole = {
-            name: np.concatenate([p[name] for p in piece]) if len(piece) > 1 else copied(piece[0][name])
+            name: concatenated([p[name] for p in piece]) if len(piece) > 1 else copied(piece[0][name])
             for name in piece[0]
         }
         yield whole, available

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from scaleray.data.ragged import Ragged
 from scaleray.data.source import HASH_LIMIT_BYTES, Columns, as_numbers, hash_names
 from scaleray.errors import DataError
 from scaleray.filesystems import open_filesystem
 
 
 class ParquetSource:
-    """A Parquet file or folder, local or s3://, of numbers and fixed-length lists of numbers.
+    """A Parquet file or folder, local or s3://, of numbers and lists of numbers, which may differ in length.
 
     columns: the columns to read; None reads all. Footers are read at once, so that a broken file is found at the start.
     """
@@ -136,26 +137,30 @@ class ParquetSource:
             ) from exc
 
 
-def _column_to_numpy(name: str, column: Any, where: str) -> np.ndarray:
+def _column_to_numpy(name: str, column: Any, where: str) -> np.ndarray | Ragged:
     import pyarrow as pa
 
     array = column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):
         array = pa.concat_arrays(array.chunks)
     depth: list[int] = []
+    offsets: np.ndarray | None = None
     while pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type):
         if array.null_count:
             raise DataError(f"column {name} of {where}", f"{array.null_count} nulls", "every row needs a value")
         values = array.flatten()
         width, rest = divmod(len(values), max(1, len(array)))
-        if rest or (not pa.types.is_fixed_size_list(array.type) and len(set(array.value_lengths().to_pylist())) > 1):
-            raise DataError(
-                f"column {name} of {where}",
-                "lists of several lengths",
-                "all rows need one length",
-                "pad them when the file is written",
-            )
-        depth.append(width)
+        if rest or (not pa.types.is_fixed_size_list(array.type) and len(np.unique(array.value_lengths())) > 1):
+            if depth or offsets is not None:
+                raise DataError(
+                    f"column {name} of {where}",
+                    "lists within lists of several lengths",
+                    "rows may differ in the length of their outer list alone",
+                    "pad the inner ones when the file is written",
+                )
+            offsets = np.concatenate([[0], np.cumsum(array.value_lengths().to_numpy())])
+        else:
+            depth.append(width)
         array = values
     if array.null_count:
         raise DataError(
@@ -165,4 +170,4 @@ def _column_to_numpy(name: str, column: Any, where: str) -> np.ndarray:
             "fill or drop them when the file is written",
         )
     flat = as_numbers(name, array.to_numpy(zero_copy_only=False))
-    return flat.reshape(len(column), *depth)
+    return flat.reshape(len(column), *depth) if offsets is None else Ragged(flat.reshape(-1, *depth), offsets)

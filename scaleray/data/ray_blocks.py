@@ -12,7 +12,7 @@ from typing import Any
 from scaleray.data.blocks import chunks, read_chunk
 from scaleray.data.part import Part
 from scaleray.data.sample_order import stream_key
-from scaleray.data.source import Columns, Source
+from scaleray.data.source import Columns, Source, as_column
 from scaleray.errors import ScaleRayError
 
 
@@ -81,7 +81,8 @@ def stream_blocks(iterator: Any, part: Part, *, shuffle: bool, window_rows: int)
             wanted = slice(min(skipped, length), min(length, remaining))
             skipped -= wanted.start
             if wanted.stop > wanted.start:
-                yield {name: values[wanted] for name, values in block.items()}
+                rows = {name: values[wanted] for name, values in block.items()}
+                yield {n: as_column(n, values) if values.dtype == object else values for n, values in rows.items()}
             remaining -= min(length, remaining)
             if not remaining:
                 break

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from scaleray.data.ragged import Ragged, flat_values, joined
 from scaleray.data.source import Columns, Source
 from scaleray.reproducibility.seeding import seed_row
 
@@ -34,11 +35,14 @@ UNSEEDED = "random numbers are seeded where they come from the global generators
 @dataclass(frozen=True)
 class RowValues:
     """Finding on whether the values of a source's rows can be repeated.
-    difference: what shows that they cannot, in words."""
+    difference: what shows that they cannot, in words. advice: what to do about that."""
 
     draw_random_numbers: bool = False
     """Whether rows draw from a global generator of torch, numpy or Python, so that reading has to seed it."""
     difference: str = ""
+    advice: str = f"{UNSEEDED}: draw from those"
+    draw_by_row: bool = False
+    """Whether a transform draws from the generator of each row, which nobody has to seed."""
 
     @property
     def are_repeatable(self) -> bool:
@@ -50,7 +54,8 @@ class RowValues:
         """Promise to the user, in words; empty for rows that are simply stored."""
         if self.difference:
             return f"the values of the rows are not repeatable: {self.difference}"
-        return "random transforms follow from seed, epoch and row" if self.draw_random_numbers else ""
+        is_random = self.draw_random_numbers or self.draw_by_row
+        return "random transforms follow from seed, epoch and row" if is_random else ""
 
 
 AS_STORED = RowValues()
@@ -74,12 +79,12 @@ def look_at_rows(read_row: Callable[[int], Columns], rows: Sequence[int]) -> Row
             try:
                 for _ in range(READS):
                     seed_row(row)
-                    before = _states()
+                    before = generator_states()
                     found.append(read_row(row))
-                    draws = draws or _have_moved(before)
+                    draws = draws or have_moved(before)
             except Exception:
                 continue
-            if (column := _first_difference(found)) is not None:
+            if (column := first_difference(found)) is not None:
                 return RowValues(
                     draws, f"row {row} differs in column {column} when it is read again under the same seed"
                 )
@@ -98,9 +103,9 @@ def read_alone(source: Source, indices: np.ndarray, seeds: Callable[[], np.ndarr
     """
     if not row_values_of(source).draw_random_numbers:
         with generators_kept():
-            before = _states()
+            before = generator_states()
             columns = source.read(indices)
-            draws = _have_moved(before)
+            draws = have_moved(before)
         if not draws:
             return columns  # else the finding of the first look at a few rows does not hold for these
     reader: Any = source if hasattr(source, "read_seeded") else RowByRow(source)
@@ -133,7 +138,7 @@ class RowByRow:
             for start in range(0, len(indices), size):
                 seed_row(int(seeds[start]))
                 pieces.append(self.source.read(indices[start : start + size]))
-        return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+        return joined(pieces)
 
     def describe(self) -> dict[str, Any]:
         """Description that the source gives of itself."""
@@ -156,7 +161,7 @@ def generators_kept() -> Iterator[None]:
     inside."""
     # all of them: in a thread that reads, the current GPU need not be the one of the training
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    from_torch, from_numpy, from_python = _states()
+    from_torch, from_numpy, from_python = generator_states()
     try:
         yield
     finally:
@@ -167,26 +172,30 @@ def generators_kept() -> Iterator[None]:
             torch.cuda.set_rng_state_all(gpus)
 
 
-def _states() -> tuple[torch.Tensor, Any, Any]:
+def generator_states() -> tuple[torch.Tensor, Any, Any]:
+    """The states of the global generators of torch, numpy and Python."""
     # not seeding.random_state, which makes tensors for checkpoints: ten times slower, and this is done every step
     return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
 
-def _have_moved(before: tuple[torch.Tensor, Any, Any]) -> bool:
-    from_torch, from_numpy, from_python = _states()
+def have_moved(before: tuple[torch.Tensor, Any, Any]) -> bool:
+    """Whether any of the global generators has left these states."""
+    from_torch, from_numpy, from_python = generator_states()
     same_numpy = all(np.array_equal(ours, theirs) for ours, theirs in zip(from_numpy, before[1], strict=True))
     return not (torch.equal(from_torch, before[0]) and same_numpy and from_python == before[2])
 
 
-def _first_difference(reads: list[Columns]) -> str | None:
+def first_difference(reads: list[Columns]) -> str | None:
     """Name of the first column that is not the same in all of these reads, by shape, type and bits;
     None where all are."""
     first, *others = reads
     for name, values in first.items():
-        for other in others:
-            theirs = other.get(name)
-            if theirs is None or (values.dtype, values.shape) != (theirs.dtype, theirs.shape):
-                return name
-            if values.tobytes() != theirs.tobytes():
-                return name
+        if any(name not in other or _bits(values) != _bits(other[name]) for other in others):
+            return name
     return None
+
+
+def _bits(column: Any) -> tuple[Any, ...]:
+    lengths = column.lengths.tobytes() if isinstance(column, Ragged) else b""
+    values = flat_values(column)
+    return values.dtype, values.shape, lengths, values.tobytes()

@@ -48,13 +48,13 @@ class Permutation:
         for number in range(ROUNDS):
             key = np.uint64((self.key + number * 0x9E3779B97F4A7C15) % 2**64)
             if number % 2:
-                right = _remainder(right + _remainder(_mix(left ^ key), b), b)
+                right = _remainder(right + _remainder(mixed(left ^ key), b), b)
             else:
-                left = _remainder(left + _remainder(_mix(right ^ key), a), a)
+                left = _remainder(left + _remainder(mixed(right ^ key), a), a)
         return left * b + right
 
 
-def _mix(values: np.ndarray) -> np.ndarray:
+def mixed(values: np.ndarray) -> np.ndarray:
     """The finaliser of splitmix64 (Steele et al. 2014): every output bit depends on every input bit."""
     with np.errstate(over="ignore"):
         values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -204,7 +204,7 @@ class StepPlan:
         for epoch in np.unique(epochs):
             key = np.uint64(stream_key(self.seed, "rows", self.name, int(epoch)))
             chosen = epochs == epoch
-            seeds[chosen] = _mix(seeds[chosen] ^ key)
+            seeds[chosen] = mixed(seeds[chosen] ^ key)
         return seeds
 
     def _order(self, epoch: int, positions: np.ndarray) -> np.ndarray:

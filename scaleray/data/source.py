@@ -8,11 +8,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from scaleray.data.ragged import Ragged, is_list_of_unequal_rows
 from scaleray.errors import DataError
 
 TRAIN = "train"  # the split that is trained on; all others are evaluated
-Columns = dict[str, np.ndarray]
-"""Rows by column: arrays with the rows along dimension 0."""
+Columns = dict[str, Any]
+"""Rows by column: arrays with the rows along dimension 0, or Ragged columns."""
 HASH_LIMIT_BYTES = 2**31  # larger files are identified by names and sizes: hashing them would delay every start
 
 
@@ -44,6 +45,26 @@ def as_numbers(name: str, value: Any) -> np.ndarray:
             f"column {name}", f"{array.dtype}", "columns hold numbers", "encode text or categories as integers first"
         )
     return array
+
+
+def as_column(name: str, value: Any) -> Any:
+    """Rows of numbers as an array, or as a Ragged column where their lengths differ. Raises DataError."""
+    if isinstance(value, Ragged):
+        return Ragged(as_numbers(name, value.values), value.offsets)
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        value = list(value)
+    if not is_list_of_unequal_rows(value):
+        return as_numbers(name, value)
+    rows = [as_numbers(name, row) for row in value]
+    shapes = {row.shape[1:] if row.ndim else None for row in rows if row.size or row.ndim != 1}
+    if len(shapes) > 1 or None in shapes:
+        raise DataError(
+            f"column {name}",
+            f"rows of shapes {sorted({row.shape for row in rows})[:4]}",
+            "rows may differ in their first dimension alone",
+            "resize or crop them to one shape",
+        )
+    return Ragged.of(rows)
 
 
 def hash_names(files: Sequence[tuple[str, int]]) -> str:

@@ -6,7 +6,9 @@ path inside it must be visible on every node.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -15,24 +17,32 @@ from typing import Any
 
 import numpy as np
 
+from scaleray.data.collation import refuse_ragged
 from scaleray.data.parquet import ParquetSource
+from scaleray.data.ragged import Ragged, flat_values
+from scaleray.data.row_random import RowRandom
 from scaleray.data.row_values import generators_kept, look_at_rows, spread_rows, with_row_values
-from scaleray.data.source import HASH_LIMIT_BYTES, TRAIN, Columns, Source, as_numbers, hash_names
+from scaleray.data.source import HASH_LIMIT_BYTES, TRAIN, Columns, Source, as_column, as_numbers, hash_names
+from scaleray.data.transformed import Transform, Transformed
 from scaleray.errors import DataError
 from scaleray.reproducibility.seeding import seed_row
-from scaleray.workload import call_user_code, no_exit
+from scaleray.workload import call_user_code, no_exit, own_method
 
 
 class ArraySource:
-    """Arrays in memory: a dict of numpy arrays or CPU tensors with equal first dimensions."""
+    """Arrays in memory: a dict of numpy arrays or CPU tensors with equal first dimensions, or of lists of arrays, whose
+    rows may differ in length."""
 
     group_sizes: tuple[int, ...] | None = None
+    row_s = 0.0
+    """Seconds that reading a row takes: it is copied."""
 
     def __init__(self, arrays: Mapping[str, Any], *, tokens_per_row: int | None = None) -> None:
-        self.arrays: Columns = {name: np.asarray(as_numbers(name, value), order="C") for name, value in arrays.items()}
+        found = {name: as_column(name, value) for name, value in arrays.items()}
+        self.arrays: Columns = {n: c if isinstance(c, Ragged) else np.asarray(c, order="C") for n, c in found.items()}
         if not self.arrays:
             raise DataError("an array source", "without columns", "it needs at least one array")
-        lengths = {name: len(array) if array.ndim else -1 for name, array in self.arrays.items()}
+        lengths = {n: len(array) if isinstance(array, Ragged) or array.ndim else -1 for n, array in self.arrays.items()}
         if len(set(lengths.values())) != 1 or -1 in lengths.values():
             raise DataError(
                 "an array source",
@@ -43,6 +53,7 @@ class ArraySource:
         self.num_rows = next(iter(lengths.values()))
         self.row_bytes = sum(a.nbytes for a in self.arrays.values()) // max(1, self.num_rows) or 1
         self.tokens_per_row = tokens_per_row
+        self.ragged_columns = tuple(name for name, array in self.arrays.items() if isinstance(array, Ragged))
 
     def read(self, indices: np.ndarray) -> Columns:
         return {name: array[indices] for name, array in self.arrays.items()}
@@ -50,8 +61,11 @@ class ArraySource:
     def describe(self) -> dict[str, Any]:
         digest = hashlib.sha256()
         for name, array in sorted(self.arrays.items()):
-            digest.update(f"{name}:{array.dtype.str}:{array.shape}".encode())
-            digest.update(array.tobytes())
+            values = flat_values(array)
+            digest.update(f"{name}:{values.dtype.str}:{values.shape}".encode())
+            if isinstance(array, Ragged):
+                digest.update(array.offsets.tobytes())
+            digest.update(values.tobytes())
         size = sum(a.nbytes for a in self.arrays.values())
         return {
             "kind": "arrays",
@@ -70,6 +84,7 @@ class TokenSource:
     """
 
     group_sizes: tuple[int, ...] | None = None
+    row_s = 0.0
 
     def __init__(self, tokens: np.ndarray | str | Path, *, sequence_length: int, dtype: str = "uint8") -> None:
         self.path = None if isinstance(tokens, np.ndarray) else str(Path(tokens).expanduser().absolute())
@@ -115,7 +130,8 @@ class TokenSource:
 
 
 class DatasetSource:
-    """A map-style torch Dataset whose items are tuples or dicts of numbers, arrays or tensors of one shape.
+    """A map-style torch Dataset whose items are tuples or dicts of numbers, arrays or tensors, of one shape but for
+    their first dimension.
 
     Tuples arrive in the loss as tuples, dicts as dicts. Whether items draw random numbers is seen from a few of them.
     """
@@ -131,14 +147,19 @@ class DatasetSource:
         self.gives_tuples = self.num_rows > 0 and not isinstance(first, Mapping)
         self.row_bytes = sum(v.nbytes for v in _columns_of(first).values()) or 1
         seconds: dict[int, float] = {}
+        shapes: dict[str, set[tuple[int, ...]]] = {}
 
         def timed_row(index: int) -> Columns:
             started = time.perf_counter()
             row = self._row(index)
             seconds.setdefault(index, time.perf_counter() - started)  # later reads may find it in a cache
+            for name, values in row.items():
+                shapes.setdefault(name, set()).add(values.shape)
             return row
 
         self.row_values = look_at_rows(timed_row, spread_rows(self.num_rows))
+        self.ragged_columns = tuple(name for name, found in shapes.items() if len(found) > 1)
+        """Columns of which a few rows differ in length."""
         self.row_s = statistics.median(seconds.values()) if seconds else 0.0
         """Seconds that reading a row takes: the median of a few."""
 
@@ -160,24 +181,37 @@ class DatasetSource:
             yield self._row(int(index))
 
     def _filled(self, rows: Iterator[Columns], num_rows: int) -> Columns:
-        """Columns of so many rows, each of which is written into its place as soon as it is read."""
+        """Columns of so many rows, each of which is written into its place as soon as it is read, as far as rows have
+        one length."""
         columns: Columns = {}
+        uneven: dict[str, list[np.ndarray]] = {name: [] for name in self.ragged_columns}
         for number, row in enumerate(rows):
             for name, values in row.items():
+                if name in uneven:
+                    uneven[name].append(values)
+                    continue
                 if number == 0:
                     columns[name] = np.empty((num_rows, *values.shape), values.dtype)
                 column = columns[name]
                 if values.shape != column.shape[1:]:
-                    raise DataError(
-                        f"column {name} of {type(self.dataset).__name__}",
-                        f"shapes {sorted((values.shape, column.shape[1:]))}",
-                        "all rows need one shape",
-                        "pad or crop in __getitem__; count what is real in the loss",
-                    )
+                    uneven[name] = [*column[:number], values]
+                    continue
                 if values.dtype != column.dtype:
                     column = columns[name] = column.astype(np.result_type(column, values))
                 column[number] = values
-        return columns
+        names = dict.fromkeys([*columns, *uneven])
+        return {name: self._ragged(name, uneven[name]) if name in uneven else columns[name] for name in names}
+
+    def _ragged(self, name: str, rows: list[np.ndarray]) -> Ragged:
+        shapes = {values.shape[1:] if values.ndim else None for values in rows}
+        if len(shapes) > 1 or None in shapes:
+            raise DataError(
+                f"column {name} of {type(self.dataset).__name__}",
+                f"shapes {sorted({values.shape for values in rows})[:4]}",
+                "rows may differ in their first dimension alone",
+                "resize or crop in __getitem__",
+            )
+        return Ragged.of(rows)
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -199,10 +233,15 @@ class StreamSource:
     group_sizes: tuple[int, ...] | None = None
     tokens_per_row: int | None = None
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, *, num_rows: int | None = None) -> None:
         self.dataset = dataset
-        self.num_rows = dataset.count()
+        self.num_rows = dataset.count() if num_rows is None else num_rows
         self.row_bytes = 1024
+
+    def mapped(self, transform: Transform) -> StreamSource:
+        """The same rows, transformed in Ray's own tasks, which know of no seed: `rng` draws other numbers each time."""
+        mapped = self.dataset.map_batches(functools.partial(_unseeded, transform), batch_format="numpy")
+        return StreamSource(mapped, num_rows=self.num_rows)
 
     def read(self, indices: np.ndarray) -> Columns:
         raise TypeError("a Ray Dataset is streamed, not addressed by index")
@@ -234,7 +273,19 @@ def load_sources(workload: Any) -> dict[str, Source]:
             "it must return a mapping with the split 'train'",
             "for example {'train': ..., 'val': ...}",
         )
-    return {name: as_source(value, split=name) for name, value in given.items()}
+    return {name: _for_workload(as_source(value, split=name), workload, split=name) for name, value in given.items()}
+
+
+def _for_workload(source: Source, workload: Any, *, split: str) -> Source:
+    """The source as the workload wants its rows: transformed. Raises DataError for rows that make no batch."""
+    transform = Transform.of(workload, split)
+    if transform is not None:
+        source = source.mapped(transform) if isinstance(source, StreamSource) else Transformed(source, transform)
+    ragged: tuple[str, ...] = getattr(source, "ragged_columns", ())
+    if own_method(workload, "collate") is None and ragged:
+        few = np.array(spread_rows(source.num_rows))
+        refuse_ragged(source.read(few), what=f"the {split} data")
+    return source
 
 
 def as_source(value: Any, *, split: str) -> Source:
@@ -263,6 +314,12 @@ def as_source(value: Any, *, split: str) -> Source:
     if source.num_rows == 0:
         raise DataError(f"the {split} data", "empty", "at least one row is needed")
     return source
+
+
+def _unseeded(transform: Transform, rows: Columns) -> Columns:
+    seeds = np.frombuffer(os.urandom(8 * len(next(iter(rows.values())))), dtype=np.uint64)
+    given = transform({name: as_column(name, column) for name, column in rows.items()}, RowRandom(seeds))
+    return {name: list(c) if isinstance(c, Ragged) else c for name, c in given.items()}
 
 
 def _columns_of(item: Any) -> Columns:

@@ -7,7 +7,7 @@ from typing import Any
 
 from scaleray.data.row_values import AS_STORED, RowValues, row_values_of
 from scaleray.data.source import Source
-from scaleray.data.sources import IN_MEMORY, DatasetSource, StreamSource
+from scaleray.data.sources import IN_MEMORY, StreamSource
 
 CHEAP_ROW_S = 50e-6  # a task hands a row over in about that time, and decoding takes several times as much
 
@@ -38,11 +38,11 @@ class Split:
             row_bytes=source.row_bytes,
             tokens_per_row=source.tokens_per_row,
             group_sizes=source.group_sizes,
-            gives_tuples=isinstance(source, DatasetSource) and source.gives_tuples,
+            gives_tuples=getattr(source, "gives_tuples", False),
             is_streamed=isinstance(source, StreamSource),
             row_values=row_values_of(source),
             is_in_memory=type(source) in IN_MEMORY,
-            row_s=source.row_s if isinstance(source, DatasetSource) else None,
+            row_s=None if type(source) in IN_MEMORY else getattr(source, "row_s", None),
         )
 
     def read_by(self, readers: str) -> str:

@@ -23,7 +23,7 @@ from scaleray.config.precision import PrecisionSettings
 from scaleray.records.workload_profile import PartProfile, Product, WorkloadProfile
 from scaleray.reproducibility.seeding import same_random_numbers
 from scaleray.training.setup import precision
-from scaleray.training.step.micro_batches import as_user_batch, to_device
+from scaleray.training.step.micro_batches import user_batch
 from scaleray.training.step.sum_and_count import check_sum_and_count
 from scaleray.workload import call_user_code
 
@@ -32,7 +32,7 @@ SIZES = (2, 4)  # numbers of samples of the two passes; batch normalisation cann
 
 
 def profile_workload(
-    workload: Any, rows: Mapping[str, np.ndarray], settings: PrecisionSettings, *, gives_tuples: bool = False
+    workload: Any, rows: Mapping[str, Any], settings: PrecisionSettings, *, gives_tuples: bool = False
 ) -> WorkloadProfile:
     """The profile of a workload's model and loss in a precision. rows: a few of the training data, as a source reads
     them.
@@ -48,7 +48,7 @@ def profile_workload(
 
 
 def _profile(
-    workload: Any, rows: Mapping[str, np.ndarray], settings: PrecisionSettings, *, gives_tuples: bool, is_computed: bool
+    workload: Any, rows: Mapping[str, Any], settings: PrecisionSettings, *, gives_tuples: bool, is_computed: bool
 ) -> WorkloadProfile:
     with torch.device(CPU if is_computed else "meta"):
         model = call_user_code(workload.build_model, what="build_model()", doing="building the model")
@@ -58,8 +58,8 @@ def _profile(
             _without_values(model)
         passes = []
         for size in SIZES:
-            columns = {name: np.resize(values, (size, *values.shape[1:])) for name, values in rows.items()}
-            batch = as_user_batch(to_device(columns, CPU, arithmetic.input_dtype), gives_tuples)
+            columns = {name: values[np.arange(size) % len(values)] for name, values in rows.items()}
+            batch = user_batch(workload, columns, CPU, arithmetic.input_dtype, gives_tuples=gives_tuples)
             passes.append(_count(workload, model, batch, arithmetic))
             model.zero_grad(set_to_none=True)
     few, many = passes

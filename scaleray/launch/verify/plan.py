@@ -11,7 +11,6 @@ from typing import Any
 from scaleray.config import RunConfig
 from scaleray.config.compression import CompressionSettings
 from scaleray.data import TRAIN, Split
-from scaleray.data.row_values import UNSEEDED
 from scaleray.data.source import Source
 from scaleray.errors import ConfigError, DataError
 from scaleray.launch.session.data import size_of
@@ -111,7 +110,7 @@ def _check_comparable(train: Split) -> None:
             "the train data",
             "not repeatable",
             f"runs are compared on the same values: {train.row_values.difference}",
-            f"{UNSEEDED}: draw from those",
+            train.row_values.advice,
         )
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from scaleray.config import Duration, RunConfig
 from scaleray.config.checkpoint import NOTHING_SAVED
 from scaleray.data import TRAIN, Split, StepPlan
-from scaleray.data.row_values import UNSEEDED
 from scaleray.data.sample_order import Origin
 from scaleray.errors import ConfigError, DataError
 from scaleray.scaling.recipe.derive import derive
@@ -50,7 +49,7 @@ class TrainJob:
                     f"the {split.name} data",
                     "not repeatable",
                     f"deterministic: true promises the same bits again: {split.row_values.difference}",
-                    f"{UNSEEDED}: draw from those, or train without --deterministic",
+                    f"{split.row_values.advice}, or train without --deterministic",
                 )
 
     @property
@@ -62,7 +61,7 @@ class TrainJob:
     def data_warnings(self) -> list[str]:
         """Warnings for data that cannot be read again as it was."""
         return [
-            f"the {split.name} data: {split.row_values.promise}; {UNSEEDED}"
+            f"the {split.name} data: {split.row_values.promise}; {split.row_values.advice}"
             for split in self.splits.values()
             if not split.row_values.are_repeatable
         ]

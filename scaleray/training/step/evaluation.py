@@ -20,7 +20,7 @@ from scaleray.training.health.worker_errors import is_lost_peer
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
-from scaleray.training.step.micro_batches import as_user_batch, to_device
+from scaleray.training.step.micro_batches import user_batch
 from scaleray.training.step.named_sums import NamedSums
 from scaleray.training.step.one_pass import OnePass
 from scaleray.training.step.sum_and_count import check_sum_and_count
@@ -142,14 +142,14 @@ class Evaluator:
         return result
 
     def _measure(self, batch: RankBatch) -> dict[str, Any]:
-        columns = to_device(batch.columns, self.place.device, self.setup.precision.input_dtype)
-        user_batch = as_user_batch(columns, self.gives_tuples)
-        once = OnePass(columns.values() if not self.setup.parallel.forward_is_collective else ())
+        dtype = self.setup.precision.input_dtype
+        rows = user_batch(self.workload, batch.columns, self.place.device, dtype, gives_tuples=self.gives_tuples)
+        once = OnePass([rows] if not self.setup.parallel.forward_is_collective else ())
 
         def run(measure: Callable[[nn.Module, Any], Any]) -> Any:
             def on_model(model: nn.Module) -> Any:
                 with once.of(model):
-                    return measure(model, user_batch)
+                    return measure(model, rows)
 
             return self.setup.parallel.run_alone(on_model)
 

@@ -14,18 +14,20 @@ from torch import nn
 
 from scaleray.config import RunConfig
 from scaleray.data import RankBatch
+from scaleray.data.ragged import flat_values
 from scaleray.errors import DataError, WorkloadError
 from scaleray.reproducibility.seeding import same_random_numbers
 from scaleray.training.health.live_memory import is_out_of_memory
 from scaleray.training.health.worker_errors import explained, is_lost_peer
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
+from scaleray.training.step.batch_structure import check_same_structure
 from scaleray.training.step.evaluation import evaluation_mode
-from scaleray.training.step.micro_batches import as_user_batch, to_device
+from scaleray.training.step.micro_batches import user_batch
 from scaleray.training.step.on_one_worker import no_gradients_of_gradients, rehearsed
 from scaleray.training.step.sum_and_count import check_sum_and_count
 from scaleray.training.step.unchanged import unchanged_model
-from scaleray.workload import call_user_code
+from scaleray.workload import call_user_code, own_method
 
 MOST_ROWS = 8
 DRAWS = 5
@@ -52,9 +54,10 @@ def check_first_batch(
     names of the splits of which the loss will be wanted, in evaluation mode. Changes neither parameters nor buffers nor
     random numbers nor gradients. Collective. Raises DataError or WorkloadError.
     """
-    bad = next((n for n, v in batch.columns.items() if v.dtype.kind == "f" and not np.isfinite(v).all()), None)
+    flat = {name: flat_values(column) for name, column in batch.columns.items()}
+    bad = next((n for n, v in flat.items() if v.dtype.kind == "f" and not np.isfinite(v).all()), None)
     if bad is not None:
-        bad_rows = np.flatnonzero(~np.isfinite(batch.columns[bad].reshape(len(batch.columns[bad]), -1)).all(axis=1))
+        bad_rows = [row for row, values in enumerate(batch.columns[bad]) if not np.isfinite(values).all()]
         raise DataError(
             f"column {bad} of the first batch",
             f"NaN or infinite in {len(bad_rows)} of {len(batch.columns[bad])} rows",
@@ -63,6 +66,8 @@ def check_first_batch(
         )
     look = _Look(workload, batch, setup, place, gives_tuples=gives_tuples, micro_batch_size=micro_batch_size)
     with unchanged_model(workload, setup.parallel.module), same_random_numbers(place.device):
+        if own_method(workload, "collate") is not None:
+            check_same_structure(look.batch_of(np.arange(look.rows_with_gradients)), place)
         count = look.as_in_training(config)
         look.whether_it_is_a_sum()
         if evaluated:
@@ -181,12 +186,15 @@ class _Look:
         return float(total.detach()), float(count)
 
     def _run(self, user_code: Callable[[Any, Any], Any], index: np.ndarray) -> Any:
-        rows = {n: v[index] for n, v in self.columns.items()}
-        columns = to_device(rows, self.place.device, self.setup.precision.input_dtype)
+        batch = self.batch_of(index)
         with self.setup.precision.autocast():
-            return self.setup.parallel.run_alone(
-                lambda model: user_code(self.model or model, as_user_batch(columns, self.gives_tuples))
-            )
+            return self.setup.parallel.run_alone(lambda model: user_code(self.model or model, batch))
+
+    def batch_of(self, index: np.ndarray) -> Any:
+        """These of the rows as a micro-batch."""
+        rows = {n: v[index] for n, v in self.columns.items()}
+        dtype = self.setup.precision.input_dtype
+        return user_batch(self.workload, rows, self.place.device, dtype, gives_tuples=self.gives_tuples)
 
     def _attempt(self, measure: Callable[[], Result]) -> Result | None:
         """What was measured, or None where the user's code fails on this rank or, where ranks must do alike, on any."""

@@ -29,7 +29,7 @@ from scaleray.training.health.live_memory import LiveTensors, free_unused, is_ou
 from scaleray.training.health.memory_report import gradients, lasting
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
-from scaleray.training.step.micro_batches import as_user_batch, micro_batches, to_device
+from scaleray.training.step.micro_batches import micro_batches, user_batch
 from scaleray.training.step.step import TrainStep
 from scaleray.training.step.sum_and_count import check_sum_and_count
 from scaleray.training.step.unchanged import unchanged_buffers
@@ -181,9 +181,10 @@ class _Search:
         try:
             for columns, _ in micro_batches(self._rows(rows), size):
                 self.enter(Phase.LOSS)
-                tensors = to_device(columns, self.place.device, self.setup.precision.input_dtype)
+                dtype, tuples = self.setup.precision.input_dtype, self.gives_tuples
+                batch = user_batch(self.workload, columns, self.place.device, dtype, gives_tuples=tuples)
                 with self.setup.precision.autocast():
-                    result = self.workload.loss(self.setup.parallel.module, as_user_batch(tensors, self.gives_tuples))
+                    result = self.workload.loss(self.setup.parallel.module, batch)
                 check_sum_and_count(result, what="loss()")[0].backward()
         except Exception as exc:
             if not is_out_of_memory(exc):

@@ -6,16 +6,19 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from scaleray.data import RankBatch
+from scaleray.data.collation import collated, refuse_ragged
+from scaleray.workload import own_method
 
 
-def micro_batches(batch: RankBatch, size: int, *, at_least: int = 1) -> Iterator[tuple[dict[str, np.ndarray], int]]:
+def micro_batches(batch: RankBatch, size: int, *, at_least: int = 1) -> Iterator[tuple[dict[str, Any], int]]:
     """Slices of at most `size` rows with the number of rows that count: 0 for a placeholder.
 
     Placeholders come first, until there are `at_least` so many.
@@ -34,15 +37,63 @@ def cuts(num_rows: int, size: int) -> Iterator[tuple[int, int]]:
     return itertools.pairwise(edges)
 
 
-def to_device(
-    columns: dict[str, np.ndarray], device: torch.device, dtype: torch.dtype | None
-) -> dict[str, torch.Tensor]:
+def user_batch(
+    workload: Any, rows: dict[str, Any], device: torch.device, dtype: torch.dtype | None, *, gives_tuples: bool
+) -> Any:
+    """Rows as the workload's loss takes them, on `device`: its columns as tensors, or what its `collate` makes of them.
+
+    dtype: of floating-point tensors, if it is given. Raises DataError for ragged rows that nothing collates.
+    """
+    collate = own_method(workload, "collate")
+    if collate is None:
+        refuse_ragged(rows, what="the data")
+        return as_user_batch(to_device(rows, device, dtype), gives_tuples)
+    found: dict[str, Any] = {}
+    made = _taken_out(collated(collate, rows, gives_tuples=gives_tuples), found)
+    return _put_back(made, to_device(found, device, dtype))
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Place of a tensor in a batch."""
+
+    name: str
+
+
+def _taken_out(batch: Any, found: dict[str, Any]) -> Any:
+    """A batch with slots for its tensors and arrays, which are put into `found` by name."""
+    if isinstance(batch, torch.Tensor | np.ndarray):
+        name = str(len(found))
+        found[name] = batch
+        return _Slot(name)
+    if isinstance(batch, Mapping):
+        return {name: _taken_out(value, found) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_taken_out(value, found) for value in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(_taken_out(value, found) for value in batch)
+    return batch
+
+
+def _put_back(batch: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(batch, _Slot):
+        return tensors[batch.name]
+    if isinstance(batch, dict):
+        return {name: _put_back(value, tensors) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_put_back(value, tensors) for value in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(_put_back(value, tensors) for value in batch)
+    return batch
+
+
+def to_device(columns: dict[str, Any], device: torch.device, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """Columns as tensors on `device`; floating-point ones converted to `dtype` if it is given.
 
     A GPU copies them beside what it computes: the host, which runs ahead, asks for the rows of the next micro-batch
     while the last one is still being computed.
     """
-    tensors = {name: torch.from_numpy(values) for name, values in columns.items()}
+    tensors = {n: v if isinstance(v, torch.Tensor) else torch.from_numpy(v) for n, v in columns.items()}
     if device.type == "cuda":
         tensors = _copied_beside(tensors, device)
     return {n: t.to(dtype) if dtype is not None and t.is_floating_point() else t for n, t in tensors.items()}

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -29,7 +28,7 @@ from scaleray.training.setup.place import Place
 from scaleray.training.step.back_off import BackOff, MemoryRanOut
 from scaleray.training.step.guarded_update import GuardedUpdate
 from scaleray.training.step.launched import Figures, LaunchedStep
-from scaleray.training.step.micro_batches import as_user_batch, micro_batches, to_device
+from scaleray.training.step.micro_batches import micro_batches, user_batch
 from scaleray.training.step.sum_and_count import check_sum_and_count
 
 
@@ -252,11 +251,12 @@ class TrainStep:
             self._totals = self._each(sums)
         return own[0], own[1]
 
-    def _on_device(self, arrays: dict[str, np.ndarray], weight: int) -> MicroBatch:
+    def _on_device(self, arrays: dict[str, Any], weight: int) -> MicroBatch:
         """Move a micro-batch to the device, only when its turn comes, so that one micro-batch's rows are there at a
         time."""
-        columns = to_device(arrays, self.place.device, self.setup.precision.input_dtype)
-        return MicroBatch(as_user_batch(columns, self.gives_tuples), weight)
+        dtype = self.setup.precision.input_dtype
+        batch = user_batch(self.workload, arrays, self.place.device, dtype, gives_tuples=self.gives_tuples)
+        return MicroBatch(batch, weight)
 
     def _objective(self, run: Run, piece: MicroBatch) -> torch.Tensor:
         """The scaled loss of a micro-batch; its sum and count are added to the totals."""

@@ -21,7 +21,7 @@ from scaleray.training.setup.fine_tuning import adapt
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
-from scaleray.training.step.micro_batches import as_user_batch, micro_batches, to_device
+from scaleray.training.step.micro_batches import micro_batches, user_batch
 
 PROJECTIONS = 16
 SAME = 1e-6
@@ -105,9 +105,10 @@ class GradientParts:
         gives_tuples = self.job.splits[TRAIN].gives_tuples
         gradients, counts = [], []
         for arrays, weight in micro_batches(batch, self.job.recipe.micro_batch_size):
-            columns = to_device(arrays, self.place.device, self.setup.precision.input_dtype)
+            dtype = self.setup.precision.input_dtype
+            rows = user_batch(self.job.workload, arrays, self.place.device, dtype, gives_tuples=gives_tuples)
             with self.setup.precision.autocast():
-                loss, count = self.job.workload.loss(model, as_user_batch(columns, gives_tuples))
+                loss, count = self.job.workload.loss(model, rows)
             found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
             by_name = dict(zip(trained, found, strict=True))
             gradients.append(np.concatenate([self._signature(n, by_name.get(n)) for n in self.names]) * bool(weight))

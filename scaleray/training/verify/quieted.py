@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from scaleray.data.collation import Rows, collated
 from scaleray.reproducibility.masks import WHOLE_STEP
 from scaleray.scaling.recipe.shares import share_of
 from scaleray.training.step.micro_batches import cuts
+from scaleray.workload import own_method
 
 Draw = tuple[str, bytes]
 """A layer that drew a mask, and the state of the generator from which it drew it."""
@@ -89,6 +91,12 @@ class Partition:
         return min((rows.stop - rows.start for rows, _ in self.pieces(num_rows)), default=0)
 
 
+class _Parts(tuple[Any, ...]):
+    """Batches of the parts of a step, in order, where a collation makes them."""
+
+    __slots__ = ()
+
+
 class Quieted:
     """A workload without what differs from one number of workers to another by design.
 
@@ -111,6 +119,8 @@ class Quieted:
         self.rows_of_step = 0
 
     def __getattr__(self, name: str) -> Any:
+        if name == "collate" and self._partition is not None and own_method(self._workload, name) is not None:
+            return self._collated_parts
         return getattr(self._workload, name)
 
     @property
@@ -136,16 +146,30 @@ class Quieted:
             self.loss_dtype = str(result[0].dtype).removeprefix("torch.")
         return result
 
+    def _collated_parts(self, rows: Rows) -> Any:
+        """The batch of these rows, or, of a whole step, those of its parts, which cannot be cut any more."""
+        assert self._partition is not None
+        collate, columns, gives_tuples = own_method(self._workload, "collate"), rows.columns, rows.gives_tuples
+        if self.rows_of_step == 0 or len(rows) != self.rows_of_step:
+            return collated(collate, columns, gives_tuples=gives_tuples)
+        parts = [_rows(columns, part) for part, _ in self._partition.pieces(self.rows_of_step)]
+        return _Parts(collated(collate, part, gives_tuples=gives_tuples) for part in parts)
+
     def _is_cut(self, batch: Any) -> bool:
+        if isinstance(batch, _Parts):
+            return True
+        if own_method(self._workload, "collate") is not None:
+            return False
         return self._partition is not None and self.rows_of_step > 0 and _num_rows(batch) == self.rows_of_step
 
     def _loss_of_parts(self, model: nn.Module, batch: Any) -> Any:
         assert self._partition is not None
         total: Any = 0.0
         count: Any = 0
-        for rows, is_first in self._partition.pieces(self.rows_of_step):
+        for number, (rows, is_first) in enumerate(self._partition.pieces(self.rows_of_step)):
             with contextlib.nullcontext() if is_first else _untracked(self._norms):
-                part_total, part_count = self._workload.loss(model, _rows(batch, rows))
+                part = batch[number] if isinstance(batch, _Parts) else _rows(batch, rows)
+                part_total, part_count = self._workload.loss(model, part)
             total, count = total + part_total, count + part_count
         return total, count
 

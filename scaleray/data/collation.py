@@ -1,0 +1,148 @@
+"""Rows to a batch: what a workload's `collate(rows)` gets, and collations for rows of unequal length.
+
+`padded` fills every row up to the longest one, `flattened` puts the rows one after another. Both can be called from a
+workload's own `collate`, or stand for it: `collate = scaleray.data.Padding(value=0, mask="mask")`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from scaleray.data.ragged import Ragged
+from scaleray.data.source import Columns, as_column
+from scaleray.errors import DataError
+from scaleray.workload import call_user_code
+
+Batch = dict[str, torch.Tensor]
+
+
+class Rows(list[Any]):
+    """The rows of a micro-batch: a list of dicts of tensors by column name, or of tuples where a Dataset gives tuples.
+
+    columns: the same rows by column, arrays and Ragged columns, for collations without a loop.
+    """
+
+    def __init__(self, columns: Columns, *, gives_tuples: bool = False) -> None:
+        self.columns, self.gives_tuples = columns, gives_tuples
+        by_column = [_rows_of(column) for column in columns.values()]
+        if gives_tuples:
+            order = sorted(range(len(columns)), key=lambda place: int(list(columns)[place]))
+            super().__init__(zip(*(by_column[place] for place in order), strict=True))
+        else:
+            super().__init__(dict(zip(columns, row, strict=True)) for row in zip(*by_column, strict=True))
+
+
+def _rows_of(column: Any) -> Iterable[torch.Tensor]:
+    if isinstance(column, Ragged):
+        return torch.split(torch.from_numpy(column.values), column.lengths.tolist())
+    return torch.from_numpy(column).unbind()
+
+
+def collated(collate: Callable[[Any], Any], columns: Columns, *, gives_tuples: bool) -> Any:
+    """What a workload's `collate` makes of these rows. Raises WorkloadError with the user's line where it fails."""
+    num_rows = len(next(iter(columns.values())))
+    rows = columns if isinstance(collate, _Collation) else Rows(columns, gives_tuples=gives_tuples)
+    return call_user_code(lambda: collate(rows), what="collate()", doing=f"making a batch of {num_rows} rows")
+
+
+def refuse_ragged(columns: Columns, *, what: str) -> None:
+    """Raise DataError for rows of unequal length, which no `collate` makes a batch of. what: of the data, as in `the
+    train data`."""
+    for name, column in columns.items():
+        if isinstance(column, Ragged):
+            shortest, longest = int(column.lengths.min()), int(column.lengths.max())
+            raise DataError(
+                f"column {name} of {what}",
+                f"ragged: rows of {shortest} to {longest} values",
+                "rows of unequal length need a collate(rows) that makes a batch of them",
+                "in the workload: collate = scaleray.data.Padding(value=0, mask='mask') fills them up and says what is "
+                "real; scaleray.data.Flattening() puts them one after another",
+            )
+
+
+class _Collation:
+    """A collation that takes columns, so that no object is made for each row."""
+
+
+class Padding(_Collation):
+    """`padded` with these options, in place of a workload's `collate`."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    def __call__(self, rows: Columns | Sequence[Any]) -> Batch:
+        return padded(rows, **self.options)
+
+
+class Flattening(_Collation):
+    """`flattened` in place of a workload's `collate`."""
+
+    def __call__(self, rows: Columns | Sequence[Any]) -> Batch:
+        return flattened(rows)
+
+
+def padded(
+    rows: Columns | Sequence[Any],
+    *,
+    value: float | Mapping[str, float] = 0,
+    mask: str | None = "mask",
+    lengths: str | None = None,
+    to: int | None = None,
+    multiple_of: int = 1,
+) -> Batch:
+    """Rows as tensors (n, longest, ...), the shorter ones filled up at the end; columns of one shape stay as they are.
+
+    value: what fills, for all columns or by column (-100 for labels). mask: name of a column (n, longest) that is True
+    where a value is real. lengths: name of a column (n,) with the lengths. Both stand for all ragged columns where
+    these have equal lengths, and else once for each, as `column_mask`; None leaves them out. to: length of every batch
+    in place of its longest row; multiple_of: lengths are rounded up to that.
+    """
+    columns = columns_of(rows)
+    ragged = {name: column for name, column in columns.items() if isinstance(column, Ragged)}
+    batch = {n: torch.from_numpy(np.ascontiguousarray(c)) for n, c in columns.items() if n not in ragged}
+    are_alike = len({column.lengths.tobytes() for column in ragged.values()}) == 1
+    for name, column in ragged.items():
+        longest = int(column.lengths.max(initial=0))
+        if to is not None and longest > to:
+            raise DataError(
+                f"column {name}", f"a row of {longest} values", f"padding is to {to}", "cut rows in transform()"
+            )
+        width = -(-(to or longest) // multiple_of) * multiple_of
+        is_real = np.arange(width) < column.lengths[:, None]
+        fill = value.get(name, 0) if isinstance(value, Mapping) else value
+        filled = np.full((len(column), width, *column.values.shape[1:]), fill, column.dtype)
+        filled[is_real] = column.values
+        batch[name] = torch.from_numpy(filled)
+        prefix = "" if are_alike else f"{name}_"
+        if mask is not None:
+            batch[prefix + mask] = torch.from_numpy(is_real)
+        if lengths is not None:
+            batch[prefix + lengths] = torch.from_numpy(column.lengths)
+    return batch
+
+
+def flattened(rows: Columns | Sequence[Any]) -> Batch:
+    """Ragged columns as their values (total, ...) with `column_offsets` (n + 1,), where each row begins, and the end;
+    the other columns stay as they are."""
+    batch: Batch = {}
+    for name, column in columns_of(rows).items():
+        if isinstance(column, Ragged):
+            batch[name] = torch.from_numpy(np.ascontiguousarray(column.values))
+            batch[f"{name}_offsets"] = torch.from_numpy(column.offsets)
+        else:
+            batch[name] = torch.from_numpy(np.ascontiguousarray(column))
+    return batch
+
+
+def columns_of(rows: Columns | Sequence[Any]) -> Columns:
+    """The columns of rows in any form that a collation may get: a list of dicts, or columns themselves."""
+    if isinstance(rows, Mapping):
+        return {name: as_column(name, column) for name, column in rows.items()}
+    if isinstance(rows, Rows):
+        return rows.columns
+    as_dicts = [row if isinstance(row, Mapping) else {str(i): v for i, v in enumerate(row)} for row in rows]
+    return {name: as_column(name, [row[name] for row in as_dicts]) for name in as_dicts[0]}

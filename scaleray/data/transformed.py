@@ -1,0 +1,224 @@
+"""Sources whose rows a workload's `transform(rows, rng)` changes as they are read, by whoever reads them.
+
+A transform takes the columns of a block of rows and gives columns of as many rows. It draws random numbers from `rng`,
+by the row (`row_random.RowRandom`), so that a row is the same in any block, on any number of workers and after a
+resume. Whether that holds is looked at on a few rows, at the start, where the data are loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scaleray.data.ragged import Ragged, joined, with_ragged
+from scaleray.data.row_random import RowRandom
+from scaleray.data.row_values import (
+    RowValues,
+    first_difference,
+    generator_states,
+    generators_kept,
+    have_moved,
+    row_values_of,
+    spread_rows,
+)
+from scaleray.data.sample_order import mixed
+from scaleray.data.source import Columns, Source, as_column
+from scaleray.errors import WorkloadError
+from scaleray.workload import call_user_code, own_method, user_frames
+
+ADVICE = "draw from rng, by the row, and compute a row from itself alone"
+
+
+@dataclass(frozen=True)
+class Transform:
+    """A workload's `transform` for one split. where: file and line of the method."""
+
+    method: Callable[..., Any]
+    split: str
+    takes_split: bool
+    where: str
+
+    @classmethod
+    def of(cls, workload: Any, split: str) -> Transform | None:
+        """The workload's transform, or None where it has none of its own. Raises WorkloadError for other parameters."""
+        method = own_method(workload, "transform")
+        if method is None:
+            return None
+        parameters = [p for p in inspect.signature(method).parameters.values() if p.default is p.empty]
+        names = [p.name for p in parameters]
+        where = _where(method)
+        if len(names) not in (2, 3) or (len(names) == 3 and names[2] != "split"):
+            allowed = "it takes rows and rng, and split where splits differ"
+            raise WorkloadError(f"transform() at {where}", f"one with the parameters {names}", allowed)
+        return cls(method, split, "split" in inspect.signature(method).parameters, where)
+
+    def __call__(self, rows: Columns, rng: RowRandom) -> Columns:
+        """The transformed rows. Raises WorkloadError where they are not columns of as many rows."""
+        more = {"split": self.split} if self.takes_split else {}
+        # in place is allowed: memory that others hold, or that cannot be written, is copied
+        own = {name: _writable(column) for name, column in rows.items()}
+        given = call_user_code(
+            lambda: self.method(own, rng, **more), what="transform()", doing=f"changing {len(rng)} rows"
+        )
+        if not isinstance(given, Mapping) or not given:
+            allowed = "it must return a dict of columns: arrays with the rows along dimension 0"
+            found = "an empty one" if isinstance(given, Mapping) else f"a {type(given).__name__}"
+            raise WorkloadError(f"the result of transform() at {self.where}", found, allowed)
+        columns = {str(name): as_column(str(name), column) for name, column in given.items()}
+        lengths = {name: len(c) if isinstance(c, Ragged) or c.ndim else "no" for name, c in columns.items()}
+        if set(lengths.values()) != {len(rng)}:
+            raise WorkloadError(
+                f"the result of transform() at {self.where}",
+                "columns of " + ", ".join(f"{number} rows ({name})" for name, number in lengths.items()),
+                f"it was given {len(rng)} rows, and must return as many in every column",
+                "which rows make up a step is decided before they are read: leave out rows in datasets(), and weight "
+                "them in the loss",
+            )
+        return columns
+
+
+class Transformed:
+    """Source whose rows go through a transform. Raises WorkloadError where the first rows cannot be transformed."""
+
+    def __init__(self, source: Source, transform: Transform) -> None:
+        self.source, self.transform = source, transform
+        self.num_rows, self.group_sizes = source.num_rows, source.group_sizes
+        self.tokens_per_row = source.tokens_per_row
+        self._ragged_before: tuple[str, ...] = ()
+        # a source with row groups reads a whole group for any row
+        few = spread_rows(self.num_rows) if self.group_sizes is None else range(min(8, self.group_sizes[0]))
+        with generators_kept():
+            rows = source.read(np.array(list(few), dtype=np.int64))
+        self._ragged_before = tuple(name for name, column in rows.items() if isinstance(column, Ragged))
+        seeds = mixed(np.arange(len(few), dtype=np.uint64))
+        look = _look(transform, rows, seeds)
+        before = row_values_of(source)
+        self.row_values = RowValues(
+            before.draw_random_numbers or look.draws_elsewhere,
+            before.difference or look.difference,
+            before.advice if before.difference else ADVICE,
+            draw_by_row=look.draws_by_row,
+        )
+        self.draws_elsewhere = look.draws_elsewhere
+        self.row_bytes = max(1, sum(column.nbytes for column in look.columns.values()) // len(few))
+        self.ragged_columns = tuple(n for n, column in look.columns.items() if isinstance(column, Ragged))
+        """Columns of which a few rows differ in length."""
+        self.gives_tuples = getattr(source, "gives_tuples", False) and set(look.columns) == set(
+            map(str, range(len(look.columns)))
+        )
+        read_s = getattr(source, "row_s", None)
+        self.row_s = None if read_s is None else read_s + look.row_s
+        """Seconds that reading and transforming a row take; None where reading was not measured."""
+
+    def read(self, indices: np.ndarray) -> Columns:
+        """The rows at `indices` (n,), in that order, with random numbers that follow from the index alone."""
+        with generators_kept():
+            return self.changed(self.source.read(indices), mixed(indices.astype(np.uint64)))
+
+    def changed(self, rows: Columns, seeds: np.ndarray) -> Columns:
+        """Rows of the source below, transformed, each under its seed, uint64 (n,)."""
+        rows = with_ragged(rows, self._ragged_before)
+        with generators_kept() if self.draws_elsewhere else contextlib.nullcontext():
+            return with_ragged(self.transform(rows, RowRandom(seeds)), self.ragged_columns)
+
+    def describe(self) -> dict[str, Any]:
+        """Description that the source below gives of itself, with the name of the transform."""
+        return {**self.source.describe(), "transform": self.transform.method.__qualname__}
+
+
+def under_transforms(source: Source) -> Source:
+    """The source of the rows, before any transform."""
+    return under_transforms(source.source) if isinstance(source, Transformed) else source
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What a transform made of a few rows."""
+
+    columns: Columns
+    draws_elsewhere: bool
+    draws_by_row: bool
+    difference: str
+    row_s: float
+
+
+def _look(transform: Transform, rows: Columns, seeds: np.ndarray) -> _Look:
+    """Transform a few rows, twice together and once in two parts. The generators are afterwards as they were."""
+    rng, everything = RowRandom(seeds), np.arange(len(seeds))
+    with generators_kept():
+        before = generator_states()
+        first = transform(_rows(rows, everything), rng)
+        draws_elsewhere = have_moved(before)
+        started = time.perf_counter()  # not the first time, which may import something
+        again = transform(_rows(rows, everything), RowRandom(seeds))
+        row_s = (time.perf_counter() - started) / len(seeds)
+        halves = [half for half in np.array_split(everything, 2) if len(half)]
+        parts = [transform(_rows(rows, half), RowRandom(seeds[half])) for half in halves]
+        difference = ""
+        if draws_elsewhere:
+            line = _line_that_draws(lambda: transform(_rows(rows, everything), RowRandom(seeds)))
+            difference = f"transform() draws from the generators of the process, at {line or transform.where}"
+        elif (column := first_difference([first, again])) is not None:
+            difference = f"transform() at {transform.where} gives another column {column} for the same rows and rng"
+        elif (column := first_difference([first, joined(parts)])) is not None:
+            difference = (
+                f"transform() at {transform.where} gives another column {column} where fewer rows are read together"
+            )
+    return _Look(first, draws_elsewhere, rng.has_drawn, difference, row_s)
+
+
+def _rows(rows: Columns, index: np.ndarray) -> Columns:
+    return {name: column[index] for name, column in rows.items()}
+
+
+def _writable(column: Any) -> Any:
+    if isinstance(column, Ragged):
+        return column if column.values.flags.owndata and column.values.flags.writeable else column.copy()
+    return column if column.flags.owndata and column.flags.writeable else np.array(column)
+
+
+def _where(method: Any) -> str:
+    """File and line of a method, for messages."""
+    code = getattr(inspect.unwrap(getattr(method, "__func__", method)), "__code__", None)
+    if code is None:
+        return str(getattr(method, "__qualname__", method))
+    return _place(code.co_filename, code.co_firstlineno)
+
+
+def _place(filename: str, line: int) -> str:
+    with contextlib.suppress(ValueError):
+        filename = str(Path(filename).relative_to(Path.cwd()))
+    return f"{filename}:{line}"
+
+
+def _line_that_draws(call: Callable[[], Any]) -> str:
+    """File and line of the user's first statement that moves a global generator; empty where none is seen to."""
+    before, found = generator_states(), ""
+    lines: dict[Any, int] = {}
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal found
+        file = frame.f_code.co_filename
+        if not user_frames(traceback.StackSummary.from_list([(file, frame.f_lineno, "", "")])):
+            return None
+        if not found and frame in lines and have_moved(before):
+            found = _place(file, lines[frame])
+        lines[frame] = frame.f_lineno
+        return trace
+
+    others = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(others)
+    return found

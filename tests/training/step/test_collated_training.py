@@ -1,0 +1,124 @@
+"""Trainings on ragged rows with a transform and a collation: spread, resumed and verified like any other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from small_runs import DEFAULTS, relative_differences, train, train_alone
+from torch import nn
+from verified import judge
+
+from scaleray.data import Padding, Ragged, StepPlan, flattened, padded
+from scaleray.errors import DataError, WorkloadError
+
+FLAGS = {"stop.after": "9 steps", "batch.global_size": 6, "batch.micro_size": 1}
+
+
+class Sequences:
+    """Classes of sequences of unequal length, by the mean of what a linear layer makes of each real value."""
+
+    collate = Padding(mask="real")
+
+    def __init__(self, num_rows=26):
+        self.num_rows = num_rows
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def datasets(self):
+        return {"train": self.rows(self.num_rows, 0), "val": self.rows(11, 1)}
+
+    def rows(self, num, seed):
+        draw = np.random.default_rng(seed)
+        lengths = draw.integers(1, 9, size=num)
+        x = np.split(draw.normal(size=(lengths.sum(), 2)).astype(np.float32), np.cumsum(lengths)[:-1])
+        return {"x": x, "y": lengths % 3}
+
+    def transform(self, rows, rng, split):
+        if split == "train":
+            scale = np.repeat(rng.uniform(0.5, 1.5), rows["x"].lengths)[:, None]
+            rows["x"] = Ragged((rows["x"].values * scale).astype(np.float32), rows["x"].offsets)
+        return rows
+
+    def loss(self, model, batch):
+        each = model(batch["x"]) * batch["real"][..., None]
+        means = each.sum(dim=1) / batch["real"].sum(dim=1, keepdim=True)
+        return nn.functional.cross_entropy(means, batch["y"], reduction="sum"), len(batch["y"])
+
+
+class OneAfterAnother(Sequences):
+    """The same loss on values without padding, from a collate that is handed rows; the batch is a tuple."""
+
+    def collate(self, rows):
+        batch = flattened(rows)
+        return batch["x"], (batch["x_offsets"], torch.stack([row["y"] for row in rows]))
+
+    def loss(self, model, batch):
+        x, (offsets, y) = batch
+        of_row = torch.repeat_interleave(torch.arange(len(y)), offsets.diff())
+        sums = torch.zeros(len(y), 3, dtype=x.dtype).index_add(0, of_row, model(x))
+        return nn.functional.cross_entropy(sums / offsets.diff()[:, None], y, reduction="sum"), len(y)
+
+
+def test_padded_and_flattened_batches_train_alike_on_one_worker_and_two(gloo):
+    alone = train_alone(Sequences(), FLAGS)
+    assert len(alone.losses) == 9 and alone.evaluations[-1].metrics["val/loss"] > 0
+    for other in (
+        train_alone(OneAfterAnother(), {**FLAGS, "batch.micro_size": 6}),
+        gloo.run(2, train, OneAfterAnother(), FLAGS)[0],
+        gloo.run(3, train, Sequences(), FLAGS)[0],
+    ):
+        assert max(relative_differences(other.losses, alone.losses)) < 1e-9
+        assert other.evaluations[-1].metrics == pytest.approx(alone.evaluations[-1].metrics, rel=1e-9)
+
+
+def test_a_resumed_run_transforms_and_collates_as_before_to_the_bit(tmp_path):
+    flags = {**FLAGS, "deterministic": True, "checkpoint.every": "1 steps"}
+    whole = train_alone(Sequences(), flags)
+    train_alone(Sequences(), flags, folder=tmp_path, kill_at=6)
+    assert train_alone(Sequences(), flags, folder=tmp_path).losses == whole.losses[6:]
+
+
+@pytest.mark.parametrize("workload", [Sequences, OneAfterAnother])
+def test_verify_finds_ragged_trainings_equal_on_two_workers(gloo, workload):
+    assert gloo.run(2, judge, workload(), {})[0].verdict == "equal"
+
+
+def without_collate(sources_of):
+    return type("Given", (Sequences,), {"collate": None, "transform": None, "datasets": sources_of})()
+
+
+class LateRagged(torch.utils.data.Dataset):
+    """One length but for the rows that the first batch holds, which no look at a few rows sees."""
+
+    def __init__(self):
+        size = DEFAULTS["batch.global_size"]
+        self.late = set(StepPlan(26, size, seed=0).global_indices(0).tolist()) - {0, 3, 7, 10, 14, 17, 21, 25}
+
+    def __len__(self):
+        return 26
+
+    def __getitem__(self, index):
+        return {"x": np.ones((3 if index in self.late else 2, 2), np.float32), "y": index % 3}
+
+
+def test_rows_that_turn_out_ragged_in_the_first_batch_are_refused_with_the_way_out():
+    workload = without_collate(lambda self: {"train": LateRagged()})
+    with pytest.raises(DataError, match=r"column x of the data is ragged: rows of 2 to 3 values[^$]*Padding"):
+        train_alone(workload, {"seed": 0})
+
+
+class OtherColumns(Sequences):
+    """Leaves out a column on one of the ranks."""
+
+    def collate(self, rows):
+        batch = padded(rows, mask="real")
+        if torch.distributed.get_rank() == 1:
+            del batch["real"]
+        return batch
+
+
+def test_a_collate_whose_batches_differ_between_ranks_is_one_clear_error(gloo):
+    with pytest.raises(WorkloadError, match=r"collate\(\) is different on different workers: \['real'\]: bool"):
+        gloo.run(2, train, OtherColumns(), {})
