@@ -12,6 +12,9 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "train": "scaleray.launch.run.train",
+    "load": "scaleray.launch.model.load",
+    "evaluate": "scaleray.launch.model.evaluate",
+    "predict": "scaleray.launch.model.predict",
     "Workload": "scaleray.workload",
     "RunConfig": "scaleray.config",
     "RunRecord": "scaleray.records.run",
@@ -32,7 +35,10 @@ __all__ = [
     "ScaleRayError",
     "TokenSource",
     "Workload",
+    "evaluate",
+    "load",
     "load_config",
+    "predict",
     "train",
 ]
 
@@ -40,6 +46,9 @@ if TYPE_CHECKING:
     from scaleray.config import RunConfig, load_config
     from scaleray.data import ArraySource, ParquetSource, TokenSource
     from scaleray.errors import ConfigError, ScaleRayError
+    from scaleray.launch.model.evaluate import evaluate
+    from scaleray.launch.model.load import load
+    from scaleray.launch.model.predict import predict
     from scaleray.launch.run.train import train
     from scaleray.records.run import RunRecord
     from scaleray.workload import Workload

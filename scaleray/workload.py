@@ -85,6 +85,14 @@ class Workload:
         """
         return {}
 
+    def predict(self, model: nn.Module, batch: Batch) -> Mapping[str, Any] | None:
+        """What the model says of a batch, for `scaleray predict`: tensors by name with an element for each row, for
+        example {"label": logits.argmax(1)}; lists of texts do as well. Optional.
+
+        The batch may be without labels. None: what the model returns to `loss`, as far as that gets.
+        """
+        return None
+
     def optimizer(self, model: nn.Module, settings: Any) -> torch.optim.Optimizer | None:
         """The workload's own optimizer, or None for the configured one. `settings` holds the derived learning rate."""
         return None

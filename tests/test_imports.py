@@ -62,7 +62,10 @@ def imported_by(words, modules):
     [
         "--help",
         "--version",
-        *(f"{name} --help" for name in ("train", "plan", "study", "sweep", "verify", "compare", "report")),
+        *(
+            f"{name} --help"
+            for name in ("train", "plan", "study", "sweep", "verify", "compare", "report", "evaluate", "predict")
+        ),
         *(f"{name} --help" for name in ("checkpoint", "config", "tracking", "plan explain", "checkpoint list")),
     ],
 )

@@ -14,7 +14,9 @@ from scaleray import __version__
 from scaleray.cli.checkpoint import checkpoint_app
 from scaleray.cli.compare import compare
 from scaleray.cli.config import config_app
+from scaleray.cli.evaluate import evaluate
 from scaleray.cli.plan import plan_app
+from scaleray.cli.predict import predict
 from scaleray.cli.report import report
 from scaleray.cli.study import study
 from scaleray.cli.sweep import sweep
@@ -32,7 +34,20 @@ app = App(
     help_format="plaintext",
     suppress_keyboard_interrupt=False,  # a stopped run says so, and exits with 1
 )
-for command in (train, config_app, tracking_app, checkpoint_app, verify, study, sweep, plan_app, compare, report):
+for command in (
+    train,
+    config_app,
+    tracking_app,
+    checkpoint_app,
+    verify,
+    study,
+    sweep,
+    plan_app,
+    compare,
+    report,
+    evaluate,
+    predict,
+):
     app.command(command)
 
 

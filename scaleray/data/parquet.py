@@ -62,7 +62,7 @@ class ParquetSource:
             offset += table.num_rows
             tables.append(table)
         rows = pa.concat_tables(tables, promote_options="default").take(pa.array(indices + offsets[group_of]))
-        return {name: _column_to_numpy(name, rows.column(name), self.uri) for name in rows.column_names}
+        return {name: column_to_numpy(name, rows.column(name), self.uri) for name in rows.column_names}
 
     def describe(self) -> dict[str, Any]:
         size = sum(size for _, size in self.files)
@@ -137,7 +137,8 @@ class ParquetSource:
             ) from exc
 
 
-def _column_to_numpy(name: str, column: Any, where: str) -> np.ndarray | Ragged:
+def column_to_numpy(name: str, column: Any, where: str) -> np.ndarray | Ragged:
+    """An Arrow column of numbers, or of lists of them, as an array. where: for messages. Raises DataError."""
     import pyarrow as pa
 
     array = column.combine_chunks()

@@ -273,10 +273,10 @@ def load_sources(workload: Any) -> dict[str, Source]:
             "it must return a mapping with the split 'train'",
             "for example {'train': ..., 'val': ...}",
         )
-    return {name: _for_workload(as_source(value, split=name), workload, split=name) for name, value in given.items()}
+    return {name: for_workload(as_source(value, split=name), workload, split=name) for name, value in given.items()}
 
 
-def _for_workload(source: Source, workload: Any, *, split: str) -> Source:
+def for_workload(source: Source, workload: Any, *, split: str) -> Source:
     """The source as the workload wants its rows: transformed. Raises DataError for rows that make no batch."""
     transform = Transform.of(workload, split)
     if transform is not None:

@@ -44,7 +44,7 @@ def find_run(run: str, *, uri: str | None = None) -> FoundRun:
 
     uri: where MLflow is; None is scaleray's own. Raises TrackingError when there is none, or it has no record.
     """
-    for place in _places(run):
+    for place in places_of(run):
         with contextlib.suppress(OSError, ValueError):
             text = place.read(FILE)
             return _with_evaluations(_read(place, text))
@@ -61,7 +61,8 @@ def record_of(text: str | bytes, *, where: str) -> AnyRecord:
         ) from exc
 
 
-def _places(run: str) -> list[Store]:
+def places_of(run: str) -> list[Store]:
+    """Folders that `run` may mean: itself, the folder of that record.json, or one of this name in the storage path."""
     if "://" in run:
         return [Store(run.removesuffix(f"/{FILE}"))]
     path = Path(run).expanduser().absolute()

@@ -88,7 +88,7 @@ def load(module: nn.Module, workload: Any, where: str, *, is_part: bool = False)
     """
     where = model_folder(where)
     tensors = {name: t for name, t in module.state_dict().items() if isinstance(t, torch.Tensor)}
-    adapters = {name for name in tensors if name.rpartition(".")[2] in ADAPTERS}
+    adapters = {name for name in tensors if _is_of_adapter(name)}
     if not is_model_folder(where):
         consolidated.load_weights(tensors, where, optional=adapters, is_part=is_part)
         return
@@ -110,13 +110,18 @@ def merged_share(share: WeightShare, settings: FineTuningSettings) -> WeightShar
     of a model without adapters."""
     if not settings.lora_rank or not settings.merge:
         return share
-    layout = {name: placed for name, placed in share.layout.items() if name.rpartition(".")[2] not in ADAPTERS}
+    layout = {name: placed for name, placed in share.layout.items() if not _is_of_adapter(name)}
     return replace(share, tensors=merged(share.tensors, settings), layout=layout)
+
+
+def has_adapters(weights: Mapping[str, Any]) -> bool:
+    """Whether some of these tensors, by name, are of adapters."""
+    return any(map(_is_of_adapter, weights))
 
 
 def merged(weights: dict[str, Any], settings: FineTuningSettings) -> dict[str, Any]:
     """A state dict of whole layers with each adapter added to its layer's weight."""
-    plain = {name: value for name, value in weights.items() if name.rpartition(".")[2] not in ADAPTERS}
+    plain = {name: value for name, value in weights.items() if not _is_of_adapter(name)}
     for name, low in weights.items():
         layer, _, last = name.rpartition(".")
         if last != "lora_a":
@@ -128,6 +133,10 @@ def merged(weights: dict[str, Any], settings: FineTuningSettings) -> dict[str, A
         change = settings.lora_alpha / settings.lora_rank * (high.to(wide) @ low.to(wide))
         plain[f"{prefix}weight"] = (weight.to(wide) + change).to(weight.dtype)
     return plain
+
+
+def _is_of_adapter(name: str) -> bool:
+    return name.rpartition(".")[2] in ADAPTERS
 
 
 def _layers(model: nn.Module, settings: FineTuningSettings) -> list[nn.Linear]:

@@ -162,7 +162,7 @@ def _spread_model(
     """Build the model, change what has to be changed while it is whole, and spread it over the workers. Collective."""
     with _building(config, recipe, place) as pages:
         model = _built(workload, place.device)
-        _check_model(model)
+        check_model(model)
         # adapters and freezing before the strategy, which lays out parameters by whether they are trained
         fine_tuning.adapt(model, config.fine_tuning)
         # device before optimizer, which holds references to the parameters
@@ -253,7 +253,8 @@ def _differs_between_ranks(parallel: Parallel) -> bool:
     return not parallel.replicas_differ and (is_sharded or parallel.is_partitioned)
 
 
-def _check_model(model: Any) -> None:
+def check_model(model: Any) -> None:
+    """Raise WorkloadError for what cannot be trained: no module, lazy parameters, or none that needs a gradient."""
     if not isinstance(model, nn.Module):
         raise WorkloadError("build_model()", type(model).__name__, "it must return a torch.nn.Module")
     lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]

@@ -1,0 +1,35 @@
+"""Options of the commands that take the model of a run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+Run = Annotated[
+    str,
+    Parameter(
+        help="Folder or bucket of the run, its name in the default storage path, or its id or name in MLflow.",
+        show_default=False,
+    ),
+]
+Step = Annotated[
+    str | None,
+    Parameter(
+        help="Which checkpoint: its number, best (by checkpoint.best), or a metric and its direction, such as "
+        '"val/loss min". By default the final weights.'
+    ),
+]
+WorkloadName = Annotated[
+    str | None,
+    Parameter(
+        name="--workload",
+        help="path/to/file.py:Name or package.module:Name of the workload, where the run's own is not found again.",
+    ),
+]
+Uri = Annotated[str | None, Parameter(help="MLflow's tracking URI, for a run that is found there.")]
+
+
+def step_of(text: str | None) -> Any:
+    """The step as a number, where it is one."""
+    return int(text) if text is not None and text.isdecimal() else text

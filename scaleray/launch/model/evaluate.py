@@ -1,0 +1,250 @@
+"""`evaluate`: the metrics of a run's model, measured as its training measures them, on its splits or on other data."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scaleray.checkpoints.storage import Store
+from scaleray.config import RunConfig
+from scaleray.config.checkpoint import NOTHING_SAVED
+from scaleray.config.fine_tuning import FineTuningSettings
+from scaleray.data import TRAIN, Input, Split, load_sources
+from scaleray.data.source import Source
+from scaleray.errors import DataError, UsageError
+from scaleray.launch.cluster import connection as cluster
+from scaleray.launch.cluster.capacity import check_option_fits
+from scaleray.launch.model.load import ModelParts, find_parts
+from scaleray.launch.model.rows import Files, shape_of
+from scaleray.launch.model.table_source import as_source_of_split
+from scaleray.launch.model.trained_run import TrainedRun, find_trained
+from scaleray.launch.model.weights import Weights, fill
+from scaleray.launch.session.start import check_local, forbid_ray, with_absolute_paths
+from scaleray.launch.workers.gloo import UserCode, gloo_processes
+from scaleray.launch.workers.ray_train import fit_group
+from scaleray.launch.workers.user_code import ship_user_code
+from scaleray.records.run import JsonRecord, Say
+from scaleray.scaling.recipe.derive import derive
+from scaleray.scaling.recipe.values import DataSize
+from scaleray.tracking.later_values import add_to_run
+from scaleray.training.setup.job import TrainJob
+from scaleray.training.setup.model_setup import prepare
+from scaleray.training.setup.place import Place
+from scaleray.training.step.evaluation import Evaluations
+
+SECTION = "evaluate"
+"""Section of the metrics in MLflow: the training's own curves stay as they are."""
+MOST_ROWS = 256
+"""Rows of a micro-batch where the config does not say how many one worker had."""
+
+
+@dataclass(frozen=True)
+class Evaluation(JsonRecord):
+    """Metrics of a run's model, `split/metric`. rows: by split. recorded: the metrics' names in MLflow, where they were
+    written there."""
+
+    run: str
+    weights: str
+    step: int | None
+    metrics: dict[str, float]
+    rows: dict[str, int]
+    data: dict[str, Any]
+    """Facts about each split: kind, rows, SHA-256 where its content was hashed."""
+    workers: int
+    duration_s: float
+    recorded: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def evaluate(
+    run: str | Path,
+    *,
+    data: Any = None,
+    split: str | None = None,
+    step: int | str | None = None,
+    workload: Any = None,
+    workers: int = 1,
+    local: bool = False,
+    record: bool = True,
+    uri: str | None = None,
+    say: Say = lambda text: None,
+) -> Evaluation:
+    """Measure the metrics of a run's model as its training does: on every split but `train`, or on other data.
+
+    run, step, workload, uri: as for `load`. split: one of the run's splits, `train` too. data: a Parquet, CSV or
+    JSON-lines file, a folder or s3:// URI of such files, or what a workload's `datasets()` may give for a split; its
+    metrics are named by its file. workers: each with a whole model and a share of the rows. local: without Ray, in this
+    process, or in gloo processes where there are several workers. record: write the metrics to the run in MLflow, in
+    the section `evaluate`. Raises UsageError for what the user can mend.
+    """
+    started = time.perf_counter()
+    if data is not None and split is not None:
+        raise UsageError("--split", split, "it is one of the run's own, and --data is given", "leave one of them out")
+    if workers < 1:
+        raise UsageError("--workers", workers, "it must be at least 1")
+    found = find_trained(run, uri=uri)
+    parts = find_parts(run, step=step, workload=workload, uri=uri)
+    sources = _sources(parts, data, split)
+    config = evaluation_config(parts, found, workers)
+    job = evaluation_job(config, parts.workload, sources)
+    say(f"evaluating {parts.weights.words} of {parts.name} on {', '.join(sources)}, {workers} workers")
+    task = Task(job, parts.weights)
+    metrics = _measured(task, sources, workers, local=local, code=_code(parts, found, workload))
+    result = Evaluation(
+        run=parts.name,
+        weights=parts.weights.words,
+        step=parts.weights.step,
+        metrics=metrics,
+        rows={name: source.num_rows for name, source in sources.items()},
+        data={name: source.describe() for name, source in sources.items()},
+        workers=workers,
+        duration_s=time.perf_counter() - started,
+    )
+    return _recorded(result, found) if record else result
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a worker evaluates."""
+
+    job: TrainJob
+    weights: Weights
+
+
+def evaluate_here(place: Place, task: Task, sources: Mapping[str, Source]) -> dict[str, float]:
+    """One worker's part: the metrics of all workers together. Collective."""
+    job = task.job
+    setup = prepare(job.workload, job.config, job.recipe, place, is_resumed=True)
+    try:
+        fill(setup.parallel.module, task.weights, where=task.weights.words)
+        given = Input(
+            sources, job.config.data, may_draw=False, others_wait_s=lambda: float("inf"), warn=lambda text: None
+        )
+        evaluations = Evaluations(place, given, lambda phase: None)
+        evaluations.prepare(job, setup)
+        return dict(evaluations.run(task.weights.step or 0).metrics)
+    finally:
+        setup.close()
+
+
+def evaluation_config(parts: ModelParts, run: TrainedRun, workers: int) -> RunConfig:
+    """The run's config for the evaluation of an unsharded model on so many workers: what its training needs beside
+    that is left at its defaults."""
+    config = with_absolute_paths(parts.config)
+    derived = run.record.derived if run.record is not None else {}
+    size = config.evaluation.micro_size or derived.get("evaluation_micro_batch_size") or config.batch.micro_size
+    size = int(size or min(config.batch.global_size, MOST_ROWS))
+    untouched = RunConfig.model_validate(
+        {
+            "workload": config.workload,
+            "batch": {"global_size": size * workers, "micro_size": size},
+            "optimizer": {"learning_rate": config.optimizer.learning_rate},
+            "stop": {"after": "1 steps"},
+        }
+    )
+    return untouched.model_copy(
+        update={
+            "evaluation": config.evaluation.model_copy(update={"every": None, "micro_size": size}),
+            "scale": config.scale.model_copy(update={"workers": workers}),
+            "precision": config.precision,
+            "data": config.data,
+            "tracking": config.tracking,
+            "checkpoint": config.checkpoint.model_copy(update=NOTHING_SAVED),
+            "fine_tuning": config.fine_tuning if parts.keeps_adapters else FineTuningSettings(),
+            "seed": config.seed,
+            "deterministic": config.deterministic,
+        }
+    )
+
+
+def evaluation_job(config: RunConfig, workload: Any, sources: Mapping[str, Source]) -> TrainJob:
+    """A training of one step that nobody takes, which evaluates these sources. `train` may be among them."""
+    splits = {name: Split.of(name, source) for name, source in sources.items()}
+    if streamed := [name for name, split in splits.items() if split.is_streamed]:
+        raise DataError(
+            f"the {streamed[0]} data", "a Ray Dataset", "its rows have no numbers", "write it to files and give --data"
+        )
+    first = next(iter(sources.values()))
+    recipe = derive(config, DataSize(max(config.batch.global_size, first.num_rows), first.tokens_per_row))
+    evaluated = {f"evaluated {name}": split for name, split in splits.items()}  # keys: `train` alone is not evaluated
+    return TrainJob(config, recipe, workload, {TRAIN: next(iter(splits.values())), **evaluated}, time.time())
+
+
+def _sources(parts: ModelParts, data: Any, split: str | None) -> dict[str, Source]:
+    if data is not None:
+        name = Path(Files.at(data).uri).stem if isinstance(data, (str, Path)) else "data"
+        shape, _ = shape_of(parts.workload, wide=parts.config.precision.dtype == "fp64")
+        return {name: as_source_of_split(data, shape, parts.workload, split=name)}
+    sources = load_sources(parts.workload)
+    if split is not None:
+        if split not in sources:
+            raise UsageError("--split", split, f"the run has the splits {', '.join(sources)}")
+        return {split: sources[split]}
+    others = {name: source for name, source in sources.items() if name != TRAIN}
+    if not others:
+        raise UsageError(
+            "the run's splits", TRAIN, "no other one is there to be evaluated", "give --split train, or --data FILE"
+        )
+    return others
+
+
+def _code(parts: ModelParts, run: TrainedRun, given: Any) -> UserCode:
+    """How gloo processes find the workload: by its name, unless it was given as an object or class."""
+    settings, base = parts.config.workload, run.about.get("base_dir")
+    name = settings.name if given is None else given if isinstance(given, str) else None
+    return UserCode(name, settings.args, Path(base) if base else None, parts.workload)
+
+
+def _measured(
+    task: Task, sources: Mapping[str, Source], workers: int, *, local: bool, code: UserCode
+) -> dict[str, float]:
+    config = task.job.config
+    if local:
+        check_local(config)
+        forbid_ray()
+        if workers == 1:
+            return evaluate_here(Place(), task, sources)
+        with gloo_processes(workers, code, timeout_s=config.scale.collective_timeout_s) as processes:
+            found: dict[str, float] = processes.run(workers, evaluate_here, task, sources, workload=task.job.workload)
+            return found
+    with cluster.connected(config):
+        import ray
+
+        check_option_fits("--workers", config, cluster.alive_nodes())
+        ship_user_code(task.job.workload)
+        arguments = (ray.put(task), ray.put(dict(sources)))
+        with _place_for_ray_train(config) as (storage, name):
+            found = fit_group(config, workers, evaluate_here, arguments, storage_path=storage, name=name)
+    return found
+
+
+@contextlib.contextmanager
+def _place_for_ray_train(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Storage path and name of a folder that Ray Train needs, and nobody else."""
+    name = f".evaluate-{secrets.token_hex(4)}"
+    try:
+        yield config.checkpoint.storage_path, name
+    finally:
+        with contextlib.suppress(OSError):
+            store = Store(config.checkpoint.storage_path)
+            for folder in store.names():
+                if folder.startswith(name):
+                    store.delete_folder(folder)
+
+
+def _recorded(result: Evaluation, run: TrainedRun) -> Evaluation:
+    """The result, written to the run in MLflow. Raises TrackingError."""
+    named = {name: f"{SECTION}/{name}" for name in result.metrics}
+    result = dataclasses.replace(result, recorded=named)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, f"{'-'.join(result.rows)}-{time.strftime('%Y%m%d-%H%M%S')}.json")
+        file.write_text(result.to_json())
+        values = {named[name]: value for name, value in result.metrics.items()}
+        add_to_run(run.about, values, step=result.step or 0, files=[file], folder=SECTION)
+    return result

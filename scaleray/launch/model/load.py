@@ -1,0 +1,146 @@
+"""`load`: the model of a run with its weights, ready to be used, and what it takes to make one on another machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from scaleray.config import RunConfig
+from scaleray.data.ragged import Ragged
+from scaleray.data.row_random import RowRandom
+from scaleray.data.sample_order import mixed
+from scaleray.data.source import Columns, as_column
+from scaleray.data.transformed import Transform
+from scaleray.launch.model.answers import Answers
+from scaleray.launch.model.trained_run import find_trained, workload_of
+from scaleray.launch.model.weights import Weights, fill, read_run_weights
+from scaleray.reproducibility.seeding import same_random_numbers
+from scaleray.training.setup import fine_tuning, precision
+from scaleray.training.setup.model_setup import check_model
+from scaleray.training.step.micro_batches import user_batch
+from scaleray.workload import call_user_code
+
+PREDICT = "predict"
+"""Split that a transform is told of for rows of which nothing is measured."""
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """The model of a run, in evaluation mode, with the weights that were asked for."""
+
+    module: nn.Module
+    """What the workload's `build_model` made, with the weights in it."""
+    workload: Any
+    config: RunConfig
+    """Config of the run."""
+    step: int | None
+    """Optimizer steps after which the weights were so; None where nobody knows."""
+    words: str
+    """Which weights these are and whose, for people."""
+    device: torch.device
+    precision: precision.Precision
+    gives_tuples: bool = False
+    """Whether the workload's rows are tuples rather than columns with names."""
+
+    def predict(self, rows: Mapping[str, Any]) -> dict[str, Any]:
+        """What the model says of some rows: arrays by name with an element for each row.
+
+        rows: arrays by column, as the workload's `datasets()` has them; labels are not needed. It is the workload's
+        `predict(model, batch)`, or without one what the model returns to the loss. Raises WorkloadError.
+        """
+        columns = {name: as_column(name, values) for name, values in rows.items()}
+        return self.answers()(self.changed(columns))
+
+    def changed(self, rows: Columns) -> Columns:
+        """Rows as `datasets()` gives them after the workload's `transform`, as of a split called `predict`."""
+        transform = Transform.of(self.workload, PREDICT)
+        if transform is None:
+            return rows
+        return transform(rows, RowRandom(mixed(np.arange(len(next(iter(rows.values()))), dtype=np.uint64))))
+
+    def answers(self) -> Answers:
+        """Function from rows to what the model says of them, for many batches."""
+        return Answers(self.workload, self.module, self._batch, self.precision.autocast)
+
+    def _batch(self, columns: Columns) -> Any:
+        dtype = self.precision.input_dtype
+        rows = {name: _writable(values) for name, values in columns.items()}
+        return user_batch(self.workload, rows, self.device, dtype, gives_tuples=self.gives_tuples)
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """What a process needs to make the model of a run: it can be sent to others, who need not see the run's files."""
+
+    name: str
+    config: RunConfig
+    workload: Any
+    weights: Weights
+
+    def build(self, device: torch.device | str = "cpu") -> TrainedModel:
+        """Build the model, put the weights into it, and set it to evaluation. Raises CheckpointError or
+        WorkloadError."""
+        device = torch.device(device)
+        with same_random_numbers(device):  # what a model draws is replaced by the weights
+            module = call_user_code(
+                self.workload.build_model, what="build_model()", doing="building the model to be loaded"
+            )
+        check_model(module)
+        if self.keeps_adapters:
+            fine_tuning.adapt(module, self.config.fine_tuning)
+        module.to(device)
+        arithmetic = precision.prepare(module, device, self.config.precision)
+        fill(module, self.weights, where=f"{self.weights.words} of {self.name}")
+        module.eval()
+        words = f"{self.weights.words} of {self.name}"
+        return TrainedModel(module, self.workload, self.config, self.weights.step, words, device, arithmetic)
+
+    @property
+    def keeps_adapters(self) -> bool:
+        """Whether the weights have adapters beside their layers."""
+        return bool(self.config.fine_tuning.lora_rank) and fine_tuning.has_adapters(self.weights.tensors)
+
+
+def load(
+    run: str | Path,
+    *,
+    step: int | str | None = None,
+    workload: Any = None,
+    device: torch.device | str = "cpu",
+    uri: str | None = None,
+) -> TrainedModel:
+    """The model of a run with its final weights, in evaluation mode: `load(run).module`.
+
+    run: its folder or s3:// URI, its name in the storage path, or its id or name in MLflow. step: a checkpoint's
+    number, `best` (by checkpoint.best), or a metric and its direction, such as `val/loss min`; None is the final
+    weights, or the newest checkpoint of a run without. workload: a class or object, or `file.py:Name`; None is the one
+    in the run's config. device: where the model is put. uri: MLflow's tracking URI. Nothing is unpickled.
+
+    Raises TrackingError for a run that is not there, CheckpointError for weights that are missing or do not fit, and
+    WorkloadError for a workload that is not found again.
+    """
+    return find_parts(run, step=step, workload=workload, uri=uri).build(device)
+
+
+def _writable(column: Any) -> Any:
+    """A column in memory that torch may share: Arrow's must not be written."""
+    return column.copy() if isinstance(column, Ragged) else np.require(column, requirements=["C", "W"])
+
+
+def find_parts(
+    run: str | Path, *, step: int | str | None = None, workload: Any = None, uri: str | None = None
+) -> ModelParts:
+    """Workload, config and weights of a run, as `load` finds them."""
+    found = find_trained(run, uri=uri)
+    made = workload_of(found, workload)
+    weights = read_run_weights(found, step)
+    settings = found.config.fine_tuning
+    if settings.lora_rank and settings.merge and fine_tuning.has_adapters(weights.tensors):
+        weights = replace(weights, tensors=fine_tuning.merged(weights.tensors, settings))  # as final weights are
+    return ModelParts(found.name, found.config, made, weights)

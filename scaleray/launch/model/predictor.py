@@ -1,0 +1,154 @@
+"""Predictions for tables of rows: the model's answers beside the columns that are kept, and the rows that fail by
+name."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from scaleray.data.source import Source
+from scaleray.errors import DataError, ScaleRayError, WorkloadError, first_line
+from scaleray.launch.model.load import ModelParts, TrainedModel
+from scaleray.launch.model.rows import Shape, columns_of
+
+FAILED = "scaleray.failed"
+"""Column of a table of answers that says why a row has none; null for the others."""
+INDEX = "id"
+"""Column of row numbers, where the rows themselves are read from a source: `ray.data.range` names it so."""
+
+
+@dataclass(frozen=True)
+class PredictorParts:
+    """What a process needs to predict. keep: columns of the rows that are written beside the answers. where: name of
+    the data in messages. threads: torch's; None leaves them."""
+
+    model: ModelParts
+    shape: Shape
+    gives_tuples: bool
+    keep: tuple[str, ...] = ()
+    where: str = "the data"
+    threads: int | None = None
+    uses_gpu: bool = False
+
+
+class Predictor:
+    """Holds the model; called with Arrow tables of rows, or of the numbers of rows of `source`."""
+
+    def __init__(self, parts: PredictorParts, source: Source | None = None) -> None:
+        import torch
+
+        if parts.threads is not None:
+            torch.set_num_threads(parts.threads)
+        self.parts, self.source = parts, source
+        model: TrainedModel = parts.model.build("cuda" if parts.uses_gpu else "cpu")
+        self.model = dataclasses.replace(model, gives_tuples=parts.gives_tuples)
+        self.answers = self.model.answers()
+        self._types: dict[str, Any] = {}  # of the answers, by column, once there were some
+
+    def __call__(self, table: Any) -> Any:
+        """A table of answers with a row for each row of `table`, in the same order.
+
+        Raises WorkloadError or DataError where every row has failed so far: it is not the rows then.
+        """
+        import pyarrow as pa
+
+        kept = self._kept(table)
+        answers, failed, first = self._answered(table)
+        if answers:
+            names = answers[0]
+            columns = {name: pa.concat_arrays([arrow_array(piece[name]) for piece in answers]) for name in names}
+            self._types = {name: column.type for name, column in columns.items()}
+        elif self._types:
+            columns = {name: pa.array([], kind) for name, kind in self._types.items()}
+        else:
+            assert first is not None
+            raise first
+        return as_table(columns, [failed.get(row) for row in range(table.num_rows)], kept)
+
+    def _answered(self, table: Any) -> tuple[list[dict[str, Any]], dict[int, Exception], Exception | None]:
+        """Answers in pieces, in order, of the rows that do not fail; the errors of the others; and the error of all
+        rows together."""
+        answers: list[dict[str, Any]] = []
+        failed: dict[int, Exception] = {}
+        try:
+            return [self._answer(table)], {}, None
+        except Exception as exc:
+            first = exc
+        if _is_out_of_memory(first):
+            raise first
+        for row in range(table.num_rows):
+            try:
+                answers.append(self._answer(table.slice(row, 1)))
+            except Exception as exc:
+                failed[row] = exc
+        return answers, failed, first
+
+    def _answer(self, table: Any) -> dict[str, Any]:
+        if self.source is not None:
+            return self.answers(self.source.read(np.asarray(table.column(INDEX))))
+        columns, problems = columns_of(table, self.parts.where)
+        numbers = {name: values for name, values in self.parts.shape.fit(columns).items() if values.dtype != object}
+        try:
+            return self.answers(self.model.changed(numbers))
+        except ScaleRayError:
+            if problems:
+                raise problems[0] from None  # the column that is wanted is most likely the one that is left out
+            raise
+
+    def _kept(self, table: Any) -> Mapping[str, Any]:
+        missing = [name for name in self.parts.keep if name not in table.column_names]
+        if missing:
+            there = ", ".join(table.column_names)
+            raise DataError("--keep", missing[0], f"{self.parts.where} has no such column", f"there are: {there}")
+        return {name: table.column(name) for name in self.parts.keep}
+
+
+class RayPredictor(Predictor):
+    """A predictor as Ray Data starts it: once in each actor. parts and source: references to both, source may be
+    None."""
+
+    def __init__(self, parts: Any, source: Any) -> None:
+        import ray
+
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        super().__init__(ray.get(parts), ray.get(source) if source is not None else None)
+
+
+def as_table(answers: Mapping[str, Any], failed: Sequence[Exception | None], kept: Mapping[str, Any]) -> Any:
+    """One Arrow table. answers: Arrow arrays of the rows that have not failed; the others get nulls and the reason."""
+    import pyarrow as pa
+
+    good = np.cumsum([error is None for error in failed]) - 1
+    place = pa.array([int(at) if error is None else None for at, error in zip(good, failed, strict=True)], pa.int64())
+    columns = {**kept, **{name: values.take(place) for name, values in answers.items()}}
+    reasons = [None if error is None else _reason(error) for error in failed]
+    return pa.table({**columns, FAILED: pa.array(reasons, pa.string())})
+
+
+def _reason(error: Exception) -> str:
+    """Why a row failed, in a line: the user's own error, where it is theirs."""
+    cause = error.__cause__ if isinstance(error, WorkloadError) else None
+    return f"{type(cause).__name__}: {first_line(cause)}" if cause is not None else first_line(error)
+
+
+def arrow_array(values: Any) -> Any:
+    """Rows of numbers of any shape, or of text, as an Arrow array: lists of one length where a row has several."""
+    import pyarrow as pa
+
+    if not isinstance(values, np.ndarray):
+        return pa.array(values)
+    array = pa.array(np.ascontiguousarray(values).reshape(-1))
+    for length in reversed(values.shape[1:]):
+        array = pa.FixedSizeListArray.from_arrays(array, length)
+    return array
+
+
+def _is_out_of_memory(exc: BaseException) -> bool:
+    from scaleray.training.health.live_memory import is_out_of_memory
+
+    return is_out_of_memory(exc) or (exc.__cause__ is not None and is_out_of_memory(exc.__cause__))

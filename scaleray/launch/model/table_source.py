@@ -1,0 +1,57 @@
+"""Other data as a source of rows, so that a run's model can be evaluated on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scaleray.data.parquet import ParquetSource
+from scaleray.data.ragged import joined
+from scaleray.data.source import Columns, Source
+from scaleray.data.sources import ArraySource, as_source, for_workload
+from scaleray.errors import DataError
+from scaleray.launch.model.rows import Files, Shape, columns_of, types_of
+
+BATCH_ROWS = 65_536
+
+
+def as_source_of_split(data: Any, shape: Shape, workload: Any, *, split: str) -> Source:
+    """The source, with the workload's transform, of what `--data` or `data=` gives: files of tables in memory, or what `datasets()` may give. shape:
+    of the training's columns. Raises DataError."""
+    if not isinstance(data, (str, Path)):
+        return for_workload(as_source(data, split=split), workload, split=split)
+    files = Files.at(data)
+    if files.format == "parquet" and (stored := _as_stored(files, shape)) is not None:
+        return for_workload(as_source(stored, split=split), workload, split=split)
+    parts: list[Columns] = []
+    for table in files.tables(BATCH_ROWS):
+        names = [name for name in table.column_names if _is_wanted(name, shape)]
+        columns, problems = columns_of(table.select(names), files.uri)
+        if problems:
+            raise problems[0]
+        numbers = {name: values for name, values in shape.fit(columns).items() if values.dtype != object}
+        parts.append(numbers)
+    missing = [name for name in shape.columns if parts and name not in parts[0]]
+    if missing:
+        there = ", ".join(parts[0]) or "no column of numbers"
+        raise DataError(f"column {missing[0]} of {files.uri}", None, f"training had it; there are: {there}")
+    if not parts:
+        raise DataError("--data", files.uri, "it has no row")
+    return for_workload(ArraySource(joined(parts)), workload, split=split)
+
+
+def _as_stored(files: Files, shape: Shape) -> ParquetSource | None:
+    """The files read piece by piece, where their columns are training's as they are."""
+    try:
+        source = ParquetSource(files.uri, columns=list(shape.columns) or None)
+        first = source.read(np.arange(1))
+    except DataError:
+        return None
+    return source if types_of(first) == dict(shape.columns) else None
+
+
+def _is_wanted(name: str, shape: Shape) -> bool:
+    """Whether a column is one of training's, or one of those that are put together to one."""
+    return not shape.columns or name in shape.columns or name.rpartition("_")[0] in shape.columns
