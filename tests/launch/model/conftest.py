@@ -53,6 +53,20 @@ class Short(Points):
         return {"corner": model(batch["x"]).argmax(1)[:-1]}
 
 
+class Scaled(Points):
+    def transform(self, rows, rng, split):
+        assert split in ("train", "val", "predict", "holdout", "data"), split
+        return {**rows, "x": rows.pop("tenths") * np.float32(0.1)}
+
+    def datasets(self):
+        return {n: {"tenths": 10 * r["x"], "y": r["y"]} for n, r in super().datasets().items()}
+
+
+class Collated(Points):
+    def collate(self, rows):
+        return {name: torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in rows[0]}
+
+
 class Twice(Points):
     def loss(self, model, batch):
         model(batch["x"])

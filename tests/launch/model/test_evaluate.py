@@ -75,6 +75,15 @@ def test_other_data_is_named_by_its_file(trained, tmp_path, classes, capsys):
     assert "holdout   accuracy" in capsys.readouterr().out
 
 
+def test_other_data_goes_through_the_workloads_transform(trained, tmp_path, classes):
+    val = classes.Scaled().datasets()["val"]
+    columns = {**{f"tenths_{n}": val["tenths"][:, n] for n in range(4)}, "y": val["y"]}
+    pyarrow.csv.write_csv(pa.table(columns), tmp_path / "holdout.csv")
+    for data in (tmp_path / "holdout.csv", val):
+        found = scaleray.evaluate(trained.run_dir, data=data, workload=classes.Scaled, local=True, record=False)
+        assert [*found.metrics.values()] == pytest.approx([*trained.metrics.values()], rel=1e-4)
+
+
 def test_the_training_split_is_evaluated_when_it_is_named(trained):
     found = scaleray.evaluate(trained.run_dir, split="train", local=True, record=False)
     assert found.rows == {"train": 64} and found.metrics["train/accuracy"] > 0.4

@@ -63,6 +63,16 @@ def test_rows_in_memory_are_predicted_as_a_mapping_and_as_a_table(run, rows):
     np.testing.assert_allclose(answers["output"], expected(run, rows), rtol=1e-5)
 
 
+def test_rows_go_through_the_workloads_transform_and_collate(run, rows, tmp_path, classes):
+    write(rows, tmp_path / "rows.parquet")
+    pq.write_table(table_of(10 * rows).rename_columns(["tenths"]), tmp_path / "tenths.parquet")
+    for name, workload in (("tenths", classes.Scaled), ("rows", classes.Collated)):
+        found = scaleray.predict(run, tmp_path / f"{name}.parquet", workload=workload, local=True)
+        np.testing.assert_allclose(found.columns["output"], expected(run, rows), rtol=1e-4, atol=1e-5)
+    answers = scaleray.load(run, workload=classes.Scaled).predict({"tenths": 10 * rows})
+    np.testing.assert_allclose(answers["output"], expected(run, rows), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("ending", ["parquet", "jsonl"])
 def test_a_split_of_the_run_is_written_to_a_file(run, tmp_path, ending, capsys, classes):
     out = tmp_path / f"out.{ending}"
