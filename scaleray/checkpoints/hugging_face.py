@@ -65,9 +65,14 @@ class ModelFolder:
                     str(path / INDEX), "without a weight_map of names in the same folder", "the layout needs one"
                 )
         else:
-            with _opened(path / WEIGHTS) as file:
-                files = dict.fromkeys(file.keys(), WEIGHTS)
+            return cls.at(path, config, WEIGHTS)
         return cls(path, config, files, is_own)
+
+    @classmethod
+    def at(cls, path: Path, config: dict[str, Any], name: str) -> ModelFolder:
+        """One safetensors file of a folder. Raises CheckpointError where it cannot be read."""
+        with _opened(path / name) as file:
+            return cls(path, config, dict.fromkeys(file.keys(), name))
 
     def load(
         self,

@@ -22,8 +22,8 @@ class WorkloadSettings(Settings):
 
     weights: str | None = None
     """Weights to start from, for fine-tuning: a run folder (its newest checkpoint), its folder `weights`, a
-    folder of `scaleray checkpoint import`, one checkpoint, or a folder in Hugging Face's layout (config.json
-    and model.safetensors)."""
+    folder of `scaleray checkpoint import`, one checkpoint, a folder in Hugging Face's layout (config.json
+    and model.safetensors), or an adapter of peft (adapter_config.json), which fills the adapters alone."""
 
     @property
     def stem(self) -> str:

@@ -20,8 +20,9 @@ from torch import nn
 from scaleray.checkpoints import consolidated
 from scaleray.checkpoints.hugging_face import ModelFolder, model_folder
 from scaleray.checkpoints.model_layout import is_model_folder
+from scaleray.checkpoints.peft_adapter import is_adapter_folder, load_adapter
 from scaleray.config.fine_tuning import FineTuningSettings
-from scaleray.errors import WorkloadError
+from scaleray.errors import CheckpointError, WorkloadError
 from scaleray.strategies.contract.weight_shares import WeightShare
 from scaleray.workload import call_user_code
 
@@ -89,6 +90,9 @@ def load(module: nn.Module, workload: Any, where: str, *, is_part: bool = False)
     where = model_folder(where)
     tensors = {name: t for name, t in module.state_dict().items() if isinstance(t, torch.Tensor)}
     adapters = {name for name in tensors if _is_of_adapter(name)}
+    if is_adapter_folder(where):
+        _load_adapter(module, {name: tensors[name] for name in adapters}, where, is_part=is_part)
+        return
     if not is_model_folder(where):
         consolidated.load_weights(tensors, where, optional=adapters, is_part=is_part)
         return
@@ -103,6 +107,16 @@ def load(module: nn.Module, workload: Any, where: str, *, is_part: bool = False)
     if is_part:
         names = {name: source for name, source in names.items() if name in tensors}
     folder.load(tensors, names, optional=adapters, is_part=is_part)
+
+
+def _load_adapter(module: nn.Module, adapters: Mapping[str, torch.Tensor], where: str, *, is_part: bool) -> None:
+    """Fill the adapters alone: the rest of the model is as `build_model` made it."""
+    scales = {part.lora_scale for part in module.modules() if isinstance(part, LoraLinear)}
+    if not scales:
+        raise CheckpointError(
+            "workload.weights", where, "it is an adapter of peft, and the model has none", "--fine-tuning.lora-rank N"
+        )
+    load_adapter(adapters, where, scale=scales.pop(), is_part=is_part)
 
 
 def merged_share(share: WeightShare, settings: FineTuningSettings) -> WeightShare:

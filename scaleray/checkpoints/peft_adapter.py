@@ -1,0 +1,153 @@
+"""Low-rank adapters as the library peft keeps them: adapter_config.json beside adapter_model.safetensors.
+
+Read into the adapters of training.setup.fine_tuning, which are parameters `lora_a` and `lora_b` of the layers
+themselves, and written from them. The layout is that of peft's `save_pretrained`; peft itself is not needed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scaleray.checkpoints.hugging_face import ModelFolder
+from scaleray.errors import CheckpointError
+from scaleray.parsing import load_json
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BEFORE = "base_model.model."
+"""What peft puts before the names of the model's own modules."""
+OWN = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
+"""Last part of a parameter's name here, and there."""
+PLAIN = {"use_dora": False, "bias": "none", "fan_in_fan_out": False, "modules_to_save": None, "rank_pattern": {},
+         "alpha_pattern": {}, "layer_replication": None, "target_parameters": None}  # fmt: skip
+"""Values of the config that the adapters here have."""
+
+
+def is_adapter_folder(where: str) -> bool:
+    """Whether this is a local folder with an adapter of peft."""
+    return (Path(where) / CONFIG).is_file()
+
+
+def load_adapter(tensors: Mapping[str, torch.Tensor], where: str, *, scale: float, is_part: bool = False) -> None:
+    """Fill a model's adapters, sharded or not, from a folder of peft; each rank reads its own part.
+
+    tensors: the model's adapters alone, by the names of its state dict. scale: by which it multiplies them. is_part:
+    they are those of a pipeline stage. Raises CheckpointError, before anything is changed, for other kinds of adapters
+    and for adapters of other layers, ranks or scales.
+    """
+    path = Path(where)
+    config = _config(path)
+    if not (path / WEIGHTS).is_file():
+        raise CheckpointError(
+            str(path / WEIGHTS), "not there", "only safetensors is read, never a pickle", "save it with peft again"
+        )
+    folder = ModelFolder.at(path, config, WEIGHTS)
+    names = {own_name(name): name for name in folder.files}
+    theirs = _scale(config)
+    if not math.isclose(theirs, scale, rel_tol=1e-6):
+        raise CheckpointError(
+            f"the scale of the adapter in {where}",
+            theirs,
+            f"the model's is {scale} (fine_tuning.lora_alpha / fine_tuning.lora_rank)",
+            f"--fine-tuning.lora-rank {config.get('r')} --fine-tuning.lora-alpha {theirs * int(config['r']):g}",
+        )
+    other = sorted(names.keys() - tensors.keys()) if not is_part else []
+    other = other or sorted(tensors.keys() - names.keys())
+    if other:
+        raise CheckpointError(
+            f"the adapter's {other[0]}",
+            f"only in {where}" if other[0] in names else "only in the model",
+            "the same layers must have one here and there",
+            f"fine_tuning.lora_layers must name these: {', '.join(sorted({_layer(n) for n in names})) or 'none'}",
+        )
+    folder.load(tensors, {n: t for n, t in names.items() if not is_part or n in tensors}, is_part=is_part)
+
+
+def write_adapter(
+    tensors: Mapping[str, torch.Tensor], folder: Path, *, alpha: float, task: str | None = None, base: str | None = None
+) -> None:
+    """Write adapters as a folder that `PeftModel.from_pretrained` reads.
+
+    tensors: `lora_a` and `lora_b` of each layer, by the names of the model's state dict; others are left out. alpha:
+    numerator of their scale. task: of peft's TaskType, such as CAUSAL_LM. base: the folder of the model they belong to.
+    """
+    from safetensors.torch import save_file
+
+    found = {n: t.detach().cpu().contiguous() for n, t in tensors.items() if n.rpartition(".")[2] in OWN}
+    if not found:
+        raise CheckpointError(
+            "the weights", "without adapters", "there is nothing to export as an adapter", "see fine_tuning.lora_rank"
+        )
+    rank = next(t.shape[0] for n, t in found.items() if n.endswith("lora_a"))
+    config = {
+        "peft_type": "LORA",
+        "task_type": task,
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted({name.rpartition(".")[0] for name in found}),
+        "inference_mode": True,
+        **PLAIN,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({peft_name(n): t for n, t in found.items()}, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def own_name(name: str) -> str:
+    """Name of an adapter's parameter in the model's state dict. name: in peft's file; others stay as they are."""
+    for own, their in OWN.items():
+        if name.startswith(BEFORE) and name.endswith(f".{their}"):
+            return f"{name.removeprefix(BEFORE).removesuffix(their)}{own}"
+    return name
+
+
+def peft_name(name: str) -> str:
+    """Name of an adapter's parameter in peft's file. name: in the model's state dict."""
+    layer, _, last = name.rpartition(".")
+    return f"{BEFORE}{layer}.{OWN[last]}"
+
+
+def adapters_of(names: Iterable[str]) -> set[str]:
+    """Those of a model's tensors that are adapters."""
+    return {name for name in names if name.rpartition(".")[2] in OWN}
+
+
+def _layer(name: str) -> str:
+    """Last part of the name of an adapter's layer."""
+    return name.rpartition(".")[0].rpartition(".")[2]
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        config = load_json((path / CONFIG).read_text())
+    except (OSError, ValueError) as exc:
+        raise CheckpointError(str(path / CONFIG), f"not readable ({exc})", "it says what the adapter is") from exc
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        found = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
+        raise CheckpointError(
+            f"peft_type of {path / CONFIG}",
+            found,
+            "only LORA can be read into fine_tuning's adapters",
+            "wrap the model with peft in build_model() for other kinds",
+        )
+    if not isinstance(config.get("r"), int) or not isinstance(config.get("lora_alpha"), int | float):
+        raise CheckpointError(str(path / CONFIG), "without r or lora_alpha", "the adapter's scale follows from them")
+    for key, value in PLAIN.items():
+        if config.get(key, value) not in (value, value or None):
+            raise CheckpointError(
+                f"{key} of {path / CONFIG}", config[key], f"fine_tuning's adapters have {value!r}",
+                "wrap the model with peft in build_model() instead",
+            )  # fmt: skip
+    return config
+
+
+def _scale(config: Mapping[str, Any]) -> float:
+    rank = int(config["r"])
+    return float(config["lora_alpha"]) / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -1,0 +1,117 @@
+"""Ready workloads for text, named from YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from scaleray.data import ArraySource
+from scaleray.errors import ConfigError
+from scaleray.hugging_face import text_files, token_rows
+from scaleray.hugging_face.chat import conversations
+from scaleray.hugging_face.token_rows import Tokens
+from scaleray.hugging_face.workload import HuggingFaceWorkload
+
+PACKINGS = ("concatenate", "separate", "pad")
+
+
+class TextWorkload(HuggingFaceWorkload):
+    """What workloads with a tokenizer and text files share.
+
+    data: files by split, as `text_files.read_splits` takes them. sequence_length: tokens of a row. text: column of the
+    text in records. validation_share: share of the training records held out as `val`, where the data name no `val`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        data: Mapping[str, Any],
+        tokenizer: str | None = None,
+        sequence_length: int = 256,
+        text: str = "text",
+        validation_share: float = 0.0,
+        attention: str | None = None,
+        peft: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(model, tokenizer=tokenizer, attention=attention, peft=peft)
+        if sequence_length < 2:
+            raise ConfigError("workload.args.sequence_length", sequence_length, "it must be at least 2")
+        if not 0 <= validation_share < 1:
+            raise ConfigError("workload.args.validation_share", validation_share, "it must be from 0 to below 1")
+        self.data, self.text = data, text
+        self.sequence_length, self.validation_share = sequence_length, validation_share
+
+    def records(self) -> dict[str, list[text_files.Record]]:
+        """The records of each split."""
+        return text_files.read_splits(self.data, validation_share=self.validation_share)
+
+    def config_changes(self) -> dict[str, Any]:
+        """Vocabulary and special tokens of the tokenizer, for a config that does not state them."""
+        if isinstance(self.model, str):
+            return {}
+        special = {f"{name}_token_id": getattr(self.tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+        return {k: v for k, v in {"vocab_size": len(self.tokenizer), **special}.items() if k not in self.model}
+
+    def check_length(self) -> None:
+        """Raise ConfigError where the model has fewer positions than a row, or fewer tokens than the tokenizer."""
+        config = self.config()
+        longest = getattr(config, "max_position_embeddings", None)
+        if isinstance(longest, int) and self.sequence_length > longest:
+            raise ConfigError(
+                "workload.args.sequence_length", self.sequence_length, f"the model has {longest} positions"
+            )
+        known, used = getattr(config, "vocab_size", None), len(self.tokenizer)
+        if isinstance(known, int) and used > known:
+            raise ConfigError(
+                "workload.args.tokenizer",
+                f"one of {used} tokens",
+                f"the model knows {known}",
+                "take the tokenizer that belongs to the model, or state vocab_size in a config of your own",
+            )
+
+    @property
+    def pad(self) -> int:
+        """Token that fills rows; where the tokenizer has none, any does: no loss is taken of it."""
+        found = self.tokenizer.pad_token_id
+        return int(found if found is not None else self.tokenizer.eos_token_id or 0)
+
+
+class CausalLanguageModel(TextWorkload):
+    """Predict each token from those before it, in plain text or in conversations.
+
+    packing: `concatenate` (documents one after another, cut into rows; attention reaches over their ends), `separate`
+    (documents share rows, kept apart by their positions) or `pad` (a row each). None: `concatenate` for text, `pad`
+    for conversations. messages: column of conversations, by the tokenizer's chat template, with a loss on the
+    assistant's words alone.
+    """
+
+    auto_class = "AutoModelForCausalLM"
+    predicts_next = True
+
+    def __init__(self, model: Any, *, packing: str | None = None, messages: str = "messages", **more: Any) -> None:
+        super().__init__(model, **more)
+        if packing not in (None, *PACKINGS):
+            raise ConfigError("workload.args.packing", packing, f"it must be one of {', '.join(PACKINGS)}")
+        self.packing, self.messages = packing, messages
+
+    def datasets(self) -> dict[str, ArraySource]:
+        self.check_length()
+        return {name: self._rows(name, records) for name, records in self.records().items()}
+
+    def _rows(self, what: str, records: list[text_files.Record]) -> ArraySource:
+        is_chat = self.messages in records[0]
+        documents = self._conversations(what, records) if is_chat else self._documents(what, records)
+        packing = self.packing or ("pad" if is_chat else "concatenate")
+        if packing == "concatenate":
+            return token_rows.concatenated(documents, self.sequence_length, what=what)
+        arrange = token_rows.packed if packing == "separate" else token_rows.padded
+        return arrange(documents, self.sequence_length, pad=self.pad)
+
+    def _documents(self, what: str, records: list[text_files.Record]) -> list[Tokens]:
+        texts = text_files.texts(records, self.text, what=what)
+        return token_rows.tokenize(texts, self.tokenizer, end=self.tokenizer.eos_token_id)
+
+    def _conversations(self, what: str, records: list[text_files.Record]) -> list[Tokens]:
+        found = text_files.column(records, self.messages, what=what)
+        return conversations(found, self.tokenizer, length=self.sequence_length, what=what)

@@ -1,0 +1,155 @@
+"""Records from local files: text, JSON, JSON lines, CSV and Parquet, one record a document, line or row."""
+
+from __future__ import annotations
+
+import csv
+import glob
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from scaleray.data import TRAIN
+from scaleray.errors import DataError, first_line
+from scaleray.parsing import load_json
+
+Record = dict[str, Any]
+VALIDATION = "val"
+
+
+def read_splits(data: Any, *, validation_share: float) -> dict[str, list[Record]]:
+    """The records of each split. Raises DataError.
+
+    data: paths by split, each one path, a pattern such as `texts/**/*.txt`, or a list of them; a folder stands for all
+    files in and below it. validation_share: share of the training records that becomes the split `val`, chosen by a
+    hash of their content, so that other records do not move them.
+    """
+    if not isinstance(data, Mapping) or TRAIN not in data:
+        raise DataError(
+            "workload.args.data", data, "it must give files by split, train among them", "{train: train.jsonl}"
+        )
+    splits = {name: list(read_records(given, what=f"workload.args.data.{name}")) for name, given in data.items()}
+    if validation_share and VALIDATION not in splits:
+        held_out = [_number(record) < validation_share * 2**64 for record in splits[TRAIN]]
+        splits[VALIDATION] = [r for r, is_out in zip(splits[TRAIN], held_out, strict=True) if is_out]
+        splits[TRAIN] = [r for r, is_out in zip(splits[TRAIN], held_out, strict=True) if not is_out]
+    for name, records in splits.items():
+        if not records:
+            raise DataError(f"workload.args.data.{name}", data.get(name), "no record is in it")
+    return splits
+
+
+def read_records(given: Any, *, what: str) -> Iterator[Record]:
+    """The records of the files that one path, pattern or list of them names, in the order of names."""
+    for path in _paths(given, what):
+        try:
+            yield from _READERS.get(path.suffix.lower(), _read_text)(path)
+        except DataError:
+            raise
+        except UnicodeDecodeError as exc:
+            raise DataError(
+                "the text file", str(path), f"it is no UTF-8 (byte {exc.start})", "convert it, or leave it out"
+            ) from exc
+        except (OSError, ValueError) as exc:  # pyarrow's own are ValueErrors
+            raise DataError("the data file", str(path), f"it cannot be read: {first_line(exc)}") from exc
+
+
+def column(records: list[Record], name: str, *, what: str) -> list[Any]:
+    """The values of one column. Raises DataError with the columns that there are."""
+    for number, record in enumerate(records):
+        if record.get(name) is None:
+            there = ", ".join(record) or "nothing"
+            raise DataError(
+                f"column {name} of record {number} of the {what} data", None, f"every record needs it; it has: {there}"
+            )
+    return [record[name] for record in records]
+
+
+def texts(records: list[Record], name: str, *, what: str) -> list[str]:
+    """The values of a column of text. Raises DataError for anything else."""
+    found = column(records, name, what=what)
+    wrong = next((n for n, value in enumerate(found) if not isinstance(value, str)), None)
+    if wrong is not None:
+        raise DataError(
+            f"column {name} of record {wrong} of the {what} data", type(found[wrong]).__name__, "it must be text"
+        )
+    return found
+
+
+def _paths(given: Any, what: str) -> list[Path]:
+    found: list[Path] = []
+    for text in given if isinstance(given, (list, tuple)) else [given]:
+        path = Path(str(text)).expanduser().absolute()
+        if path.is_dir():
+            files = [p for p in path.rglob("*") if p.is_file() and not _is_hidden(p, path)]
+        elif path.is_file():
+            files = [path]
+        else:
+            files = [Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()]
+        if not files:
+            raise DataError(what, text, "there is no such file, folder or pattern here, or it holds no file")
+        found += sorted(files)
+    return found
+
+
+def _is_hidden(path: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+
+
+def _read_text(path: Path) -> Iterator[Record]:
+    yield {"text": path.read_text(encoding="utf-8")}
+
+
+def _read_json_lines(path: Path) -> Iterator[Record]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield _record(_parsed(line, f"{path}, line {number}"), f"{path}, line {number}")
+
+
+def _read_json(path: Path) -> Iterator[Record]:
+    content = _parsed(path.read_text(encoding="utf-8"), str(path))
+    if not isinstance(content, list):
+        raise DataError(str(path), type(content).__name__, "it must hold a list of records")
+    yield from (_record(value, f"record {number} of {path}") for number, value in enumerate(content))
+
+
+def _read_csv(path: Path) -> Iterator[Record]:
+    with path.open(encoding="utf-8", newline="") as lines:
+        yield from (dict(row) for row in csv.DictReader(lines))
+
+
+def _read_parquet(path: Path) -> Iterator[Record]:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        for rows in file.iter_batches():
+            yield from rows.to_pylist()
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return load_json(text)
+    except ValueError as exc:
+        raise DataError(where, "no JSON", f"{exc}") from exc
+
+
+def _record(value: Any, where: str) -> Record:
+    if not isinstance(value, dict):
+        raise DataError(where, type(value).__name__, 'it must be a mapping, such as {"text": "..."}')
+    return value
+
+
+def _number(record: Record) -> int:
+    return int.from_bytes(hashlib.sha256(repr(sorted(record.items())).encode()).digest()[:8], "big")
+
+
+_READERS = {
+    ".jsonl": _read_json_lines,
+    ".ndjson": _read_json_lines,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+    ".pq": _read_parquet,
+}
+"""Readers by ending; every other file is one document."""

@@ -1,0 +1,127 @@
+"""Rows of one length out of documents of many: tokenising, cutting, packing and padding.
+
+A row is what a model of transformers takes: `input_ids`, with `labels` (-100 where nothing is predicted),
+`attention_mask` or `position_ids` where they say more than their absence does.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from scaleray.data import ArraySource
+from scaleray.errors import DataError
+
+IGNORED = -100
+"""Label of a position that no loss is taken of, as everywhere in transformers."""
+AT_ONCE = 1000  # documents given to the tokenizer together: it uses all cores for them
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One document: token ids, and labels (both int32, of one length) where they are not the ids themselves."""
+
+    ids: np.ndarray
+    labels: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def piece(self, start: int, stop: int) -> Tokens:
+        """The document from one position to another."""
+        return Tokens(self.ids[start:stop], None if self.labels is None else self.labels[start:stop])
+
+    @property
+    def as_labels(self) -> np.ndarray:
+        """Labels of the document alone: its first token follows from nothing."""
+        labels = (self.ids if self.labels is None else self.labels).copy()
+        labels[:1] = IGNORED
+        return labels
+
+
+def tokenize(texts: Sequence[str], tokenizer: Any, *, end: int | None) -> list[Tokens]:
+    """The documents without special tokens, each with the token `end` after it where one is given."""
+    documents: list[Tokens] = []
+    tail = [] if end is None else [end]
+    for start in range(0, len(texts), AT_ONCE):
+        found = tokenizer(
+            list(texts[start : start + AT_ONCE]), add_special_tokens=False, verbose=False, return_attention_mask=False
+        )
+        documents += [Tokens(np.array([*ids, *tail], np.int32)) for ids in found["input_ids"]]
+    return documents
+
+
+def concatenated(documents: Sequence[Tokens], length: int, *, what: str) -> ArraySource:
+    """Rows cut out of all documents one after another; attention reaches over the ends of documents, and what is left
+    at the end is dropped. Raises DataError where it does not make a row."""
+    ids = np.concatenate([np.zeros(0, np.int32), *(document.ids for document in documents)])
+    rows = len(ids) // length
+    if not rows:
+        raise DataError(
+            f"the {what} text", f"{len(ids)} tokens", f"a row has {length}", "give more text, or a shorter length"
+        )
+    columns = {"input_ids": ids[: rows * length].reshape(rows, length)}
+    if any(document.labels is not None for document in documents):
+        labels = np.concatenate([document.as_labels for document in documents])
+        columns["labels"] = labels[: rows * length].reshape(rows, length)
+    return ArraySource(columns, tokens_per_row=length)
+
+
+def packed(documents: Sequence[Tokens], length: int, *, pad: int) -> ArraySource:
+    """Rows that hold several documents kept apart: each has positions from 0, by which transformers sees where one
+    ends, and no attention reaches over it. Longer documents are cut into pieces of `length`."""
+    pieces = [d.piece(s, s + length) for d in documents for s in range(0, len(d), length)]
+    rows = _fill([len(piece) for piece in pieces], length)
+    shape = (len(rows), length)
+    ids, labels = np.full(shape, pad, np.int32), np.full(shape, IGNORED, np.int32)
+    positions = np.zeros(shape, np.int32)  # each padding token is a document of its own
+    for row, members in enumerate(rows):
+        start = 0
+        for member in members:
+            piece = pieces[member]
+            place = slice(start, start + len(piece))
+            ids[row, place], labels[row, place] = piece.ids, piece.as_labels
+            positions[row, place] = np.arange(len(piece))
+            start += len(piece)
+    return ArraySource({"input_ids": ids, "labels": labels, "position_ids": positions}, tokens_per_row=length)
+
+
+def padded(documents: Sequence[Tokens], length: int, *, pad: int) -> ArraySource:
+    """A row for each document: cut at `length`, or filled up with what no attention reaches and no loss is taken of."""
+    shape = (len(documents), length)
+    ids, labels = np.full(shape, pad, np.int32), np.full(shape, IGNORED, np.int32)
+    mask = np.zeros(shape, np.int8)
+    for row, document in enumerate(documents):
+        piece = document.piece(0, length)
+        place = slice(0, len(piece))
+        ids[row, place], labels[row, place], mask[row, place] = piece.ids, piece.as_labels, 1
+    return ArraySource({"input_ids": ids, "labels": labels, "attention_mask": mask}, tokens_per_row=length)
+
+
+def _fill(sizes: Sequence[int], length: int) -> list[list[int]]:
+    """Which pieces share a row: each, the longest first, goes where the least room is left that suffices."""
+    rows: list[list[int]] = []
+    spaces: list[int] = []  # sorted
+    with_space: dict[int, list[int]] = {}
+    for number in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):
+        size = sizes[number]
+        place = bisect.bisect_left(spaces, size)
+        if place == len(spaces):
+            row, space = len(rows), length
+            rows.append([])
+        else:
+            space = spaces[place]
+            row = with_space[space].pop()
+            if not with_space[space]:
+                del with_space[space], spaces[place]
+        rows[row].append(number)
+        left = space - size
+        if left:
+            if left not in with_space:
+                bisect.insort(spaces, left)
+            with_space.setdefault(left, []).append(row)
+    return rows
