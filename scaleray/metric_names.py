@@ -6,6 +6,7 @@ and come from the workload. A record gives its values under them, see `records.r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -207,12 +208,23 @@ BY_RULE = {
 }
 """Curves of a sweep, of which MLflow has one for each rule, with the rule's name in place of RULE."""
 
+LOSS_OF = Metric(
+    "train/loss_NAME", "loss per sample or token", "each of several losses, whose sum is train/loss", "lower"
+)
+GRAD_NORM_OF = Metric("train/grad_norm_NAME", "1", "norm of the gradient of each of several losses, before clipping")
+"""Of a workload with several losses, MLflow has these for each, with its name in place of NAME."""
+
 ALL = (
     tuple(value for value in list(globals().values()) if isinstance(value, Metric) and value.is_in_mlflow)
     + COMPRESSION_SHARES
     + CURVES
     + tuple(BY_RULE.values())
 )
+
+
+def by_loss(metric: Metric, values: Mapping[str, float]) -> dict[str, float]:
+    """Values of `LOSS_OF` or `GRAD_NORM_OF`, given by the name of the loss, under their own names."""
+    return {metric.name.replace("NAME", name): value for name, value in values.items()}
 
 
 def evaluation(name: str) -> Metric:

@@ -13,7 +13,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -93,8 +93,22 @@ class Workload:
         """
         return None
 
-    def optimizer(self, model: nn.Module, settings: Any) -> torch.optim.Optimizer | None:
-        """The workload's own optimizer, or None for the configured one. `settings` holds the derived learning rate."""
+    def optimizer(
+        self, model: nn.Module, settings: Any
+    ) -> torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None:
+        """The workload's own optimizer, or None for the configured one. `settings` holds the derived learning rate.
+
+        Several optimizers by name, where `losses()` gives a loss for each.
+        """
+        return None
+
+    def losses(self) -> Mapping[str, Callable[[nn.Module, Batch], SumAndCount]] | None:
+        """Several losses in place of `loss`, each as `loss` is, by the name of the optimizer that it is for. Optional.
+
+        An optimizer step goes through them in this order, on the same rows: forward, backward, clipping and update of
+        the one, then the other's, which sees the new weights. A loss moves the parameters of its own optimizer alone.
+        `loss`, if there is one beside them, is evaluated only.
+        """
         return None
 
     def schedule(self, optimizer: torch.optim.Optimizer, recipe: Any) -> torch.optim.lr_scheduler.LRScheduler | None:
@@ -102,7 +116,7 @@ class Workload:
 
         recipe: what was derived, with `total_steps`, `steps_per_epoch`, `warmup_steps`, `schedule_steps` and
         `learning_rate`; the optimizer has its rates already. Called some times more, on copies of the optimizer that
-        train nothing.
+        train nothing. With several optimizers it gets them by name, and returns schedules by name.
         """
         return None
 
@@ -175,6 +189,8 @@ def make_workload(given: Any, name: str, args: Mapping[str, Any], *, base_dir: P
 def build_workload(factory: Any, args: Mapping[str, Any], *, name: str) -> Any:
     """Call the workload class with the config's keyword arguments and check that it has the needed methods."""
     missing = [m for m in REQUIRED_METHODS if not callable(getattr(factory, m, None))]
+    if missing == ["loss"] and callable(getattr(factory, "losses", None)):
+        missing = []
     if missing:
         raise WorkloadError(
             f"workload {name}",

@@ -54,6 +54,8 @@ class StepRecord:
     """Bytes that rank 0 gave to collectives in this step for gradients, parameters and activations."""
     more: dict[str, float] = field(default_factory=dict)
     """Figures of the strategy or a transform, by metric name."""
+    losses: dict[str, float] = field(default_factory=dict)
+    """Each of a workload's several losses, of which `loss` is the sum."""
     recorded_at: float = field(default_factory=time.time, compare=False)
 
 

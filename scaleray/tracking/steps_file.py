@@ -30,13 +30,16 @@ STEP_COLUMNS = (
     "is_finite",
     "world_size",
     "recorded_at",
+    "losses",
 )
-OLD_COLUMNS = STEP_COLUMNS[:-1]
-"""Columns of files from before rows had a time; the time is empty in these rows when such a run goes on."""
+OLD_COLUMNS = (STEP_COLUMNS[:-1], STEP_COLUMNS[:-2])
+"""Columns of files from before rows had several losses, or a time, which are empty in these rows when such a run goes
+on."""
 
 _NUMBER = r"(?:[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|inf|nan))"
 _OPTIONAL = rf"{_NUMBER}?"
-_PATTERNS = {"step": r"([1-9]\d*)", "loss": _NUMBER, "is_finite": "(True|False)"}
+_LOSSES = rf"(?:[^,\n]+={_NUMBER})?"
+_PATTERNS = {"step": r"([1-9]\d*)", "loss": _NUMBER, "is_finite": "(True|False)", "losses": _LOSSES}
 _ROW = re.compile(",".join(_PATTERNS.get(column, _OPTIONAL) for column in STEP_COLUMNS))
 
 Range = tuple[int, int]
@@ -72,7 +75,7 @@ class StepsFile:
     def add(self, record: StepRecord) -> None:
         """Add a row after the last one."""
         self._count(record.step, record.loss, record.is_finite)
-        values = asdict(record)
+        values = {**asdict(record), "losses": ";".join(f"{name}={value!r}" for name, value in record.losses.items())}
         self._csv.writerow([repr(values[c]) if isinstance(values[c], float) else values[c] for c in STEP_COLUMNS])
 
     def write(self) -> None:
@@ -154,7 +157,8 @@ def parse(content: bytes) -> tuple[dict[int, str], str]:
     if not lines:
         return {}, "it has no whole line" if content else ""
     header = lines[0].strip()
-    missing = {",".join(STEP_COLUMNS): "", ",".join(OLD_COLUMNS): ","}.get(header)
+    before = {",".join(columns): "," * (len(STEP_COLUMNS) - len(columns)) for columns in OLD_COLUMNS}
+    missing = {",".join(STEP_COLUMNS): "", **before}.get(header)
     if missing is None:
         return {}, f"its first line is {header[:60]!r} instead of the columns"
     rows: dict[int, str] = {}
@@ -177,9 +181,12 @@ def parse(content: bytes) -> tuple[dict[int, str], str]:
 
 
 def step_rows(text: str | None) -> list[dict[str, float]]:
-    """The rows of steps.csv as numbers; what is empty is NaN. A line that was cut is left out."""
+    """The rows of steps.csv as numbers; what is empty is NaN, and each of several losses is under `loss_` and its name.
+    A line that was cut is left out."""
     rows = []
     for row in csv.DictReader(io.StringIO(text or "")):
+        several = [each.rpartition("=") for each in (row.pop("losses", None) or "").split(";") if each]
+        row.update({f"loss_{name}": value for name, _, value in several})
         try:
             values = {
                 name: math.nan

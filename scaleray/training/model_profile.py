@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop, 
 from scaleray.config.precision import PrecisionSettings
 from scaleray.records.workload_profile import PartProfile, Product, WorkloadProfile
 from scaleray.reproducibility.seeding import same_random_numbers
+from scaleray.several_losses import summed_loss
 from scaleray.training.setup import precision
 from scaleray.training.step.micro_batches import user_batch
 from scaleray.training.step.sum_and_count import check_sum_and_count
@@ -149,7 +150,7 @@ def _count(workload: Any, model: nn.Module, batch: Any, arithmetic: precision.Pr
             hooks.callback(block.register_forward_pre_hook(begin).remove)
             hooks.callback(block.register_forward_hook(end).remove)
         with operations, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), arithmetic.autocast():
-            result = call_user_code(lambda: workload.loss(model, batch), what="loss()", doing="counting its operations")
+            result = call_user_code(lambda: summed_loss(workload, model, batch), what="loss()", doing="counting it")
         loss, count = check_sum_and_count(result, what="loss()")
     with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as backward:
         loss.backward()

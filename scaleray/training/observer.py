@@ -7,7 +7,8 @@ target, its checkpoints, the shares of its workers) stands in the loop itself.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from scaleray.training.setup.model_setup import Setup
 
@@ -31,6 +32,10 @@ class StepResult:
     """What the ranks told each other with this step, summed."""
     loss_scale: float | None = None
     """Factor of the loss in this step; None without loss scaling."""
+    losses: Mapping[str, float] = field(default_factory=dict)
+    """Each of a workload's several losses, of which `loss` is the sum; nothing where there is one."""
+    grad_norms: Mapping[str, float] = field(default_factory=dict)
+    """Norm of each one's gradient, in the same way; `grad_norm` is that of all together."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Counting(Store):
 
 
 def rows(first, last):
-    return "".join(f"{n},{1 / n!r},8.0,8,0.1,,0.5,0.1,0.1,True,1,1e9\n" for n in range(first, last + 1))
+    return "".join(f"{n},{1 / n!r},8.0,8,0.1,,0.5,0.1,0.1,True,1,1e9,\n" for n in range(first, last + 1))
 
 
 def header():

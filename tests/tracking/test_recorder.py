@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import multiprocessing
@@ -21,6 +22,7 @@ from scaleray.tracking.operations import SetTags
 from scaleray.tracking.recorder import Recorder
 from scaleray.tracking.run_description import RunDescription
 from scaleray.tracking.spool import Spool
+from scaleray.tracking.steps_file import step_rows
 
 
 def describe(uri, tmp_path, **more):
@@ -116,23 +118,25 @@ def test_points_that_waited_in_a_file_keep_their_times_when_they_are_sent_later(
     assert times(uri, run_id, "train/loss") == [1.7e9, 1.7e9 + 60]
 
 
-def test_a_file_of_steps_from_before_rows_had_a_time_goes_on(uri, tmp_path):
+@pytest.mark.parametrize("num_columns", [11, 12])
+def test_a_file_of_steps_from_before_rows_had_a_time_or_several_losses_goes_on(uri, tmp_path, num_columns):
     recorder = Recorder(describe(uri, tmp_path))
     recorder.start()
     recorder.log([step(1), step(2)])
     before = killed(recorder)
     path = tmp_path / "run" / "steps.csv"
-    path.write_text("".join(line.rpartition(",")[0] + "\n" for line in path.read_text().splitlines()))
+    path.write_text("".join(",".join(line.split(",")[:num_columns]) + "\n" for line in path.read_text().splitlines()))
     again = Recorder(describe(uri, tmp_path, continues=before))
     again.start()
-    again.log([step(3, recorded_at=1.7e9)])
+    again.log([step(3, recorded_at=1.7e9, losses={"generator": 0.5, "discriminator": 1.5})])
     again.finish("FINISHED", metrics={}, tags={}, files={})
-    with open(path, newline="") as file:
-        assert [(row["step"], row["recorded_at"]) for row in csv.DictReader(file)] == [
-            ("1", ""),
-            ("2", ""),
-            ("3", "1700000000.0"),
-        ]
+    text = path.read_text()
+    assert [(row["step"], bool(row["recorded_at"]), row["losses"]) for row in csv.DictReader(io.StringIO(text))] == [
+        ("1", num_columns == 12, ""),
+        ("2", num_columns == 12, ""),
+        ("3", True, "generator=0.5;discriminator=1.5"),
+    ]
+    assert step_rows(text)[2]["loss_discriminator"] == 1.5 and len(step_rows(text)) == 3
 
 
 def test_steps_repeated_after_a_restart_are_kept_once(uri, tmp_path):

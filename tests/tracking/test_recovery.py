@@ -255,7 +255,7 @@ def test_a_run_that_goes_on_says_what_its_steps_lack_and_has_it_back_from_mlflow
     assert rows(tmp_path) == list(range(1, 11))
     restored = [line.split(",") for line in path.read_text().splitlines()[1:] if not line.split(",")[3]]
     assert len(restored) == num_restored  # MLflow does not keep the number of samples
-    for step_, loss, _, _, rate, norm, *_, is_finite, size, at in restored:
+    for step_, loss, _, _, rate, norm, *_, is_finite, size, at, _ in restored:
         assert (float(loss), rate, norm, is_finite, size) == (1 / int(step_), "0.1", "0.5", "True", "1")
         assert float(at) == 1e9 + int(step_)
     kept = path.with_name("steps.csv.damaged")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 from scaleray.config.idle_settings import idle_settings
+from scaleray.metric_names import GRAD_NORM_OF, LOSS_OF, by_loss
 from scaleray.records.run import DerivedRecord, Emit, EventRecord, StepRecord, SystemRecord
 from scaleray.scaling.recipe.lr_rules import MOVED_BY_RULES
 from scaleray.strategies.contract.parallel import Metrics, known
@@ -122,7 +123,12 @@ class Reporter(Observer):
             loss_scale=result.loss_scale,
             world_size=self.place.world_size,
             sent_bytes=sent_bytes,
-            more=self.guard(Watcher.FIGURES, lambda: known(figures), {}, part=self.job.recipe.strategy),
+            more={
+                **by_loss(LOSS_OF, result.losses),
+                **by_loss(GRAD_NORM_OF, result.grad_norms),
+                **self.guard(Watcher.FIGURES, lambda: known(figures), {}, part=self.job.recipe.strategy),
+            },
+            losses=dict(result.losses),
         )
 
     def _figures(self) -> Metrics:

@@ -25,6 +25,7 @@ from scaleray.reproducibility.equal_models import (
 )
 from scaleray.reproducibility.seeding import seed_everything, stream_seed, use_deterministic_algorithms
 from scaleray.scaling.recipe.values import Recipe
+from scaleray.several_losses import losses_of
 from scaleray.strategies import STRATEGIES, Parallel
 from scaleray.strategies.contract.mesh import build_mesh
 from scaleray.strategies.sharding.paged_build import PagedBuild
@@ -32,6 +33,7 @@ from scaleray.training.setup import activation_checkpointing, fine_tuning, float
 from scaleray.training.setup.compilation import Compilation, compiled
 from scaleray.training.setup.own_optimizer import InUse
 from scaleray.training.setup.place import Place
+from scaleray.training.setup.several_optimizers import check_can_train
 from scaleray.workload import call_user_code
 
 
@@ -82,6 +84,11 @@ def prepare(
     the config by which this training differs from others of a sweep.
     """
     undo = contextlib.ExitStack()
+    if losses := losses_of(workload):
+        check_can_train(config, recipe.strategy, losses)
+        # a loss leaves the parameters of others' optimizers without a gradient
+        strategy = config.strategy.model_copy(update={"find_unused_parameters": True, "static_graph": False})
+        config = config.model_copy(update={"strategy": strategy})
     try:
         return _prepare(workload, config, recipe, place, undo, is_resumed=is_resumed, varied=varied)
     except BaseException:

@@ -16,6 +16,7 @@ from scaleray.scaling.recipe.values import Recipe
 from scaleray.training.setup import own_schedule
 from scaleray.training.setup.large_batch_optimizers import Lamb, Lars
 from scaleray.training.setup.own_optimizer import InUse, OptimizerValues, build_own
+from scaleray.training.setup.several_optimizers import check_losses
 from scaleray.workload import brings_optimizer, brings_schedule
 
 
@@ -32,6 +33,7 @@ def build(
     parameters that need a gradient; of those, it keeps the ones that this rank owns. varied: keys by which a
     sweep's trials differ."""
     optimizer, in_use = _build(workload, model, config, recipe, varied)
+    check_losses(workload, optimizer)
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if owns(p)]
     return optimizer, in_use
@@ -141,7 +143,10 @@ def build_schedule(
     """The workload's own schedule, or the configured one, and what is in use of the config's settings with it:
     `in_use` is what the optimizer uses."""
     if brings_schedule(workload):
-        own, in_use = own_schedule.build_own(workload.schedule, optimizer, config, recipe, in_use, varied)
+        configured = lambda optimizer: configured_schedule(optimizer, config, recipe)
+        own, in_use = own_schedule.build_own(
+            workload.schedule, optimizer, config, recipe, in_use, varied, configured=configured
+        )
         if own is not None:
             return own, in_use
     return configured_schedule(optimizer, config, recipe), in_use

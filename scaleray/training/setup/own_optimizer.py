@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from scaleray.config import RunConfig
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.scaling.recipe.lr_rules import MOVED_BY_RULES
+from scaleray.training.setup.several_optimizers import SeveralOptimizers, members
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def build_own(
     asks_for_name = _is_set("name", config, varied)
     if asks_for_name:
         changed = _try(build, dataclasses.replace(values, name="sgd" if values.name != "sgd" else "adamw"))
-        if changed is not None and type(changed) is type(own):
+        if changed is not None and _kinds(changed) == _kinds(own):
             ignored["name"] = True
     if asked or asks_for_name:
         own = _checked(build(values))  # built last, so that a workload that keeps what it made keeps this optimizer
@@ -89,9 +90,16 @@ def build_own(
 
 
 def _checked(own: Any) -> torch.optim.Optimizer | None:
-    if own is not None and not isinstance(own, torch.optim.Optimizer):
-        raise WorkloadError("optimizer()", type(own).__name__, "it must return a torch.optim.Optimizer or None")
-    return own
+    is_several = isinstance(own, Mapping) and len(own) > 0
+    wrong = [o for o in (own.values() if is_several else [own]) if not isinstance(o, torch.optim.Optimizer)]
+    if own is not None and wrong:
+        allowed = "it must return a torch.optim.Optimizer, several of them by name, or None"
+        raise WorkloadError("optimizer()", type(wrong[0]).__name__, allowed)
+    return SeveralOptimizers({str(name): each for name, each in own.items()}) if is_several else own
+
+
+def _kinds(own: torch.optim.Optimizer) -> list[str]:
+    return [type(each).__name__ for each in members(own).values()]
 
 
 def _matters(name: str, values: OptimizerValues, config: RunConfig, varied: Collection[str]) -> bool:
@@ -199,6 +207,6 @@ def _warning(name: str, own: torch.optim.Optimizer, values: OptimizerValues, is_
 
 def _shown(own: torch.optim.Optimizer, name: str) -> str:
     if name == "name":
-        return type(own).__name__
+        return ", ".join(dict.fromkeys(_kinds(own)))
     found = list(dict.fromkeys(_of_groups(own, name)))
     return ", ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in found[:4]) or "none"

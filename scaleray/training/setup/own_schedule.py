@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from scaleray.config import RunConfig
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.scaling.recipe.values import Recipe
 from scaleray.training.setup.own_optimizer import InUse
+from scaleray.training.setup.several_optimizers import SeveralOptimizers, SeveralSchedules, members
 from scaleray.workload import call_user_code
 
-Build = Callable[[torch.optim.Optimizer, Recipe], Any]
+Build = Callable[[Any, Recipe], Any]
 Rates = list[tuple[float, ...]]
 """Learning rate of every parameter group, step by step."""
 MOST_REHEARSED = 10_000
@@ -38,15 +40,17 @@ def build_own(
     recipe: Recipe,
     in_use: InUse,
     varied: Collection[str] = (),
+    *,
+    configured: Callable[[torch.optim.Optimizer], LRScheduler],
 ) -> tuple[LRScheduler | None, InUse]:
     """The workload's own schedule, if it brings one, and what is in use with it: `in_use` is what is without.
 
-    build: calls `schedule()`; it is called some times more on copies of the optimizer. varied: keys of the config by
-    which this training differs from others of a sweep. Raises ConfigError where they, or a rule, would change nothing.
+    build: calls `schedule()`, with the optimizers by name where there are several; it is called some times more on
+    copies of them. varied: keys of the config by which this training differs from others of a sweep. configured: makes
+    the schedule of those of several optimizers for which it gives none. Raises ConfigError where a swept value, or a
+    rule, would change nothing.
     """
-    make = lambda optimizer, recipe: _checked(
-        call_user_code(lambda: build(optimizer, recipe), what="schedule()", doing="building the schedule")
-    )
+    make = partial(_made, build, configured)
     # where only the first part of a training is run, or more than the whole, it is still the schedule of the whole
     if config.schedule.length is None:
         recipe = dataclasses.replace(recipe, total_steps=max(recipe.total_steps, recipe.schedule_steps))
@@ -85,8 +89,32 @@ def build_own(
         )
     values = in_use.values if _same(peak, due) else {**in_use.values, "learning_rate": peak}
     own = make(optimizer, recipe)  # last, so that a workload that keeps what it made keeps this one
-    setattr(optimizer, "_opt_called", True)  # noqa: B010 - torch warns where the first step was skipped: no mistake here
+    _no_warning(optimizer)  # of a first step that was skipped, which is no mistake here
     return own, InUse(values, [*in_use.warnings, *warnings])
+
+
+def _made(
+    build: Build,
+    configured: Callable[[torch.optim.Optimizer], LRScheduler],
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe,
+) -> LRScheduler | None:
+    given = dict(optimizer.by_name) if isinstance(optimizer, SeveralOptimizers) else optimizer
+    found = call_user_code(lambda: build(given, recipe), what="schedule()", doing="building the schedule")
+    if not isinstance(optimizer, SeveralOptimizers) or found is None:
+        return _checked(found)
+    if not isinstance(found, Mapping) or not set(found) <= set(members(optimizer)):
+        shown = f"a mapping of {', '.join(map(str, found))}" if isinstance(found, Mapping) else type(found).__name__
+        allowed = f"with several optimizers it must return schedules by name, of {', '.join(members(optimizer))}"
+        raise WorkloadError("schedule()", shown, allowed, "what it leaves out has the configured schedule")
+    own = {name: _checked(found.get(name)) or configured(each) for name, each in members(optimizer).items()}
+    return SeveralSchedules(optimizer, own)
+
+
+def _no_warning(optimizer: torch.optim.Optimizer) -> None:
+    """Keep torch from warning that a schedule moves before its optimizer."""
+    for each in members(optimizer).values():
+        setattr(each, "_opt_called", True)  # noqa: B010
 
 
 def _checked(own: Any) -> LRScheduler | None:
@@ -106,6 +134,8 @@ def _checked(own: Any) -> LRScheduler | None:
 
 def _stand_in(optimizer: torch.optim.Optimizer, *, factor: float = 1.0) -> torch.optim.Optimizer:
     """A copy of an optimizer with `factor` times its rates, whose parameters and state are not the training's."""
+    if isinstance(optimizer, SeveralOptimizers):
+        return SeveralOptimizers({name: _stand_in(own, factor=factor) for name, own in members(optimizer).items()})
     found = copy.copy(optimizer)
     found.param_groups = [
         {**group, "lr": group["lr"] * factor, "params": [torch.zeros(1, requires_grad=True)]}
@@ -117,7 +147,7 @@ def _stand_in(optimizer: torch.optim.Optimizer, *, factor: float = 1.0) -> torch
 
 
 def _rates(schedule: LRScheduler, optimizer: torch.optim.Optimizer, num_steps: int) -> Rates:
-    setattr(optimizer, "_opt_called", True)  # noqa: B010 - torch would warn that nothing was trained
+    _no_warning(optimizer)  # that nothing was trained
     found = []
     for _ in range(num_steps):
         found.append(tuple(float(group["lr"]) for group in optimizer.param_groups))
@@ -125,7 +155,7 @@ def _rates(schedule: LRScheduler, optimizer: torch.optim.Optimizer, num_steps: i
     return found
 
 
-def _try(make: Build, optimizer: torch.optim.Optimizer, recipe: Recipe, num_steps: int) -> Rates | None:
+def _try(make: Callable[..., Any], optimizer: torch.optim.Optimizer, recipe: Recipe, num_steps: int) -> Rates | None:
     try:
         return _rates(make(optimizer, recipe), optimizer, num_steps)
     except Exception:  # it may know some values only

@@ -13,6 +13,7 @@ from scaleray.training.setup.job import TrainJob
 from scaleray.training.step.evaluation import Evaluations
 from scaleray.training.step.micro_sizes import MicroSizes
 from scaleray.training.step.nonfinite import stops_at, what_was_nonfinite
+from scaleray.training.step.several_losses import SeveralLosses
 from scaleray.training.step.step import TrainStep
 from scaleray.training.step.worker_shares import WorkerShares
 
@@ -45,7 +46,7 @@ class LoopCheckpoint:
     """What a checkpoint keeps of the loop: where it stands, and the state of its parts."""
 
     loop: LoopState
-    train_step: TrainStep
+    train_step: TrainStep | SeveralLosses
     evaluations: Evaluations
     clock: Clock
     noise: NoiseWatch

@@ -14,6 +14,7 @@ from scaleray.checkpoints.manifest import Manifest
 from scaleray.errors import CheckpointError
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.optimizers import Schedule
+from scaleray.training.setup.several_optimizers import members
 from scaleray.training.state.items import OPTIMIZER, Tensors, Values, dtype_of, plain, tensors_of, unplain
 
 UNNAMED, VALUE = "unnamed-", "(value)"
@@ -140,8 +141,18 @@ class Rates:
 def _names(optimizer: torch.optim.Optimizer, module: nn.Module) -> list[str]:
     by_id = {id(parameter): name for name, parameter in module.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    # of several optimizers, more than one may hold a parameter
+    owners = [
+        f"{name}/" if name else ""
+        for name, own in members(optimizer).items()
+        for group in own.param_groups
+        for _ in group["params"]
+    ]
     # an optimizer of the user's may hold parameters that the model does not register
-    return [by_id.get(id(p), f"{UNNAMED}{number}") for number, p in enumerate(parameters)]
+    return [
+        f"{owner}{by_id[id(p)]}" if id(p) in by_id else f"{UNNAMED}{number}"
+        for number, (owner, p) in enumerate(zip(owners, parameters, strict=True))
+    ]
 
 
 def _unnamed(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, torch.Tensor]:

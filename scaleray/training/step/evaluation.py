@@ -14,6 +14,7 @@ from scaleray.data import Input, Part, RankBatch, Split
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.records.heartbeat_phases import Phase
 from scaleray.records.run import EvaluationRecord
+from scaleray.several_losses import has_loss
 from scaleray.strategies.contract.later import Later
 from scaleray.training.health.live_memory import is_out_of_memory
 from scaleray.training.health.worker_errors import is_lost_peer
@@ -156,7 +157,7 @@ class Evaluator:
         with self.setup.precision.autocast():
             metrics = getattr(self.workload, "metrics", None)
             given = dict(run(metrics)) if callable(metrics) else {}
-            if "loss" not in given:
+            if "loss" not in given and has_loss(self.workload):
                 given["loss"] = self._with_gradients_if_needed(lambda: run(self.workload.loss))
             return {name: check_sum_and_count(pair, what=f"metrics()[{name!r}]") for name, pair in given.items()}
 

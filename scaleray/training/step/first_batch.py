@@ -17,6 +17,7 @@ from scaleray.data import RankBatch
 from scaleray.data.ragged import flat_values
 from scaleray.errors import DataError, WorkloadError
 from scaleray.reproducibility.seeding import same_random_numbers
+from scaleray.several_losses import OneLoss, losses_of
 from scaleray.training.health.live_memory import is_out_of_memory
 from scaleray.training.health.worker_errors import explained, is_lost_peer
 from scaleray.training.setup.model_setup import Setup
@@ -25,6 +26,7 @@ from scaleray.training.step.batch_structure import check_same_structure
 from scaleray.training.step.evaluation import evaluation_mode
 from scaleray.training.step.micro_batches import user_batch
 from scaleray.training.step.on_one_worker import no_gradients_of_gradients, rehearsed
+from scaleray.training.step.several_losses import named
 from scaleray.training.step.sum_and_count import check_sum_and_count
 from scaleray.training.step.unchanged import unchanged_model
 from scaleray.workload import call_user_code, own_method
@@ -47,13 +49,27 @@ def check_first_batch(
     gives_tuples: bool,
     micro_batch_size: int,
     evaluated: Sequence[str] = (),
-) -> float | None:
+) -> Any:
     """Run a few rows of the first batch as training will, and say what is wrong with the data or the loss.
 
-    Gives how much a row counts, over the rows that all ranks looked at; None where none of them counts. evaluated:
-    names of the splits of which the loss will be wanted, in evaluation mode. Changes neither parameters nor buffers nor
-    random numbers nor gradients. Collective. Raises DataError or WorkloadError.
+    Gives how much a row counts, over the rows that all ranks looked at; None where none of them counts. Of several
+    losses it gives that by name, without those of which nothing counts. evaluated: names of the splits of which the
+    loss will be wanted, in evaluation mode. Changes neither parameters nor buffers nor random numbers nor gradients.
+    Collective. Raises DataError or WorkloadError.
     """
+    _check_finite(batch)
+    sizes = {"gives_tuples": gives_tuples, "micro_batch_size": micro_batch_size}
+    losses = losses_of(workload)
+    if losses is None:
+        return _look_at_loss(workload, config, batch, setup, place, evaluated=evaluated, **sizes)
+    found = {}
+    for name, loss in losses.items():
+        with named(name):
+            found[name] = _look_at_loss(OneLoss(workload, loss), config, batch, setup, place, evaluated=(), **sizes)
+    return {name: count for name, count in found.items() if count is not None}
+
+
+def _check_finite(batch: RankBatch) -> None:
     flat = {name: flat_values(column) for name, column in batch.columns.items()}
     bad = next((n for n, v in flat.items() if v.dtype.kind == "f" and not np.isfinite(v).all()), None)
     if bad is not None:
@@ -64,7 +80,19 @@ def check_first_batch(
             "inputs must be finite",
             "clean the data, or fill the gaps before training",
         )
-    look = _Look(workload, batch, setup, place, gives_tuples=gives_tuples, micro_batch_size=micro_batch_size)
+
+
+def _look_at_loss(
+    workload: Any,
+    config: RunConfig,
+    batch: RankBatch,
+    setup: Setup,
+    place: Place,
+    *,
+    evaluated: Sequence[str],
+    **sizes: Any,
+) -> float | None:
+    look = _Look(workload, batch, setup, place, **sizes)
     with unchanged_model(workload, setup.parallel.module), same_random_numbers(place.device):
         if own_method(workload, "collate") is not None:
             check_same_structure(look.batch_of(np.arange(look.rows_with_gradients)), place)

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from scaleray.errors import WorkloadError
 from scaleray.strategies.contract.numbers import Number, Truth, Unread
@@ -66,15 +67,23 @@ class LaunchedStep:
         )
 
 
+class Launched(Protocol):
+    """A step, of one loss or several, that this worker has given to its device."""
+
+    def wait(self) -> None: ...
+
+    def result(self) -> StepResult: ...
+
+
 class StepsUnderWay:
     """Steps that the device has been given and the host knows nothing of yet, in order; at most `ahead` between two
     steps."""
 
     def __init__(self, ahead: int) -> None:
         self.ahead = ahead
-        self._steps: deque[tuple[LaunchedStep, Callable[[StepResult], TakenStep]]] = deque()
+        self._steps: deque[tuple[Launched, Callable[[StepResult], TakenStep]]] = deque()
 
-    def add(self, launched: LaunchedStep, made: Callable[[StepResult], TakenStep]) -> None:
+    def add(self, launched: Launched, made: Callable[[StepResult], TakenStep]) -> None:
         """Add the next step. made: gives what the training tells of it, once its result is known."""
         self._steps.append((launched, made))
 

@@ -113,6 +113,10 @@ class TrainStep:
     def nonfinite_in_a_row(self, value: int) -> None:
         self._nonfinite = (0.0, value)
 
+    def ends_like(self, other: TrainStep) -> None:
+        """Change nothing more where another one, whose step comes before, has ended the training."""
+        self._has_ended = other._has_ended
+
     def __call__(self, batch: RankBatch, *, num_rows: int, want_norm: bool, meets: bool = True) -> StepResult:
         """Train on one global batch, and wait for the result. See `launch`."""
         return self.launch(batch, num_rows=num_rows, want_norm=want_norm, meets=meets).result()

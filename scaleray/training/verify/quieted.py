@@ -16,6 +16,7 @@ from torch import nn
 from scaleray.data.collation import Rows, collated
 from scaleray.reproducibility.masks import WHOLE_STEP
 from scaleray.scaling.recipe.shares import share_of
+from scaleray.several_losses import has_loss, losses_of
 from scaleray.training.step.micro_batches import cuts
 from scaleray.workload import own_method
 
@@ -138,10 +139,22 @@ class Quieted:
         return model
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
+        return self._loss(self._workload.loss, model, batch)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the workload itself has one."""
+        return has_loss(self._workload)
+
+    def losses(self) -> Any:
+        found = losses_of(self._workload)
+        return found and {name: partial(self._loss, loss) for name, loss in found.items()}
+
+    def _loss(self, loss: Callable[[Any, Any], Any], model: nn.Module, batch: Any) -> Any:
         if self._what == self.EVERYTHING:
             for module in model.modules():  # a strategy may have put in others since the model was built
                 module.training = False
-        result = self._workload.loss(model, batch) if not self._is_cut(batch) else self._loss_of_parts(model, batch)
+        result = loss(model, batch) if not self._is_cut(batch) else self._loss_of_parts(loss, model, batch)
         if isinstance(result, tuple) and isinstance(result[0], torch.Tensor):
             self.loss_dtype = str(result[0].dtype).removeprefix("torch.")
         return result
@@ -162,14 +175,14 @@ class Quieted:
             return False
         return self._partition is not None and self.rows_of_step > 0 and _num_rows(batch) == self.rows_of_step
 
-    def _loss_of_parts(self, model: nn.Module, batch: Any) -> Any:
+    def _loss_of_parts(self, loss: Callable[[Any, Any], Any], model: nn.Module, batch: Any) -> Any:
         assert self._partition is not None
         total: Any = 0.0
         count: Any = 0
         for number, (rows, is_first) in enumerate(self._partition.pieces(self.rows_of_step)):
             with contextlib.nullcontext() if is_first else _untracked(self._norms):
                 part = batch[number] if isinstance(batch, _Parts) else _rows(batch, rows)
-                part_total, part_count = self._workload.loss(model, part)
+                part_total, part_count = loss(model, part)
             total, count = total + part_total, count + part_count
         return total, count
 

@@ -17,12 +17,14 @@ from scaleray.data import RankBatch
 from scaleray.records.run import EvaluationRecord, WorkerMessage
 from scaleray.reproducibility.signatures import Signer, number_format
 from scaleray.reproducibility.traces import Restored, StepTrace, Trace
+from scaleray.several_losses import losses_of
 from scaleray.strategies.contract.parallel import full
 from scaleray.training.observer import StepResult
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.optimizers import Schedule
 from scaleray.training.setup.place import Place
+from scaleray.training.setup.several_optimizers import SeveralOptimizers
 from scaleray.training.step.micro_batches import cuts
 from scaleray.training.verify.compared_job import DueRates
 from scaleray.training.verify.gradient_parts import GradientParts
@@ -88,7 +90,7 @@ class TraceProbe:
             self._restored = Restored(self.due.first, self._initial, self._optimizer_state())
         self._is_due_known = isinstance(setup.schedule, Schedule)  # of a workload's own, nothing is known
         self._base_rates = self._due_rates()
-        if self.take_apart_at is not None:
+        if self.take_apart_at is not None and losses_of(self.job.workload) is None:  # a gradient of one loss
             self.parts = GradientParts(
                 self.job,
                 self.place,
@@ -107,6 +109,7 @@ class TraceProbe:
         self._step, self._rows = batch.step + 1, _row_digests(batch)
         self._num_pieces = sum(1 for _ in cuts(batch.num_rows, self.job.recipe.micro_batch_size))
         self._updates.clear()
+        self._gradients: np.ndarray | None = None
         if isinstance(self.job.workload, Quieted):
             self.job.workload.rows_of_step = batch.num_rows
         if self.masks is not None:
@@ -120,14 +123,15 @@ class TraceProbe:
         formats = self._whole({n: "" if g is None else number_format(g) for n, g in whole.items()})
         self._formats = tuple(formats[name] for name in self._names)
         empty = np.zeros(2 + self._sign.num_projections)
-        self._gradients = self._in_order(
-            {n: empty if g is None else self._sign(n, g) * correction for n, g in whole.items()}
-        )
+        found = self._in_order({n: empty if g is None else self._sign(n, g) * correction for n, g in whole.items()})
+        # several losses come one after the other
+        self._gradients = found if self._gradients is None else self._gradients + found
         if self.parts is not None:
             self.parts.see(whole, correction)
 
     def on_step(self, result: StepResult, learning_rate: float) -> None:
         after, random_before = self._signatures(), self._random_before
+        assert self._gradients is not None
         own = self._optimizer_state(here=True) if self._setup.parallel.replicas_differ else None
         mine = SeenStep(
             rows=self._rows,
@@ -186,7 +190,10 @@ class TraceProbe:
         )
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._updates.append(tuple(float(group["lr"]) for group in optimizer.param_groups))
+        rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
+        if isinstance(self._setup.optimizer, SeveralOptimizers) and self._updates:
+            rates = self._updates.pop() + rates  # of all together, each of which steps once
+        self._updates.append(rates)
         if self._setup.parallel.replicas_differ:
             self._updated = self._signatures()
 

@@ -1,0 +1,48 @@
+"""The losses of a workload: most have one, `loss()`; one with several optimizers names them in `losses()`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from scaleray.errors import WorkloadError
+from scaleray.workload import call_user_code, own_method
+
+
+def losses_of(workload: Any) -> dict[str, Callable[[Any, Any], Any]] | None:
+    """A workload's several losses by name; None where it has one, `loss`."""
+    give = own_method(workload, "losses")
+    if give is None:
+        return None
+    found = call_user_code(give, what="losses()", doing="naming the losses")
+    if found is None:
+        return None
+    if not isinstance(found, Mapping) or not found or not all(callable(loss) for loss in found.values()):
+        raise WorkloadError(
+            "losses()", type(found).__name__, "it must return functions (model, batch) -> (sum, count) by name, or None"
+        )
+    return {str(name): loss for name, loss in found.items()}
+
+
+def summed_loss(workload: Any, model: Any, batch: Any) -> Any:
+    """The loss of a batch; the sum of several, with the count of the first."""
+    losses = losses_of(workload)
+    if losses is None:
+        return workload.loss(model, batch)
+    found = [loss(model, batch) for loss in losses.values()]
+    return sum(total for total, _ in found), found[0][1]
+
+
+def has_loss(workload: Any) -> bool:
+    """Whether there is a loss to evaluate: a workload with several may have none."""
+    return bool(getattr(workload, "has_loss", True)) and own_method(workload, "loss") is not None
+
+
+class OneLoss:
+    """A workload of whose losses one is meant."""
+
+    def __init__(self, workload: Any, loss: Callable[[Any, Any], Any]) -> None:
+        self._workload, self.loss = workload, loss
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._workload, name)

@@ -1,0 +1,154 @@
+"""Several optimizers of a workload as one, for whoever looks at the whole: checkpoints, schedules, checks.
+
+Each of them takes its own steps with the gradients of its own loss, see `training.step.several_losses`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from scaleray.config import RunConfig
+from scaleray.config.strategy_traits import TRAITS, traits_of
+from scaleray.errors import ConfigError, WorkloadError
+from scaleray.several_losses import losses_of
+
+
+class SeveralOptimizers(torch.optim.Optimizer):
+    """The groups and the state of several optimizers, in the order of their names. It takes no steps itself.
+
+    parameters_of: all parameters of each by name, those that other ranks update included.
+    """
+
+    def __init__(self, by_name: Mapping[str, torch.optim.Optimizer]) -> None:
+        # not torch's own: what it would set up is here found in the optimizers
+        self.by_name, self.defaults = dict(by_name), {}
+        self.parameters_of: dict[str, list[nn.Parameter]] = {
+            name: [p for group in own.param_groups for p in group["params"]] for name, own in by_name.items()
+        }
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of all, which are their own."""
+        return [group for own in self.by_name.values() for group in own.param_groups]
+
+    @property
+    def state(self) -> dict[Any, dict[str, Any]]:  # type: ignore[override]
+        """The state of all by parameter, to look at; keys say whose it is, as several may update one parameter."""
+        found: dict[Any, dict[str, Any]] = {}
+        for name, own in self.by_name.items():
+            for parameter, entries in own.state.items():
+                found.setdefault(parameter, {}).update({f"{name}/{key}": value for key, value in entries.items()})
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with parameters numbered through all optimizers."""
+        state: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        before = 0
+        for own in self.by_name.values():
+            found = own.state_dict()
+            state.update({before + number: entries for number, entries in found["state"].items()})
+            groups += [{**g, "params": [before + number for number in g["params"]]} for g in found["param_groups"]]
+            before += sum(len(group["params"]) for group in own.param_groups)
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Give each optimizer its part of what `state_dict` gave."""
+        groups = iter(state_dict["param_groups"])
+        for own in self.by_name.values():
+            mine = [next(groups) for _ in own.param_groups]
+            numbers = [number for group in mine for number in group["params"]]
+            state = {at: state_dict["state"][n] for at, n in enumerate(numbers) if n in state_dict["state"]}
+            at = iter(range(len(numbers)))
+            mine = [{**group, "params": [next(at) for _ in group["params"]]} for group in mine]
+            own.load_state_dict({"state": state, "param_groups": mine})
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for own in self.by_name.values():
+            own.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        raise NotImplementedError("each optimizer takes its own steps")
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        return [own.register_step_pre_hook(hook) for own in self.by_name.values()]
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        return [own.register_step_post_hook(hook) for own in self.by_name.values()]
+
+
+class SeveralSchedules(LRScheduler):
+    """The schedules of several optimizers as one."""
+
+    def __init__(self, optimizer: SeveralOptimizers, by_name: Mapping[str, LRScheduler]) -> None:
+        self.optimizer, self.by_name = optimizer, dict(by_name)
+
+    def step(self, epoch: int | None = None) -> None:
+        for own in self.by_name.values():
+            own.step()
+
+    def get_last_lr(self) -> list[Any]:
+        return [rate for own in self.by_name.values() for rate in own.get_last_lr()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: own.state_dict() for name, own in self.by_name.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name, own in self.by_name.items():
+            own.load_state_dict(state_dict[name])
+
+
+def members(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
+    """The optimizers that take steps, by name; a single one has the name ""."""
+    return optimizer.by_name if isinstance(optimizer, SeveralOptimizers) else {"": optimizer}
+
+
+def check_losses(workload: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Raise WorkloadError unless there is a loss for each optimizer, under the same names."""
+    losses, names = losses_of(workload), list(members(optimizer))
+    if losses is None and names == [""]:
+        return
+    if losses is None:
+        raise WorkloadError(
+            "optimizer()",
+            f"a mapping of {', '.join(names)}",
+            "losses() must give a loss for each of several optimizers",
+            "return {name: function(model, batch)} from losses(), in the order in which they are to take their steps",
+        )
+    if names == [""] or set(losses) != set(names):
+        raise WorkloadError(
+            "losses()",
+            f"a mapping of {', '.join(losses)}",
+            f"optimizer() returns {'a single one' if names == [''] else ', '.join(names)}",
+            "return an optimizer for each loss from optimizer(), under the same names",
+        )
+
+
+def check_can_train(config: RunConfig, strategy: str, losses: Collection[str]) -> None:
+    """Raise ConfigError for what cannot be done with several losses."""
+    traits = traits_of(strategy)
+    why = f"the workload has {len(losses)} losses ({', '.join(losses)})"
+    if traits.trains_apart or strategy == "pipeline":
+        reason = "replicas average after steps of one optimizer" if traits.trains_apart else "its stages run one loss"
+        able = [n for n, t in TRAITS.items() if not t.trains_apart and n not in ("pipeline", "single")]
+        raise ConfigError("strategy.name", strategy, f"{why}, and {reason}", f"use {', '.join(able)}")
+    refused = {
+        "compression.name": (config.compression.name != "none", "what is left over of one gradient would meet another"),
+        "noise_scale.measure": (config.noise_scale.measure is not False, "each has noise of its own"),
+        "pruning.method": (config.pruning.method != "none", "each would need masks of its own"),
+        "memory.find_micro_size": (config.memory.find_micro_size, "steps of one optimizer are tried"),
+        "memory.on_out_of_memory": (
+            config.memory.on_out_of_memory != "raise",
+            "a step cannot be done again when one optimizer has taken its own",
+        ),
+    }
+    for key, (is_asked, reason) in refused.items():
+        if is_asked:
+            section, _, name = key.partition(".")
+            value = getattr(getattr(config, section), name)
+            raise ConfigError(key, value, f"{why}, and {reason}", f"leave {key} out")
