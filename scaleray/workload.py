@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from scaleray.errors import ScaleRayError, WorkloadError
+from scaleray.progress import stage
 
 if TYPE_CHECKING:
     import torch
@@ -161,7 +162,8 @@ def load_workload(name: str, args: Mapping[str, Any], *, base_dir: Path | None =
             "it must be package.module:Name or path/to/file.py:Name",
             "for example: jobs/digits.py:Digits",
         )
-    module = _import_file(target, base_dir) if target.endswith(".py") else _import_module(target)
+    with stage(f"importing {target}"):
+        module = _import_file(target, base_dir) if target.endswith(".py") else _import_module(target)
     if not hasattr(module, attribute):
         classes = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module.__name__]
         raise WorkloadError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json as json_library
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
@@ -15,13 +15,30 @@ class Output:
     def __init__(self, *, json: bool, width: int | None = None) -> None:
         from rich.console import Console
 
+        from scaleray.reports.terminal.stages import StageDisplay
+
         self.console, self._json = Console(stderr=json), json
+        self._stages = StageDisplay(self.console)
         if width is not None and not self.console.is_terminal:
             self.console.width = width
 
     def say(self, text: str) -> None:
         """Print a line as it is."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._stages.say(text)
+
+    def show(self, view: Any) -> None:
+        """Print a line as it is, or a table."""
+        if isinstance(view, str):
+            self.say(view)
+        else:
+            self.console.print(view)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """A context in which a command shows what it is doing, and nothing but its record reaches a stdout that is for
+        JSON: Ray prints there what its daemons say."""
+        with self.kept_clean(), self._stages:
+            yield
 
     def kept_clean(self) -> contextlib.AbstractContextManager[object]:
         """A context in which nothing else reaches a stdout that is for JSON: Ray prints there what its daemons say."""

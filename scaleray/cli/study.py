@@ -13,6 +13,7 @@ from cyclopts import Parameter
 from scaleray.cli.numbers import whole_numbers
 from scaleray.cli.options import ConfigFile, Flag, Overrides, Several
 from scaleray.cli.output import Output, print_json, written_in
+from scaleray.progress import stage
 
 
 @Parameter(name="*")
@@ -80,27 +81,26 @@ def study(
 
     sizes = options.sizes
     resolved = load_config(config, flags=overrides)
-    from scaleray.launch.study.plan import Question
-
-    question = Question(
-        world_sizes=sizes,
-        modes=options.modes,
-        repeats=options.repeats,
-        steps=options.steps,
-        seconds=options.seconds,
-        to_target=options.to_target,
-        noise=options.noise,
-        relaunch=options.relaunch,
-        oversubscribe=options.oversubscribe,
-        force=options.force,
-        seed=options.seed,
-    )
-    from scaleray.launch.study.study import study as run
-    from scaleray.reports.records.study import write_study_report
-    from scaleray.reports.terminal.record import show_record
-
     output = Output(json=json)
-    with output.kept_clean():
+    with output.running():
+        with stage("importing"):
+            from scaleray.launch.study.plan import Question
+            from scaleray.launch.study.study import study as run
+            from scaleray.reports.records.study import write_study_report
+            from scaleray.reports.terminal.record import show_record
+        question = Question(
+            world_sizes=sizes,
+            modes=options.modes,
+            repeats=options.repeats,
+            steps=options.steps,
+            seconds=options.seconds,
+            to_target=options.to_target,
+            noise=options.noise,
+            relaunch=options.relaunch,
+            oversubscribe=options.oversubscribe,
+            force=options.force,
+            seed=options.seed,
+        )
         record = run(
             resolved,
             question,

@@ -13,6 +13,7 @@ from cyclopts import Parameter
 from scaleray.cli.options import ConfigFile, Flag, Overrides, Several
 from scaleray.cli.output import Output, print_json, written_in
 from scaleray.errors import ConfigError
+from scaleray.progress import stage
 
 if TYPE_CHECKING:
     from scaleray.config import RunConfig
@@ -96,10 +97,11 @@ def sweep(
     else:
         tracking_uri = _given_again(continue_, config, overrides)
     output = Output(json=json, width=160)
-    with output.kept_clean():
-        from scaleray.launch.sweep.sweep import sweep as run
-        from scaleray.reports.records.sweep import write_sweep_report
-        from scaleray.reports.terminal.record import show_record
+    with output.running():
+        with stage("importing"):
+            from scaleray.launch.sweep.sweep import sweep as run
+            from scaleray.reports.records.sweep import write_sweep_report
+            from scaleray.reports.terminal.record import show_record
 
         record = run(
             resolved,

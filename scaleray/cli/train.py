@@ -7,6 +7,7 @@ import sys
 
 from scaleray.cli.options import ConfigFile, Flag, Json, Overrides, Several
 from scaleray.cli.output import print_json, written_in
+from scaleray.progress import stage
 
 
 def train(
@@ -52,7 +53,8 @@ def train(
         stack.enter_context(terminal)
         if not local and resume is None:  # of a run that is finished there is nothing to do
             stack.enter_context(connected(resolved, meanwhile=["scaleray.launch.run.train"]))
-        from scaleray.launch.run.train import train as run
+        with stage("importing"):
+            from scaleray.launch.run.train import train as run
 
         record = run(
             resolved,

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from scaleray.cli.numbers import whole_numbers
 from scaleray.cli.options import ConfigFile, Flag, Overrides
 from scaleray.cli.output import Output, print_json, written_in
+from scaleray.progress import stage
 
 if TYPE_CHECKING:
     from scaleray.config import RunConfig
+    from scaleray.launch.verify.certificate import Certificate
     from scaleray.launch.verify.plan import Question
 
 
@@ -60,48 +62,46 @@ def verify(
         Print the certificate as JSON on stdout; everything else goes to stderr.
     """
     from scaleray.config import load_config
+    from scaleray.reports.terminal.verification import WIDTH
 
     resolved = load_config(config, flags=overrides)
     sizes = whole_numbers("--world-sizes", options.world_sizes)
     pieces = whole_numbers("--accumulation", options.accumulation)
-    from scaleray.launch.verify.plan import Question
-
-    names = [s.strip() for s in options.strategies.split(",")]
-    question = Question(names, sizes, pieces, options.steps, options.bound, options.precision)
-    check = _resumes if options.resume else _equality
-    return check(resolved, question, options, config.resolve().parent if config else None, json=json)
-
-
-def _resumes(
-    config: RunConfig, question: Question, options: VerifyOptions, base_dir: Path | None, *, json: bool
-) -> int:
-    from scaleray.launch.verify.resume import verify_resumes
-    from scaleray.reports.terminal.verification import WIDTH
-
     output = Output(json=json, width=WIDTH)
-    with output.kept_clean():
-        answer = verify_resumes(
-            config, question, seed=options.seed, local=options.local, say=output.say, base_dir=base_dir
-        )
-    output.say(f"{answer.verdict} ({answer.duration_s:.0f} s, {answer.where})")
-    output.say(f"certificate:  {answer.run_dir}/certificate.json")
-    if json:
-        print_json(answer.to_dict(), written=written_in(answer.run_dir))
-    return 0 if answer.passed else 1
+    with output.running():
+        with stage("importing"):
+            from scaleray.launch.verify.plan import Question
 
-
-def _equality(
-    config: RunConfig, question: Question, options: VerifyOptions, base_dir: Path | None, *, json: bool
-) -> int:
-    from scaleray.launch.verify.verify import verify as run
-    from scaleray.reports.terminal.verification import WIDTH, as_text, lines, table
-
-    output = Output(json=json, width=WIDTH)
-    with output.kept_clean():
-        certificate = run(config, question, local=options.local, say=output.say, render=as_text, base_dir=base_dir)
-    output.console.print(table(certificate, width=output.console.width))
-    for line in lines(certificate):
-        output.say(line)
+        names = [s.strip() for s in options.strategies.split(",")]
+        question = Question(names, sizes, pieces, options.steps, options.bound, options.precision)
+        check = _resumes if options.resume else _equality
+        certificate, lines = check(resolved, question, options, config.resolve().parent if config else None, output)
+    for line in lines:
+        output.show(line)
     if json:
         print_json(certificate.to_dict(), written=written_in(certificate.run_dir))
     return 0 if certificate.passed else 1
+
+
+def _resumes(
+    config: RunConfig, question: Question, options: VerifyOptions, base_dir: Path | None, output: Output
+) -> tuple[Certificate, list[Any]]:
+    with stage("importing"):
+        from scaleray.launch.verify.resume import verify_resumes
+
+    answer = verify_resumes(config, question, seed=options.seed, local=options.local, say=output.say, base_dir=base_dir)
+    return answer, [
+        f"{answer.verdict} ({answer.duration_s:.0f} s, {answer.where})",
+        f"certificate:  {answer.run_dir}/certificate.json",
+    ]
+
+
+def _equality(
+    config: RunConfig, question: Question, options: VerifyOptions, base_dir: Path | None, output: Output
+) -> tuple[Certificate, list[Any]]:
+    with stage("importing"):
+        from scaleray.launch.verify.verify import verify as run
+        from scaleray.reports.terminal.verification import as_text, lines, table
+
+    certificate = run(config, question, local=options.local, say=output.say, render=as_text, base_dir=base_dir)
+    return certificate, [table(certificate, width=output.console.width), *lines(certificate)]

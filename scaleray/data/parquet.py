@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from scaleray.data.ragged import Ragged
-from scaleray.data.source import HASH_LIMIT_BYTES, Columns, as_numbers, hash_names
+from scaleray.data.source import HASH_LIMIT_BYTES, Columns, as_numbers, hash_blocks, hash_names
 from scaleray.errors import DataError
 from scaleray.filesystems import open_filesystem
 
@@ -75,12 +74,14 @@ class ParquetSource:
         }
         if size > HASH_LIMIT_BYTES or ("://" in self.uri and not self.uri.startswith("file://")):
             return {**facts, "sha256": hash_names(self.files), "hashed": "names and sizes"}
-        digest = hashlib.sha256()
-        for path, _ in self.files:
-            with open(path, "rb") as file:
-                while block := file.read(2**20):
-                    digest.update(block)
-        return {**facts, "sha256": digest.hexdigest(), "hashed": "content"}
+
+        def blocks() -> Iterator[bytes]:
+            for path, _ in self.files:
+                with open(path, "rb") as file:
+                    while block := file.read(2**20):
+                        yield block
+
+        return {**facts, "sha256": hash_blocks(blocks(), num_bytes=size), "hashed": "content"}
 
     def _check_columns(self, schemas: list[Any]) -> list[str]:
         """The columns to read, which every file must have with one type."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from scaleray.data.ragged import Ragged, is_list_of_unequal_rows
 from scaleray.errors import DataError
+from scaleray.progress import stage
 
 TRAIN = "train"  # the split that is trained on; all others are evaluated
 Columns = dict[str, Any]
@@ -65,6 +66,25 @@ def as_column(name: str, value: Any) -> Any:
             "resize or crop them to one shape",
         )
     return Ragged.of(rows)
+
+
+HASH_BLOCK_BYTES = 2**24
+
+
+def hash_blocks(blocks: Iterable[Any], *, num_bytes: int) -> str:
+    """SHA-256 of blocks of bytes one after the other, `num_bytes` in all."""
+    digest = hashlib.sha256()
+    with stage("hashing the data", total=num_bytes / 2**20, unit="MiB") as hashing:
+        for block in blocks:
+            digest.update(block)
+            hashing.advance(len(block) / 2**20)
+    return digest.hexdigest()
+
+
+def array_blocks(array: np.ndarray) -> Iterator[np.ndarray]:
+    """The bytes of an array in C order, in blocks, without a copy of the whole."""
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    yield from (flat[start : start + HASH_BLOCK_BYTES] for start in range(0, len(flat), HASH_BLOCK_BYTES))
 
 
 def hash_names(files: Sequence[tuple[str, int]]) -> str:

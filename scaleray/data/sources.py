@@ -7,7 +7,6 @@ path inside it must be visible on every node.
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import statistics
 import time
@@ -22,9 +21,20 @@ from scaleray.data.parquet import ParquetSource
 from scaleray.data.ragged import Ragged, flat_values
 from scaleray.data.row_random import RowRandom
 from scaleray.data.row_values import generators_kept, look_at_rows, spread_rows, with_row_values
-from scaleray.data.source import HASH_LIMIT_BYTES, TRAIN, Columns, Source, as_column, as_numbers, hash_names
+from scaleray.data.source import (
+    HASH_LIMIT_BYTES,
+    TRAIN,
+    Columns,
+    Source,
+    array_blocks,
+    as_column,
+    as_numbers,
+    hash_blocks,
+    hash_names,
+)
 from scaleray.data.transformed import Transform, Transformed
 from scaleray.errors import DataError
+from scaleray.progress import stage
 from scaleray.reproducibility.seeding import seed_row
 from scaleray.workload import call_user_code, no_exit, own_method
 
@@ -59,19 +69,20 @@ class ArraySource:
         return {name: array[indices] for name, array in self.arrays.items()}
 
     def describe(self) -> dict[str, Any]:
-        digest = hashlib.sha256()
-        for name, array in sorted(self.arrays.items()):
-            values = flat_values(array)
-            digest.update(f"{name}:{values.dtype.str}:{values.shape}".encode())
-            if isinstance(array, Ragged):
-                digest.update(array.offsets.tobytes())
-            digest.update(values.tobytes())
+        def blocks() -> Iterator[Any]:
+            for name, array in sorted(self.arrays.items()):
+                values = flat_values(array)
+                yield f"{name}:{values.dtype.str}:{values.shape}".encode()
+                if isinstance(array, Ragged):
+                    yield from array_blocks(array.offsets)
+                yield from array_blocks(values)
+
         size = sum(a.nbytes for a in self.arrays.values())
         return {
             "kind": "arrays",
             "rows": self.num_rows,
             "bytes": size,
-            "sha256": digest.hexdigest(),
+            "sha256": hash_blocks(blocks(), num_bytes=size),
             "hashed": "content",
         }
 
@@ -113,7 +124,7 @@ class TokenSource:
         }
         if self.path is not None and tokens.nbytes > HASH_LIMIT_BYTES:
             return {**facts, "sha256": hash_names([(self.path, tokens.nbytes)]), "hashed": "name and size"}
-        return {**facts, "sha256": hashlib.sha256(tokens.tobytes()).hexdigest(), "hashed": "content"}
+        return {**facts, "sha256": hash_blocks(array_blocks(tokens), num_bytes=tokens.nbytes), "hashed": "content"}
 
     def _tokens(self) -> np.ndarray:
         if self._array is None:
@@ -264,7 +275,8 @@ STORED = (ArraySource, TokenSource, ParquetSource)
 
 def load_sources(workload: Any) -> dict[str, Source]:
     """The workload's data by split. Raises DataError or WorkloadError."""
-    given = call_user_code(workload.datasets, what="datasets()", doing="reading the data")
+    with stage("reading the data"):
+        given = call_user_code(workload.datasets, what="datasets()", doing="reading the data")
     if not isinstance(given, Mapping) or TRAIN not in given:
         found = f"splits {sorted(given)}" if isinstance(given, Mapping) else type(given).__name__
         raise DataError(
@@ -273,7 +285,8 @@ def load_sources(workload: Any) -> dict[str, Source]:
             "it must return a mapping with the split 'train'",
             "for example {'train': ..., 'val': ...}",
         )
-    return {name: for_workload(as_source(value, split=name), workload, split=name) for name, value in given.items()}
+    with stage("looking at the rows"):
+        return {name: for_workload(as_source(value, split=name), workload, split=name) for name, value in given.items()}
 
 
 def for_workload(source: Source, workload: Any, *, split: str) -> Source:

@@ -172,8 +172,8 @@ WorkerMessage = (
 )
 Emit = Callable[[WorkerMessage], None]
 """Function that takes a message of a worker."""
-Show = Callable[[Sequence[WorkerMessage]], None]
-"""Function that is called with a run's messages as they arrive."""
+Show = Callable[[Sequence[WorkerMessage | Heartbeat]], None]
+"""Function that is called with a run's messages as they arrive, and with what its first worker is doing."""
 Say = Callable[[str], None]
 """Function that is called with lines of text for the user."""
 

@@ -16,21 +16,24 @@ from typing import Any
 import psutil
 import torch
 
+from scaleray.progress import stage
+
 LARGEST_HASHED_BYTES = 2**24  # larger files count by their size: data beside the code must not delay every start
 PACKAGES = ("scaleray", "torch", "ray", "mlflow", "mlflow-skinny", "numpy", "pyarrow", "pydantic")
 
 
 def environment(folder: str | Path = ".") -> dict[str, Any]:
     """Facts about this machine and this code; `folder` is the one that git is asked about."""
-    return {
-        "git": git_state(Path(folder)),
-        "python": platform.python_version(),
-        "packages": package_versions(),
-        "os": platform.platform(),
-        "cpu": {"model": cpu_model(), "cores": psutil.cpu_count(logical=False), "threads": psutil.cpu_count()},
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "accelerators": accelerators(),
-    }
+    with stage("taking down code, packages and hardware"):
+        return {
+            "git": git_state(Path(folder)),
+            "python": platform.python_version(),
+            "packages": package_versions(),
+            "os": platform.platform(),
+            "cpu": {"model": cpu_model(), "cores": psutil.cpu_count(logical=False), "threads": psutil.cpu_count()},
+            "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+            "accelerators": accelerators(),
+        }
 
 
 def environment_hash(facts: dict[str, Any]) -> str:

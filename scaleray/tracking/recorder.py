@@ -9,6 +9,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from scaleray.records.run import (
     DerivedRecord,
     EvaluationRecord,
     EventRecord,
+    Heartbeat,
     StepRecord,
     SystemRecord,
     WorkerMessage,
@@ -142,9 +144,11 @@ class Recorder(SignsOfLife):
         for message in messages:
             self._writer.put(message)
 
-    def poll(self, after: int) -> tuple[int, list[WorkerMessage]]:
-        """Messages to show, from number `after` on, and the number to ask for next."""
-        return self._shown.after(after)
+    def poll(self, after: int) -> tuple[int, list[WorkerMessage | Heartbeat]]:
+        """Messages to show, from number `after` on, and the number to ask for next; last, what the first worker does
+        now."""
+        number, messages = self._shown.after(after)
+        return number, [*messages, *(replace(beat, tail=()) for beat in self.heartbeats()[:1])]
 
     def mark_killed(self) -> None:
         """End the run as KILLED now, before the driver does so in good order, which it may not live long enough for."""

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from scaleray.config.base import without_password
 from scaleray.errors import TrackingError, first_line
+from scaleray.progress import stage
 from scaleray.tracking import unsent_file
 from scaleray.tracking.operations import LogArtifact, LogDataset, LogMetrics, LogParams, Operation, SetTags
 
@@ -66,7 +67,8 @@ def check_reachable(uri: str, *, timeout_s: float = 5.0) -> None:
             ) from exc
     elif uri.startswith("http"):
         try:
-            urllib.request.urlopen(uri.rstrip("/") + "/health", timeout=timeout_s).close()
+            with stage(f"looking for MLflow at {without_password(uri)}"):
+                urllib.request.urlopen(uri.rstrip("/") + "/health", timeout=timeout_s).close()
         except urllib.error.HTTPError:
             pass  # it answers; what it refuses will be said when the run is made
         except (OSError, ValueError) as exc:

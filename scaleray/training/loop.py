@@ -135,6 +135,7 @@ class _Run:
         setup: Setup | None = None
         try:
             with self._located():
+                self.progress.enter(Phase.MODEL)
                 setup = prepare(
                     job.workload, job.config, job.recipe, place, is_resumed=self.first_step > 0, varied=job.varied
                 )

@@ -20,6 +20,7 @@ from typing import Any
 from scaleray.config import RunConfig
 from scaleray.errors import ClusterError, first_line
 from scaleray.launch.cluster import own_ray, ray_settings
+from scaleray.progress import stage
 
 DRIVER_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -93,9 +94,11 @@ def connected(config: RunConfig, *, meanwhile: Sequence[str] = ()) -> Iterator[s
     try:
         with _importing([*meanwhile, "ray.train.torch"]):
             if address != "local":
-                _connect(address)
+                with stage(f"connecting to Ray at {address}"):
+                    _connect(address)
             else:
-                own_ray.start(config, {name: os.environ.get(name, value) for name, value in OWN_ENVIRONMENT.items()})
+                with stage("starting Ray on this machine"):
+                    own_ray.start(config, {k: os.environ.get(k, v) for k, v in OWN_ENVIRONMENT.items()})
                 _own_cluster = True
         yield _address()
     finally:

@@ -30,6 +30,7 @@ from scaleray.launch.session.folder import RunFolder
 from scaleray.launch.session.start import forbid_ray, with_absolute_paths
 from scaleray.launch.workers.recorder_actor import RemoteRecorder
 from scaleray.launch.workers.user_code import ship_user_code
+from scaleray.progress import stage
 from scaleray.records.run import EventRecord, RunRecord, Say, Show
 from scaleray.records.start import DATA, IMPORTS, RAY, StartClock
 from scaleray.reproducibility.fingerprint import environment
@@ -209,8 +210,9 @@ class _Run:
                 self.job, self.sources, here, run_path=self.folder.path, facts=facts, show=self.show
             )
         else:
-            ship_user_code(self.job.workload)
-            recorder = remote = RemoteRecorder(description)
+            with stage("preparing the launch"):
+                ship_user_code(self.job.workload)
+                recorder = remote = RemoteRecorder(description)
             # one node alone has no other to go on with
             can_be_preempted = len(self.topology) > 1
             work = lambda: fit(
@@ -240,7 +242,8 @@ class _Run:
             self._say_how_to_continue()
             recorder.close()
             raise
-        record = self._finish(recorder, "FINISHED", "", weights)
+        with stage("writing the record"):
+            record = self._finish(recorder, "FINISHED", "", weights)
         recorder.close()
         return record
 
@@ -269,7 +272,7 @@ class _Run:
             f"{r.total_steps} steps ({r.steps_per_epoch} an epoch), learning rate {r.learning_rate:g}{rule}",
             f"  sample order: {self.job.sample_order}",
             f"  rows are read by {READERS[self.data[TRAIN]['read_by']]}",
-            "  starting the workers ..." if self.topology[0]["node"] != "local" else "  in this process, without Ray",
+            *(["  in this process, without Ray"] if self.topology[0]["node"] == "local" else []),
             *(f"  changed: {change}" for change in self.changed),
         ]
 

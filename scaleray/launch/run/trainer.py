@@ -35,6 +35,7 @@ from scaleray.launch.workers.lost_workers import (
 from scaleray.launch.workers.ray_train import torch_trainer
 from scaleray.launch.workers.recorder_actor import RemoteRecorder
 from scaleray.launch.workers.signals import on_sigterm
+from scaleray.progress import stage
 from scaleray.records.run import EventRecord, Heartbeat, Show
 from scaleray.training.setup.job import TrainJob
 
@@ -64,24 +65,14 @@ def fit(
 
     run_path: the run's folder, for checkpoints and Ray Train's own files. facts: what every checkpoint says of the run.
     """
-    import ray
-
-    from scaleray.training.worker import Assignment
-
+    with stage("preparing the launch"):
+        assignment = _assignment(job, sources, recorder, run_path=run_path, facts=facts, preempted=can_be_preempted)
     config, max_failures = job.config, job.config.scale.max_failures
     streamed = {name: source.dataset for name, source in sources.items() if Split.of(name, source).is_streamed}  # type: ignore[attr-defined]
-    references = {name: ray.put(source) for name, source in sources.items() if name not in streamed}
-    assignment = Assignment(
-        job=job,
-        sources=RaySources(references, input_cpus(config, alive_nodes())),
-        recorder=recorder.actor,
-        run_path=run_path,
-        facts=facts,
-        can_be_preempted=can_be_preempted,
-    )
     # the watcher costs a process and prints an error at every start, so only where a node can be taken away
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "1" if can_be_preempted else "0"
-    with _showing(recorder, show) as watcher, _stop_on_sigterm(recorder, config.checkpoint.grace_s):
+    first_stage = f"starting the {job.config.scale.max_workers} worker{'s' if job.config.scale.max_workers > 1 else ''}"
+    with _showing(recorder, show, first_stage) as watcher, _stop_on_sigterm(recorder, config.checkpoint.grace_s):
         others = own_placement_groups()
         for attempt in itertools.count(1):
             lost = _fit_once(assignment, streamed, attempt, recorder, watcher)
@@ -100,6 +91,32 @@ def fit(
             recorder.log([EventRecord(text, kind="warning")])
             _wait_for_silence(recorder)
             remove_placement_groups(own_placement_groups() - others)
+
+
+def _assignment(
+    job: TrainJob,
+    sources: dict[str, Source],
+    recorder: RemoteRecorder,
+    *,
+    run_path: str,
+    facts: Mapping[str, Any],
+    preempted: bool,
+) -> Assignment:
+    """What every worker receives; data that is not streamed goes to the object store."""
+    import ray
+
+    from scaleray.training.worker import Assignment
+
+    stored = {name: source for name, source in sources.items() if not Split.of(name, source).is_streamed}
+    references = {name: ray.put(source) for name, source in stored.items()}
+    return Assignment(
+        job=job,
+        sources=RaySources(references, input_cpus(job.config, alive_nodes())),
+        recorder=recorder.actor,
+        run_path=run_path,
+        facts=facts,
+        can_be_preempted=preempted,
+    )
 
 
 def _fit_once(
@@ -213,8 +230,8 @@ class _Watcher:
     has_lost_recorder: its process is gone, and this interrupted the driver, or tried to.
     """
 
-    def __init__(self, recorder: RemoteRecorder, show: Show) -> None:
-        self.recorder, self.show = recorder, show
+    def __init__(self, recorder: RemoteRecorder, show: Show, first_stage: str) -> None:
+        self.recorder, self.show, self.first_stage = recorder, show, first_stage
         self.error: ScaleRayError | None = None
         self.position = 0
         self.has_lost_recorder = False
@@ -223,6 +240,8 @@ class _Watcher:
         self._start()
 
     def _start(self) -> None:
+        self.starting = contextlib.ExitStack()
+        self.starting.enter_context(stage(self.first_stage))
         self.thread = threading.Thread(target=self.watch, name="scaleray-show", daemon=True)
         self.thread.start()
 
@@ -237,9 +256,12 @@ class _Watcher:
         """End watching."""
         self.stop.set()
         self.thread.join(timeout=10)
+        self.starting.close()
 
     def show_new(self) -> None:
         self.position, messages = self.recorder.poll(self.position)
+        if any(isinstance(message, Heartbeat) for message in messages):
+            self.starting.close()  # they run
         if messages:
             self.show(messages)
 
@@ -270,11 +292,12 @@ class _Watcher:
 
 
 @contextlib.contextmanager
-def _showing(recorder: RemoteRecorder, show: Show) -> Iterator[_Watcher]:
-    """Hand the recorder's messages to `show` while the context lasts, and the rest at its end."""
+def _showing(recorder: RemoteRecorder, show: Show, first_stage: str) -> Iterator[_Watcher]:
+    """Hand the recorder's messages to `show` while the context lasts, and the rest at its end. first_stage: what is
+    done until the first of them."""
     import ray
 
-    watcher = _Watcher(recorder, show)
+    watcher = _Watcher(recorder, show, first_stage)
     try:
         yield watcher
     finally:

@@ -28,6 +28,7 @@ from scaleray.launch.study.hardware import OVERSUBSCRIBED
 from scaleray.launch.study.plan import MODES, Question
 from scaleray.launch.study.point import point_of
 from scaleray.launch.study.turn_store import KnownTurns
+from scaleray.progress import Stage
 from scaleray.records.run import EMULATED, Say
 from scaleray.records.study import Conditions, Curve, Mode, NoiseCourse, StudyRecord, ToTarget, Turn
 from scaleray.records.workload_profile import WorkloadProfile
@@ -65,6 +66,10 @@ class RunningStudy:
     profile: WorkloadProfile | str = "they were not counted before the study ended"
     """Counts of the model's operations, or why they are not known."""
     num_taken: int = 0
+    total: int = 0
+    """Turns that are to be taken."""
+    measuring: Stage = field(default_factory=lambda: Stage("measuring"))
+    """The turns, as a terminal shows them."""
     said: set[str] = field(default_factory=set)
     logged: set[tuple[Mode, str]] = field(default_factory=set)
 
@@ -179,6 +184,7 @@ class RunningStudy:
             rung.turns.append(turn)
             self.known.keep(name, turn)
             self.num_taken += 1
+            self.measuring.advance()
             ms = 1e3 * statistics.median(turn.step_times_s)
             self.say(
                 f"  [{self.num_taken}/{self.total}] {workers}, batch {rung.job.recipe.global_batch_size}: "

@@ -32,6 +32,7 @@ from scaleray.launch.study.running import RunningStudy, WriteReport
 from scaleray.launch.study.workers import climb_in_processes, climb_under_ray
 from scaleray.launch.workers.gloo import UserCode
 from scaleray.launch.workers.signals import sigterm_like_ctrl_c
+from scaleray.progress import stage
 from scaleray.records.run import Say
 from scaleray.records.study import StudyRecord
 from scaleray.tracking import store
@@ -91,12 +92,16 @@ def study(
             )
             climb = partial(climb_in_processes, code) if local else partial(climb_under_ray, folder.path)
             with running.kept_to_its_end():
-                for group in running.begin():
-                    climb(group, question.seed, running.keep, spread, sources)
-                    check_one_kind(rungs.values())
-                running.count_for_planner()
-                record = running.record()
-            return running.write(record)
+                groups = running.begin()
+                with stage("measuring", total=running.total, unit="turns") as running.measuring:
+                    for group in groups:
+                        climb(group, question.seed, running.keep, spread, sources)
+                        check_one_kind(rungs.values())
+                with stage("drawing the conclusions"):
+                    running.count_for_planner()
+                    record = running.record()
+            with stage("writing the report"):
+                return running.write(record)
 
 
 def _read(folder: str) -> StudyRecord:

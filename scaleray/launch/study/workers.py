@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from scaleray.config import RunConfig
 from scaleray.data import RaySources
@@ -13,10 +10,9 @@ from scaleray.data.source import Source
 from scaleray.launch.cluster.connection import input_cpus
 from scaleray.launch.workers.gloo import TELL, UserCode, gloo_processes
 from scaleray.launch.workers.ray_train import fit_group
+from scaleray.launch.workers.telling import handing_over
 from scaleray.launch.workers.user_code import ship_user_code
 from scaleray.training.study.ladder import Rung, Tell, climb
-
-POLL_S = 0.5
 
 
 def climb_in_processes(
@@ -34,53 +30,9 @@ def climb_under_ray(
     """Measure the rungs with Ray Train workers. storage_path: for Ray Train's own files. Raises what a worker
     raised."""
     import ray
-    from ray.util.queue import Queue
 
     ship_user_code(rungs[0].job.workload)
     stored = RaySources({name: ray.put(source) for name, source in sources.items()}, input_cpus(config))
-    queue = Queue(actor_options={"num_cpus": 0})
-    arguments = (rungs, seed, queue.put, stored)
     size, name = max(rung.workers for rung in rungs), f"ray_study_{rungs[0].name}"
-    try:
-        with _handing_over(queue, tell):
-            fit_group(config, size, climb, arguments, storage_path=storage_path, name=name)
-    finally:
-        queue.shutdown(force=True)
-
-
-@contextlib.contextmanager
-def _handing_over(queue: Any, tell: Tell) -> Iterator[None]:
-    """Gives what workers put into the queue to `tell`, in a thread, and the rest at the end.
-
-    Raises what `tell` raised.
-    """
-    from ray.exceptions import RayError
-    from ray.util.queue import Empty
-
-    is_over = threading.Event()
-    errors: list[Exception] = []
-
-    def hand_over() -> None:
-        while True:
-            try:
-                told = queue.get(timeout=POLL_S)
-            except Empty:
-                if is_over.is_set():
-                    return
-                continue
-            except RayError:  # the queue's process is gone, with the cluster most likely
-                return
-            try:
-                tell(told)
-            except Exception as exc:  # the driver's to raise, in its own thread
-                errors.append(exc)
-
-    thread = threading.Thread(target=hand_over, name="scaleray-study", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join(timeout=30)
-    if errors:
-        raise errors[0]
+    with handing_over(tell) as put:
+        fit_group(config, size, climb, (rungs, seed, put, stored), storage_path=storage_path, name=name)

@@ -20,6 +20,7 @@ from scaleray.launch.sweep.plan import SweepPlan
 from scaleray.launch.sweep.same_trainings import SameTrainings, counted_for, trained_by_key, training_key
 from scaleray.launch.sweep.trial_records import make_trial, trial_line
 from scaleray.launch.sweep.tune import remove_scraps, run_experiment
+from scaleray.progress import Stage, stage
 from scaleray.records.run import Say
 from scaleray.records.sweep import SweepRecord, Trial
 from scaleray.scaling.sweeps.result import DIVERGED, FAILED, NOT_STARTED, common_causes, sentences, with_common_target
@@ -55,6 +56,7 @@ class RunningSweep:
         self.tracking_uri, self.started_at = tracking_uri, started_at
         self.trials: list[Trial] = files.read_trials()
         self._is_recorded = False
+        self.running = Stage("trials")
         self.run: ParentRun | None = None
 
     def __enter__(self) -> RunningSweep:
@@ -176,7 +178,9 @@ class RunningSweep:
             raise KeyboardInterrupt
 
     def _fit(self, **options: Any) -> set[int]:
-        return run_experiment(self.plan, self.nodes, folder=self.files.folder.path, on_trial=self._keep, **options)
+        with stage("trials", total=self._num_planned(), unit="trials") as self.running:
+            self.running.advance(sum(trial.status != NOT_STARTED for trial in self.trials))
+            return run_experiment(self.plan, self.nodes, folder=self.files.folder.path, on_trial=self._keep, **options)
 
     def _keep(self, trial: Trial, *, is_said: bool = True) -> None:
         """Keep a trial's record: on disk first, then in MLflow, then on the terminal."""
@@ -184,6 +188,7 @@ class RunningSweep:
         self.files.write_trial(trial)
         self.trials = sorted([*self.trials, trial], key=lambda t: t.number)
         self.run.log_trial(trial)
+        self.running.advance()
         if is_said:
             num_started = sum(t.status != NOT_STARTED for t in self.trials)
             self.say(trial_line(trial, num_started, self._num_planned()))

@@ -19,6 +19,7 @@ from scaleray.launch.workers.gloo import gloo_processes
 from scaleray.launch.workers.ray_train import fit_group
 from scaleray.launch.workers.signals import sigterm_like_ctrl_c
 from scaleray.launch.workers.user_code import ship_user_code
+from scaleray.progress import stage
 from scaleray.records.run import Say
 from scaleray.training.setup.place import Place
 from scaleray.training.verify.resume import Interruption, ResumeOutcome, interruption_job, verify_resume
@@ -62,9 +63,11 @@ def verify_resumes(
         outcomes = []
         with recorded(verification, kind="verify-resume") as (folder, run):
             todo = _interruptions(verification.plan, random.Random(seed), folder.path)
-            for outcome in _outcomes(todo, verification, folder.path):
-                say(f"  {line(outcome)}")
-                outcomes.append(outcome)
+            with stage("interrupting and resuming", total=len(todo), unit="variants") as resuming:
+                for outcome in _outcomes(todo, verification, folder.path):
+                    say(f"  {line(outcome)}")
+                    outcomes.append(outcome)
+                    resuming.advance()
             passed, words = verdict(outcomes)
             certificate = ResumeCertificate(
                 passed=passed,

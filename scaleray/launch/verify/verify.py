@@ -26,16 +26,18 @@ from scaleray.launch.verify.certificate import (
 )
 from scaleray.launch.verify.plan import Plan, Question, course_in_words
 from scaleray.launch.verify.preparation import Verification, prepared
-from scaleray.launch.workers.gloo import gloo_processes
+from scaleray.launch.workers.gloo import TELL, gloo_processes
 from scaleray.launch.workers.ray_train import fit_group
 from scaleray.launch.workers.signals import sigterm_like_ctrl_c
+from scaleray.launch.workers.telling import handing_over
 from scaleray.launch.workers.user_code import ship_user_code
+from scaleray.progress import stage
 from scaleray.records.run import Say
 from scaleray.training.setup.place import Place
-from scaleray.training.verify.variants import Assignment, Outcome, References, verify_group
+from scaleray.training.verify.variants import Assignment, Outcome, References, Tell, verify_group
 
-RunGroup = Callable[[int, Assignment, References], tuple[list[Outcome], References]]
-"""Function that runs the variants of one number of workers."""
+RunGroup = Callable[[int, Assignment, References, Tell], tuple[list[Outcome], References]]
+"""Function that runs the variants of one number of workers, and tells of each that is done."""
 CHECKPOINTS = "compared"
 """The folder of the checkpoints that are passed on between numbers of workers; deleted at the end."""
 PARAMS = (
@@ -100,11 +102,12 @@ def _outcomes(plan: Plan, question: Question, run_group: RunGroup, say: Say, che
     references: References = {}
     for world_size, variants in plan.groups.items():
         labels = ", ".join(v.label for v in variants) or "the reference"
-        say(f"  {world_size} worker{'s' if world_size > 1 else ''}: {labels} ...")
+        workers = f"{world_size} worker{'s' if world_size > 1 else ''}"
+        say(f"  {workers}: {labels} ...")
         started = time.monotonic()
-        outcomes, references = run_group(
-            world_size, Assignment(plan.reference, tuple(variants), question.bound, checkpoints), references
-        )
+        assignment = Assignment(plan.reference, tuple(variants), question.bound, checkpoints)
+        with stage(f"comparing on {workers}", total=len(variants), unit="variants") as comparing:
+            outcomes, references = run_group(world_size, assignment, references, lambda label: comparing.advance())
         bad = sum(outcome.verdict == "differs" for outcome in outcomes)
         found = f"{bad} of {len(outcomes)} differ" if bad else "no mismatch"
         say(f"    {found}, {time.monotonic() - started:.0f} s")
@@ -120,8 +123,10 @@ def _local_groups(verification: Verification) -> Iterator[RunGroup]:
     workload, read = verification.workload, _read(verification)
     with gloo_processes(max(verification.plan.groups), verification.code, timeout_s=timeout_s) as processes:
 
-        def run_group(world_size: int, assignment: Assignment, references: References) -> Any:
-            return processes.run(world_size, verify_here, assignment, references, read, workload=workload)
+        def run_group(world_size: int, assignment: Assignment, references: References, tell: Tell) -> Any:
+            return processes.run(
+                world_size, verify_here, assignment, references, read, TELL, workload=workload, on_message=tell
+            )
 
         yield run_group
 
@@ -132,13 +137,13 @@ def _read(verification: Verification) -> dict[str, Source]:
 
 
 def verify_here(
-    place: Place, assignment: Assignment, references: References, sources: Mapping[str, Source]
+    place: Place, assignment: Assignment, references: References, sources: Mapping[str, Source], tell: Tell
 ) -> tuple[list[Outcome], References]:
     """One worker's part. It reads its rows itself, so that nothing but the training differs."""
     import torch
 
     torch.set_num_threads(1)
-    return verify_group(place, assignment, references, sources=sources)
+    return verify_group(place, assignment, references, sources=sources, tell=tell)
 
 
 # under Ray
@@ -151,10 +156,11 @@ def _ray_groups(verification: Verification, folder: RunFolder) -> Iterator[RunGr
     ship_user_code(verification.workload)
     read = ray.put(_read(verification))
 
-    def run_group(world_size: int, assignment: Assignment, references: References) -> Any:
-        arguments = (assignment, ray.put(references), read)
+    def run_group(world_size: int, assignment: Assignment, references: References, tell: Tell) -> Any:
         config = (assignment.variants or (assignment.reference,))[0].job.config
-        return fit_group(config, world_size, verify_here, arguments, storage_path=folder.path, name="ray_verify")
+        with handing_over(tell) as put:
+            arguments = (assignment, ray.put(references), read, put)
+            return fit_group(config, world_size, verify_here, arguments, storage_path=folder.path, name="ray_verify")
 
     with sigterm_like_ctrl_c():
         yield run_group

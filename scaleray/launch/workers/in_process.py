@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,13 +13,16 @@ from scaleray.checkpoints.catalog import Catalog
 from scaleray.data.source import Source
 from scaleray.errors import DataError
 from scaleray.launch.workers.signals import on_sigterm
-from scaleray.records.run import Show, WorkerMessage
+from scaleray.records.run import Heartbeat, Show, WorkerMessage
 from scaleray.tracking.recorder import Recorder
 from scaleray.training import loop
+from scaleray.training.health.progress import Progress, Watchdog
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing, Control
 from scaleray.training.state.weights import save_weights
+
+BEAT_S = 0.5  # seconds between two looks at what it does
 
 
 def run_here(
@@ -39,7 +44,14 @@ def run_here(
         recorder.log([message])
         show([message])
 
-    place, control = Place(device=device), Control()
+    def beat(step: int, phase: str, since_s: float) -> bool:
+        show([Heartbeat(0, "here", os.getpid(), step, phase, since_s)])
+        return False
+
+    place, control, progress = Place(device=device), Control(), Progress()
+    life = Watchdog(
+        progress, interval_s=BEAT_S, limit_s=math.inf, beat=beat, on_leave=lambda: None, on_hang=lambda what: None
+    )
     checkpointing = Checkpointing(
         job,
         place,
@@ -53,13 +65,14 @@ def run_here(
     if device.type == "cpu":
         torch.set_num_threads(max(1, int(job.config.scale.cpus_per_worker)))
     try:
-        with on_sigterm(control.wants_leave.set, once=True):  # asks the loop to save and leave after its step
+        with life, on_sigterm(control.wants_leave.set, once=True):  # asks the loop to save and leave after its step
             loop.run(
                 job,
                 place,
                 sources=sources,
                 emit=emit,
                 checkpointing=checkpointing,
+                progress=progress,
                 save_weights=lambda share: save_weights(share, run_path, rank=0),
             )
     finally:

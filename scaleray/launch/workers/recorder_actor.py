@@ -98,7 +98,7 @@ class RemoteRecorder:
         """See `Recorder.log`."""
         self._ask(self.actor.log.remote(messages))
 
-    def poll(self, after: int) -> tuple[int, list[WorkerMessage]]:
+    def poll(self, after: int) -> tuple[int, list[WorkerMessage | Heartbeat]]:
         """See `Recorder.poll`."""
         number, messages = self._ask(self.actor.poll.remote(after))
         return int(number), list(messages)

@@ -1,18 +1,33 @@
 """A run on the terminal: a line of fixed columns once an interval in a job's log, a live table where
-somebody watches."""
+somebody watches; and what is under way until its first step, and whenever a step is long in coming."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
+from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 
+from scaleray.progress import Stage
 from scaleray.records import start
-from scaleray.records.run import CheckpointRecord, EvaluationRecord, EventRecord, RunRecord, StepRecord, WorkerMessage
+from scaleray.records.heartbeat_phases import EVALUATING, Phase, in_words
+from scaleray.records.run import (
+    CheckpointRecord,
+    EvaluationRecord,
+    EventRecord,
+    Heartbeat,
+    RunRecord,
+    StepRecord,
+    WorkerMessage,
+)
+from scaleray.reports.terminal.stages import QUIET_S, StageDisplay, duration
+
+LEFT_S = 10.0
+"""Seconds that must be left of a training for its lines to say so."""
 
 
 class Terminal:
@@ -24,61 +39,110 @@ class Terminal:
     def __init__(self, console: Console, *, interval_s: float) -> None:
         self.console, self.interval_s = console, interval_s
         self.total_steps = 0
-        self._live: Live | None = None
+        self.stages = StageDisplay(console, above=lambda: self._shown)
+        self._shown: Table | None = None
+        self._steps: Stage | None = None
+        self._status: Stage | None = None
+        self._evaluation_s: float | None = None
         self._printed_at = time.monotonic() - interval_s
         self._window: list[StepRecord] = []
         self._metrics: dict[str, float] = {}
+        self._lock = threading.Lock()  # heartbeats of a run in this process come from a thread of their own
 
     def __enter__(self) -> Terminal:
-        if self.console.is_terminal:
-            self._live = Live(console=self.console, refresh_per_second=4)
-            self._live.start()
+        self.stages.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        if self._live is not None:
-            self._live.stop()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stages.__exit__(kind, error, trace)
 
     def say(self, text: str) -> None:
         """Print one plain line."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.stages.say(text)
 
     def expect_steps(self, total_steps: int) -> None:
         """Set the number of steps of the whole training."""
         self.total_steps = total_steps
 
-    def show(self, messages: Sequence[WorkerMessage]) -> None:
+    def show(self, messages: Sequence[WorkerMessage | Heartbeat]) -> None:
         """Show messages that arrived together; steps are kept until the interval is over."""
-        for message in messages:
-            if isinstance(message, StepRecord):
-                self._window.append(message)
-            elif isinstance(message, EvaluationRecord):
-                self._metrics = message.metrics
-                if self._live is None:
-                    values = " | ".join(f"{k} {v:.4g}" for k, v in sorted(message.metrics.items()))
-                    self.say(f"{_progress(message.step, self.total_steps)} | {values}")
-            elif isinstance(message, CheckpointRecord):
-                written, total = message.bytes_written / 2**20, message.total_bytes / 2**20
-                self.say(
-                    f"{_progress(message.step, self.total_steps)} | checkpoint | "
-                    f"{written:.1f} of {total:.1f} MiB written in {message.duration_s:.1f} s, "
-                    f"training waited {message.stall_s * 1000:.0f} ms"
-                )
-            elif isinstance(message, EventRecord):
-                self.say(f"{message.kind}: {message.text}")
-        if not self._window:
+        with self._lock:
+            for message in messages:
+                self._take(message)
+            if not self._window:
+                return
+            is_edge = self._window[0].step == 1 or self._window[-1].step == self.total_steps
+            if is_edge or time.monotonic() - self._printed_at >= self.interval_s:
+                self._print_steps()
+
+    def _take(self, message: WorkerMessage | Heartbeat) -> None:
+        if isinstance(message, Heartbeat):
+            self._take_heartbeat(message)
+        elif isinstance(message, StepRecord):
+            self._window.append(message)
+            self._take_progress(message)
+        elif isinstance(message, EvaluationRecord):
+            self._metrics, self._evaluation_s = message.metrics, message.duration_s
+            self._set_status(None)
+            if not self.console.is_terminal:
+                values = " | ".join(f"{k} {v:.4g}" for k, v in sorted(message.metrics.items()))
+                self.say(f"{_progress(message.step, self.total_steps)} | {values}")
+        elif isinstance(message, CheckpointRecord):
+            written, total = message.bytes_written / 2**20, message.total_bytes / 2**20
+            self.say(
+                f"{_progress(message.step, self.total_steps)} | checkpoint | "
+                f"{written:.1f} of {total:.1f} MiB written in {message.duration_s:.1f} s, "
+                f"training waited {message.stall_s * 1000:.0f} ms"
+            )
+        elif isinstance(message, EventRecord):
+            self.say(f"{message.kind}: {message.text}")
+
+    def _take_heartbeat(self, beat: Heartbeat) -> None:
+        """Show what takes long: everything before the first step, an evaluation, and a step of seconds."""
+        name, status = in_words(beat.phase, beat.step), self._status
+        if status is not None and name == status.name:
             return
-        is_edge = self._window[0].step == 1 or self._window[-1].step == self.total_steps
-        if is_edge or time.monotonic() - self._printed_at >= self.interval_s:
-            self._print_steps()
+        if status is not None and status.name == EVALUATING and beat.phase == Phase.INPUT:
+            return  # an evaluation waits for its rows, too
+        if beat.step > 0 and beat.phase != Phase.EVALUATION and beat.since_s < QUIET_S:
+            return self._set_status(None)
+        new = Stage(name)
+        new.started_at -= beat.since_s
+        if name == EVALUATING and self._evaluation_s is not None:  # it takes as long as the one before
+            new.note = f"the one before took {duration(self._evaluation_s)}"
+        self._set_status(new)
+
+    def _set_status(self, status: Stage | None) -> None:
+        before, self._status = self._status, status
+        if before is not None:
+            self.stages.end(before)
+        if status is not None:
+            self.stages.begin(status)
+
+    def _take_progress(self, record: StepRecord) -> None:
+        """Count a step, for the bar of the whole training and the time that is left."""
+        if self._status is not None and self._status.name != EVALUATING:
+            self._set_status(None)
+        if self._steps is None:
+            self._steps = Stage("training", total=max(0, self.total_steps - record.step), unit="steps")
+            self._first_step = record.step
+            if self.console.is_terminal:
+                self.stages.begin(self._steps)
+        self._steps.done = record.step - self._first_step
+        if record.step == self.total_steps and self.console.is_terminal:
+            self.stages.forget(self._steps)
 
     def _print_steps(self) -> None:
         window, self._window = self._window, []
         self._printed_at = time.monotonic()
-        if self._live is not None:
-            self._live.update(self._table(window))
+        if self.console.is_terminal:
+            self._shown = self._table(window)
         else:
-            self.say(step_line(window, self.total_steps))
+            left_s = self._steps.left_s if self._steps is not None else None
+            left = f" | about {duration(left_s)} left" if left_s is not None and left_s >= LEFT_S else ""
+            self.say(f"{step_line(window, self.total_steps)}{left}")
 
     def _table(self, window: list[StepRecord]) -> Table:
         last, seconds, rate, wait = _figures(window)

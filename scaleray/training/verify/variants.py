@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -62,6 +63,8 @@ __all__ = [
 UNSAVED = "the state of the"
 """Beginning of an error that says which part of a training's state cannot be saved."""
 
+Tell = Callable[[str], None]
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -94,18 +97,21 @@ class Assignment:
 
 
 def verify_group(
-    place: Place, assignment: Assignment, references: References, *, sources: Sources
+    place: Place, assignment: Assignment, references: References, *, sources: Sources, tell: Tell = lambda label: None
 ) -> tuple[list[Outcome], References]:
     """Judge every variant. Collective over the place's group. The references found are added to those given (rank 0).
 
-    Raises UsageError when the reference itself cannot run.
+    tell: called on rank 0 with the label of each variant that has been judged. Raises UsageError when the reference
+    itself cannot run.
     """
-    return _Group(place, assignment, references, sources).run()
+    return _Group(place, assignment, references, sources, tell).run()
 
 
 class _Group:
-    def __init__(self, place: Place, assignment: Assignment, references: References, sources: Sources) -> None:
-        self.place, self.assignment, self.sources = place, assignment, sources
+    def __init__(
+        self, place: Place, assignment: Assignment, references: References, sources: Sources, tell: Tell
+    ) -> None:
+        self.place, self.assignment, self.sources, self.tell = place, assignment, sources, tell
         self.references, self.bound = references, assignment.bound
         self.unsaved = ""
 
@@ -125,6 +131,7 @@ class _Group:
                 self.outcomes.append(self._outcome(variant))
                 if self.place.rank == 0:
                     self.runs.forget(variant)
+                    self.tell(variant.label)
         return self.outcomes, self.runs.references
 
     def _choose_quiet(self) -> tuple[str, bool]:
