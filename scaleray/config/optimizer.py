@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from scaleray.config.base import Count, NonNegative, Positive, Probability, Settings
+from scaleray.errors import ConfigError
 
 
 class OptimizerSettings(Settings):
@@ -15,8 +16,9 @@ class OptimizerSettings(Settings):
     name: Literal["adamw", "sgd", "lars", "lamb"] = "adamw"
     """Name of the optimizer: adamw (decoupled weight decay), sgd (with momentum), or their layer-wise relatives for
     large batches: lars and lamb."""
-    learning_rate: Annotated[float, Field(gt=0, le=1e6)]
-    """Peak learning rate, tuned at the reference batch."""
+    learning_rate: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Peak learning rate, tuned at the reference batch. None: that of the workload's own optimizer, where it brings
+    one."""
     reference_batch_size: Count | None = None
     """Batch at which the learning rate was tuned, in `batch.unit`. None: the global batch itself, so rules change
     nothing."""
@@ -40,3 +42,8 @@ class OptimizerSettings(Settings):
     """lars and lamb: adapt and decay parameters of one dimension too, which are biases and the scales of norms."""
     clip_norm: Positive | None = None
     """Largest global norm of the gradient. None: no clipping."""
+
+
+def missing_rate(why: str) -> ConfigError:
+    """The error of a config without a learning rate, where somebody needs one."""
+    return ConfigError("optimizer.learning_rate", None, f"it is required: {why}", "such as 1e-3")

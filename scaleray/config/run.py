@@ -42,7 +42,7 @@ class RunConfig(Settings):
 
     workload: WorkloadSettings
     batch: BatchSettings
-    optimizer: OptimizerSettings
+    optimizer: OptimizerSettings = OptimizerSettings()
     stop: StopSettings
     schedule: ScheduleSettings = ScheduleSettings()
     evaluation: EvaluationSettings = EvaluationSettings()

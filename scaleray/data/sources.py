@@ -46,6 +46,8 @@ class ArraySource:
     group_sizes: tuple[int, ...] | None = None
     row_s = 0.0
     """Seconds that reading a row takes: it is copied."""
+    notes: tuple[str, ...] = ()
+    """What the user should know of how these rows are read, for the start of a run and its record."""
 
     def __init__(self, arrays: Mapping[str, Any], *, tokens_per_row: int | None = None) -> None:
         found = {name: as_column(name, value) for name, value in arrays.items()}
@@ -149,6 +151,7 @@ class DatasetSource:
 
     group_sizes: tuple[int, ...] | None = None
     tokens_per_row: int | None = None
+    notes: tuple[str, ...] = ()
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

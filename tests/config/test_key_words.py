@@ -11,7 +11,7 @@ from scaleray.errors import ConfigError
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        ("optimizer.learning_rate", "a number above 0, at most 1e+06"),
+        ("optimizer.learning_rate", "a number above 0, at most 1e+06, or null"),
         ("optimizer.betas", "a list of 2 numbers from 0 to below 1"),
         ("batch.micro_size", "a whole number of at least 1, or null"),
         ("batch.drop_last", "true or false"),

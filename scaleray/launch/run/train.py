@@ -27,7 +27,7 @@ from scaleray.launch.run.resume import Request, make_request
 from scaleray.launch.run.trainer import Interrupted, fit
 from scaleray.launch.session.data import check_same_data, size_of
 from scaleray.launch.session.folder import RunFolder
-from scaleray.launch.session.start import forbid_ray, with_absolute_paths
+from scaleray.launch.session.start import check_learning_rate, forbid_ray, with_absolute_paths
 from scaleray.launch.workers.recorder_actor import RemoteRecorder
 from scaleray.launch.workers.user_code import ship_user_code
 from scaleray.progress import stage
@@ -92,6 +92,7 @@ def train(
     tracking_uri = store.resolve_uri(config.tracking.uri)
     store.check_reachable(tracking_uri)
     workload = make_workload(workload, config.workload.name, config.workload.args, base_dir=request.base_dir)
+    check_learning_rate(config, workload)
     folder = RunFolder.reserve(config) if before is None else RunFolder.reopen(before.path)
     try:
         with _environment(config, local=local) as topology:
@@ -142,6 +143,11 @@ def _environment(config: RunConfig, *, local: bool) -> Iterator[list[dict[str, A
         yield cluster.topology(nodes)
 
 
+def _notes_of(source: Source) -> dict[str, list[str]]:
+    notes = getattr(source, "notes", ())
+    return {"notes": list(notes)} if notes else {}
+
+
 class _Run:
     def __init__(
         self,
@@ -162,7 +168,10 @@ class _Run:
         self.facts: dict[str, Any] = {"environment": environment(), "topology": topology}
         splits = {name: Split.of(name, source) for name, source in sources.items()}
         readers = "worker" if topology[0]["node"] == "local" else config.data.readers
-        self.data = {name: {**source.describe(), **splits[name].reading(readers)} for name, source in sources.items()}
+        self.data = {
+            name: {**source.describe(), **splits[name].reading(readers), **_notes_of(source)}
+            for name, source in sources.items()
+        }
         if before is not None:
             known = (before.newest.facts.get("data") or {}) if before.newest else {}
             advice = "resume with the same data, or start a new run from its weights: --workload.weights RUN_FOLDER"
@@ -255,10 +264,11 @@ class _Run:
             if config.optimizer.rule == "none"
             else f" (rule {config.optimizer.rule} from {config.optimizer.learning_rate:g})"
         )
-        if brings_optimizer(self.job.workload):
+        if brings_optimizer(self.job.workload) and r.learning_rate is not None:
             rule += " for the workload's own optimizer()"
         elif brings_schedule(self.job.workload):
             rule += " for the workload's own schedule()"
+        rate = "the workload's own learning rate" if r.learning_rate is None else f"learning rate {r.learning_rate:g}"
         start = "run"
         if self.before is not None:
             newest = self.before.newest
@@ -269,9 +279,10 @@ class _Run:
             f"{config.precision.dtype}, "
             f"global batch {r.global_batch_size} = {config.scale.max_workers} x {r.accumulation_steps} x "
             f"{r.micro_batch_size}, "
-            f"{r.total_steps} steps ({r.steps_per_epoch} an epoch), learning rate {r.learning_rate:g}{rule}",
+            f"{r.total_steps} steps ({r.steps_per_epoch} an epoch), {rate}{rule}",
             f"  sample order: {self.job.sample_order}",
             f"  rows are read by {READERS[self.data[TRAIN]['read_by']]}",
+            *(f"  the {name} data: {note}" for name, facts in self.data.items() for note in facts.get("notes", ())),
             *(["  in this process, without Ray"] if self.topology[0]["node"] == "local" else []),
             *(f"  changed: {change}" for change in self.changed),
         ]

@@ -6,12 +6,15 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from scaleray.config import RunConfig
 from scaleray.config.base import absolute_path
+from scaleray.config.optimizer import missing_rate
 from scaleray.errors import ConfigError
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.session.folder import RunFolder
+from scaleray.workload import brings_optimizer
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
@@ -43,6 +46,12 @@ def check_local(config: RunConfig) -> None:
 def forbid_ray() -> None:
     """Keep a Ray Dataset in a local run from starting a cluster in passing."""
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+
+
+def check_learning_rate(config: RunConfig, workload: Any) -> None:
+    """Raise ConfigError where nobody says the learning rate."""
+    if config.optimizer.learning_rate is None and not brings_optimizer(workload):
+        raise missing_rate("the workload brings no optimizer of its own")
 
 
 @contextlib.contextmanager

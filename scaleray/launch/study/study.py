@@ -17,7 +17,13 @@ from scaleray.data import load_sources
 from scaleray.errors import ConfigError
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.session.conditions import check_same, conditions_of
-from scaleray.launch.session.start import check_local, connected_unless, own_folder, with_absolute_paths
+from scaleray.launch.session.start import (
+    check_learning_rate,
+    check_local,
+    connected_unless,
+    own_folder,
+    with_absolute_paths,
+)
 from scaleray.launch.study import noise as study_noise
 from scaleray.launch.study.hardware import (
     check_one_kind,
@@ -64,6 +70,7 @@ def study(
     more = [_read(folder) for folder in points_of]
     code = UserCode(config.workload.name if workload is None else None, config.workload.args, base_dir, workload)
     workload = code.load()
+    check_learning_rate(config, workload)
     with connected_unless(config, local=local):
         nodes = None if local else cluster.alive_nodes()
         sources = load_sources(workload)

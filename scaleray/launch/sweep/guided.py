@@ -162,11 +162,12 @@ def _rank(plan: SweepPlan, settings: Settings) -> tuple[Any, ...]:
     optimizer = settings.get(OPTIMIZER, plan.base.optimizer.name)
     order = THEORY.get(optimizer, ())
     rule = settings.get(RULE, plan.base.optimizer.rule)
-    rate = settings.get(LEARNING_RATE, plan.base.optimizer.learning_rate)
+    own_rate = plan.base.optimizer.learning_rate
+    rate = settings.get(LEARNING_RATE, own_rate) or 1.0
     return (
         optimizer != plan.base.optimizer.name,
         order.index(rule) if rule in order else len(order),
-        abs(math.log(rate / plan.base.optimizer.learning_rate)),
+        abs(math.log(rate / (own_rate or rate))),
         _arm(settings),
     )
 

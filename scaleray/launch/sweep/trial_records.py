@@ -48,7 +48,7 @@ def make_trial(
     everything = full_settings(plan, settings)
     try:
         recipe = plan.job(settings).recipe
-        batch_size, rate = recipe.global_batch_size, recipe.learning_rate
+        batch_size, rate = recipe.global_batch_size, recipe.learning_rate or float(everything[LEARNING_RATE])
     except ScaleRayError:  # one that never fits
         batch_size, rate = int(everything[BATCH_SIZE]), float(everything[LEARNING_RATE])
     hit = _target_hit(plan, points, end=(samples, seconds) if status == "target reached" else None)

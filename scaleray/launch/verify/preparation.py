@@ -14,7 +14,7 @@ from scaleray.data import load_sources
 from scaleray.data.source import Source
 from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.cluster.connection import alive_nodes
-from scaleray.launch.session.start import connected_unless, with_absolute_paths
+from scaleray.launch.session.start import check_learning_rate, connected_unless, with_absolute_paths
 from scaleray.launch.verify.plan import Plan, Question, make_plan
 from scaleray.launch.workers.gloo import UserCode
 from scaleray.tracking import store
@@ -47,6 +47,7 @@ def prepared(
     store.check_reachable(tracking_uri)
     code = UserCode(config.workload.name if workload is None else None, config.workload.args, base_dir, workload)
     workload = code.load()
+    check_learning_rate(config, workload)
     with connected_unless(config, local=local):
         sources = load_sources(workload)
         plan = make_plan(config, question, workload, sources)

@@ -6,7 +6,10 @@ workers of an elastic run.
 
 from __future__ import annotations
 
+import math
+
 from scaleray.config import RunConfig
+from scaleray.config.optimizer import missing_rate
 from scaleray.errors import ConfigError
 from scaleray.scaling.noise.source import check_noise_scale
 from scaleray.scaling.recipe.batches import (
@@ -78,7 +81,7 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
         accumulation_steps=accumulation_steps,
         model_parallel_size=model_parallel_size,
         **vars(lengths),
-        learning_rate=scaled.learning_rate,
+        learning_rate=None if math.isnan(scaled.learning_rate) else scaled.learning_rate,
         betas=scaled.betas,
         epsilon=scaled.epsilon,
         strategy=strategy,
@@ -120,7 +123,13 @@ def _scaled(config: RunConfig, why: dict[str, str]) -> Hyperparameters:
     by_rule = f"rule {settings.rule} at kappa = {kappa:.4g} = {size} / {settings.reference_batch_size}"
     for name in MOVED_BY_RULES:
         why[name] = "as tuned (rule none)" if settings.rule == "none" else by_rule
-    return RULES[settings.rule](Hyperparameters(settings.learning_rate, settings.betas, settings.epsilon), kappa)
+    rate = settings.learning_rate
+    if rate is None:
+        if settings.rule != "none":
+            raise missing_rate(f"the rule {settings.rule} starts from it")
+        why["learning_rate"] = "the workload's own"
+        rate = math.nan
+    return RULES[settings.rule](Hyperparameters(rate, settings.betas, settings.epsilon), kappa)
 
 
 def _check(config: RunConfig, strategy: str, workers: int) -> None:

@@ -46,7 +46,8 @@ class Recipe:
     evaluate_every_steps: int | None
     checkpoint_every_steps: int | None
     keep_checkpoint_every_steps: int | None
-    learning_rate: float
+    learning_rate: float | None
+    """None: that of the workload's own optimizer, which its workers know."""
     betas: tuple[float, float]
     epsilon: float
     strategy: str

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from scaleray.config import Duration, RunConfig
-from scaleray.config.optimizer import OptimizerSettings
+from scaleray.config.optimizer import OptimizerSettings, missing_rate
 from scaleray.errors import ConfigError
 from scaleray.parsing import load_yaml
 from scaleray.scaling.recipe.lr_rules import RULES
@@ -87,7 +87,10 @@ def question_of(
         WARMUP: _durations(warmups) if warmups else (str(config.schedule.warmup),),
         **dict(map(_varied, vary)),
     }
-    rates = parse_rates("--learning-rates", learning_rates) if learning_rates else (config.optimizer.learning_rate,)
+    rate = config.optimizer.learning_rate
+    if not learning_rates and rate is None:
+        raise missing_rate("a sweep starts from it")
+    rates = parse_rates("--learning-rates", learning_rates) if learning_rates else (rate or 0.0,)
     if guided_share is not None:
         _check_guided(guided_share, search)
         search = "grid"

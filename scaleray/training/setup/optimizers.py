@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Collection
 from typing import Any
@@ -11,11 +12,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from scaleray.config import RunConfig
+from scaleray.config.optimizer import missing_rate
 from scaleray.scaling.recipe.schedules import learning_rate_factor
 from scaleray.scaling.recipe.values import Recipe
 from scaleray.training.setup import own_schedule
 from scaleray.training.setup.large_batch_optimizers import Lamb, Lars
-from scaleray.training.setup.own_optimizer import InUse, OptimizerValues, build_own
+from scaleray.training.setup.own_optimizer import InUse, OptimizerValues, WithoutRate, build_own
 from scaleray.training.setup.several_optimizers import check_losses
 from scaleray.workload import brings_optimizer, brings_schedule
 
@@ -43,18 +45,23 @@ def _build(
     workload: Any, model: nn.Module, config: RunConfig, recipe: Recipe, varied: Collection[str]
 ) -> tuple[torch.optim.Optimizer, InUse]:
     settings = config.optimizer
-    values = OptimizerValues(
+    make = OptimizerValues if recipe.learning_rate is not None else WithoutRate
+    values = make(
         name=settings.name,
-        learning_rate=recipe.learning_rate,
+        learning_rate=math.nan if recipe.learning_rate is None else recipe.learning_rate,
         betas=recipe.betas,
         epsilon=recipe.epsilon,
         weight_decay=settings.weight_decay,
         momentum=settings.momentum,
         nesterov=settings.nesterov,
+        total_steps=own_schedule.whole_steps(config, recipe),
+        steps_per_epoch=recipe.steps_per_epoch,
     )
     own, in_use = None, InUse()
     if brings_optimizer(workload):
         own, in_use = build_own(lambda values: workload.optimizer(model, values), values, config, varied)
+    if own is None and recipe.learning_rate is None:
+        raise missing_rate("the workload brings no optimizer of its own")
     return own or _configured(model, values, config), in_use
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from scaleray.config import RunConfig
+from scaleray.config.optimizer import missing_rate
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.scaling.recipe.lr_rules import MOVED_BY_RULES
 from scaleray.training.setup.several_optimizers import SeveralOptimizers, members
@@ -32,6 +33,25 @@ class OptimizerValues:
     weight_decay: float
     momentum: float
     nesterov: bool
+    total_steps: int
+    """Optimizer steps of the whole training."""
+    steps_per_epoch: int
+
+    def changed(self, **values: Any) -> OptimizerValues:
+        """The same values but for these."""
+        return dataclasses.replace(self, **values)
+
+
+class WithoutRate(OptimizerValues):
+    """Values of a config that names no learning rate, which is said where an optimizer asks for it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "learning_rate":
+            raise missing_rate("the workload's own optimizer() asks for it")
+        return super().__getattribute__(name)
+
+    def changed(self, **values: Any) -> OptimizerValues:
+        return dataclasses.replace(self, **{"learning_rate": math.nan, **values})
 
 
 @dataclass(frozen=True)
@@ -71,7 +91,7 @@ def build_own(
     ignored = _unmoved(build, own, values, asked) if asked else {}
     asks_for_name = _is_set("name", config, varied)
     if asks_for_name:
-        changed = _try(build, dataclasses.replace(values, name="sgd" if values.name != "sgd" else "adamw"))
+        changed = _try(build, values.changed(name="sgd" if values.name != "sgd" else "adamw"))
         if changed is not None and _kinds(changed) == _kinds(own):
             ignored["name"] = True
     if asked or asks_for_name:
@@ -85,6 +105,8 @@ def build_own(
         for name in NOT_GIVEN
         if _is_set(name, config, varied)
     ]
+    if config.optimizer.learning_rate is None:
+        other = ["learning_rate", *other]
     in_use = {name: _of_groups(own, name)[0] for name in other if name in MOVED_BY_RULES and _of_groups(own, name)}
     return own, InUse(in_use, warnings)
 
@@ -104,6 +126,8 @@ def _kinds(own: torch.optim.Optimizer) -> list[str]:
 
 def _matters(name: str, values: OptimizerValues, config: RunConfig, varied: Collection[str]) -> bool:
     """Whether somebody asked for the value: the user, by another one than the default, or a rule."""
+    if getattr(config.optimizer, name) is None:
+        return False
     is_moved = name in MOVED_BY_RULES and getattr(values, name) != getattr(config.optimizer, name)
     return is_moved or _is_set(name, config, varied)
 
@@ -156,9 +180,9 @@ def _unmoved(build: Build, own: torch.optim.Optimizer, values: OptimizerValues, 
 def _other(values: OptimizerValues) -> OptimizerValues:
     """Other values that are just as possible."""
     part = lambda value: 0.25 if value == 0.5 else 0.5
-    return dataclasses.replace(
-        values,
-        learning_rate=values.learning_rate / 2,
+    rate = {} if isinstance(values, WithoutRate) else {"learning_rate": values.learning_rate / 2}
+    return values.changed(
+        **rate,
         betas=(part(values.betas[0]), part(values.betas[1])),
         epsilon=2 * values.epsilon,
         weight_decay=2 * values.weight_decay + 0.01,

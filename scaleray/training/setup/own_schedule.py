@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
@@ -51,9 +52,7 @@ def build_own(
     rule, would change nothing.
     """
     make = partial(_made, build, configured)
-    # where only the first part of a training is run, or more than the whole, it is still the schedule of the whole
-    if config.schedule.length is None:
-        recipe = dataclasses.replace(recipe, total_steps=max(recipe.total_steps, recipe.schedule_steps))
+    recipe = dataclasses.replace(recipe, total_steps=whole_steps(config, recipe))
     rehearsal = _stand_in(optimizer)
     first = make(rehearsal, recipe)
     if first is None:
@@ -67,8 +66,9 @@ def build_own(
             if _try(make, _stand_in(optimizer), other, num_steps) == rates:
                 ignored.append(name)
     halved = _stand_in(optimizer, factor=0.5)
-    half = dataclasses.replace(recipe, learning_rate=recipe.learning_rate / 2)
-    ignores_rate = _try(make, halved, half, num_steps) == rates
+    rate = recipe.learning_rate
+    half = dataclasses.replace(recipe, learning_rate=None if rate is None else rate / 2)
+    ignores_rate = _try(make, halved, half, num_steps) == rates and rate is not None
     peak = max(of_step[0] for of_step in rates)
     for name in ignored:
         _refuse_varied(f"schedule.{name}", getattr(config.schedule, name), varied)
@@ -81,7 +81,7 @@ def build_own(
         else f"schedule.{name} has no effect on the workload's own schedule()"
         for name in ignored
     ]
-    due = in_use.values.get("learning_rate", recipe.learning_rate)
+    due = in_use.values.get("learning_rate", math.nan if rate is None else rate)
     if ignores_rate and not _same(peak, due):
         warnings.append(
             f"the workload's own schedule() ignores optimizer.learning_rate: its largest rate is {peak:g}, not "
@@ -91,6 +91,11 @@ def build_own(
     own = make(optimizer, recipe)  # last, so that a workload that keeps what it made keeps this one
     _no_warning(optimizer)  # of a first step that was skipped, which is no mistake here
     return own, InUse(values, [*in_use.warnings, *warnings])
+
+
+def whole_steps(config: RunConfig, recipe: Recipe) -> int:
+    """Optimizer steps of the whole training, also where only the first part of it is run, or more than the whole."""
+    return recipe.total_steps if config.schedule.length else max(recipe.total_steps, recipe.schedule_steps)
 
 
 def _made(

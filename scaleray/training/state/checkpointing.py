@@ -310,6 +310,7 @@ def _resumed(manifest: Manifest, world_size: int, job: TrainJob) -> str:
     before, now = manifest.values[PROGRESS]["global_batch_size"], job.recipe.global_batch_size
     if before != now:
         text += f"; global batch {before} -> {now}"
-        if rates := manifest.values["schedule"].get("base_lrs"):  # a workload's own schedule may have none
+        rates = manifest.values["schedule"].get("base_lrs")  # a workload's own schedule may have none
+        if rates and job.recipe.learning_rate is not None:
             text += f", learning rate {rates[0]:g} -> {job.recipe.learning_rate:g}"
     return text

@@ -36,6 +36,10 @@ DRAWS = 5
 """How often a loss is looked at that can only be had in training mode, where dropout and the like make each look
 another."""
 
+ROUNDING = {"fp64": 1e-9, "fp32": 2e-5, "tf32": 2e-3}
+"""How far a sum may be from that of its halves, relatively, which other kernels compute; before training, rows have
+much the same loss, so that little tells a mean over something else from one over rows."""
+
 Result = TypeVar("Result")
 
 
@@ -97,7 +101,7 @@ def _look_at_loss(
         if own_method(workload, "collate") is not None:
             check_same_structure(look.batch_of(np.arange(look.rows_with_gradients)), place)
         count = look.as_in_training(config)
-        look.whether_it_is_a_sum()
+        look.whether_it_is_a_sum(config)
         if evaluated:
             look.whether_it_can_be_evaluated(evaluated)
     counted, looked_at = place.all_reduce([count or 0.0, 0.0 if count is None else float(look.rows_with_gradients)])
@@ -154,7 +158,7 @@ class _Look:
             )
         return count
 
-    def whether_it_is_a_sum(self) -> None:
+    def whether_it_is_a_sum(self, config: RunConfig) -> None:
         """Raise WorkloadError where the loss is a mean.
 
         The look is in evaluation mode if the loss can be had there: dropout, and statistics of a batch, change with the
@@ -164,8 +168,12 @@ class _Look:
         for with_gradients in (False, True):  # a penalty on gradients needs them
             with evaluation_mode(module, with_gradients=with_gradients):
                 found = self._attempt(partial(self._halves, with_gradients))
+                asks = found is not None and hasattr(self.workload, "explain_weight")
+                again = self._attempt(partial(self._halves, with_gradients)) if asks else None
             if found is not None:
                 _check_halves(*found)
+                if found == again:  # else it draws random numbers, and nobody can tell
+                    self._check_weight(*found, precision="tf32" if config.precision.tf32 else config.precision.dtype)
                 return
         self.can_be_evaluated = False
         for with_gradients in (False, True):
@@ -174,6 +182,14 @@ class _Look:
             if repeats is not None:
                 _check_repeated(*repeats)
                 return
+
+    def _check_weight(self, whole: tuple[float, float], *halves: tuple[float, float], precision: str) -> None:
+        """Raise the workload's error for a loss whose halves do not add up, where it wants to know."""
+        if len(halves) == 2 and min(count for _, count in halves) > 0:
+            added = sum(total for total, _ in halves)
+            is_sum = math.isclose(whole[0], added, rel_tol=ROUNDING.get(precision, 1e-2), abs_tol=1e-12)
+            if not is_sum and math.isfinite(added) and (error := self.workload.explain_weight(whole, *halves)):
+                raise error
 
     def whether_it_can_be_evaluated(self, splits: Sequence[str]) -> None:
         """Raise WorkloadError for a loss that training mode alone has, where evaluations have no other."""

@@ -202,7 +202,9 @@ class TraceProbe:
         groups, workload = self._setup.optimizer.param_groups, self.job.workload
         if callable(getattr(workload, "optimizer", None)):
             return tuple(float(group.get("initial_lr", group["lr"])) for group in groups)
-        return (self.job.recipe.learning_rate,) * len(groups)
+        rate = self.job.recipe.learning_rate
+        assert rate is not None  # the configured optimizer has one
+        return (rate,) * len(groups)
 
     def _optimizer_state(self, *, here: bool = False) -> dict[str, np.ndarray]:
         """Signatures of the optimizer's tensors by name, from whichever rank has them; those of this rank alone where

@@ -1,0 +1,7 @@
+"""LightningModules as workloads: `as_workload(MyModule, MyDataModule)` runs them as they are."""
+
+from __future__ import annotations
+
+from scaleray.lightning.workload import LightningWorkload, as_workload
+
+__all__ = ["LightningWorkload", "as_workload"]

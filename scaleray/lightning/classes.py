@@ -1,0 +1,103 @@
+"""What scaleray runs of a LightningModule or LightningDataModule, and what it refuses by name before anything starts.
+
+Lightning is not imported here: its classes are found among the parents of the user's, under either of its package
+names.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from scaleray.errors import WorkloadError
+
+PACKAGES = ("lightning", "pytorch_lightning")
+OWN_STEP = "scaleray takes the step itself, the same under every strategy"
+REFUSED_OF_MODULE = {
+    "backward": (OWN_STEP, "leave it out"),
+    "optimizer_step": (OWN_STEP, "leave it out"),
+    "optimizer_zero_grad": (OWN_STEP, "leave it out"),
+    "lr_scheduler_step": (
+        "schedulers are stepped as Lightning does by itself",
+        "return one with torch's interface from configure_optimizers",
+    ),
+    "configure_gradient_clipping": (
+        "gradients are clipped by their norm over all workers",
+        "leave it out, and use --optimizer.clip-norm",
+    ),
+    "on_before_zero_grad": (OWN_STEP, "use on_train_batch_start or on_train_batch_end"),
+    "on_before_backward": (OWN_STEP, "compute it in training_step"),
+    "on_after_backward": (OWN_STEP, "gradients' norms are in the record; use --optimizer.clip-norm to clip"),
+    "on_before_optimizer_step": (OWN_STEP, "gradients' norms are in the record; use --optimizer.clip-norm to clip"),
+    "on_before_batch_transfer": ("scaleray brings batches to the device", "use on_after_batch_transfer"),
+    "transfer_batch_to_device": ("scaleray brings batches to the device", "use on_after_batch_transfer"),
+    "configure_callbacks": ("Lightning's callbacks belong to its Trainer", "use stop.at, or callbacks of the workload"),
+    "configure_sharded_model": ("Lightning has given it up", "use configure_model"),
+    "on_save_checkpoint": ("checkpoints are scaleray's own", "keep what is to be saved in buffers"),
+    "on_load_checkpoint": ("checkpoints are scaleray's own", "keep what is to be saved in buffers"),
+}
+"""Hooks that would change a step, or belong to Lightning's Trainer: why not, and what to do instead."""
+REFUSED_OF_DATA = ("on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device")
+
+
+def lightning_base(cls: Any, name: str) -> type | None:
+    """Lightning's class of this name (`LightningModule`, ...) that `cls` comes from; None where it does not."""
+    parents = cls.__mro__ if isinstance(cls, type) else ()
+    return next((p for p in parents if p.__name__ == name and p.__module__.partition(".")[0] in PACKAGES), None)
+
+
+def is_overridden(name: str, made: Any, base: str = "LightningModule") -> bool:
+    """Whether a class, or an object, has a method of its own in place of Lightning's."""
+    own = getattr(made, name, None)
+    cls = made if isinstance(made, type) else type(made)
+    return own is not None and getattr(own, "__func__", own) is not getattr(lightning_base(cls, base), name, None)
+
+
+def check_module_class(cls: Any) -> None:
+    """Raise WorkloadError for what is no LightningModule, or has hooks that scaleray cannot run."""
+    if lightning_base(cls, "LightningModule") is None:
+        found = cls.__name__ if isinstance(cls, type) else type(cls).__name__
+        raise WorkloadError("as_workload()", found, "it takes a LightningModule, or a class of them")
+    if not is_overridden("training_step", cls):
+        raise WorkloadError(place_of(cls), "without training_step", "it must give the loss of a batch")
+    for name, (allowed, hint) in REFUSED_OF_MODULE.items():
+        if is_overridden(name, cls):
+            raise WorkloadError(place_of(cls, name), f"with {name}() of its own", allowed, hint)
+    if "dataloader_iter" in inspect.signature(cls.training_step).parameters:
+        allowed = "scaleray gives it one batch at a time"
+        raise WorkloadError(place_of(cls, "training_step"), "with dataloader_iter", allowed, "take (batch, batch_idx)")
+
+
+def check_data_class(cls: type) -> None:
+    """Raise WorkloadError for a LightningDataModule with hooks that scaleray cannot run."""
+    for name in REFUSED_OF_DATA:
+        if is_overridden(name, cls, "LightningDataModule"):
+            allowed = "scaleray brings batches to the device"
+            hint = "transform rows in the Dataset, or batches in the module's on_after_batch_transfer"
+            raise WorkloadError(place_of(cls, name), f"with {name}() of its own", allowed, hint)
+
+
+def check_module(module: Any) -> None:
+    """Raise WorkloadError for a module that wants to take its steps itself."""
+    if not module.automatic_optimization:
+        allowed = "scaleray takes the step itself: automatic_optimization must stay True"
+        hint = "return the loss from training_step, and one optimizer from configure_optimizers"
+        raise WorkloadError(place_of(type(module)), "of manual optimisation", allowed, hint)
+
+
+def arguments_of(made_of: Any) -> Mapping[str, inspect.Parameter]:
+    """What a class or a function can be given by name; nothing where it is made already."""
+    if not (isinstance(made_of, type) or inspect.isfunction(made_of)):
+        return {}
+    return {p.name: p for p in inspect.signature(made_of).parameters.values() if p.kind is not p.VAR_POSITIONAL}
+
+
+def place_of(cls: type, name: str | None = None) -> str:
+    """The class, with file and line of it or of one of its methods."""
+    about: Any = getattr(cls, name, cls) if name else cls
+    try:
+        file, (_, line) = inspect.getsourcefile(about), inspect.getsourcelines(about)
+    except (OSError, TypeError):  # a notebook, or made without source
+        return cls.__name__
+    return f"{cls.__name__} in {file}:{line or 1}"

@@ -1,0 +1,196 @@
+"""The data of a LightningDataModule, or of a module's own hooks: the Dataset is taken out of each DataLoader.
+
+Which rows make up a step, and in which order, is scaleray's business then: loaders keep their collation, and what else
+they were given is said where it has no effect, or refused by name where it would have changed what is learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    default_collate,
+)
+
+from scaleray.data import ArraySource
+from scaleray.data.source import TRAIN
+from scaleray.data.sources import DatasetSource
+from scaleray.errors import DataError
+from scaleray.lightning.batches import columns_of
+
+VAL, TEST = "val", "test"
+MODES = {"max_size_cycle": max, "min_size": min}
+"""How several train loaders run beside each other, and the length that the mode gives them."""
+
+
+class Rows(Dataset[dict[str, Any]]):
+    """The items of a Dataset as columns whose names tell their structure."""
+
+    def __init__(self, split: str, items: Any) -> None:
+        self.split, self.items = split, items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return columns_of(self.split, self.items[index])
+
+
+class SideBySide(Dataset[Any]):
+    """Items of several Datasets in one: the shorter ones begin again. items: Datasets in a list or a dict."""
+
+    def __init__(self, items: Any, length: int) -> None:
+        self.items, self.length = items, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        if isinstance(self.items, Mapping):
+            return {name: items[index % len(items)] for name, items in self.items.items()}
+        return [items[index % len(items)] for items in self.items]
+
+
+def train_source(given: Any) -> Any:
+    """The source of what `train_dataloader()` gave. Raises DataError."""
+    loaders = dict(_loaders(TRAIN, given))
+    notes = [note for name, loader in loaders.items() for note in _check(name, loader)]
+    if not loaders:
+        raise DataError("train_dataloader()", given, "it must return a DataLoader", "training needs rows")
+    if list(loaders) == [TRAIN]:
+        return _source(TRAIN, _items(loaders[TRAIN]), notes)
+    sizes = {loader.batch_size for loader in loaders.values()}
+    if len(sizes) > 1:
+        raise DataError(
+            "train_dataloader()",
+            f"several loaders with batches of {', '.join(map(str, sorted(sizes)))} rows",
+            "a row of a step holds one item of each of them",
+            "give them one batch size",
+        )
+    mode = getattr(given, "mode", None) or "max_size_cycle"
+    if mode not in MODES:
+        allowed = f"training can run loaders side by side: {', '.join(MODES)}"
+        raise DataError("train_dataloader()", f"a CombinedLoader of mode {mode}", allowed)
+    inner = getattr(given, "iterables", given)
+    items = {name: _items(loader) for name, loader in loaders.items()}
+    together: Any = dict(zip(inner, items.values(), strict=True)) if isinstance(inner, Mapping) else [*items.values()]
+    rows = SideBySide(together, MODES[mode](map(len, items.values())))
+    notes.append("items of its loaders are paired by their place, the same in every epoch")
+    return _source(TRAIN, rows, notes)
+
+
+def evaluation_sources(split: str, given: Any) -> dict[str, Any]:
+    """The sources of what `val_dataloader()` or `test_dataloader()` gave, by the name of their split: several loaders
+    are splits of their own. Raises DataError."""
+    loaders = dict(_loaders(split, given))
+    return {name: _source(name, _items(loader), _check(name, loader)) for name, loader in loaders.items()}
+
+
+def loader_number(split: str) -> int | None:
+    """Place of an evaluation split among several loaders, None where it is the only one."""
+    _, _, number = split.partition("_")
+    return int(number) if number else None
+
+
+def _loaders(name: str, given: Any) -> Iterator[tuple[str, Any]]:
+    """Each loader by the name of its split; a number tells several of them apart."""
+    given = getattr(given, "iterables", given)  # Lightning's CombinedLoader
+    if given is None:
+        return
+    if not isinstance(given, (list, tuple, Mapping)):
+        yield name, given
+        return
+    inner = list(given.values()) if isinstance(given, Mapping) else list(given)
+    if len(inner) == 1 and not isinstance(given, Mapping):
+        yield name, inner[0]
+        return
+    yield from ((f"{name}_{number}", loader) for number, loader in enumerate(inner))
+
+
+def _check(split: str, loader: Any) -> list[str]:
+    """What of a loader has no effect, in words. Raises DataError for what would change the training."""
+    what = f"the {split} loader"
+    if isinstance(loader, Dataset):
+        return []
+    if not isinstance(loader, DataLoader):
+        allowed = "the Dataset is taken out of it, so it must be a torch DataLoader (or a Dataset)"
+        raise DataError(what, type(loader).__name__, allowed)
+    if isinstance(loader.dataset, IterableDataset):
+        allowed = "rows must be read by index, for an order that does not depend on the number of workers"
+        found = f"over an IterableDataset ({type(loader.dataset).__name__})"
+        raise DataError(what, found, allowed, "use a map-style Dataset, or a source of scaleray.data")
+    if loader.batch_sampler is None or type(loader.batch_sampler) is not BatchSampler:
+        found = "without batches" if loader.batch_sampler is None else f"with {type(loader.batch_sampler).__name__}"
+        allowed = "scaleray cuts the batches, from items that are single rows"
+        raise DataError(what, found, allowed, "leave batch_sampler out and give batch_size; see docs/lightning.md")
+    if loader.collate_fn is not default_collate:
+        name = getattr(loader.collate_fn, "__qualname__", type(loader.collate_fn).__name__)
+        raise DataError(what, f"with collate_fn {name}", "items of one shape are put together by torch's default", "")
+    return [*_check_sampler(what, split, loader), *_without_effect(split, loader)]
+
+
+def _check_sampler(what: str, split: str, loader: DataLoader[Any]) -> list[str]:
+    sampler = loader.sampler
+    known = (RandomSampler, SequentialSampler, DistributedSampler, SubsetRandomSampler)
+    if type(sampler) not in known:
+        allowed = "it would decide which rows are learned, and scaleray has an order of its own"
+        hint = "leave it out, and weight rows in the loss or repeat them in the Dataset"
+        raise DataError(what, f"with the sampler {type(sampler).__name__}", allowed, hint)
+    if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(loader.dataset)):  # type: ignore[arg-type]
+        found = "with a RandomSampler that repeats or leaves out rows"
+        raise DataError(what, found, "an epoch of scaleray has every row once", "use shuffle=True")
+    if split.startswith(TRAIN) and isinstance(sampler, SequentialSampler):
+        return ["its DataLoader does not shuffle; data.shuffle decides here (true unless set to false)"]
+    return []
+
+
+def _without_effect(split: str, loader: DataLoader[Any]) -> list[str]:
+    notes = []
+    if split.startswith(TRAIN):
+        notes.append(f"its DataLoader has batches of {loader.batch_size}; batch.global_size decides here")
+    if loader.drop_last:
+        key = "batch.drop_last decides here" if split.startswith(TRAIN) else "every row is evaluated here"
+        notes.append(f"its DataLoader drops the last batch; {key}")
+    if loader.worker_init_fn is not None:
+        notes.append("its DataLoader's worker_init_fn is not called; scaleray seeds random numbers for each row")
+    return notes
+
+
+def _items(loader: Any) -> Any:
+    """The Dataset of a loader; the part of it that its sampler draws from."""
+    if isinstance(loader, Dataset):
+        return loader
+    sampler = loader.sampler
+    if isinstance(sampler, SubsetRandomSampler):
+        return Subset(loader.dataset, list(sampler.indices))
+    return loader.dataset
+
+
+def _source(split: str, items: Any, notes: list[str]) -> ArraySource | DatasetSource:
+    tensors = _tensors(items)
+    if tensors is not None:
+        source: ArraySource | DatasetSource = ArraySource(columns_of(split, tensors))
+    else:
+        source = DatasetSource(Rows(split, items))
+    source.notes = tuple(notes)
+    return source
+
+
+def _tensors(items: Any, chosen: Callable[[Any], Any] = lambda tensor: tensor) -> tuple[Any, ...] | None:
+    """The rows of a TensorDataset, or of a part of one, which need not be read one by one; None of any other."""
+    if type(items) is Subset:
+        index = np.asarray(items.indices)
+        return _tensors(items.dataset, lambda tensor: chosen(tensor[index]))
+    return tuple(chosen(tensor) for tensor in items.tensors) if type(items) is TensorDataset else None

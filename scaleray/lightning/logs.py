@@ -1,0 +1,134 @@
+"""What a module logs: `self.log` and `self.log_dict` keep values with their weights, by Lightning's rules.
+
+A mean over an epoch is weighted by the rows of each batch (or the `batch_size` given), as Lightning weights it; here as
+a sum and a count, so that the mean is over the rows of all workers, whatever `sync_dist` says.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from scaleray.errors import WorkloadError
+from scaleray.lightning.trainer import refused
+
+SHORT_NAMES = {"val": ("val", "valid", "validation"), "test": ("test",)}
+"""First words of a logged name that say no more than its split does."""
+
+
+@dataclass(frozen=True)
+class Logged:
+    """One logged value. value: a tensor without gradient, or a torchmetrics object. weight: rows that it is a mean
+    over."""
+
+    name: str
+    value: Any
+    weight: Any
+    on_step: bool
+    on_epoch: bool
+
+    @property
+    def is_metric(self) -> bool:
+        """Whether it is a torchmetrics object, which keeps its own sums."""
+        return not isinstance(self.value, torch.Tensor)
+
+
+class Log:
+    """Takes the place of a module's `log`: keeps what is logged while a step runs, forgets it at any other time."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Logged] | None = None
+        self._rows = 0
+        self._step_by_default = False
+
+    @contextmanager
+    def keeping(self, rows: int, *, is_training: bool) -> Iterator[dict[str, Logged]]:
+        """Context that keeps what is logged, by name. rows: of the batch."""
+        self._kept, self._rows, self._step_by_default = {}, rows, is_training
+        try:
+            yield self._kept
+        finally:
+            self._kept = None
+
+    def __call__(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Keep a value, as `LightningModule.log` does with the same arguments."""
+        if self._kept is None:
+            return
+        if reduce_fx not in ("mean", torch.mean) and isinstance(value, (torch.Tensor, numbers.Number)):
+            found = getattr(reduce_fx, "__name__", reduce_fx)
+            hint = "log the mean, or use a torchmetrics object (SumMetric, MaxMetric, MinMetric)"
+            raise refused(f"reduce_fx={found} of self.log({name!r})", "values over workers are weighted means", hint)
+        if isinstance(value, numbers.Number):
+            value = torch.tensor(float(value))  # type: ignore[arg-type]
+        if isinstance(value, torch.Tensor):
+            value = _one_number(name, value)
+        elif not hasattr(value, "compute") or not hasattr(value, "update"):
+            raise refused(f"self.log({name!r})", "it takes a number, a tensor of one element or a torchmetrics object")
+        self._kept[name] = Logged(
+            name,
+            value,
+            self._rows if batch_size is None else batch_size,
+            on_step=self._step_by_default if on_step is None else on_step,
+            on_epoch=not self._step_by_default if on_epoch is None else on_epoch,
+        )
+
+
+def _one_number(name: str, value: torch.Tensor) -> torch.Tensor:
+    if value.numel() != 1:
+        shape = list(value.shape)
+        raise refused(f"self.log({name!r}) of a tensor of shape {shape}", "it takes one number", "log its mean()")
+    value = value.detach().reshape(())
+    return value.clone() if value.is_floating_point() else value.float()
+
+
+def short_names(names: Iterable[str], split: str) -> dict[str, str]:
+    """Names under which a split's values are recorded, by the names under which they were logged.
+
+    `val_loss` and `val/loss` of the split `val` are `loss`, as the record has `val/loss` then.
+    """
+    words = SHORT_NAMES.get(split.partition("_")[0], ())
+    found = {name: _without(name, words) for name in names}
+    known: dict[str, str] = {}
+    for name, short in found.items():
+        if known.setdefault(short, name) != name:
+            allowed = f"both are {short!r} in the split {split}"
+            raise WorkloadError(f"the names {known[short]!r} and {name!r} of self.log()", "too alike", allowed)
+    return found
+
+
+def _without(name: str, words: Iterable[str]) -> str:
+    for word in words:
+        for mark in "/_.":
+            if name.startswith(word + mark) and len(name) > len(word) + 1:
+                return name[len(word) + 1 :]
+    return name
+
+
+def sums(kept: Mapping[str, Logged]) -> dict[str, tuple[Any, Any]]:
+    """(sum, count) of every value that is averaged over an epoch."""
+    return {
+        name: (logged.value * logged.weight, logged.weight)
+        for name, logged in kept.items()
+        if logged.on_epoch and not logged.is_metric
+    }

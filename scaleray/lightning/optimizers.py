@@ -1,0 +1,188 @@
+"""The optimizer and the schedulers of `configure_optimizers`, in all of its forms, stepped as Lightning steps them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from scaleray.errors import WorkloadError
+
+KEYS = {"scheduler", "interval", "frequency", "monitor", "strict", "reduce_on_plateau", "name"}
+WHAT = "configure_optimizers()"
+
+
+@dataclass
+class Due:
+    """A scheduler, and when it is stepped: every `frequency` steps or epochs, one with a monitor after an
+    evaluation."""
+
+    scheduler: Any
+    interval: str = "epoch"
+    frequency: int = 1
+    monitor: str | None = None
+    strict: bool = True
+    reduce_on_plateau: bool = False
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
+        if self.interval not in ("step", "epoch"):
+            raise WorkloadError(f"interval of a scheduler in {WHAT}", self.interval, "it is 'step' or 'epoch'")
+        if not isinstance(self.scheduler, LRScheduler):
+            kind = type(self.scheduler).__name__
+            raise WorkloadError(f"a scheduler in {WHAT}", kind, "it must be one of torch.optim.lr_scheduler")
+        if self.reduce_on_plateau and self.monitor is None:
+            allowed = "ReduceLROnPlateau needs the name of the value that it follows"
+            raise WorkloadError(f"monitor in {WHAT}", None, allowed, "for example 'monitor': 'val_loss'")
+
+    def is_due(self, number: int) -> bool:
+        """Whether it is stepped after step or epoch `number` of its interval, counted from 1."""
+        return number % self.frequency == 0
+
+
+@dataclass(frozen=True)
+class Configured:
+    """What a module trains with; `optimizer` is None where it leaves that to the config."""
+
+    optimizer: Optimizer | None = None
+    schedulers: list[Due] = field(default_factory=list)
+
+
+def configured(given: Any) -> Configured:
+    """What `configure_optimizers` gave, in any of Lightning's forms. Raises WorkloadError for anything else."""
+    optimizers, schedulers, monitor = _taken_apart(given)
+    if not optimizers:
+        return Configured()
+    if len(optimizers) > 1:
+        allowed = "automatic optimisation has one, here as in Lightning"
+        hint = "give its parameter groups their own values, in one optimizer"
+        raise WorkloadError(f"what {WHAT} returns", f"{len(optimizers)} optimizers", allowed, hint)
+    own = optimizers[0]
+    found = [_due(scheduler, monitor) for scheduler in schedulers]
+    if any(due.scheduler.optimizer is not own for due in found):
+        raise WorkloadError(f"a scheduler in {WHAT}", "of another optimizer", "it must move the one that is returned")
+    return Configured(own, found)
+
+
+def _taken_apart(given: Any) -> tuple[list[Any], list[Any], str | None]:
+    if given is None:
+        return [], [], None
+    if isinstance(given, Optimizer):
+        return [given], [], None
+    if isinstance(given, Mapping):
+        return _of_mapping(given)
+    if isinstance(given, (list, tuple)):
+        if len(given) == 2 and isinstance(given[0], list) and all(isinstance(o, Optimizer) for o in given[0]):
+            schedulers = given[1] if isinstance(given[1], list) else [given[1]]
+            return list(given[0]), schedulers, None
+        if all(isinstance(one, Mapping) for one in given):
+            parts = [_of_mapping(one) for one in given]
+            return [o for part in parts for o in part[0]], [s for part in parts for s in part[1]], None
+        if all(isinstance(one, Optimizer) for one in given):
+            return list(given), [], None
+    allowed = "it is an optimizer, [optimizer], ([optimizer], [scheduler]), or {'optimizer': ..., 'lr_scheduler': ...}"
+    raise WorkloadError(f"what {WHAT} returns", type(given).__name__, allowed)
+
+
+def _of_mapping(given: Mapping[str, Any]) -> tuple[list[Any], list[Any], str | None]:
+    if not isinstance(given.get("optimizer"), Optimizer):
+        raise WorkloadError(f"what {WHAT} returns", f"a dict with {sorted(given)}", "it needs the key 'optimizer'")
+    scheduler = given.get("lr_scheduler")
+    return [given["optimizer"]], [] if scheduler is None else [scheduler], given.get("monitor")
+
+
+def _due(given: Any, monitor: str | None) -> Due:
+    if not isinstance(given, Mapping):
+        return Due(given, monitor=monitor)
+    if "scheduler" not in given:
+        raise WorkloadError(f"a scheduler in {WHAT}", f"a dict with {sorted(given)}", "it needs the key 'scheduler'")
+    return Due(**{key: value for key, value in given.items() if key in KEYS})
+
+
+def without_schedule(optimizer: Optimizer) -> Optimizer:
+    """The optimizer with the rates that it had before its schedulers were made: they set those of the first step."""
+    for group in optimizer.param_groups:
+        group["lr"] = group.get("initial_lr", group["lr"])
+    return optimizer
+
+
+class LightningSchedule(LRScheduler):
+    """Schedulers as Lightning steps them: by steps, by epochs, or by what an evaluation has measured.
+
+    made: the optimizer that the schedulers were made for, whose groups (in order) are taken over by `optimizer`.
+    """
+
+    def __init__(self, optimizer: Optimizer, made: Optimizer, schedulers: list[Due], steps_per_epoch: int) -> None:
+        # not LRScheduler's own, which would take a first step
+        self.optimizer, self.schedulers, self.steps_per_epoch = optimizer, schedulers, steps_per_epoch
+        self.last_epoch = 0
+        for group, theirs in zip(optimizer.param_groups, made.param_groups, strict=True):
+            group.update({key: value for key, value in theirs.items() if key != "params"})
+        for due in schedulers:
+            _move(due.scheduler, optimizer)
+
+    @property
+    def plateaus(self) -> list[Due]:
+        """The schedulers that follow a measured value."""
+        return [due for due in self.schedulers if due.reduce_on_plateau]
+
+    def step(self, epoch: int | None = None) -> None:
+        """Take note of an optimizer step."""
+        self.last_epoch += 1
+        in_epoch = (self.last_epoch - 1) % self.steps_per_epoch + 1
+        self._step_all("step", in_epoch)
+        if in_epoch == self.steps_per_epoch:
+            self._step_all("epoch", self.last_epoch // self.steps_per_epoch)
+
+    def _step_all(self, interval: str, number: int) -> None:
+        for due in self.schedulers:
+            if due.interval == interval and not due.reduce_on_plateau and due.is_due(number):
+                _step(due.scheduler)
+
+    def follow(self, due: Due, value: float) -> None:
+        """Let a scheduler follow a value that was measured."""
+        due.scheduler.step(value)
+
+    def get_last_lr(self) -> list[float | torch.Tensor]:
+        """The rate of every group, for the next step."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its position, and the state of every scheduler."""
+        return {"last_epoch": self.last_epoch, "schedulers": [due.scheduler.state_dict() for due in self.schedulers]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self.last_epoch = state_dict["last_epoch"]
+        for due, state in zip(self.schedulers, state_dict["schedulers"], strict=True):
+            due.scheduler.load_state_dict(state)
+
+
+def _step(scheduler: Any) -> None:
+    try:
+        if _has_begun(scheduler):
+            scheduler.step()
+            return
+        with warnings.catch_warnings():  # torch misses the optimizer's step, whose method others have wrapped since
+            warnings.simplefilter("ignore", UserWarning)
+            scheduler.step()
+    except ValueError as exc:  # OneCycleLR, over its end
+        hint = "take self.trainer.estimated_stepping_batches for its length"
+        raise WorkloadError(f"{type(scheduler).__name__} in {WHAT}", f"failing: {exc}", "it must run", hint) from exc
+
+
+def _has_begun(scheduler: Any) -> bool:
+    return scheduler.last_epoch > 0 and all(_has_begun(inner) for inner in getattr(scheduler, "_schedulers", ()))
+
+
+def _move(scheduler: Any, optimizer: Optimizer) -> None:
+    """Let a scheduler, and those inside it, move another optimizer."""
+    scheduler.optimizer = optimizer
+    for inner in getattr(scheduler, "_schedulers", ()):
+        _move(inner, optimizer)

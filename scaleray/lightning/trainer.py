@@ -1,0 +1,97 @@
+"""What a module finds in the place of its Trainer: how far the training is, and an error for anything else."""
+
+from __future__ import annotations
+
+import math
+import os
+import traceback
+from typing import Any
+
+import torch.distributed as dist
+
+from scaleray.errors import WorkloadError
+from scaleray.workload import user_frames
+
+KNOWN = (
+    "global_step", "current_epoch", "estimated_stepping_batches", "num_training_batches", "max_steps", "max_epochs",
+    "global_rank", "local_rank", "world_size", "is_global_zero", "training", "validating",
+    "testing", "predicting", "sanity_checking", "optimizers", "lr_scheduler_configs", "logger", "loggers",
+    "callback_metrics",
+)  # fmt: skip
+
+
+class TrainerStandIn:
+    """Answers for Lightning's Trainer, attached to each module while scaleray trains it.
+
+    total_steps and steps_per_epoch are None until the recipe is known; in a process that trains nothing, they stay so.
+    """
+
+    logger = None
+    loggers: tuple[Any, ...] = ()
+    sanity_checking = predicting = False
+    progress_bar_callback = None  # self.print() asks for it
+    profiler = None
+
+    def __init__(self) -> None:
+        self.global_step = 0
+        self.stage = "training"
+        self.total_steps: int | None = None
+        self.steps_per_epoch: int | None = None
+        self.optimizers: list[Any] = []
+        self.lr_scheduler_configs: list[Any] = []
+        self.callback_metrics: dict[str, Any] = {}
+
+    @property
+    def current_epoch(self) -> int:
+        """Number of the epoch that runs, from 0; the one whose last step was taken, while that is evaluated."""
+        return max(0, self.global_step - (not self.training)) // (self.steps_per_epoch or 1)
+
+    @property
+    def batch_idx(self) -> int:
+        """Number of the step in its epoch, from 0."""
+        return self.global_step % (self.steps_per_epoch or 1)
+
+    @property
+    def estimated_stepping_batches(self) -> int:
+        """Optimizer steps of the whole training."""
+        return self._needs_recipe("estimated_stepping_batches", self.total_steps)
+
+    max_steps = property(lambda self: self._needs_recipe("max_steps", self.total_steps))
+
+    @property
+    def num_training_batches(self) -> int:
+        """Optimizer steps of an epoch."""
+        return self._needs_recipe("num_training_batches", self.steps_per_epoch)
+
+    @property
+    def max_epochs(self) -> int:
+        """Epochs of the whole training, of which the last one may be cut short."""
+        steps = self._needs_recipe("max_epochs", self.total_steps)
+        return math.ceil(steps / self._needs_recipe("max_epochs", self.steps_per_epoch))
+
+    training = property(lambda self: self.stage == "training")
+    validating = property(lambda self: self.stage == "validating")
+    testing = property(lambda self: self.stage == "testing")
+    evaluating = property(lambda self: self.stage in ("validating", "testing"))
+    global_rank = property(lambda self: dist.get_rank() if dist.is_initialized() else 0)
+    world_size = property(lambda self: dist.get_world_size() if dist.is_initialized() else 1)
+    local_rank = property(lambda self: int(os.environ.get("LOCAL_RANK", self.global_rank)))
+    is_global_zero = property(lambda self: self.global_rank == 0)
+
+    def _needs_recipe(self, name: str, value: int | None) -> int:
+        if value is None:
+            raise refused(f"self.trainer.{name}", "the length of the training follows from the data: it is not known")
+        return value
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy and pickle ask for these
+            raise AttributeError(name)
+        raise refused(f"self.trainer.{name}", f"scaleray trains in the Trainer's place, and has: {', '.join(KNOWN)}")
+
+
+def refused(what: str, allowed: str, hint: str = "") -> WorkloadError:
+    """The error for something that the user's code asks of Lightning, with the line that asks."""
+    frames = user_frames(traceback.extract_stack())
+    where = f"asked for in {frames[-1].filename}:{frames[-1].lineno}" if frames else "asked for"
+    advice = hint or f"leave `{frames[-1].line}` out, or guard it" if frames and frames[-1].line else hint
+    return WorkloadError(what, where, allowed, advice)

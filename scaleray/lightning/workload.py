@@ -1,0 +1,275 @@
+"""A LightningModule, and where its data comes from, as a workload: nothing of the module is changed.
+
+scaleray takes the place of Lightning's Trainer. The module's own optimizer and schedulers train it; its step's loss, a
+mean, becomes the sum and the count that every strategy needs.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from scaleray.data.source import TRAIN
+from scaleray.errors import DataError, WorkloadError
+from scaleray.lightning import loaders
+from scaleray.lightning.batches import batch_of
+from scaleray.lightning.classes import (
+    arguments_of,
+    check_data_class,
+    check_module,
+    check_module_class,
+    is_overridden,
+    lightning_base,
+    place_of,
+)
+from scaleray.lightning.logs import Log, short_names, sums
+from scaleray.lightning.optimizers import LightningSchedule, configured, without_schedule
+from scaleray.lightning.trainer import TrainerStandIn
+from scaleray.workload import Workload
+
+STAGES = {loaders.VAL: ("validation_step", "validating"), loaders.TEST: ("test_step", "testing")}
+"""Step and stage of each kind of evaluation split."""
+ROWS = "rows"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a workload is made of. module, data: classes, or objects that are made already; data may be a function.
+
+    count: what a batch counts in the loss; ROWS: its rows, also where the loss is no mean over them; None: its rows,
+    checked.
+    """
+
+    module: Any
+    data: Any
+    count: Callable[[Any], Any] | str | None
+    home: str
+
+
+def as_workload(module: Any, datamodule: Any = None, *, count: Any = None) -> type[LightningWorkload]:
+    """The workload class that trains a LightningModule; name it in a config, or give it to `scaleray.train`.
+
+    module: the class, to be built with those of `workload.args` that it takes; or an object, each training of which
+    starts from its weights. datamodule: a LightningDataModule (class or object), a function that returns DataLoaders or
+    Datasets by split, or None where the module has its own `train_dataloader`. count: `count(batch)`, what the mean of
+    the training loss is over, where that is not the rows of the batch: tokens, say; "rows" weights batches by rows all
+    the same. Raises WorkloadError for what cannot run here, by name.
+    """
+    cls = module if isinstance(module, type) else type(module)
+    check_module_class(cls)
+    data_class = datamodule if isinstance(datamodule, type) else type(datamodule)
+    if lightning_base(data_class, "LightningDataModule") is not None:
+        check_data_class(data_class)
+    elif datamodule is not None and not (callable(datamodule) and not isinstance(datamodule, type)):
+        found = datamodule.__name__ if isinstance(datamodule, type) else type(datamodule).__name__
+        allowed = "it is a LightningDataModule, or a function that returns loaders by split"
+        raise WorkloadError("the datamodule of as_workload()", found, allowed)
+    if count is not None and count != ROWS and not callable(count):
+        raise WorkloadError("count of as_workload()", count, "it is a function of the batch, or 'rows'")
+    home = sys._getframe(1).f_globals.get("__name__", cls.__module__)
+    return _made(Parts(module, datamodule, count, home))
+
+
+def _made(parts: Parts) -> type[LightningWorkload]:
+    cls = parts.module if isinstance(parts.module, type) else type(parts.module)
+    # as of the file that names it, which travels to the workers with what it needs
+    members = {"parts": parts, "__module__": parts.home, "__doc__": cls.__doc__, "__signature__": _signature(parts)}
+    return type(cls.__name__, (LightningWorkload,), members)
+
+
+def _signature(parts: Parts) -> inspect.Signature:
+    """What `workload.args` may hold: arguments of the module and of the data."""
+    known = {**arguments_of(parts.data), **arguments_of(parts.module)}
+    ordered = sorted(known.values(), key=lambda p: (p.kind == p.VAR_KEYWORD, p.default is not p.empty))
+    seen: dict[Any, inspect.Parameter] = {}
+    for parameter in ordered:
+        is_rest = parameter.kind == parameter.VAR_KEYWORD
+        plain = parameter if is_rest else parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        seen.setdefault("**" if is_rest else parameter.name, plain)
+    return inspect.Signature(list(seen.values()))
+
+
+def _rebuilt(parts: Parts, args: Mapping[str, Any]) -> LightningWorkload:
+    return _made(parts)(**args)
+
+
+class LightningWorkload(Workload):
+    """A LightningModule as a workload; `as_workload` makes a class of it for each module.
+
+    Keyword arguments go to the constructors of the module and of the data, to each those that it takes by name.
+    """
+
+    parts: Parts
+
+    def __init__(self, **args: Any) -> None:
+        self.args = args
+        self._trainer = TrainerStandIn()
+        self._model: Any = None
+
+    def __reduce__(self) -> Any:
+        return _rebuilt, (self.parts, self.args)
+
+    def build_model(self) -> Any:
+        """The module itself, set up as for `Trainer.fit`."""
+        module = self._new_module()
+        if is_overridden("setup", type(module)):
+            module.setup("fit")
+        if is_overridden("configure_model", type(module)):
+            module.configure_model()
+        self._model = module
+        return module
+
+    def datasets(self) -> Mapping[str, Any]:
+        """The Datasets of the loaders by split; evaluation splits of which the module has a step."""
+        given = self._loaders()
+        sources = {TRAIN: loaders.train_source(given.pop(TRAIN))}
+        cls = self._class()
+        for split, of_split in given.items():
+            if split in STAGES and not is_overridden(STAGES[split][0], cls):
+                continue
+            sources.update(loaders.evaluation_sources(split, of_split))
+        return sources
+
+    def loss(self, model: Any, batch: Any) -> tuple[Any, Any]:
+        """The mean that `training_step` returns, times what it is a mean over."""
+        _, rows, batch = self._batch(model, batch)
+        self._trainer.stage = "training"
+        with model.log.keeping(rows, is_training=True):
+            given = self._step(model, "training_step", batch)
+        return self._sum_and_count(given, batch, rows)
+
+    def metrics(self, model: Any, batch: Any) -> Mapping[str, Any]:
+        """What `validation_step` or `test_step` logs, as sums and counts; its loss if it returns one."""
+        split, rows, batch = self._batch(model, batch)
+        name, self._trainer.stage = STAGES.get(split.partition("_")[0], STAGES[loaders.VAL])
+        if not is_overridden(name, type(model)):
+            return {}
+        try:
+            with model.log.keeping(rows, is_training=False) as kept:
+                given = self._step(model, name, batch, loaders.loader_number(split))
+        finally:
+            self._trainer.stage = "training"
+        found = sums(kept)
+        shown = short_names(found, split)
+        values = {shown[logged]: pair for logged, pair in found.items()}
+        loss = given.get("loss") if isinstance(given, Mapping) else given
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1 and "loss" not in values:
+            values["loss"] = self._sum_and_count(loss, batch, rows)
+        return values
+
+    def explain_weight(self, whole: Any, first: Any, second: Any) -> WorkloadError | None:
+        """The error for a training loss that is no mean over what it was multiplied by: (loss times count, count) of
+        some rows and of their halves do not add up."""
+        if self.parts.count == ROWS:
+            return None
+        over = "rows" if self.parts.count is None else "what count= counts"
+        shown = ", ".join(f"{total / count:.6g} for {count:g}" for total, count in (whole, first, second))
+        return WorkloadError(
+            place_of(self._class(), "training_step"),
+            f"with a loss that is no mean over {over} ({shown}: some rows and their two halves)",
+            "its sum over micro-batches and workers would depend on how they are cut",
+            "say what it is a mean over: as_workload(..., count=lambda batch: ...), tokens, say; "
+            "or count='rows' to weight micro-batches by their rows all the same, as Lightning does with batches",
+        )
+
+    def optimizer(self, model: Any, settings: Any) -> Any:
+        """The module's own optimizer, with its own rates."""
+        self._model = model
+        self._trainer.total_steps, self._trainer.steps_per_epoch = settings.total_steps, settings.steps_per_epoch
+        own = configured(model.configure_optimizers()) if is_overridden("configure_optimizers", type(model)) else None
+        if own is None or own.optimizer is None:
+            return None
+        self._trainer.optimizers = [own.optimizer]
+        return without_schedule(own.optimizer) if own.schedulers else own.optimizer
+
+    def schedule(self, optimizer: Any, recipe: Any) -> Any:
+        """The module's own schedulers; None where it has none."""
+        model, trainer = self._model, self._trainer
+        trainer.total_steps, trainer.steps_per_epoch = recipe.total_steps, recipe.steps_per_epoch
+        if not is_overridden("configure_optimizers", type(model)):
+            return None
+        own = configured(model.configure_optimizers())
+        if not own.schedulers or own.optimizer is None:
+            return None
+        trainer.lr_scheduler_configs = own.schedulers
+        return LightningSchedule(optimizer, own.optimizer, own.schedulers, recipe.steps_per_epoch)
+
+    def _class(self) -> type:
+        module = self.parts.module
+        return module if isinstance(module, type) else type(module)
+
+    def _new_module(self) -> Any:
+        """A new module, attached to what stands in for its trainer."""
+        made_of = self.parts.module
+        module = made_of(**self._args_of(made_of)) if isinstance(made_of, type) else copy.deepcopy(made_of)
+        check_module(module)
+        module.trainer = self._trainer
+        for part in module.modules():
+            if lightning_base(type(part), "LightningModule") is not None:
+                part.log = Log() if part is module else module.log
+        return module
+
+    def _args_of(self, made_of: Any) -> dict[str, Any]:
+        """Those of the arguments that this class or function takes: by name, and what nobody has named by `**`."""
+        taken = arguments_of(made_of)
+        named = {name: value for name, value in self.args.items() if name in taken}
+        if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+            everyone = {**arguments_of(self.parts.data), **arguments_of(self.parts.module)}
+            named.update({name: value for name, value in self.args.items() if name not in everyone})
+        return named
+
+    def _loaders(self) -> dict[str, Any]:
+        """What the loader hooks give, by split."""
+        data = self.parts.data
+        if (
+            data is not None
+            and lightning_base(data if isinstance(data, type) else type(data), "LightningDataModule") is None
+        ):
+            given = data(**self._args_of(data))
+            if not isinstance(given, Mapping) or TRAIN not in given:
+                raise DataError(
+                    f"{data.__name__}()", type(given).__name__, "it must return a mapping with the split 'train'"
+                )
+            return dict(given)
+        source = self._new_module() if data is None else data(**self._args_of(data)) if isinstance(data, type) else data
+        base = "LightningModule" if data is None else "LightningDataModule"
+        source.trainer = self._trainer
+        source.prepare_data()
+        source.setup("fit")
+        found = {TRAIN: source.train_dataloader()}
+        for split, (step, _) in STAGES.items():
+            if is_overridden(f"{split}_dataloader", source, base) and is_overridden(step, self._class()):
+                if split == loaders.TEST:
+                    source.setup("test")
+                found[split] = getattr(source, f"{split}_dataloader")()
+        return found
+
+    def _batch(self, model: Any, batch: Any) -> tuple[str, int, Any]:
+        """Split, rows and the batch as the module's loader would give it."""
+        rows = len(next(iter(batch.values())))
+        split, batch = batch_of(batch)
+        return split, rows, model.on_after_batch_transfer(batch, loaders.loader_number(split) or 0)
+
+    def _step(self, model: Any, name: str, batch: Any, loader: int | None = None) -> Any:
+        """Call a step with what its signature asks for."""
+        step = getattr(model, name)
+        asked = list(inspect.signature(step).parameters)
+        args = [self._trainer.batch_idx] if len(asked) > 1 else []
+        if len(asked) > 2 and loader is not None:
+            args.append(loader)
+        return step(batch, *args)
+
+    def _sum_and_count(self, given: Any, batch: Any, rows: int) -> tuple[Any, Any]:
+        loss = given.get("loss") if isinstance(given, Mapping) else given
+        if not isinstance(loss, torch.Tensor):
+            found = f"a dict without 'loss': {sorted(given)}" if isinstance(given, Mapping) else type(loss).__name__
+            allowed = "it must return the loss, or a dict with it: no batch can be left out"
+            raise WorkloadError("what training_step returns", found, allowed)
+        count = self.parts.count(batch) if callable(self.parts.count) else rows
+        return loss * count, count
