@@ -62,6 +62,14 @@ class Workload:
         """
         raise NotImplementedError
 
+    def preprocessor(self) -> Any:
+        """A preprocessor of Ray Data, or an object with `fit(columns)` and `transform(columns)`. Optional.
+
+        It is fitted once on the train split, applied to all splits as they are read, before `transform`, and saved with
+        the run for `scaleray predict`. Columns may hold text before it.
+        """
+        return None
+
     def transform(self, rows: dict[str, Any], rng: Any) -> Mapping[str, Any]:
         """Rows as training reads them, changed: columns of as many rows, by any name. Optional.
 

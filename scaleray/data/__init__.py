@@ -2,22 +2,16 @@
 
 from scaleray.data.collation import Flattening, Padding, flattened, padded
 from scaleray.data.input import Input, RaySources, Sources
+from scaleray.data.loading import as_source, load_sources
 from scaleray.data.part import Part
 from scaleray.data.ragged import Ragged
 from scaleray.data.row_random import RowRandom
 from scaleray.data.sample_order import StepPlan
 from scaleray.data.source import TRAIN
-from scaleray.data.sources import (
-    ArraySource,
-    DatasetSource,
-    ParquetSource,
-    StreamSource,
-    TokenSource,
-    as_source,
-    load_sources,
-)
+from scaleray.data.sources import ArraySource, DatasetSource, ParquetSource, TokenSource
 from scaleray.data.split import Split
 from scaleray.data.stream import RankBatch, StepStream
+from scaleray.data.stream_source import StreamSource
 
 __all__ = [
     "TRAIN",

@@ -22,6 +22,8 @@ class ParquetSource:
     """
 
     tokens_per_row: int | None = None
+    allows_text = False
+    """Whether columns may hold text and nulls, which a preprocessor or a transform makes numbers of."""
 
     def __init__(self, path: str | Path, *, columns: Sequence[str] | None = None) -> None:
         import pyarrow.fs
@@ -61,7 +63,10 @@ class ParquetSource:
             offset += table.num_rows
             tables.append(table)
         rows = pa.concat_tables(tables, promote_options="default").take(pa.array(indices + offsets[group_of]))
-        return {name: column_to_numpy(name, rows.column(name), self.uri) for name in rows.column_names}
+        return {
+            name: column_to_numpy(name, rows.column(name), self.uri, allows_text=self.allows_text)
+            for name in rows.column_names
+        }
 
     def describe(self) -> dict[str, Any]:
         size = sum(size for _, size in self.files)
@@ -138,8 +143,11 @@ class ParquetSource:
             ) from exc
 
 
-def column_to_numpy(name: str, column: Any, where: str) -> np.ndarray | Ragged:
-    """An Arrow column of numbers, or of lists of them, as an array. where: for messages. Raises DataError."""
+def column_to_numpy(name: str, column: Any, where: str, *, allows_text: bool = False) -> np.ndarray | Ragged:
+    """An Arrow column of numbers, or of lists of them, as an array. where: for messages. Raises DataError.
+
+    allows_text: text as it is, and nulls as NaN or None, which a preprocessor or a transform will make numbers of.
+    """
     import pyarrow as pa
 
     array = column.combine_chunks()
@@ -164,12 +172,12 @@ def column_to_numpy(name: str, column: Any, where: str) -> np.ndarray | Ragged:
         else:
             depth.append(width)
         array = values
-    if array.null_count:
+    if array.null_count and not allows_text:
         raise DataError(
             f"column {name} of {where}",
             f"{array.null_count} nulls",
             "every row needs a value",
             "fill or drop them when the file is written",
         )
-    flat = as_numbers(name, array.to_numpy(zero_copy_only=False))
+    flat = as_numbers(name, array.to_numpy(zero_copy_only=False), allows_text=allows_text)
     return flat.reshape(len(column), *depth) if offsets is None else Ragged(flat.reshape(-1, *depth), offsets)

@@ -83,7 +83,11 @@ def is_list_of_unequal_rows(value: Any) -> bool:
     """Whether a value is a list whose rows do not all have one length."""
     if not isinstance(value, list | tuple):
         return False
-    return len({len(row) if hasattr(row, "__len__") and getattr(row, "ndim", None) != 0 else -1 for row in value}) > 1
+    return len({len(row) if _has_length(row) else -1 for row in value}) > 1
+
+
+def _has_length(row: Any) -> bool:
+    return hasattr(row, "__len__") and not isinstance(row, str | bytes) and getattr(row, "ndim", None) != 0
 
 
 def concatenated(columns: Sequence[Any]) -> Any:

@@ -36,26 +36,39 @@ class Source(Protocol):
         """Kind, rows, bytes and SHA-256 (and what was hashed), for the run's record."""
 
 
-def as_numbers(name: str, value: Any) -> np.ndarray:
-    """A value as an array of numbers that torch can take. name: of its column. Raises DataError for anything else."""
+def as_numbers(name: str, value: Any, *, allows_text: bool = False) -> np.ndarray:
+    """A value as an array of numbers that torch can take. name: of its column. Raises DataError for anything else.
+
+    allows_text: text, too, which a preprocessor or a transform will make numbers of.
+    """
     array = value.numpy(force=True) if hasattr(value, "numpy") and hasattr(value, "detach") else np.asarray(value)
+    if allows_text and (array.dtype.kind in "US" or (array.dtype == object and _is_text(array))):
+        return array
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))  # torch has no numbers of the other byte order
     if array.dtype.kind not in "biufc" or array.dtype in (np.longdouble, np.clongdouble):
         raise DataError(
-            f"column {name}", f"{array.dtype}", "columns hold numbers", "encode text or categories as integers first"
+            f"column {name}",
+            f"{array.dtype}",
+            "columns hold numbers",
+            "encode text or categories as integers first, in the workload's transform() or preprocessor()",
         )
     return array
 
 
-def as_column(name: str, value: Any) -> Any:
-    """Rows of numbers as an array, or as a Ragged column where their lengths differ. Raises DataError."""
+def _is_text(array: np.ndarray) -> bool:
+    return all(isinstance(value, str | bytes | None) for value in array.ravel().tolist())
+
+
+def as_column(name: str, value: Any, *, allows_text: bool = False) -> Any:
+    """Rows of numbers as an array, or as a Ragged column where their lengths differ. Raises DataError.
+    allows_text: of `as_numbers`."""
     if isinstance(value, Ragged):
         return Ragged(as_numbers(name, value.values), value.offsets)
-    if isinstance(value, np.ndarray) and value.dtype == object:
+    if isinstance(value, np.ndarray) and value.dtype == object and not (allows_text and _is_text(value)):
         value = list(value)
     if not is_list_of_unequal_rows(value):
-        return as_numbers(name, value)
+        return as_numbers(name, value, allows_text=allows_text)
     rows = [as_numbers(name, row) for row in value]
     shapes = {row.shape[1:] if row.ndim else None for row in rows if row.size or row.ndim != 1}
     if len(shapes) > 1 or None in shapes:

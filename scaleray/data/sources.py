@@ -6,8 +6,6 @@ path inside it must be visible on every node.
 
 from __future__ import annotations
 
-import functools
-import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -16,27 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from scaleray.data.collation import refuse_ragged
 from scaleray.data.parquet import ParquetSource
 from scaleray.data.ragged import Ragged, flat_values
-from scaleray.data.row_random import RowRandom
-from scaleray.data.row_values import generators_kept, look_at_rows, spread_rows, with_row_values
-from scaleray.data.source import (
-    HASH_LIMIT_BYTES,
-    TRAIN,
-    Columns,
-    Source,
-    array_blocks,
-    as_column,
-    as_numbers,
-    hash_blocks,
-    hash_names,
-)
-from scaleray.data.transformed import Transform, Transformed
+from scaleray.data.row_values import generators_kept, look_at_rows, spread_rows
+from scaleray.data.source import HASH_LIMIT_BYTES, Columns, array_blocks, as_column, as_numbers, hash_blocks, hash_names
 from scaleray.errors import DataError
-from scaleray.progress import stage
 from scaleray.reproducibility.seeding import seed_row
-from scaleray.workload import call_user_code, no_exit, own_method
+from scaleray.workload import no_exit
 
 
 class ArraySource:
@@ -49,8 +33,10 @@ class ArraySource:
     notes: tuple[str, ...] = ()
     """What the user should know of how these rows are read, for the start of a run and its record."""
 
-    def __init__(self, arrays: Mapping[str, Any], *, tokens_per_row: int | None = None) -> None:
-        found = {name: as_column(name, value) for name, value in arrays.items()}
+    def __init__(
+        self, arrays: Mapping[str, Any], *, tokens_per_row: int | None = None, allows_text: bool = False
+    ) -> None:
+        found = {name: as_column(name, value, allows_text=allows_text) for name, value in arrays.items()}
         self.arrays: Columns = {n: c if isinstance(c, Ragged) else np.asarray(c, order="C") for n, c in found.items()}
         if not self.arrays:
             raise DataError("an array source", "without columns", "it needs at least one array")
@@ -77,7 +63,10 @@ class ArraySource:
                 yield f"{name}:{values.dtype.str}:{values.shape}".encode()
                 if isinstance(array, Ragged):
                     yield from array_blocks(array.offsets)
-                yield from array_blocks(values)
+                if values.dtype == object:
+                    yield "\0".join(map(str, values.tolist())).encode()
+                else:
+                    yield from array_blocks(values)
 
         size = sum(a.nbytes for a in self.arrays.values())
         return {
@@ -153,13 +142,13 @@ class DatasetSource:
     tokens_per_row: int | None = None
     notes: tuple[str, ...] = ()
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Any, *, allows_text: bool = False) -> None:
+        self.dataset, self.allows_text = dataset, allows_text
         self.num_rows = len(dataset)
         with generators_kept():
             first = dataset[0] if self.num_rows else ()
         self.gives_tuples = self.num_rows > 0 and not isinstance(first, Mapping)
-        self.row_bytes = sum(v.nbytes for v in _columns_of(first).values()) or 1
+        self.row_bytes = sum(v.nbytes for v in self._columns_of(first).values()) or 1
         seconds: dict[int, float] = {}
         shapes: dict[str, set[tuple[int, ...]]] = {}
 
@@ -238,108 +227,15 @@ class DatasetSource:
 
     def _row(self, index: int) -> Columns:
         with no_exit(f"{type(self.dataset).__name__}.__getitem__({index})"):
-            return _columns_of(self.dataset[index])
+            return self._columns_of(self.dataset[index])
 
-
-class StreamSource:
-    """A Ray Dataset, streamed: its rows cannot be addressed, so their order depends on the number of workers."""
-
-    group_sizes: tuple[int, ...] | None = None
-    tokens_per_row: int | None = None
-
-    def __init__(self, dataset: Any, *, num_rows: int | None = None) -> None:
-        self.dataset = dataset
-        self.num_rows = dataset.count() if num_rows is None else num_rows
-        self.row_bytes = 1024
-
-    def mapped(self, transform: Transform) -> StreamSource:
-        """The same rows, transformed in Ray's own tasks, which know of no seed: `rng` draws other numbers each time."""
-        mapped = self.dataset.map_batches(functools.partial(_unseeded, transform), batch_format="numpy")
-        return StreamSource(mapped, num_rows=self.num_rows)
-
-    def read(self, indices: np.ndarray) -> Columns:
-        raise TypeError("a Ray Dataset is streamed, not addressed by index")
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "kind": "Ray Dataset",
-            "rows": self.num_rows,
-            "bytes": None,
-            "sha256": None,
-            "hashed": "nothing: rows are computed",
-        }
+    def _columns_of(self, item: Any) -> Columns:
+        if not isinstance(item, Mapping):
+            item = dict(enumerate(item if isinstance(item, tuple | list) else (item,)))
+        return {str(name): as_numbers(str(name), value, allows_text=self.allows_text) for name, value in item.items()}
 
 
 IN_MEMORY = (ArraySource, TokenSource)
 """Sources whose rows lie in memory or in a mapped file, so that reading them is copying."""
 STORED = (ArraySource, TokenSource, ParquetSource)
 """Sources whose rows are read by scaleray alone, and are what is stored."""
-
-
-def load_sources(workload: Any) -> dict[str, Source]:
-    """The workload's data by split. Raises DataError or WorkloadError."""
-    with stage("reading the data"):
-        given = call_user_code(workload.datasets, what="datasets()", doing="reading the data")
-    if not isinstance(given, Mapping) or TRAIN not in given:
-        found = f"splits {sorted(given)}" if isinstance(given, Mapping) else type(given).__name__
-        raise DataError(
-            "datasets()",
-            found,
-            "it must return a mapping with the split 'train'",
-            "for example {'train': ..., 'val': ...}",
-        )
-    with stage("looking at the rows"):
-        return {name: for_workload(as_source(value, split=name), workload, split=name) for name, value in given.items()}
-
-
-def for_workload(source: Source, workload: Any, *, split: str) -> Source:
-    """The source as the workload wants its rows: transformed. Raises DataError for rows that make no batch."""
-    transform = Transform.of(workload, split)
-    if transform is not None:
-        source = source.mapped(transform) if isinstance(source, StreamSource) else Transformed(source, transform)
-    ragged: tuple[str, ...] = getattr(source, "ragged_columns", ())
-    if own_method(workload, "collate") is None and ragged:
-        few = np.array(spread_rows(source.num_rows))
-        refuse_ragged(source.read(few), what=f"the {split} data")
-    return source
-
-
-def as_source(value: Any, *, split: str) -> Source:
-    """The source for what a workload's `datasets()` gave for one split. Raises DataError for anything else."""
-    source: Source
-    if isinstance(value, Source):
-        # sources of this package know their rows already
-        source = value if type(value) in STORED or hasattr(value, "row_values") else with_row_values(value)
-    elif isinstance(value, Mapping):
-        source = ArraySource(value)
-    elif type(value).__module__.startswith("ray.data"):
-        source = StreamSource(value)
-    elif (
-        hasattr(value, "__getitem__")
-        and hasattr(value, "__len__")
-        and not isinstance(value, (str, list, tuple, np.ndarray))
-    ):
-        source = DatasetSource(value)
-    else:
-        raise DataError(
-            f"the {split} data",
-            type(value).__name__,
-            "it must be a dict of arrays, a source, a torch Dataset or a Ray Dataset",
-            "see scaleray.data.sources",
-        )
-    if source.num_rows == 0:
-        raise DataError(f"the {split} data", "empty", "at least one row is needed")
-    return source
-
-
-def _unseeded(transform: Transform, rows: Columns) -> Columns:
-    seeds = np.frombuffer(os.urandom(8 * len(next(iter(rows.values())))), dtype=np.uint64)
-    given = transform({name: as_column(name, column) for name, column in rows.items()}, RowRandom(seeds))
-    return {name: list(c) if isinstance(c, Ragged) else c for name, c in given.items()}
-
-
-def _columns_of(item: Any) -> Columns:
-    """The columns of a Dataset's item."""
-    if not isinstance(item, Mapping):
-        item = dict(enumerate(item if isinstance(item, tuple | list) else (item,)))
-    return {str(name): as_numbers(str(name), value) for name, value in item.items()}

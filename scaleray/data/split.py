@@ -7,7 +7,8 @@ from typing import Any
 
 from scaleray.data.row_values import AS_STORED, RowValues, row_values_of
 from scaleray.data.source import Source
-from scaleray.data.sources import IN_MEMORY, StreamSource
+from scaleray.data.sources import IN_MEMORY
+from scaleray.data.stream_source import StreamSource
 
 CHEAP_ROW_S = 50e-6  # a task hands a row over in about that time, and decoding takes several times as much
 

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -46,6 +46,12 @@ class Transform:
     split: str
     takes_split: bool
     where: str
+    kind = "transform"
+
+    @property
+    def name(self) -> str:
+        """Name of the method with its class."""
+        return str(self.method.__qualname__)
 
     @classmethod
     def of(cls, workload: Any, split: str) -> Transform | None:
@@ -55,7 +61,7 @@ class Transform:
             return None
         parameters = [p for p in inspect.signature(method).parameters.values() if p.default is p.empty]
         names = [p.name for p in parameters]
-        where = _where(method)
+        where = place_of(method)
         if len(names) not in (2, 3) or (len(names) == 3 and names[2] != "split"):
             allowed = "it takes rows and rng, and split where splits differ"
             raise WorkloadError(f"transform() at {where}", f"one with the parameters {names}", allowed)
@@ -69,27 +75,52 @@ class Transform:
         given = call_user_code(
             lambda: self.method(own, rng, **more), what="transform()", doing=f"changing {len(rng)} rows"
         )
-        if not isinstance(given, Mapping) or not given:
-            allowed = "it must return a dict of columns: arrays with the rows along dimension 0"
-            found = "an empty one" if isinstance(given, Mapping) else f"a {type(given).__name__}"
-            raise WorkloadError(f"the result of transform() at {self.where}", found, allowed)
-        columns = {str(name): as_column(str(name), column) for name, column in given.items()}
-        lengths = {name: len(c) if isinstance(c, Ragged) or c.ndim else "no" for name, c in columns.items()}
-        if set(lengths.values()) != {len(rng)}:
-            raise WorkloadError(
-                f"the result of transform() at {self.where}",
-                "columns of " + ", ".join(f"{number} rows ({name})" for name, number in lengths.items()),
-                f"it was given {len(rng)} rows, and must return as many in every column",
-                "which rows make up a step is decided before they are read: leave out rows in datasets(), and weight "
-                "them in the loss",
-            )
-        return columns
+        return checked_rows(given, len(rng), what=f"transform() at {self.where}")
+
+
+def checked_rows(given: Any, num_rows: int, *, what: str, allows_text: bool = False) -> Columns:
+    """What user code made of so many rows, as columns. Raises WorkloadError where they are none of as many rows."""
+    if not isinstance(given, Mapping) or not given:
+        allowed = "it must return a dict of columns: arrays with the rows along dimension 0"
+        found = "an empty one" if isinstance(given, Mapping) else f"a {type(given).__name__}"
+        raise WorkloadError(f"the result of {what}", found, allowed)
+    columns = {str(n): as_column(str(n), column, allows_text=allows_text) for n, column in given.items()}
+    lengths = {name: len(c) if isinstance(c, Ragged) or c.ndim else "no" for name, c in columns.items()}
+    if set(lengths.values()) != {num_rows}:
+        raise WorkloadError(
+            f"the result of {what}",
+            "columns of " + ", ".join(f"{number} rows ({name})" for name, number in lengths.items()),
+            f"it was given {num_rows} rows, and must return as many in every column",
+            "which rows make up a step is decided before they are read: leave out rows in datasets(), and weight "
+            "them in the loss",
+        )
+    return columns
+
+
+class Step(Protocol):
+    """Interface of what changes rows as they are read: a Transform, or a Preprocess."""
+
+    @property
+    def kind(self) -> str:
+        """What it is to the user: `transform` or `preprocessor`."""
+
+    @property
+    def name(self) -> str:
+        """Name for the record."""
+
+    @property
+    def where(self) -> str:
+        """File and line, for messages."""
+
+    def __call__(self, rows: Columns, rng: RowRandom) -> Columns:
+        """The changed rows, as many as were given."""
 
 
 class Transformed:
-    """Source whose rows go through a transform. Raises WorkloadError where the first rows cannot be transformed."""
+    """Source whose rows go through a transform, or another step. Raises WorkloadError where it fails on the first
+    rows."""
 
-    def __init__(self, source: Source, transform: Transform) -> None:
+    def __init__(self, source: Source, transform: Step) -> None:
         self.source, self.transform = source, transform
         self.num_rows, self.group_sizes = source.num_rows, source.group_sizes
         self.tokens_per_row = source.tokens_per_row
@@ -131,8 +162,8 @@ class Transformed:
             return with_ragged(self.transform(rows, RowRandom(seeds)), self.ragged_columns)
 
     def describe(self) -> dict[str, Any]:
-        """Description that the source below gives of itself, with the name of the transform."""
-        return {**self.source.describe(), "transform": self.transform.method.__qualname__}
+        """Description that the source below gives of itself, with the name of what changes its rows."""
+        return {**self.source.describe(), self.transform.kind: self.transform.name}
 
 
 def under_transforms(source: Source) -> Source:
@@ -151,7 +182,7 @@ class _Look:
     row_s: float
 
 
-def _look(transform: Transform, rows: Columns, seeds: np.ndarray) -> _Look:
+def _look(transform: Step, rows: Columns, seeds: np.ndarray) -> _Look:
     """Transform a few rows, twice together and once in two parts. The generators are afterwards as they were."""
     rng, everything = RowRandom(seeds), np.arange(len(seeds))
     with generators_kept():
@@ -163,16 +194,14 @@ def _look(transform: Transform, rows: Columns, seeds: np.ndarray) -> _Look:
         row_s = (time.perf_counter() - started) / len(seeds)
         halves = [half for half in np.array_split(everything, 2) if len(half)]
         parts = [transform(_rows(rows, half), RowRandom(seeds[half])) for half in halves]
-        difference = ""
+        difference, which = "", f"{transform.kind}() at {transform.where}"
         if draws_elsewhere:
             line = _line_that_draws(lambda: transform(_rows(rows, everything), RowRandom(seeds)))
-            difference = f"transform() draws from the generators of the process, at {line or transform.where}"
+            difference = f"{transform.kind}() draws from the generators of the process, at {line or transform.where}"
         elif (column := first_difference([first, again])) is not None:
-            difference = f"transform() at {transform.where} gives another column {column} for the same rows and rng"
+            difference = f"{which} gives another column {column} for the same rows and rng"
         elif (column := first_difference([first, joined(parts)])) is not None:
-            difference = (
-                f"transform() at {transform.where} gives another column {column} where fewer rows are read together"
-            )
+            difference = f"{which} gives another column {column} where fewer rows are read together"
     return _Look(first, draws_elsewhere, rng.has_drawn, difference, row_s)
 
 
@@ -186,7 +215,7 @@ def _writable(column: Any) -> Any:
     return column if column.flags.owndata and column.flags.writeable else np.array(column)
 
 
-def _where(method: Any) -> str:
+def place_of(method: Any) -> str:
     """File and line of a method, for messages."""
     code = getattr(inspect.unwrap(getattr(method, "__func__", method)), "__code__", None)
     if code is None:

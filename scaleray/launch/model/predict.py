@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from scaleray.config import RunConfig
+from scaleray.data.loading import load_sources
 from scaleray.data.source import Source
-from scaleray.data.sources import StreamSource, load_sources
+from scaleray.data.stream_source import StreamSource
 from scaleray.errors import DataError, ScaleRayError, UsageError
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster.capacity import check_option_fits

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from scaleray.config.base import absolute_path, without_password
+from scaleray.data.loading import load_sources
 from scaleray.data.parquet import column_to_numpy
 from scaleray.data.ragged import Ragged
 from scaleray.data.source import TRAIN, Columns, Source
-from scaleray.data.sources import load_sources
 from scaleray.data.transformed import under_transforms
 from scaleray.errors import DataError, ScaleRayError, first_line
 from scaleray.filesystems import open_filesystem
@@ -77,7 +77,8 @@ class Files:
 @dataclass(frozen=True)
 class Shape:
     """Shapes and types of the columns that the run was trained on, before any transform and without their first
-    dimension, which is None for rows of unequal length; empty where its data is not here any more. wide: whether floating-point columns stay as wide as they are."""
+    dimension, which is None for rows of unequal length; empty where its data is not here any more. wide: whether
+    floating-point columns stay as wide as they are."""
 
     columns: Mapping[str, tuple[tuple[int, ...] | None, np.dtype]] = field(default_factory=dict)
     wide: bool = False

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from scaleray.data.loading import as_source, for_workload
 from scaleray.data.parquet import ParquetSource
 from scaleray.data.ragged import joined
 from scaleray.data.source import Columns, Source
-from scaleray.data.sources import ArraySource, as_source, for_workload
+from scaleray.data.sources import ArraySource
 from scaleray.errors import DataError
 from scaleray.launch.model.rows import Files, Shape, columns_of, types_of
 
@@ -18,8 +19,8 @@ BATCH_ROWS = 65_536
 
 
 def as_source_of_split(data: Any, shape: Shape, workload: Any, *, split: str) -> Source:
-    """The source, with the workload's transform, of what `--data` or `data=` gives: files of tables in memory, or what `datasets()` may give. shape:
-    of the training's columns. Raises DataError."""
+    """The source, with the workload's transform, of what `--data` or `data=` gives: files of tables in memory, or what
+    `datasets()` may give. shape: of the training's columns. Raises DataError."""
     if not isinstance(data, (str, Path)):
         return for_workload(as_source(data, split=split), workload, split=split)
     files = Files.at(data)

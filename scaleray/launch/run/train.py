@@ -16,7 +16,8 @@ from typing import Any
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.config import RunConfig, load_config
 from scaleray.config.base import without_password
-from scaleray.data import TRAIN, Split, load_sources
+from scaleray.data import TRAIN, Split, load_sources, preprocessing
+from scaleray.data.loading import preprocessor_of
 from scaleray.data.source import Source
 from scaleray.errors import ClusterError, ConfigError, LeftEarly, TrackingError
 from scaleray.launch.cluster import connection as cluster
@@ -97,7 +98,7 @@ def train(
     try:
         with _environment(config, local=local) as topology:
             start.end(RAY)
-            sources = load_sources(workload)
+            sources = load_sources(workload, fitted=preprocessing.load(folder.path) if before else None)
             run = _Run(request, workload, sources, folder, tracking_uri, topology, show, start)
             expect_steps(run.recipe.total_steps)
             for line in run.announcement():
@@ -233,6 +234,8 @@ class _Run:
                 can_be_preempted=can_be_preempted,
                 show=self.show,
             )
+        if (fitted := preprocessor_of(self.sources[TRAIN])) is not None:
+            preprocessing.save(fitted, self.folder.path)
         weights: list[str] = []
         try:
             if self.before is not None:

@@ -1,0 +1,115 @@
+"""Sources of what a workload's `datasets()` gives, with what its `preprocessor` and `transform` make of their rows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from scaleray.data import preprocessing
+from scaleray.data.collation import refuse_ragged
+from scaleray.data.parquet import ParquetSource
+from scaleray.data.preprocessing import Preprocess
+from scaleray.data.row_values import spread_rows, with_row_values
+from scaleray.data.source import TRAIN, Source
+from scaleray.data.sources import STORED, ArraySource, DatasetSource
+from scaleray.data.stream_source import StreamSource
+from scaleray.data.transformed import Step, Transform, Transformed
+from scaleray.errors import DataError
+from scaleray.progress import stage
+from scaleray.workload import call_user_code, own_method
+
+
+def load_sources(workload: Any, *, fitted: Any = None) -> dict[str, Source]:
+    """The workload's data by split, with its preprocessor and its transform. Raises DataError or WorkloadError.
+
+    fitted: the preprocessor as the run has it already; else the workload's is fitted on the train split.
+    """
+    with stage("reading the data"):
+        given = call_user_code(workload.datasets, what="datasets()", doing="reading the data")
+    if not isinstance(given, Mapping) or TRAIN not in given:
+        found = f"splits {sorted(given)}" if isinstance(given, Mapping) else type(given).__name__
+        raise DataError(
+            "datasets()",
+            found,
+            "it must return a mapping with the split 'train'",
+            "for example {'train': ..., 'val': ...}",
+        )
+    with stage("looking at the rows"):
+        text = reads_text(workload)
+        sources = {name: as_source(value, split=name, allows_text=text) for name, value in given.items()}
+    method = own_method(workload, "preprocessor")
+    if method is not None and fitted is None:
+        with stage("fitting the preprocessor"):
+            made = Preprocess(call_user_code(method, what="preprocessor()", doing="making it"), allows_text=True)
+            fitted = preprocessing.fit(made.preprocessor, sources[TRAIN])
+    return {name: for_workload(source, workload, split=name, fitted=fitted) for name, source in sources.items()}
+
+
+def reads_text(workload: Any) -> bool:
+    """Whether the workload makes numbers of its rows, so that their sources may hold text."""
+    return any(own_method(workload, name) is not None for name in ("preprocessor", "transform"))
+
+
+def for_workload(source: Source, workload: Any, *, split: str, fitted: Any = None) -> Source:
+    """The source as the workload wants its rows: preprocessed and transformed. Raises DataError for rows that make no
+    batch. fitted: the workload's preprocessor, if it has one."""
+    transform = Transform.of(workload, split)
+    if fitted is not None:
+        source = _changed(source, Preprocess(fitted, allows_text=transform is not None))
+    if transform is not None:
+        source = _changed(source, transform)
+    ragged: tuple[str, ...] = getattr(source, "ragged_columns", ())
+    if own_method(workload, "collate") is None and ragged:
+        few = np.array(spread_rows(source.num_rows))
+        refuse_ragged(source.read(few), what=f"the {split} data")
+    return source
+
+
+def _changed(source: Source, step: Step) -> Source:
+    return source.mapped(step) if isinstance(source, StreamSource) else Transformed(source, step)
+
+
+def preprocessor_of(source: Source) -> Any:
+    """The fitted preprocessor through which the rows of this source go, or None."""
+    while isinstance(source, Transformed):
+        if isinstance(source.transform, Preprocess):
+            return source.transform.preprocessor
+        source = source.source
+    return getattr(source, "preprocessor", None)
+
+
+def as_source(value: Any, *, split: str, allows_text: bool = False) -> Source:
+    """The source for what a workload's `datasets()` gave for one split. Raises DataError for anything else.
+
+    allows_text: columns may hold text, which will be made numbers of.
+    """
+    source: Source
+    if allows_text and isinstance(value, ParquetSource):
+        value = copy.copy(value)
+        value.allows_text = True
+    if isinstance(value, Source):
+        # sources of this package know their rows already
+        source = value if type(value) in STORED or hasattr(value, "row_values") else with_row_values(value)
+    elif isinstance(value, Mapping):
+        source = ArraySource(value, allows_text=allows_text)
+    elif type(value).__module__.startswith("ray.data"):
+        source = StreamSource(value)
+    elif (
+        hasattr(value, "__getitem__")
+        and hasattr(value, "__len__")
+        and not isinstance(value, (str, list, tuple, np.ndarray))
+    ):
+        source = DatasetSource(value, allows_text=allows_text)
+    else:
+        raise DataError(
+            f"the {split} data",
+            type(value).__name__,
+            "it must be a dict of arrays, a source, a torch Dataset or a Ray Dataset",
+            "see scaleray.data.sources",
+        )
+    if source.num_rows == 0:
+        raise DataError(f"the {split} data", "empty", "at least one row is needed")
+    return source

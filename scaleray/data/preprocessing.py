@@ -1,0 +1,198 @@
+"""A workload's preprocessor: fitted once on the train split, applied to all splits as they are read, kept with the run.
+
+It is one of Ray Data's (`ray.data.preprocessors`), or any object with `transform(columns)` and, if it has something to
+fit, `fit(columns)`. Ray's own format of a preprocessor is a pickle. Here its state, which is data, is written as JSON,
+with the path of its class; whoever opens it imports that class and runs nothing else.
+
+    load(run_folder) -> the fitted preprocessor, or None;  apply(preprocessor, columns) -> columns
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from scaleray.data.parquet import ParquetSource, column_to_numpy
+from scaleray.data.plain_state import decoded, encoded
+from scaleray.data.ragged import Ragged
+from scaleray.data.row_random import RowRandom
+from scaleray.data.source import Columns, Source
+from scaleray.data.transformed import checked_rows, place_of
+from scaleray.errors import CheckpointError, ClusterError, WorkloadError
+from scaleray.filesystems import open_filesystem
+from scaleray.workload import call_user_code
+
+FILE = "preprocessor.json"
+FORMAT = 1
+FITTED_ROWS = 2**16  # rows that are read together to fit
+
+
+def is_rays(preprocessor: Any) -> bool:
+    """Whether this is one of Ray Data's preprocessors, or built on them."""
+    return any(c.__module__ == "ray.data.preprocessor" for c in type(preprocessor).__mro__)
+
+
+def fit(preprocessor: Any, source: Source) -> Any:
+    """The preprocessor, fitted on all rows of `source` unless it is fitted or has nothing to fit.
+
+    Raises ClusterError where Ray Data has to fit it and there is no Ray, WorkloadError where its own code fails.
+    """
+    name = type(preprocessor).__name__
+    if is_rays(preprocessor):
+        if preprocessor.fit_status().value in ("FITTED", "NOT_FITTABLE"):
+            return preprocessor
+        import ray
+
+        if not ray.is_initialized():
+            raise ClusterError(
+                f"preprocessor() {name}",
+                "not fitted",
+                "Ray Data fits its preprocessors, and this command runs without Ray",
+                "leave --local out, or return one that is fitted",
+            )
+        with _quiet():
+            dataset = _dataset(source)
+            return call_user_code(lambda: preprocessor.fit(dataset), what=f"preprocessor() {name}", doing="fitting")
+    for method in ("partial_fit", "fit"):
+        if callable(take := getattr(preprocessor, method, None)):
+            size = FITTED_ROWS if method == "partial_fit" else source.num_rows
+            for start in range(0, source.num_rows, size):
+                rows = source.read(np.arange(start, min(start + size, source.num_rows)))
+                call_user_code(lambda rows=rows: take(rows), what=f"{name}.{method}()", doing="fitting")
+            break
+    return preprocessor
+
+
+def apply(preprocessor: Any, rows: Columns, *, allows_text: bool = False) -> Columns:
+    """Columns as a fitted preprocessor makes them. Ray's get those of one dimension; what has more is passed by."""
+    name = type(preprocessor).__name__
+    num_rows = len(next(iter(rows.values())))
+    aside: Columns = {}
+    if is_rays(preprocessor):
+        aside = {n: c for n, c in rows.items() if not isinstance(c, Ragged) and c.ndim > 1}
+        batch = {n: _objects(c) if isinstance(c, Ragged) else c for n, c in rows.items() if n not in aside}
+        call = lambda: _columns(preprocessor.transform_batch(batch), allows_text=allows_text)
+    else:
+        call = lambda: preprocessor.transform(rows)
+    given = call_user_code(call, what=f"{name}.transform()", doing=f"changing {num_rows} rows")
+    made = checked_rows(given, num_rows, what=f"{name}.transform()", allows_text=allows_text)
+    return {**{n: column for n, column in aside.items() if n not in made}, **made}
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """A fitted preprocessor as a step of reading."""
+
+    preprocessor: Any
+    allows_text: bool
+    kind = "preprocessor"
+
+    def __post_init__(self) -> None:
+        wanted = "transform_batch" if is_rays(self.preprocessor) else "transform"
+        if not callable(getattr(self.preprocessor, wanted, None)):
+            raise WorkloadError(
+                "preprocessor()",
+                f"a {type(self.preprocessor).__name__}",
+                "it must return one of ray.data.preprocessors, or an object with transform(columns)",
+                "several in a row: ray.data.preprocessors.Chain(...)",
+            )
+
+    @property
+    def name(self) -> str:
+        """Name of its class."""
+        return type(self.preprocessor).__name__
+
+    @property
+    def where(self) -> str:
+        """File and line of its class's transform, or its name."""
+        return self.name if is_rays(self.preprocessor) else place_of(self.preprocessor.transform)
+
+    def __call__(self, rows: Columns, rng: RowRandom) -> Columns:
+        return apply(self.preprocessor, rows, allows_text=self.allows_text)
+
+
+def save(preprocessor: Any, folder: str) -> None:
+    """Write a fitted preprocessor into a run's folder, local or a URI. Raises WorkloadError where its state is more
+    than data."""
+    text = json.dumps({"format": FORMAT, "preprocessor": encoded(preprocessor, type(preprocessor).__name__)}, indent=1)
+    filesystem, inner = open_filesystem(folder)
+    with filesystem.open_output_stream(f"{inner}/{FILE}") as file:
+        file.write(text.encode())
+
+
+def load(folder: str) -> Any:
+    """The fitted preprocessor of a run's folder, or None where the run had none.
+
+    Its class must be importable, or be in a workload file that is loaded already. Raises CheckpointError.
+    """
+    import pyarrow.fs
+
+    filesystem, inner = open_filesystem(folder)
+    path = f"{inner}/{FILE}"
+    if filesystem.get_file_info(path).type == pyarrow.fs.FileType.NotFound:
+        return None
+    with filesystem.open_input_stream(path) as file:
+        text = file.read()
+    try:
+        document = json.loads(text)
+        if document["format"] != FORMAT:
+            allowed = f"this scaleray reads format {FORMAT}"
+            raise CheckpointError(f"{folder}/{FILE}", f"format {document['format']}", allowed, "use a newer scaleray")
+        return decoded(document["preprocessor"])
+    except (ValueError, KeyError, TypeError) as exc:
+        raise CheckpointError(f"{folder}/{FILE}", "damaged", f"it cannot be read: {exc}") from exc
+
+
+def _dataset(source: Source) -> Any:
+    """The rows of a source as a Ray Dataset."""
+    import pyarrow as pa
+    import ray
+
+    if hasattr(source, "dataset") and type(source.dataset).__module__.startswith("ray.data"):
+        return source.dataset
+    if isinstance(source, ParquetSource):
+        filesystem, path = open_filesystem(source.uri)
+        return ray.data.read_parquet(path, filesystem=filesystem, columns=source.columns)
+    tables = []
+    for start in range(0, source.num_rows, FITTED_ROWS):
+        rows = source.read(np.arange(start, min(start + FITTED_ROWS, source.num_rows)))
+        flat = {n: list(c) if isinstance(c, Ragged) else c for n, c in rows.items()}
+        tables.append(pa.table({n: c for n, c in flat.items() if isinstance(c, list) or c.ndim == 1}))
+    return ray.data.from_arrow(tables)
+
+
+def _columns(batch: Any, *, allows_text: bool) -> Mapping[str, Any]:
+    """What Ray's preprocessors return (a dict of arrays, a table or a DataFrame) as columns."""
+    import pyarrow as pa
+
+    if isinstance(batch, pa.Table):
+        return {n: column_to_numpy(n, batch.column(n), "the rows", allows_text=allows_text) for n in batch.column_names}
+    if isinstance(batch, Mapping):
+        return batch
+    return {str(name): batch[name].to_numpy() for name in batch.columns}
+
+
+def _objects(column: Ragged) -> np.ndarray:
+    found = np.empty(len(column), dtype=object)
+    for place, row in enumerate(column):
+        found[place] = row
+    return found
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Context without the progress bars of Ray Data."""
+    import ray
+
+    context = ray.data.DataContext.get_current()
+    before = context.enable_progress_bars
+    context.enable_progress_bars = False
+    try:
+        yield
+    finally:
+        context.enable_progress_bars = before
