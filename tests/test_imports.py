@@ -64,7 +64,18 @@ def imported_by(words, modules):
         "--version",
         *(
             f"{name} --help"
-            for name in ("train", "plan", "study", "sweep", "verify", "compare", "report", "evaluate", "predict")
+            for name in (
+                "train",
+                "plan",
+                "study",
+                "sweep",
+                "verify",
+                "compare",
+                "report",
+                "evaluate",
+                "predict",
+                "check",
+            )
         ),
         *(f"{name} --help" for name in ("checkpoint", "config", "tracking", "plan explain", "checkpoint list")),
     ],

@@ -11,6 +11,7 @@ from typing import Any, Literal, NoReturn
 from cyclopts import App, CycloptsError
 
 from scaleray import __version__
+from scaleray.cli.check import check
 from scaleray.cli.checkpoint import checkpoint_app
 from scaleray.cli.compare import compare
 from scaleray.cli.config import config_app
@@ -47,6 +48,7 @@ for command in (
     report,
     evaluate,
     predict,
+    check,
 ):
     app.command(command)
 

@@ -1,0 +1,1 @@
+"""`scaleray check`: one batch through a workload, before a training is started."""

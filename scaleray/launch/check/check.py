@@ -1,0 +1,136 @@
+"""`check`: data, model, loss and gradients of one batch, the speed of the input, and two processes beside one.
+
+Everything runs in this process and, for the last look, in gloo processes: without Ray, MLflow or a run folder.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from scaleray.config import RunConfig, load_config
+from scaleray.config.checkpoint import NOTHING_SAVED
+from scaleray.data import TRAIN, Split, load_sources
+from scaleray.data.source import Source
+from scaleray.errors import ScaleRayError
+from scaleray.launch.check.data_checks import InputLook, columns_of_splits, repeatable
+from scaleray.launch.check.model_checks import ModelLook, built_alike
+from scaleray.launch.check.two_processes import two_processes
+from scaleray.launch.session.data import size_of
+from scaleray.launch.session.start import forbid_ray, with_absolute_paths
+from scaleray.launch.workers.gloo import UserCode
+from scaleray.records.check import GOOD, WRONG, CheckRecord, Finding
+from scaleray.records.run import Say
+from scaleray.reproducibility.seeding import same_switches
+from scaleray.scaling.recipe.derive import derive
+from scaleray.training.setup.job import TrainJob
+from scaleray.workload import make_workload, no_exit
+
+Result = TypeVar("Result")
+
+
+def check(
+    config: RunConfig | str | Path | Mapping[str, Any],
+    workload: Any = None,
+    *,
+    processes: bool = True,
+    base_dir: Path | None = None,
+    say: Say = lambda text: None,
+) -> CheckRecord:
+    """Look at a workload before it is trained: one batch of its data, its model, loss, gradients and metrics, the
+    memory and the speed of the input, and whether two processes train what one does.
+
+    config: a RunConfig, a YAML file, or a mapping of dotted keys. workload: an instance or class; None loads
+    `config.workload`. processes: also compare two processes, for two steps in float64. say: called with a line for each
+    finding as it is made. Takes about ten seconds, mostly for the processes; needs neither Ray nor MLflow. Mistakes are
+    findings of the record and no errors; a config that cannot be read is a ConfigError.
+    """
+    if isinstance(config, Mapping):
+        config = load_config(flags=config)
+    elif not isinstance(config, RunConfig):
+        base_dir = base_dir or Path(config).resolve().parent
+        config = load_config(config)
+    forbid_ray()
+    return _Check(with_absolute_paths(config), workload, base_dir, say).run(processes=processes)
+
+
+class _Check:
+    def __init__(self, config: RunConfig, workload: Any, base_dir: Path | None, say: Say) -> None:
+        self.config, self.given, self.base_dir, self.say = config, workload, base_dir, say
+        self.record = CheckRecord(config.workload.name)
+
+    def run(self, *, processes: bool) -> CheckRecord:
+        started = time.perf_counter()
+        with same_switches():
+            self._look(processes=processes)
+        return replace(self.record, duration_s=time.perf_counter() - started)
+
+    def _look(self, *, processes: bool) -> None:
+        settings = self.config.workload
+        workload = self._step(
+            "workload", lambda: make_workload(self.given, settings.name, settings.args, base_dir=self.base_dir)
+        )
+        if workload is None or (sources := self._step("data", lambda: load_sources(workload))) is None:
+            return
+        self.record.figures["rows"] = {name: source.num_rows for name, source in sources.items()}
+        self._add(*columns_of_splits(sources), *repeatable(workload, sources))
+        job = self._step("recipe", lambda: self._job(workload, sources))
+        if job is None:
+            return
+        look = InputLook(job, sources)
+        batch = self._step("first batch", look.first_batch)
+        if batch is None:
+            return
+        self.record.columns.extend(look.columns(batch))
+        self._add(look.speed(self.record.figures))
+        self._step("build_model", lambda: self._add(built_alike(job)))
+        model = ModelLook(job, sources, batch)
+        with model.opened() as opened:
+            if self._step("model", opened) is None:
+                return
+            if self._step("loss", lambda: self._add(*model.loss(self.record.figures))) is None:
+                return
+            self._step("gradients", lambda: self._add(*model.gradients(self.record.figures)))
+            self._step("metrics", lambda: self._add(*model.metrics()))
+            self._step("extreme rows", lambda: self._add(*model.extremes()))
+        if processes and self.record.passed:
+            name = settings.name if self.given is None else None
+            code = UserCode(name, settings.args, self.base_dir, workload)
+            self._step("two processes", lambda: self._add(two_processes(self.config, workload, sources, code)))
+
+    def _job(self, workload: Any, sources: Mapping[str, Source]) -> TrainJob:
+        """The training on one worker; the config's own number of workers must fit as well."""
+        derive(self.config, size_of(sources))
+        config = self.config.model_copy(
+            update={
+                "scale": self.config.scale.model_copy(update={"workers": 1, "gpus_per_worker": 0}),
+                "strategy": self.config.strategy.model_copy(update={"name": "auto"}),
+                "checkpoint": self.config.checkpoint.model_copy(update=NOTHING_SAVED),
+            }
+        )
+        splits = {name: Split.of(name, source) for name, source in sources.items()}
+        recipe = derive(self.config, size_of(sources))
+        job = TrainJob(config, replace(recipe, strategy="single", model_parallel_size=1), workload, splits, time.time())
+        self.record.figures["global_batch_size"] = recipe.global_batch_size
+        self.record.figures["micro_batch_size"] = recipe.micro_batch_size
+        self._add(Finding("recipe", GOOD, f"{recipe.total_steps} steps of {recipe.global_batch_size} samples"))
+        self._add(Finding("data", GOOD, f"{sources[TRAIN].num_rows} rows to train on, {job.sample_order}"))
+        return job
+
+    def _step(self, subject: str, look: Callable[[], Result]) -> Result | None:
+        """What a look gives; an error of the user's becomes a finding, and None."""
+        try:
+            with no_exit("the workload's code"):
+                found = look()
+        except ScaleRayError as exc:
+            self._add(Finding(subject, WRONG, str(exc)))
+            return None
+        return found if found is not None else True  # type: ignore[return-value]
+
+    def _add(self, *findings: Finding) -> None:
+        for finding in findings:
+            self.record.findings.append(finding)
+            self.say(f"  {finding.verdict:<8} {finding.subject}: {finding.text}")

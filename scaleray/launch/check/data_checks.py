@@ -1,0 +1,109 @@
+"""Looks at a workload's data: what its first batch is like, whether rows repeat, and how fast they are read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from scaleray.data import TRAIN, Input, Part, RankBatch
+from scaleray.data.ragged import Ragged, flat_values
+from scaleray.data.row_values import row_values_of
+from scaleray.data.source import Columns, Source
+from scaleray.data.transformed import place_of
+from scaleray.errors import DataError
+from scaleray.records.check import DOUBTFUL, GOOD, WRONG, ColumnFacts, Finding
+from scaleray.training.setup.job import TrainJob
+from scaleray.workload import own_method
+
+READ_S = 1.0
+"""Seconds for which rows are read to measure how fast that is."""
+
+
+def columns_of_splits(sources: Mapping[str, Source]) -> Iterator[Finding]:
+    """A finding for each split whose columns are not those of training, and one where all are alike."""
+    first = _types(sources[TRAIN])
+    alike = True
+    for name, source in sources.items():
+        if (found := _types(source)) != first and found is not None and first is not None:
+            alike = False
+            column = next(c for c in (*first, *found) if first.get(c) != found.get(c))
+            text = f"column {column} is {found.get(column, 'missing')}, and {first.get(column, 'missing')} in train"
+            yield Finding(f"split {name}", DOUBTFUL, text)
+    if alike and len(sources) > 1:
+        yield Finding("splits", GOOD, f"{', '.join(sources)} have the same columns")
+
+
+def repeatable(workload: Any, sources: Mapping[str, Source]) -> Iterator[Finding]:
+    """A finding for each split whose rows are not the same when they are read again."""
+    for name, source in sources.items():
+        values = row_values_of(source)
+        if not values.are_repeatable:
+            text = f"the rows are not repeatable: {values.difference}\n  {values.advice}"
+            yield Finding(f"split {name}", WRONG, text)
+    if (method := own_method(workload, "transform")) is not None:
+        yield Finding("transform", GOOD, f"transform() at {place_of(method)} was looked at on a few rows, twice")
+
+
+class InputLook:
+    """The rows of a training as its one worker reads them."""
+
+    def __init__(self, job: TrainJob, sources: Mapping[str, Source]) -> None:
+        self.job = job
+        plan = job.train_plan()
+        self.split = job.splits[TRAIN]
+        if self.split.is_streamed:
+            raise DataError(
+                "the train data", "a Ray Dataset", "check runs without Ray", "give a few rows of it as arrays"
+            )
+        self.plan, self.part = plan, Part(plan, 0, 1, 0, job.recipe.total_steps)
+        self.input = Input(sources, job.config.data, may_draw=True, others_wait_s=lambda: 60.0, warn=lambda text: None)
+
+    def first_batch(self) -> RankBatch:
+        """All rows of the first global batch."""
+        stream = self.input.open(self.split, Part(self.plan, 0, 1, 0, 1))
+        try:
+            return next(stream)
+        finally:
+            stream.close()
+
+    def speed(self, figures: dict[str, Any]) -> Finding:
+        """How many rows a second one worker reads."""
+        stream = self.input.open(self.split, self.part)
+        rows, started, taken = 0, time.perf_counter(), 0.0
+        try:
+            for batch in stream:
+                rows += batch.num_rows
+                taken = time.perf_counter() - started
+                if taken >= READ_S:
+                    break
+        finally:
+            stream.close()
+        figures["input_rows_per_s"] = rows / max(taken, 1e-9)
+        return Finding("input", GOOD, f"{figures['input_rows_per_s']:,.0f} rows a second are read by one worker")
+
+    def columns(self, batch: RankBatch) -> Iterator[ColumnFacts]:
+        """Facts about each column of a batch."""
+        for name, values in batch.columns.items():
+            flat = flat_values(values)
+            has_range = flat.size and flat.dtype.kind in "biuf" and np.isfinite(flat).any()
+            numbers = flat[np.isfinite(flat)] if has_range else flat
+            low, high = (float(numbers.min()), float(numbers.max())) if has_range else (None, None)
+            yield ColumnFacts(name, _shape(values), str(values.dtype), low, high)
+
+
+def _types(source: Source) -> dict[str, str] | None:
+    try:
+        rows: Columns = source.read(np.arange(1))
+    except (DataError, TypeError):
+        return None
+    return {name: f"{values.dtype}[{_shape(values, rows=False)}]" for name, values in rows.items()}
+
+
+def _shape(values: Any, *, rows: bool = True) -> str:
+    if isinstance(values, Ragged):
+        lengths = values.lengths
+        return f"{len(values)} of {lengths.min()} to {lengths.max()}" if rows else "ragged"
+    return " x ".join(map(str, values.shape if rows else values.shape[1:]))

@@ -1,0 +1,48 @@
+"""Whether two processes train what one does, for two steps in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from scaleray.config import RunConfig
+from scaleray.data.source import TRAIN, Source
+from scaleray.launch.verify.plan import Question, make_plan
+from scaleray.launch.verify.verify import verify_here
+from scaleray.launch.workers.gloo import UserCode, gloo_processes
+from scaleray.records.check import DOUBTFUL, GOOD, WRONG, Finding
+from scaleray.training.verify.variants import Assignment, Outcome
+
+STEPS = 2
+SUBJECT = "two processes"
+
+
+def two_processes(config: RunConfig, workload: Any, sources: Mapping[str, Source], code: UserCode) -> Finding:
+    """The verdict on the first steps of ddp on two gloo processes, beside one. Raises UsageError."""
+    question = Question(strategies=("ddp",), world_sizes=(2,), accumulation=(1,), steps=STEPS)
+    train = {TRAIN: sources[TRAIN]}  # an evaluation of all rows may take longer than everything else
+    config = config.model_copy(update={"stop": config.stop.model_copy(update={"at": None})})
+    plan = make_plan(config, question, workload, train)
+    variants = [variant for group in plan.groups.values() for variant in group]
+    if not variants:
+        why = plan.refused[0].words if plan.refused else "no variant runs"
+        return Finding(SUBJECT, DOUBTFUL, f"not compared: {why}")
+    outcomes: list[Outcome] = []
+    with gloo_processes(2, code, timeout_s=config.scale.collective_timeout_s) as processes:
+        assignment = Assignment(plan.reference, tuple(variants), question.bound)
+        outcomes, _ = processes.run(2, verify_here, assignment, {}, train, workload=workload)
+    return judged(outcomes)
+
+
+def judged(outcomes: list[Outcome]) -> Finding:
+    """The finding of what was compared."""
+    [outcome] = outcomes
+    if outcome.verdict == "refused":
+        return Finding(SUBJECT, DOUBTFUL, f"not compared: {outcome.words}")
+    if (found := outcome.mismatch) is not None:
+        where = f"step {found.step}: {found.quantity}{f' of {found.parameter}' if found.parameter else ''}"
+        text = f"they do not train what one does: {where} is {found.difference:.1e} apart; {found.cause}: {found.why}"
+        return Finding(SUBJECT, WRONG, f"{text}\n  scaleray verify --local says more")
+    largest = outcome.comparison.largest
+    text = f"equal one process within {largest:.1e} over {STEPS} steps in float64"
+    return Finding(SUBJECT, GOOD, f"{text}; {outcome.words}" if outcome.words else text)

@@ -1,0 +1,57 @@
+"""What a look at a workload has found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from scaleray.records.run import JsonRecord
+
+GOOD, DOUBTFUL, WRONG = "good", "doubtful", "wrong"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at. verdict: good, doubtful (training starts all the same) or wrong."""
+
+    subject: str
+    verdict: str
+    text: str
+
+
+@dataclass(frozen=True)
+class ColumnFacts:
+    """A column of a micro-batch as the loss gets it. low, high: of what was read, None where there are no numbers."""
+
+    name: str
+    shape: str
+    dtype: str
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class CheckRecord(JsonRecord):
+    """The outcome of `scaleray check`."""
+
+    workload: str
+    findings: list[Finding] = field(default_factory=list)
+    columns: list[ColumnFacts] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+    """What was measured: loss, count, rows by split, parameters, bytes, rows a second."""
+    duration_s: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing is wrong."""
+        return not any(finding.verdict == WRONG for finding in self.findings)
+
+    @property
+    def verdict(self) -> str:
+        """The outcome in a line."""
+        wrong = [f.subject for f in self.findings if f.verdict == WRONG]
+        doubtful = [f.subject for f in self.findings if f.verdict == DOUBTFUL]
+        if wrong:
+            return f"{len(wrong)} of {len(self.findings)} checks failed: {', '.join(wrong)}"
+        more = f"; worth a look: {', '.join(doubtful)}" if doubtful else ""
+        return f"ready to train: {len(self.findings)} checks, nothing wrong{more}"
