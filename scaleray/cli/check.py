@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scaleray.cli.options import ConfigFile, Json, Overrides
-from scaleray.cli.output import Output
+from scaleray.cli.output import Output, print_json
 
 
 def check(*overrides: Overrides, config: ConfigFile = None, processes: bool = True, json: Json = False) -> int:
@@ -25,12 +25,12 @@ def check(*overrides: Overrides, config: ConfigFile = None, processes: bool = Tr
     from scaleray.reports.terminal.check import show_check
 
     output = Output(json=json)
-    with output.kept_clean():
+    with output.running():
         output.say(f"checking {resolved.workload.name}")
         record = run(
             resolved, processes=processes, base_dir=config.resolve().parent if config else None, say=output.say
         )
     show_check(output.console, record)
     if json:
-        print(record.to_json())
+        print_json(record.to_dict())
     return 0 if record.passed else 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scaleray.cli.options import Flag, Json
-from scaleray.cli.output import Output
+from scaleray.cli.output import Output, print_json
 from scaleray.cli.run_options import Run, Step, Uri, WorkloadName, step_of
 
 
@@ -42,7 +42,7 @@ def evaluate(
     from scaleray.reports.terminal.evaluation import show_evaluation
 
     output = Output(json=json)
-    with output.kept_clean():
+    with output.running():
         result = run_evaluation(
             run,
             data=data,
@@ -57,5 +57,5 @@ def evaluate(
         )
     show_evaluation(output.console, result)
     if json:
-        print(result.to_json())
+        print_json(result.to_dict())
     return 0

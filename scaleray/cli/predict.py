@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from scaleray.cli.options import Flag, Json
-from scaleray.cli.output import Output
+from scaleray.cli.output import Output, print_json
 from scaleray.cli.run_options import Run, Step, Uri, WorkloadName, step_of
 
 
@@ -55,7 +55,7 @@ def predict(
     from scaleray.launch.model.predict import predict as run_prediction
 
     output = Output(json=json)
-    with output.kept_clean():
+    with output.running():
         found = run_prediction(
             run,
             data,
@@ -77,5 +77,5 @@ def predict(
     more = f" of {found.num_rows}; {len(found.failed)} failed and are left out" if found.failed else ""
     output.say(f"wrote {found.num_rows - len(found.failed)} rows{more} to {found.out}")
     if json:
-        print(found.to_json())
+        print_json(found.about(), written={"answers": str(found.out)})
     return 0

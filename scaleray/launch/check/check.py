@@ -22,6 +22,7 @@ from scaleray.launch.check.two_processes import two_processes
 from scaleray.launch.session.data import size_of
 from scaleray.launch.session.start import forbid_ray, with_absolute_paths
 from scaleray.launch.workers.gloo import UserCode
+from scaleray.progress import stage
 from scaleray.records.check import GOOD, WRONG, CheckRecord, Finding
 from scaleray.records.run import Say
 from scaleray.reproducibility.seeding import same_switches
@@ -99,7 +100,8 @@ class _Check:
         if processes and self.record.passed:
             name = settings.name if self.given is None else None
             code = UserCode(name, settings.args, self.base_dir, workload)
-            self._step("two processes", lambda: self._add(two_processes(self.config, workload, sources, code)))
+            with stage("two processes beside one"):
+                self._step("two processes", lambda: self._add(two_processes(self.config, workload, sources, code)))
 
     def _job(self, workload: Any, sources: Mapping[str, Source]) -> TrainJob:
         """The training on one worker; the config's own number of workers must fit as well."""

@@ -9,7 +9,7 @@ from scaleray.config import RunConfig
 from scaleray.data.source import TRAIN, Source
 from scaleray.launch.verify.plan import Question, make_plan
 from scaleray.launch.verify.verify import verify_here
-from scaleray.launch.workers.gloo import UserCode, gloo_processes
+from scaleray.launch.workers.gloo import TELL, UserCode, gloo_processes
 from scaleray.records.check import DOUBTFUL, GOOD, WRONG, Finding
 from scaleray.training.verify.variants import Assignment, Outcome
 
@@ -30,7 +30,7 @@ def two_processes(config: RunConfig, workload: Any, sources: Mapping[str, Source
     outcomes: list[Outcome] = []
     with gloo_processes(2, code, timeout_s=config.scale.collective_timeout_s) as processes:
         assignment = Assignment(plan.reference, tuple(variants), question.bound)
-        outcomes, _ = processes.run(2, verify_here, assignment, {}, train, workload=workload)
+        outcomes, _ = processes.run(2, verify_here, assignment, {}, train, TELL, workload=workload)
     return judged(outcomes)
 
 

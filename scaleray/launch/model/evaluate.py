@@ -30,6 +30,7 @@ from scaleray.launch.session.start import check_local, forbid_ray, with_absolute
 from scaleray.launch.workers.gloo import UserCode, gloo_processes
 from scaleray.launch.workers.ray_train import fit_group
 from scaleray.launch.workers.user_code import ship_user_code
+from scaleray.progress import stage
 from scaleray.records.run import JsonRecord, Say
 from scaleray.scaling.recipe.derive import derive
 from scaleray.scaling.recipe.values import DataSize
@@ -95,7 +96,8 @@ def evaluate(
     job = evaluation_job(config, parts.workload, sources)
     say(f"evaluating {parts.weights.words} of {parts.name} on {', '.join(sources)}, {workers} workers")
     task = Task(job, parts.weights)
-    metrics = _measured(task, sources, workers, local=local, code=_code(parts, found, workload))
+    with stage("evaluating"):
+        metrics = _measured(task, sources, workers, local=local, code=_code(parts, found, workload))
     result = Evaluation(
         run=parts.name,
         weights=parts.weights.words,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from scaleray.launch.model.predictor import FAILED, INDEX, Predictor, PredictorP
 from scaleray.launch.model.rows import Files, Shape, gives_tuples, shape_of
 from scaleray.launch.session.start import check_local, forbid_ray
 from scaleray.launch.workers.user_code import ship_user_code
+from scaleray.progress import stage
 from scaleray.records.run import Say
 
 BATCH_ROWS = 256
@@ -50,10 +50,11 @@ class Predictions:
     columns: Mapping[str, Any] = field(default_factory=dict)
     failed: Mapping[int, str] = field(default_factory=dict)
 
-    def to_json(self) -> str:
-        """What there is to know beside the answers, as indented JSON."""
+    def about(self) -> dict[str, Any]:
+        """What there is to know beside the answers, as JSON holds it."""
+        first = {str(row): why for row, why in list(self.failed.items())[:MOST_NAMED]}
         about = {"model": self.model, "rows": self.num_rows, "out": self.out, "failed": len(self.failed)}
-        return json.dumps({**about, "first_failed": dict(list(self.failed.items())[:MOST_NAMED])}, indent=2)
+        return {**about, "first_failed": first}
 
 
 def predict(
@@ -243,11 +244,15 @@ def _collected(tables: Iterator[Any], path: str | None, model: str, *, skip_fail
     import pyarrow as pa
 
     num_rows, failed, kept = 0, dict[int, str](), []
-    with opened(path) if path is not None else contextlib.nullcontext() as file:
+    with (
+        stage("predicting", unit="rows") as predicting,
+        opened(path) if path is not None else contextlib.nullcontext() as file,
+    ):
         for table in tables:
             reasons = table.column(FAILED).to_pylist() if table.column(FAILED).null_count < table.num_rows else []
             failed.update({num_rows + at: why for at, why in enumerate(reasons) if why is not None})
             num_rows += table.num_rows
+            predicting.advance(table.num_rows)
             if failed and not skip_failed:
                 raise _failed_rows(failed)
             if reasons:

@@ -79,7 +79,7 @@ def test_a_split_of_the_run_is_written_to_a_file(run, tmp_path, ending, capsys, 
     words = ["predict", run, "--split", "val", "--out", str(out), "--local", "--workload", f"{classes.__file__}:Named"]
     assert run_command([*words, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["rows"], told["failed"], told["out"]) == (26, 0, str(out))
+    assert (told["rows"], told["failed"], told["written"]) == (26, 0, {"answers": str(out)})
     written = (
         pq.read_table(out).to_pylist() if ending == "parquet" else [*map(json.loads, out.read_text().splitlines())]
     )
