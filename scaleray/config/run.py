@@ -106,7 +106,7 @@ class RunConfig(Settings):
                 )
             if is_on and self.strategy.static_graph:
                 raise ValueError(f"{key}: it may accumulate more than planned, which strategy.static_graph cannot")
-        if self.memory.find_micro_size and self.memory.limit_gib is None and not self.scale.gpus_per_worker:
+        if self.memory.find_micro_size and self.memory.limit_gib is None and not self.scale.may_have_gpus:
             raise ValueError(
                 "memory.find_micro_size: CPU workers share their memory, so that it needs memory.limit_gib"
             )

@@ -20,9 +20,9 @@ class ScaleSettings(Settings):
     training stays the same; or rescale it with the workers, and the learning rate by `optimizer.rule`."""
     resize_interval_s: Positive = 60.0
     """Seconds between two checks of an elastic run whether more workers fit."""
-    gpus_per_worker: Annotated[float, Field(ge=0, le=1)] = 0
+    gpus_per_worker: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"
     """GPUs of each worker. 1 trains on CUDA with NCCL; 0 on the CPU with gloo. A fraction shares a card, for
-    one-worker trials only."""
+    one-worker trials only. auto: 1 where the cluster has GPUs, else 0; the record holds the number."""
     cpus_per_worker: Positive = 1.0
     """Ray CPUs reserved for each worker; also its number of torch threads, rounded down to at least 1."""
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
@@ -41,6 +41,16 @@ class ScaleSettings(Settings):
     dashboard: bool = False
     """Start Ray's dashboard with a Ray of the run's own: about 1 CPU second at the start, 2 more soon after, and
     280 MB. A cluster that is there has its own."""
+
+    @property
+    def gpus(self) -> float:
+        """GPUs of each worker as a number; 0 as long as nobody has looked at the cluster for `auto`."""
+        return 0 if self.gpus_per_worker == "auto" else self.gpus_per_worker
+
+    @property
+    def may_have_gpus(self) -> bool:
+        """Whether workers have GPUs, or may turn out to."""
+        return self.gpus_per_worker != 0
 
     @property
     def max_workers(self) -> int:

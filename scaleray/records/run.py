@@ -295,8 +295,10 @@ class RunRecord(JsonRecord):
     def from_json(cls, text: str | bytes) -> Self:
         """The record in the text of a record.json, in which null may stand for a number that was not finite. Raises
         ValueError or TypeError for anything else. Keys that are not known, as of a newer version, are left out."""
-        known = {one.name for one in dataclasses.fields(cls)}
-        return cls(**{key: value for key, value in load_json(text).items() if key in known})
+        known, values = {one.name for one in dataclasses.fields(cls)}, load_json(text)
+        if not isinstance(values, dict):
+            raise TypeError(f"it holds no record but a {type(values).__name__}")
+        return cls(**{key: value for key, value in values.items() if key in known})
 
 
 def jsonable(value: Any) -> Any:

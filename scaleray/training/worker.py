@@ -60,7 +60,7 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
     job = dataclasses.replace(assignment.job.on(ray.train.get_context().get_world_size()), start_ends=start.ends)
     quieten_ray()
     scale = job.config.scale
-    uses_gpu = scale.gpus_per_worker > 0
+    uses_gpu = scale.gpus > 0
     place = place_under_ray(uses_gpu=uses_gpu)
     if not uses_gpu:
         torch.set_num_threads(max(1, int(scale.cpus_per_worker)))

@@ -28,7 +28,7 @@ def check_capacity(config: RunConfig, nodes: Sequence[Node]) -> None:
         f"{'at least ' if scale.is_elastic else ''}{needed} worker{'s' if needed > 1 else ''} "
         f"of {scale.cpus_per_worker:g} CPU"
     )
-    asked += f" and {scale.gpus_per_worker:g} GPU" if scale.gpus_per_worker else ""
+    asked += f" and {scale.gpus:g} GPU" if scale.gpus else ""
     asked += f" ({scale.placement})" if scale.placement.startswith("STRICT") else ""
     asked += f" on nodes labelled {dict(scale.label_selector)}" if scale.label_selector else ""
     cpus = sum(n.resources.get("CPU", 0.0) for n in nodes)
@@ -88,11 +88,13 @@ def num_concurrent(config: RunConfig, nodes: Sequence[Node]) -> int:
 
 def _bundles(scale: ScaleSettings, node: Node) -> int:
     by_cpu = node.resources.get("CPU", 0.0) / scale.cpus_per_worker + 1e-9
-    by_gpu = node.resources.get("GPU", 0.0) / scale.gpus_per_worker + 1e-9 if scale.gpus_per_worker else float("inf")
+    by_gpu = node.resources.get("GPU", 0.0) / scale.gpus + 1e-9 if scale.gpus else float("inf")
     return int(min(by_cpu, by_gpu))
 
 
 def _fewer(config: RunConfig, possible: int) -> str:
     if possible >= 1:
-        return f"use --scale.workers {possible}, or a smaller --scale.cpus-per-worker"
+        smaller = "a smaller --scale.cpus-per-worker"
+        smaller = f"{smaller}, or CPUs alone (--scale.gpus-per-worker 0)" if config.scale.gpus else smaller
+        return f"use --scale.workers {possible}, or {smaller}"
     return "use smaller workers (scale.cpus_per_worker, scale.gpus_per_worker) or a larger cluster"

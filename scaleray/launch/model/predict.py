@@ -171,8 +171,8 @@ def _under_ray(
 
         check_option_fits("--workers", config, cluster.alive_nodes())
         ship_user_code(parts.model.workload)
-        threads = None if scale.gpus_per_worker else max(1, int(scale.cpus_per_worker))
-        parts = dataclasses.replace(parts, threads=threads, uses_gpu=scale.gpus_per_worker > 0)
+        threads = None if scale.gpus else max(1, int(scale.cpus_per_worker))
+        parts = dataclasses.replace(parts, threads=threads, uses_gpu=scale.gpus > 0)
         source = rows if isinstance(rows, Source) else None
         references = (ray.put(parts), ray.put(source) if source is not None else None)
         with _quiet_data() as data:
@@ -183,7 +183,7 @@ def _under_ray(
                 batch_format="pyarrow",
                 compute=data.ActorPoolStrategy(size=workers),
                 num_cpus=scale.cpus_per_worker,
-                num_gpus=scale.gpus_per_worker or None,
+                num_gpus=scale.gpus or None,
                 # one machine has no other to start it again on; Ray warns of restarts that it may not be able to do
                 **({"max_restarts": 0} if cluster.is_own() else {}),
             )

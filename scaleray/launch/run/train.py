@@ -22,6 +22,7 @@ from scaleray.data.source import Source
 from scaleray.errors import ClusterError, ConfigError, LeftEarly, TrackingError
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster.capacity import check_capacity
+from scaleray.launch.cluster.gpus import with_gpus_decided
 from scaleray.launch.run.checkpoint_facts import checkpoint_facts
 from scaleray.launch.run.record import as_yaml, describe, end_tags, make_record, point_metrics
 from scaleray.launch.run.resume import Request, make_request
@@ -96,7 +97,8 @@ def train(
     check_learning_rate(config, workload)
     folder = RunFolder.reserve(config) if before is None else RunFolder.reopen(before.path)
     try:
-        with _environment(config, local=local) as topology:
+        with _environment(config, local=local, say=say) as (config, topology):
+            request = dataclasses.replace(request, config=config)
             start.end(RAY)
             sources = load_sources(workload, fitted=preprocessing.load(folder.path) if before else None)
             run = _Run(request, workload, sources, folder, tracking_uri, topology, show, start)
@@ -122,26 +124,29 @@ def _check_number_of_workers(config: RunConfig, *, local: bool) -> None:
 
 
 @contextlib.contextmanager
-def _environment(config: RunConfig, *, local: bool) -> Iterator[list[dict[str, Any]]]:
-    """The nodes that the run has: this process, or a connected cluster that can hold it."""
+def _environment(config: RunConfig, *, local: bool, say: Say) -> Iterator[tuple[RunConfig, list[dict[str, Any]]]]:
+    """The nodes that the run has: this process, or a connected cluster that can hold it; and the config with what they
+    decide."""
     if local:
         forbid_ray()
-        if config.scale.gpus_per_worker:
+        config = with_gpus_decided(config, None, say=say)
+        if config.scale.gpus:
             import torch
 
             if not torch.cuda.is_available():
                 raise ClusterError(
                     "scale.gpus_per_worker",
-                    config.scale.gpus_per_worker,
+                    config.scale.gpus,
                     "this machine has no CUDA device",
                     "use --scale.gpus-per-worker 0",
                 )
-        yield [{"node": "local"}]
+        yield config, [{"node": "local"}]
         return
     with cluster.connected(config):
         nodes = cluster.alive_nodes()
+        config = with_gpus_decided(config, nodes, say=say)
         check_capacity(config, nodes)
-        yield cluster.topology(nodes)
+        yield config, cluster.topology(nodes)
 
 
 def _notes_of(source: Source) -> dict[str, list[str]]:

@@ -34,10 +34,10 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 def check_local(config: RunConfig) -> None:
     """Raise ConfigError for GPUs under `--local`, where workers are gloo processes."""
-    if config.scale.gpus_per_worker:
+    if config.scale.gpus:
         raise ConfigError(
             "scale.gpus_per_worker",
-            config.scale.gpus_per_worker,
+            config.scale.gpus,
             "--local uses gloo processes on the CPU",
             "add --scale.gpus-per-worker 0, or leave --local out",
         )

@@ -59,7 +59,7 @@ def workers_per_node(config: RunConfig, nodes: Sequence[Node] | None) -> int:
     scale = config.scale
     if nodes is None:
         return max(1, int((psutil.cpu_count() or 1) / scale.cpus_per_worker))
-    kind, needed = ("GPU", scale.gpus_per_worker) if scale.gpus_per_worker else ("CPU", scale.cpus_per_worker)
+    kind, needed = ("GPU", scale.gpus) if scale.gpus else ("CPU", scale.cpus_per_worker)
     return max(1, max(int(node.resources.get(kind, 0.0) / needed) for node in nodes))
 
 
@@ -85,7 +85,7 @@ def find_room(
     Raises ClusterError where fewer than two sizes would be left, which make no curve.
     """
     cores, ordered = num_cores(nodes), sorted(sizes)
-    if config.scale.gpus_per_worker or ordered[-1] <= cores:
+    if config.scale.gpus or ordered[-1] <= cores:
         return Room(ordered, False)
     if oversubscribe or sleeps(workload):
         return Room(ordered, True)
@@ -131,11 +131,7 @@ def launch_config(config: RunConfig, room: Room, nodes: Sequence[Node] | None) -
         if 0 < cpus < workers * config.scale.cpus_per_worker:
             scale["cpus_per_worker"] = max(0.01, int(100 * cpus / workers) / 100)
     spread = config.model_copy(update={"scale": config.scale.model_copy(update=scale)})
-    where = (
-        "without GPUs: --scale.gpus-per-worker 0"
-        if config.scale.gpus_per_worker
-        else "on this machine alone with --local"
-    )
+    where = "without GPUs: --scale.gpus-per-worker 0" if config.scale.gpus else "on this machine alone with --local"
     check_option_fits("--world-sizes", spread, nodes, hint=f"leave the size out, or measure {where}")
     return spread
 
@@ -164,7 +160,7 @@ def peak_flops(config: RunConfig, turns: Sequence[Turn]) -> float | None:
         name for turn in turns for kind in turn.hardware for name in (kind.get("accelerators") or {}).get("names", ())
     ]
     precision = "tf32" if config.precision.tf32 and config.precision.dtype == "fp32" else config.precision.dtype
-    if not names or not config.scale.gpus_per_worker or precision == "fp64":
+    if not names or not config.scale.gpus or precision == "fp64":
         return None
     try:
         return find_gpu(names[0]).peak_flops(precision)

@@ -87,7 +87,7 @@ def make_rungs(
             if name in rungs:
                 rungs[name].modes.append(mode)
                 continue
-            is_crowded = cores is not None and not config.scale.gpus_per_worker and workers > cores
+            is_crowded = cores is not None and not config.scale.gpus and workers > cores
             rungs[name] = Rung(
                 name=name,
                 workers=workers,
@@ -167,8 +167,8 @@ def _check(config: RunConfig, question: Question, splits: Mapping[str, Split]) -
             "for example --stop.at 'val/loss <= 1.0' --evaluation.every '1 epoch'",
         )
     most = max(question.sizes)
-    if config.scale.gpus_per_worker and config.scale.gpus_per_worker < 1 and most > 1:
-        raise ConfigError("scale.gpus_per_worker", config.scale.gpus_per_worker, "several workers need a GPU each")
+    if config.scale.gpus and config.scale.gpus < 1 and most > 1:
+        raise ConfigError("scale.gpus_per_worker", config.scale.gpus, "several workers need a GPU each")
 
 
 def _check_shares(config: RunConfig, question: Question) -> None:

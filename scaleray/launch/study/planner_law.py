@@ -112,7 +112,7 @@ def _node(
 ) -> Cluster:
     """What the workers run on, one node of it, by the catalogue."""
     name = "cpu"
-    if config.scale.gpus_per_worker:
+    if config.scale.gpus:
         names = [n for kind in hardware for n in (kind.get("accelerators") or {}).get("names", ())]
         if not names:
             raise UsageError("the workers' GPUs", None, "their names were not told")

@@ -84,7 +84,7 @@ class RunningStudy:
             started_at=self.started_at,
         )
         self.known = KnownTurns(self.config.checkpoint.storage_path, self.conditions)
-        if self.config.study.peak_tflops or self.config.scale.gpus_per_worker:
+        if self.config.study.peak_tflops or self.config.scale.gpus:
             self._count_operations()
             if isinstance(self.profile, str):
                 self.say(f"  without MFU, as the model's operations could not be counted: {self.profile}")

@@ -16,6 +16,7 @@ from scaleray.config import RunConfig
 from scaleray.data import load_sources
 from scaleray.errors import ConfigError
 from scaleray.launch.cluster import connection as cluster
+from scaleray.launch.cluster.gpus import with_gpus_decided
 from scaleray.launch.session.conditions import check_same, conditions_of
 from scaleray.launch.session.start import (
     check_learning_rate,
@@ -73,6 +74,7 @@ def study(
     check_learning_rate(config, workload)
     with connected_unless(config, local=local):
         nodes = None if local else cluster.alive_nodes()
+        config = with_gpus_decided(config, nodes if nodes is not None else [], say=say)
         sources = load_sources(workload)
         room = find_room(config, question.sizes, workload, nodes, oversubscribe=question.oversubscribe)
         question = dataclasses.replace(question, world_sizes=room.sizes)

@@ -19,6 +19,7 @@ from scaleray.data import TRAIN, load_sources
 from scaleray.errors import ConfigError
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster.capacity import check_option_fits
+from scaleray.launch.cluster.gpus import with_gpus_decided
 from scaleray.launch.session.data import check_same_data
 from scaleray.launch.session.folder import RunFolder, unique_name
 from scaleray.launch.session.start import with_absolute_paths
@@ -118,6 +119,7 @@ def opened(
         if continue_folder is not None:
             folder = RunFolder.reopen(absolute_path(continue_folder))
         with quiet_tune(), _connected(config, question) as nodes, sigterm_like_ctrl_c():
+            config = with_gpus_decided(config, nodes, say=say)
             materials = {key: make_material(found, load_sources(found)) for key, found in workloads.items()}
             plan, candidates = make_plan(config, question, materials)
             check_option_fits("--workers-per-trial", plan.config(candidates.chosen[0]), nodes)

@@ -327,4 +327,4 @@ def _process_group(place: Place, meeting: Meeting | None) -> Iterator[None]:
 
 def _device(config: RunConfig) -> torch.device:
     # Ray shows an actor only the card that it was given
-    return torch.device("cuda", 0) if config.scale.gpus_per_worker else torch.device("cpu")
+    return torch.device("cuda", 0) if config.scale.gpus else torch.device("cpu")

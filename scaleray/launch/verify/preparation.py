@@ -14,9 +14,11 @@ from scaleray.data import load_sources
 from scaleray.data.source import Source
 from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.cluster.connection import alive_nodes
+from scaleray.launch.cluster.gpus import with_gpus_decided
 from scaleray.launch.session.start import check_learning_rate, connected_unless, with_absolute_paths
 from scaleray.launch.verify.plan import Plan, Question, make_plan
 from scaleray.launch.workers.gloo import UserCode
+from scaleray.records.run import Say
 from scaleray.tracking import store
 
 
@@ -38,7 +40,7 @@ class Verification:
 
 @contextlib.contextmanager
 def prepared(
-    config: RunConfig, question: Question, workload: Any, *, local: bool, base_dir: Path | None
+    config: RunConfig, question: Question, workload: Any, *, local: bool, base_dir: Path | None, say: Say
 ) -> Iterator[Verification]:
     """Context in which workers can be started, with all that can be refused refused. Raises UsageError."""
     started_at = time.time()
@@ -49,6 +51,7 @@ def prepared(
     workload = code.load()
     check_learning_rate(config, workload)
     with connected_unless(config, local=local):
+        config = with_gpus_decided(config, [] if local else alive_nodes(), say=say)
         sources = load_sources(workload)
         plan = make_plan(config, question, workload, sources)
         if not local:

@@ -52,7 +52,7 @@ def verify_resumes(
     the steps; None draws one. Raises UsageError for what the user can mend and RunFailedError for a group that died.
     """
     seed = random.SystemRandom().randrange(10**6) if seed is None else seed
-    with prepared(config, question, workload, local=local, base_dir=base_dir) as verification:
+    with prepared(config, question, workload, local=local, base_dir=base_dir, say=say) as verification:
         config, steps = verification.config, verification.plan.reference.job.recipe.total_steps
         if steps < 2:
             raise ConfigError("--steps", steps, "an interruption needs a step before and one after it", "use 2 or more")

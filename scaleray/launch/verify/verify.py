@@ -64,7 +64,7 @@ def verify(
     """
     if local:
         check_local(config)
-    with prepared(config, question, workload, local=local, base_dir=base_dir) as verification:
+    with prepared(config, question, workload, local=local, base_dir=base_dir, say=say) as verification:
         plan = verification.plan
         _announce(verification, say)
         with recorded(verification) as (folder, run):

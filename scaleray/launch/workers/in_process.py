@@ -38,7 +38,7 @@ def run_here(
     streamed = [name for name, split in job.splits.items() if split.is_streamed]
     if streamed:
         raise DataError(f"the {streamed[0]} data", "a Ray Dataset", "--local runs without Ray", "leave --local out")
-    device = torch.device("cuda") if job.config.scale.gpus_per_worker else torch.device("cpu")
+    device = torch.device("cuda") if job.config.scale.gpus else torch.device("cpu")
 
     def emit(message: WorkerMessage) -> None:
         recorder.log([message])

@@ -16,13 +16,13 @@ CONTROLLER_FAILURE_LIMIT = 2  # Ray's default retries an impossible launch for e
 def collective_backend(config: RunConfig) -> str:
     """The process group's backend, as torch writes it."""
     # gloo beside NCCL: collectives on CPU tensors need a backend of their own
-    return "cpu:gloo,cuda:nccl" if config.scale.gpus_per_worker else "gloo"
+    return "cpu:gloo,cuda:nccl" if config.scale.gpus else "gloo"
 
 
 def worker_resources(config: RunConfig) -> dict[str, float]:
     """What Ray reserves for each worker."""
     resources = {"CPU": config.scale.cpus_per_worker}
-    return {**resources, "GPU": config.scale.gpus_per_worker} if config.scale.gpus_per_worker else resources
+    return {**resources, "GPU": config.scale.gpus} if config.scale.gpus else resources
 
 
 def torch_trainer(
@@ -56,7 +56,7 @@ def torch_trainer(
         torch_config=ProcessGroup(collective_backend(config), int(scale.collective_timeout_s)),
         scaling_config=ray.train.ScalingConfig(
             num_workers=num_workers,
-            use_gpu=scale.gpus_per_worker > 0,
+            use_gpu=scale.gpus > 0,
             resources_per_worker=worker_resources(config),
             placement_strategy=scale.placement,
             label_selector=dict(scale.label_selector) or None,
@@ -96,7 +96,7 @@ def fit_group(
     trainer = torch_trainer(
         config,
         run_function,
-        {"function": function, "arguments": arguments, "uses_gpu": config.scale.gpus_per_worker > 0},
+        {"function": function, "arguments": arguments, "uses_gpu": config.scale.gpus > 0},
         num_workers=world_size,
         name=f"{name}_{world_size}",
         storage_path=storage_path,

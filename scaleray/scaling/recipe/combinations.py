@@ -187,7 +187,7 @@ def check_fsdp(config: RunConfig, workers: int) -> None:
             f"there is {', '.join(map(str, near))}"
             + ("; strategy.name ddp holds everything" if replicas == workers else ""),
         )
-    if config.fsdp.cpu_offload and not config.scale.gpus_per_worker:
+    if config.fsdp.cpu_offload and not config.scale.may_have_gpus:
         raise ConfigError(
             "fsdp.cpu_offload",
             True,
@@ -225,7 +225,7 @@ def check_float8(config: RunConfig, strategy: str) -> None:
             "tensor parallelism splits layers by styles that know nothing of float8",
             "use fsdp, or float8 none",
         )
-    if not config.scale.gpus_per_worker and not settings.emulate_float8:
+    if not config.scale.may_have_gpus and not settings.emulate_float8:
         raise ConfigError(
             "precision.float8",
             settings.float8,
@@ -249,10 +249,21 @@ def check_schedule(config: RunConfig, accumulation: int) -> None:
     )
 
 
+def check_search(config: RunConfig) -> None:
+    """Refuse a search for a micro-batch on CPUs without a limit, which is known once `auto` has become a number."""
+    if config.memory.find_micro_size and config.memory.limit_gib is None and not config.scale.may_have_gpus:
+        raise ConfigError(
+            "memory.find_micro_size",
+            True,
+            "CPU workers share their memory, so that it needs memory.limit_gib",
+            "for example --memory.limit-gib 4",
+        )
+
+
 def check_tf32(config: RunConfig) -> None:
     """Refuse a mode of GPUs where there are none, or where nothing is computed in fp32."""
     is_fp64 = config.precision.dtype == "fp64"
-    if config.precision.tf32 and (is_fp64 or not config.scale.gpus_per_worker):
+    if config.precision.tf32 and (is_fp64 or not config.scale.may_have_gpus):
         raise ConfigError(
             "precision.tf32",
             True,
@@ -264,7 +275,7 @@ def check_tf32(config: RunConfig) -> None:
 def check_cuda_graphs(config: RunConfig, accumulation: int) -> None:
     """Refuse to accumulate gradients that lie in the memory of a CUDA graph: its next replay writes over them."""
     has_graphs = config.compilation.what != "nothing" and config.compilation.mode != "default"
-    if has_graphs and config.scale.gpus_per_worker and accumulation > 1:
+    if has_graphs and config.scale.gpus and accumulation > 1:
         raise ConfigError(
             "compilation.mode",
             config.compilation.mode,

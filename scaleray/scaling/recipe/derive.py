@@ -28,6 +28,7 @@ from scaleray.scaling.recipe.combinations import (
     check_optimizer,
     check_pruning,
     check_schedule,
+    check_search,
     check_shard_dtypes,
     check_static_graph,
     check_tf32,
@@ -135,6 +136,7 @@ def _scaled(config: RunConfig, why: dict[str, str]) -> Hyperparameters:
 def _check(config: RunConfig, strategy: str, workers: int) -> None:
     """Refuse what this strategy cannot do on so many workers. Raises ConfigError."""
     check_training_apart(config)
+    check_search(config)
     check_tf32(config)
     check_float8(config, strategy)
     if strategy == "fsdp":

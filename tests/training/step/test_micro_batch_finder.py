@@ -196,7 +196,7 @@ def test_a_resumed_run_keeps_the_size_that_was_found(tmp_path):
 
 def test_what_cannot_be_is_refused():
     with pytest.raises(ConfigError, match=r"memory\.find_micro_size.*needs memory\.limit_gib"):
-        make_job(Blocks(), {"memory.find_micro_size": True})
+        make_job(Blocks(), {"memory.find_micro_size": True, "scale.gpus_per_worker": 0})
     with pytest.raises(ConfigError, match=r"memory\.find_micro_size.*static_graph"):
         make_job(Blocks(), {"memory.find_micro_size": True, "memory.limit_gib": 1, "strategy.static_graph": True})
     with pytest.raises(ConfigError, match=r"a micro-batch of 1 needs.*reserve"):
