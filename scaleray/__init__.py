@@ -16,6 +16,7 @@ _HOMES = {
     "evaluate": "scaleray.launch.model.evaluate",
     "predict": "scaleray.launch.model.predict",
     "Workload": "scaleray.workload",
+    "Callback": "scaleray.callbacks",
     "RunConfig": "scaleray.config",
     "RunRecord": "scaleray.records.run",
     "load_config": "scaleray.config",
@@ -28,6 +29,7 @@ _HOMES = {
 
 __all__ = [
     "ArraySource",
+    "Callback",
     "ConfigError",
     "ParquetSource",
     "RunConfig",
@@ -43,6 +45,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from scaleray.callbacks import Callback
     from scaleray.config import RunConfig, load_config
     from scaleray.data import ArraySource, ParquetSource, TokenSource
     from scaleray.errors import ConfigError, ScaleRayError

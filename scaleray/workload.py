@@ -6,20 +6,23 @@ documents them, and any class with the same methods works. Nothing here imports 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import inspect
-import os
 import sys
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from scaleray.errors import ScaleRayError, WorkloadError
+from scaleray.errors import WorkloadError
 from scaleray.progress import stage
+from scaleray.user_code import call_user_code as call_user_code
+from scaleray.user_code import exit_error as exit_error
+from scaleray.user_code import no_exit as no_exit
+from scaleray.user_code import user_frames as user_frames
+from scaleray.user_code import user_modules as user_modules
+from scaleray.user_code import user_traceback as user_traceback
 
 if TYPE_CHECKING:
     import torch
@@ -33,9 +36,6 @@ SumAndCount = tuple["torch.Tensor", "torch.Tensor | int | float"]
 """Value summed over rows (or tokens), and the number of rows (or tokens) it was summed over."""
 
 REQUIRED_METHODS = ("build_model", "datasets", "loss")
-
-# folders of this package and of Python's own modules, resolved once: `user_modules` asks about every module there is
-_HOMES = tuple(f"{Path(module).resolve().parent}{os.sep}" for module in (__file__, traceback.__file__))
 
 
 class Workload:
@@ -128,6 +128,11 @@ class Workload:
         train nothing. With several optimizers it gets them by name, and returns schedules by name.
         """
         return None
+
+    def callbacks(self) -> Iterable[Any]:
+        """Callbacks that look at the training and log images, text, tables and figures: see `scaleray.Callback`.
+        Optional."""
+        return []
 
     def blocks(self, model: nn.Module) -> Iterable[nn.Module] | None:
         """Repeated blocks of the model, for sharding, checkpointing and pipelines. Optional."""
@@ -235,84 +240,6 @@ def brings_optimizer(workload: Any) -> bool:
 def brings_schedule(workload: Any) -> bool:
     """Whether the workload may bring a schedule of its own; its method may still return None."""
     return own_method(workload, "schedule") is not None
-
-
-def call_user_code(call: Any, *, what: str, doing: str) -> Any:
-    """Run the user's code; an exception becomes a WorkloadError that shows only the user's part of the traceback."""
-    try:
-        return call()
-    except ScaleRayError:
-        raise
-    except (Exception, SystemExit) as exc:  # a script without a main guard may end the process on import
-        raise WorkloadError(what, f"failing while {doing}", "it must run", user_traceback(exc)) from exc
-
-
-@contextlib.contextmanager
-def no_exit(what: str) -> Iterator[None]:
-    """Context for user code that must not end the process: its sys.exit() becomes a WorkloadError, every other
-    exception passes.
-
-    Otherwise a run in which nothing was trained would end with exit code 0, and a Ray task would take its process
-    along.
-    """
-    try:
-        yield
-    except SystemExit as exc:
-        raise exit_error(exc, what=what) from exc
-
-
-def exit_error(exc: SystemExit, *, what: str) -> WorkloadError:
-    """Error that reports a sys.exit() in user code."""
-    allowed = "only scaleray ends its processes: return, or raise an exception"
-    return WorkloadError(what, f"calling sys.exit({exc.code!r})", allowed, user_traceback(exc))
-
-
-def user_traceback(exc: BaseException) -> str:
-    """Traceback of `exc` without the frames of scaleray, the import system and installed libraries.
-
-    Keeps the last frame of all when none is the user's, so that there is always a place to look.
-    """
-    frames = traceback.extract_tb(exc.__traceback__)
-    mine = user_frames(frames) or frames[-1:]
-    if isinstance(exc, SyntaxError) and exc.filename:
-        mine = []
-    lines = ["".join(traceback.format_list(mine)), "".join(traceback.format_exception_only(exc))]
-    return "\n  ".join("".join(lines).rstrip().splitlines())
-
-
-def user_frames(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    """Frames of a stack that are the user's own code."""
-    return [f for f in frames if not f.filename.startswith("<frozen") and not _is_installed(f.filename)]
-
-
-def user_modules(workload: Any) -> list[ModuleType]:
-    """Modules that only exist where the user is: the workload's own and its neighbours, but no installed package.
-
-    They must travel to the workers by value.
-    """
-    home = inspect.getmodule(type(workload))
-    origin = getattr(home, "__file__", None)
-    if home is None or origin is None or _is_installed(origin):
-        return [home] if home is not None and origin is None else []
-    folder = Path(origin).resolve().parent
-    while (folder / "__init__.py").exists():
-        folder = folder.parent
-    found = [home]
-    for module in list(sys.modules.values()):
-        path = getattr(module, "__file__", None)
-        if (
-            isinstance(path, str)
-            and not _is_installed(path)
-            and module not in found
-            and folder in Path(path).resolve().parents
-            and Path(path).is_file()  # torch.ops calls itself `_ops.py`, which means the current folder to nobody else
-        ):
-            found.append(module)
-    return found
-
-
-def _is_installed(path: str) -> bool:
-    return "site-packages" in path or str(Path(path).resolve()).startswith(_HOMES)
 
 
 def _import_file(target: str, base_dir: Path | None) -> ModuleType:

@@ -167,8 +167,28 @@ class WorkerSummary:
     """Seconds of each part of the start, as `records/start.py` names them."""
 
 
+@dataclass(frozen=True)
+class LoggedFile:
+    """A file that user code has logged after `step` steps. path: under the run's `logged/`.
+
+    shape: of an image that is still to be encoded, whose bytes `data` are; None: `data` is the file's content.
+    """
+
+    step: int
+    path: str
+    data: bytes = field(repr=False)
+    shape: tuple[int, ...] | None = None
+
+
 WorkerMessage = (
-    StepRecord | EvaluationRecord | SystemRecord | CheckpointRecord | DerivedRecord | EventRecord | WorkerSummary
+    StepRecord
+    | EvaluationRecord
+    | SystemRecord
+    | CheckpointRecord
+    | DerivedRecord
+    | EventRecord
+    | LoggedFile
+    | WorkerSummary
 )
 Emit = Callable[[WorkerMessage], None]
 """Function that takes a message of a worker."""

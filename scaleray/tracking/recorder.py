@@ -22,12 +22,14 @@ from scaleray.records.run import (
     EvaluationRecord,
     EventRecord,
     Heartbeat,
+    LoggedFile,
     StepRecord,
     SystemRecord,
     WorkerMessage,
     WorkerSummary,
 )
 from scaleray.tracking.chart_points import Points, in_ms
+from scaleray.tracking.logged_files import LoggedFiles
 from scaleray.tracking.operations import EndRun, LogArtifact, LogDataset, LogMetrics, LogParams, Operation, SetTags
 from scaleray.tracking.published_steps import PublishedSteps
 from scaleray.tracking.recording import Recording, RunIdentity
@@ -69,6 +71,7 @@ class Recorder(SignsOfLife):
         self._writer = Writer[WorkerMessage | Operation](
             self.spool, self._take_item, self._flush_guarded, name="scaleray-recorder"
         )
+        self._logged = LoggedFiles(self.work_dir, Store(elsewhere) if elsewhere else None, self._writer.put)
         self._shown = ShownMessages()
         self._last_evaluation = -1
         self._metrics: dict[str, float] = {}
@@ -286,6 +289,8 @@ class Recorder(SignsOfLife):
                 self._writer.put(LogParams({f"derived.{k}": v for k, v in message.values.items()}))
             self._derived = dict(message.values)
             return  # a warning says it where something is to be seen
+        elif isinstance(message, LoggedFile):
+            return self._logged.add(message)
         elif isinstance(message, WorkerSummary):
             self._summaries[message.rank] = message
         elif isinstance(message, EventRecord):
@@ -296,7 +301,8 @@ class Recorder(SignsOfLife):
                 return
             self._events.append(message.text)
             number = f"{EVENT_TAG}{len(self._events):03d}"
-            text = f"{_clock(message.recorded_at)} | {message.text}"[:4000]
+            at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(message.recorded_at))
+            text = f"{at} | {message.text}"[:4000]
             self._writer.put(SetTags({number: text}))
         self._shown.add(message)
 
@@ -341,7 +347,3 @@ class Recorder(SignsOfLife):
         if self.spool.store is None:
             raise TrackingError("the recorder", "not started", "start() comes first")
         return self.spool.store
-
-
-def _clock(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))

@@ -19,6 +19,7 @@ from scaleray.records.start import FIRST_BATCH, MODEL
 from scaleray.scaling.recipe.values import Recipe
 from scaleray.strategies.contract.later import steps_ahead
 from scaleray.strategies.contract.weight_shares import WeightShare
+from scaleray.training.callbacks import Callbacks
 from scaleray.training.health.clock import Clock
 from scaleray.training.health.collective_limits import CollectiveLimits
 from scaleray.training.health.compilation_watch import CompilationWatch
@@ -28,7 +29,7 @@ from scaleray.training.health.reporter import Reporter
 from scaleray.training.health.summary import summary_of
 from scaleray.training.health.worker_errors import locating
 from scaleray.training.noise.watch import NoiseWatch
-from scaleray.training.observer import Observer, TakenStep
+from scaleray.training.observer import Observers, TakenStep
 from scaleray.training.setup.compilation import eagerly
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup, prepare
@@ -97,8 +98,11 @@ class _Run:
         self.noise = NoiseWatch(self.reporter.guard)
         self.memory = MemoryReport(place.device, self.reporter.guard)
         self.compilation = CompilationWatch(self.reporter)
-        # the reporter is the last one, as it tells what others have measured
-        self.observers: tuple[Observer, ...] = (self.memory, self.noise, self.compilation, self.reporter)
+        with self._located():
+            self.plan = job.train_plan()
+            self.callbacks = Callbacks(job.workload, place, self.reporter.emit)
+        # the reporter tells what those before it have measured, and callbacks hear of a step that was told
+        self.observers = Observers(self.memory, self.noise, self.compilation, self.reporter, self.callbacks)
         self.micro_sizes = MicroSizes(job.config, place, self.reporter)
         self.limits = CollectiveLimits(progress, job.config.scale.collective_timeout_s)
         self.input = Input(
@@ -113,8 +117,6 @@ class _Run:
         self.evaluations = Evaluations(place, self.input, progress.enter)
         resumed_from = checkpointing.resumed_from if checkpointing is not None else None
         before = resumed_from.values[PROGRESS].get("shares") if resumed_from is not None else None
-        with self._located():
-            self.plan = job.train_plan()
         self.shares = WorkerShares(job.config, job.recipe, place, before)
         for text, is_warning in self.shares.first_words(deterministic=job.config.deterministic):
             self.reporter.say(text, is_warning=is_warning, step=None if is_warning else first_step)
@@ -140,8 +142,7 @@ class _Run:
                     job.workload, job.config, job.recipe, place, is_resumed=self.first_step > 0, varied=job.varied
                 )
                 self.limits.apply()  # the groups that the strategy has made are among them
-                for observer in self.observers:
-                    observer.begin(setup)
+                self.observers.begin(setup)
                 self.shares.watch(setup.parallel.module)
                 step = self._train_step(setup)
                 self.clock.begin.end(MODEL)
@@ -156,8 +157,7 @@ class _Run:
         finally:
             stream.close()
             self.shares.close()
-            for observer in self.observers:
-                observer.close()
+            self.observers.close()
             if setup is not None:
                 setup.undo.close()  # after an error: torch's switches are the process's
         summary = summary_of(
@@ -184,15 +184,15 @@ class _Run:
         if self.probe is not None:
             self.probe.on_setup(setup)
         self.evaluations.prepare(self.job, setup)
-        # before it was interrupted it had stopped for good, or reached its target
         if verdict := state.verdict or self.evaluations.target_reached(state.step):
             return verdict
         self.progress.enter(Phase.INPUT)
         first = next(stream, None)
         self.progress.enter(Phase.START)
-        if first is None:
-            return "done"  # resumed after its last step
+        if first is None:  # resumed after its last step
+            return "done"
         self._settle(setup, step, first)
+        self.callbacks.started(state.step, self.plan.epochs(state.step), self.evaluations.metrics)
         self.clock.begin.end(FIRST_BATCH)
         self.clock.start(stream.waited_s)
         batch: RankBatch | None = first
@@ -200,12 +200,13 @@ class _Run:
             self._take(step, batch, setup, stream)
             is_meeting = setup.parallel.replicas_differ and setup.parallel.meets(state.step)
             signals = self._know(is_meeting or self.job.recipe.decides_after(state.step))
+            state.verdict = state.verdict or self.callbacks.verdict(signals)
             if state.verdict is not None:
                 return state.verdict
             if self._evaluate_if_due(setup):
                 self.clock.start(stream.waited_s)
                 self.evaluations.check_target()
-                if verdict := self.evaluations.target_reached(state.step):
+                if verdict := self.evaluations.target_reached(state.step) or state.verdict:
                     return verdict
             self.progress.enter(Phase.CHECKPOINT)
             if saves is not None and signals and saves.after_step(state.step, signals):
@@ -219,10 +220,7 @@ class _Run:
         number, num_samples = batch.step + 1, self.plan.num_rows(batch.step)
         learning_rate = float(setup.schedule.get_last_lr()[0])
         self.shares.begin_step(number)
-        with contextlib.ExitStack() as watched:
-            for observer in self.observers:
-                if (context := observer.during_step(number)) is not None:
-                    watched.enter_context(context)
+        with self.observers.during_step(number):
             launched = step.launch(
                 batch,
                 num_rows=num_samples,
@@ -230,8 +228,7 @@ class _Run:
                 # whatever is decided together needs the sums of all ranks
                 meets=setup.parallel.meets(number) or self.job.recipe.decides_after(number),
             )
-        for observer in self.observers:
-            observer.after_launch()
+        self.observers.after_launch()
         setup.schedule.step()
         self.state.step = number
         self.progress.finish_step(number)
@@ -252,8 +249,7 @@ class _Run:
         for all of them. A step that ends the training leaves a verdict."""
         signals: tuple[float, ...] = ()
         while (taken := self.under_way.next_known(knows_all=knows_all)) is not None:
-            for observer in self.observers:
-                observer.after_step(taken)
+            self.observers.after_step(taken)
             if self.state.ends_with(taken):
                 self.under_way.forget()
             told = taken.result.signals
@@ -271,6 +267,8 @@ class _Run:
         record = self.evaluations.run(self.state.step)
         if self.place.rank == 0:
             self.reporter.emit(record)
+        asked = self.callbacks.evaluated(record)
+        self.state.verdict = self.state.verdict or (None if at_end else asked)
         if self.checkpointing is not None:
             is_last = self.state.step >= self.job.recipe.total_steps
             self.checkpointing.evaluated(self.state.step, self.evaluations.metrics, is_last=at_end or is_last)
@@ -279,7 +277,8 @@ class _Run:
     def _train_state(self, setup: Setup, step: TrainStep | SeveralLosses) -> TrainState:
         """Everything that the training is made of, for its checkpoints."""
         kept = LoopCheckpoint(self.state, step, self.evaluations, self.clock, self.noise, self.shares, self.micro_sizes)
-        return TrainState(setup, self.place, self.job.workload, self.job.config.seed, kept.values, kept.restore)
+        seed, workload = self.job.config.seed, self.job.workload
+        return TrainState(setup, self.place, workload, seed, kept.values, kept.restore, self.callbacks)
 
     def _train_step(self, setup: Setup) -> TrainStep | SeveralLosses:
         saves = self.checkpointing
@@ -291,7 +290,7 @@ class _Run:
             self.place,
             gives_tuples=self.job.splits[TRAIN].gives_tuples,
             probe=self.probe,
-            signals=saves.signals if saves else tuple,
+            signals=lambda: (*(saves.signals() if saves else ()), *self.callbacks.signals()),
             before_update=saves.before_update if saves else lambda: None,
             enter=self.progress.enter,
             on_halved=lambda recipe: self._use(recipe, setup, was_halved=True),
@@ -335,12 +334,12 @@ class _Run:
 
     def _end(self, setup: Setup) -> dict[str, Any]:
         """Evaluate and save for the last time, and hand on the weights; gives what was compiled."""
-        has_evaluated = self._evaluate_if_due(setup, at_end=True)
-        if not has_evaluated and self.evaluations.step == self.state.step == self.first_step and self.place.rank == 0:
-            # resumed after its end
-            self.reporter.emit(EvaluationRecord(self.state.step, dict(self.evaluations.metrics), 0.0))
+        is_new = self._evaluate_if_due(setup, at_end=True)
+        if not is_new and self.evaluations.step == self.state.step == self.first_step and self.place.rank == 0:
+            self.reporter.emit(EvaluationRecord(self.state.step, dict(self.evaluations.metrics), 0.0))  # after its end
         if self.checkpointing is not None:
             self.checkpointing.finish(self.state.step)
+        self.callbacks.ended(self.evaluations.metrics)
         compiled = self.compilation.report()
         self.progress.enter(Phase.END)
         save = self.save_weights if self.job.config.checkpoint.save_final else None

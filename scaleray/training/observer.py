@@ -7,7 +7,7 @@ target, its checkpoints, the shares of its workers) stands in the loop itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from scaleray.training.setup.model_setup import Setup
@@ -78,3 +78,34 @@ class Observer:
 
     def close(self) -> None:
         """Leave the model as it was. Called at the end, after errors too."""
+
+
+class Observers(Observer):
+    """Several observers as one, each called in turn."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self.observers = observers
+
+    def begin(self, setup: Setup) -> None:
+        for each in self.observers:
+            each.begin(setup)
+
+    @contextlib.contextmanager
+    def during_step(self, number: int) -> Iterator[None]:
+        with contextlib.ExitStack() as watched:
+            for each in self.observers:
+                if (context := each.during_step(number)) is not None:
+                    watched.enter_context(context)
+            yield
+
+    def after_launch(self) -> None:
+        for each in self.observers:
+            each.after_launch()
+
+    def after_step(self, taken: TakenStep) -> None:
+        for each in self.observers:
+            each.after_step(taken)
+
+    def close(self) -> None:
+        for each in self.observers:
+            each.close()

@@ -130,7 +130,7 @@ def test_a_workload_may_bring_its_own_optimizer_and_the_schedule_moves_all_of_it
 def test_an_optimizer_that_is_none_is_refused():
     workload = Classify()
     workload.optimizer = lambda model, settings: "adam"
-    with pytest.raises(WorkloadError, match=r"torch\.optim\.Optimizer or None"):
+    with pytest.raises(WorkloadError, match=r"torch\.optim\.Optimizer, several of them by name, or None"):
         train_alone(workload)
 
 

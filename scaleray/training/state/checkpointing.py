@@ -208,6 +208,8 @@ class Checkpointing:
     def save(self, step: int) -> None:
         """Begin a checkpoint now. Collective."""
         assert self._state is not None
+        if self._state.callbacks is not None:
+            self._state.callbacks.before_checkpoint()
         self._state.setup.parallel.before_evaluation()  # buffers as on rank 0, as the next forward pass would make them
         tensors, volatile, values = self._state.capture(is_saved=True)
         self.saver.save(

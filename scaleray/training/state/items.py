@@ -16,11 +16,11 @@ from scaleray.errors import WorkloadError
 Tensors = dict[str, torch.Tensor]
 Values = dict[str, Any]
 
-MODEL, BUFFERS, OPTIMIZER, SCHEDULE, SCALER, RANDOM, PROGRESS, WORKLOAD, STRATEGY, REPLICA, PRUNING = (
+MODEL, BUFFERS, OPTIMIZER, SCHEDULE, SCALER, RANDOM, PROGRESS, WORKLOAD, STRATEGY, REPLICA, PRUNING, CALLBACKS = (
     "model", "buffers", "optimizer", "schedule", "scaler", "random", "progress", "workload", "strategy", "replica",
-    "pruning",
+    "pruning", "callbacks",
 )  # fmt: skip
-ITEMS = (MODEL, BUFFERS, OPTIMIZER, SCHEDULE, SCALER, PROGRESS, WORKLOAD, STRATEGY, REPLICA, PRUNING, RANDOM)
+ITEMS = (MODEL, BUFFERS, OPTIMIZER, SCHEDULE, SCALER, PROGRESS, WORKLOAD, STRATEGY, REPLICA, PRUNING, CALLBACKS, RANDOM)
 """State items in the order in which they are restored: random numbers last, as anything before may draw some."""
 SETUP_ITEMS = {"parallel": MODEL, "optimizer": OPTIMIZER, "schedule": SCHEDULE, "precision": SCALER, "pruning": PRUNING}
 """Which item holds the state of each field of Setup; the fields not named here have none."""

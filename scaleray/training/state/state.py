@@ -23,10 +23,12 @@ from scaleray.checkpoints.manifest import Manifest
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import CheckpointError
 from scaleray.reproducibility.seeding import random_state, seed_everything, set_random_state, stream_seed
+from scaleray.training.callbacks import Callbacks
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 from scaleray.training.state.items import (
     BUFFERS,
+    CALLBACKS,
     ITEMS,
     MODEL,
     OPTIMIZER,
@@ -53,7 +55,8 @@ from scaleray.training.state.optimizer_state import optimizer_state, optimizer_t
 
 @dataclass(frozen=True)
 class TrainState:
-    """The state of one worker's training. progress: gives and takes the loop's own counters, as JSON."""
+    """The state of one worker's training. progress: gives and takes the loop's own counters, as JSON.
+    callbacks: of the workload, with a state of their own."""
 
     setup: Setup
     place: Place
@@ -61,6 +64,7 @@ class TrainState:
     seed: int
     get_progress: Callable[[], Values]
     set_progress: Callable[[Values], None]
+    callbacks: Callbacks | None = None
 
     def capture(self, *, is_saved: bool = False) -> tuple[Tensors, set[str], dict[str, Values]]:
         """(references to tensors, names of those that a forward pass may change, values by item as JSON). Collective.
@@ -89,16 +93,18 @@ class TrainState:
         volatile |= own_state.keys()  # what a backward pass leaves over changes before the optimizer's step
         tensors.update(self._masks())
         tensors.update({f"{RANDOM}.{self.place.rank}.{k}": v for k, v in random_state(self.place.device).items()})
-        own_tensors, own_values = self._workload_state()
-        tensors.update(own_tensors)
-        volatile |= own_tensors.keys()
+        own_values: dict[str, Values] = {}
+        for item, owner in self._owners().items():
+            own_tensors, own_values[item] = _state_of(owner, item)
+            tensors.update(own_tensors)
+            volatile |= own_tensors.keys()
         values = {
             MODEL: extra,
             OPTIMIZER: optimizer_values,
             SCHEDULE: {key: plain(value) for key, value in self.setup.schedule.state_dict().items()},
             SCALER: self.setup.precision.scaler.state_dict(),
             PROGRESS: self.get_progress(),
-            WORKLOAD: own_values,
+            **own_values,
         }
         return tensors, volatile, {item: as_json(item, value) for item, value in values.items()}
 
@@ -109,7 +115,11 @@ class TrainState:
         model, _ = model_state(module)
         check_same_tensors(manifest, model, is_part=parallel.is_partitioned and parallel.run_micro_batches is not None)
         templates, build = optimizer_templates(manifest, optimizer, module, is_part=parallel.is_partitioned)
-        own = {name: torch.empty(t.shape, dtype=dtype_of(t)) for name, t in tensors_of(manifest, WORKLOAD).items()}
+        own = {
+            name: torch.empty(t.shape, dtype=dtype_of(t))
+            for item in self._owners()
+            for name, t in tensors_of(manifest, item).items()
+        }
         same_size = manifest.world_size == self.place.world_size
         prefix = f"{RANDOM}.{self.place.rank}."
         drawn = {
@@ -142,9 +152,10 @@ class TrainState:
             self.setup.precision.scaler.load_state_dict(manifest.values[SCALER])
         parallel.load_state({name.removeprefix(mine): value for name, value in strategy.items()})
         self.set_progress(manifest.values[PROGRESS])
-        if callable(getattr(self.workload, "load_state_dict", None)):
-            restored = {name.removeprefix(f"{WORKLOAD}."): value for name, value in own.items()}
-            self.workload.load_state_dict(nested({**manifest.values[WORKLOAD], **restored}))
+        for item, owner in self._owners().items():
+            if item in manifest.values and callable(getattr(owner, "load_state_dict", None)):
+                restored = {k.removeprefix(f"{item}."): v for k, v in own.items() if k.startswith(f"{item}.")}
+                owner.load_state_dict(nested({**manifest.values[item], **restored}))
         if same_size and drawn:
             set_random_state({name.removeprefix(prefix): value for name, value in drawn.items()}, self.place.device)
         else:  # other workers, other streams: new ones, which depend on the step so that no mask is drawn twice
@@ -179,12 +190,17 @@ class TrainState:
         """The masks of pruning by name, by reference."""
         return {f"{PRUNING}.{k}": v for k, v in self.setup.pruning.masks.items()} if self.setup.pruning else {}
 
-    def _workload_state(self) -> tuple[Tensors, Values]:
-        if not callable(getattr(self.workload, "state_dict", None)):
-            return {}, {}
-        state = flattened(self.workload.state_dict())
-        tensors = {f"{WORKLOAD}.{k}": v for k, v in state.items() if isinstance(v, torch.Tensor)}
-        return tensors, {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}
+    def _owners(self) -> dict[str, Any]:
+        """Who has a state dict of the user's making, by item."""
+        return {WORKLOAD: self.workload, CALLBACKS: self.callbacks}
+
+
+def _state_of(owner: Any, item: str) -> tuple[Tensors, Values]:
+    if not callable(getattr(owner, "state_dict", None)):
+        return {}, {}
+    state = flattened(owner.state_dict())
+    tensors = {f"{item}.{k}": v for k, v in state.items() if isinstance(v, torch.Tensor)}
+    return tensors, {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}
 
 
 def renormalised(module: nn.Module) -> set[str]:

@@ -44,6 +44,7 @@ WORDS = {
     "strategy": "the strategy's own state",
     "replica": "a replica's own values",
     "pruning": "masks of pruned weights",
+    "callbacks": "state of the workload's callbacks",
     "random": "random number generators",
 }
 """Name in a sentence of each item of the state."""

@@ -180,6 +180,7 @@ LOOP_SAVED = {"state", "shares", "noise", "micro_sizes"}
 LOOP_STATELESS = {
     "place", "input", "save_weights", "probe", "checkpointing", "progress", "first_step", "clock", "limits",
     "evaluations", "memory", "plan", "reporter", "compilation", "observers",
+    "callbacks",  # an item of its own
     "under_way",  # empty whenever something is saved
 }  # fmt: skip
 MICRO_SIZES = {"now"} | {"config", "place", "reporter", "search"}  # saved, and no state

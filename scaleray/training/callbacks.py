@@ -1,0 +1,156 @@
+"""The callbacks of a workload as an observer of the training, and what they are given to look at."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from scaleray.callbacks import callbacks_of
+from scaleray.metric_names import GRAD_NORM, LEARNING_RATE, LOSS, LOSS_OF, by_loss
+from scaleray.records.run import Emit, EvaluationRecord
+from scaleray.reproducibility.seeding import same_random_numbers
+from scaleray.training.logged import Logger
+from scaleray.training.observer import Observer, TakenStep
+from scaleray.training.setup.model_setup import Setup
+from scaleray.training.setup.place import Place
+from scaleray.user_code import call_user_code
+
+
+class RunContext(Logger):
+    """What a callback is given: where the training stands, its model, and what it may ask for.
+
+    step: number of optimizer steps taken. epoch: passes over the training data, with fraction. metrics: by name, as in
+    MLflow: of the step in `on_step`, of the last evaluation elsewhere. rank, world_size: of this worker.
+    """
+
+    def __init__(self, place: Place, emit: Emit, setup: Setup) -> None:
+        super().__init__(emit, is_kept=place.rank == 0)
+        self.rank, self.world_size, self._setup = place.rank, place.world_size, setup
+        self.epoch = 0.0
+        self.metrics: Mapping[str, float] = {}
+        self._wish: str | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The model as `build_model` made it; under strategies that shard it, this worker's part. See `on_model`."""
+        return self._setup.parallel.module
+
+    def on_model(self, compute: Callable[[nn.Module], Any]) -> Any:
+        """What `compute(model)` gives, in the mode of evaluations. Collective: every worker calls it alike."""
+        parallel = self._setup.parallel
+        modes = [(part, part.training) for part in parallel.module.modules()]
+        parallel.module.eval()
+        try:
+            return parallel.run_alone(compute)
+        finally:
+            for part, was_training in modes:
+                part.training = was_training
+
+    def stop(self, reason: str) -> None:
+        """Ask for the end of the training. All workers end after the same step, at most one step later; any worker may
+        ask."""
+        self._wish = reason
+
+
+class Callbacks(Observer):
+    """Calls a workload's callbacks; without any it does nothing. emit: takes what they log."""
+
+    def __init__(self, workload: Any, place: Place, emit: Emit) -> None:
+        self.place, self.emit = place, emit
+        self.callbacks = callbacks_of(workload)
+        self.context: RunContext | None = None
+
+    def begin(self, setup: Setup) -> None:
+        if self.callbacks:
+            self.context = RunContext(self.place, self.emit, setup)
+
+    def started(self, step: int, epoch: float, metrics: Mapping[str, float]) -> None:
+        """Call `on_begin`: everything is restored, and the next step is the first."""
+        self._call("on_begin", step=step, epoch=epoch, metrics=metrics)
+
+    def after_step(self, taken: TakenStep) -> None:
+        if not self.callbacks:
+            return
+        result = taken.result
+        metrics = {LOSS.name: result.loss, LEARNING_RATE.name: taken.learning_rate, **by_loss(LOSS_OF, result.losses)}
+        if result.grad_norm is not None:
+            metrics[GRAD_NORM.name] = result.grad_norm
+        self._call("on_step", step=taken.number, epoch=taken.epoch, metrics=metrics)
+
+    def evaluated(self, record: EvaluationRecord) -> str | None:
+        """Call `on_evaluation`; gives why the training is to end now, if a callback asks for it. Collective."""
+        self._call("on_evaluation", step=record.step, metrics=record.metrics)
+        return self._agreed() if self.callbacks and self.place.all_reduce(list(self.signals()))[0] > 0 else None
+
+    def before_checkpoint(self) -> None:
+        """Call `on_checkpoint`."""
+        self._call("on_checkpoint")
+
+    def ended(self, metrics: Mapping[str, float]) -> None:
+        """Call `on_end`."""
+        self._call("on_end", metrics=metrics)
+
+    def signals(self) -> tuple[float, ...]:
+        """What the ranks tell each other with every step: whether a callback asks for the end."""
+        return (float(self.context._wish is not None),) if self.context is not None else ()
+
+    def verdict(self, signals: tuple[float, ...]) -> str | None:
+        """Why the training is to end, after a step in which the ranks told each other this. Collective."""
+        return self._agreed() if self.callbacks and signals and signals[-1] > 0 else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of all that have one, by their place in the list, and what was logged so far."""
+        if self.context is None:
+            return {}
+        states = {
+            f"{number}": each.state_dict()
+            for number, each in enumerate(self.callbacks)
+            if callable(getattr(each, "state_dict", None))
+        }
+        return {"states": states, "logged_bytes": self.context.logged_bytes}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`. A callback that had none before begins anew."""
+        if self.context is None or not state:
+            return
+        self.context.logged_bytes = state.get("logged_bytes", 0)
+        for number, each in enumerate(self.callbacks):
+            before = state.get("states", {}).get(f"{number}")
+            if before is not None and callable(load := getattr(each, "load_state_dict", None)):
+                self._user_code(each, "load_state_dict", partial(load, before))
+
+    def _call(self, hook: str, **known: Any) -> None:
+        context = self.context
+        if context is None:
+            return
+        for name, value in known.items():
+            setattr(context, name, value)
+        with _leaving_no_trace(self.place.device):
+            for each in self.callbacks:
+                if callable(call := getattr(each, hook, None)):
+                    self._user_code(each, hook, partial(call, context))
+
+    def _user_code(self, callback: Any, hook: str, call: Callable[[], Any]) -> None:
+        step = self.context.step if self.context is not None else 0
+        call_user_code(call, what=f"callback {type(callback).__name__}", doing=f"{hook}() after step {step}")
+
+    def _agreed(self) -> str:
+        """The reason that a rank has given, the lowest one's first. Collective."""
+        assert self.context is not None
+        everyone: list[Any] = [self.context._wish]
+        if self.place.group is not None:
+            everyone = [None] * self.place.world_size
+            dist.all_gather_object(everyone, self.context._wish, group=self.place.group)
+        return f"stopped: {next(reason for reason in everyone if reason is not None)}"
+
+
+@contextlib.contextmanager
+def _leaving_no_trace(device: torch.device) -> Iterator[None]:
+    with torch.no_grad(), same_random_numbers(device):
+        yield

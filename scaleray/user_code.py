@@ -1,0 +1,96 @@
+"""The user's own code: calling it so that an error shows the user's lines, and finding the modules it consists of."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from scaleray.errors import ScaleRayError, WorkloadError
+
+# folders of this package and of Python's own modules, resolved once: `user_modules` asks about every module there is
+_HOMES = tuple(f"{Path(module).resolve().parent}{os.sep}" for module in (__file__, traceback.__file__))
+
+
+def call_user_code(call: Any, *, what: str, doing: str) -> Any:
+    """Run the user's code; an exception becomes a WorkloadError that shows only the user's part of the traceback."""
+    try:
+        return call()
+    except ScaleRayError:
+        raise
+    except (Exception, SystemExit) as exc:  # a script without a main guard may end the process on import
+        raise WorkloadError(what, f"failing while {doing}", "it must run", user_traceback(exc)) from exc
+
+
+@contextlib.contextmanager
+def no_exit(what: str) -> Iterator[None]:
+    """Context for user code that must not end the process: its sys.exit() becomes a WorkloadError, every other
+    exception passes.
+
+    Otherwise a run in which nothing was trained would end with exit code 0, and a Ray task would take its process
+    along.
+    """
+    try:
+        yield
+    except SystemExit as exc:
+        raise exit_error(exc, what=what) from exc
+
+
+def exit_error(exc: SystemExit, *, what: str) -> WorkloadError:
+    """Error that reports a sys.exit() in user code."""
+    allowed = "only scaleray ends its processes: return, or raise an exception"
+    return WorkloadError(what, f"calling sys.exit({exc.code!r})", allowed, user_traceback(exc))
+
+
+def user_traceback(exc: BaseException) -> str:
+    """Traceback of `exc` without the frames of scaleray, the import system and installed libraries.
+
+    Keeps the last frame of all when none is the user's, so that there is always a place to look.
+    """
+    frames = traceback.extract_tb(exc.__traceback__)
+    mine = user_frames(frames) or frames[-1:]
+    if isinstance(exc, SyntaxError) and exc.filename:
+        mine = []
+    lines = ["".join(traceback.format_list(mine)), "".join(traceback.format_exception_only(exc))]
+    return "\n  ".join("".join(lines).rstrip().splitlines())
+
+
+def user_frames(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    """Frames of a stack that are the user's own code."""
+    return [f for f in frames if not f.filename.startswith("<frozen") and not _is_installed(f.filename)]
+
+
+def user_modules(workload: Any) -> list[ModuleType]:
+    """Modules that only exist where the user is: the workload's own and its neighbours, but no installed package.
+
+    They must travel to the workers by value.
+    """
+    home = inspect.getmodule(type(workload))
+    origin = getattr(home, "__file__", None)
+    if home is None or origin is None or _is_installed(origin):
+        return [home] if home is not None and origin is None else []
+    folder = Path(origin).resolve().parent
+    while (folder / "__init__.py").exists():
+        folder = folder.parent
+    found = [home]
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__file__", None)
+        if (
+            isinstance(path, str)
+            and not _is_installed(path)
+            and module not in found
+            and folder in Path(path).resolve().parents
+            and Path(path).is_file()  # torch.ops calls itself `_ops.py`, which means the current folder to nobody else
+        ):
+            found.append(module)
+    return found
+
+
+def _is_installed(path: str) -> bool:
+    return "site-packages" in path or str(Path(path).resolve()).startswith(_HOMES)
