@@ -146,6 +146,14 @@ class Workload:
         """
         return None
 
+    def export(self, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+        """Write a new folder from which another library reads the trained model, for `scaleray checkpoint export RUN
+        FOLDER`. Optional.
+
+        weights: by the names of the model's state dict, on the CPU, with any adapters merged.
+        """
+        raise NotImplementedError
+
     def tensor_plan(
         self, model: nn.Module, *, size: int, sequence_parallel: bool
     ) -> Mapping[str, ParallelStyle] | None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
+from scaleray.cli import checkpoint_folder
 from scaleray.cli.checkpoint_path import chosen, empty, opened, weights_folder, written
 from scaleray.cli.output import print_json
 from scaleray.errors import CheckpointError, UsageError
@@ -189,20 +190,27 @@ def export(
     file: str,
     *,
     step: Step = None,
+    adapter: bool = False,
     overwrite: bool = False,
     copy_path: CopyPath = None,
     json: Json = False,
 ) -> int:
     """Write a checkpoint's weights, or the final ones of a sharded run (RUN/weights), to one plain file: .pt or
-    .safetensors.
+    .safetensors. To a name without an ending: the final weights as a folder, as the model's own library reads it.
 
     Parameters
     ----------
     file
-        Where to; local or s3://. Its ending says the format.
+        Where to; local or s3://. Its ending says the format; without one it is a folder, such as from_pretrained reads.
+    adapter
+        To a folder: the low-rank adapters alone, as the library peft reads them.
     overwrite
-        Replace a file that exists.
+        Replace what exists.
     """
+    if checkpoint_folder.is_folder(file):
+        return checkpoint_folder.export(path, file, step=step, adapter=adapter, overwrite=overwrite, json=json)
+    if adapter:
+        raise checkpoint_folder.no_adapter(file)
     from scaleray.checkpoints.consolidated import export as write
     from scaleray.checkpoints.consolidated import model_tensors, write_file
     from scaleray.config.base import absolute_path

@@ -1,4 +1,4 @@
-"""Ready workloads that sort texts into classes."""
+"""Ready workloads that sort texts and images into classes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from torch import nn
 
 from scaleray.data import TRAIN, ArraySource
 from scaleray.errors import DataError
-from scaleray.hugging_face import text_files
+from scaleray.hugging_face import models, text_files
 from scaleray.hugging_face.language_models import TextWorkload
+from scaleray.hugging_face.workload import HuggingFaceWorkload
+from scaleray.images.data import PIXELS, ImageData
+from scaleray.images.folder import ImageFolder
+from scaleray.images.workload import dtype_of
 
 
 class SequenceClassification(TextWorkload):
@@ -90,3 +94,53 @@ def numbers_of(found: Sequence[Any], names: Sequence[str], *, what: str) -> np.n
             "see workload.args.labels",
         )
     return np.array([numbers[str(value)] for value in found], np.int64)
+
+
+class ImageClassification(HuggingFaceWorkload):
+    """Sort the images of folders into classes with a vision model, a folder for each class.
+
+    Size and channels are the config's; mean and deviation those of preprocessor_config.json, where the model's folder
+    has one. Every other argument is one of `scaleray.images.ImageData`.
+    """
+
+    auto_class = "AutoModelForImageClassification"
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        data: Mapping[str, str],
+        attention: str | None = None,
+        peft: Mapping[str, Any] | None = None,
+        **images: Any,
+    ) -> None:
+        super().__init__(model, attention=attention, peft=peft)
+        config = models.read_config(self.model, {})
+        size = getattr(config, "image_size", 224)
+        own = {
+            "size": size if isinstance(size, int) else max(size),
+            "channels": getattr(config, "num_channels", 3),
+            **models.image_statistics(self.folder),
+        }
+        self.images = ImageData(data, **{**own, **images})
+
+    def config_changes(self) -> dict[str, Any]:
+        return named_classes(self.images.classes)
+
+    def datasets(self) -> dict[str, ImageFolder]:
+        return self.images.datasets()
+
+    def transform(self, rows: dict[str, Any], rng: Any, split: str) -> dict[str, Any]:  # type: ignore[override]
+        return self.images.transform(rows, rng, split)
+
+    def predict(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        """The most likely class of each row and its probability."""
+        probability, label = self._logits(model, batch).float().softmax(dim=-1).max(dim=-1)
+        return {"label": label, "probability": probability}
+
+    def predictions(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._logits(model, batch), self.labels(batch)
+
+    def _logits(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        logits: torch.Tensor = model(pixel_values=self.images.pixels(batch[PIXELS], dtype_of(model))).logits
+        return logits

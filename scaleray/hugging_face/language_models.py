@@ -1,4 +1,4 @@
-"""Ready workloads for text, named from YAML."""
+"""Ready workloads for text: causal and masked language models, named from YAML."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from scaleray.data import ArraySource
 from scaleray.errors import ConfigError
 from scaleray.hugging_face import text_files, token_rows
 from scaleray.hugging_face.chat import conversations
+from scaleray.hugging_face.masking import Masking
 from scaleray.hugging_face.token_rows import Tokens
 from scaleray.hugging_face.workload import HuggingFaceWorkload
 
@@ -115,3 +116,41 @@ class CausalLanguageModel(TextWorkload):
     def _conversations(self, what: str, records: list[text_files.Record]) -> list[Tokens]:
         found = text_files.column(records, self.messages, what=what)
         return conversations(found, self.tokenizer, length=self.sequence_length, what=what)
+
+
+class MaskedLanguageModel(TextWorkload):
+    """Say which tokens of a text were hidden. They are hidden anew in every epoch, and alike in every evaluation.
+
+    masked_share: share of the tokens that are hidden; of these 80 % become the mask and 10 % another token.
+    """
+
+    auto_class = "AutoModelForMaskedLM"
+
+    def __init__(self, model: Any, *, masked_share: float = 0.15, **more: Any) -> None:
+        super().__init__(model, **more)
+        if not 0 < masked_share < 1:
+            raise ConfigError("workload.args.masked_share", masked_share, "it must lie between 0 and 1")
+        self.masked_share = masked_share
+        self._masking: Masking | None = None
+
+    def datasets(self) -> dict[str, ArraySource]:
+        self.check_length()
+        end, tokenizer = self.tokenizer.sep_token_id, self.tokenizer
+        if tokenizer.mask_token_id is None:
+            raise ConfigError("workload.args.tokenizer", "without a mask", "a masked language model hides tokens by it")
+        special = tuple(tokenizer.all_special_ids)
+        self._masking = Masking(self.masked_share, tokenizer.mask_token_id, special, len(tokenizer))
+        return {
+            name: token_rows.concatenated(
+                token_rows.tokenize(text_files.texts(records, self.text, what=name), tokenizer, end=end),
+                self.sequence_length,
+                what=name,
+            )
+            for name, records in self.records().items()
+        }
+
+    def transform(self, rows: dict[str, Any], rng: Any) -> dict[str, Any]:
+        """Hide tokens, by the row's own random numbers."""
+        assert self._masking is not None
+        ids, labels = self._masking.hide(rows["input_ids"], rng)
+        return {**rows, "input_ids": ids, "labels": labels}

@@ -120,3 +120,16 @@ def build(auto_class: str, config: Any, folder: str | None, *, attention: str | 
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False  # a cache would be filled again when a block's pass is repeated
     return model.train()
+
+
+def image_statistics(folder: str | None) -> dict[str, Any]:
+    """Mean and deviation of the channels that a model's folder states; nothing where it states none."""
+    path = Path(folder or "") / "preprocessor_config.json"
+    if folder is None or not path.is_file():
+        return {}
+    try:
+        stated = load_json(path.read_text())
+    except (OSError, ValueError) as exc:
+        raise WorkloadError(f"{path}", f"not readable ({exc})", "it must be JSON") from exc
+    names = {"mean": "image_mean", "std": "image_std"}
+    return {name: stated[theirs] for name, theirs in names.items() if stated.get(theirs)}

@@ -92,6 +92,12 @@ class HuggingFaceWorkload(Workload):
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return find_blocks(model)
 
+    def weight_names(self, model: nn.Module, config: Mapping[str, Any]) -> None:
+        """Check that a folder's weights are of this kind of model: their names are then the model's own."""
+        own = self.config().model_type
+        if config.get("model_type") != own:
+            raise WorkloadError("model_type of workload.weights", config.get("model_type"), f"the model is a {own}")
+
     def export(self, weights: Mapping[str, torch.Tensor], folder: Path, *, adapter: bool = False) -> None:
         """Write what `from_pretrained` reads: the weights, config.json, generation_config.json and the tokenizer.
 

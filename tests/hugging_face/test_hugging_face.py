@@ -17,11 +17,21 @@ from torch import nn
 from verified import judge_all
 
 from scaleray.checkpoints.peft_adapter import write_adapter
+from scaleray.cli.main import run_command
 from scaleray.config.fine_tuning import FineTuningSettings
 from scaleray.data import TRAIN
+from scaleray.data.row_random import RowRandom
 from scaleray.errors import CheckpointError, ConfigError, DataError, WorkloadError
-from scaleray.hugging_face import CausalLanguageModel, HuggingFaceWorkload, SequenceClassification, summed_loss
+from scaleray.hugging_face import (
+    CausalLanguageModel,
+    HuggingFaceWorkload,
+    ImageClassification,
+    MaskedLanguageModel,
+    SequenceClassification,
+    summed_loss,
+)
 from scaleray.hugging_face.chat import conversations
+from scaleray.hugging_face.masking import Masking
 from scaleray.hugging_face.token_rows import IGNORED, Tokens, concatenated, packed, padded
 from scaleray.hugging_face.tokenizers import byte_tokenizer
 from scaleray.model_blocks import find_blocks
@@ -141,6 +151,21 @@ def test_what_is_no_chat_is_refused(texts):
     tokenizer.chat_template = None
     with pytest.raises(WorkloadError, match="without a chat template"):
         conversations([CHAT], tokenizer, length=200, what="train")
+
+
+def test_masks_hide_the_stated_shares_and_never_a_special_token():
+    ids = np.random.default_rng(0).integers(0, 100, (400, 64)).astype(np.int32)
+    hidden, labels = Masking(0.15, 99, (0, 99), 100).hide(ids, RowRandom(np.arange(400)))
+    is_chosen = labels != IGNORED
+    assert not is_chosen[np.isin(ids, (0, 99))].any()
+    np.testing.assert_array_equal(labels[is_chosen], ids[is_chosen])
+    np.testing.assert_array_equal(hidden[~is_chosen], ids[~is_chosen])
+    share = is_chosen.sum() / (~np.isin(ids, (0, 99))).sum()
+    assert share == pytest.approx(0.15, abs=0.01)  # of 25,000: a standard deviation of 0.0023
+    assert (hidden == 99)[is_chosen].mean() == pytest.approx(0.8, abs=0.03)
+    assert (hidden == ids)[is_chosen].mean() == pytest.approx(0.1, abs=0.03)
+    few = Masking(0.15, 99, (0, 99), 100).hide(ids[7:9], RowRandom(np.arange(7, 9)))
+    np.testing.assert_array_equal(few[1], labels[7:9])  # whichever rows are read with them
 
 
 # models
@@ -315,14 +340,49 @@ def test_classes_of_texts_are_named_in_the_config_and_learned(texts):
         ).datasets()
 
 
-def verdicts(place, workload):
+def masked(texts):
+    return MaskedLanguageModel(BERT, tokenizer="bytes", data={"train": texts}, sequence_length=16)
+
+
+def test_a_masked_model_has_labels_where_tokens_are_hidden_and_learns(texts):
+    workload = masked(texts)
+    flags = {"optimizer.name": "adamw", "optimizer.learning_rate": 3e-3, "stop.after": "2 epochs", "precision.dtype": "fp32"}  # fmt: skip
+    _, sources = make_job(workload, flags)
+    rows = sources[TRAIN].read(np.arange(4))
+    assert set(rows) == {"input_ids", "labels"} and (rows["labels"] == IGNORED).mean() > 0.7
+    run = train_alone(workload, flags)
+    assert sum(run.losses[-5:]) < 0.8 * sum(run.losses[:5])
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    from PIL import Image
+
+    for number in range(16):
+        path = tmp_path / "train" / ["dark", "light"][number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((9, 8), 40 + 160 * (number % 2) + number, np.uint8)).save(path)
+    return str(tmp_path / "train")
+
+
+VIT = {"model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}  # fmt: skip
+
+
+def test_a_vision_model_learns_a_folder_of_images(pictures):
+    workload = ImageClassification(VIT, data={"train": pictures}, crop=[0.5, 1.0])
+    run = train_alone(workload, {"optimizer.name": "adamw", "optimizer.learning_rate": 1e-2, "stop.after": "8 epochs", "precision.dtype": "fp32"})  # fmt: skip
+    assert run.losses[-1] < 0.2 * run.losses[0]
+    assert workload.config().id2label == {0: "dark", 1: "light"}
+
+
+def verdicts(place, *workloads):
     flags = {"activations.checkpointing": "full", "strategy.name": "fsdp"}
-    return [outcome.verdict for outcome in judge_all(place, workload, flags, (1, 2), steps=3)]
+    return [o.verdict for workload in workloads for o in judge_all(place, workload, flags, (1, 2), steps=3)]
 
 
-def test_a_sharded_and_checkpointed_model_with_tied_weights_trains_as_one_process_does(gloo):
-    workload = Causal({**GPT2, "vocab_size": 50})  # its head is the embedding
-    assert gloo.run(2, verdicts, workload)[0] == ["equal", "equal"]
+def test_sharded_and_checkpointed_models_train_as_one_process_does(gloo, texts):
+    tied = Causal({**GPT2, "vocab_size": 50})  # its head is the embedding
+    assert gloo.run(2, verdicts, tied, masked(texts))[0] == ["equal"] * 4
 
 
 # folders
@@ -349,6 +409,41 @@ def test_a_runs_export_is_read_by_from_pretrained_and_gives_the_same_logits(text
         assert torch.equal(again.build_model().eval()(IDS).logits, own(IDS).logits)
     with pytest.raises(CheckpointError, match="other tensors"):
         workload.export({"x": torch.zeros(1)}, tmp_path / "other")
+
+
+def test_a_run_is_exported_by_its_name_as_a_folder_and_as_an_adapter(texts, tmp_path, mlflow_database, capsys):
+    import peft
+    import transformers
+
+    import scaleray
+
+    start = tmp_path / "start"
+    built(causal(texts, {**LLAMA, "vocab_size": 261})).save_pretrained(start)
+    config = {
+        "workload.args": {"model": str(start), "tokenizer": "bytes", "data": {"train": texts}, "sequence_length": 16},
+        "workload.name": "scaleray.hugging_face:CausalLanguageModel",
+        "batch.global_size": 8,
+        "stop.after": "3 steps",
+        "optimizer.learning_rate": 1e-1,
+        "fine_tuning": {"lora_rank": 2, "lora_layers": ["q_proj"]},
+        "checkpoint": {"storage_path": str(tmp_path / "runs"), "every": "3 steps"},
+        "tracking": {"uri": f"sqlite:///{mlflow_database}", "system_metrics": False},
+    }
+    run = scaleray.train(config, local=True).run_dir
+    assert run_command(["checkpoint", "export", run, str(tmp_path / "model")]) == 0
+    assert run_command(["checkpoint", "export", run, str(tmp_path / "adapter"), "--adapter"]) == 0
+    assert "wrote the adapters of the weights after step 3" in capsys.readouterr().out
+    assert run_command(["checkpoint", "export", run, str(tmp_path / "model")]) == 2  # it exists
+    assert run_command(["checkpoint", "export", run, str(tmp_path / "x.pt"), "--adapter"]) == 2
+    expected = scaleray.load(run).module
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    base = transformers.AutoModelForCausalLM.from_pretrained(start)
+    apart = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    with torch.no_grad():
+        logits = expected(IDS).logits
+        assert torch.equal(merged(IDS).logits, logits)
+        torch.testing.assert_close(apart.eval()(IDS).logits, logits, rtol=1e-4, atol=1e-5)  # one sum instead of two
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "model")("ab").input_ids == [259, 64, 65, 260]
 
 
 LORA = FineTuningSettings(lora_rank=4, lora_alpha=8, lora_layers=("q_proj", "v_proj"))
