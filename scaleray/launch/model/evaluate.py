@@ -181,9 +181,10 @@ def evaluation_job(config: RunConfig, workload: Any, sources: Mapping[str, Sourc
 def _sources(parts: ModelParts, data: Any, split: str | None) -> dict[str, Source]:
     if data is not None:
         name = Path(Files.at(data).uri).stem if isinstance(data, (str, Path)) else "data"
-        shape, _ = shape_of(parts.workload, wide=parts.config.precision.dtype == "fp64")
-        return {name: as_source_of_split(data, shape, parts.workload, split=name)}
-    sources = load_sources(parts.workload)
+        fitted = parts.preprocessor
+        shape, _ = shape_of(parts.workload, wide=parts.config.precision.dtype == "fp64", fitted=fitted)
+        return {name: as_source_of_split(data, shape, parts.workload, split=name, fitted=fitted)}
+    sources = load_sources(parts.workload, fitted=parts.preprocessor)
     if split is not None:
         if split not in sources:
             raise UsageError("--split", split, f"the run has the splits {', '.join(sources)}")

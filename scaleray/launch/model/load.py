@@ -12,13 +12,16 @@ import torch
 from torch import nn
 
 from scaleray.config import RunConfig
+from scaleray.data import preprocessing
+from scaleray.data.loading import reads_text
+from scaleray.data.preprocessing import Preprocess
 from scaleray.data.ragged import Ragged
 from scaleray.data.row_random import RowRandom
 from scaleray.data.sample_order import mixed
 from scaleray.data.source import Columns, as_column
 from scaleray.data.transformed import Transform
 from scaleray.launch.model.answers import Answers
-from scaleray.launch.model.trained_run import find_trained, workload_of
+from scaleray.launch.model.trained_run import TrainedRun, find_trained, workload_of
 from scaleray.launch.model.weights import Weights, fill, read_run_weights
 from scaleray.reproducibility.seeding import same_random_numbers
 from scaleray.training.setup import fine_tuning, precision
@@ -45,6 +48,8 @@ class TrainedModel:
     """Which weights these are and whose, for people."""
     device: torch.device
     precision: precision.Precision
+    preprocessor: Any = None
+    """The run's fitted preprocessor, or None where it had none."""
     gives_tuples: bool = False
     """Whether the workload's rows are tuples rather than columns with names."""
 
@@ -54,15 +59,21 @@ class TrainedModel:
         rows: arrays by column, as the workload's `datasets()` has them; labels are not needed. It is the workload's
         `predict(model, batch)`, or without one what the model returns to the loss. Raises WorkloadError.
         """
-        columns = {name: as_column(name, values) for name, values in rows.items()}
+        columns = {
+            name: as_column(name, values, allows_text=reads_text(self.workload)) for name, values in rows.items()
+        }
         return self.answers()(self.changed(columns))
 
     def changed(self, rows: Columns) -> Columns:
-        """Rows as `datasets()` gives them after the workload's `transform`, as of a split called `predict`."""
+        """Rows as `datasets()` gives them after the preprocessor, and the workload's `transform` as of a split called
+        `predict`."""
         transform = Transform.of(self.workload, PREDICT)
-        if transform is None:
-            return rows
-        return transform(rows, RowRandom(mixed(np.arange(len(next(iter(rows.values()))), dtype=np.uint64))))
+        steps: list[Any] = [] if transform is None else [transform]
+        if self.preprocessor is not None:
+            steps.insert(0, Preprocess(self.preprocessor, allows_text=transform is not None))
+        for step in steps:
+            rows = step(rows, RowRandom(mixed(np.arange(len(next(iter(rows.values()))), dtype=np.uint64))))
+        return rows
 
     def answers(self) -> Answers:
         """Function from rows to what the model says of them, for many batches."""
@@ -82,6 +93,7 @@ class ModelParts:
     config: RunConfig
     workload: Any
     weights: Weights
+    preprocessor: Any = None
 
     def build(self, device: torch.device | str = "cpu") -> TrainedModel:
         """Build the model, put the weights into it, and set it to evaluation. Raises CheckpointError or
@@ -99,7 +111,16 @@ class ModelParts:
         fill(module, self.weights, where=f"{self.weights.words} of {self.name}")
         module.eval()
         words = f"{self.weights.words} of {self.name}"
-        return TrainedModel(module, self.workload, self.config, self.weights.step, words, device, arithmetic)
+        return TrainedModel(
+            module=module,
+            workload=self.workload,
+            config=self.config,
+            step=self.weights.step,
+            words=words,
+            device=device,
+            precision=arithmetic,
+            preprocessor=self.preprocessor,
+        )
 
     @property
     def keeps_adapters(self) -> bool:
@@ -143,4 +164,12 @@ def find_parts(
     settings = found.config.fine_tuning
     if settings.lora_rank and settings.merge and fine_tuning.has_adapters(weights.tensors):
         weights = replace(weights, tensors=fine_tuning.merged(weights.tensors, settings))  # as final weights are
-    return ModelParts(found.name, found.config, made, weights)
+    return ModelParts(found.name, found.config, made, weights, preprocessor_of_run(found))
+
+
+def preprocessor_of_run(run: TrainedRun) -> Any:
+    """The fitted preprocessor in a run's folder, whose class the workload's file may define; None without one."""
+    try:
+        return preprocessing.load(run.folder.root)
+    except OSError:
+        return None  # a run of which MLflow alone is left

@@ -95,10 +95,10 @@ def predict(
     source: Source | None = None
     shape, tuples = Shape(wide=wide), False
     if split is not None:
-        source = _split_of(parts.workload, split)
+        source = _split_of(parts.workload, split, parts.preprocessor)
         tuples = gives_tuples(source)
     else:
-        shape, tuples = shape_of(parts.workload, wide=wide)
+        shape, tuples = shape_of(parts.workload, wide=wide, fitted=parts.preprocessor)
     rows = source if source is not None else _rows_of(data)
     where = f"the {split} data" if split is not None else rows.uri if isinstance(rows, Files) else "the data"
     local = local or not isinstance(rows, (Files, Source))
@@ -134,8 +134,8 @@ def _rows_of(data: Any) -> Any:
     )
 
 
-def _split_of(workload: Any, split: str) -> Source:
-    sources = load_sources(workload)
+def _split_of(workload: Any, split: str, fitted: Any) -> Source:
+    sources = load_sources(workload, fitted=fitted)
     if split not in sources:
         raise UsageError("--split", split, f"the run has the splits {', '.join(sources)}")
     source = sources[split]

@@ -15,6 +15,7 @@ from scaleray.data.source import Source
 from scaleray.errors import DataError, ScaleRayError, WorkloadError, first_line
 from scaleray.launch.model.load import ModelParts, TrainedModel
 from scaleray.launch.model.rows import Shape, columns_of
+from scaleray.launch.model.unlabelled import Unlabelled
 
 FAILED = "scaleray.failed"
 """Column of a table of answers that says why a row has none; null for the others."""
@@ -48,6 +49,7 @@ class Predictor:
         model: TrainedModel = parts.model.build("cuda" if parts.uses_gpu else "cpu")
         self.model = dataclasses.replace(model, gives_tuples=parts.gives_tuples)
         self.answers = self.model.answers()
+        self.change = Unlabelled(self.model.changed, parts.shape.examples, parts.where)
         self._types: dict[str, Any] = {}  # of the answers, by column, once there were some
 
     def __call__(self, table: Any) -> Any:
@@ -91,10 +93,10 @@ class Predictor:
     def _answer(self, table: Any) -> dict[str, Any]:
         if self.source is not None:
             return self.answers(self.source.read(np.asarray(table.column(INDEX))))
-        columns, problems = columns_of(table, self.parts.where)
-        numbers = {name: values for name, values in self.parts.shape.fit(columns).items() if values.dtype != object}
+        shape = self.parts.shape
+        columns, problems = columns_of(table, self.parts.where, allows_text=shape.allows_text)
         try:
-            return self.answers(self.model.changed(numbers))
+            return self.answers(self.change(shape.fit(columns)))
         except ScaleRayError:
             if problems:
                 raise problems[0] from None  # the column that is wanted is most likely the one that is left out

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from scaleray.config.base import absolute_path, without_password
-from scaleray.data.loading import load_sources
+from scaleray.data.loading import load_sources, reads_text
 from scaleray.data.parquet import column_to_numpy
 from scaleray.data.ragged import Ragged
 from scaleray.data.source import TRAIN, Columns, Source
@@ -20,6 +20,8 @@ from scaleray.filesystems import open_filesystem
 
 FORMATS = {".parquet": "parquet", ".pq": "parquet", ".csv": "csv", ".jsonl": "json", ".ndjson": "json", ".json": "json"}
 """Format of a file by its ending."""
+EXAMPLES = 256
+"""Rows of training that are looked at."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,13 @@ class Files:
 class Shape:
     """Shapes and types of the columns that the run was trained on, before any transform and without their first
     dimension, which is None for rows of unequal length; empty where its data is not here any more. wide: whether
-    floating-point columns stay as wide as they are."""
+    floating-point columns stay as wide as they are. examples: some of training's rows. allows_text: whether the
+    workload makes numbers of text."""
 
     columns: Mapping[str, tuple[tuple[int, ...] | None, np.dtype]] = field(default_factory=dict)
     wide: bool = False
+    examples: Columns = field(default_factory=dict)
+    allows_text: bool = False
 
     def fit(self, columns: Columns) -> Columns:
         """The columns as the model takes them: numbers in the type of the training's, `x_0, x_1, ...` put together to
@@ -90,7 +95,7 @@ class Shape:
         for name, (shape, dtype) in self.columns.items():
             if name not in found and shape is not None:
                 self._put_together(name, shape, found)
-            if name not in found or found[name].dtype.kind not in "biufc":
+            if name not in found or found[name].dtype.kind not in "biufc" or dtype.kind not in "biufc":
                 continue
             given = None if isinstance(found[name], Ragged) else found[name].shape[1:]
             # longer shapes may be free, as that of an image
@@ -117,15 +122,17 @@ def _as_type(values: Any, dtype: np.dtype) -> Any:
     return values.astype(dtype, copy=False)
 
 
-def shape_of(workload: Any, *, wide: bool) -> tuple[Shape, bool]:
+def shape_of(workload: Any, *, wide: bool, fitted: Any = None) -> tuple[Shape, bool]:
     """Shapes of the columns of the workload's training data, and whether its rows are tuples; nothing is known where
-    that data cannot be read any more."""
+    that data cannot be read any more. fitted: the run's preprocessor."""
+    text = reads_text(workload)
     try:
-        source = load_sources(workload)[TRAIN]
-        rows = under_transforms(source).read(np.arange(1))
+        source = load_sources(workload, fitted=fitted)[TRAIN]
+        raw = under_transforms(source)
+        rows = raw.read(np.arange(min(EXAMPLES, raw.num_rows)))
     except (ScaleRayError, OSError, TypeError):
-        return Shape(wide=wide), False
-    return Shape(types_of(rows), wide), gives_tuples(source)
+        return Shape(wide=wide, allows_text=text), False
+    return Shape(types_of(rows), wide, rows, text), gives_tuples(source)
 
 
 def types_of(rows: Columns) -> dict[str, tuple[tuple[int, ...] | None, np.dtype]]:
@@ -138,20 +145,14 @@ def gives_tuples(source: Source) -> bool:
     return bool(getattr(source, "gives_tuples", False))
 
 
-def columns_of(table: Any, where: str) -> tuple[Columns, list[DataError]]:
-    """The columns of an Arrow table as arrays, text as objects; and what is wrong with those that are left out, as they
-    have nulls or ragged lists: nobody may need them."""
-    import pyarrow as pa
-
+def columns_of(table: Any, where: str, *, allows_text: bool) -> tuple[Columns, list[DataError]]:
+    """The columns of an Arrow table as arrays; and what is wrong with those that are left out, as they have nulls, or
+    text where none is allowed: nobody may need them."""
     found: Columns = {}
     problems: list[DataError] = []
     for name in table.column_names:
-        column = table.column(name)
-        if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-            found[name] = np.asarray(column.to_pylist(), dtype=object)
-            continue
         try:
-            found[name] = column_to_numpy(name, column, where)
+            found[name] = column_to_numpy(name, table.column(name), where, allows_text=allows_text)
         except DataError as exc:
             problems.append(exc)
     return found, problems

@@ -18,29 +18,30 @@ from scaleray.launch.model.rows import Files, Shape, columns_of, types_of
 BATCH_ROWS = 65_536
 
 
-def as_source_of_split(data: Any, shape: Shape, workload: Any, *, split: str) -> Source:
+def as_source_of_split(data: Any, shape: Shape, workload: Any, *, split: str, fitted: Any = None) -> Source:
     """The source, with the workload's transform, of what `--data` or `data=` gives: files of tables in memory, or what
     `datasets()` may give. shape: of the training's columns. Raises DataError."""
     if not isinstance(data, (str, Path)):
-        return for_workload(as_source(data, split=split), workload, split=split)
+        given = as_source(data, split=split, allows_text=shape.allows_text)
+        return for_workload(given, workload, split=split, fitted=fitted)
     files = Files.at(data)
     if files.format == "parquet" and (stored := _as_stored(files, shape)) is not None:
-        return for_workload(as_source(stored, split=split), workload, split=split)
+        return for_workload(as_source(stored, split=split), workload, split=split, fitted=fitted)
     parts: list[Columns] = []
     for table in files.tables(BATCH_ROWS):
         names = [name for name in table.column_names if _is_wanted(name, shape)]
-        columns, problems = columns_of(table.select(names), files.uri)
+        columns, problems = columns_of(table.select(names), files.uri, allows_text=shape.allows_text)
         if problems:
             raise problems[0]
-        numbers = {name: values for name, values in shape.fit(columns).items() if values.dtype != object}
-        parts.append(numbers)
+        parts.append(shape.fit(columns))
     missing = [name for name in shape.columns if parts and name not in parts[0]]
     if missing:
         there = ", ".join(parts[0]) or "no column of numbers"
         raise DataError(f"column {missing[0]} of {files.uri}", None, f"training had it; there are: {there}")
     if not parts:
         raise DataError("--data", files.uri, "it has no row")
-    return for_workload(ArraySource(joined(parts)), workload, split=split)
+    rows = ArraySource(joined(parts), allows_text=shape.allows_text)
+    return for_workload(rows, workload, split=split, fitted=fitted)
 
 
 def _as_stored(files: Files, shape: Shape) -> ParquetSource | None:

@@ -62,6 +62,32 @@ class Scaled(Points):
         return {n: {"tenths": 10 * r["x"], "y": r["y"]} for n, r in super().datasets().items()}
 
 
+class Scale:
+    """Divides by the largest value, and gives words their numbers."""
+
+    def fit(self, columns):
+        self.largest = float(np.abs(columns["tenths"]).max())
+        self.words = sorted(set(columns["corner"].tolist()))
+
+    def transform(self, columns):
+        columns["x"] = (columns.pop("tenths") / self.largest).astype(np.float32)
+        columns["y"] = np.array([self.words.index(word) for word in columns.pop("corner")])
+        return columns
+
+
+class Words(Points):
+    """Labels that are words, and features of another size."""
+
+    def datasets(self):
+        return {
+            name: {"tenths": 10 * rows["x"], "corner": np.array(["a", "b", "c"])[rows["y"]]}
+            for name, rows in super().datasets().items()
+        }
+
+    def preprocessor(self):
+        return Scale()
+
+
 class Collated(Points):
     def collate(self, rows):
         return {name: torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in rows[0]}

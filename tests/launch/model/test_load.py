@@ -6,11 +6,12 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import scaleray
-from scaleray.errors import CheckpointError, TrackingError, UsageError, WorkloadError
+from scaleray.errors import CheckpointError, DataError, TrackingError, UsageError, WorkloadError
 from scaleray.launch.model.load import find_parts
 from scaleray.training.state.weights import read_weights
 
@@ -128,6 +129,50 @@ def test_a_run_that_is_not_there_is_one_message(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(TrackingError, match=r"there is no folder with a record\.json"):
         scaleray.load("nothing-of-this-name")
+
+
+@pytest.fixture(scope="module")
+def preprocessed(tmp_path_factory, trained, empty_database):
+    """The record of a run with a preprocessor, which makes numbers of words."""
+    folder = tmp_path_factory.mktemp("preprocessed")
+    database = shutil.copy(empty_database, folder / "mlflow.db")
+    name = trained.config["workload"]["name"].replace(":Points", ":Words")
+    config = {
+        "workload.name": name,
+        "batch.global_size": 8,
+        "optimizer.learning_rate": 0.05,
+        "stop.after": "2 epochs",
+        "checkpoint.storage_path": str(folder),
+        "tracking.uri": f"sqlite:///{database}",
+        "tracking.system_metrics": False,
+    }
+    return scaleray.train(config, local=True)
+
+
+def test_a_preprocessor_comes_with_the_model_and_changes_what_is_predicted_and_evaluated(
+    preprocessed, tmp_path, classes
+):
+    model = scaleray.load(preprocessed.run_dir)
+    assert model.preprocessor.words == ["a", "b", "c"]
+    val = model.workload.datasets()["val"]
+    with torch.no_grad():
+        expected = model.module(torch.from_numpy(val["tenths"]) / model.preprocessor.largest).numpy()
+    header = [*(f"tenths_{n}" for n in range(4)), "corner"]
+    lines = [",".join(map(str, (*row, word))) for row, word in zip(val["tenths"], val["corner"], strict=True)]
+    (tmp_path / "val.csv").write_text("\n".join([",".join(header), *lines]))
+    (tmp_path / "new.csv").write_text("\n".join(line.rpartition(",")[0] for line in [",".join(header), *lines]))
+    for data in ("val.csv", "new.csv"):
+        found = scaleray.predict(preprocessed.run_dir, tmp_path / data, local=True)
+        np.testing.assert_allclose(found.columns["output"], expected, rtol=1e-3, atol=1e-5)
+    for more in ({}, {"data": tmp_path / "val.csv"}, {"data": val}):
+        again = scaleray.evaluate(preprocessed.run_dir, local=True, record=False, **more)
+        assert [*again.metrics.values()] == pytest.approx([*preprocessed.metrics.values()], rel=1e-4)
+
+
+def test_a_missing_column_that_the_model_needs_is_no_label(preprocessed, tmp_path):
+    (tmp_path / "a.csv").write_text("corner\na\nb\n")
+    with pytest.raises(DataError, match=r"column tenths of .*is missing, but the model's columns are made of it"):
+        scaleray.predict(preprocessed.run_dir, tmp_path / "a.csv", local=True)
 
 
 def test_adapters_are_merged_or_kept_as_the_run_says(tmp_path, classes, empty_database):
