@@ -95,11 +95,17 @@ class Predictor:
             return self.answers(self.source.read(np.asarray(table.column(INDEX))))
         shape = self.parts.shape
         columns, problems = columns_of(table, self.parts.where, allows_text=shape.allows_text)
+        rows = shape.fit(columns)
+        if not rows:
+            there = ", ".join(table.column_names)
+            wanted = f"training had {', '.join(shape.columns)}" if shape.columns else "columns of numbers are wanted"
+            raise problems[0] if problems else DataError(f"the columns of {self.parts.where}", there, wanted)
         try:
-            return self.answers(self.change(shape.fit(columns)))
+            return self.answers(self.change(rows))
         except ScaleRayError:
-            if problems:
-                raise problems[0] from None  # the column that is wanted is most likely the one that is left out
+            # the column that is wanted is most likely the one that is left out
+            if left_out := (*problems, self.change.problem())[0]:
+                raise left_out from None
             raise
 
     def _kept(self, table: Any) -> Mapping[str, Any]:

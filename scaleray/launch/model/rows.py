@@ -102,6 +102,8 @@ class Shape:
             if given != shape and shape is not None and len(shape) <= 1:
                 raise DataError(f"column {name}", f"of shape {given or 'ragged'} a row", f"training had {list(shape)}")
             found[name] = _as_type(found[name], dtype)
+        if self.columns:  # such as a name, which nothing would make numbers of
+            found = {n: v for n, v in found.items() if n in self.columns or v.dtype.kind in "biufc"}
         return {name: self._narrowed(name, values) for name, values in found.items()}
 
     @staticmethod

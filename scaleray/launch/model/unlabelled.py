@@ -1,13 +1,13 @@
 """Rows without the columns that only training needs: labels, which a preprocessor fitted with them asks for all the
 same.
 
-A column that is missing is stood in for by a value of training's, and taken out again. That is right only where no
-other column depends on it, which is looked at with two values.
+A column that is missing is stood in for by a value of training's. Whatever becomes another value with another stand-in
+is made of it, and is left out again: the rest is what it would be with the column.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,11 +25,11 @@ class Unlabelled:
 
     def __init__(self, change: Change, examples: Columns, where: str) -> None:
         self.change, self.examples, self.where = change, examples, where
-        self._looked_at: set[str] = set()
+        self._made_of: dict[tuple[str, ...], set[str]] = {}  # columns that are left out, by those that are missing
 
     def __call__(self, rows: Columns) -> Columns:
-        """The changed rows. Raises DataError for a missing column that other columns are made of."""
-        missing = [name for name in self.examples if name not in rows]
+        """The changed rows, without the columns that missing ones would be needed for."""
+        missing = tuple(name for name in self.examples if name not in rows)
         try:
             # a preprocessor may change what it is given
             return self.change({name: column.copy() for name, column in rows.items()} if missing else rows)
@@ -37,23 +37,26 @@ class Unlabelled:
             if not missing:
                 raise
         given = self._with(rows, missing, other=False)
-        if not self._looked_at.issuperset(missing):
-            if not _same(given, self._with(rows, missing, other=True)):
-                there = ", ".join(rows)
-                raise DataError(
-                    f"column {missing[0]} of {self.where}",
-                    None,
-                    "the model's columns are made of it",
-                    f"there are: {there}",
-                )
-            self._looked_at.update(missing)
-        return given
+        if missing not in self._made_of:
+            again = self._with(rows, missing, other=True)
+            self._made_of[missing] = {
+                name for name in given if name not in again or not _same(given[name], again[name])
+            }
+        left_out = {*missing, *self._made_of[missing]}
+        return {name: column for name, column in given.items() if name not in left_out}
 
-    def _with(self, rows: Columns, missing: list[str], *, other: bool) -> Columns:
+    def problem(self) -> DataError | None:
+        """The error of a model that lacks a column which was left out."""
+        for missing, made in self._made_of.items():
+            if made:
+                columns = ", ".join(sorted(made))
+                return DataError(f"column {missing[0]} of {self.where}", None, f"{columns} of the batch is made of it")
+        return None
+
+    def _with(self, rows: Columns, missing: Sequence[str], *, other: bool) -> Columns:
         num_rows = len(next(iter(rows.values())))
         filled = {name: _repeated(self.examples[name], num_rows, other=other) for name in missing}
-        own = {name: column.copy() for name, column in rows.items()}
-        return {name: column for name, column in self.change({**own, **filled}).items() if name not in missing}
+        return self.change({**{name: column.copy() for name, column in rows.items()}, **filled})
 
 
 def _repeated(examples: Any, num_rows: int, *, other: bool) -> Any:
@@ -65,13 +68,8 @@ def _repeated(examples: Any, num_rows: int, *, other: bool) -> Any:
     return examples[np.full(num_rows, place)]
 
 
-def _same(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
-    if left.keys() != right.keys():
-        return False
-    return all(
-        type(left[name]) is type(right[name]) and np.array_equal(_values(left[name]), _values(right[name]))
-        for name in left
-    )
+def _same(left: Any, right: Any) -> bool:
+    return type(left) is type(right) and np.array_equal(_values(left), _values(right))
 
 
 def _values(column: Any) -> np.ndarray:
