@@ -33,7 +33,6 @@ from scaleray.records.run import (
 )
 from scaleray.reproducibility.seeding import seed_everything, stream_seed
 from scaleray.scaling.recipe.derive import derive
-from scaleray.scaling.recipe.values import DataSize
 from scaleray.strategies.contract.weight_shares import WeightShare
 from scaleray.strategies.tensor import Replicated
 from scaleray.training import loop
@@ -194,8 +193,8 @@ def make_job(workload: Any, flags: Mapping[str, Any] | None = None, *, world_siz
 def job_of(config: RunConfig, workload: Any) -> tuple[TrainJob, dict]:
     """The job of a workload under a config that is ready."""
     sources = load_sources(workload)
-    recipe = derive(config, DataSize(sources[TRAIN].num_rows, sources[TRAIN].tokens_per_row))
     splits = {name: Split.of(name, source) for name, source in sources.items()}
+    recipe = derive(config, splits[TRAIN].size)
     return TrainJob(config, recipe, workload, splits, time.time()), sources
 
 

@@ -19,13 +19,15 @@ class ParquetSource:
     """A Parquet file or folder, local or s3://, of numbers and lists of numbers, which may differ in length.
 
     columns: the columns to read; None reads all. Footers are read at once, so that a broken file is found at the start.
+    lengths: the list column whose lengths are those of the rows, for `data.bucket_by_length` and batches of tokens; it
+    is read at once, too.
     """
 
     tokens_per_row: int | None = None
     allows_text = False
     """Whether columns may hold text and nulls, which a preprocessor or a transform makes numbers of."""
 
-    def __init__(self, path: str | Path, *, columns: Sequence[str] | None = None) -> None:
+    def __init__(self, path: str | Path, *, columns: Sequence[str] | None = None, lengths: str | None = None) -> None:
         import pyarrow.fs
 
         self.uri = str(path) if "://" in str(path) else str(Path(path).expanduser().absolute())
@@ -47,6 +49,7 @@ class ParquetSource:
         self._starts = np.concatenate([[0], np.cumsum(self.group_sizes, dtype=np.int64)])
         self.num_rows = int(self._starts[-1])
         self._names = self._check_columns([footer.schema.to_arrow_schema() for footer in footers])
+        self.lengths = None if lengths is None else self._lengths_of(filesystem, lengths)
         total = sum(footers[f].row_group(g).total_byte_size for f, g in self.groups)
         self.row_bytes = max(1, total // max(1, self.num_rows))
 
@@ -88,6 +91,17 @@ class ParquetSource:
 
         return {**facts, "sha256": hash_blocks(blocks(), num_bytes=size), "hashed": "content"}
 
+    def _lengths_of(self, filesystem: Any, name: str) -> np.ndarray:
+        import pyarrow.compute as pc
+
+        if name not in self._names:
+            raise DataError("Parquet lengths", name, f"{self.uri} has the columns {', '.join(self._names)}")
+        tables = (self._read_group(filesystem, number, [name]) for number in range(len(self.groups)))
+        try:
+            return np.concatenate([pc.list_value_length(table.column(name)).to_numpy() for table in tables])
+        except NotImplementedError as exc:
+            raise DataError("Parquet lengths", name, "it must be a column of lists") from exc
+
     def _check_columns(self, schemas: list[Any]) -> list[str]:
         """The columns to read, which every file must have with one type."""
         first = schemas[0]
@@ -125,7 +139,7 @@ class ParquetSource:
                 "Parquet file", path, f"it cannot be read: {exc}", "write it again, or take it out of the folder"
             ) from exc
 
-    def _read_group(self, filesystem: Any, number: int) -> Any:
+    def _read_group(self, filesystem: Any, number: int, names: Sequence[str] | None = None) -> Any:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -133,7 +147,11 @@ class ParquetSource:
         path = self.files[file][0]
         try:
             with filesystem.open_input_file(path) as opened:
-                return pq.ParquetFile(opened).read_row_group(group, columns=self._names).select(self._names)
+                return (
+                    pq.ParquetFile(opened)
+                    .read_row_group(group, columns=names or self._names)
+                    .select(names or self._names)
+                )
         except (OSError, pa.ArrowException) as exc:
             raise DataError(
                 f"Parquet file {path}, row group {group},",

@@ -52,6 +52,9 @@ class ArraySource:
         self.row_bytes = sum(a.nbytes for a in self.arrays.values()) // max(1, self.num_rows) or 1
         self.tokens_per_row = tokens_per_row
         self.ragged_columns = tuple(name for name, array in self.arrays.items() if isinstance(array, Ragged))
+        by_column = [self.arrays[name].lengths for name in self.ragged_columns]
+        self.lengths = np.max(by_column, axis=0) if by_column else None
+        """Length of each row (its longest column); None where all rows have one."""
 
     def read(self, indices: np.ndarray) -> Columns:
         return {name: array[indices] for name, array in self.arrays.items()}
@@ -145,6 +148,8 @@ class DatasetSource:
     def __init__(self, dataset: Any, *, allows_text: bool = False) -> None:
         self.dataset, self.allows_text = dataset, allows_text
         self.num_rows = len(dataset)
+        self.lengths = getattr(dataset, "lengths", None)
+        """Length of each row, where the Dataset has them as an attribute `lengths`."""
         with generators_kept():
             first = dataset[0] if self.num_rows else ()
         self.gives_tuples = self.num_rows > 0 and not isinstance(first, Mapping)

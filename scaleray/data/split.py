@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from scaleray.data.length_order import Lengths
 from scaleray.data.row_values import AS_STORED, RowValues, row_values_of
 from scaleray.data.source import Source
 from scaleray.data.sources import IN_MEMORY
 from scaleray.data.stream_source import StreamSource
+from scaleray.data.transformed import under_transforms
+from scaleray.errors import DataError
+from scaleray.scaling.recipe.values import DataSize
 
 CHEAP_ROW_S = 50e-6  # a task hands a row over in about that time, and decoding takes several times as much
 
@@ -29,6 +33,8 @@ class Split:
     """Whether reading its rows is copying them."""
     row_s: float | None = None
     """Seconds that reading a row took, where it was measured."""
+    lengths: Lengths | None = None
+    """Lengths of the rows, where the source knows them."""
 
     @classmethod
     def of(cls, name: str, source: Source) -> Split:
@@ -43,8 +49,16 @@ class Split:
             is_streamed=isinstance(source, StreamSource),
             row_values=row_values_of(source),
             is_in_memory=type(source) in IN_MEMORY,
+            lengths=lengths_of(source),
             row_s=None if type(source) in IN_MEMORY else getattr(source, "row_s", None),
         )
+
+    @property
+    def size(self) -> DataSize:
+        """Size of the data, which a recipe needs to know."""
+        lengths = self.lengths
+        packed = (None, None) if lengths is None else (lengths.total, lengths.longest)
+        return DataSize(self.num_rows, self.tokens_per_row, *packed)
 
     def read_by(self, readers: str) -> str:
         """Who reads the rows under this value of `data.readers`: `worker` or `ray`."""
@@ -61,3 +75,19 @@ class Split:
         record."""
         measured = {} if self.row_s is None else {"row_us": round(1e6 * self.row_s, 1)}
         return {"read_by": self.read_by(readers), **measured}
+
+
+def lengths_of(source: Source) -> Lengths | None:
+    """Lengths of a source's rows, before any transform, where it knows them. Raises DataError for lengths that are none
+    of its rows."""
+    values = getattr(under_transforms(source), "lengths", None)
+    if values is None:
+        return None
+    lengths = Lengths(values)
+    if len(lengths) != source.num_rows or (len(lengths) and lengths.values.min() < 0):
+        raise DataError(
+            "the lengths of the rows",
+            f"{len(lengths)} numbers from {lengths.values.min(initial=0)}",
+            f"there are {source.num_rows} rows, each with a length from 0",
+        )
+    return lengths

@@ -311,7 +311,7 @@ CHANGES = {
     "scale.placement": "SPREAD", "scale.label_selector": {"a": "b"}, "scale.max_failures": 1, "scale.launch_timeout_s": 5,
     "scale.collective_timeout_s": 5, "scale.dashboard": True, "strategy.name": "ddp", "strategy.bucket_size_mib": 1, "strategy.gradient_as_bucket_view": False,
     "strategy.static_graph": True, "strategy.find_unused_parameters": True, "precision.dtype": "bf16", "precision.initial_loss_scale": 2,
-    "data.readers": "ray", "data.shuffle": False, "data.window_rows": 3, "data.chunk_mib": 1, "data.prefetch_mib": 1, "data.reserved_cpus": 0, "data.timeout_s": 1,
+    "data.readers": "ray", "data.shuffle": False, "data.bucket_by_length": 3, "data.window_rows": 3, "data.chunk_mib": 1, "data.prefetch_mib": 1, "data.reserved_cpus": 0, "data.timeout_s": 1,
     "checkpoint.storage_path": "x", "checkpoint.save_final": False, "tracking.uri": "sqlite:///x", "tracking.experiment": "x",
     "tracking.run_name": "x", "tracking.every_steps": 1, "tracking.interval_s": 1, "tracking.system_metrics": False, "study.price_per_worker_hour": 2.0,
     "study.currency": "EUR", "study.peak_tflops": 1.0, "seed": 1,

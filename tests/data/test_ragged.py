@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from scaleray.data import ArraySource, DatasetSource, ParquetSource, Part, StepPlan
 from scaleray.data.blocks import LocalBlocks, rebatch
 from scaleray.data.ragged import Ragged, as_ragged, concatenated, with_ragged
+from scaleray.data.split import lengths_of
 from scaleray.errors import DataError
 
 LENGTHS = st.lists(st.integers(0, 5), min_size=1, max_size=12)
@@ -131,3 +132,20 @@ def test_lists_within_lists_of_several_lengths_are_refused(tmp_path):
     pq.write_table(table, tmp_path / "rows.parquet")
     with pytest.raises(DataError, match="rows may differ in the length of their outer list alone"):
         ParquetSource(tmp_path / "rows.parquet").read(np.array([0, 1]))
+
+
+def test_a_column_of_parquet_and_an_attribute_of_a_dataset_give_lengths(tmp_path):
+    lengths = [len(row) for row in ROWS]
+    parquet(tmp_path)
+    known = ParquetSource(tmp_path / "rows.parquet", lengths="x")
+    items = Items(ROWS)
+    items.lengths = torch.tensor(lengths)
+    for source in (known, DatasetSource(items), ArraySource({"x": ROWS, "y": np.arange(8)})):
+        assert lengths_of(source).values.tolist() == lengths
+    assert lengths_of(ParquetSource(tmp_path / "rows.parquet")) is None
+    items.lengths = [1, 2]
+    with pytest.raises(DataError, match="there are 8 rows, each with a length"):
+        lengths_of(DatasetSource(items))
+    for column, words in (("y", "a column of lists"), ("z", "has the columns x, y")):
+        with pytest.raises(DataError, match=words):
+            ParquetSource(tmp_path / "rows.parquet", lengths=column)

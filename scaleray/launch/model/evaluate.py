@@ -173,6 +173,10 @@ def evaluation_job(config: RunConfig, workload: Any, sources: Mapping[str, Sourc
             f"the {streamed[0]} data", "a Ray Dataset", "its rows have no numbers", "write it to files and give --data"
         )
     first = next(iter(sources.values()))
+    if first.tokens_per_row is None:  # rows of unequal length are evaluated in their order, some at a time
+        batch = config.batch.model_copy(update={"unit": "samples"})
+        data = config.data.model_copy(update={"bucket_by_length": None})
+        config = config.model_copy(update={"batch": batch, "data": data})
     recipe = derive(config, DataSize(max(config.batch.global_size, first.num_rows), first.tokens_per_row))
     evaluated = {f"evaluated {name}": split for name, split in splits.items()}  # keys: `train` alone is not evaluated
     return TrainJob(config, recipe, workload, {TRAIN: next(iter(splits.values())), **evaluated}, time.time())

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from scaleray.data.source import TRAIN, Source
+from scaleray.data.split import Split
 from scaleray.errors import DataError
 from scaleray.scaling.recipe.values import DataSize
 
 
 def size_of(sources: Mapping[str, Source]) -> DataSize:
     """Rows and tokens of the training split, which the recipe needs to know."""
-    source = sources[TRAIN]
-    return DataSize(source.num_rows, source.tokens_per_row)
+    return Split.of(TRAIN, sources[TRAIN]).size
 
 
 def check_same_data(was: str | None, now: str | None, *, what: str, advice: str) -> None:

@@ -12,10 +12,11 @@ from scaleray.config import RunConfig
 from scaleray.config.checkpoint import NOTHING_SAVED
 from scaleray.config.loading import Entry, validate
 from scaleray.data import TRAIN, Split, StepPlan
+from scaleray.data.length_order import LengthPlan
 from scaleray.data.source import Source
 from scaleray.errors import ConfigError, DataError, ScaleRayError, UsageError
 from scaleray.scaling.recipe.derive import derive
-from scaleray.scaling.recipe.values import DataSize, nearest_multiples
+from scaleray.scaling.recipe.values import nearest_multiples
 from scaleray.scaling.sweeps.question import SweepQuestion
 from scaleray.scaling.sweeps.search_space import (
     BATCH_SIZE,
@@ -82,7 +83,7 @@ class SweepPlan:
         config = self.config(settings)
         material = self.materials[material_key(config.workload.args)]
         train = material.splits[TRAIN]
-        recipe = derive(config, DataSize(train.num_rows, train.tokens_per_row))
+        recipe = derive(config, train.size)
         return TrainJob(
             config, recipe, material.workload, material.splits, started_at, varied=self.question.space.varied
         )
@@ -261,6 +262,9 @@ def _entries(base: RunConfig) -> dict[str, Entry]:
 
 
 def _samples(plan: StepPlan, steps: int) -> int:
+    if isinstance(plan, LengthPlan):
+        epoch, before = plan.place(steps)
+        return epoch * plan.num_samples + before
     epochs, rest = divmod(steps, plan.steps_per_epoch)
     in_epoch = (
         sum(plan.num_rows(step) for step in (0, plan.steps_per_epoch - 1))

@@ -117,6 +117,8 @@ def _check_comparable(train: Split) -> None:
 def _later_training(config: RunConfig, question: Question, size: DataSize, batch_size: int) -> tuple[RunConfig, int]:
     """The config of the steps after the resume and the size of its global batch: another one where the training has
     one."""
+    if config.data.bucket_by_length is not None or size.packed_steps(config) is not None:
+        return config, batch_size  # which rows share a batch follows from its size
     world_sizes = sorted(set(question.world_sizes))
     later_size = later_batch_size(
         batch_size, size.num_samples, world_sizes=world_sizes, accumulation=max(question.accumulation)
@@ -183,7 +185,8 @@ def _groups(question: Question, trainings: _Trainings) -> tuple[dict[int, list[V
     first_error: ConfigError | None = None
     asked = list(STRATEGIES) if "all" in question.strategies else list(dict.fromkeys(question.strategies))
     for world_size in sorted(set(question.world_sizes)):
-        _check_world_size(world_size, trainings.batch_size)
+        if trainings.size.packed_steps(trainings.config) is None:
+            _check_world_size(world_size, trainings.batch_size)
         found: dict[tuple[str, int], Variant] = {}
         # `single` is for one worker, which need not be said when others were asked for too
         for strategy in [s for s in asked if s != "single" or world_size == 1 or len(asked) == 1]:

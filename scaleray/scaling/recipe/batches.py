@@ -25,6 +25,8 @@ def global_batch_size_of(config: RunConfig, data: DataSize, why: dict[str, str])
     if config.batch.unit == "samples":
         why["global_batch_size"] = "batch.global_size"
         return size
+    if (steps := data.packed_steps(config)) is not None:
+        return _packed_batch_size(config, data, steps, why)
     tokens = data.tokens_of("batch.unit")
     if size % tokens:
         near = " or ".join(str(n) for n in nearest_multiples(size, tokens * config.scale.max_workers))
@@ -36,6 +38,20 @@ def global_batch_size_of(config: RunConfig, data: DataSize, why: dict[str, str])
         )
     why["global_batch_size"] = f"{size} tokens / {tokens} tokens per sample"
     return size // tokens
+
+
+def _packed_batch_size(config: RunConfig, data: DataSize, steps: int, why: dict[str, str]) -> int:
+    """About the samples of a step of tokens. Raises ConfigError."""
+    size, longest, piece = config.batch.global_size, data.longest or 0, (data.total_tokens or 0) // steps
+    if longest > piece:
+        raise ConfigError(
+            "batch.global_size",
+            size,
+            f"the longest row has {longest} tokens, and a step {piece}: some steps would have no row",
+            f"use {longest * 2} or more, or cut long rows",
+        )
+    why["global_batch_size"] = f"{data.num_samples / steps:.4g} samples on average in {size} tokens"
+    return -(-data.num_samples // steps)
 
 
 def model_parallel_size_of(config: RunConfig, workers: int, why: dict[str, str]) -> int:
@@ -55,9 +71,11 @@ def model_parallel_size_of(config: RunConfig, workers: int, why: dict[str, str])
     return size
 
 
-def cut_batch(config: RunConfig, global_batch_size: int, workers: int, why: dict[str, str]) -> tuple[int, int, int]:
+def cut_batch(
+    config: RunConfig, global_batch_size: int, workers: int, why: dict[str, str], *, varies: bool
+) -> tuple[int, int, int]:
     """(samples of a worker, samples of a micro-batch, number of micro-batches). workers: those with samples of their
-    own. Raises ConfigError for sizes that do not divide."""
+    own. varies: from step to step, as the number of samples does. Raises ConfigError for sizes that do not divide."""
     if config.scale.is_elastic and config.scale.on_resize == "rescale" and config.batch.global_size % workers:
         near = " or ".join(str(n) for n in nearest_multiples(config.batch.global_size, workers))
         raise ConfigError(
@@ -66,7 +84,7 @@ def cut_batch(config: RunConfig, global_batch_size: int, workers: int, why: dict
             f"scale.on_resize rescale needs a multiple of {workers} workers",
             f"nearest: {near}",
         )
-    if config.scale.is_elastic:  # shares may be uneven: sums and counts keep that exact
+    if config.scale.is_elastic or varies:  # shares may be uneven: sums and counts keep that exact
         per_worker = math.ceil(global_batch_size / workers)
         micro_size = config.batch.micro_size or math.ceil(global_batch_size / config.scale.max_workers)
         why["per_worker_batch_size"] = f"{global_batch_size} / {workers} workers, at most"
@@ -100,7 +118,7 @@ def cut_batch(config: RunConfig, global_batch_size: int, workers: int, why: dict
 
 def check_data_fills(config: RunConfig, data: DataSize, global_batch_size: int, workers: int) -> None:
     """Raise DataError for data smaller than a global batch."""
-    if data.num_samples < global_batch_size:
+    if data.num_samples < global_batch_size and data.packed_steps(config) is None:
         raise DataError(
             "the training data",
             f"{data.num_samples} samples",

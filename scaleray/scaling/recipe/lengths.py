@@ -16,6 +16,11 @@ class StepCounter:
     def __init__(self, config: RunConfig, data: DataSize, global_batch_size: int, why: dict[str, str]) -> None:
         self._drops_last, self._data, self._why = config.batch.drop_last, data, why
         self._global_batch_size = global_batch_size
+        self._samples_per_step: float = global_batch_size
+        if (packed := data.packed_steps(config)) is not None:
+            self.per_epoch, self._samples_per_step = packed, data.num_samples / packed
+            why["steps_per_epoch"] = f"{data.total_tokens} tokens / {config.batch.global_size}"
+            return
         whole, remainder = divmod(data.num_samples, global_batch_size)
         self.per_epoch = whole if self._drops_last or not remainder else whole + 1
         partial = f", last {remainder} left out" if self._drops_last else f", last step has {remainder}"
@@ -40,12 +45,12 @@ class StepCounter:
             return round(duration.value * self.per_epoch), f"{duration.value:g} epochs x {self.per_epoch} steps"
         samples = duration.value
         if duration.unit == "tokens":
-            samples = duration.value / self._data.tokens_of("a duration")
+            samples = duration.value / self._data.tokens_a_sample("a duration")
         # whole epochs apart, since the last step of each may be a partial one
         samples_per_epoch = self.per_epoch * self._global_batch_size if self._drops_last else self._data.num_samples
         epochs, rest = divmod(samples, samples_per_epoch)
-        steps = int(epochs) * self.per_epoch + math.ceil(rest / self._global_batch_size)
-        return steps, f"{duration} at {self._global_batch_size} samples a step, {self.per_epoch} steps an epoch"
+        steps = int(epochs) * self.per_epoch + math.ceil(rest / self._samples_per_step)
+        return steps, f"{duration} at {self._samples_per_step:g} samples a step, {self.per_epoch} steps an epoch"
 
 
 @dataclass(frozen=True)

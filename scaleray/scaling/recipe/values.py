@@ -13,19 +13,41 @@ from scaleray.errors import ConfigError
 
 @dataclass(frozen=True)
 class DataSize:
-    """Size of the training split. tokens_per_sample: None when samples are not sequences of one length."""
+    """Size of the training split. tokens_per_sample: None when samples are not sequences of one length. total_tokens,
+    longest: tokens of all samples and of the longest, where samples have lengths of their own."""
 
     num_samples: int
     tokens_per_sample: int | None = None
+    total_tokens: int | None = None
+    longest: int | None = None
+
+    def packed_steps(self, config: RunConfig) -> int | None:
+        """Steps of an epoch whose batches are counted in tokens of samples of unequal length; None for others."""
+        if config.batch.unit != "tokens" or self.tokens_per_sample is not None or self.total_tokens is None:
+            return None
+        return -(-self.total_tokens // config.batch.global_size)
+
+    def tokens_a_sample(self, key: str) -> float:
+        """Tokens of a sample, on average where lengths differ. Raises ConfigError, in the name of `key`."""
+        if self.tokens_per_sample is None and self.total_tokens is not None:
+            return self.total_tokens / self.num_samples
+        return self.tokens_of(key)
 
     def tokens_of(self, key: str) -> int:
         """Tokens of a sample. Raises ConfigError, in the name of `key`, where samples have no fixed number."""
         if self.tokens_per_sample is None:
-            raise ConfigError(key, "tokens", "this data has no fixed number of tokens per sample", "count in samples")
+            raise ConfigError(
+                key,
+                "tokens",
+                "this data has no fixed number of tokens per sample, and no lengths",
+                "count in samples, or give rows of unequal length, a Dataset with `lengths`, ParquetSource(lengths=)",
+            )
         return self.tokens_per_sample
 
     def largest_batch(self, config: RunConfig) -> int:
         """The largest global batch that the data can fill, in the unit of `batch.global_size`."""
+        if self.packed_steps(config) is not None:
+            return self.total_tokens or 0
         samples = self.num_samples // config.scale.max_workers * config.scale.max_workers
         return samples * (self.tokens_per_sample or 1) if config.batch.unit == "tokens" else samples
 

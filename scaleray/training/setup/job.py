@@ -10,10 +10,12 @@ from typing import Any
 from scaleray.config import Duration, RunConfig
 from scaleray.config.checkpoint import NOTHING_SAVED
 from scaleray.data import TRAIN, Split, StepPlan
+from scaleray.data.length_order import LengthPlan
 from scaleray.data.sample_order import Origin
 from scaleray.errors import ConfigError, DataError
 from scaleray.scaling.recipe.derive import derive
-from scaleray.scaling.recipe.values import DataSize, Recipe
+from scaleray.scaling.recipe.values import Recipe
+from scaleray.training.setup.row_lengths import check_row_lengths, check_same_place
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class TrainJob:
                 "a Ray Dataset is dealt out once, in equal shares",
                 "use equal shares, or data that can be read by index",
             )
+        check_row_lengths(self.config, self.splits[TRAIN])
         for split in self.splits.values():
             if self.config.deterministic and not split.row_values.are_repeatable:
                 raise DataError(
@@ -84,7 +87,7 @@ class TrainJob:
         config = (
             rescaled(self.config, self.recipe, workers) if self.config.scale.on_resize == "rescale" else self.config
         )
-        recipe = derive(config, DataSize(train.num_rows, train.tokens_per_row), workers=workers)
+        recipe = derive(config, train.size, workers=workers)
         return dataclasses.replace(self, recipe=recipe, workers=workers)
 
     def without_files(self) -> TrainJob:
@@ -116,6 +119,7 @@ class TrainJob:
     def continued(self, progress: Mapping[str, Any]) -> TrainJob:
         """The rest of a training that a checkpoint's progress describes, whose global batch may have had another
         size."""
+        check_same_place(self.config, self.train_plan(), progress, self.recipe.global_batch_size)
         origin = Origin(**progress["origin"]) if progress.get("origin") else None
         if progress["global_batch_size"] != self.recipe.global_batch_size:
             origin = Origin(progress["step"], progress["epoch"], progress["sample_in_epoch"])
@@ -134,8 +138,17 @@ class TrainJob:
 
     def train_plan(self) -> StepPlan:
         """The order of the training samples."""
-        split = self.splits[TRAIN]
-        return StepPlan(
+        split, config = self.splits[TRAIN], self.config
+        is_packed = split.size.packed_steps(config) is not None
+        by_length: dict[str, Any] = {}
+        if split.lengths is not None and (is_packed or config.data.bucket_by_length is not None):
+            by_length = {
+                "lengths": split.lengths,
+                "bucket_batches": config.data.bucket_by_length,
+                "tokens_per_step": config.batch.global_size if is_packed else None,
+            }
+        return (LengthPlan if by_length else StepPlan)(
+            **by_length,
             num_samples=self._usable_rows(split),
             global_batch_size=self.recipe.global_batch_size,
             seed=self.config.seed,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scaleray.data import TRAIN, Split
+from scaleray.data.length_order import Lengths
 from scaleray.scaling.recipe.schedules import learning_rate_factor
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.verify.quieted import Partition
@@ -108,7 +109,8 @@ def _first_rows(split: Split, rows: int) -> Split:
                 cut.append(min(size, left))
             left -= size
         groups = tuple(cut)
-    return dataclasses.replace(split, num_rows=min(rows, split.num_rows), group_sizes=groups)
+    lengths = Lengths(split.lengths.values[:rows]) if split.lengths is not None else None
+    return dataclasses.replace(split, num_rows=min(rows, split.num_rows), group_sizes=groups, lengths=lengths)
 
 
 def first_part(job: TrainJob, steps: int) -> TrainJob:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from small_runs import DEFAULTS, relative_differences, train, train_alone
+from small_runs import DEFAULTS, make_job, relative_differences, train, train_alone
 from torch import nn
 from verified import judge
 
 from scaleray.data import Padding, Ragged, StepPlan, flattened, padded
-from scaleray.errors import DataError, WorkloadError
+from scaleray.errors import ConfigError, DataError, WorkloadError
 
 FLAGS = {"stop.after": "9 steps", "batch.global_size": 6, "batch.micro_size": 1}
 
@@ -122,3 +122,64 @@ class OtherColumns(Sequences):
 def test_a_collate_whose_batches_differ_between_ranks_is_one_clear_error(gloo):
     with pytest.raises(WorkloadError, match=r"collate\(\) is different on different workers: \['real'\]: bool"):
         gloo.run(2, train, OtherColumns(), {})
+
+
+# order by length, and steps of tokens
+
+BY_LENGTH = {
+    "batch.unit": "tokens", "batch.global_size": 20, "batch.micro_size": 1, "data.bucket_by_length": 2,
+    "stop.after": "3 epochs",
+}  # fmt: skip
+
+
+def test_steps_of_tokens_train_alike_on_any_number_of_workers(gloo):
+    alone = train_alone(Sequences(), BY_LENGTH)
+    assert "in whole rows" in alone.summary.sample_order
+    assert len(alone.losses) == 3 * -(-sum(map(len, Sequences().datasets()["train"]["x"])) // 20)
+    for world_size in (2, 3):
+        spread = gloo.run(world_size, train, Sequences(), BY_LENGTH)[0]
+        assert max(relative_differences(spread.losses, alone.losses)) < 1e-9
+        assert spread.evaluations[-1].metrics == pytest.approx(alone.evaluations[-1].metrics, rel=1e-9)
+
+
+def test_a_resumed_run_goes_on_with_its_steps_of_tokens_to_the_bit(tmp_path):
+    flags = {**BY_LENGTH, "deterministic": True, "checkpoint.every": "1 steps"}
+    whole = train_alone(Sequences(), flags)
+    train_alone(Sequences(), flags, folder=tmp_path, kill_at=8)
+    assert train_alone(Sequences(), flags, folder=tmp_path).losses == whole.losses[8:]
+    train_alone(Sequences(), flags, folder=tmp_path / "other", kill_at=8)
+    with pytest.raises(ConfigError, match="goes on with the batches that it began with"):
+        train_alone(Sequences(), {**flags, "batch.global_size": 24}, folder=tmp_path / "other")
+
+
+def test_verify_finds_steps_of_tokens_equal_on_two_workers(gloo):
+    flags = {"batch.unit": "tokens", "batch.global_size": 40, "data.bucket_by_length": 2}
+    assert gloo.run(2, judge, Sequences(), flags)[0].verdict == "equal"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"scale.workers": {"min": 1, "max": 2}}, "the order by length is that of one global batch"),
+        ({"shares.by": "speed", "scale.workers": 2}, "steps of tokens have a varying number of rows"),
+        ({"data.shuffle": False}, "keeps the order of the file"),
+        ({"batch.drop_last": True}, "no partial batch to drop"),
+        ({"batch.global_size": 7}, "the longest row has 8 tokens"),
+    ],
+)
+def test_what_steps_of_tokens_cannot_be_combined_with_is_refused_by_name(flags, words):
+    with pytest.raises(ConfigError, match=words):
+        make_job(Sequences(), {**BY_LENGTH, "batch.micro_size": None, **flags})
+
+
+def test_an_order_by_length_needs_lengths():
+    class Even(Sequences):
+        transform = None
+
+        def datasets(self):
+            return {"train": {"x": np.ones((26, 3, 2), np.float32), "y": np.zeros(26, int)}}
+
+    with pytest.raises(ConfigError, match="the lengths of the training rows are not known"):
+        make_job(Even(), {"data.bucket_by_length": 2})
+    with pytest.raises(ConfigError, match="no fixed number of tokens per sample, and no lengths"):
+        make_job(Even(), {"batch.unit": "tokens"})

@@ -1,0 +1,132 @@
+"""Order of rows of unequal length: rows of similar length together, and steps with a budget of tokens.
+
+Pure functions of seed, epoch, step and the rows' lengths, like the rest of the plan, so that any number of workers sees
+the same steps and a resumed run goes on where it was.
+
+Bucketing: the shuffled rows are taken in windows of `bucket_batches` global batches; within a window they are sorted by
+length and cut into batches, whose order is shuffled again. So the rows of a batch have nearly one length, and lengths
+come in no order. Batches of tokens: the rows of an epoch, one after another, are a line of tokens, which is cut into
+equal pieces of at most `tokens_per_step`; a step takes the rows that begin in its piece. Every epoch then has the same
+number of steps, no row is cut, and a step has more or less than its piece by less than a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from scaleray.data.sample_order import Permutation, StepPlan, stream_key
+
+
+class Lengths:
+    """Length of each row, int64 (n,). Equal ones are equal, and can be a key."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = np.asarray(values, dtype=np.int64)
+        self.total = int(self.values.sum())
+        self.longest = int(self.values.max(initial=0))
+        self._digest = hashlib.sha256(self.values.tobytes()).digest()
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Lengths) and self._digest == other._digest
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+
+@dataclass(frozen=True)
+class LengthPlan(StepPlan):
+    """Order of the samples of a split whose rows have lengths.
+
+    bucket_batches: global batches that are sorted by length together, or None. tokens_per_step: most tokens of a step's
+    piece of the epoch, or None where every step has `global_batch_size` rows; else that is about the rows of a step.
+    """
+
+    lengths: Lengths = Lengths(())  # noqa: RUF009 - never changed
+    bucket_batches: int | None = None
+    tokens_per_step: int | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of steps in one epoch."""
+        if self.tokens_per_step is None:
+            return StepPlan.steps_per_epoch.fget(self)  # type: ignore[attr-defined]
+        wanted = -(-self.lengths.total // self.tokens_per_step)
+        # in a piece as long as the longest row, some row begins
+        return max(1, min(wanted, self.lengths.total // max(1, self.lengths.longest)))
+
+    @property
+    def promise(self) -> str:
+        """Promise to the user about the order of samples, in words."""
+        order = StepPlan.promise.fget(self)  # type: ignore[attr-defined]
+        if self.bucket_batches is not None:
+            order += f"; rows of similar length together, sorted within {self.bucket_batches} global batches"
+        if self.tokens_per_step is not None:
+            order += f"; steps of about {self.lengths.total / self.steps_per_epoch:.0f} tokens, in whole rows"
+        return str(order)
+
+    def num_rows(self, step: int) -> int:
+        """Number of samples in the global batch of this step."""
+        if self.tokens_per_step is None:
+            return super().num_rows(step)
+        epoch, in_epoch = divmod(step, self.steps_per_epoch)
+        first, last = _bounds(self, epoch)[in_epoch : in_epoch + 2]
+        return int(last - first)
+
+    def place(self, step: int) -> tuple[int, int]:
+        """Epoch of this step, and number of samples of that epoch that come before it."""
+        if self.tokens_per_step is None:
+            return super().place(step)
+        epoch, in_epoch = divmod(step, self.steps_per_epoch)
+        return epoch, int(_bounds(self, epoch)[in_epoch])
+
+    def _order(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        if self.bucket_batches is None:
+            return super()._order(epoch, positions)
+        return _bucketed(self, epoch)[positions]
+
+    def order_before_buckets(self, epoch: int) -> np.ndarray:
+        """All samples of an epoch in the order that bucketing starts from."""
+        return super()._order(epoch, np.arange(self.num_samples, dtype=np.int64))
+
+
+@lru_cache(maxsize=4)
+def _bucketed(plan: LengthPlan, epoch: int) -> np.ndarray:
+    """All samples of an epoch, rows of similar length together."""
+    assert plan.bucket_batches is not None
+    order, size = plan.order_before_buckets(epoch), plan.global_batch_size
+    if plan.tokens_per_step is not None:
+        size = -(-plan.num_samples // plan.steps_per_epoch)
+    window = plan.bucket_batches * size
+    pieces = []
+    for number, start in enumerate(range(0, len(order), window)):
+        rows = order[start : start + window]
+        rows = rows[np.argsort(plan.lengths.values[rows], kind="stable")]
+        # the last batch of an epoch may be a partial one, and stays its last
+        whole = len(rows) // size
+        key = stream_key(plan.seed, "buckets", plan.name, epoch, number)
+        batches = Permutation(whole, key)(np.arange(whole, dtype=np.int64))
+        # which rows are left over must not follow from their length
+        left = len(rows) - whole * size
+        if left:
+            chosen = Permutation(len(rows), key ^ 1)(np.arange(left, dtype=np.int64))
+            rows = np.concatenate([np.delete(rows, chosen), rows[np.sort(chosen)]])
+        pieces += [rows[batch * size : (batch + 1) * size] for batch in batches] + [rows[whole * size :]]
+    return np.concatenate(pieces)
+
+
+@lru_cache(maxsize=4)
+def _bounds(plan: LengthPlan, epoch: int) -> np.ndarray:
+    """Number of samples of an epoch that come before each of its steps, and their number, int64 (steps + 1,)."""
+    rows = plan.samples_at(epoch * plan.num_samples + np.arange(plan.num_samples, dtype=np.int64))
+    begins = np.concatenate([[0], np.cumsum(plan.lengths.values[rows])[:-1]])
+    steps = plan.steps_per_epoch
+    cuts = np.arange(steps + 1, dtype=np.int64) * plan.lengths.total // steps
+    return np.concatenate([[0], np.searchsorted(begins, cuts[1:-1], side="left"), [plan.num_samples]])
