@@ -14,7 +14,7 @@ PARTS := unit-training unit-launch unit-others unit-strategies
 OF_LAUNCH := tests/launch tests/tracking tests/cli
 WITHOUT_RAY := $(BIN)/python -m pytest -m 'not ray and not gpu and not slow'
 
-.PHONY: demo test lint types floors unit on-ray without-ray $(PARTS) coverage slow docs ui clean
+.PHONY: demo test lint types floors unit on-ray without-ray wheel $(PARTS) coverage slow docs ui clean
 .DEFAULT_GOAL := test
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -66,6 +66,9 @@ slow: $(INSTALLED)  ## minutes-long tests, and all combinations of settings
 
 docs: $(INSTALLED)  ## docs/config.md, docs/metrics.md and docs/schemas, from the code
 	$(BIN)/python docs/generate.py
+
+wheel: $(INSTALLED)  ## build/wheel/scaleray-*.whl, used far from the checkout before it is kept; make test does so too
+	$(BIN)/python -m jobs.packaging.wheel
 
 ui: $(INSTALLED)  ## MLflow's pages for the runs of `make demo`
 	$(BIN)/scaleray tracking ui --uri sqlite:///.demo/mlflow.db

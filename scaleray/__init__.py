@@ -60,4 +60,12 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'scaleray' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    try:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as exc:
+        from scaleray.installed import missing_library
+
+        missing = missing_library(exc)
+        if missing is None:
+            raise
+        raise missing from exc

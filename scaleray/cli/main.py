@@ -25,6 +25,7 @@ from scaleray.cli.tracking import tracking_app
 from scaleray.cli.train import train
 from scaleray.cli.verify import verify
 from scaleray.errors import ScaleRayError
+from scaleray.installed import missing_library
 
 Shell = Literal["bash", "zsh", "fish"]
 
@@ -117,6 +118,11 @@ def run_command(arguments: list[str]) -> int:
         return _fail(f"{type(exc).__name__.removesuffix('Error')}: {exc}\n  see scaleray --help", 2)
     except ScaleRayError as exc:
         return _fail(f"{type(exc).__name__}: {exc}", exc.exit_code)
+    except ModuleNotFoundError as exc:
+        missing = missing_library(exc)
+        if missing is None:
+            raise
+        return _fail(f"{type(missing).__name__}: {missing}", missing.exit_code)
     except SystemExit as exc:  # raised by user code, in a place that nobody thought of: nothing of ours calls it
         return _fail(f"RunFailedError: the command was ended by a call of sys.exit({exc.code!r}) before it was done", 1)
     except KeyboardInterrupt:

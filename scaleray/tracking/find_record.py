@@ -117,7 +117,7 @@ def _in_mlflow(run: str, uri: str) -> FoundRun:
                 if STEPS in names
                 else None
             )
-    except TrackingError:
+    except (TrackingError, ModuleNotFoundError):  # without MLflow the command says what to install
         raise
     except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
         raise TrackingError("MLflow at", shown, f"the run {run} cannot be read: {_first_line(exc)}") from exc

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import subprocess
@@ -30,6 +31,8 @@ def serve(uri: str | None, *, port: int) -> int:
         except OSError as exc:
             raise TrackingError("the port", port, "another program listens there", "choose one with --port") from exc
     store.check_reachable(uri)
+    if importlib.util.find_spec("mlflow") is None:
+        raise ModuleNotFoundError("No module named 'mlflow'", name="mlflow")
     print(
         f"MLflow for {store.without_password(uri)}: http://127.0.0.1:{port}/#/experiments?workflowType=machine_learning",
         flush=True,

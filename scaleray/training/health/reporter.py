@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 from scaleray.config.idle_settings import idle_settings
+from scaleray.installed import newer_than_tested
 from scaleray.metric_names import GRAD_NORM_OF, LOSS_OF, by_loss
 from scaleray.records.run import DerivedRecord, Emit, EventRecord, StepRecord, SystemRecord
 from scaleray.scaling.recipe.lr_rules import MOVED_BY_RULES
@@ -68,7 +69,8 @@ class Reporter(Observer):
             self._say_values_in_use()
             strategy = self.job.recipe.strategy
             idle = self.guard(Watcher.NOTES, lambda: idle_settings(self.config, strategy), [], part="settings")
-            for note in [*idle, *(setup.compilation.notes if setup.compilation is not None else [])]:
+            newer = newer_than_tested()
+            for note in [*idle, *newer, *(setup.compilation.notes if setup.compilation is not None else [])]:
                 self.say(note)
             for text in self.job.data_warnings():
                 self.say(text, is_warning=True)

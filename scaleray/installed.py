@@ -1,0 +1,39 @@
+"""What is installed of the libraries that scaleray trains with: one that is missing, and one newer than was tried."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+
+from scaleray.errors import UsageError
+
+OF_TRAIN = ("mlflow", "pyarrow", "ray", "safetensors", "torch", "xxhash")
+"""Modules that only the extra `train` brings. Without it there are plan, config, report and compare."""
+NEWEST_TESTED = {"torch": "2.13", "ray": "2.60", "mlflow": "3.17"}
+"""Newest releases that all tests passed with."""
+
+
+def missing_library(error: ModuleNotFoundError) -> UsageError | None:
+    """The message for a failed import of a library that the extra `train` brings; None for any other."""
+    root = (error.name or "").partition(".")[0]
+    if root not in OF_TRAIN or importlib.util.find_spec(root) is not None:
+        return None
+    return UsageError(f"the library {root}", None, "this needs it", "pip install 'scaleray[train]'")
+
+
+def newer_than_tested() -> list[str]:
+    """A sentence for each library that is newer than any that was tried."""
+    found = []
+    for name, newest in NEWEST_TESTED.items():
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if _numbers(version)[:2] > _numbers(newest):
+            found.append(f"{name} {version} is newer than {newest}, the newest that scaleray's tests ran with")
+    return found
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(word) for word in re.findall(r"\d+", version)]
