@@ -9,7 +9,7 @@ from scaleray.cli.completion import with_config_keys
 from scaleray.cli.main import app, run_command
 
 CASES = [
-    (["chec"], "checkpoint"),
+    (["checkp"], "checkpoint"),
     (["checkpoint", "re"], "rebuild"),
     (["config", "sch"], "schema"),
     (["train", "--scale.wor"], "--scale.workers"),
