@@ -7,6 +7,8 @@ from pathlib import Path
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 WRITTEN_BY = "scaleray"
 """Value of `written_by` in the index's metadata: names in the files are then the model's own."""
+PLAIN = "weights.pt"
+"""File of a run that holds the final weights of a model that is whole on one worker."""
 FINAL_WEIGHTS = "weights"
 """Folder of a run that holds the final weights of a sharded model."""
 

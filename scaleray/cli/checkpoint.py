@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from scaleray.cli import checkpoint_folder
-from scaleray.cli.checkpoint_path import chosen, empty, opened, weights_folder, written
+from scaleray.cli.checkpoint_path import chosen, empty, final_weights, opened, written
 from scaleray.cli.output import print_json
 from scaleray.errors import CheckpointError, UsageError
 from scaleray.text.units import disk_space
@@ -195,8 +195,9 @@ def export(
     copy_path: CopyPath = None,
     json: Json = False,
 ) -> int:
-    """Write a checkpoint's weights, or the final ones of a sharded run (RUN/weights), to one plain file: .pt or
-    .safetensors. To a name without an ending: the final weights as a folder, as the model's own library reads it.
+    """Write a checkpoint's weights, or the final ones of a run without checkpoints or of RUN/weights, to one plain
+    file: .pt or .safetensors. To a name without an ending: the final weights as a folder, as the model's own library
+    reads it.
 
     Parameters
     ----------
@@ -216,7 +217,7 @@ def export(
     from scaleray.config.base import absolute_path
 
     found_step: int | None = None
-    folder = weights_folder(path) if step is None else None
+    folder = final_weights(path) if step is None else None
     if folder is not None:
         tensors = folder.shapes()
         with written(file):

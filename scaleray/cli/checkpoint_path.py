@@ -12,17 +12,26 @@ from scaleray.errors import CheckpointError, StorageError
 
 if TYPE_CHECKING:
     from scaleray.checkpoints.catalog import Catalog
+    from scaleray.checkpoints.final_file import FinalFile
     from scaleray.checkpoints.hugging_face import ModelFolder
     from scaleray.checkpoints.manifest import Manifest
 
 
-def weights_folder(path: str) -> ModelFolder | None:
-    """The folder of safetensors files that a path means, or, of a run without checkpoints, that it has inside."""
+def final_weights(path: str) -> ModelFolder | FinalFile | None:
+    """The folder of safetensors files that a path means, or what a run without checkpoints has inside: such a folder,
+    or the one file of its final weights."""
+    from pyarrow import ArrowInvalid
+
+    from scaleray.checkpoints.final_file import final_file
     from scaleray.checkpoints.hugging_face import ModelFolder, model_folder
     from scaleray.checkpoints.model_layout import is_model_folder
 
     where = model_folder(_meant(path))
-    return ModelFolder.open(where) if is_model_folder(where) else None
+    if is_model_folder(where):
+        return ModelFolder.open(where)
+    with contextlib.suppress(OSError, ArrowInvalid):  # `opened` says what is wrong with the path
+        return final_file(where)
+    return None
 
 
 @contextlib.contextmanager

@@ -90,6 +90,8 @@ def as_source(value: Any, *, split: str, allows_text: bool = False) -> Source:
     if allows_text and isinstance(value, ParquetSource):
         value = copy.copy(value)
         value.allows_text = True
+    if isinstance(value, ParquetSource):
+        value.check_nulls()
     if isinstance(value, Source):
         # sources of this package know their rows already
         source = value if type(value) in STORED or hasattr(value, "row_values") else with_row_values(value)

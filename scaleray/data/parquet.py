@@ -49,9 +49,16 @@ class ParquetSource:
         self._starts = np.concatenate([[0], np.cumsum(self.group_sizes, dtype=np.int64)])
         self.num_rows = int(self._starts[-1])
         self._names = self._check_columns([footer.schema.to_arrow_schema() for footer in footers])
+        self._nulls = self._known_nulls(footers)
         self.lengths = None if lengths is None else self._lengths_of(filesystem, lengths)
         total = sum(footers[f].row_group(g).total_byte_size for f, g in self.groups)
         self.row_bytes = max(1, total // max(1, self.num_rows))
+
+    def check_nulls(self) -> None:
+        """Raise DataError for nulls of which the footers know, unless rows are made numbers of later. Where a footer
+        counts none, they are found when the row group is read."""
+        if self._nulls is not None and not self.allows_text:
+            raise _null_error(*self._nulls)
 
     def read(self, indices: np.ndarray) -> Columns:
         import pyarrow as pa
@@ -121,6 +128,19 @@ class ParquetSource:
                     )
         return self.columns or first.names
 
+    def _known_nulls(self, footers: list[Any]) -> tuple[str, str, int, int] | None:
+        """(column, file, row group, number) of the first nulls that the footers count. Lists are left out: what is
+        counted of them are missing leaves, which an empty list has, too."""
+        for file, group in self.groups:
+            columns = footers[file].row_group(group)
+            for number in range(columns.num_columns):
+                column = columns.column(number)
+                known = column.statistics if column.is_stats_set else None
+                nulls = known.null_count if known is not None and known.has_null_count else 0
+                if nulls and column.path_in_schema in self._names:
+                    return column.path_in_schema, self.files[file][0], group, nulls
+        return None
+
     def _open(self) -> tuple[Any, str]:
         try:
             return open_filesystem(self.uri)
@@ -147,11 +167,8 @@ class ParquetSource:
         path = self.files[file][0]
         try:
             with filesystem.open_input_file(path) as opened:
-                return (
-                    pq.ParquetFile(opened)
-                    .read_row_group(group, columns=names or self._names)
-                    .select(names or self._names)
-                )
+                wanted = names or self._names
+                table = pq.ParquetFile(opened).read_row_group(group, columns=wanted).select(wanted)
         except (OSError, pa.ArrowException) as exc:
             raise DataError(
                 f"Parquet file {path}, row group {group},",
@@ -159,6 +176,32 @@ class ParquetSource:
                 f"it cannot be read: {exc}",
                 "write it again, or take it out of the folder",
             ) from exc
+        for name in () if self.allows_text else table.column_names:
+            if nulls := _num_nulls(table.column(name)):
+                raise _null_error(name, path, group, nulls)
+        return table
+
+
+def _num_nulls(column: Any) -> int:
+    """Nulls among the rows of a column, or within its lists."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    count = column.null_count
+    while pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        column = pc.list_flatten(column)
+        count += column.null_count
+    return int(count)
+
+
+def _null_error(column: str, path: str, group: int, count: int) -> DataError:
+    return DataError(
+        f"column {column} of {path}, row group {group},",
+        f"{count} nulls",
+        "every row needs a value",
+        "fill or drop them when the file is written, leave the column out (columns=[...]), or fill them in a "
+        "preprocessor or a transform",
+    )
 
 
 def column_to_numpy(name: str, column: Any, where: str, *, allows_text: bool = False) -> np.ndarray | Ragged:

@@ -273,3 +273,24 @@ def test_help_names_every_command(capsys):
     out = command(capsys, "--help")[1]
     for name in ("list", "verify", "prune", "rebuild", "export", "import"):
         assert name in out
+
+
+def test_a_finished_short_run_without_checkpoints_exports_its_final_weights(tmp_path, capsys):
+    run = tmp_path / "short"
+    run.mkdir()
+    torch.save({"body": BODY, "head": HEAD.bfloat16(), "_extra_state": {"not": "a tensor"}}, run / "weights.pt")
+    for name, read in (("w.safetensors", load_file), ("w.pt", torch.load)):
+        code, out, _ = command(capsys, "export", run, tmp_path / name)
+        assert code == 0 and f"wrote 2 tensors of {run / 'weights.pt'}" in out
+        found = read(tmp_path / name)
+        assert torch.equal(found["body"], BODY) and found["head"].dtype == torch.bfloat16
+    code, _, err = command(capsys, "export", run, tmp_path / "w2.pt", "--step", "30")
+    assert code == 2 and "the checkpoint of step 30" in err
+    (run / "weights.pt").write_bytes(b"cut off")
+    code, _, err = command(capsys, "export", run, tmp_path / "w3.pt")
+    assert code == 2 and "cannot be read" in err and not (tmp_path / "w3.pt").exists()
+
+
+def test_a_run_with_checkpoints_exports_the_newest_of_these(run, tmp_path, capsys):
+    torch.save({"body": BODY * 2}, run / "weights.pt")
+    assert "of step 40" in command(capsys, "export", run, tmp_path / "w.pt")[1]

@@ -1,6 +1,7 @@
 """Sources: any rows by index, in the order asked for, and a reason where they cannot be read."""
 
 import pickle
+import re
 
 import numpy as np
 import pyarrow as pa
@@ -294,6 +295,41 @@ def test_columns_that_are_no_arrays_of_numbers_are_refused_by_name(tmp_path, mak
         source.read(np.arange(12))
     assert "odd" in str(caught.value)
     assert ParquetSource(tmp_path / "data", columns=["id"]).read(INDICES)["id"].tolist() == INDICES.tolist()
+
+
+def test_nulls_are_refused_from_the_footers_with_file_column_and_row_group(tmp_path):
+    folder = write_parquet(tmp_path / "data")
+    table = pa.table({"id": pa.array([1, 2, 3, None, None, 6], pa.int64())})
+    pq.write_table(table, folder / "zz.parquet", row_group_size=2)
+    source = ParquetSource(folder, columns=["id"])
+    with pytest.raises(DataError) as caught:
+        as_source(source, split="train")
+    assert re.search(r"column id of .*zz\.parquet, row group 1, is '?1 null'?", str(caught.value)), caught.value
+    assert as_source(source, split="train", allows_text=True).num_rows > 6  # a preprocessor fills them
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda ids: pa.array([int(i) if i % 5 else None for i in ids]),
+        lambda ids: pa.array([[1, 2 if i % 5 else None] for i in ids]),
+    ],
+)
+def test_nulls_that_no_footer_counts_are_refused_where_they_are_read(tmp_path, make):
+    folder = write_parquet(tmp_path / "data", odd=make)
+    for path in folder.glob("*.parquet"):
+        pq.write_table(pq.read_table(path), path, write_statistics=False)
+    source = as_source(ParquetSource(folder), split="train")
+    with pytest.raises(DataError, match=r"column odd of .*\.parquet, row group 0, is '?\d+ null"):
+        source.read(np.arange(12))
+
+
+def test_lists_of_which_some_are_empty_hold_no_nulls(tmp_path):
+    folder = write_parquet(
+        tmp_path / "data", odd=lambda ids: pa.array([[1] * (int(i) % 3) for i in ids], pa.list_(pa.int64()))
+    )
+    source = as_source(ParquetSource(folder), split="train")
+    assert len(source.read(np.arange(6))["odd"]) == 6
 
 
 def test_lists_of_length_zero_are_an_array_without_width(tmp_path):

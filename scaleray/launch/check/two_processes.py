@@ -29,7 +29,7 @@ def two_processes(config: RunConfig, workload: Any, sources: Mapping[str, Source
         return Finding(SUBJECT, DOUBTFUL, f"not compared: {why}")
     outcomes: list[Outcome] = []
     with gloo_processes(2, code, timeout_s=config.scale.collective_timeout_s) as processes:
-        assignment = Assignment(plan.reference, tuple(variants), question.bound)
+        assignment = Assignment(plan.reference, tuple(variants), question.allowed)
         outcomes, _ = processes.run(2, verify_here, assignment, {}, train, TELL, workload=workload)
     return judged(outcomes)
 

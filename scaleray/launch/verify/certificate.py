@@ -134,7 +134,7 @@ def make_certificate(
     return EqualityCertificate(
         passed=not bad,
         verdict=_verdict(judged, bad, question),
-        bound=question.bound,
+        bound=question.allowed,
         precision=question.precision,
         own_precision=verification.config.precision.dtype,
         steps=reference.recipe.total_steps,
@@ -157,7 +157,7 @@ def _verdict(judged: list[Outcome], bad: list[Outcome], question: Question) -> s
     promised = sum(o.verdict == "as promised" for o in judged)
     more = f"; {promised} that do not promise equality keep what they do promise" if promised else ""
     return (
-        f"the same training: {len(judged) - promised} variants equal one process within {question.bound:g}, "
+        f"the same training: {len(judged) - promised} variants equal one process within {question.allowed:g}, "
         f"largest difference {largest:.1e}{more}"
     )
 

@@ -27,6 +27,10 @@ from scaleray.training.verify.variants import Outcome
 CPUS_PER_WORKER = 0.25
 """Numbers are compared, not speed: four workers share a core rather than not fit on a small machine."""
 
+BOUNDS = {"fp64": 1e-9, "fp32": 1e-4, "fp16": 5e-2, "bf16": 5e-2}
+"""Largest relative difference over some steps that reordered sums explain, by precision. Below float64 it is a coarse
+check: a small mistake may hide in it."""
+
 
 @dataclass(frozen=True)
 class Question:
@@ -36,7 +40,8 @@ class Question:
     world_sizes: Sequence[int] = (1, 2)
     accumulation: Sequence[int] = (1, 3)
     steps: int = 20
-    bound: float = 1e-9
+    bound: float | None = None
+    """Largest relative difference; None is what fits the precision, of `BOUNDS`."""
     precision: str = "fp64"
 
     def __post_init__(self) -> None:
@@ -45,11 +50,16 @@ class Question:
                 raise ConfigError(option, list(values), "it must be whole numbers from 1, such as 1,2,4")
         if self.steps < 1:
             raise ConfigError("--steps", self.steps, "it must be at least 1")
-        if not 0 <= self.bound < 1:
+        if self.bound is not None and not 0 <= self.bound < 1:
             raise ConfigError("--bound", self.bound, "it must be at least 0 and below 1", "1e-9 fits float64")
         for name in self.strategies:
             if name not in (*STRATEGIES, "all"):
                 raise ConfigError("--strategies", name, f"there are: all, {', '.join(STRATEGIES)}")
+
+    @property
+    def allowed(self) -> float:
+        """Largest relative difference between numbers that count as equal."""
+        return BOUNDS[self.precision] if self.bound is None else self.bound
 
 
 @dataclass(frozen=True)

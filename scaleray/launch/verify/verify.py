@@ -7,14 +7,18 @@ others must equal.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from scaleray.checkpoints.storage import Store
 from scaleray.config import RunConfig
-from scaleray.data.source import Source
+from scaleray.data.source import TRAIN, Source
+from scaleray.errors import WorkloadError
 from scaleray.launch.session.folder import RunFolder
 from scaleray.launch.session.start import check_local
 from scaleray.launch.verify.certificate import (
@@ -34,6 +38,8 @@ from scaleray.launch.workers.user_code import ship_user_code
 from scaleray.progress import stage
 from scaleray.records.run import Say
 from scaleray.training.setup.place import Place
+from scaleray.training.verify.narrow_casts import in_words as casts_in_words
+from scaleray.training.verify.narrow_casts import narrow_casts
 from scaleray.training.verify.variants import Assignment, Outcome, References, Tell, verify_group
 
 RunGroup = Callable[[int, Assignment, References, Tell], tuple[list[Outcome], References]]
@@ -70,7 +76,7 @@ def verify(
         with recorded(verification) as (folder, run):
             run_groups = _local_groups(verification) if local else _ray_groups(verification, folder)
             try:
-                with run_groups as run_group:
+                with run_groups as run_group, _naming_casts(verification):
                     outcomes = [
                         *_outcomes(plan, question, run_group, say, f"{folder.path}/{CHECKPOINTS}"),
                         *plan.refused,
@@ -78,6 +84,7 @@ def verify(
             finally:
                 with contextlib.suppress(OSError):
                     Store(folder.path).delete_folder(CHECKPOINTS)
+            outcomes = _with_casts(outcomes, verification)
             certificate = make_certificate(verification, outcomes, folder, run)
             table = {"verification.txt": render(certificate)} if render else {}
             metrics = largest_differences(outcomes)
@@ -85,12 +92,42 @@ def verify(
     return certificate
 
 
+@contextlib.contextmanager
+def _naming_casts(verification: Verification) -> Iterator[None]:
+    """Say of a workload that fails in float64 where it leaves it, if it does."""
+    try:
+        yield
+    except WorkloadError as exc:
+        if words := casts_in_words(_casts(verification)):
+            raise WorkloadError(exc.what, exc.found, exc.allowed, f"{exc.hint}\n  {words}") from exc
+        raise
+
+
+def _with_casts(outcomes: list[Outcome], verification: Verification) -> list[Outcome]:
+    """The outcomes, and for those that differ where the workload leaves float64."""
+    if not any(outcome.verdict == "differs" for outcome in outcomes):
+        return outcomes
+    words = casts_in_words(_casts(verification))
+    return [
+        dataclasses.replace(one, words="; ".join(filter(None, (one.words, words)))) if one.verdict == "differs" else one
+        for one in outcomes
+    ]
+
+
+def _casts(verification: Verification) -> list[str]:
+    if verification.question.precision != "fp64":
+        return []
+    rows = verification.sources[TRAIN].read(np.arange(min(4, verification.sources[TRAIN].num_rows)))
+    gives_tuples = verification.plan.reference.job.splits[TRAIN].gives_tuples
+    return narrow_casts(verification.workload, rows, gives_tuples=gives_tuples)
+
+
 def _announce(verification: Verification, say: Say) -> None:
     question, reference = verification.question, verification.plan.reference.job
     say(
         f"verify {verification.config.workload.name}: {reference.recipe.total_steps} steps "
         f"of {reference.recipe.global_batch_size} samples "
-        f"in {question.precision}, bound {question.bound:g}"
+        f"in {question.precision}, bound {question.allowed:g}"
     )
     say(f"  {course_in_words(verification.plan)}")
     if not verification.local:
@@ -105,7 +142,7 @@ def _outcomes(plan: Plan, question: Question, run_group: RunGroup, say: Say, che
         workers = f"{world_size} worker{'s' if world_size > 1 else ''}"
         say(f"  {workers}: {labels} ...")
         started = time.monotonic()
-        assignment = Assignment(plan.reference, tuple(variants), question.bound, checkpoints)
+        assignment = Assignment(plan.reference, tuple(variants), question.allowed, checkpoints)
         with stage(f"comparing on {workers}", total=len(variants), unit="variants") as comparing:
             outcomes, references = run_group(world_size, assignment, references, lambda label: comparing.advance())
         bad = sum(outcome.verdict == "differs" for outcome in outcomes)

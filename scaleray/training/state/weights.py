@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from scaleray.checkpoints.manifest import Tensor
-from scaleray.checkpoints.model_layout import FINAL_WEIGHTS, INDEX, WRITTEN_BY, is_model_folder
+from scaleray.checkpoints.model_layout import FINAL_WEIGHTS, INDEX, PLAIN, WRITTEN_BY, is_model_folder
 from scaleray.checkpoints.storage import Store
 from scaleray.checkpoints.weight_files import safetensors_file
 from scaleray.errors import CheckpointError, StorageError
@@ -27,7 +27,6 @@ from scaleray.parsing import load_json
 if TYPE_CHECKING:
     from scaleray.strategies.contract.weight_shares import Placed, WeightShare
 
-PLAIN = "weights.pt"
 PENDING = "index.pending.json"
 """File in `FINAL_WEIGHTS` that says what the index will be, while files are being written."""
 MAX_FILE_BYTES = 5 * 10**9
