@@ -129,6 +129,11 @@ class Workload:
         """
         return None
 
+    def step_metrics(self) -> Mapping[str, Any]:
+        """Figures of the step that was taken last, by name (`train/...`): numbers, or functions that give one. Those of
+        rank 0 are recorded. Optional."""
+        return {}
+
     def callbacks(self) -> Iterable[Any]:
         """Callbacks that look at the training and log images, text, tables and figures: see `scaleray.Callback`.
         Optional."""

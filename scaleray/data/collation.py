@@ -45,7 +45,7 @@ def _rows_of(column: Any) -> Iterable[torch.Tensor]:
 def collated(collate: Callable[[Any], Any], columns: Columns, *, gives_tuples: bool) -> Any:
     """What a workload's `collate` makes of these rows. Raises WorkloadError with the user's line where it fails."""
     num_rows = len(next(iter(columns.values())))
-    rows = columns if isinstance(collate, _Collation) else Rows(columns, gives_tuples=gives_tuples)
+    rows = columns if isinstance(collate, Columnwise) else Rows(columns, gives_tuples=gives_tuples)
     return call_user_code(lambda: collate(rows), what="collate()", doing=f"making a batch of {num_rows} rows")
 
 
@@ -64,11 +64,11 @@ def refuse_ragged(columns: Columns, *, what: str) -> None:
             )
 
 
-class _Collation:
+class Columnwise:
     """A collation that takes columns, so that no object is made for each row."""
 
 
-class Padding(_Collation):
+class Padding(Columnwise):
     """`padded` with these options, in place of a workload's `collate`."""
 
     def __init__(self, **options: Any) -> None:
@@ -78,7 +78,7 @@ class Padding(_Collation):
         return padded(rows, **self.options)
 
 
-class Flattening(_Collation):
+class Flattening(Columnwise):
     """`flattened` in place of a workload's `collate`."""
 
     def __call__(self, rows: Columns | Sequence[Any]) -> Batch:

@@ -1,7 +1,8 @@
 """How the structure of a Dataset's items travels: in the names of the columns that its rows become.
 
 `train[0]` and `train[1]` are a pair, `val.image` is a value of a dict, `train` is an item that is a tensor alone. A
-worker reads from the names what a DataLoader would have given its module, and of which split it is.
+worker reads from the names what a DataLoader would have given its module, and of which split it is. `train~.text@text`
+is of a loader with a collation of its own, which gets its items as they were: `@` says what a value was.
 """
 
 from __future__ import annotations
@@ -9,63 +10,125 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+import torch
+
+from scaleray.data.ragged import Ragged
 from scaleray.errors import DataError
 
 Way = tuple[int | str, ...]
 """Way to a value inside an item: places in lists, keys of dicts."""
 PART = re.compile(r'\[(\d+)\]|\.([A-Za-z_]\w*)|\[("(?:[^"\\]|\\.)*")\]')
 NAME = re.compile(r"[A-Za-z_]\w*")
+COLLATED = "~"
+BACK: dict[str, Callable[[np.ndarray], Any]] = {
+    "": torch.from_numpy,
+    "text": lambda row: row.tobytes().decode(),
+    "none": lambda row: None,
+    "number": lambda row: row.item(),
+    "list": lambda row: row.tolist(),
+    "array": lambda row: row,
+}
+"""What a row of a column was, by the word behind `@`."""
 
 
-def columns_of(split: str, item: Any) -> dict[str, Any]:
-    """The values of a Dataset's item by the name of their column. Raises DataError for a structure that is lost on the
-    way."""
+def columns_of(split: str, item: Any, *, is_exact: bool = False) -> dict[str, Any]:
+    """The values of a Dataset's item by the name of their column. is_exact: so that `items_of` gives it back, text and
+    lists of numbers included. Raises DataError for what is lost on the way."""
     found: dict[str, Any] = {}
-    _flatten(split, item, found)
+    _flatten(split + COLLATED * is_exact, item, found, is_exact)
     return found
 
 
-def _flatten(name: str, item: Any, found: dict[str, Any]) -> None:
+def _flatten(name: str, item: Any, found: dict[str, Any], is_exact: bool) -> None:
     if isinstance(item, Mapping):
         for key, value in item.items():
             if not isinstance(key, str):
                 raise DataError(f"a key of {name}", key, "keys of an item are text", "give them names in __getitem__")
-            _flatten(f"{name}.{key}" if NAME.fullmatch(key) else f"{name}[{json.dumps(key)}]", value, found)
-    elif isinstance(item, (tuple, list)):
+            below = f"{name}.{key}" if NAME.fullmatch(key) else f"{name}[{json.dumps(key)}]"
+            _flatten(below, value, found, is_exact)
+    elif isinstance(item, (tuple, list)) and not (is_exact and _is_list_of_numbers(item)):
         if hasattr(item, "_fields"):
             allowed = "it would arrive as a list, without the names of its fields"
             raise DataError(f"an item of {name}", f"a {type(item).__name__}", allowed, "return a dict or a tuple")
         for place, value in enumerate(item):
-            _flatten(f"{name}[{place}]", value, found)
+            _flatten(f"{name}[{place}]", value, found, is_exact)
+    elif is_exact:
+        kind, value = _exactly(name, item)
+        found[f"{name}@{kind}" if kind else name] = value
     else:
         found[name] = item
 
 
-def batch_of(columns: Mapping[str, Any]) -> tuple[str, Any]:
-    """The split, and the batch as torch's own collation gives it: items that are tuples become lists."""
-    split, paths = _layout(tuple(columns))
-    return split, _nested([(path, columns[name]) for name, path in zip(columns, paths, strict=True)])
+def _is_list_of_numbers(item: Any) -> bool:
+    return isinstance(item, list) and all(isinstance(value, (int, float)) for value in item)
+
+
+def _exactly(name: str, item: Any) -> tuple[str, Any]:
+    """What a value is, and it as numbers."""
+    if isinstance(item, torch.Tensor):
+        return "", item
+    if isinstance(item, str):
+        return "text", np.frombuffer(item.encode(), np.uint8)
+    if item is None:
+        return "none", np.uint8(0)
+    if isinstance(item, (int, float)):
+        return "number", np.asarray(item)
+    if isinstance(item, list):
+        return "list", np.asarray(item, dtype=None if item else np.int64)
+    if isinstance(item, (np.ndarray, np.generic)):
+        return "array", np.asarray(item)
+    allowed = "items hold tensors, arrays, numbers, text, and lists and dicts of them"
+    raise DataError(f"a value of {name}", f"a {type(item).__name__}", allowed, "make a tensor of it in __getitem__")
+
+
+def split_of(columns: Mapping[str, Any]) -> tuple[str, bool]:
+    """The split that rows are of, and whether its loader has a collation of its own."""
+    name = re.split(r"[.\[@]", next(iter(columns)), maxsplit=1)[0]
+    return name.removesuffix(COLLATED), name.endswith(COLLATED)
+
+
+def batch_of(columns: Mapping[str, Any]) -> Any:
+    """The batch as torch's own collation gives it: items that are tuples become lists."""
+    return _nested([(way, columns[name]) for name, way in zip(columns, _ways(tuple(columns)), strict=True)], list)
+
+
+def items_of(columns: Mapping[str, Any]) -> Iterator[Any]:
+    """The items of a Dataset, whose rows are these."""
+    ways = _ways(tuple(columns))
+    back = [BACK[name.partition("@")[2]] for name in columns]
+    for row in zip(*(_rows(column) for column in columns.values()), strict=True):
+        yield _nested([(way, made(value)) for way, made, value in zip(ways, back, row, strict=True)], tuple)
+
+
+def _rows(column: Any) -> Any:
+    # rows of an array of one dimension would be plain numbers
+    return (
+        column
+        if isinstance(column, Ragged)
+        else (column[row : row + 1].reshape(column.shape[1:]) for row in range(len(column)))
+    )
 
 
 @functools.lru_cache(maxsize=64)
-def _layout(names: tuple[str, ...]) -> tuple[str, tuple[Way, ...]]:
-    split = re.split(r"[.\[]", names[0], maxsplit=1)[0]
-    paths = []
+def _ways(names: tuple[str, ...]) -> tuple[Way, ...]:
+    start = len(re.split(r"[.\[@]", names[0], maxsplit=1)[0])
+    ways = []
     for name in names:
-        parts = PART.findall(name[len(split) :])
-        paths.append(tuple(int(place) if place else key or json.loads(quoted) for place, key, quoted in parts))
-    return split, tuple(paths)
+        parts = PART.findall(name[start:])
+        ways.append(tuple(int(place) if place else key or json.loads(quoted) for place, key, quoted in parts))
+    return tuple(ways)
 
 
-def _nested(values: list[tuple[Way, Any]]) -> Any:
+def _nested(values: list[tuple[Way, Any]], of_places: type) -> Any:
     if len(values) == 1 and not values[0][0]:
         return values[0][1]
     inner: dict[int | str, list[tuple[Way, Any]]] = {}
-    for path, value in values:
-        inner.setdefault(path[0], []).append((path[1:], value))
+    for way, value in values:
+        inner.setdefault(way[0], []).append((way[1:], value))
     if all(isinstance(key, int) for key in inner):
-        return [_nested(inner[place]) for place in range(len(inner))]
-    return {key: _nested(below) for key, below in inner.items()}
+        return of_places(_nested(inner[place], of_places) for place in range(len(inner)))
+    return {key: _nested(below, of_places) for key, below in inner.items()}

@@ -36,16 +36,16 @@ MODES = {"max_size_cycle": max, "min_size": min}
 
 
 class Rows(Dataset[dict[str, Any]]):
-    """The items of a Dataset as columns whose names tell their structure."""
+    """The items of a Dataset as columns whose names tell their structure. is_exact: for a collation of the loader's."""
 
-    def __init__(self, split: str, items: Any) -> None:
-        self.split, self.items = split, items
+    def __init__(self, split: str, items: Any, *, is_exact: bool) -> None:
+        self.split, self.items, self.is_exact = split, items, is_exact
 
     def __len__(self) -> int:
         return len(self.items)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return columns_of(self.split, self.items[index])
+        return columns_of(self.split, self.items[index], is_exact=self.is_exact)
 
 
 class SideBySide(Dataset[Any]):
@@ -70,7 +70,7 @@ def train_source(given: Any) -> Any:
     if not loaders:
         raise DataError("train_dataloader()", given, "it must return a DataLoader", "training needs rows")
     if list(loaders) == [TRAIN]:
-        return _source(TRAIN, _items(loaders[TRAIN]), notes)
+        return _source(TRAIN, loaders[TRAIN], notes)
     sizes = {loader.batch_size for loader in loaders.values()}
     if len(sizes) > 1:
         raise DataError(
@@ -79,7 +79,10 @@ def train_source(given: Any) -> Any:
             "a row of a step holds one item of each of them",
             "give them one batch size",
         )
-    mode = getattr(given, "mode", None) or "max_size_cycle"
+    if any(map(collation_of, loaders.values())):
+        allowed = "items of several loaders are put together by torch's own collation"
+        raise DataError("train_dataloader()", "several loaders with a collate_fn", allowed, "use one Dataset of pairs")
+    mode = getattr(given, "_mode", None) or "max_size_cycle"
     if mode not in MODES:
         allowed = f"training can run loaders side by side: {', '.join(MODES)}"
         raise DataError("train_dataloader()", f"a CombinedLoader of mode {mode}", allowed)
@@ -95,7 +98,18 @@ def evaluation_sources(split: str, given: Any) -> dict[str, Any]:
     """The sources of what `val_dataloader()` or `test_dataloader()` gave, by the name of their split: several loaders
     are splits of their own. Raises DataError."""
     loaders = dict(_loaders(split, given))
-    return {name: _source(name, _items(loader), _check(name, loader)) for name, loader in loaders.items()}
+    return {name: _source(name, loader, _check(name, loader)) for name, loader in loaders.items()}
+
+
+def collations(split: str, given: Any) -> dict[str, Any]:
+    """The collations of their own that loaders have, by the name of their split."""
+    return {name: collation_of(loader) for name, loader in _loaders(split, given)}
+
+
+def collation_of(loader: Any) -> Any:
+    """The collation that a loader has of its own, if it has one."""
+    collate = getattr(loader, "collate_fn", default_collate)
+    return None if collate is default_collate else collate
 
 
 def loader_number(split: str) -> int | None:
@@ -135,9 +149,6 @@ def _check(split: str, loader: Any) -> list[str]:
         found = "without batches" if loader.batch_sampler is None else f"with {type(loader.batch_sampler).__name__}"
         allowed = "scaleray cuts the batches, from items that are single rows"
         raise DataError(what, found, allowed, "leave batch_sampler out and give batch_size; see docs/lightning.md")
-    if loader.collate_fn is not default_collate:
-        name = getattr(loader.collate_fn, "__qualname__", type(loader.collate_fn).__name__)
-        raise DataError(what, f"with collate_fn {name}", "items of one shape are put together by torch's default", "")
     return [*_check_sampler(what, split, loader), *_without_effect(split, loader)]
 
 
@@ -178,12 +189,13 @@ def _items(loader: Any) -> Any:
     return loader.dataset
 
 
-def _source(split: str, items: Any, notes: list[str]) -> ArraySource | DatasetSource:
-    tensors = _tensors(items)
+def _source(split: str, loader: Any, notes: list[str]) -> ArraySource | DatasetSource:
+    items, is_exact = _items(loader), collation_of(loader) is not None
+    tensors = None if is_exact else _tensors(items)
     if tensors is not None:
         source: ArraySource | DatasetSource = ArraySource(columns_of(split, tensors))
     else:
-        source = DatasetSource(Rows(split, items))
+        source = DatasetSource(Rows(split, items, is_exact=is_exact))
     source.notes = tuple(notes)
     return source
 

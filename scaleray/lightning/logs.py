@@ -10,15 +10,16 @@ import numbers
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from scaleray.errors import WorkloadError
 from scaleray.lightning.trainer import refused
 
-SHORT_NAMES = {"val": ("val", "valid", "validation"), "test": ("test",)}
+SHORT_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test",)}
 """First words of a logged name that say no more than its split does."""
+KNOWN_OF_A_STEP = ("loss", "learning_rate", "grad_norm", "epoch")
 
 
 @dataclass(frozen=True)
@@ -105,16 +106,19 @@ def _one_number(name: str, value: torch.Tensor) -> torch.Tensor:
 def short_names(names: Iterable[str], split: str) -> dict[str, str]:
     """Names under which a split's values are recorded, by the names under which they were logged.
 
-    `val_loss` and `val/loss` of the split `val` are `loss`, as the record has `val/loss` then.
+    `val_loss` and `val/loss` of the split `val` are `loss`, as the record has `val/loss` then; where both are logged,
+    or `loss` too, they keep their names.
     """
     words = SHORT_NAMES.get(split.partition("_")[0], ())
     found = {name: _without(name, words) for name in names}
-    known: dict[str, str] = {}
-    for name, short in found.items():
-        if known.setdefault(short, name) != name:
-            allowed = f"both are {short!r} in the split {split}"
-            raise WorkloadError(f"the names {known[short]!r} and {name!r} of self.log()", "too alike", allowed)
-    return found
+    shorts = list(found.values())
+    return {name: short if shorts.count(short) == 1 else name for name, short in found.items()}
+
+
+def recorded_name(split: str, name: str) -> str:
+    """Name in the record of a value that was logged once: means over an epoch of training say that they are."""
+    short = _without(name, SHORT_NAMES.get(split.partition("_")[0], ()))
+    return f"{split}/{short.removesuffix('_epoch')}_epoch" if split == "train" else f"{split}/{short}"
 
 
 def _without(name: str, words: Iterable[str]) -> str:
@@ -123,6 +127,17 @@ def _without(name: str, words: Iterable[str]) -> str:
             if name.startswith(word + mark) and len(name) > len(word) + 1:
                 return name[len(word) + 1 :]
     return name
+
+
+def step_values(kept: Mapping[str, Logged]) -> dict[str, Any]:
+    """What a training step shows of each value that is logged by steps, by its name in the record: the value of this
+    worker's last micro-batch. What scaleray knows of a step better, its loss over all rows, is left out."""
+    shown = short_names(kept, "train")
+    return {
+        f"train/{shown[name]}": partial(float, logged.value)
+        for name, logged in kept.items()
+        if logged.on_step and not logged.is_metric and shown[name] not in KNOWN_OF_A_STEP
+    }
 
 
 def sums(kept: Mapping[str, Logged]) -> dict[str, tuple[Any, Any]]:

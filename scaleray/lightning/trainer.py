@@ -23,7 +23,9 @@ KNOWN = (
 class TrainerStandIn:
     """Answers for Lightning's Trainer, attached to each module while scaleray trains it.
 
-    total_steps and steps_per_epoch are None until the recipe is known; in a process that trains nothing, they stay so.
+    place: rank and number of workers; None are those of the process group. total_steps and steps_per_epoch are None
+    until the recipe is known; in a process that trains nothing, they stay so. looks_back: whether the step that was
+    taken last is still the present one, as in what follows it.
     """
 
     logger = None
@@ -34,7 +36,9 @@ class TrainerStandIn:
 
     def __init__(self) -> None:
         self.global_step = 0
+        self.place: tuple[int, int] | None = None
         self.stage = "training"
+        self.looks_back = False
         self.total_steps: int | None = None
         self.steps_per_epoch: int | None = None
         self.optimizers: list[Any] = []
@@ -43,8 +47,8 @@ class TrainerStandIn:
 
     @property
     def current_epoch(self) -> int:
-        """Number of the epoch that runs, from 0; the one whose last step was taken, while that is evaluated."""
-        return max(0, self.global_step - (not self.training)) // (self.steps_per_epoch or 1)
+        """Number of the epoch that runs, from 0."""
+        return max(0, self.global_step - self.looks_back) // (self.steps_per_epoch or 1)
 
     @property
     def batch_idx(self) -> int:
@@ -73,10 +77,13 @@ class TrainerStandIn:
     validating = property(lambda self: self.stage == "validating")
     testing = property(lambda self: self.stage == "testing")
     evaluating = property(lambda self: self.stage in ("validating", "testing"))
-    global_rank = property(lambda self: dist.get_rank() if dist.is_initialized() else 0)
-    world_size = property(lambda self: dist.get_world_size() if dist.is_initialized() else 1)
     local_rank = property(lambda self: int(os.environ.get("LOCAL_RANK", self.global_rank)))
+    global_rank = property(lambda self: self._place()[0])
+    world_size = property(lambda self: self._place()[1])
     is_global_zero = property(lambda self: self.global_rank == 0)
+
+    def _place(self) -> tuple[int, int]:
+        return self.place or ((dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1))
 
     def _needs_recipe(self, name: str, value: int | None) -> int:
         if value is None:

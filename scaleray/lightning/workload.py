@@ -18,7 +18,6 @@ import torch
 from scaleray.data.source import TRAIN
 from scaleray.errors import DataError, WorkloadError
 from scaleray.lightning import loaders
-from scaleray.lightning.batches import batch_of
 from scaleray.lightning.classes import (
     arguments_of,
     check_data_class,
@@ -28,6 +27,8 @@ from scaleray.lightning.classes import (
     lightning_base,
     place_of,
 )
+from scaleray.lightning.collation import Collation
+from scaleray.lightning.hooks import LightningHooks
 from scaleray.lightning.logs import Log, short_names, sums
 from scaleray.lightning.optimizers import LightningSchedule, configured, without_schedule
 from scaleray.lightning.trainer import TrainerStandIn
@@ -109,8 +110,11 @@ class LightningWorkload(Workload):
 
     def __init__(self, **args: Any) -> None:
         self.args = args
+        self.collate = Collation(self._collation_of)  # type: ignore[method-assign]
         self._trainer = TrainerStandIn()
         self._model: Any = None
+        self._hooks = LightningHooks(self._trainer)
+        self._collations: dict[str, Any] | None = None
 
     def __reduce__(self) -> Any:
         return _rebuilt, (self.parts, self.args)
@@ -127,7 +131,7 @@ class LightningWorkload(Workload):
 
     def datasets(self) -> Mapping[str, Any]:
         """The Datasets of the loaders by split; evaluation splits of which the module has a step."""
-        given = self._loaders()
+        given = self._loaders(prepare=True)
         sources = {TRAIN: loaders.train_source(given.pop(TRAIN))}
         cls = self._class()
         for split, of_split in given.items():
@@ -139,9 +143,13 @@ class LightningWorkload(Workload):
     def loss(self, model: Any, batch: Any) -> tuple[Any, Any]:
         """The mean that `training_step` returns, times what it is a mean over."""
         _, rows, batch = self._batch(model, batch)
-        self._trainer.stage = "training"
-        with model.log.keeping(rows, is_training=True):
+        self._trainer.stage, self._trainer.looks_back = "training", False
+        if not model.training:  # the loss of an evaluation, which is none of the module's steps
+            return self._sum_and_count(self._step(model, "training_step", batch), batch, rows)
+        self._hooks.before_batch(batch)
+        with model.log.keeping(rows, is_training=True) as kept:
             given = self._step(model, "training_step", batch)
+        self._hooks.after_batch(given, batch, kept)
         return self._sum_and_count(given, batch, rows)
 
     def metrics(self, model: Any, batch: Any) -> Mapping[str, Any]:
@@ -150,14 +158,16 @@ class LightningWorkload(Workload):
         name, self._trainer.stage = STAGES.get(split.partition("_")[0], STAGES[loaders.VAL])
         if not is_overridden(name, type(model)):
             return {}
-        try:
-            with model.log.keeping(rows, is_training=False) as kept:
-                given = self._step(model, name, batch, loaders.loader_number(split))
-        finally:
-            self._trainer.stage = "training"
+        self._trainer.looks_back = True
+        kind, number = name.removesuffix("_step"), loaders.loader_number(split)
+        self._hooks.before_evaluation(kind)
+        with model.log.keeping(rows, is_training=False) as kept:
+            given = self._with_batch_hooks(model, kind, batch, number)
         found = sums(kept)
         shown = short_names(found, split)
         values = {shown[logged]: pair for logged, pair in found.items()}
+        suffix = "" if number is None else f"/dataloader_idx_{number}"
+        self._hooks.logged_as.update({f"{split}/{shown[logged]}": f"{logged}{suffix}" for logged in found})
         loss = given.get("loss") if isinstance(given, Mapping) else given
         if isinstance(loss, torch.Tensor) and loss.numel() == 1 and "loss" not in values:
             values["loss"] = self._sum_and_count(loss, batch, rows)
@@ -180,7 +190,7 @@ class LightningWorkload(Workload):
 
     def optimizer(self, model: Any, settings: Any) -> Any:
         """The module's own optimizer, with its own rates."""
-        self._model = model
+        self._model = self._hooks.module = model
         self._trainer.total_steps, self._trainer.steps_per_epoch = settings.total_steps, settings.steps_per_epoch
         own = configured(model.configure_optimizers()) if is_overridden("configure_optimizers", type(model)) else None
         if own is None or own.optimizer is None:
@@ -194,11 +204,24 @@ class LightningWorkload(Workload):
         trainer.total_steps, trainer.steps_per_epoch = recipe.total_steps, recipe.steps_per_epoch
         if not is_overridden("configure_optimizers", type(model)):
             return None
+        self._hooks.evaluate_every, self._hooks.schedule = recipe.evaluate_every_steps, None
         own = configured(model.configure_optimizers())
         if not own.schedulers or own.optimizer is None:
             return None
         trainer.lr_scheduler_configs = own.schedulers
-        return LightningSchedule(optimizer, own.optimizer, own.schedulers, recipe.steps_per_epoch)
+        made = LightningSchedule(optimizer, own.optimizer, own.schedulers, recipe.steps_per_epoch)
+        self._hooks.schedule = made
+        return made
+
+    def callbacks(self) -> list[Any]:
+        """What calls the module's hooks, anew for each training."""
+        self._hooks = LightningHooks(self._trainer)
+        self._trainer.place, self._trainer.callback_metrics = None, {}
+        return [self._hooks]
+
+    def step_metrics(self) -> Mapping[str, Any]:
+        """What the last step logged on this worker, for the record of that step."""
+        return self._hooks.values_of_step
 
     def _class(self) -> type:
         module = self.parts.module
@@ -224,7 +247,15 @@ class LightningWorkload(Workload):
             named.update({name: value for name, value in self.args.items() if name not in everyone})
         return named
 
-    def _loaders(self) -> dict[str, Any]:
+    def _collation_of(self, split: str) -> Any:
+        """The collation of a loader's own. A worker makes the loaders for it once, as it does under Lightning."""
+        if self._collations is None:
+            self._collations = {}
+            for name, given in self._loaders(prepare=False).items():
+                self._collations.update(loaders.collations(name, given))
+        return self._collations[split]
+
+    def _loaders(self, *, prepare: bool) -> dict[str, Any]:
         """What the loader hooks give, by split."""
         data = self.parts.data
         if (
@@ -240,7 +271,8 @@ class LightningWorkload(Workload):
         source = self._new_module() if data is None else data(**self._args_of(data)) if isinstance(data, type) else data
         base = "LightningModule" if data is None else "LightningDataModule"
         source.trainer = self._trainer
-        source.prepare_data()
+        if prepare:
+            source.prepare_data()
         source.setup("fit")
         found = {TRAIN: source.train_dataloader()}
         for split, (step, _) in STAGES.items():
@@ -252,9 +284,19 @@ class LightningWorkload(Workload):
 
     def _batch(self, model: Any, batch: Any) -> tuple[str, int, Any]:
         """Split, rows and the batch as the module's loader would give it."""
-        rows = len(next(iter(batch.values())))
-        split, batch = batch_of(batch)
-        return split, rows, model.on_after_batch_transfer(batch, loaders.loader_number(split) or 0)
+        split, rows = batch["split"], batch["rows"]
+        return split, rows, model.on_after_batch_transfer(batch["batch"], loaders.loader_number(split) or 0)
+
+    def _with_batch_hooks(self, model: Any, kind: str, batch: Any, number: int | None) -> Any:
+        """What a step of an evaluation gives, between its hooks."""
+        batch_hooks = self._hooks.is_running and is_overridden(f"on_{kind}_batch_start", model)
+        args = (batch, self._trainer.batch_idx, *([] if number is None else [number]))
+        if batch_hooks:
+            getattr(model, f"on_{kind}_batch_start")(*args)
+        given = self._step(model, f"{kind}_step", batch, number)
+        if self._hooks.is_running and is_overridden(f"on_{kind}_batch_end", model):
+            getattr(model, f"on_{kind}_batch_end")(given, *args)
+        return given
 
     def _step(self, model: Any, name: str, batch: Any, loader: int | None = None) -> Any:
         """Call a step with what its signature asks for."""

@@ -168,6 +168,15 @@ class WorkerSummary:
 
 
 @dataclass(frozen=True)
+class LoggedMetrics:
+    """Values by name that user code has logged after `step` steps."""
+
+    step: int
+    metrics: dict[str, float]
+    recorded_at: float = field(default_factory=time.time, compare=False)
+
+
+@dataclass(frozen=True)
 class LoggedFile:
     """A file that user code has logged after `step` steps. path: under the run's `logged/`.
 
@@ -187,6 +196,7 @@ WorkerMessage = (
     | CheckpointRecord
     | DerivedRecord
     | EventRecord
+    | LoggedMetrics
     | LoggedFile
     | WorkerSummary
 )

@@ -23,6 +23,7 @@ from scaleray.records.run import (
     EventRecord,
     Heartbeat,
     LoggedFile,
+    LoggedMetrics,
     StepRecord,
     SystemRecord,
     WorkerMessage,
@@ -273,10 +274,10 @@ class Recorder(SignsOfLife):
             self._take_step(message, is_new=is_new)
             if not is_new:
                 return  # a restarted worker group repeats steps that were shown already
-        elif isinstance(message, EvaluationRecord):
+        elif isinstance(message, EvaluationRecord | LoggedMetrics):
             self.points.add(message.metrics, message.step, at=message.recorded_at)
             self._metrics.update(message.metrics)
-            if message.step <= self._last_evaluation:
+            if isinstance(message, LoggedMetrics) or message.step <= self._last_evaluation:
                 return  # shown already
             self._last_evaluation = message.step
         elif isinstance(message, SystemRecord):

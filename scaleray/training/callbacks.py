@@ -19,6 +19,7 @@ from scaleray.training.logged import Logger
 from scaleray.training.observer import Observer, TakenStep
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
+from scaleray.training.step.named_sums import NamedSums
 from scaleray.user_code import call_user_code
 
 
@@ -32,6 +33,7 @@ class RunContext(Logger):
     def __init__(self, place: Place, emit: Emit, setup: Setup) -> None:
         super().__init__(emit, is_kept=place.rank == 0)
         self.rank, self.world_size, self._setup = place.rank, place.world_size, setup
+        self._sums = NamedSums(place)
         self.epoch = 0.0
         self.metrics: Mapping[str, float] = {}
         self._wish: str | None = None
@@ -51,6 +53,10 @@ class RunContext(Logger):
         finally:
             for part, was_training in modes:
                 part.training = was_training
+
+    def sums(self, own: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+        """(sum, count) over all workers, by name, of what each of them has. Collective."""
+        return self._sums(own)
 
     def stop(self, reason: str) -> None:
         """Ask for the end of the training. All workers end after the same step, at most one step later; any worker may

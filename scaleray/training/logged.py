@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from scaleray.errors import WorkloadError
-from scaleray.records.run import Emit, EventRecord, LoggedFile
+from scaleray.records.run import Emit, EventRecord, LoggedFile, LoggedMetrics
 
 LARGEST_BYTES = 2**24
 """Of one file: larger ones are left out."""
@@ -36,6 +36,16 @@ class Logger:
         self.step = 0
         self.logged_bytes = 0
         self._warned: set[str] = set()
+
+    def log_metrics(self, values: Mapping[str, float]) -> None:
+        """Log numbers by name, as metrics of the run."""
+        if self._is_kept:
+            self._emit(LoggedMetrics(self.step, {name: float(value) for name, value in values.items()}))
+
+    def warn(self, text: str) -> None:
+        """Say a warning, which stays in the run's record."""
+        if self._is_kept:
+            self._emit(EventRecord(text, kind="warning", step=self.step or None))
 
     def log_image(self, name: str, image: Any) -> None:
         """Log an image as PNG: an array (height, width, channels), a tensor (channels, height, width), either without
@@ -95,8 +105,7 @@ class Logger:
     def _warn(self, what: str, limit: str) -> None:
         if limit not in self._warned:
             self._warned.add(limit)
-            text = f"{what} is more than {limit}: it is left out, and so is what else is too large"
-            self._emit(EventRecord(text, kind="warning", step=self.step or None))
+            self.warn(f"{what} is more than {limit}: it is left out, and so is what else is too large")
 
 
 def as_pixels(name: str, image: Any) -> np.ndarray:

@@ -177,7 +177,6 @@ def test_what_configure_optimizers_must_not_return_is_said(configure, words):
         (lambda self: self.log("val_worst", torch.ones(()), reduce_fx="max"), "reduce_fx=max of self.log('val_worst')"),
         (lambda self: self.log("val_all", torch.ones(3)), "self.log('val_all') of a tensor of shape [3]"),
         (lambda self: self.log("val_name", "best"), "self.log('val_name')"),
-        (lambda self: self.log_dict({"val_a": 1.0, "a": 2.0}), "too alike"),
     ],
 )
 def test_what_cannot_be_logged_is_said_with_its_line(log, words):
@@ -186,5 +185,4 @@ def test_what_cannot_be_logged_is_said_with_its_line(log, words):
             log(self)
 
     message = refused(lambda: with_scaleray(as_workload(Logs, Data)()))
-    assert words in message
-    assert __file__ in message or "too alike" in message
+    assert words in message and f"{__file__}:" in message

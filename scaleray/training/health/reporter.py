@@ -22,7 +22,7 @@ from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 from scaleray.watchers import Guard, Watcher
-from scaleray.workload import brings_optimizer, brings_schedule
+from scaleray.workload import brings_optimizer, brings_schedule, own_method
 
 SHORTEST_SAMPLING_S = 5.0
 
@@ -140,6 +140,7 @@ class Reporter(Observer):
             **look(self._setup.parallel.metrics, {}, part=self.job.recipe.strategy),
             **(look(pruning.metrics, {}, part="pruning") if pruning else {}),
             **self._others_figures(),
+            **look(own_method(self.job.workload, "step_metrics") or dict, {}, part="step_metrics()"),
         }
 
     def _sample_system(self) -> None:

@@ -1,0 +1,189 @@
+"""A module's `on_*` hooks, called where Lightning's Trainer calls them, and schedulers that follow a measured value."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from scaleray.callbacks import Callback
+from scaleray.errors import WorkloadError
+from scaleray.lightning.classes import is_overridden, place_of
+from scaleray.lightning.logs import Logged, recorded_name, step_values
+from scaleray.lightning.optimizers import Due, LightningSchedule
+from scaleray.lightning.sums import EpochSums
+from scaleray.lightning.trainer import TrainerStandIn
+
+NEVER_MEASURED = "set evaluation.every, to '1 epoch' say"
+
+
+class LightningHooks(Callback):
+    """Calls a module's hooks between steps and around evaluations, on every worker.
+
+    schedule: the module's schedulers, if it has any. evaluate_every: steps from one evaluation to the next.
+    logged_as: names in `self.log` of the values of evaluations, by their names in the record.
+    """
+
+    def __init__(self, trainer: TrainerStandIn) -> None:
+        self.trainer = trainer
+        self.module: Any = None
+        self.schedule: LightningSchedule | None = None
+        self.evaluate_every: int | None = None
+        self.logged_as: dict[str, str] = {}
+        self.sums = EpochSums()
+        self.values_of_step: dict[str, Any] = {}
+        self._run: Any = None
+        self._last: tuple[Any, Any, int] | None = None
+        self._stages: list[str] = []
+        self._ends_epoch = self._has_evaluated = self._has_warned = False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether steps train: the first batch is only looked at."""
+        return self._run is not None
+
+    def on_begin(self, run: Any) -> None:
+        """The training begins, or goes on."""
+        self._run, self.trainer.global_step = run, run.step
+        self.trainer.place = run.rank, run.world_size
+        self._call("on_fit_start")
+        self._call("on_train_start")
+        if self.trainer.batch_idx == 0:
+            self._call("on_train_epoch_start")
+
+    def before_batch(self, batch: Any) -> None:
+        """A micro-batch is about to be trained on."""
+        if not self.is_running or not self._has("on_train_batch_start"):
+            return
+        if self.module.on_train_batch_start(batch, self.trainer.batch_idx) == -1:
+            place = place_of(type(self.module), "on_train_batch_start")
+            raise WorkloadError(place, "skipping the rest of an epoch", "every row is learned once an epoch")
+
+    def after_batch(self, outputs: Any, batch: Any, kept: Mapping[str, Logged]) -> None:
+        """A micro-batch has a loss; it is kept, with the batch, until its step is complete."""
+        if not self.is_running:
+            return
+        if self._has("on_train_batch_end"):
+            shown = {"loss": outputs} if isinstance(outputs, torch.Tensor) else outputs
+            detached = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in shown.items()}
+            self._last = detached, batch, self.trainer.batch_idx
+        self.sums.add(kept)
+        self.values_of_step = step_values(kept)
+
+    def on_step(self, run: Any) -> None:
+        """An optimizer step is complete."""
+        self.trainer.global_step, self.trainer.looks_back = run.step, True
+        if self._last is not None:
+            last, self._last = self._last, None
+            self.module.on_train_batch_end(*last)
+        self.trainer.looks_back = False
+        self._ends_epoch = run.step % (self.trainer.steps_per_epoch or 1) == 0
+        if not self._is_evaluated(run.step):
+            self._follow("step")
+            self._end_epoch()
+
+    def before_evaluation(self, stage: str) -> None:
+        """A batch of an evaluation is about to be measured. stage: `validation` or `test`."""
+        if self.is_running and stage not in self._stages:
+            self._stages.append(stage)
+            self._call(f"on_{stage}_start")
+            self._call(f"on_{stage}_epoch_start")
+
+    def on_evaluation(self, run: Any) -> None:
+        """An evaluation is complete."""
+        measured = {logged: run.metrics[name] for name, logged in self.logged_as.items() if name in run.metrics}
+        self.trainer.callback_metrics.update(measured)
+        for stage in self._stages:
+            with self._logging({"validation": "val"}.get(stage, stage)):
+                self._call(f"on_{stage}_epoch_end")
+            self._call(f"on_{stage}_end")
+        self._stages.clear()
+        self._has_evaluated = True
+        self.trainer.stage, self.trainer.looks_back = "training", False
+        self._follow("step")
+        self._end_epoch()
+
+    def on_checkpoint(self, run: Any) -> None:
+        """The state is about to be saved, of which rank 0 keeps what callbacks have."""
+        self.sums.bring_together(run)
+
+    def on_end(self, run: Any) -> None:
+        """The training is complete."""
+        self._ends_epoch = self._ends_epoch or self.trainer.batch_idx != 0  # one that was cut short ends too
+        self._end_epoch()
+        self._call("on_train_end")
+        self._call("on_fit_end")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was logged of the present epoch, and what was measured last."""
+        return {"sums": self.sums.values(), "measured": dict(self.trainer.callback_metrics)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`."""
+        self.sums.load(state["sums"] if self.trainer.is_global_zero else {})
+        self.trainer.callback_metrics.update(state["measured"])
+
+    def _end_epoch(self) -> None:
+        if not self._ends_epoch:
+            return
+        self._ends_epoch = False
+        self.trainer.looks_back = True
+        means = self.sums.means(self._run)
+        self.trainer.callback_metrics.update(means, **{f"{name}_epoch": mean for name, mean in means.items()})
+        self._record("train", means)
+        with self._logging("train"):
+            self._call("on_train_epoch_end")
+        self._follow("epoch")
+        self.trainer.looks_back = False
+        if self.trainer.total_steps is None or self.trainer.global_step < self.trainer.total_steps:
+            self._call("on_train_epoch_start")
+
+    @contextlib.contextmanager
+    def _logging(self, split: str) -> Iterator[None]:
+        """Context of a hook whose logged values, means over workers, are recorded."""
+        with self.module.log.keeping(1, is_training=False) as kept:
+            yield
+        sums = EpochSums()
+        sums.add(kept)
+        means = sums.means(self._run)
+        self.trainer.callback_metrics.update(means)
+        self._record(split, means)
+
+    def _record(self, split: str, means: Mapping[str, float]) -> None:
+        if means:
+            self._run.log_metrics({recorded_name(split, name): value for name, value in means.items()})
+
+    def _follow(self, interval: str) -> None:
+        """Step the schedulers that follow a measured value."""
+        taken, in_epoch = self.trainer.global_step, self.trainer.steps_per_epoch or 1
+        number = (taken - 1) % in_epoch + 1 if interval == "step" else taken // in_epoch
+        for due in self.schedule.plateaus if self.schedule is not None else ():
+            if due.interval == interval and due.is_due(number):
+                self._follow_value(due)
+
+    def _follow_value(self, due: Due) -> None:
+        measured, name, kind = self.trainer.callback_metrics, due.monitor or "", type(due.scheduler).__name__
+        assert self.schedule is not None
+        if name in measured:
+            self.schedule.follow(due, float(measured[name]))
+        elif self._has_evaluated and due.strict:
+            known = ", ".join(sorted(measured))
+            raise WorkloadError(f"the monitor of {kind}", name, f"nothing of that name is logged: there are {known}")
+        elif not self._has_warned:
+            self._has_warned = True
+            text = f"{name} was never measured, so that {kind} leaves the learning rate as it is"
+            self._run.warn(f"{text}: {NEVER_MEASURED}")
+
+    def _is_evaluated(self, step: int) -> bool:
+        """Whether an evaluation follows this step."""
+        is_last = self.trainer.total_steps is not None and step >= self.trainer.total_steps
+        return is_last or bool(self.evaluate_every and step % self.evaluate_every == 0)
+
+    def _has(self, hook: str) -> bool:
+        return self.module is not None and is_overridden(hook, self.module)
+
+    def _call(self, hook: str) -> None:
+        if self.is_running and self._has(hook):
+            getattr(self.module, hook)()
