@@ -48,6 +48,8 @@ NEEDS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
         ("noise_scale.every_steps", "noise_scale.averaging", "noise_scale.preconditioned"),
         (lambda config: config.noise_scale.measure is not False, "without noise_scale.measure"),
     ),
+    "averaging.every": (lambda config: config.averaging.decay is not None, "without averaging.decay"),
+    "stop.watch": (lambda config: config.stop.patience is not None, "without stop.patience"),
     "shares.measure_every": (lambda config: config.shares.by == "speed", "without shares.by speed"),
     "shares.smallest": (lambda config: config.shares.by != "equal", "with equal shares"),
     "pipeline.data_axis": (lambda config: config.scale.max_workers > config.pipeline.size, "with one replica"),

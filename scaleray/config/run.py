@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from scaleray.config.activations import ActivationSettings
+from scaleray.config.averaging import AveragingSettings
 from scaleray.config.base import Settings, without_password
 from scaleray.config.batch import BatchSettings
 from scaleray.config.checkpoint import CheckpointSettings
@@ -61,6 +62,7 @@ class RunConfig(Settings):
     memory: MemorySettings = MemorySettings()
     pruning: PruningSettings = PruningSettings()
     fine_tuning: FineTuningSettings = FineTuningSettings()
+    averaging: AveragingSettings = AveragingSettings()
     noise_scale: NoiseScaleSettings = NoiseScaleSettings()
     data: DataSettings = DataSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
@@ -80,6 +82,10 @@ class RunConfig(Settings):
             raise ValueError(
                 "stop.at: it is looked at after evaluations, so evaluation.every is needed, such as '1 epoch'"
             )
+        if self.stop.patience is not None and self.evaluation.every is None:
+            raise ValueError("stop.patience: it counts evaluations, so evaluation.every is needed, such as '1 epoch'")
+        if self.stop.patience is not None and self.stop.watch is None and self.checkpoint.best is None:
+            raise ValueError("stop.patience: it needs stop.watch or checkpoint.best, such as 'val/loss min'")
         return self
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from scaleray.config.base import Duration, Settings, Target, above_zero
+from scaleray.config.base import Count, Duration, Settings, Target, above_zero
 
 
 class ScheduleSettings(Settings):
@@ -32,6 +32,12 @@ class StopSettings(Settings):
     at: Target | None = None
     """Target: training stops early when an evaluation reaches it, such as `val/accuracy >= 0.97`. Needs
     `evaluation.every`."""
+
+    patience: Count | None = None
+    """Number of evaluations in a row without a better one after which training stops. Needs `evaluation.every`. None:
+    it goes on."""
+    watch: Annotated[str, Field(pattern=r"^[\w./-]+ (min|max)$")] | None = None
+    """Metric that `patience` watches, and its direction, such as `val/loss min`. None: that of `checkpoint.best`."""
 
     _check_after = field_validator("after")(above_zero)
 

@@ -165,6 +165,8 @@ class WorkerSummary:
     """The gradient noise scale with its interval and how it was measured. Empty where it was not measured."""
     start: dict[str, float] = field(default_factory=dict)
     """Seconds of each part of the start, as `records/start.py` names them."""
+    best: dict[str, Any] = field(default_factory=dict)
+    """Best evaluation by `stop.watch` or `checkpoint.best`: metric, value and step. Empty without one."""
 
 
 @dataclass(frozen=True)
@@ -284,6 +286,9 @@ class RunRecord(JsonRecord):
     """Marks that set the run's figures apart, such as `emulated`."""
     start: dict[str, float] = field(default_factory=dict)
     """Seconds of each part of the start on the first worker, see `records/start.py`. Empty in older records."""
+    best: dict[str, Any] = field(default_factory=dict)
+    """Best evaluation by `stop.watch` or `checkpoint.best`: metric, value, step, and the path of its checkpoint, where
+    that is kept. Empty in older records."""
     unsent_file: str | None = None
     """Metrics that MLflow did not take; `scaleray tracking replay FILE` sends them."""
 

@@ -89,10 +89,12 @@ class Callbacks(Observer):
             metrics[GRAD_NORM.name] = result.grad_norm
         self._call("on_step", step=taken.number, epoch=taken.epoch, metrics=metrics)
 
-    def evaluated(self, record: EvaluationRecord) -> str | None:
+    def evaluated(self, record: EvaluationRecord, *, at_end: bool = False) -> str | None:
         """Call `on_evaluation`; gives why the training is to end now, if a callback asks for it. Collective."""
         self._call("on_evaluation", step=record.step, metrics=record.metrics)
-        return self._agreed() if self.callbacks and self.place.all_reduce(list(self.signals()))[0] > 0 else None
+        if at_end or not self.callbacks:
+            return None
+        return self._agreed() if self.place.all_reduce(list(self.signals()))[0] > 0 else None
 
     def before_checkpoint(self) -> None:
         """Call `on_checkpoint`."""
@@ -153,7 +155,7 @@ class Callbacks(Observer):
         if self.place.group is not None:
             everyone = [None] * self.place.world_size
             dist.all_gather_object(everyone, self.context._wish, group=self.place.group)
-        return f"stopped: {next(reason for reason in everyone if reason is not None)}"
+        return f"ended by a callback: {next(reason for reason in everyone if reason is not None)}"
 
 
 @contextlib.contextmanager

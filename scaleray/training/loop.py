@@ -114,7 +114,7 @@ class _Run:
         )
         # a probe looks between two steps
         self.under_way = StepsUnderWay(steps_ahead(place.device) if probe is None else 0)
-        self.evaluations = Evaluations(place, self.input, progress.enter)
+        self.evaluations = Evaluations(place, self.input, progress.enter, job.config)
         resumed_from = checkpointing.resumed_from if checkpointing is not None else None
         before = resumed_from.values[PROGRESS].get("shares") if resumed_from is not None else None
         self.shares = WorkerShares(job.config, job.recipe, place, before)
@@ -174,6 +174,7 @@ class _Run:
             compilation=compiled,
             memory={**self.memory.found, **self.micro_sizes.search},
             noise=self.noise.values(),
+            best=self.evaluations.best.values(),
         )
         self.reporter.emit(summary)
         return summary
@@ -229,7 +230,7 @@ class _Run:
                 meets=setup.parallel.meets(number) or self.job.recipe.decides_after(number),
             )
         self.observers.after_launch()
-        setup.schedule.step()
+        setup.after_step(number)
         self.state.step = number
         self.progress.finish_step(number)
         if self.progress.steps_done == 1:
@@ -262,13 +263,12 @@ class _Run:
         if not self.evaluations.are_due(self.state.step, at_end=at_end):
             return False
         self.progress.enter(Phase.SYNCHRONISE)
-        if self.checkpointing is not None and setup.parallel.replicas_differ:
-            self.checkpointing.before_update()  # the mean takes the replica's place while it is evaluated
+        if self.checkpointing is not None and (setup.parallel.replicas_differ or setup.averaging.is_on):
+            self.checkpointing.before_update()  # a mean takes the place of the weights while it is evaluated
         record = self.evaluations.run(self.state.step)
         if self.place.rank == 0:
             self.reporter.emit(record)
-        asked = self.callbacks.evaluated(record)
-        self.state.verdict = self.state.verdict or (None if at_end else asked)
+        self.state.verdict = self.callbacks.evaluated(record, at_end=at_end) or self.state.verdict
         if self.checkpointing is not None:
             is_last = self.state.step >= self.job.recipe.total_steps
             self.checkpointing.evaluated(self.state.step, self.evaluations.metrics, is_last=at_end or is_last)

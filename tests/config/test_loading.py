@@ -166,7 +166,7 @@ def test_an_unknown_key_is_named_with_file_and_line_and_the_nearest_known_one(lo
         ({"flags": ["--epochs", "2"]}, ("flag epochs", "did you mean stop.after (with its unit")),
         ({"flags": ["--data.num-workers", "2"]}, ("data.num_workers", "scale.workers", "data.readers")),
         ({"flags": ["--learning-rate", "2"]}, ("flag learning_rate", "did you mean optimizer.learning_rate?")),
-        ({"flags": ["--qqq", "2"]}, ("flag qqq", "sections are activations, batch, checkpoint")),
+        ({"flags": ["--qqq", "2"]}, ("flag qqq", "sections are activations, averaging, batch")),
         ({"flags": ["--batch", "2"]}, ("flag batch", "a section with keys such as batch.global_size")),
         ({"environ": {"SCALERAY_SCALE_WORKERS": "2"}}, ("SCALERAY_SCALE_WORKERS", "did you mean scale.workers?")),
         ({"flags": {"batch": {"globl_size": 3}}}, ("override batch.globl_size", "did you mean batch.global_size?")),
@@ -331,6 +331,7 @@ CHANGES = {
     "local_sgd.warmup_steps": 2, "local_sgd.node_sync_every": 2, "local_sgd.average_momentum": False,
     "local_sgd.outer_learning_rate": 1, "local_sgd.outer_momentum": 0.5, "gossip.graph": "ring", "gossip.is_asynchronous": True,
     "gossip.max_staleness": 1, "gossip.meet_every": 5, "compression.name": "int8",
+    "averaging.decay": 0.99, "averaging.every": 3, "stop.watch": "val/loss min",
     "shares.by": "speed", "shares.measure_every": 5, "shares.smallest": 0.5,
     "precision.tf32": True, "precision.float8_leave_out": ["head"], "precision.emulate_float8": True, "activations.checkpointing": "full", "activations.every": 3, "activations.memory_budget": 0.7,
     "compilation.what": "model", "compilation.backend": "eager", "compilation.dynamic": True, "compilation.mode": "max-autotune",
@@ -352,9 +353,9 @@ TOGETHER = {"fsdp.wrap_classes": {"fsdp.wrap": "class"}, "shares.speeds": {"shar
 
 
 def test_the_hash_changes_with_everything_but_where_a_run_is_kept_and_what_it_measures():
-    assert {*CHANGES, *ONLY_WITH, "stop.at", "checkpoint.copies", "checkpoint.copy_path"} == set(known_keys()), (
-        "a new key belongs into CHANGES"
-    )
+    assert {*CHANGES, *ONLY_WITH, "stop.at", "stop.patience", "checkpoint.copies", "checkpoint.copy_path"} == set(
+        known_keys()
+    ), "a new key belongs into CHANGES"
     plain = with_flags().hash()
     assert len(plain) == 16 and plain == with_flags().hash()
     for key, value in CHANGES.items():
@@ -365,6 +366,8 @@ def test_the_hash_changes_with_everything_but_where_a_run_is_kept_and_what_it_me
         assert with_flags(**others, **given).hash() != with_flags(**others).hash(), key
     evaluated = {"evaluation.every": "1 epoch"}
     assert with_flags(**evaluated).hash() != with_flags(**evaluated, **{"stop.at": "val/loss <= 1"}).hash()
+    watched = {**evaluated, "stop.watch": "val/loss min"}
+    assert with_flags(**watched).hash() != with_flags(**watched, **{"stop.patience": 2}).hash()
 
 
 def test_read_flags_keeps_the_words_as_yaml_reads_them():

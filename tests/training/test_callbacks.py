@@ -126,7 +126,7 @@ def stopped(place, hook):
 def test_any_rank_may_ask_for_the_end_and_all_end_after_the_same_step(gloo, hook, step, why):
     outcomes = gloo.run(2, stopped, hook)
     assert {o.summary.steps for o in outcomes} == {step}
-    assert all(o.summary.verdict.startswith("stopped: ") and why in o.summary.verdict for o in outcomes)
+    assert all(o.summary.verdict.startswith("ended by a callback: ") and why in o.summary.verdict for o in outcomes)
 
 
 class Logs(Callback):

@@ -128,7 +128,7 @@ def evaluate_here(place: Place, task: Task, sources: Mapping[str, Source]) -> di
         given = Input(
             sources, job.config.data, may_draw=False, others_wait_s=lambda: float("inf"), warn=lambda text: None
         )
-        evaluations = Evaluations(place, given, lambda phase: None)
+        evaluations = Evaluations(place, given, lambda phase: None, job.config)
         evaluations.prepare(job, setup)
         return dict(evaluations.run(task.weights.step or 0).metrics)
     finally:

@@ -3,6 +3,7 @@ files."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -13,8 +14,11 @@ from typing import Any
 import yaml
 
 from scaleray import metric_names as names
+from scaleray.checkpoints.catalog import Catalog
+from scaleray.checkpoints.manifest import Incomplete
 from scaleray.config.base import without_password
 from scaleray.data import TRAIN
+from scaleray.errors import CheckpointError
 from scaleray.launch.session.folder import RunFolder
 from scaleray.records.rows import Row
 from scaleray.records.run import EMULATED, RunRecord, leaves
@@ -152,8 +156,21 @@ def make_record(
         noise=summary.noise if summary else {},
         memory=[s.memory for s in summaries],
         start=summary.start if summary else {},
+        best=_best(summary.best, folder) if summary else {},
         marks=[EMULATED] if summary and summary.model.get("is_emulated") else [],
     )
+
+
+def _best(best: dict[str, Any], folder: RunFolder) -> dict[str, Any]:
+    """The best evaluation, with the checkpoint that was taken of it where there is one."""
+    if not best:
+        return {}
+    path = None
+    with contextlib.suppress(OSError, CheckpointError, Incomplete):
+        catalog = Catalog.of_run(folder.path)
+        if best["step"] in catalog.steps():
+            path = catalog.stores[0].path(catalog.read(best["step"]).name)
+    return {**best, "checkpoint": path}
 
 
 def point_metrics(record: RunRecord) -> dict[str, float]:

@@ -45,6 +45,18 @@ def check_optimizer(settings: OptimizerSettings) -> None:
             )
 
 
+def check_averaging(config: RunConfig) -> None:
+    """Check that there is one set of weights to average."""
+    name = config.strategy.name
+    if config.averaging.decay is not None and traits_of(name).trains_apart:
+        raise ConfigError(
+            "averaging.decay",
+            config.averaging.decay,
+            f"strategy.name is {name}: its workers hold different weights, which it averages itself",
+            "use ddp, zero1, fsdp, tensor or pipeline",
+        )
+
+
 def check_pruning(config: RunConfig, total_steps: int) -> None:
     """Check that pruning happens within the training, under a strategy that has one mask for all workers.
     total_steps: steps of the run."""

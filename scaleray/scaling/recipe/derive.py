@@ -20,6 +20,7 @@ from scaleray.scaling.recipe.batches import (
     uneven_shares,
 )
 from scaleray.scaling.recipe.combinations import (
+    check_averaging,
     check_compression,
     check_cuda_graphs,
     check_fine_tuning,
@@ -58,6 +59,7 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
     counter = StepCounter(config, data, global_batch_size, why)
     total_steps = max(1, counter.steps(config.stop.after, "total_steps"))
     check_pruning(config, total_steps)
+    check_averaging(config)
     check_fine_tuning(config)
     scaled = _scaled(config, why)
     lengths = lengths_of(config, counter, total_steps, warmup_factor=scaled.warmup_factor, why=why)

@@ -32,6 +32,7 @@ def summary_of(
     compilation: dict[str, Any],
     memory: dict[str, Any],
     noise: dict[str, Any],
+    best: dict[str, Any],
 ) -> WorkerSummary:
     """The summary of steps `first_step` + 1 to `step`. What cannot be measured is left out, and the guard says so."""
     look = partial(guard, Watcher.SUMMARY)
@@ -66,4 +67,5 @@ def summary_of(
         compilation=compilation,
         memory=memory,
         noise=noise,
+        best=best,
     )

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from scaleray.config import RunConfig
+from scaleray.config.averaging import AveragingSettings
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.reproducibility.equal_models import (
     Digests,
@@ -30,6 +31,7 @@ from scaleray.strategies import STRATEGIES, Parallel
 from scaleray.strategies.contract.mesh import build_mesh
 from scaleray.strategies.sharding.paged_build import PagedBuild
 from scaleray.training.setup import activation_checkpointing, fine_tuning, float8, optimizers, precision, pruning
+from scaleray.training.setup.averaging import Averaging
 from scaleray.training.setup.compilation import Compilation, compiled
 from scaleray.training.setup.own_optimizer import InUse
 from scaleray.training.setup.place import Place
@@ -52,10 +54,16 @@ class Setup:
     initial_hash: str
     pruning: pruning.Pruning | None = None
     compilation: Compilation | None = None
+    averaging: Averaging = field(default_factory=lambda: Averaging(nn.Module(), AveragingSettings()))
     in_use: InUse = field(default_factory=InUse)
     """Values that an optimizer or a schedule of the workload's own has in place of derived ones."""
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """Callbacks that undo, in reverse order, what was done to the user's model and to torch before the strategy."""
+
+    def after_step(self, number: int) -> None:
+        """Make ready for the step after `number`: the learning rate, and the average of the weights."""
+        self.schedule.step()
+        self.averaging.after_step(number)
 
     def close(self) -> None:
         """Leave the user's model as `build_model` made it, but trained. Collective."""
@@ -145,6 +153,7 @@ def _prepare(
         num_parameters=model.num_parameters,
         initial_hash=fingerprint_of(digests),
         pruning=masks,
+        averaging=Averaging(parallel.module, config.averaging),
         compilation=model.compilation,
         in_use=in_use,
         undo=undo,

@@ -19,8 +19,12 @@ def hand_on_weights(
     reporter: Reporter,
     step: int,
 ) -> None:
-    """Let the set-up go, and give what this rank has of the final weights, adapters merged, to `save`. Collective up
-    to there: a disk that is slow costs the rank that has it, and nobody's time limit. step: number of the last one."""
+    """Let the set-up go, and give what this rank has of the final weights to `save`: adapters merged, and of the
+    average where there is one. Collective up to there: a disk that is slow costs the rank that has it, and nobody's
+    time limit. step: number of the last one."""
+    if setup.averaging.is_on:
+        setup.averaging.swap()
+        reporter.say("the final weights are the average that was evaluated; checkpoints have the trained ones as well")
     share = setup.parallel.weights() if save is not None else WeightShare()
     # nothing below this line communicates
     setup.let_go()

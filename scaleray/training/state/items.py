@@ -16,13 +16,20 @@ from scaleray.errors import WorkloadError
 Tensors = dict[str, torch.Tensor]
 Values = dict[str, Any]
 
-MODEL, BUFFERS, OPTIMIZER, SCHEDULE, SCALER, RANDOM, PROGRESS, WORKLOAD, STRATEGY, REPLICA, PRUNING, CALLBACKS = (
+MODEL, BUFFERS, OPTIMIZER, SCHEDULE, SCALER, RANDOM, PROGRESS, WORKLOAD, STRATEGY, REPLICA, PRUNING = (
     "model", "buffers", "optimizer", "schedule", "scaler", "random", "progress", "workload", "strategy", "replica",
-    "pruning", "callbacks",
+    "pruning",
 )  # fmt: skip
-ITEMS = (MODEL, BUFFERS, OPTIMIZER, SCHEDULE, SCALER, PROGRESS, WORKLOAD, STRATEGY, REPLICA, PRUNING, CALLBACKS, RANDOM)
+CALLBACKS, AVERAGING = "callbacks", "averaging"
+ITEMS = (
+    MODEL, BUFFERS, OPTIMIZER, SCHEDULE, SCALER, PROGRESS, WORKLOAD, STRATEGY, REPLICA, PRUNING, AVERAGING, CALLBACKS,
+    RANDOM,
+)  # fmt: skip
 """State items in the order in which they are restored: random numbers last, as anything before may draw some."""
-SETUP_ITEMS = {"parallel": MODEL, "optimizer": OPTIMIZER, "schedule": SCHEDULE, "precision": SCALER, "pruning": PRUNING}
+SETUP_ITEMS = {
+    "parallel": MODEL, "optimizer": OPTIMIZER, "schedule": SCHEDULE, "precision": SCALER, "pruning": PRUNING,
+    "averaging": AVERAGING,
+}  # fmt: skip
 """Which item holds the state of each field of Setup; the fields not named here have none."""
 
 

@@ -68,6 +68,7 @@ class LoopCheckpoint:
             "nonfinite_in_a_row": self.train_step.nonfinite_in_a_row,
             "metrics": self.evaluations.metrics,
             "evaluated_at": self.evaluations.step,
+            "best": self.evaluations.best.state(),
             "verdict": self.loop.verdict,
             "noise_scale": self.noise.state(),
             "training_time_s": self.clock.total_s,
@@ -84,6 +85,7 @@ class LoopCheckpoint:
         self.loop.nonfinite_steps = before["nonfinite_steps"]
         self.evaluations.step = before["evaluated_at"]
         self.evaluations.metrics = dict(before["metrics"])
+        self.evaluations.best.load_state(before.get("best"))
         self.loop.verdict = before.get("verdict")
         self.clock.total_s = before.get("training_time_s", 0.0)
         self.micro_sizes.now = before.get("micro_batch_size")

@@ -27,6 +27,7 @@ from scaleray.training.callbacks import Callbacks
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 from scaleray.training.state.items import (
+    AVERAGING,
     BUFFERS,
     CALLBACKS,
     ITEMS,
@@ -92,6 +93,7 @@ class TrainState:
         tensors.update(own_state)
         volatile |= own_state.keys()  # what a backward pass leaves over changes before the optimizer's step
         tensors.update(self._masks())
+        tensors.update(self._averages())
         tensors.update({f"{RANDOM}.{self.place.rank}.{k}": v for k, v in random_state(self.place.device).items()})
         own_values: dict[str, Values] = {}
         for item, owner in self._owners().items():
@@ -104,6 +106,7 @@ class TrainState:
             SCHEDULE: {key: plain(value) for key, value in self.setup.schedule.state_dict().items()},
             SCALER: self.setup.precision.scaler.state_dict(),
             PROGRESS: self.get_progress(),
+            AVERAGING: {"num_updates": self.setup.averaging.num_updates},
             **own_values,
         }
         return tensors, volatile, {item: as_json(item, value) for item, value in values.items()}
@@ -134,8 +137,13 @@ class TrainState:
             if name.startswith(mine)
         }
         strategy = strategy if same_size else {}
-        masks = {name: mask for name, mask in self._masks().items() if name in manifest.tensors}
+        kept = {**self._masks(), **self._averages()}
+        masks = {name: value for name, value in kept.items() if name in manifest.tensors}
         sharded.load({**model, **templates, **own, **drawn, **strategy, **masks}, stores, manifest, group)
+        if self._averages().keys() <= manifest.tensors.keys():
+            self.setup.averaging.num_updates = manifest.values.get(AVERAGING, {}).get("num_updates", 0)
+        else:
+            self.setup.averaging.begin_anew()
         if self.setup.pruning is not None:
             self.setup.pruning.count()
         mine_too = f"{REPLICA}.{self.place.rank}."
@@ -189,6 +197,10 @@ class TrainState:
     def _masks(self) -> Tensors:
         """The masks of pruning by name, by reference."""
         return {f"{PRUNING}.{k}": v for k, v in self.setup.pruning.masks.items()} if self.setup.pruning else {}
+
+    def _averages(self) -> Tensors:
+        """The averages of the weights by name, by reference."""
+        return {f"{AVERAGING}.{k}": v for k, v in self.setup.averaging.averages.items()}
 
     def _owners(self) -> dict[str, Any]:
         """Who has a state dict of the user's making, by item."""

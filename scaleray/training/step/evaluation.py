@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from scaleray.config import RunConfig
 from scaleray.data import Input, Part, RankBatch, Split
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.records.heartbeat_phases import Phase
@@ -21,6 +22,7 @@ from scaleray.training.health.worker_errors import is_lost_peer
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
+from scaleray.training.step.best import Best
 from scaleray.training.step.micro_batches import user_batch
 from scaleray.training.step.named_sums import NamedSums
 from scaleray.training.step.one_pass import OnePass
@@ -35,8 +37,8 @@ class Evaluations:
     metrics: what the last one measured; step: after which step that was, -1 before the first.
     """
 
-    def __init__(self, place: Place, input: Input, enter: Callable[[Phase], None]) -> None:
-        self.place, self.input, self.enter = place, input, enter
+    def __init__(self, place: Place, input: Input, enter: Callable[[Phase], None], config: RunConfig) -> None:
+        self.place, self.input, self.enter, self.best = place, input, enter, Best(config)
         self.metrics: dict[str, float] = {}
         self.step = -1
 
@@ -47,6 +49,8 @@ class Evaluations:
         """
         self.setup, self.target, self.every = setup, job.config.stop.at, job.recipe.evaluate_every_steps
         self.evaluators = [self._evaluator(job, split) for split in job.evaluation_splits()]
+        if self.best.patience is not None:
+            check_split(self.best.key, self.best.metric, job)
         if self.target is not None:
             check_split("stop.at", str(self.target), job)
 
@@ -59,12 +63,13 @@ class Evaluations:
         """Evaluate every split, with the mean of replicas that differ. Collective."""
         started = time.perf_counter()
         parallel = self.setup.parallel
-        with parallel.averaged(False):
+        with parallel.averaged(False), self.setup.averaging.in_place():
             parallel.before_evaluation()
             found: dict[str, float] = {}
             for evaluator in self.evaluators:
                 self.enter(Phase.INPUT)
                 found.update(evaluator.run())
+        self.best.take(step, found)
         self.metrics, self.step = found, step  # nothing of older evaluations: a metric belongs to its step
         return EvaluationRecord(step, dict(self.metrics), time.perf_counter() - started)
 
@@ -72,12 +77,16 @@ class Evaluations:
         """Raise ConfigError if the target's metric is not among those that were measured."""
         if self.target is not None and self.target.metric not in self.metrics:
             raise unknown_metric("stop.at", str(self.target), self.metrics)
+        if self.best.patience is not None and self.best.metric not in self.metrics:
+            raise unknown_metric(self.best.key, self.best.metric, self.metrics)
 
     def target_reached(self, step: int) -> str | None:
-        """The verdict of a run whose evaluation after `step` has reached its target."""
-        if self.target is None or self.step != step or not self.target.is_reached(self.metrics):
+        """The verdict of a run whose evaluation after `step` has reached its target, or ended its patience."""
+        if self.step != step:
             return None
-        return f"target reached: {self.target}"
+        if self.target is not None and self.target.is_reached(self.metrics):
+            return f"target reached: {self.target}"
+        return self.best.verdict()
 
     def _evaluator(self, job: TrainJob, split: Split) -> Evaluator:
         plan = job.evaluation_plan(split)

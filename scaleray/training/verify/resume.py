@@ -44,6 +44,7 @@ WORDS = {
     "strategy": "the strategy's own state",
     "replica": "a replica's own values",
     "pruning": "masks of pruned weights",
+    "averaging": "average of the weights",
     "callbacks": "state of the workload's callbacks",
     "random": "random number generators",
 }

@@ -62,6 +62,7 @@ def test_the_progress_is_that_of_the_step(run):
         seconds = sum(s.step_time_s for s in finished.steps[:step])
         assert progress.pop("training_time_s") == pytest.approx(seconds, rel=1e-9)
         assert progress == {
+            "best": None,
             "step": step,
             "epoch": place[0],
             "sample_in_epoch": place[1],

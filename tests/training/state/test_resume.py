@@ -189,7 +189,7 @@ REPORTER_STATELESS = {
     "job", "config", "place", "_step", "guard", "emit", "_is_first", "_num_notes", "_sent_bytes", "_system", "_sampled_at",
     "_setup", "_others_figures", "_kept",
 }  # fmt: skip
-EVALUATIONS_SAVED = {"metrics", "step"}
+EVALUATIONS_SAVED = {"metrics", "step", "best"}
 EVALUATIONS_STATELESS = {"place", "input", "enter", "setup", "target", "every", "evaluators"}
 STEP_SAVED = {"_count_per_row", "num_updates", "_nonfinite", "noise"}
 STEP_STATELESS = {
