@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "train": "scaleray.launch.run.train",
+    "check": "scaleray.launch.check.check",
     "load": "scaleray.launch.model.load",
     "evaluate": "scaleray.launch.model.evaluate",
     "predict": "scaleray.launch.model.predict",
@@ -37,6 +38,7 @@ __all__ = [
     "ScaleRayError",
     "TokenSource",
     "Workload",
+    "check",
     "evaluate",
     "load",
     "load_config",
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from scaleray.config import RunConfig, load_config
     from scaleray.data import ArraySource, ParquetSource, TokenSource
     from scaleray.errors import ConfigError, ScaleRayError
+    from scaleray.launch.check.check import check
     from scaleray.launch.model.evaluate import evaluate
     from scaleray.launch.model.load import load
     from scaleray.launch.model.predict import predict

@@ -16,6 +16,7 @@ from scaleray.cli.checkpoint import checkpoint_app
 from scaleray.cli.compare import compare
 from scaleray.cli.config import config_app
 from scaleray.cli.evaluate import evaluate
+from scaleray.cli.init import init
 from scaleray.cli.plan import plan_app
 from scaleray.cli.predict import predict
 from scaleray.cli.report import report
@@ -50,6 +51,7 @@ for command in (
     evaluate,
     predict,
     check,
+    init,
 ):
     app.command(command)
 

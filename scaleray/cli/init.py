@@ -1,0 +1,75 @@
+"""`scaleray init`: a working project to begin with."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from scaleray.errors import UsageError
+
+
+def init(
+    *,
+    kind: Annotated[str | None, Parameter(name="--from")] = None,
+    out: str | None = None,
+    name: str | None = None,
+    data: str | None = None,
+    workers: int = 1,
+) -> int:
+    """Write a project that trains as it is, on sample data: a workload, its config and its test.
+
+    Without --from it asks five questions. Nothing is ever overwritten.
+
+    Parameters
+    ----------
+    kind
+        lightning, hf, images, table or text.
+    out
+        Folder to write into; by default the current one.
+    name
+        Name of the files; by default one that fits.
+    data
+        Your own data, as the workload's docstring says; by default sample data from a package.
+    workers
+        Workers that train.
+    """
+    from scaleray.projects.write import KINDS, write_project
+
+    if kind is None:
+        if not sys.stdin.isatty():
+            raise UsageError(
+                "--from", None, f"there is no terminal to ask on: {', '.join(KINDS)}", "scaleray init --from table"
+            )
+        kind, name, data, workers, out = _asked()
+    files = write_project(kind, out or ".", name=name, data=data, workers=workers)
+    for path in files:
+        print(f"wrote {path}")
+    about, config = KINDS[kind], files[1]
+    if about.extra is not None:
+        print(f"it needs:  pip install 'scaleray[{about.extra}]'")
+    print(f"look:      scaleray check -c {config}")
+    print(f"train:     scaleray train -c {config}")
+    print(f"test:      python -m pytest {files[2]}")
+    return 0
+
+
+def _asked() -> tuple[str, str | None, str | None, int, str]:
+    """The answers to five questions on the terminal; an empty one is what stands in brackets."""
+    from scaleray.projects.write import KINDS
+
+    for number, (kind, about) in enumerate(KINDS.items(), start=1):
+        print(f"  {number}  {kind:<10} {about.words}")
+    kinds = {**{str(number): kind for number, kind in enumerate(KINDS, start=1)}, **{kind: kind for kind in KINDS}}
+    kind = ""
+    while kind not in kinds:
+        kind = input("1/5  What do you bring? [1] ").strip().lower() or "1"
+    kind = kinds[kind]
+    name = input(f"2/5  Name of the files? [{KINDS[kind].file}] ").strip() or None
+    data = input("3/5  Where are your data? [sample data] ").strip() or None
+    workers = ""
+    while not (workers.isdecimal() and int(workers)):
+        workers = input("4/5  How many workers? [1] ").strip() or "1"
+    out = input("5/5  Into which folder? [.] ").strip() or "."
+    return kind, name, data, int(workers), out
