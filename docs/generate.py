@@ -1,4 +1,4 @@
-"""Write docs/config.md, docs/metrics.md and docs/schemas from the code, so that each fact stands once.
+"""Write docs/api.md, docs/config.md, docs/metrics.md and docs/schemas from the code, so that each fact stands once.
 
 `make docs` runs it; a test fails where a page is out of date. Needs neither torch nor Ray.
 """
@@ -6,9 +6,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the page beside this file
+
+from python_api import api_page
 
 from scaleray import metric_names
 from scaleray.config.reference import key_rows
@@ -65,6 +70,7 @@ def _text_of(schema: Callable[[], dict[str, object]]) -> Callable[[], str]:
 
 
 PAGES = {
+    "api.md": lambda: api_page(NOTE),
     "config.md": config_page,
     "metrics.md": metrics_page,
     **{f"schemas/{name}.schema.json": _text_of(schema) for name, schema in SCHEMAS.items()},

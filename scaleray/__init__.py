@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "train": "scaleray.launch.run.train",
+    "train": "scaleray.api",
+    "verify": "scaleray.api",
+    "study": "scaleray.api",
+    "sweep": "scaleray.api",
+    "plan": "scaleray.api",
+    "compare": "scaleray.api",
+    "report": "scaleray.api",
+    "write_project": "scaleray.projects.write",
     "check": "scaleray.launch.check.check",
     "load": "scaleray.launch.model.load",
     "evaluate": "scaleray.launch.model.evaluate",
@@ -39,14 +46,22 @@ __all__ = [
     "TokenSource",
     "Workload",
     "check",
+    "compare",
     "evaluate",
     "load",
     "load_config",
+    "plan",
     "predict",
+    "report",
+    "study",
+    "sweep",
     "train",
+    "verify",
+    "write_project",
 ]
 
 if TYPE_CHECKING:
+    from scaleray.api import compare, plan, report, study, sweep, train, verify
     from scaleray.callbacks import Callback
     from scaleray.config import RunConfig, load_config
     from scaleray.data import ArraySource, ParquetSource, TokenSource
@@ -55,7 +70,7 @@ if TYPE_CHECKING:
     from scaleray.launch.model.evaluate import evaluate
     from scaleray.launch.model.load import load
     from scaleray.launch.model.predict import predict
-    from scaleray.launch.run.train import train
+    from scaleray.projects.write import write_project
     from scaleray.records.run import RunRecord
     from scaleray.workload import Workload
 

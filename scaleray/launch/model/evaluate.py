@@ -16,17 +16,19 @@ from scaleray.checkpoints.storage import Store
 from scaleray.config import RunConfig
 from scaleray.config.checkpoint import NOTHING_SAVED
 from scaleray.config.fine_tuning import FineTuningSettings
+from scaleray.config.precision import PrecisionSettings
 from scaleray.data import TRAIN, Input, Split, load_sources
 from scaleray.data.source import Source
 from scaleray.errors import DataError, UsageError
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster.capacity import check_option_fits
+from scaleray.launch.cluster.gpus import with_gpus_decided
 from scaleray.launch.model.load import ModelParts, find_parts
 from scaleray.launch.model.rows import Files, shape_of
 from scaleray.launch.model.table_source import as_source_of_split
 from scaleray.launch.model.trained_run import TrainedRun, find_trained
 from scaleray.launch.model.weights import Weights, fill
-from scaleray.launch.session.start import check_local, forbid_ray, with_absolute_paths
+from scaleray.launch.session.start import connected_unless, with_absolute_paths
 from scaleray.launch.workers.gloo import UserCode, gloo_processes
 from scaleray.launch.workers.ray_train import fit_group
 from scaleray.launch.workers.user_code import ship_user_code
@@ -93,10 +95,10 @@ def evaluate(
     parts = find_parts(run, step=step, workload=workload, uri=uri)
     sources = _sources(parts, data, split)
     config = evaluation_config(parts, found, workers)
-    job = evaluation_job(config, parts.workload, sources)
     say(f"evaluating {parts.weights.words} of {parts.name} on {', '.join(sources)}, {workers} workers")
-    task = Task(job, parts.weights)
-    with stage("evaluating"):
+    with stage("evaluating"), connected_unless(config, local=local):
+        config = _on_what_is_there(config, local=local, say=say)
+        task = Task(evaluation_job(config, parts.workload, sources), parts.weights)
         metrics = _measured(task, sources, workers, local=local, code=_code(parts, found, workload))
     result = Evaluation(
         run=parts.name,
@@ -146,7 +148,7 @@ def evaluation_config(parts: ModelParts, run: TrainedRun, workers: int) -> RunCo
         {
             "workload": config.workload,
             "batch": {"global_size": size * workers, "micro_size": size},
-            "optimizer": {"learning_rate": config.optimizer.learning_rate},
+            "optimizer": {"learning_rate": config.optimizer.learning_rate or 1e-3},  # a workload's own may need none
             "stop": {"after": "1 steps"},
         }
     )
@@ -213,22 +215,30 @@ def _measured(
 ) -> dict[str, float]:
     config = task.job.config
     if local:
-        check_local(config)
-        forbid_ray()
         if workers == 1:
             return evaluate_here(Place(), task, sources)
         with gloo_processes(workers, code, timeout_s=config.scale.collective_timeout_s) as processes:
             found: dict[str, float] = processes.run(workers, evaluate_here, task, sources, workload=task.job.workload)
             return found
-    with cluster.connected(config):
-        import ray
+    import ray
 
-        check_option_fits("--workers", config, cluster.alive_nodes())
-        ship_user_code(task.job.workload)
-        arguments = (ray.put(task), ray.put(dict(sources)))
-        with _place_for_ray_train(config) as (storage, name):
-            found = fit_group(config, workers, evaluate_here, arguments, storage_path=storage, name=name)
+    check_option_fits("--workers", config, cluster.alive_nodes())
+    ship_user_code(task.job.workload)
+    arguments = (ray.put(task), ray.put(dict(sources)))
+    with _place_for_ray_train(config) as (storage, name):
+        found = fit_group(config, workers, evaluate_here, arguments, storage_path=storage, name=name)
     return found
+
+
+def _on_what_is_there(config: RunConfig, *, local: bool, say: Say) -> RunConfig:
+    """The config for the devices that there are, which need not be those of the training."""
+    gpus = "auto" if config.scale.gpus and not local else 0
+    config = config.model_copy(update={"scale": config.scale.model_copy(update={"gpus_per_worker": gpus})})
+    if not local:
+        config = with_gpus_decided(config, cluster.alive_nodes(), say=say)
+    if config.scale.gpus:
+        return config
+    return config.model_copy(update={"precision": PrecisionSettings(dtype=config.precision.dtype)})  # TF32, float8
 
 
 @contextlib.contextmanager

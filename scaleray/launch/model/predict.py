@@ -24,11 +24,12 @@ from scaleray.data.stream_source import StreamSource
 from scaleray.errors import DataError, ScaleRayError, UsageError
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster.capacity import check_option_fits
+from scaleray.launch.cluster.gpus import with_gpus_decided
 from scaleray.launch.model.answers_file import check_out, opened
 from scaleray.launch.model.load import find_parts
 from scaleray.launch.model.predictor import FAILED, INDEX, Predictor, PredictorParts, RayPredictor
 from scaleray.launch.model.rows import Files, Shape, gives_tuples, shape_of
-from scaleray.launch.session.start import check_local, forbid_ray
+from scaleray.launch.session.start import forbid_ray
 from scaleray.launch.workers.user_code import ship_user_code
 from scaleray.progress import stage
 from scaleray.records.run import Say
@@ -105,7 +106,6 @@ def predict(
     config = parts.config
     predictor = PredictorParts(parts, shape, tuples, tuple(keep), where)
     if local:
-        check_local(config)
         forbid_ray()
         tables = _here(predictor, rows, batch_size)
     else:
@@ -164,11 +164,13 @@ def _here(parts: PredictorParts, rows: Any, batch_size: int) -> Iterator[Any]:
 def _under_ray(
     parts: PredictorParts, rows: Source | Files, config: RunConfig, *, batch_size: int, workers: int
 ) -> Iterator[Any]:
-    scale = config.scale.model_copy(update={"workers": workers})
-    config = config.model_copy(update={"scale": scale})
+    asked = {"workers": workers, "gpus_per_worker": "auto" if config.scale.gpus else 0}
+    config = config.model_copy(update={"scale": config.scale.model_copy(update=asked)})
     with cluster.connected(config):
         import ray
 
+        config = with_gpus_decided(config, cluster.alive_nodes(), say=lambda text: None)
+        scale = config.scale
         check_option_fits("--workers", config, cluster.alive_nodes())
         ship_user_code(parts.model.workload)
         threads = None if scale.gpus else max(1, int(scale.cpus_per_worker))

@@ -31,6 +31,13 @@ takes seconds."""
 
 
 @dataclass(frozen=True)
+class _ByValue:
+    """A workload together with its class."""
+
+    pickled: bytes
+
+
+@dataclass(frozen=True)
 class UserCode:
     """How a process finds the workload again: by its name, or, given as an object, by itself."""
 
@@ -38,6 +45,19 @@ class UserCode:
     args: Mapping[str, Any]
     base_dir: Path | None
     workload: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(vars(self))
+        if type(self.workload).__module__ == "__main__":  # of a script or a notebook, which no other process imports
+            import cloudpickle  # as MLflow and Ray use it
+
+            state["workload"] = _ByValue(cloudpickle.dumps(self.workload))
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if isinstance(state["workload"], _ByValue):
+            state["workload"] = pickle.loads(state["workload"].pickled)  # made by the process that started this one
+        vars(self).update(state)
 
     def load(self) -> Any:
         """The workload in this process."""

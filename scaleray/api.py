@@ -1,0 +1,246 @@
+"""What the commands do, as functions: `import scaleray` has each of them under its own name, loaded on first use.
+
+A config is a RunConfig, a YAML file, or a mapping of dotted keys or sections; a workload is a class or an object, and
+None is the one that the config names. All raise UsageError for what the user can mend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scaleray.config import RunConfig, load_config
+from scaleray.records.run import RunRecord, Say, Show
+from scaleray.workload import make_workload, name_of
+
+if TYPE_CHECKING:
+    from scaleray.launch.verify.certificate import Certificate
+    from scaleray.planner.answers.advise import Advice
+    from scaleray.records.study import StudyRecord
+    from scaleray.records.sweep import SweepRecord
+    from scaleray.reports.compare.comparison import Comparison
+
+Config = RunConfig | str | Path | Mapping[str, Any]
+
+
+def train(
+    config: Config | None,
+    workload: Any = None,
+    *,
+    resume: str | None = None,
+    allow_change: Sequence[str] = (),
+    local: bool = False,
+    progress: bool | None = None,
+    show: Show | None = None,
+    say: Say | None = None,
+    expect_steps: Callable[[int], None] | None = None,
+    base_dir: Path | None = None,
+    started_at: float | None = None,
+) -> RunRecord:
+    """Train a workload as the config says and return the run's record.
+
+    config: a RunConfig, a YAML file, or a mapping of dotted keys or sections; None, with `resume`, is the config of
+    that run. workload: an instance or class, a notebook's own too; None loads the config's. resume: continue an
+    interrupted run: its folder, its name, or `auto` for the newest unfinished run of the same training, if there is
+    one. allow_change: keys of the config that may differ from that run's although they alter the training. local: in
+    this process, without Ray. progress: show a live table, in a notebook or on a terminal; None does so where somebody
+    watches, false never. show: called with the run's messages as they arrive, say with lines about what happens
+    meanwhile, expect_steps with the length of the training once it is known. started_at: wall clock from which the time
+    to the first step is counted; None is now.
+
+    Raises UsageError for what the user can mend, RunFailedError for a run that failed, KeyboardInterrupt when stopped;
+    the MLflow run is then FAILED or KILLED.
+    """
+    from scaleray.launch.run.train import train as run
+    from scaleray.reports.terminal.watched import Silent, watching
+
+    is_shown = show is None and say is None and progress is not False
+    with watching(always=bool(progress)) if is_shown else contextlib.nullcontext(Silent()) as display:
+        return run(
+            config,
+            workload,
+            resume=resume,
+            allow_change=allow_change,
+            local=local,
+            show=show or display.show,
+            say=say or display.say,
+            expect_steps=expect_steps or display.expect_steps,
+            base_dir=base_dir,
+            started_at=started_at,
+        )
+
+
+def verify(
+    config: Config,
+    workload: Any = None,
+    *,
+    strategies: Sequence[str] = ("all",),
+    world_sizes: Sequence[int] = (1, 2),
+    accumulation: Sequence[int] = (1, 3),
+    steps: int = 20,
+    bound: float = 1e-9,
+    precision: str = "fp64",
+    resume: bool = False,
+    seed: int | None = None,
+    local: bool = False,
+    say: Say = lambda text: None,
+) -> Certificate:
+    """Check that strategies and numbers of workers repeat the training of one process, step by step; `.passed` of the
+    certificate says it.
+
+    strategies: names, or all. world_sizes: numbers of workers. accumulation: micro-batches in each worker's step.
+    bound: largest relative difference. precision: arithmetic of the check. resume: interrupt each at a random step
+    (drawn with `seed`) and resume it instead. local: in gloo processes on this machine, without Ray.
+    """
+    from scaleray.launch.verify.plan import Question
+    from scaleray.launch.verify.resume import verify_resumes
+    from scaleray.launch.verify.verify import verify as run
+
+    resolved, base_dir, workload = _resolved(config, workload)
+    question = Question(list(strategies), list(world_sizes), list(accumulation), steps, bound, precision)
+    if resume:
+        return verify_resumes(resolved, question, workload, seed=seed, local=local, say=say, base_dir=base_dir)
+    return run(resolved, question, workload, local=local, say=say, base_dir=base_dir)
+
+
+def study(
+    config: Config,
+    workload: Any = None,
+    *,
+    world_sizes: Sequence[int] = (1, 2),
+    modes: Sequence[str] = ("strong",),
+    repeats: int = 5,
+    steps: int = 40,
+    seconds: float = 3.0,
+    to_target: bool = False,
+    noise: bool = False,
+    force: bool = False,
+    oversubscribe: bool = False,
+    points_of: Sequence[str] = (),
+    seed: int = 0,
+    local: bool = False,
+    say: Say = lambda text: None,
+) -> StudyRecord:
+    """Measure the training on several numbers of workers, and write the report.
+
+    modes: strong (the global batch divided), weak (a batch that grows with the workers), or both. repeats: turns of
+    each size, of at least so many steps and seconds. to_target: train each size to stop.at as well. noise: measure the
+    gradient noise scale. force: measure anew what is known. oversubscribe: although workers share cores. points_of:
+    folders of studies whose points stand on the same curves. local: in gloo processes, without Ray.
+    """
+    from scaleray.launch.study.plan import Question
+    from scaleray.launch.study.study import study as run
+    from scaleray.reports.records.study import write_study_report
+
+    resolved, base_dir, workload = _resolved(config, workload)
+    question = Question(
+        world_sizes=list(world_sizes),
+        modes=list(modes),
+        repeats=repeats,
+        steps=steps,
+        seconds=seconds,
+        to_target=to_target,
+        noise=noise,
+        force=force,
+        oversubscribe=oversubscribe,
+        seed=seed,
+    )
+    return run(
+        resolved,
+        question,
+        workload,
+        local=local,
+        say=say,
+        base_dir=base_dir,
+        points_of=points_of,
+        write_report=write_study_report,
+    )
+
+
+def sweep(
+    config: Config,
+    workload: Any = None,
+    *,
+    guided_share: float | None = None,
+    say: Say = lambda text: None,
+    **space: Any,
+) -> SweepRecord:
+    """Train at many batch sizes and learning rates under Ray Tune, and write the report.
+
+    space: what is tried, as the options of `scaleray sweep` say it: batch_sizes="32..2048", rules="linear,sqrt",
+    learning_rates="1e-4..1e-2", optimizers, warmups, vary=["optimizer.weight_decay=0,0.01"], seeds, trials,
+    workers_per_trial, search, scheduler, metric. guided_share: run only what is worth it, within this share of the
+    grid's samples.
+    """
+    from scaleray.launch.sweep.sweep import sweep as run
+    from scaleray.reports.records.sweep import write_sweep_report
+    from scaleray.scaling.sweeps.question import question_of
+
+    resolved, base_dir, _ = _resolved(config, workload)  # its class, as trials may differ in arguments
+    question = question_of(resolved, guided_share=guided_share, **space)
+    return run(resolved, question, workload, say=say, base_dir=base_dir, write_report=write_sweep_report)
+
+
+def plan(
+    model: str,
+    cluster: str,
+    *,
+    global_batch: int | None = None,
+    sequence: int | None = None,
+    precision: str | None = None,
+    strategies: Sequence[str] = ("ddp", "zero1", "fsdp", "hsdp", "tp", "pp", "ep"),
+    rank_by: str = "throughput",
+) -> Advice:
+    """Rank the layouts of a model on a cluster, by arithmetic alone; `.best` of the advice is the recommended one.
+
+    model: a name such as llama-3-8b, or a size such as gpt-13b. cluster: as in h100:8x16, or a YAML file. global_batch:
+    samples of a step over all GPUs. sequence: tokens of a sample. rank_by: throughput, cost, time or memory. Needs
+    neither torch nor Ray.
+    """
+    from scaleray.cli.plan_options import ClusterOptions, ModelOptions, RecipeOptions
+    from scaleray.cli.plan_question import question_of
+    from scaleray.planner.answers.advise import advise
+
+    recipe = RecipeOptions(
+        global_batch=global_batch, sequence=sequence, precision=precision, strategies=",".join(strategies)
+    )
+    return advise(question_of(ModelOptions(model=model), ClusterOptions(cluster=cluster), recipe, rank_by=rank_by))
+
+
+def compare(*runs: str | Path, uri: str | None = None) -> Comparison:
+    """What differs between recorded trainings, studies or sweeps, each beside the first, and whether one became slower.
+
+    runs: folders, names in the storage path, or ids or names in MLflow at `uri`.
+    """
+    from scaleray.reports.compare.comparison import compare as compare_records
+    from scaleray.tracking.find_record import find_run
+
+    return compare_records([find_run(str(run), uri=uri) for run in runs])
+
+
+def report(run: str | Path, *, out: str | Path | None = None, uri: str | None = None) -> list[Path]:
+    """Write the report of a recorded training, study or sweep again; its files, report.html first.
+
+    run: its folder, its name in the storage path, or its id or name in MLflow at `uri`. out: a folder; None is the
+    run's own.
+    """
+    from scaleray.reports.records.any import write_report
+    from scaleray.tracking.find_record import find_run
+
+    return write_report(find_run(str(run), uri=uri), None if out is None else Path(out))
+
+
+def _resolved(config: Config, workload: Any) -> tuple[RunConfig, Path | None, Any]:
+    """A config that is whole, the folder that its paths begin in, and the workload that was given, as an object."""
+    named = {"workload.name": name_of(workload)} if workload is not None else {}
+    base_dir = None
+    if isinstance(config, Mapping):
+        config = load_config(flags=config, defaults=named)
+    elif not isinstance(config, RunConfig):
+        base_dir = Path(config).resolve().parent
+        config = load_config(config, defaults=named)
+    if isinstance(workload, type):
+        workload = make_workload(workload, config.workload.name, config.workload.args)
+    return config, base_dir, workload

@@ -1,0 +1,78 @@
+"""What the commands do, called from Python."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+import study_examples
+
+import scaleray
+from scaleray.errors import ConfigError
+
+CONFIG = {"batch.global_size": 8, "optimizer.learning_rate": 0.1, "stop.after": "2 epochs"}
+
+
+def test_every_public_function_has_typed_arguments_and_says_what_it_does():
+    functions = [name for name in scaleray.__all__ if inspect.isfunction(getattr(scaleray, name))]
+    assert {"train", "verify", "study", "sweep", "plan", "compare", "report", "check", "load"} <= set(functions)
+    for name in functions:
+        function = getattr(scaleray, name)
+        untyped = [p.name for p in inspect.signature(function).parameters.values() if p.annotation is p.empty]
+        assert not untyped and len(function.__doc__) > 80, name
+
+
+def test_every_public_name_is_on_the_page():
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    assert set(re.findall(r"^### (\w+)", page, re.MULTILINE)) == set(scaleray.__all__) - {"RunConfig"}
+
+
+def test_plans_are_made_by_arithmetic():
+    advice = scaleray.plan("gpt2", "h100:8x2", global_batch=64)
+    assert advice.best.layout.num_gpus == 16 and advice.choices
+
+
+def test_records_are_compared_and_reported(tmp_path):
+    folders = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "record.json").write_text(study_examples.run_record().to_json())
+        (tmp_path / name / "steps.csv").write_text(study_examples.steps_csv(50))
+        folders.append(tmp_path / name)
+    assert scaleray.compare(*folders).to_dict()
+    page, *_ = scaleray.report(folders[0], out=tmp_path / "page")
+    assert page == tmp_path / "page" / "report.html" and page.exists()
+
+
+def test_a_class_is_verified_without_a_config_file(tmp_path, uri):
+    from small_runs import Classify
+
+    config = {**CONFIG, "checkpoint.storage_path": str(tmp_path), "tracking.uri": uri}
+    sizes = {"strategies": ["ddp"], "world_sizes": [1], "accumulation": [2], "steps": 2}
+    certificate = scaleray.verify(config, Classify, local=True, **sizes)
+    assert certificate.passed
+
+
+def test_a_class_of_the_main_script_reaches_other_processes():
+    from types import ModuleType
+
+    from scaleray.launch.workers.gloo import UserCode
+
+    main = ModuleType("__main__")
+    exec("class Mine:\n    size = 3\n    def datasets(self):\n        return self.size", vars(main))
+    found = pickle.loads(pickle.dumps(UserCode(None, {}, None, main.Mine())))
+    assert found.load().datasets() == 3
+    with pytest.raises((pickle.PicklingError, AttributeError)):  # what it takes the place of
+        pickle.dumps(main.Mine())
+
+
+def test_what_a_study_or_sweep_cannot_be_is_one_error():
+    from small_runs import Classify
+
+    with pytest.raises(ConfigError, match=r"at least 1|from 1"):
+        scaleray.study(CONFIG, Classify, world_sizes=[0], local=True)
+    with pytest.raises(ConfigError, match="--trials"):
+        scaleray.sweep(CONFIG, Classify, trials=0)
