@@ -57,6 +57,11 @@ def metrics_page() -> str:
         "",
         "Names as MLflow has them; the part before the slash is a section of its page. Evaluation metrics are named `SPLIT/METRIC` (`test/loss`,",
         "`test/accuracy`) and come from the workload.",
+        "",
+        "A training ends with the link `all runs:`, which opens the view `Trainings` of its experiment: a table with workers, global batch, learning",
+        "rate, quality and owner, and charts with the loss first. The run itself has as params what it uses (`config.yaml` has every setting), its data",
+        "and commit, `report.html` (not with `--no-report`), and units and meanings in its description. Studies and sweeps have data, commit and owner",
+        "as well; what `Step` counts below an axis stands in the title of its section.",
     ]
     ordered = sorted(metric_names.ALL, key=lambda metric: metric.name.partition("/")[0])
     for section, metrics in groupby(ordered, key=lambda metric: metric.name.partition("/")[0]):

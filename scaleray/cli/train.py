@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from typing import TYPE_CHECKING
 
 from scaleray.cli.options import ConfigFile, Flag, Json, Overrides, Several
 from scaleray.cli.output import print_json, written_in
+from scaleray.errors import first_line
 from scaleray.progress import stage
+
+if TYPE_CHECKING:
+    from scaleray.records.run import RunRecord
 
 
 def train(
@@ -16,6 +21,7 @@ def train(
     resume: str | None = None,
     allow_change: Several = (),
     local: Flag = False,
+    report: bool = True,
     json: Json = False,
 ) -> int:
     """Train a workload on Ray: a local cluster, or the one of RAY_ADDRESS.
@@ -30,6 +36,8 @@ def train(
         unfinished run of the same training, if there is one. Without -c, the config is that run's own.
     allow_change
         A key whose change alters the training, and which may differ from the interrupted run's all the same.
+    report
+        Write report.html beside the record, and save the page of all trainings in MLflow.
     local
         Run in this process without Ray, for a debugger.
     """
@@ -39,6 +47,7 @@ def train(
     from scaleray.config import load_config
     from scaleray.launch.cluster.connection import connected
     from scaleray.reports.terminal.live import Terminal, final_lines
+    from scaleray.tracking.store import resolve_uri
 
     if config is None and resume is not None and resume != "auto":
         from scaleray.launch.run.resume import config_of
@@ -70,6 +79,22 @@ def train(
         )
     for line in final_lines(record):
         terminal.say(line)
+    if report and record.run_id:
+        for line in _kept(record, resolve_uri(resolved.tracking.uri)):
+            terminal.say(line)
     if json:
         print_json(record.to_dict(), written=written_in(record.run_dir))
     return 0
+
+
+def _kept(record: RunRecord, tracking_uri: str) -> list[str]:
+    """Lines on the report and on the page of all trainings. Never raises: the run itself is complete."""
+    from scaleray.reports.records.kept import keep_for_readers
+    from scaleray.tracking import run_views
+
+    try:
+        path = keep_for_readers(record, tracking_uri=tracking_uri)
+    except Exception as exc:  # mlflow and its drivers, matplotlib and the disk share no base class
+        return [f"warning: no report was written ({type(exc).__name__}: {first_line(exc)}); scaleray report writes one"]
+    where = run_views.link(tracking_uri, record.experiment_id)
+    return [*([f"report:  {path}"] if path else []), f"all runs: {where}"]

@@ -9,6 +9,9 @@ that it is for (pruning.sparsity without pruning.method), is refused: see scalin
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+
+from pydantic import BaseModel
 
 from scaleray.config.run import RunConfig
 from scaleray.config.strategy_traits import names_with
@@ -60,6 +63,28 @@ NEEDS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     "precision.initial_loss_scale": (lambda config: config.precision.dtype == "fp16", "without precision.dtype fp16"),
 }
 """Settings that have an effect only with another one: a test of the config, and the words for where it fails."""
+OFF: dict[str, Callable[[RunConfig], bool]] = {
+    "activations": lambda config: config.activations.checkpointing == "none",
+    "compilation": lambda config: config.compilation.what == "nothing",
+    "compression": lambda config: config.compression.name == "none",
+    "fine_tuning": lambda config: config.fine_tuning.lora_rank == 0,
+    "memory": lambda config: not config.memory.find_micro_size and config.memory.on_out_of_memory == "raise",
+    "noise_scale": lambda config: config.noise_scale.measure is False,
+    "precision.initial_loss_scale": lambda config: config.precision.dtype != "fp16",
+    "pruning": lambda config: config.pruning.method == "none",
+    "shares": lambda config: config.shares.by == "equal",
+    "study": lambda config: True,
+    "scale.on_resize": lambda config: not config.scale.is_elastic,
+    "scale.resize_interval_s": lambda config: not config.scale.is_elastic,
+    "optimizer.betas": lambda config: config.optimizer.name in ("sgd", "lars"),
+    "optimizer.epsilon": lambda config: config.optimizer.name in ("sgd", "lars"),
+    "optimizer.momentum": lambda config: config.optimizer.name in ("adamw", "lamb"),
+    "optimizer.nesterov": lambda config: config.optimizer.name != "sgd",
+    "optimizer.trust_coefficient": lambda config: config.optimizer.name != "lars",
+    "optimizer.adapt_vectors": lambda config: config.optimizer.name in ("adamw", "sgd"),
+}
+"""Sections and settings that a run does not use: tests of the config. Told in lists of what a run uses, where defaults
+of parts that are off would hide the rest."""
 
 
 def idle_settings(config: RunConfig, strategy: str) -> list[str]:
@@ -80,3 +105,33 @@ def idle_settings(config: RunConfig, strategy: str) -> list[str]:
             elif not is_on(config):
                 found.append(f"{key} has no effect {unless}")
     return found
+
+
+def used_settings(config: RunConfig, strategy: str) -> dict[str, dict[str, Any] | Any]:
+    """The settings that a run uses, by section as in its file: all that were changed, and the defaults of what is on.
+
+    strategy: name with `auto` decided. `config.to_dict` has all of them.
+    """
+    used: dict[str, Any] = {}
+    for section, values in config.to_dict().items():
+        settings = getattr(config, section)
+        if not isinstance(settings, BaseModel):
+            used[section] = values
+            continue
+        fields = type(settings).model_fields
+        kept = {
+            name: value
+            for name, value in values.items()
+            if getattr(settings, name) != fields[name].default or _is_used(config, section, name, strategy)
+        }
+        if kept:
+            used[section] = kept
+    return used
+
+
+def _is_used(config: RunConfig, section: str, name: str, strategy: str) -> bool:
+    key = f"{section}.{name}"
+    users = USERS.get(key, USERS.get(section))
+    is_on, _ = NEEDS.get(key, (lambda config: True, ""))
+    is_off = OFF.get(key, OFF.get(section, lambda config: False))
+    return (users is None or strategy in users) and is_on(config) and not is_off(config)

@@ -42,7 +42,8 @@ class Chart:
 class View:
     """A chart page.
 
-    search: MLflow's filter. sort_by: a metric, as sorting by anything but the date shows children beside their parent.
+    search: MLflow's filter. sort_by: a metric, as sorting by anything but the date shows children beside their parent;
+    "" is the date.
     columns: those of the table, such as metrics.`point/world_size`.
     """
 
@@ -82,7 +83,7 @@ def _state(view: View) -> dict[str, Any]:
     sections = list(dict.fromkeys(chart.section for chart in view.charts))
     return {
         "searchFilter": view.search,
-        "orderByKey": f"metrics.`{view.sort_by}`",
+        "orderByKey": f"metrics.`{view.sort_by}`" if view.sort_by else "attributes.start_time",
         "orderByAsc": view.is_ascending,
         "startTime": "ALL",
         "lifecycleFilter": "Active",

@@ -27,6 +27,7 @@ from scaleray.tracking.operations import (
     LearnChildren,
     LogArtifact,
     LogChild,
+    LogDataset,
     LogMetrics,
     LogParams,
     LogToChildren,
@@ -87,12 +88,14 @@ class ParentRun:
         name: str,
         config: Mapping[str, Any],
         tags: Mapping[str, str] | None = None,
+        datasets: Sequence[Mapping[str, Any]] = (),
         continue_run_id: str | None = None,
         started_at: float | None = None,
     ) -> ParentRun:
         """A new run, or the one of an interrupted study, whose points and trials are then not written again.
 
         tracking_uri: None is scaleray's own database. config: nested; it becomes params with dotted names.
+        datasets: arguments of `LogDataset`, one for each split.
         Raises TrackingError when MLflow cannot be used; later nothing does.
         """
         uri = resolve_uri(tracking_uri)
@@ -113,6 +116,8 @@ class ParentRun:
         if not continue_run_id:
             params = {safe_name(key): value for key, value in leaves(config, of_lists=False) if value is not None}
             run._write(LogParams(params))
+            for of_split in datasets:
+                run._write(LogDataset(**of_split))
             run._write(SetTags({KEY_TAG: store.run_id}))
             run._save_view(None)
         return run

@@ -15,6 +15,8 @@ from scaleray.tracking.study_values import record_values, safe_name
 KEY_TAG = "scaleray.study"
 """Tag of a parent and its children: the parent's run id."""
 FOLDED = ("scaling", "batch", "point", "trial", "progress", "train", "perf")
+BY_WORKERS, BY_SAMPLES, BY_BATCH = ("Scaling (step = workers)", "Noise (step = samples)", "Batches (step = batch size)")
+"""Sections of charts. MLflow writes `Step` below every axis, whatever it counts there."""
 MOST_RULES = 6
 """Largest number of lines of one chart."""
 
@@ -43,9 +45,11 @@ def _study_curves(record: StudyRecord) -> list[Chart]:
     known = {key for key, *_ in record_values(record)}
     charts: list[Chart] = []
 
-    def add(title: str, metrics: list[str], *, y_log: bool = False, x_log: bool = True) -> None:
+    def add(
+        title: str, metrics: list[str], *, y_log: bool = False, x_log: bool = True, section: str = BY_WORKERS
+    ) -> None:
         if kept := [metric for metric in metrics if metric in known]:
-            charts.append(Chart("LINE", "Scaling", kept, title=title, x_log=x_log, y_log=y_log))
+            charts.append(Chart("LINE", section, kept, title=title, x_log=x_log, y_log=y_log))
 
     for mode in (curve.mode for curve in record.curves):
         curve, title = partial(names.scaling_curve, mode), mode.capitalize()
@@ -55,7 +59,7 @@ def _study_curves(record: StudyRecord) -> list[Chart]:
         add(f"{title}: share of the step that waits for communication", [curve("exposed_comm_share")])
         add(f"{title}: cost of a million samples", [curve("cost_per_million_samples")])
         add(f"{title}: time to target", [curve("time_to_target_s")])
-    add("Noise scale against samples", [names.NOISE_SCALE.name], x_log=False, y_log=True)
+    add("Noise scale against samples", [names.NOISE_SCALE.name], x_log=False, y_log=True, section=BY_SAMPLES)
     return charts
 
 
@@ -84,7 +88,7 @@ def _sweep_curves(record: SweepRecord) -> list[Chart]:
 
     def chart(title: str, start: str, *, y_log: bool = False) -> Chart:
         found = sorted(key for key in known if key.startswith(start))[:MOST_RULES]
-        return Chart("LINE", "Batch size", found, title=title, x_log=True, y_log=y_log)
+        return Chart("LINE", BY_BATCH, found, title=title, x_log=True, y_log=y_log)
 
     charts = [
         chart("Samples to target", names.batch_curve("samples_to_target", ""), y_log=True),

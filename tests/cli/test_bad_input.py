@@ -9,6 +9,7 @@ import sys
 import textwrap
 from unittest import mock
 
+import mlflow
 import numpy as np
 import pytest
 
@@ -112,6 +113,28 @@ def test_the_config_of_these_tests_runs(folder, capsys):
     assert code == 0
     assert "done: 2 steps" in out
     assert "record.json" in out
+    (report,) = (folder / "runs").glob("*/report.html")
+    assert f"report:  {report}" in out and "viewStateShareKey=scaleray-trainings" in out
+    page = report.read_text()
+    assert "Learning" in page and "figures as PNG and numbers as CSV lie beside it" not in page
+    client = mlflow.MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("scaleray").experiment_id])
+    assert "report.html" in [file.path for file in client.list_artifacts(run.info.run_id)]
+    assert run.data.tags["mlflow.user"] and "| perf/step_time_s | s |" in run.data.tags["mlflow.note.content"]
+    assert not any(name.startswith(("fsdp.", "pruning.", "gossip.")) for name in run.data.params)
+
+
+def test_a_report_that_fails_is_a_warning_and_not_asked_for_there_is_none(folder, capsys, monkeypatch):
+    from scaleray.reports.records import kept
+
+    def fail(*_, **__):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(kept, "render", fail)
+    code, _, out = train(capsys)
+    assert code == 0 and "warning: no report was written (OSError: no space left)" in out
+    code, _, out = train(capsys, "--no-report")
+    assert code == 0 and "report:" not in out and not list((folder / "runs").glob("*/report.html"))
 
 
 @pytest.mark.parametrize(

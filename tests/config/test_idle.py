@@ -2,8 +2,8 @@
 
 import pytest
 
-from scaleray.config import load_config
-from scaleray.config.idle_settings import NEEDS, USERS, idle_settings
+from scaleray.config import known_keys, load_config
+from scaleray.config.idle_settings import NEEDS, OFF, USERS, idle_settings, used_settings
 from scaleray.config.strategy_traits import TRAITS
 
 STRATEGIES = set(TRAITS)
@@ -75,3 +75,39 @@ def test_the_table_names_keys_and_strategies_that_there_are():
         section, _, name = key.partition(".")
         assert not name or hasattr(getattr(config, section), name), key
     assert {strategy for users in USERS.values() for strategy in users} == STRATEGIES - {"single"}
+
+
+def test_what_a_plain_run_does_not_use_is_not_among_its_settings():
+    used = used_settings(config_with(**{"scale.workers": 1}), "single")
+    assert (
+        not {"fsdp", "tensor", "pipeline", "gossip", "compression", "pruning", "fine_tuning", "study", "local_sgd"}
+        & used.keys()
+    )
+    assert "momentum" not in used["optimizer"] and "betas" in used["optimizer"]
+    assert used["batch"]["global_size"] == 64 and used["seed"] == 0
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+def test_what_a_strategy_uses_is_among_them_with_its_defaults(strategy):
+    used = used_settings(config_with(**{"strategy.name": strategy}), strategy)
+    for key in USED[strategy] - {"gossip.max_staleness"}:
+        section, _, name = key.partition(".")
+        assert section in used and (not name or name in used[section]), key
+
+
+def test_what_was_changed_is_always_among_them():
+    config = config_with(**CHANGED)
+    used, every = used_settings(config, "single"), config.to_dict()
+    for key in CHANGED:
+        section, _, name = key.partition(".")
+        assert used[section][name] == every[section][name]
+
+
+def test_a_part_that_is_on_shows_its_defaults():
+    used = used_settings(config_with(**{"pruning.method": "magnitude", "optimizer.name": "sgd"}), "single")
+    assert "sparsity" in used["pruning"] and "momentum" in used["optimizer"] and "betas" not in used["optimizer"]
+
+
+def test_what_may_be_off_is_a_key_that_there_is():
+    keys = set(known_keys())
+    assert all(key in keys or any(other.startswith(f"{key}.") for other in keys) for key in OFF)

@@ -17,6 +17,7 @@ from scaleray import metric_names as names
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.manifest import Incomplete
 from scaleray.config.base import without_password
+from scaleray.config.idle_settings import used_settings
 from scaleray.data import TRAIN
 from scaleray.errors import CheckpointError
 from scaleray.launch.session.folder import RunFolder
@@ -24,10 +25,18 @@ from scaleray.records.rows import Row
 from scaleray.records.run import EMULATED, RunRecord, leaves
 from scaleray.reproducibility.fingerprint import environment_hash
 from scaleray.scaling.recipe.lr_rules import MOVED_BY_RULES
+from scaleray.tracking.provenance import dataset, source_tags
 from scaleray.tracking.recording import Recording, RunIdentity
 from scaleray.tracking.run_description import RunDescription
 from scaleray.training.setup.job import TrainJob
 from scaleray.workload import brings_optimizer, brings_schedule
+
+EXPLAINED = (
+    names.LOSS, names.LEARNING_RATE, names.GRAD_NORM, names.EPOCH, names.SAMPLES_PER_S, names.TOKENS_PER_S,
+    names.STEP_TIME_S, names.INPUT_WAIT_SHARE, names.SENT_BYTES, names.POINT_SAMPLES_PER_S, names.TIME_TO_FIRST_STEP_S,
+    names.PEAK_MEMORY_BYTES,
+)  # fmt: skip
+"""Metrics whose unit and meaning stand in the run's description: MLflow has no place for them beside a chart."""
 
 
 def describe(
@@ -44,7 +53,7 @@ def describe(
     """The run for the recorder. data: facts of each split. facts: environment and topology. continues: run.json of the
     interrupted run, changes: what differs from it, a line each."""
     config, recipe = job.config, job.recipe
-    params: dict[str, Any] = dict(leaves(config.to_dict(), of_lists=False))
+    params: dict[str, Any] = dict(leaves(used_settings(config, recipe.strategy), of_lists=False))
     # what an optimizer or a schedule of the workload's own makes of them, its workers say
     whose = "optimizer()" if brings_optimizer(job.workload) else "schedule()"
     later = MOVED_BY_RULES if brings_optimizer(job.workload) or brings_schedule(job.workload) else ()
@@ -63,16 +72,7 @@ def describe(
             "config.yaml": as_yaml(config.to_dict()),
             "derived.yaml": as_yaml({"values": recipe.values(), "how": how}),
         },
-        datasets=[
-            {
-                "name": name,
-                "digest": str(of_split.get("sha256") or "unhashed")[:32],
-                "context": "training" if name == TRAIN else "evaluation",
-                "source": {"workload": config.workload.name, "split": name},
-                "profile": of_split,
-            }
-            for name, of_split in data.items()
-        ],
+        datasets=[dataset(name, of_split, workload=config.workload.name) for name, of_split in data.items()],
         tokens_per_sample=job.splits[TRAIN].tokens_per_row,
         started_at=job.started_at,
         run_path=folder.path,
@@ -87,16 +87,9 @@ def _start_tags(job: TrainJob, facts: Mapping[str, Any]) -> dict[str, str]:
     tags = {
         "scaleray.kind": "train",
         "scaleray.config_hash": job.config.hash(),
-        "scaleray.workload": job.config.workload.name,
         "scaleray.strategy": job.recipe.strategy,
-        "mlflow.source.name": job.config.workload.name,
-        "mlflow.source.type": "JOB",
+        **source_tags(job.config.workload.name, facts["environment"]["git"]),
     }
-    git = facts["environment"]["git"]
-    if git:
-        tags["mlflow.source.git.commit"] = git["commit"]
-        if git["is_dirty"] is not None:
-            tags["scaleray.git_is_dirty"] = str(git["is_dirty"]).lower()
     if job_id := os.environ.get("RAY_JOB_SUBMISSION_ID"):
         tags["scaleray.ray_job_id"] = job_id
     return tags
@@ -193,6 +186,8 @@ def end_tags(record: RunRecord) -> dict[str, str]:
         "files": f"`{record.run_dir}`",
     }
     note = "| | |\n|---|---|\n" + "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    note += "\n\n| metric | unit | meaning |\n|---|---|---|\n"
+    note += "\n".join(f"| {metric.name} | {metric.unit} | {metric.help} |" for metric in EXPLAINED)
     return {
         "scaleray.environment_hash": record.environment_hash,
         "scaleray.verdict": record.verdict[:500],

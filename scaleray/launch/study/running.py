@@ -18,6 +18,7 @@ import numpy as np
 
 from scaleray.config import RunConfig
 from scaleray.config.base import without_password
+from scaleray.config.idle_settings import used_settings
 from scaleray.data import TRAIN
 from scaleray.data.source import Source
 from scaleray.errors import ScaleRayError, UsageError, first_line
@@ -34,6 +35,7 @@ from scaleray.records.study import Conditions, Curve, Mode, NoiseCourse, StudyRe
 from scaleray.records.workload_profile import WorkloadProfile
 from scaleray.scaling.curves.curves import as_curve
 from scaleray.tracking import store
+from scaleray.tracking.provenance import dataset, source_tags
 from scaleray.tracking.study_runs import ParentRun
 from scaleray.training.model_profile import profile_workload
 from scaleray.training.study.ladder import Result, Rung
@@ -79,8 +81,15 @@ class RunningStudy:
             self.config.tracking.experiment,
             kind="scaling-study",
             name=self.folder.name,
-            config=self.config.to_dict(),
-            tags={"scaleray.workload": self.config.workload.name, "scaleray.config_hash": self.conditions.config_hash},
+            config=used_settings(self.config, self.config.strategy.name) | {"study": self.config.study.model_dump()},
+            tags={
+                "scaleray.config_hash": self.conditions.config_hash,
+                **source_tags(self.config.workload.name, self.conditions.environment.get("git") or {}),
+            },
+            datasets=[
+                dataset(name, source.describe(), workload=self.config.workload.name)
+                for name, source in self.sources.items()
+            ],
             started_at=self.started_at,
         )
         self.known = KnownTurns(self.config.checkpoint.storage_path, self.conditions)

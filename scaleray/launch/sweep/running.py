@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.config.base import without_password
+from scaleray.config.idle_settings import used_settings
 from scaleray.errors import RunFailedError
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster.capacity import num_concurrent
@@ -23,7 +24,9 @@ from scaleray.launch.sweep.tune import remove_scraps, run_experiment
 from scaleray.progress import Stage, stage
 from scaleray.records.run import Say
 from scaleray.records.sweep import SweepRecord, Trial
+from scaleray.reproducibility.fingerprint import git_state
 from scaleray.scaling.sweeps.result import DIVERGED, FAILED, NOT_STARTED, common_causes, sentences, with_common_target
+from scaleray.tracking.provenance import dataset, source_tags
 from scaleray.tracking.study_runs import ParentRun
 
 WriteReport = Callable[[SweepRecord, Path], list[Path]]
@@ -67,8 +70,12 @@ class RunningSweep:
             config.tracking.experiment,
             kind="sweep",
             name=self.files.folder.name,
-            config=config.to_dict(),
-            tags={"scaleray.workload": config.workload.name, "scaleray.config_hash": config.hash()},
+            config=used_settings(config, config.strategy.name),
+            tags={"scaleray.config_hash": config.hash(), **source_tags(config.workload.name, git_state(Path.cwd()))},
+            datasets=[
+                dataset(name, source.describe(), workload=config.workload.name)
+                for name, source in next(iter(plan.materials.values())).sources.items()
+            ],
             continue_run_id=asked.run_id or None,
             started_at=asked.started_at,
         )

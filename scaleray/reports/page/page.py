@@ -15,6 +15,7 @@ from scaleray.text.tables import Table
 
 LARGEST_PAGE_BYTES = 1_000_000
 LONGEST_FACT = 300
+BESIDE = "This page needs no network; figures as PNG and numbers as CSV lie beside it."
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Page:
     command: str = ""
     facts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     notes: Sequence[str] = ()
-    closing: str = "This page needs no network; figures as PNG and numbers as CSV lie beside it."
+    closing: str = BESIDE
 
     @property
     def drawings(self) -> list[Drawing]:

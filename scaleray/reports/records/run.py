@@ -14,7 +14,7 @@ from scaleray.records.rows import by_metric
 from scaleray.records.run import RunRecord
 from scaleray.reports.page import drawing
 from scaleray.reports.page.drawing import BLUE, ORANGE, VERMILION, Drawing, draw
-from scaleray.reports.page.page import Fact, Page, Section, write
+from scaleray.reports.page.page import BESIDE, Fact, Page, Section, write
 from scaleray.reports.records.study import sentence_case, where
 from scaleray.text.tables import Table
 from scaleray.text.units import figure, memory, seconds, shown
@@ -50,9 +50,13 @@ def write_run_report(
 
 
 def run_page(
-    record: RunRecord, *, rows: Sequence[Mapping[str, float]], evaluations: Mapping[str, Sequence[tuple[int, float]]]
+    record: RunRecord,
+    *,
+    rows: Sequence[Mapping[str, float]],
+    evaluations: Mapping[str, Sequence[tuple[int, float]]],
+    closing: str = BESIDE,
 ) -> Page:
-    """The page of a training."""
+    """The page of a training. closing: the last line of the page, on what lies beside it."""
     learning = [_line("loss", "Loss", rows, "loss", "loss", evaluations=_of(evaluations, "loss"))] if rows else []
     learning += [
         _evaluations(name, at) for name, at in sorted(evaluations.items()) if len(at) > 1 and not name.endswith("loss")
@@ -98,6 +102,7 @@ def run_page(
             "Config": record.config,
         },
         notes=where(record.mlflow_link, record.run_dir),
+        closing=closing,
     )
 
 
