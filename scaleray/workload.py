@@ -50,7 +50,7 @@ class Workload:
         """Data by split: `train` is needed, every other split (`val`, `test`, ...) is evaluated.
 
         A value is a dict of arrays with rows along dimension 0, a source of `scaleray.data`
-        (`ParquetSource`, `TokenSource`), a map-style torch Dataset, or a Ray Dataset.
+        (`ParquetSource`, `TokenSource`, `TarSource`), a torch Dataset or IterableDataset, or a Ray Dataset.
         """
         raise NotImplementedError
 

@@ -2,6 +2,7 @@
 
 from scaleray.data.collation import Flattening, Padding, flattened, padded
 from scaleray.data.input import Input, RaySources, Sources
+from scaleray.data.iterable import IterableSource
 from scaleray.data.loading import as_source, load_sources
 from scaleray.data.part import Part
 from scaleray.data.ragged import Ragged
@@ -12,6 +13,7 @@ from scaleray.data.sources import ArraySource, DatasetSource, ParquetSource, Tok
 from scaleray.data.split import Split
 from scaleray.data.stream import RankBatch, StepStream
 from scaleray.data.stream_source import StreamSource
+from scaleray.data.tar_shards import TarSource
 
 __all__ = [
     "TRAIN",
@@ -19,6 +21,7 @@ __all__ = [
     "DatasetSource",
     "Flattening",
     "Input",
+    "IterableSource",
     "Padding",
     "ParquetSource",
     "Part",
@@ -31,6 +34,7 @@ __all__ = [
     "StepPlan",
     "StepStream",
     "StreamSource",
+    "TarSource",
     "TokenSource",
     "as_source",
     "flattened",

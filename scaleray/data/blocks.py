@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+import copy
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
+from scaleray.data.iterable import IterableSource
 from scaleray.data.part import Part
 from scaleray.data.ragged import Ragged, concatenated
 from scaleray.data.row_values import read_alone, row_values_of
+from scaleray.data.sample_order import StepPlan
 from scaleray.data.source import Columns, Source
 from scaleray.data.sources import IN_MEMORY, STORED, DatasetSource
 from scaleray.data.transformed import Transformed
@@ -41,17 +44,18 @@ def read_chunk(source: Source, part: Part, steps: range, *, is_alone: bool = Fal
     is_alone: nobody else in this process draws random numbers meanwhile, so that each row is read under its own seed
     if user code draws any.
     """
-    positions = part.positions(steps)
-    return _rows(source, part.plan.samples_at(positions), lambda: part.plan.row_seeds(positions), is_alone=is_alone)
+    return _rows(source, part.positions(steps), part.plan, is_alone=is_alone)
 
 
-def _rows(source: Source, indices: np.ndarray, seeds: Callable[[], np.ndarray], *, is_alone: bool) -> Columns:
+def _rows(source: Source, positions: np.ndarray, plan: StepPlan, *, is_alone: bool) -> Columns:
     if isinstance(source, Transformed):
-        return source.changed(_rows(source.source, indices, seeds, is_alone=is_alone), seeds())
-    if is_alone and type(source) not in STORED:
-        return read_alone(source, indices, seeds)
+        return source.changed(_rows(source.source, positions, plan, is_alone=is_alone), plan.row_seeds(positions))
+    if is_alone and type(source) not in (*STORED, IterableSource):
+        return read_alone(source, plan.samples_at(positions), lambda: plan.row_seeds(positions))
     with no_exit("the source of the data"):
-        return source.read(indices)
+        if isinstance(source, IterableSource):
+            return source.read_on(positions, plan)
+        return source.read(plan.samples_at(positions))
 
 
 class LocalBlocks(Iterator[Columns]):
@@ -71,6 +75,7 @@ class LocalBlocks(Iterator[Columns]):
             self._blocks = _copies(source, part, chunk_bytes=min(chunk_bytes, COPIED_BYTES))
             return
         # a step at a time, as training stands still while it is read
+        source = with_own_place(source)
         steps = chunks(part, row_bytes=source.row_bytes, chunk_bytes=0.0 if self.is_read_alone else chunk_bytes)
         self._blocks = (read_chunk(source, part, those, is_alone=self.is_read_alone) for those in steps)
 
@@ -85,6 +90,14 @@ def _copies(source: Source, part: Part, *, chunk_bytes: float) -> Iterator[Colum
         indices = part.plan.samples_at(part.positions(steps))
         for start in range(0, len(indices), num_rows):
             yield source.read(indices[start : start + num_rows])
+
+
+def with_own_place(source: Source) -> Source:
+    """The source for one reader: where rows can only be iterated, nobody else moves its place."""
+    if isinstance(source, Transformed):
+        source = copy.copy(source)
+        source.source = with_own_place(source.source)
+    return source.opened() if isinstance(source, IterableSource) else source
 
 
 def close_blocks(blocks: Iterable[Columns]) -> None:

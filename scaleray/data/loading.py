@@ -7,16 +7,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from scaleray.data import preprocessing
 from scaleray.data.collation import refuse_ragged
+from scaleray.data.iterable import IterableSource
 from scaleray.data.parquet import ParquetSource
 from scaleray.data.preprocessing import Preprocess
-from scaleray.data.row_values import spread_rows, with_row_values
+from scaleray.data.row_values import rows_to_look_at, with_row_values
 from scaleray.data.source import TRAIN, Source
 from scaleray.data.sources import STORED, ArraySource, DatasetSource
 from scaleray.data.stream_source import StreamSource
-from scaleray.data.transformed import Step, Transform, Transformed
+from scaleray.data.tar_shards import TarSource
+from scaleray.data.transformed import Step, Transform, Transformed, under_transforms
 from scaleray.errors import DataError
 from scaleray.progress import stage
 from scaleray.workload import call_user_code, own_method
@@ -63,7 +66,7 @@ def for_workload(source: Source, workload: Any, *, split: str, fitted: Any = Non
         source = _changed(source, transform)
     ragged: tuple[str, ...] = getattr(source, "ragged_columns", ())
     if own_method(workload, "collate") is None and ragged:
-        few = np.array(spread_rows(source.num_rows))
+        few = np.array(rows_to_look_at(under_transforms(source)))
         refuse_ragged(source.read(few), what=f"the {split} data")
     return source
 
@@ -92,24 +95,32 @@ def as_source(value: Any, *, split: str, allows_text: bool = False) -> Source:
         value.allows_text = True
     if isinstance(value, ParquetSource):
         value.check_nulls()
-    if isinstance(value, Source):
+    if isinstance(value, TarSource):
+        source = copy.copy(value)
+        source.allows_text = allows_text
+        source.read(np.array([0]))  # text that nothing makes numbers of is better said now
+    elif isinstance(value, Source):
         # sources of this package know their rows already
         source = value if type(value) in STORED or hasattr(value, "row_values") else with_row_values(value)
     elif isinstance(value, Mapping):
         source = ArraySource(value, allows_text=allows_text)
     elif type(value).__module__.startswith("ray.data"):
         source = StreamSource(value)
+    elif isinstance(value, torch.utils.data.IterableDataset):
+        source = IterableSource(value, allows_text=allows_text)
     elif (
         hasattr(value, "__getitem__")
         and hasattr(value, "__len__")
         and not isinstance(value, (str, list, tuple, np.ndarray))
     ):
         source = DatasetSource(value, allows_text=allows_text)
+    elif hasattr(value, "__iter__") and not isinstance(value, (str, list, tuple, set, np.ndarray)):
+        source = IterableSource(value, allows_text=allows_text)
     else:
         raise DataError(
             f"the {split} data",
             type(value).__name__,
-            "it must be a dict of arrays, a source, a torch Dataset or a Ray Dataset",
+            "it must be a dict of arrays, a source, a torch Dataset, an IterableDataset or a Ray Dataset",
             "see scaleray.data.sources",
         )
     if source.num_rows == 0:

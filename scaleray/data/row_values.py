@@ -96,6 +96,14 @@ def spread_rows(num_rows: int) -> list[int]:
     return np.unique(np.linspace(0, num_rows - 1, ROWS_LOOKED_AT).astype(int)).tolist() if num_rows else []
 
 
+def rows_to_look_at(source: Source) -> list[int]:
+    """A few rows that can be read at little cost: the first ones, where any other reads more."""
+    if source.group_sizes is None and not hasattr(source, "read_on"):
+        return spread_rows(source.num_rows)
+    most = source.num_rows if source.group_sizes is None else source.group_sizes[0]
+    return list(range(min(ROWS_LOOKED_AT, most)))
+
+
 def read_alone(source: Source, indices: np.ndarray, seeds: Callable[[], np.ndarray]) -> Columns:
     """Rows at `indices` (n,) from user code, which may draw random numbers: nobody else in this process may meanwhile.
 

@@ -103,6 +103,9 @@ class StepPlan:
     window_rows: int = 100_000
     is_streamed: bool = False
     """Whether the rows come from a stream in an order of its own; the plan then only counts them."""
+    given_order: str = ""
+    """Promise in words where rows can only be iterated: the source then decides on their order, and the plan on how
+    many make up a step."""
     name: str = field(default="train")
     origin: Origin | None = None
     """Place from which this plan holds, if the batch had another size before; None is the first step."""
@@ -121,6 +124,8 @@ class StepPlan:
                 "weak: a Ray Dataset is streamed, so the order of the samples depends on the number of workers; "
                 "random numbers that its functions draw are not seeded"
             )
+        if self.given_order:
+            return self.given_order
         if not self.shuffle:
             return "exact: file order, the same for every number of workers"
         if self.group_sizes is None:

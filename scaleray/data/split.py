@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from scaleray.data.iterable import IterableSource
 from scaleray.data.length_order import Lengths
 from scaleray.data.row_values import AS_STORED, RowValues, row_values_of
 from scaleray.data.source import Source
@@ -33,6 +34,8 @@ class Split:
     """Whether reading its rows is copying them."""
     row_s: float | None = None
     """Seconds that reading a row took, where it was measured."""
+    is_sequential: bool = False
+    """Whether its rows can only be iterated, so that every worker reads all of them."""
     lengths: Lengths | None = None
     """Lengths of the rows, where the source knows them."""
 
@@ -49,6 +52,7 @@ class Split:
             is_streamed=isinstance(source, StreamSource),
             row_values=row_values_of(source),
             is_in_memory=type(source) in IN_MEMORY,
+            is_sequential=isinstance(under_transforms(source), IterableSource),
             lengths=lengths_of(source),
             row_s=None if type(source) in IN_MEMORY else getattr(source, "row_s", None),
         )
@@ -62,8 +66,8 @@ class Split:
 
     def read_by(self, readers: str) -> str:
         """Who reads the rows under this value of `data.readers`: `worker` or `ray`."""
-        if self.is_streamed:
-            return "ray"
+        if self.is_streamed or self.is_sequential:
+            return "worker" if self.is_sequential else "ray"
         if readers != "auto":
             return readers
         # rows that draw random numbers can be read ahead by tasks alone

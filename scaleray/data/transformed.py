@@ -28,7 +28,7 @@ from scaleray.data.row_values import (
     generators_kept,
     have_moved,
     row_values_of,
-    spread_rows,
+    rows_to_look_at,
 )
 from scaleray.data.sample_order import mixed
 from scaleray.data.source import Columns, Source, as_column
@@ -125,10 +125,9 @@ class Transformed:
         self.num_rows, self.group_sizes = source.num_rows, source.group_sizes
         self.tokens_per_row = source.tokens_per_row
         self._ragged_before: tuple[str, ...] = ()
-        # a source with row groups reads a whole group for any row
-        few = spread_rows(self.num_rows) if self.group_sizes is None else range(min(8, self.group_sizes[0]))
+        few = rows_to_look_at(under_transforms(source))
         with generators_kept():
-            rows = source.read(np.array(list(few), dtype=np.int64))
+            rows = source.read(np.array(few, dtype=np.int64))
         self._ragged_before = tuple(name for name, column in rows.items() if isinstance(column, Ragged))
         seeds = mixed(np.arange(len(few), dtype=np.uint64))
         look = _look(transform, rows, seeds)

@@ -10,6 +10,7 @@ from typing import Any
 from scaleray.config import Duration, RunConfig
 from scaleray.config.checkpoint import NOTHING_SAVED
 from scaleray.data import TRAIN, Split, StepPlan
+from scaleray.data.iterable import promise
 from scaleray.data.length_order import LengthPlan
 from scaleray.data.sample_order import Origin
 from scaleray.errors import ConfigError, DataError
@@ -157,6 +158,7 @@ class TrainJob:
             group_sizes=split.group_sizes,
             window_rows=self.config.data.window_rows,
             is_streamed=split.is_streamed,
+            given_order=promise(config.data.shuffle, config.data.window_rows) if split.is_sequential else "",
             origin=self.origin,
         )
 

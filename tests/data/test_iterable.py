@@ -1,0 +1,170 @@
+"""Rows that can only be iterated: the same steps on any number of workers and after a resume, with what that costs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from small_runs import DEFAULTS, Classify, make_job, relative_differences, rows, train, train_alone
+from verified import judge
+
+from scaleray.data import IterableSource, Part, Split, StepPlan, as_source, iterable, load_sources
+from scaleray.data.blocks import LocalBlocks
+from scaleray.errors import DataError
+from scaleray.launch.verify.plan import Question, make_plan
+
+NUM = 26
+
+
+class Endless(torch.utils.data.IterableDataset):
+    """Labelled rows, one after another, of which nobody knows the number."""
+
+    def __init__(self, num_rows=NUM):
+        self.rows, self.begun = rows(num_rows), 0
+
+    def __iter__(self):
+        self.begun += 1
+        for x, y in zip(self.rows["x"], self.rows["y"], strict=True):
+            yield {"x": self.change(x), "y": int(y)}
+
+    def change(self, x):
+        return x
+
+
+class Stream(Endless):
+    def __len__(self):
+        return len(self.rows["y"])
+
+
+class Noisy(Stream):
+    def change(self, x):
+        return x + torch.rand(len(x)).numpy() + np.random.random(len(x)).astype(np.float32)
+
+
+class Unrepeatable(Stream):
+    def change(self, x):
+        return x + self.begun
+
+
+class Streamed(Classify):
+    def __init__(self, stream, **more):
+        super().__init__()
+        self.stream = stream
+
+    def datasets(self):
+        return {"train": self.stream}
+
+
+def bits(source, *, world_size=1, first_step=0, shuffle=True, steps=9):
+    plan = StepPlan(source.num_rows, 8, seed=3, shuffle=shuffle, window_rows=7)
+    found = {}
+    for rank in range(world_size):
+        for step in range(first_step, steps):
+            found.setdefault(step, [])
+        part = Part(plan, rank, world_size, first_step, steps)
+        sizes = [(step, part.num_rows(step)) for step in range(first_step, steps)]
+        blocks = iter([row for block in LocalBlocks(source, part, chunk_bytes=99) for row in block["x"]])
+        for step, size in sizes:
+            rows_of_step = [next(blocks) for _ in range(max(1, size))]
+            found[step] += [row.tobytes() for row in rows_of_step[:size]]
+    return found
+
+
+@pytest.mark.parametrize("kind", [Stream, Noisy])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_steps_are_the_same_to_the_bit_on_any_number_of_workers_from_any_step(kind, shuffle):
+    source = as_source(kind(), split="train")
+    whole = bits(source, shuffle=shuffle)
+    for world_size, first_step in ((2, 0), (3, 5), (1, 6), (8, 3)):
+        found = bits(source, world_size=world_size, first_step=first_step, shuffle=shuffle)
+        assert found == {step: whole[step] for step in range(first_step, 9)}
+
+
+def test_every_row_comes_once_an_epoch_in_another_order_each_time():
+    source = as_source(Stream(), split="train")
+    given = sorted(row.tobytes() for row in rows(NUM)["x"])
+    steps = bits(source, steps=8)
+    epochs = [[row for step in range(first, first + 4) for row in steps[step]] for first in (0, 4)]
+    assert all(sorted(epoch) == given for epoch in epochs) and epochs[0] != epochs[1]
+    assert [row for step in bits(source, shuffle=False, steps=4).values() for row in step] == [
+        row.tobytes() for row in rows(NUM)["x"]
+    ]
+
+
+def test_an_epoch_is_told_to_a_dataset_that_wants_to_know():
+    class Epochs(Stream):
+        epochs = ()
+
+        def set_epoch(self, epoch):
+            self.epochs = (*self.epochs, epoch)
+
+    stream = Epochs()
+    source = as_source(stream, split="train")
+    bits(source, first_step=2)
+    assert stream.epochs == (0, 1, 2)
+
+
+def test_a_dataset_without_a_length_is_counted_once_and_a_long_one_asks_for_it(monkeypatch):
+    assert as_source(Endless(), split="train").num_rows == NUM
+    monkeypatch.setattr(iterable, "COUNT_S", -1.0)
+    with pytest.raises(DataError, match="give it __len__, the number of rows of an epoch"):
+        as_source(Endless(), split="train")
+
+
+def test_an_iterator_and_a_stream_that_ends_early_are_refused():
+    with pytest.raises(DataError, match="it can be read once, and epochs and workers need it again"):
+        as_source(({"x": n} for n in range(4)), split="train")
+    stream = Stream()
+    source = as_source(stream, split="train")
+    stream.rows = rows(20)
+    with pytest.raises(DataError, match="with 20 rows in epoch 1, but it had 26 at the start"):
+        bits(source, shuffle=False)
+
+
+def test_workers_read_it_themselves_and_the_promise_says_what_that_means():
+    job, sources = make_job(Streamed(Stream()), {"data.readers": "ray", "data.window_rows": 9})
+    split = Split.of("train", sources["train"])
+    assert split.read_by("ray") == "worker" and isinstance(sources["train"], IterableSource)
+    assert job.sample_order.startswith(
+        "as the IterableDataset gives them, shuffled in a buffer of 9 rows: the same for"
+    )
+    assert "every worker reads all rows and keeps its own" in job.sample_order
+    assert sources["train"].describe()["kind"] == "IterableDataset Stream"
+
+
+def test_rows_that_differ_when_they_are_iterated_again_are_named_and_not_verified():
+    job, sources = make_job(Streamed(Unrepeatable()))
+    assert "row 0 differs in column x when it is iterated again" in job.sample_order
+    with pytest.raises(DataError, match="the train data is not repeatable"):
+        make_job(Streamed(Unrepeatable()), {"deterministic": True})
+    with pytest.raises(DataError, match="runs are compared on the same values"):
+        make_plan(job.config, Question(strategies=("ddp",)), job.workload, sources)
+
+
+def test_trainings_are_equal_on_two_workers_and_after_a_resume(gloo, tmp_path):
+    flags = {"stop.after": "8 steps", "checkpoint.every": "1 steps", "data.window_rows": 10}
+    whole = train_alone(Streamed(Noisy()), {**flags, "deterministic": True})
+    spread = gloo.run(2, train, Streamed(Noisy()), flags)[0]
+    assert max(relative_differences(spread.losses, whole.losses)) < 1e-9
+    train_alone(Streamed(Noisy()), {**flags, "deterministic": True}, folder=tmp_path, kill_at=5)
+    assert train_alone(Streamed(Noisy()), {**flags, "deterministic": True}, folder=tmp_path).losses == whole.losses[5:]
+    assert gloo.run(2, judge, Streamed(Stream()), {})[0].verdict == "equal"
+
+
+def test_rows_are_transformed_and_may_be_tuples_of_unequal_length():
+    class Pairs(torch.utils.data.IterableDataset):
+        def __len__(self):
+            return 12
+
+        def __iter__(self):
+            return ((np.arange(n % 3 + 1.0), n) for n in range(12))
+
+    class Summed(Streamed):
+        def transform(self, rows, rng):
+            return {"0": np.array([row.sum() for row in rows["0"]]), "1": rows["1"]}
+
+    source = load_sources(Summed(Pairs()))["train"]
+    assert source.gives_tuples and source.read(np.array([2, 0]))["0"].tolist() == [3, 0]
+    with pytest.raises(DataError, match="column 0 of the train data is ragged"):
+        load_sources(Streamed(Pairs()))
+    assert DEFAULTS["batch.global_size"] < 12
