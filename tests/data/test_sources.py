@@ -416,7 +416,9 @@ def test_items_that_are_no_numbers_are_refused_at_once():
 
 @pytest.mark.parametrize("value", [None, "path", [1, 2], (1, 2), np.zeros(3), 5, object()])
 def test_anything_else_is_refused_with_what_is_allowed(value):
-    with pytest.raises(DataError, match="a dict of arrays, a source, a torch Dataset or a Ray Dataset"):
+    with pytest.raises(
+        DataError, match="a dict of arrays, a source, a torch Dataset, an IterableDataset or a Ray Dataset"
+    ):
         as_source(value, split="val")
 
 

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from scaleray.data import Part, StepPlan, as_source
+from scaleray.data import Padding, Part, StepPlan, as_source, load_sources, preprocessing
 from scaleray.data.blocks import LocalBlocks
+from scaleray.data.loading import preprocessor_of
+from scaleray.data.ragged import flat_values, joined
 from scaleray.data.ray_blocks import ray_blocks
 from scaleray.errors import DataError
 
@@ -60,3 +62,43 @@ def test_tasks_give_the_bits_of_the_workers_own_reading_and_unpickle_a_source_on
     assert [next(reading)["row"][0] for _ in range(3)] == [0, 8, 16]
     with pytest.raises(DataError, match="row 30"):
         next(reading)
+
+
+def prepared():
+    """A workload whose rows Ray Data fits a preprocessor to, and whose transform makes them ragged."""
+    from ray.data.preprocessors import Chain, OrdinalEncoder, StandardScaler
+
+    class Prepared:
+        build_model = loss = None
+        collate = Padding()
+
+        def datasets(self):
+            return {"train": {"city": np.array(["Ulm", "Oslo", "Bonn", "Oslo"] * 16), "x": np.arange(64.0) ** 2}}
+
+        def preprocessor(self):
+            return Chain(StandardScaler(["x"]), OrdinalEncoder(["city"]))
+
+        def transform(self, rows, rng):
+            lengths = rng.integers(1, 5)
+            x = [row * np.ones(length) for row, length in zip(rows["x"], lengths, strict=True)]
+            return {"x": x, "city": rows["city"]}
+
+    return Prepared()
+
+
+def test_rays_preprocessors_are_fitted_by_ray_and_tasks_give_the_bits_of_the_worker(ray_session, tmp_path):
+    import ray
+
+    source, part = load_sources(prepared())["train"], Part(StepPlan(64, 8, seed=2), 0, 1, 3, 43)
+    options = {"row_bytes": source.row_bytes, "chunk_bytes": 900, "memory_bytes": 1e8, "cpus": 2.0}
+    tasks = joined(list(ray_blocks(ray.put(source), part, **options)))
+    here = joined(list(LocalBlocks(source, part, chunk_bytes=1)))
+    for name in ("x", "city"):
+        assert flat_values(tasks[name]).tobytes() == flat_values(here[name]).tobytes()
+    assert tasks["x"].offsets.tolist() == here["x"].offsets.tolist()
+    rows = source.source.read(np.arange(64))
+    assert rows["city"][:4].tolist() == [2, 1, 0, 1]
+    assert abs(rows["x"].mean()) < 1e-9 and abs(rows["x"].std() - 1) < 1e-9
+    preprocessing.save(preprocessor_of(source), str(tmp_path))
+    again = preprocessing.apply(preprocessing.load(str(tmp_path)), prepared().datasets()["train"])
+    assert again["x"].tobytes() == rows["x"].tobytes() and again["city"].tobytes() == rows["city"].tobytes()
