@@ -6,6 +6,7 @@ documents them, and any class with the same methods works. Nothing here imports 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -128,6 +129,16 @@ class Workload:
         train nothing. With several optimizers it gets them by name, and returns schedules by name.
         """
         return None
+
+    def end_of_split(self) -> Mapping[str, tuple[float, float]]:
+        """Metrics of the split that was just evaluated as sums and counts, where `metrics()` has added up something
+        else, such as the state of a torchmetrics object. Optional."""
+        return {}
+
+    def aside(self) -> contextlib.AbstractContextManager[Any]:
+        """Context in which `metrics()` measures a row that does not count: nothing that was added up must change.
+        Optional."""
+        return contextlib.nullcontext()
 
     def step_metrics(self) -> Mapping[str, Any]:
         """Figures of the step that was taken last, by name (`train/...`): numbers, or functions that give one. Those of

@@ -12,6 +12,7 @@ from scaleray.callbacks import Callback
 from scaleray.errors import WorkloadError
 from scaleray.lightning.classes import is_overridden, place_of
 from scaleray.lightning.logs import Logged, recorded_name, step_values
+from scaleray.lightning.metric_objects import computed, connect
 from scaleray.lightning.optimizers import Due, LightningSchedule
 from scaleray.lightning.sums import EpochSums
 from scaleray.lightning.trainer import TrainerStandIn
@@ -23,7 +24,9 @@ class LightningHooks(Callback):
     """Calls a module's hooks between steps and around evaluations, on every worker.
 
     schedule: the module's schedulers, if it has any. evaluate_every: steps from one evaluation to the next.
-    logged_as: names in `self.log` of the values of evaluations, by their names in the record.
+    metrics: torchmetrics objects that training steps have logged, by name; evaluated_metrics: those that the split
+    which is evaluated has logged, by their names in the record. logged_as: names in `self.log` of the values of
+    evaluations, by their names in the record.
     """
 
     def __init__(self, trainer: TrainerStandIn) -> None:
@@ -34,6 +37,8 @@ class LightningHooks(Callback):
         self.logged_as: dict[str, str] = {}
         self.sums = EpochSums()
         self.values_of_step: dict[str, Any] = {}
+        self.metrics: dict[str, Any] = {}
+        self.evaluated_metrics: dict[str, Any] = {}
         self._run: Any = None
         self._last: tuple[Any, Any, int] | None = None
         self._stages: list[str] = []
@@ -48,6 +53,7 @@ class LightningHooks(Callback):
         """The training begins, or goes on."""
         self._run, self.trainer.global_step = run, run.step
         self.trainer.place = run.rank, run.world_size
+        connect(self.module, run)
         self._call("on_fit_start")
         self._call("on_train_start")
         if self.trainer.batch_idx == 0:
@@ -71,6 +77,7 @@ class LightningHooks(Callback):
             self._last = detached, batch, self.trainer.batch_idx
         self.sums.add(kept)
         self.values_of_step = step_values(kept)
+        self.metrics.update({name: logged.value for name, logged in kept.items() if logged.is_metric})
 
     def on_step(self, run: Any) -> None:
         """An optimizer step is complete."""
@@ -130,7 +137,8 @@ class LightningHooks(Callback):
             return
         self._ends_epoch = False
         self.trainer.looks_back = True
-        means = self.sums.means(self._run)
+        means = {**self.sums.means(self._run), **computed(self.metrics)}
+        self.metrics.clear()
         self.trainer.callback_metrics.update(means, **{f"{name}_epoch": mean for name, mean in means.items()})
         self._record("train", means)
         with self._logging("train"):
@@ -147,7 +155,10 @@ class LightningHooks(Callback):
             yield
         sums = EpochSums()
         sums.add(kept)
-        means = sums.means(self._run)
+        means = {
+            **sums.means(self._run),
+            **computed({n: logged.value for n, logged in kept.items() if logged.is_metric}),
+        }
         self.trainer.callback_metrics.update(means)
         self._record(split, means)
 

@@ -30,6 +30,7 @@ from scaleray.lightning.classes import (
 from scaleray.lightning.collation import Collation
 from scaleray.lightning.hooks import LightningHooks
 from scaleray.lightning.logs import Log, short_names, sums
+from scaleray.lightning.metric_objects import computed, left_alone
 from scaleray.lightning.optimizers import LightningSchedule, configured, without_schedule
 from scaleray.lightning.trainer import TrainerStandIn
 from scaleray.workload import Workload
@@ -164,10 +165,12 @@ class LightningWorkload(Workload):
         with model.log.keeping(rows, is_training=False) as kept:
             given = self._with_batch_hooks(model, kind, batch, number)
         found = sums(kept)
-        shown = short_names(found, split)
+        objects = {logged: each.value for logged, each in kept.items() if each.is_metric and each.on_epoch}
+        shown = short_names([*found, *objects], split)
         values = {shown[logged]: pair for logged, pair in found.items()}
+        self._hooks.evaluated_metrics.update({shown[logged]: metric for logged, metric in objects.items()})
         suffix = "" if number is None else f"/dataloader_idx_{number}"
-        self._hooks.logged_as.update({f"{split}/{shown[logged]}": f"{logged}{suffix}" for logged in found})
+        self._hooks.logged_as.update({f"{split}/{shown[logged]}": f"{logged}{suffix}" for logged in shown})
         loss = given.get("loss") if isinstance(given, Mapping) else given
         if isinstance(loss, torch.Tensor) and loss.numel() == 1 and "loss" not in values:
             values["loss"] = self._sum_and_count(loss, batch, rows)
@@ -212,6 +215,23 @@ class LightningWorkload(Workload):
         made = LightningSchedule(optimizer, own.optimizer, own.schedulers, recipe.steps_per_epoch)
         self._hooks.schedule = made
         return made
+
+    def end_of_split(self) -> Mapping[str, Any]:
+        """Values over all workers of the torchmetrics objects that the split has logged. Collective."""
+        found = computed(self._hooks.evaluated_metrics)
+        self._hooks.evaluated_metrics.clear()
+        return {name: (value, 1.0) for name, value in found.items()}
+
+    def aside(self) -> Any:
+        """Context that leaves the module's torchmetrics objects as they are."""
+        return left_alone(self._model)
+
+    def predict(self, model: Any, batch: Any) -> Mapping[str, Any]:
+        """What `predict_step` gives, or the module's forward pass, by name."""
+        _, _, batch = self._batch(model, batch)
+        self._trainer.stage = "predicting"
+        given = self._step(model, "predict_step", batch)
+        return given if isinstance(given, Mapping) else {"prediction": given}
 
     def callbacks(self) -> list[Any]:
         """What calls the module's hooks, anew for each training."""

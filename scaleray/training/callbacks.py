@@ -58,6 +58,14 @@ class RunContext(Logger):
         """(sum, count) over all workers, by name, of what each of them has. Collective."""
         return self._sums(own)
 
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every worker, in the order of ranks. Collective."""
+        if self.world_size == 1:
+            return [value]
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, value)
+        return everyone
+
     def stop(self, reason: str) -> None:
         """Ask for the end of the training. All workers end after the same step, at most one step later; any worker may
         ask."""

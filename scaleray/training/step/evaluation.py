@@ -27,6 +27,7 @@ from scaleray.training.step.micro_batches import user_batch
 from scaleray.training.step.named_sums import NamedSums
 from scaleray.training.step.one_pass import OnePass
 from scaleray.training.step.sum_and_count import check_sum_and_count
+from scaleray.workload import own_method
 
 KEPT_BYTES = 2**26  # a split up to this size per worker is read once and kept, as an execution costs 0.3 s
 
@@ -133,14 +134,18 @@ class Evaluator:
         with evaluation_mode(module):
             for batch in self._batches():
                 self.enter(Phase.EVALUATION)  # with every batch, or a long evaluation would look like a hang
-                for name, (total, count) in self._measure(batch).items():
+                with self._aside() if not batch.num_rows else contextlib.nullcontext():
+                    measured = self._measure(batch)
+                for name, (total, count) in measured.items():
                     if name not in totals:
                         totals[name] = torch.zeros(2, dtype=torch.float64, device=self.place.device)
                     if batch.num_rows:  # else a placeholder row
                         totals[name][0] += total.detach()
                         totals[name][1] += count
                 self.enter(Phase.INPUT)
-        self.enter(Phase.SYNCHRONISE)
+            self.enter(Phase.SYNCHRONISE)
+            for name, pair in (own_method(self.workload, "end_of_split") or dict)().items():
+                totals[name] = torch.tensor(pair, dtype=torch.float64, device=self.place.device)
         result = {}
         numbers = iter(Later(torch.cat(list(totals.values()))).read() if totals else [])
         for name, (total, count) in self._sums({name: (next(numbers), next(numbers)) for name in totals}).items():
@@ -150,6 +155,11 @@ class Evaluator:
                 )
             result[f"{self.name}/{name}"] = total / count
         return result
+
+    def _aside(self) -> contextlib.AbstractContextManager[Any]:
+        """Context in which a placeholder is measured, for workloads that add up what they measure themselves."""
+        aside = own_method(self.workload, "aside")
+        return aside() if aside is not None else contextlib.nullcontext()
 
     def _measure(self, batch: RankBatch) -> dict[str, Any]:
         dtype = self.setup.precision.input_dtype

@@ -1,0 +1,91 @@
+"""torchmetrics objects that a module logs: their value is that over all rows, on any number of workers."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from lit_modules import FLAGS, NUM_CLASSES, Data, Plain, with_lightning, with_scaleray
+from small_runs import train
+
+from scaleray.lightning import as_workload
+from scaleray.records.run import LoggedMetrics
+
+FLAGS_OF = {**FLAGS, "stop.after": "16 steps", "evaluation.every": "1 epoch"}
+
+
+class Measured(Plain):
+    """Metrics that are no mean over rows, alone and in a collection."""
+
+    def __init__(self):
+        super().__init__()
+        task = {"task": "multiclass", "num_classes": NUM_CLASSES}
+        self.train_acc = torchmetrics.Accuracy(**task)
+        self.auroc = torchmetrics.AUROC(**task)
+        self.both = torchmetrics.MetricCollection(
+            {
+                "f1": torchmetrics.F1Score(**task, average="macro"),
+                "recall": torchmetrics.Recall(**task, average="macro"),
+            },
+            prefix="val_",
+        )
+        self.by_hand = torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        logits = self(batch[0])
+        self.train_acc(logits, batch[1])
+        self.log("train_acc", self.train_acc, on_step=False, on_epoch=True)
+        return F.cross_entropy(logits, batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        logits = self(batch[0])
+        self.auroc.update(logits.softmax(1), batch[1])
+        self.both.update(logits, batch[1])
+        self.by_hand.update((logits.argmax(1) == batch[1]).double())
+        self.log("val_auroc", self.auroc)
+        self.log_dict(self.both)
+        self.log("val_loss", F.cross_entropy(logits, batch[1]))
+
+    def on_validation_epoch_end(self):
+        self.log("val_by_hand", self.by_hand.compute())
+        self.by_hand.reset()
+
+
+NAMES = ["val_auroc", "val_f1", "val_recall", "val_loss", "val_by_hand"]
+
+
+def measured(place, flags=None):
+    finished = train(place, as_workload(Measured, Data)(), {**FLAGS_OF, **(flags or {})})
+    logged = {
+        (m.step, name): v for m in finished.messages if isinstance(m, LoggedMetrics) for name, v in m.metrics.items()
+    }
+    return [e.metrics for e in finished.evaluations], logged
+
+
+def test_metric_objects_have_lightnings_values():
+    workload = as_workload(Measured, Data)()
+    ours = with_scaleray(workload, {"stop.after": "16 steps", "evaluation.every": "1 epoch"})
+    _, trainer = with_lightning(Measured, workload, {"stop.after": "16 steps"})
+    logged = {name: v for m in ours.messages if isinstance(m, LoggedMetrics) for name, v in m.metrics.items()}
+    found = {**ours.evaluations[-1].metrics, **logged}
+    for name in NAMES:
+        assert found[name.replace("val_", "val/")] == pytest.approx(float(trainer.callback_metrics[name]), rel=1e-5), (
+            name
+        )
+    assert found["train/acc_epoch"] == pytest.approx(float(trainer.callback_metrics["train_acc"]), rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_on_several_workers_they_are_those_of_one_whatever_rows_a_worker_has(gloo, strategy):
+    [(alone, logged)] = gloo.run(1, measured)
+    # 21 rows in micro-batches of 5 on 2 workers: the last one is a single row, and one worker has none
+    [(together, others), _] = gloo.run(2, measured, {"strategy.name": strategy, "evaluation.micro_size": 5})
+    for one, other in zip(alone, together, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    assert logged == pytest.approx(others, rel=1e-5) and len(logged) == 4
+
+
+def test_predictions_are_those_of_predict_step():
+    workload = as_workload(Measured, Data)()
+    model = workload.build_model()
+    rows = {"split": "train", "rows": 2, "batch": torch.zeros(2, 6)}
+    assert workload.predict(model, rows)["prediction"].shape == (2, NUM_CLASSES)
