@@ -14,6 +14,7 @@ from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
 from scaleray.reproducibility.seeding import same_random_numbers
 from scaleray.strategies.pipeline.stages import Unit
+from scaleray.workload import own_method
 
 REPEATS = 5
 LARGEST_BATCH = 32
@@ -71,6 +72,13 @@ def measured_costs(
 
 def _example(workload: Any, config: RunConfig, reference: torch.Tensor) -> dict[str, torch.Tensor]:
     """A few rows of the training data as the loss takes them."""
+    if changes := [n for n in ("preprocessor", "transform", "collate") if own_method(workload, n) is not None]:
+        raise WorkloadError(
+            "the train data",
+            f"changed by {changes[0]}() on its way",
+            "pipeline.split measured takes rows as they are stored",
+            "use pipeline.split counted",
+        )
     data = workload.datasets()["train"]
     rows = np.arange(min(config.batch.micro_size or LARGEST_BATCH, LARGEST_BATCH))
     if isinstance(data, Mapping):

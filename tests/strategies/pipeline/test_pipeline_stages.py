@@ -5,10 +5,12 @@ import random
 
 import pytest
 import torch
+from small_runs import Classify, make_job
 from small_transformer import SmallTransformer
 from torch import nn
 
 from scaleray.errors import WorkloadError
+from scaleray.strategies.pipeline.costs import measured_costs
 from scaleray.strategies.pipeline.stages import (
     balanced_bounds,
     counted_costs,
@@ -101,3 +103,10 @@ def test_blocks_that_cannot_be_cut_apart_are_refused(blocks, says):
     model = Twice()
     with pytest.raises(WorkloadError, match=says):
         find_units(model, blocks(model))
+
+
+def test_blocks_are_not_measured_on_rows_that_change_on_their_way():
+    config, model = make_job(Classify())[0].config, nn.Linear(2, 2)
+    changed = type("Changed", (Classify,), {"transform": lambda self, rows, rng: rows})()
+    with pytest.raises(WorkloadError, match=r"changed by transform\(\).*[^$]*use pipeline.split counted"):
+        measured_costs(model, [], 1, config=config, workload=changed)
