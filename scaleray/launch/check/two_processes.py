@@ -14,6 +14,8 @@ from scaleray.records.check import DOUBTFUL, GOOD, WRONG, Finding
 from scaleray.training.verify.variants import Assignment, Outcome
 
 STEPS = 2
+ROWS = 4
+"""Samples of a global batch here: two for each process, as batch normalisation needs."""
 SUBJECT = "two processes"
 
 
@@ -21,7 +23,10 @@ def two_processes(config: RunConfig, workload: Any, sources: Mapping[str, Source
     """The verdict on the first steps of ddp on two gloo processes, beside one. Raises UsageError."""
     question = Question(strategies=("ddp",), world_sizes=(2,), accumulation=(1,), steps=STEPS)
     train = {TRAIN: sources[TRAIN]}  # an evaluation of all rows may take longer than everything else
-    config = config.model_copy(update={"stop": config.stop.model_copy(update={"at": None})})
+    updates: dict[str, Any] = {"stop": config.stop.model_copy(update={"at": None})}
+    if config.batch.unit == "samples" and config.batch.global_size > ROWS:
+        updates["batch"] = config.batch.model_copy(update={"global_size": ROWS, "micro_size": None})
+    config = config.model_copy(update=updates)
     plan = make_plan(config, question, workload, train)
     variants = [variant for group in plan.groups.values() for variant in group]
     if not variants:

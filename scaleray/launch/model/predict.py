@@ -225,6 +225,9 @@ def _quiet_data() -> Iterator[Any]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The minimum number of concurrent actors")  # of few rows
+            warnings.filterwarnings(
+                "ignore", message="`ray_remote_args` is deprecated"
+            )  # 2.60 has no other max_restarts
             yield ray.data
     finally:
         context.execution_options.preserve_order, context.enable_progress_bars = before

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,12 @@ class GlooProcesses:
                 else:
                     failures[rank] = value
         return answers, failures
+
+
+def begin_imports() -> None:
+    """Let the process that others are forked from import what they need, beside what this one does meanwhile."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
+    forkserver.ensure_running()
 
 
 @contextmanager
