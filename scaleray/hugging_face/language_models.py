@@ -10,9 +10,11 @@ from scaleray.errors import ConfigError
 from scaleray.hugging_face import text_files, token_rows
 from scaleray.hugging_face.chat import conversations
 from scaleray.hugging_face.masking import Masking
+from scaleray.hugging_face.models import read_config
 from scaleray.hugging_face.token_rows import Tokens
 from scaleray.hugging_face.workload import HuggingFaceWorkload
 
+SPECIAL = tuple(f"{name}_token_id" for name in ("bos", "eos", "pad", "cls", "sep"))
 PACKINGS = ("concatenate", "separate", "pad")
 
 
@@ -51,7 +53,8 @@ class TextWorkload(HuggingFaceWorkload):
         """Vocabulary and special tokens of the tokenizer, for a config that does not state them."""
         if isinstance(self.model, str):
             return {}
-        special = {f"{name}_token_id": getattr(self.tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+        there = read_config(self.model, {})
+        special = {name: getattr(self.tokenizer, name) for name in SPECIAL if hasattr(there, name)}
         return {k: v for k, v in {"vocab_size": len(self.tokenizer), **special}.items() if k not in self.model}
 
     def check_length(self) -> None:
@@ -133,13 +136,22 @@ class MaskedLanguageModel(TextWorkload):
         self.masked_share = masked_share
         self._masking: Masking | None = None
 
+    @property
+    def masking(self) -> Masking:
+        """How tokens are hidden. Raises ConfigError for a tokenizer without a mask."""
+        if self._masking is None:
+            tokenizer = self.tokenizer
+            if tokenizer.mask_token_id is None:
+                allowed = "a masked language model hides tokens by it"
+                raise ConfigError("workload.args.tokenizer", "without a mask", allowed)
+            special = tuple(tokenizer.all_special_ids)
+            self._masking = Masking(self.masked_share, tokenizer.mask_token_id, special, len(tokenizer))
+        return self._masking
+
     def datasets(self) -> dict[str, ArraySource]:
         self.check_length()
+        self._masking = self.masking  # so that it is at hand where rows are read
         end, tokenizer = self.tokenizer.sep_token_id, self.tokenizer
-        if tokenizer.mask_token_id is None:
-            raise ConfigError("workload.args.tokenizer", "without a mask", "a masked language model hides tokens by it")
-        special = tuple(tokenizer.all_special_ids)
-        self._masking = Masking(self.masked_share, tokenizer.mask_token_id, special, len(tokenizer))
         return {
             name: token_rows.concatenated(
                 token_rows.tokenize(text_files.texts(records, self.text, what=name), tokenizer, end=end),
@@ -151,6 +163,5 @@ class MaskedLanguageModel(TextWorkload):
 
     def transform(self, rows: dict[str, Any], rng: Any) -> dict[str, Any]:
         """Hide tokens, by the row's own random numbers."""
-        assert self._masking is not None
-        ids, labels = self._masking.hide(rows["input_ids"], rng)
+        ids, labels = self.masking.hide(rows["input_ids"], rng)
         return {**rows, "input_ids": ids, "labels": labels}

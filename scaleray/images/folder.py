@@ -33,7 +33,8 @@ class ImageFolder(ArraySource):
         if not found:
             raise DataError(f"the images in {folder}", "none", f"files end in {', '.join(ENDINGS)}")
         names = [file.encode() for file, _ in found]
-        self._sizes = [(file, (Path(folder) / file).stat().st_size) for file, _ in found]
+        sizes = [(file, (Path(folder) / file).stat().st_size) for file, _ in found]
+        self.num_bytes, self.names_hash = sum(size for _, size in sizes), hash_names(sizes)
         width = max(map(len, names))
         files = np.frombuffer(b"".join(name.ljust(width, b"\0") for name in names), np.uint8)
         labels = np.array([number for _, number in found], np.int64)
@@ -44,8 +45,8 @@ class ImageFolder(ArraySource):
         return {
             "kind": "images",
             "rows": self.num_rows,
-            "bytes": sum(size for _, size in self._sizes),
-            "sha256": hash_names(self._sizes),
+            "bytes": self.num_bytes,
+            "sha256": self.names_hash,
             "hashed": "names and sizes",
         }
 

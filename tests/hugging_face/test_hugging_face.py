@@ -35,6 +35,7 @@ from scaleray.hugging_face.masking import Masking
 from scaleray.hugging_face.token_rows import IGNORED, Tokens, concatenated, packed, padded
 from scaleray.hugging_face.tokenizers import byte_tokenizer
 from scaleray.model_blocks import find_blocks
+from scaleray.reproducibility.seeding import seed_everything, stream_seed
 from scaleray.training.setup import fine_tuning
 from scaleray.workload import load_workload
 
@@ -48,7 +49,7 @@ LLAMA = {
     "max_position_embeddings": 64,
 }
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
-BERT = {"model_type": "bert", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}  # fmt: skip
+BERT = {"model_type": "bert", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # fmt: skip
 IDS = torch.randint(0, 250, (2, 20), generator=torch.Generator().manual_seed(3))
 
 
@@ -270,6 +271,38 @@ def test_labels_of_minus_100_count_nothing_and_training_is_that_of_plain_torch(c
     assert largest_difference(ours.weights, plain.weights) < 100 * bound
 
 
+def batches_of(workload, flags):
+    """The rows of each step, as training reads them: transformed, each under its own seed."""
+    job, sources = make_job(workload, flags)
+    plan, source = job.train_plan(), sources[TRAIN]
+    for step in range(job.recipe.total_steps):
+        positions = plan.positions(step)
+        rows = source.source.read(plan.samples_at(positions))
+        yield {name: torch.as_tensor(v) for name, v in source.changed(rows, plan.row_seeds(positions)).items()}
+
+
+@pytest.mark.parametrize("kind", ["masked", "images"])
+def test_training_is_that_of_a_loop_with_transformers_own_loss_on_the_same_rows(texts, pictures, kind):
+    workload = masked(texts) if kind == "masked" else ImageClassification(VIT, data={"train": pictures})
+    flags = {"optimizer.name": "adamw", "optimizer.learning_rate": 1e-3, "stop.after": "20 steps", "optimizer.clip_norm": None}  # fmt: skip
+    ours = train_alone(workload, flags)
+    seed_everything(stream_seed(0, "model"))
+    model = workload.build_model().double()
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            assert part.p == 0
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, (0.9, 0.999), 1e-8, 0.0, fused=True)
+    losses = []
+    for batch in batches_of(workload, flags):
+        inputs = {"input_ids": batch["input_ids"].long()} if kind == "masked" else {"pixel_values": workload.images.pixels(batch["pixel_values"], torch.float64)}  # fmt: skip
+        loss = model(**inputs, labels=batch["labels"].long()).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert ours.losses == pytest.approx(losses, rel=1e-5)  # transformers' loss rounds logits to float32
+
+
 def in_transformers_loop(workload, steps, batch_size, folder):
     """transformers.Trainer on the very batches of the step plan; gives the mean losses and the weights."""
     import transformers
@@ -289,8 +322,6 @@ def in_transformers_loop(workload, steps, batch_size, folder):
     class InOrder(transformers.Trainer):
         def _get_train_sampler(self, *args):
             return torch.utils.data.SequentialSampler(self.train_dataset)
-
-    from scaleray.reproducibility.seeding import seed_everything, stream_seed
 
     seed_everything(stream_seed(job.config.seed, "model"))
     model = workload.build_model()
@@ -365,7 +396,7 @@ def pictures(tmp_path):
     return str(tmp_path / "train")
 
 
-VIT = {"model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}  # fmt: skip
+VIT = {"model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # fmt: skip
 
 
 def test_a_vision_model_learns_a_folder_of_images(pictures):
@@ -444,6 +475,17 @@ def test_a_run_is_exported_by_its_name_as_a_folder_and_as_an_adapter(texts, tmp_
         assert torch.equal(merged(IDS).logits, logits)
         torch.testing.assert_close(apart.eval()(IDS).logits, logits, rtol=1e-4, atol=1e-5)  # one sum instead of two
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "model")("ab").input_ids == [259, 64, 65, 260]
+
+
+def test_weights_of_a_folder_are_read_into_a_config_by_part_and_those_of_another_kind_refused(base):
+    workload = Causal(f"{base}/config.json")
+    model = built(workload, seed=5)
+    fine_tuning.load(model, workload, base)
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, built(Causal(base))(IDS).logits)
+    other = Causal({**GPT2, "vocab_size": 250})
+    with pytest.raises(WorkloadError, match="the model is a gpt2"):
+        fine_tuning.load(built(other), other, base)
 
 
 LORA = FineTuningSettings(lora_rank=4, lora_alpha=8, lora_layers=("q_proj", "v_proj"))

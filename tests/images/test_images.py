@@ -8,8 +8,8 @@ import types
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import save_file
+from small_images import Small, write_images
 from small_runs import make_job, train_alone
 from torch import nn
 from verified import judge_all
@@ -23,21 +23,9 @@ from scaleray.images.folder import class_names
 from scaleray.images.models import load_weights
 
 
-class Small(ImageClassification):
-    """A network of a few weights in place of one by name."""
-
-    def build_model(self):
-        return nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
 @pytest.fixture
 def folder(tmp_path):
-    """Six images of two classes, each with its own gradient from left to right."""
-    for number in range(6):
-        path = tmp_path / "train" / ["cat", "dog"][number % 2] / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        row = (np.linspace(8 * number, 60, 12) + 150 * (number % 2)).astype(np.uint8)
-        Image.fromarray(np.broadcast_to(row, (10, 12)).copy()).save(path)
+    write_images(tmp_path / "train", 6)
     (tmp_path / "train" / "cat" / "notes.txt").write_text("no image")
     return tmp_path / "train"
 
