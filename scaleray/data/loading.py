@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +33,7 @@ def load_sources(workload: Any, *, fitted: Any = None) -> dict[str, Source]:
     """
     with stage("reading the data"):
         given = call_user_code(workload.datasets, what="datasets()", doing="reading the data")
+    _quieten_ray_data()
     if not isinstance(given, Mapping) or TRAIN not in given:
         found = f"splits {sorted(given)}" if isinstance(given, Mapping) else type(given).__name__
         raise DataError(
@@ -49,6 +51,12 @@ def load_sources(workload: Any, *, fitted: Any = None) -> dict[str, Source]:
             made = Preprocess(call_user_code(method, what="preprocessor()", doing="making it"), allows_text=True)
             fitted = preprocessing.fit(made.preprocessor, sources[TRAIN])
     return {name: for_workload(source, workload, split=name, fitted=fitted) for name, source in sources.items()}
+
+
+def _quieten_ray_data() -> None:
+    """Leave out what Ray Data says of each execution: the stages of the command say it."""
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # says that progress bars are off
 
 
 def reads_text(workload: Any) -> bool:
