@@ -19,6 +19,7 @@ import torch
 
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.data import RaySources
+from scaleray.errors import WorkloadError
 from scaleray.records.run import Heartbeat, WorkerMessage, WorkerSummary
 from scaleray.records.start import PROCESSES, WORKER_IMPORTS, StartClock
 from scaleray.training import loop
@@ -53,12 +54,12 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
     import ray
     import ray.train
 
-    assignment: Assignment = ray.get(config["task"])
+    quieten_ray()
+    assignment: Assignment = received(config["task"])
     start = StartClock(assignment.job.started_at, assignment.job.start_ends)
     start.end(PROCESSES, psutil.Process().create_time())
     start.end(WORKER_IMPORTS)
     job = dataclasses.replace(assignment.job.on(ray.train.get_context().get_world_size()), start_ends=start.ends)
-    quieten_ray()
     scale = job.config.scale
     uses_gpu = scale.gpus > 0
     place = place_under_ray(uses_gpu=uses_gpu)
@@ -100,8 +101,26 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
         sender.flush()
 
 
+def received(task: Any) -> Any:
+    """What the driver sent to this worker. Raises WorkloadError where it needs a module that is not here."""
+    import ray
+
+    try:
+        return ray.get(task)
+    except ray.exceptions.RaySystemError as exc:
+        # Ray puts a traceback below its first line
+        reason = str(exc).splitlines()[0].removeprefix("System error: ")
+        raise WorkloadError(
+            f"the workload on {ray.util.get_node_ip_address()}",
+            "not to be opened there",
+            f"a worker said: {reason}",
+            "install the package on every node, or keep the module beside the workload's file, from where it travels",
+        ) from None
+
+
 def quieten_ray() -> None:
     """Leave out what Ray's libraries say in a worker, and the driver says better or not at all."""
+    logging.getLogger("ray._private.serialization").setLevel(logging.CRITICAL)  # `received` says it
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     logging.getLogger("ray.train.v2._internal.util").setLevel(logging.CRITICAL)  # the driver says each error, once
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # says that progress bars are off

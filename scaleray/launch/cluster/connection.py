@@ -10,6 +10,7 @@ import gc
 import importlib
 import logging
 import os
+import socket
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from scaleray.errors import ClusterError, first_line
 from scaleray.launch.cluster import own_ray, ray_settings
 from scaleray.progress import stage
 
+CONNECT_TIMEOUT_S = 10.0
 DRIVER_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # the controller looks at its workers this often, and a finished run ends one look later (default 2 s); a look costs
@@ -98,7 +100,10 @@ def connected(config: RunConfig, *, meanwhile: Sequence[str] = ()) -> Iterator[s
                     _connect(address)
             else:
                 with stage("starting Ray on this machine"):
-                    own_ray.start(config, {k: os.environ.get(k, v) for k, v in OWN_ENVIRONMENT.items()})
+                    try:
+                        own_ray.start(config, {k: os.environ.get(k, v) for k, v in OWN_ENVIRONMENT.items()})
+                    except (OSError, RuntimeError, ValueError) as exc:
+                        raise _own_ray_failed(exc) from exc
                 _own_cluster = True
         yield _address()
     finally:
@@ -181,14 +186,43 @@ def _connect(address: str, *, name: str = "RAY_ADDRESS") -> None:
     import ray
 
     try:
+        _check_that_somebody_listens(address)
         ray.init(address=address, runtime_env=runtime_env(_gcs_address(address)), logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as exc:
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as exc:
+        if "ersion mismatch" in str(exc):
+            raise ClusterError(
+                name,
+                address,
+                f"it runs other versions: {' '.join(str(exc).split())}",
+                "run the command with the cluster's own Ray and Python",
+            ) from exc
         raise ClusterError(
             name,
             address,
             f"no Ray cluster answers there: {first_line(exc)}",
             "check the address and the token (RAY_AUTH_MODE), or leave it out for this machine alone",
         ) from exc
+
+
+def _check_that_somebody_listens(address: str) -> None:
+    """Raise OSError for an address at which nothing listens: Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+
+
+def _own_ray_failed(exc: BaseException) -> ClusterError:
+    return ClusterError(
+        "Ray on this machine",
+        "not up",
+        f"it did not start: {first_line(exc)}",
+        f"its logs: {ray_logs()}\n  a second try often helps on a loaded machine; --local trains without Ray",
+    )
+
+
+def ray_logs() -> str:
+    """The folder in which Ray's processes write what they say."""
+    return f"{os.environ.get('RAY_TMPDIR') or '/tmp'}/ray/session_latest/logs"
 
 
 def _gcs_address(address: str) -> str | None:

@@ -114,10 +114,10 @@ def run_function(config: dict[str, Any]) -> Any:
     """Entry point of one Ray Train worker of a group; rank 0's answer is the group's."""
     import ray
 
-    from scaleray.training.worker import place_under_ray, quieten_ray
+    from scaleray.training.worker import place_under_ray, quieten_ray, received
 
     quieten_ray()
-    task = ray.get(config["task"])
+    task = received(config["task"])
     arguments = [ray.get(a) if isinstance(a, ray.ObjectRef) else a for a in task["arguments"]]
     return task["function"](place_under_ray(uses_gpu=task["uses_gpu"]), *arguments)
 
