@@ -100,6 +100,8 @@ class LightningHooks(Callback):
 
     def on_evaluation(self, run: Any) -> None:
         """An evaluation is complete."""
+        if not self.is_running:
+            return
         measured = {logged: run.metrics[name] for name, logged in self.logged_as.items() if name in run.metrics}
         self.trainer.callback_metrics.update(measured)
         for stage in self._stages:
@@ -118,6 +120,8 @@ class LightningHooks(Callback):
 
     def on_end(self, run: Any) -> None:
         """The training is complete."""
+        if not self.is_running:  # nothing was left to train
+            return
         self._ends_epoch = self._ends_epoch or self.trainer.batch_idx != 0  # one that was cut short ends too
         self._end_epoch()
         self._call("on_train_end")

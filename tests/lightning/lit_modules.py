@@ -96,9 +96,9 @@ FLAGS = {
 """Config keys without the learning rate, which is the module's own; over those of `small_runs`."""
 
 
-def with_scaleray(workload, flags=None):
+def with_scaleray(workload, flags=None, **options):
     """Weights and records of 20 steps (2.5 epochs) on one worker, in float64."""
-    return train_alone(workload, {**FLAGS, **(flags or {})})
+    return train_alone(workload, {**FLAGS, **(flags or {})}, **options)
 
 
 def with_lightning(make_module, workload, flags=None, loader=None, **options):
