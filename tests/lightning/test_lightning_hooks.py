@@ -176,6 +176,7 @@ def test_an_interrupted_training_goes_on_to_the_bit(gloo, tmp_path):
 
 
 def test_a_training_that_is_resumed_after_its_end_has_nothing_left_to_do(tmp_path):
-    first = with_scaleray(as_workload(Plateau, Data)(), TWO_EPOCHS, folder=tmp_path)
-    again = with_scaleray(as_workload(Plateau, Data)(), TWO_EPOCHS, folder=tmp_path)
+    flags = {**TWO_EPOCHS, "checkpoint.every": "8 steps"}
+    first = with_scaleray(as_workload(Plateau, Data)(), flags, folder=tmp_path)
+    again = with_scaleray(as_workload(Plateau, Data)(), flags, folder=tmp_path)
     assert again.steps == [] and all(torch.equal(first.weights[name], again.weights[name]) for name in first.weights)
