@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from scaleray.records.settings import Setting, best, settings
-from scaleray.records.study import Curve, Estimate, StudyRecord
+from scaleray.records.study import Curve, CurvePoint, Estimate, StudyRecord
 from scaleray.records.sweep import SweepRecord
 from scaleray.text.units import count, figure
 
+MUCH_FASTER = 1.1
+"""Factor of throughput that twice the workers must surely bring: in a doubling that brings less, they wait for each
+other most of the time."""
 KNOWN_WITHIN = 3.0
 """Factor between an interval's ends beyond which the interval stands in the headline itself."""
 
 
 def study_headline(record: StudyRecord) -> str:
-    """How much faster the largest number of workers is, and what the next doubling would give, for the first curve."""
+    """How many workers to use, by the first curve, and how much faster these are. What the next doubling would give
+    stands in the verdict below it."""
     curve = next((curve for curve in record.curves if curve.points), None)
     if curve is None:
         return "No curve was measured"
@@ -23,11 +28,28 @@ def study_headline(record: StudyRecord) -> str:
     if len(curve.points) == 1:
         rate = f"{count(last.point.samples_per_s.value)} samples/s on {workers} worker{'s' if workers > 1 else ''}"
         return f"{rate}; a curve needs a second number of workers"
-    known = (
-        f"{last.efficiency.value:.0%} of ideal" if _is_known(last.speedup) else f"known only to {_span(last.speedup)}"
-    )
-    speed = f"{last.speedup.value:.3g}× on {workers} workers, {known}"
-    return f"{curve.mode.capitalize()} scaling: {speed}; {_outlook(curve)}"
+    chosen = worth_using(curve)
+    number = f"{chosen.point.workers} worker{'s' if chosen.point.workers > 1 else ''}"
+    others = f"{workers} workers are {_times(last)} as fast as {curve.base_workers}"
+    if not _is_known(last.speedup):
+        return f"How many workers to use is open: {others}, known only to {_span(last.speedup)}"
+    share = f"{last.efficiency.value:.0%} of ideal ({curve.mode} scaling)"
+    if chosen is not last:
+        return f"Stay on {number}: {others}, {share}"
+    return f"Use {number}: {_times(last)} as fast as {curve.base_workers}, {share}"
+
+
+def worth_using(curve: Curve) -> CurvePoint:
+    """The fewest workers that are worth it: beyond them, twice as many are not surely MUCH_FASTER.
+
+    Sure is what the ends of the intervals say: the slower end of the larger size against the value of the smaller.
+    """
+    chosen = curve.points[0]
+    for at in curve.points[1:]:
+        doublings = math.log2(at.point.workers / chosen.point.workers)
+        if at.speedup.low > chosen.speedup.value * MUCH_FASTER**doublings:
+            chosen = at
+    return chosen
 
 
 def sweep_headline(record: SweepRecord) -> str:
@@ -58,11 +80,8 @@ def _fastest_and_cheapest(reached: list[Setting], direction: str) -> str:
     return f"Batch {fastest.batch_size} is fastest, batch {cheapest.batch_size} cheapest"
 
 
-def _outlook(curve: Curve) -> str:
-    doubling = curve.next_doubling
-    if doubling is None:
-        return "no next doubling is predicted"
-    return f"doubling to {doubling.workers} would give {doubling.gain.value:.2f}×"
+def _times(at: CurvePoint) -> str:
+    return f"{at.speedup.value:.3g}×"
 
 
 def _is_known(estimate: Estimate) -> bool:

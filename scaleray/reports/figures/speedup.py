@@ -42,7 +42,7 @@ def speedup(curve: Curve) -> Drawing:
     diamond = measured[-1].value * next_one.gain.value if next_one else None
     values = [float(curve.base_workers), float(last), *(e.value for e in measured), *([diamond] if diamond else [])]
     widest = Frame(min(values) / MOST_BELOW, max(values) * MOST_ABOVE)
-    fit = next((fit for fit in curve.fits if fit.law == curve.best_law and fit.band), None)
+    fit = next((fit for fit in curve.fits if fit.law == curve.best_law and fit.band and is_judged(fit)), None)
     band = [(n, e) for n, e in fit.band if n <= last] if fit else []
     has_band = all(widest.holds(e) for _, e in band)
     frame = _around(widest, values, [*measured, *(e for _, e in band if has_band)])
@@ -89,9 +89,8 @@ def efficiency(curve: Curve) -> Drawing:
     values = [_times(at.efficiency, 100) for at in curve.points]
     least, most = min(v.value for v in values), max([100.0, *(v.value for v in values)])
     low = max(least - MOST_BESIDE, min(v.low for v in values), 0.0)
-    frame = Frame(
-        0.0 if low < 45 else min(75.0, low - 12), 7 + min(most + MOST_BESIDE, max([100.0, *(v.high for v in values)]))
-    )
+    top = min(most + MOST_BESIDE, max([100.0, *(v.high for v in values)]))
+    frame = Frame(0.0 if low < 45 else min(75.0, low - 12), top + 3)
 
     def paint(ax: Any) -> None:
         drawing.log2_axis(ax.xaxis, workers)
@@ -99,7 +98,8 @@ def efficiency(curve: Curve) -> Drawing:
         ax.plot(workers, [v.value for v in values], color=BLUE, alpha=0.75)
         _points(ax, curve.points, values, frame)
         ax.set_ylim(frame.low, frame.high)
-        drawing.plain_axis(ax.yaxis, show=lambda v: f"{v:.0f}%")
+        # more than all of it is no efficiency: only what was measured there has a number
+        drawing.plain_axis(ax.yaxis, show=lambda v: f"{v:.0f}%" if v <= most else "")
         ax.set(xlabel="workers", ylabel=f"{curve.mode} efficiency")
         _room(ax, workers, max(workers))
         ends = [(float(max(workers)), 100.0, "ideal", MUTED)]
@@ -113,6 +113,11 @@ def efficiency(curve: Curve) -> Drawing:
     )
     caption = f"{meaning} Bars are 95% intervals.{_leaving(values, frame)}"
     return draw(f"efficiency-{curve.mode}", "Efficiency", caption, paint, marks=marks_by_size(curve))
+
+
+def is_judged(fit: Fit) -> bool:
+    """Whether there were points enough to leave some out of the fit: of fewer, any law fits, and says nothing."""
+    return fit.held_out_error is not None
 
 
 def marks_by_size(curve: Curve) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from scaleray.records.rows import as_columns
 from scaleray.records.study import Conditions, Curve, StudyRecord
+from scaleray.reports.figures.speedup import is_judged
 from scaleray.reports.figures.study import noise_scale, study_drawings
 from scaleray.reports.page.page import Fact, Page, Section, write
 from scaleray.text.headlines import study_headline
@@ -94,7 +95,7 @@ def where(mlflow_link: str, folder: str) -> list[str]:
 
 def _section(record: StudyRecord, curve: Curve, table: Table) -> Section:
     drawings = study_drawings(record, curve) if curve.points else []
-    tables = [table, *([_fits(curve)] if curve.fits else [])]
+    tables = [table, *([_fits(curve)] if any(map(is_judged, curve.fits)) else [])]
     return Section(f"{curve.mode.capitalize()} scaling", drawings=drawings, tables=tables)
 
 

@@ -114,7 +114,7 @@ def test_every_figure_is_well_formed_svg_with_words_for_those_who_do_not_see_it(
 def test_a_short_headline_stands_on_top_and_the_verdict_below_it(pages):
     record = study_examples.study()
     _, html = pages["study"]
-    headline = "Strong scaling: 6.05× on 8 workers, 76% of ideal; doubling to 16 would give 1.37×"
+    headline = "Use 8 workers: 6.05× as fast as 1, 76% of ideal (strong scaling)"
     assert re.search(r"<h1[^>]*>(.*?)</h1>", html).group(1) == headline == study_headline(record)
     assert html.index("<h1") < html.index(f'<p class="verdict">{record.curves[0].verdict}</p>') < html.index("<svg")
     assert html.count(record.curves[0].verdict) == 1
