@@ -6,6 +6,7 @@ Real data that ships inside an ordinary package: 1797 images of 8 x 8 pixels in 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -19,10 +20,23 @@ class Digits(Workload):
     """Classify digits; must reach 97 % test accuracy.
 
     width: channels of the first convolution. test_share: share of the images held out, chosen by a hash of the pixels.
+    class_weights: weight of each of the ten classes in the training loss, which is divided by the weights of its rows.
+    label_softness: share of each label that is spread over all classes.
     """
 
-    def __init__(self, width: int = 32, test_share: float = 0.2) -> None:
+    def __init__(
+        self,
+        width: int = 32,
+        test_share: float = 0.2,
+        class_weights: Sequence[float] | None = None,
+        label_softness: float = 0.0,
+    ) -> None:
+        if class_weights is not None and (len(class_weights) != 10 or min(class_weights) < 0):
+            raise ValueError(f"class_weights must be ten numbers of at least 0, not {class_weights}")
+        if not 0 <= label_softness < 1:
+            raise ValueError(f"label_softness must be at least 0 and below 1, not {label_softness}")
         self.width, self.test_share = width, test_share
+        self.class_weights, self.label_softness = class_weights, label_softness
 
     def build_model(self) -> nn.Module:
         # GroupNorm rather than BatchNorm: its result does not depend on how a batch is shared among workers
@@ -56,9 +70,14 @@ class Digits(Workload):
             "test": {"image": pixels[held_out], "label": labels[held_out]},
         }
 
-    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-        logits = model(batch["image"])
-        return F.cross_entropy(logits, batch["label"], reduction="sum"), len(batch["label"])
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | int]:
+        logits, labels = model(batch["image"]), batch["label"]
+        if self.class_weights is None and self.label_softness == 0:
+            return F.cross_entropy(logits, labels, reduction="sum"), len(labels)
+        soft = F.one_hot(labels, 10).to(logits.dtype) * (1 - self.label_softness) + self.label_softness / 10
+        losses = F.cross_entropy(logits, soft, reduction="none")
+        weights = torch.tensor(self.class_weights or [1.0] * 10, dtype=losses.dtype, device=losses.device)[labels]
+        return (losses * weights).sum(), weights.sum()
 
     def metrics(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, int]]:
         logits, labels = model(batch["image"]), batch["label"]

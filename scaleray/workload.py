@@ -145,6 +145,21 @@ class Workload:
         rank 0 are recorded. Optional."""
         return {}
 
+    def metric_objects(self) -> Mapping[str, Any]:
+        """Metrics that are no sum and count, such as AUROC, as torchmetrics objects by name. Optional.
+
+        `metrics` then returns the arguments of their `update` under these names.
+        """
+        return {}
+
+    def evaluate(
+        self, model: nn.Module, batches: Iterable[Batch], *, split: str, rank: int, world_size: int
+    ) -> Mapping[str, SumAndCount]:
+        """What takes more than a forward pass to measure, such as generation, as sums and counts over this worker's
+        `batches` of a split, which are added up over workers. Optional, beside `metrics`.
+        """
+        return {}
+
     def callbacks(self) -> Iterable[Any]:
         """Callbacks that look at the training and log images, text, tables and figures: see `scaleray.Callback`.
         Optional."""

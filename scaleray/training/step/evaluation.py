@@ -23,9 +23,11 @@ from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 from scaleray.training.step.best import Best
+from scaleray.training.step.metric_objects import MetricObjects
 from scaleray.training.step.micro_batches import user_batch
 from scaleray.training.step.named_sums import NamedSums
 from scaleray.training.step.one_pass import OnePass
+from scaleray.training.step.own_evaluation import own_sums
 from scaleray.training.step.sum_and_count import check_sum_and_count
 from scaleray.workload import own_method
 
@@ -123,6 +125,7 @@ class Evaluator:
         self.gives_tuples, self.enter = gives_tuples, enter
         self._open_stream = open_stream
         self._sums = NamedSums(place)
+        self._objects = MetricObjects(workload, place, name)
         self._needs_gradients = False
         self._keeps = rank_bytes <= KEPT_BYTES
         self._kept: list[RankBatch] | None = None
@@ -131,6 +134,7 @@ class Evaluator:
         """`name/loss` and the workload's metrics, over every row of the split once. Collective."""
         module = self.setup.parallel.module
         totals: dict[str, torch.Tensor] = {}  # sum and count on the device, which is read once
+        self._objects.reset()
         with evaluation_mode(module):
             for batch in self._batches():
                 self.enter(Phase.EVALUATION)  # with every batch, or a long evaluation would look like a hang
@@ -143,10 +147,16 @@ class Evaluator:
                         totals[name][0] += total.detach()
                         totals[name][1] += count
                 self.enter(Phase.INPUT)
+            own = own_sums(self.workload, self.setup.parallel, self.place, self.name, self._with_rows())
+            if taken := own.keys() & (totals.keys() | self._objects.names):
+                raise WorkloadError(
+                    f"evaluate()[{min(taken)!r}]", "there", "metrics() has the same name", "use another"
+                )
             self.enter(Phase.SYNCHRONISE)
-            for name, pair in (own_method(self.workload, "end_of_split") or dict)().items():
-                totals[name] = torch.tensor(pair, dtype=torch.float64, device=self.place.device)
-        result = {}
+            own.update((own_method(self.workload, "end_of_split") or dict)())
+        for name, (total, count) in own.items():
+            totals[name] = torch.tensor([float(total), float(count)], dtype=torch.float64, device=self.place.device)
+        result = {f"{self.name}/{name}": value for name, value in self._objects.values().items()}
         numbers = iter(Later(torch.cat(list(totals.values()))).read() if totals else [])
         for name, (total, count) in self._sums({name: (next(numbers), next(numbers)) for name in totals}).items():
             if count <= 0:
@@ -162,8 +172,7 @@ class Evaluator:
         return aside() if aside is not None else contextlib.nullcontext()
 
     def _measure(self, batch: RankBatch) -> dict[str, Any]:
-        dtype = self.setup.precision.input_dtype
-        rows = user_batch(self.workload, batch.columns, self.place.device, dtype, gives_tuples=self.gives_tuples)
+        rows = self._rows(batch)
         once = OnePass([rows] if not self.setup.parallel.forward_is_collective else ())
 
         def run(measure: Callable[[nn.Module, Any], Any]) -> Any:
@@ -178,7 +187,20 @@ class Evaluator:
             given = dict(run(metrics)) if callable(metrics) else {}
             if "loss" not in given and has_loss(self.workload):
                 given["loss"] = self._with_gradients_if_needed(lambda: run(self.workload.loss))
+            for name in self._objects.names & given.keys():
+                self._objects.update(name, given.pop(name), counts=batch.num_rows > 0)
             return {name: check_sum_and_count(pair, what=f"metrics()[{name!r}]") for name, pair in given.items()}
+
+    def _rows(self, batch: RankBatch) -> Any:
+        dtype = self.setup.precision.input_dtype
+        return user_batch(self.workload, batch.columns, self.place.device, dtype, gives_tuples=self.gives_tuples)
+
+    def _with_rows(self) -> Iterator[Any]:
+        """This rank's batches as the workload takes them, without placeholders."""
+        for batch in self._batches():
+            self.enter(Phase.EVALUATION)
+            if batch.num_rows:
+                yield self._rows(batch)
 
     def _with_gradients_if_needed(self, measure: Callable[[], Any]) -> Any:
         """The loss of a micro-batch, with gradients only where it fails without, as one does that differentiates (a

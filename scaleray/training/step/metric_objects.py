@@ -1,0 +1,102 @@
+"""Metrics that are no sum and count: torchmetrics' objects, whose state is brought together from all ranks.
+
+Each evaluation begins anew. The state is gathered by the metric's own rules (`dist_reduce_fx`), so that a ranking such
+as AUROC is that of all rows together, whatever their shares.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from scaleray.errors import WorkloadError
+from scaleray.training.setup.place import Place
+from scaleray.workload import call_user_code, own_method
+
+
+class MetricObjects:
+    """The metrics that a workload makes in `metric_objects()`, if any, for one split. names: under which `metrics()`
+    gives what they take."""
+
+    def __init__(self, workload: Any, place: Place, split: str) -> None:
+        self.place, self.split = place, split
+        give = own_method(workload, "metric_objects")
+        found = call_user_code(give, what="metric_objects()", doing="making the metrics") if give else {}
+        self._objects = {str(name): _checked(str(name), metric, place) for name, metric in dict(found or {}).items()}
+        self._is_used: dict[str, bool] = {}
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._objects)
+
+    def reset(self) -> None:
+        """Forget all rows."""
+        for metric in self._objects.values():
+            metric.reset()
+        self._is_used = dict.fromkeys(self._objects, False)
+
+    def update(self, name: str, given: Any, *, counts: bool) -> None:
+        """Give a metric what metrics() gave for it: arguments by place or by name. counts: whether the rows do."""
+        if not counts or self.place.rank % self.place.model_parallel_size:
+            return  # a placeholder, or the same rows as another rank's
+        metric, what = self._objects[name], f"metrics()[{name!r}]"
+        if not isinstance(given, (tuple, list, Mapping)):
+            allowed = f"{type(metric).__name__} takes arguments: a tuple, or a mapping by name"
+            raise WorkloadError(what, type(given).__name__, allowed)
+        by_name = given if isinstance(given, Mapping) else {}
+        by_place = () if isinstance(given, Mapping) else given
+        doing = f"being given to {type(metric).__name__}"
+        call_user_code(lambda: metric.update(*by_place, **by_name), what=what, doing=doing)
+        self._is_used[name] = True
+
+    def values(self) -> dict[str, float]:
+        """The value of each metric over all rows of all ranks. Collective."""
+        return {name: self._value(name, metric) for name, metric in self._objects.items()}
+
+    def _value(self, name: str, metric: Any) -> float:
+        is_used, what = self._is_used[name], f"{self.split}/{name}"
+
+        def gathered(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+            everyone: list[Any] = [None] * self.place.world_size
+            dist.all_gather_object(everyone, (tensor.cpu(), is_used), group=group)
+            # a rank without rows has no state: its empty lists have not even a type
+            return [theirs.to(tensor.device) for theirs, has_rows in everyone if has_rows] or [tensor]
+
+        # torchmetrics gathers while it computes, and forgets what it gathered
+        metric.dist_sync_fn, metric.distributed_available_fn = gathered, lambda: self.place.world_size > 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that this rank has had no rows: others had some
+            value = call_user_code(metric.compute, what=what, doing=f"computing {type(metric).__name__}")
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            shown = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise WorkloadError(what, shown, "a metric's value must be one number", "average it, or take it apart")
+        return float(value)
+
+
+def _checked(name: str, metric: Any, place: Place) -> Any:
+    what = f"metric_objects()[{name!r}]"
+    try:
+        from torchmetrics import Metric
+    except ImportError as exc:
+        raise WorkloadError(
+            "metric_objects()", "there", "torchmetrics is not installed", "pip install 'scaleray[metrics]'"
+        ) from exc
+    if not isinstance(metric, Metric):
+        raise WorkloadError(what, type(metric).__name__, "it must be a torchmetrics.Metric", "give each a name")
+    inner = [type(part).__name__ for part in metric.modules() if part is not metric and isinstance(part, Metric)]
+    if inner or not metric._reductions:
+        allowed = f"its state lies in others ({', '.join(inner)})" if inner else "it has no state to gather"
+        raise WorkloadError(what, type(metric).__name__, allowed, "give those under names of their own")
+    without = [state for state, reduction in metric._reductions.items() if reduction is None]
+    if without:
+        raise WorkloadError(
+            what,
+            f"{type(metric).__name__} without a reduction of {', '.join(without)}",
+            "the state of several workers could not be brought together (dist_reduce_fx is None)",
+            "use add_state(..., dist_reduce_fx='sum' or 'cat'), or return sums and counts from metrics()",
+        )
+    return metric.to(place.device)
