@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scaleray.config import RunConfig, load_config
+from scaleray.installed import names_what_is_missing
 from scaleray.records.run import RunRecord, Say, Show
 from scaleray.workload import make_workload, name_of
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 Config = RunConfig | str | Path | Mapping[str, Any]
 
 
+@names_what_is_missing
 def train(
     config: Config | None,
     workload: Any = None,
@@ -72,6 +74,7 @@ def train(
         )
 
 
+@names_what_is_missing
 def verify(
     config: Config,
     workload: Any = None,
@@ -105,6 +108,7 @@ def verify(
     return run(resolved, question, workload, local=local, say=say, base_dir=base_dir)
 
 
+@names_what_is_missing
 def study(
     config: Config,
     workload: Any = None,
@@ -159,6 +163,7 @@ def study(
     )
 
 
+@names_what_is_missing
 def sweep(
     config: Config,
     workload: Any = None,
@@ -183,6 +188,7 @@ def sweep(
     return run(resolved, question, workload, say=say, base_dir=base_dir, write_report=write_sweep_report)
 
 
+@names_what_is_missing
 def plan(
     model: str,
     cluster: str,
@@ -209,6 +215,7 @@ def plan(
     return advise(question_of(ModelOptions(model=model), ClusterOptions(cluster=cluster), recipe, rank_by=rank_by))
 
 
+@names_what_is_missing
 def compare(*runs: str | Path, uri: str | None = None) -> Comparison:
     """What differs between recorded trainings, studies or sweeps, each beside the first, and whether one became slower.
 
@@ -220,6 +227,7 @@ def compare(*runs: str | Path, uri: str | None = None) -> Comparison:
     return compare_records([find_run(str(run), uri=uri) for run in runs])
 
 
+@names_what_is_missing
 def report(run: str | Path, *, out: str | Path | None = None, uri: str | None = None) -> list[Path]:
     """Write the report of a recorded training, study or sweep again; its files, report.html first.
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import re
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 from scaleray.errors import UsageError
 
+P = ParamSpec("P")
+R = TypeVar("R")
 OF_TRAIN = ("mlflow", "pyarrow", "ray", "safetensors", "torch", "xxhash")
 """Modules that only the extra `train` brings. Without it there are plan, config, report and compare."""
 NEWEST_TESTED = {"torch": "2.13", "ray": "2.60", "mlflow": "3.17"}
@@ -20,6 +25,22 @@ def missing_library(error: ModuleNotFoundError) -> UsageError | None:
     if root not in OF_TRAIN or importlib.util.find_spec(root) is not None:
         return None
     return UsageError(f"the library {root}", None, "this needs it", "pip install 'scaleray[train]'")
+
+
+def names_what_is_missing(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, which raises UsageError for a library of the extra `train` that is not installed."""
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except ModuleNotFoundError as exc:
+            missing = missing_library(exc)
+            if missing is None:
+                raise
+            raise missing from exc
+
+    return wrapped
 
 
 def newer_than_tested() -> list[str]:

@@ -84,8 +84,11 @@ def test_a_command_that_lacks_its_libraries_says_what_to_install(tmp_path):
 
 
 def test_from_python_the_same_is_said(tmp_path):
-    statements = "import scaleray\ntry:\n    scaleray.train\nexcept scaleray.ScaleRayError as exc:\n    print(exc)"
-    assert "pip install 'scaleray[train]'" in without_train(statements, tmp_path)
+    for call in ("train", "study", "load"):
+        statements = (
+            f"import scaleray\ntry:\n    scaleray.{call}({{}})\nexcept scaleray.ScaleRayError as exc:\n    print(exc)"
+        )
+        assert "pip install 'scaleray[train]'" in without_train(statements, tmp_path), call
 
 
 def test_a_missing_module_of_somebody_else_is_not_taken_for_ours():
