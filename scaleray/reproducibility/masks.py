@@ -15,11 +15,16 @@ WHOLE_STEP = ""
 """Name in place of a layer's, for the state of the generator at the start of the step."""
 
 
-def masks_broken(trace: Trace, replica_size: int) -> tuple[Divergence, Finding] | None:
+def masks_broken(
+    trace: Trace, replica_size: int, *, generators_of_others_after: int | None = None
+) -> tuple[Divergence, Finding] | None:
     """First step in which masks are not what they should be; None if there is none. replica_size: number of
-    neighbouring workers that are one replica."""
+    neighbouring workers that are one replica. generators_of_others_after: the step after which the run has gone on with
+    the generators of another run, which may draw from states of before again."""
     seen: dict[tuple[int, str, bytes], int] = {}
     for step in trace.steps:
+        if generators_of_others_after is not None and step.step == generators_of_others_after + 1:
+            seen.clear()
         why = _within(step, replica_size) or _between(step, replica_size) or _again(step, seen)
         if why:
             return Divergence(step.step, "masks", math.inf), Finding(Cause.RANDOMNESS, why)

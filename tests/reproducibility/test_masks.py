@@ -46,3 +46,10 @@ def test_masks_that_are_equal_or_differ_by_mistake_are_found(run, replica_size, 
     divergence, finding = masks_broken(run, replica_size)
     assert (divergence.step, finding.cause) == (at, "dropout or random numbers")
     assert words in finding.why
+
+
+def test_generators_of_another_run_may_draw_again_what_was_drawn_before_them_and_nothing_else():
+    again = drawing((["a"],), (["b"],), (["a"],), (["b"],))
+    assert masks_broken(again, 1, generators_of_others_after=2) is None
+    divergence, _ = masks_broken(again, 1, generators_of_others_after=1)
+    assert divergence.step == 4

@@ -208,7 +208,7 @@ class _Group:
         if comparison.divergence is not None:
             finding = self.explanation.of(variant, key, trace, comparison.divergence, self._layout(variant))
             return self._with(outcome, (comparison.divergence, finding))
-        return self._with(outcome, on_first(self.place, lambda: masks_broken(trace, self._replica_size(variant))))
+        return self._with(outcome, on_first(self.place, lambda: self._masks_broken(variant, trace)))
 
     def _judge_promise(self, variant: Variant, outcome: Outcome, watched: Watched) -> Outcome:
         promise, config, key, trace = promised(variant), variant.job.config, self._key(variant), watched.trace
@@ -228,12 +228,17 @@ class _Group:
             return comparison, (
                 own_gradients(variant, watched, config, self.bound)
                 or self._evaluated_wrongly(variant, key, watched)
-                or masks_broken(trace, self._replica_size(variant))
+                or self._masks_broken(variant, trace)
             )
 
         comparison, found = on_first(self.place, first_broken)
         outcome = dataclasses.replace(outcome, verdict="as promised", comparison=comparison, words=promise.words)
         return self._with(outcome, found)
+
+    def _masks_broken(self, variant: Variant, trace: Trace) -> Found | None:
+        # one worker goes on with the generator in the checkpoint of the reference, which draws no masks
+        after = self.runs.resumes_after(variant) if self.place.world_size == 1 else None
+        return masks_broken(trace, self._replica_size(variant), generators_of_others_after=after)
 
     def _evaluated_wrongly(self, variant: Variant, key: Key, watched: Watched) -> Found | None:
         """First evaluation that is not that of the replicas' mean. On rank 0."""

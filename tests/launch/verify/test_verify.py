@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from small_runs import WithDropout
 
 from scaleray.config import load_config
 from scaleray.data import load_sources
@@ -14,6 +15,8 @@ from scaleray.errors import ConfigError, RunFailedError
 from scaleray.launch.verify.plan import Question, course, make_plan
 from scaleray.launch.verify.verify import verify
 from scaleray.launch.workers.gloo import UserCode, gloo_processes
+from scaleray.training.setup.place import Place
+from scaleray.training.verify.variants import Assignment, verify_group
 from scaleray.workload import load_workload
 
 HERE = Path(__file__).parent.parent
@@ -41,6 +44,15 @@ def plan(tmp_path, question, **more):
 
 
 # the plan
+
+
+def test_a_model_with_dropout_is_equal_on_one_worker_that_goes_on_from_the_references_checkpoint(tmp_path):
+    workload = WithDropout(num_rows=32)
+    sources = load_sources(workload)
+    made = make_plan(config(tmp_path), Question(steps=4, world_sizes=[1], accumulation=[1, 2]), workload, sources)
+    outcomes, _ = verify_group(Place(), Assignment(made.reference, tuple(made.groups[1]), 1e-9), {}, sources=sources)
+    assert [outcome.verdict for outcome in outcomes] == ["equal", "equal"], outcomes
+    assert all("dropout off" in outcome.words for outcome in outcomes)
 
 
 def test_all_strategies_are_planned_where_they_exist(tmp_path):
