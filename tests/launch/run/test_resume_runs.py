@@ -280,7 +280,8 @@ def test_other_data_is_refused(tmp_path):
     x = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
     np.save(path, x)
     folder = interrupted(tmp_path, path=str(path))
-    settings, about = load_config(flags=config(tmp_path)), json.loads((folder / "run.json").read_text())
+    about = json.loads((folder / "run.json").read_text())
+    settings = load_config(flags={**config(tmp_path), "scale.gpus_per_worker": 0.0})  # as the driver decided
     (data,) = load_sources(Stumbling(path=str(path))).values()
     assert Catalog.of_run(str(folder)).newest().facts == {
         "run": folder.name,
