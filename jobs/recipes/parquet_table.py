@@ -20,7 +20,7 @@ class ParquetTable(Workload):
         return StandardScaler(columns=list(TABLE.feature_names))
 
     def build_model(self):
-        return nn.Sequential(nn.Linear(30, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 1))
+        return nn.Sequential(nn.Linear(30, 32), nn.ReLU(), nn.Linear(32, 1))
 
     def datasets(self):
         rows = TABLE.frame.sample(frac=1, random_state=0)

@@ -39,17 +39,19 @@ class Recipe:
 
 
 RECIPES = (
-    Recipe("nanogpt", "nanoGPT: a GPT-2 in a file of its own, unchanged", "val/bits_per_byte", "the model gives a mean loss: times the count", ("NanoGPT",), "6"),
+    Recipe("nanogpt", "nanoGPT: a GPT-2 in a file of its own, unchanged", "val/bits_per_byte", "the model gives a mean loss: times the count", ("NanoGPT",)),
     Recipe("image_folder", "image folder: a vision transformer from transformers", "test/accuracy"),
     Recipe("text_classes", "text classes: a BERT from transformers", "val/accuracy"),
     Recipe("chat", "conversations with -100 labels: a GPT-2 from transformers", "val/loss"),
-    Recipe("parquet_table", "Parquet table through Ray Data's preprocessors", "test/accuracy", "its preprocessor is fitted by Ray Data: not under --local", ("ParquetTable",), "5"),
+    Recipe("parquet_table", "Parquet table through Ray Data's preprocessors", "test/accuracy", "its preprocessor is fitted by Ray Data: not under --local", ("ParquetTable",)),
     Recipe("lightning_digits", "LightningModule and its loaders, unchanged", "val/acc", "none; counted is what was added", ("digits",)),
     Recipe("gan", "GAN: two optimizers and losses", "test/accuracy", "the losses are two methods; each optimizer has its own step", ("Gan",)),
     Recipe("masked_lm", "masked language model: a ModernBERT from transformers", "val/loss"),
     Recipe("ema", "an object that needs EMA", "test/accuracy", counted=("*",)),
     Recipe("ragged_speech", "ragged, speech-like sequences, padded in collate", "test/accuracy", counted=("*",)),
-    Recipe("iterable", "IterableDataset", "test/accuracy", counted=("*",)),
+    Recipe("diffusion", "a diffusion model that needs EMA", "val/loss", counted=("*",)),
+    Recipe("strokes", "ragged sequences of pen strokes", "test/accuracy", counted=("*",)),
+    Recipe("source_lines", "IterableDataset", "val/bits_per_byte", counted=("*",)),
 )  # fmt: skip
 
 

@@ -151,8 +151,8 @@ class Transformed:
 
     def read(self, indices: np.ndarray) -> Columns:
         """The rows at `indices` (n,), in that order, with random numbers that follow from the index alone."""
-        with generators_kept():
-            return self.changed(self.source.read(indices), mixed(indices.astype(np.uint64)))
+        # without keeping the generators: the thread that reads would put back what the training has drawn meanwhile
+        return self.changed(self.source.read(indices), mixed(indices.astype(np.uint64)))
 
     def changed(self, rows: Columns, seeds: np.ndarray) -> Columns:
         """Rows of the source below, transformed, each under its seed, uint64 (n,)."""

@@ -11,7 +11,7 @@ from random_rows import Augmented
 from small_runs import rows
 
 from scaleray.config.data import DataSettings
-from scaleray.data import Input, Padding, Part, Ragged, RaySources, Split, StepPlan, load_sources
+from scaleray.data import Input, Padding, Part, Ragged, RaySources, Split, StepPlan, load_sources, transformed
 from scaleray.errors import DataError, WorkloadError
 
 STEPS = 9
@@ -196,3 +196,14 @@ def test_a_column_that_is_ragged_in_a_few_rows_is_ragged_in_every_block():
 
     load_sources(Seen())["train"].read(np.array([3]))
     assert len(seen) > 3 and set(seen) == {Ragged}
+
+
+def test_reading_leaves_the_generators_alone_so_that_a_thread_may_read_beside_a_training(monkeypatch):
+    workload = with_transform(lambda self, rows, rng: {"x": rows["x"] * 2})
+    source = load_sources(workload)["train"]
+
+    def kept():
+        raise AssertionError("what the training has drawn meanwhile would be put back")
+
+    monkeypatch.setattr(transformed, "generators_kept", kept)
+    assert len(source.read(np.arange(4))["x"]) == 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copyreg
+import functools
 from typing import Any
 
 from scaleray.workload import user_modules
@@ -11,5 +13,20 @@ def ship_user_code(workload: Any) -> None:
     """Let code that exists in the user's folder only travel to Ray's workers with the workload."""
     from ray import cloudpickle
 
-    for module in user_modules(workload):
+    modules = user_modules(workload)
+    for module in modules:
         cloudpickle.register_pickle_by_value(module)
+    names = {module.__name__ for module in modules}
+    cached = type(functools.cache(ship_user_code))
+
+    def reduced(function: Any) -> Any:
+        """A function under functools.cache, which pickle would only name: workers could not import it."""
+        if function.__module__ not in names:
+            return function.__qualname__
+        return _cached_again, (function.__wrapped__, function.cache_parameters())
+
+    copyreg.pickle(cached, reduced)
+
+
+def _cached_again(function: Any, parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
