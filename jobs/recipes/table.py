@@ -49,9 +49,9 @@ RECIPES = (
     Recipe("masked_lm", "masked language model: a ModernBERT from transformers", "val/loss"),
     Recipe("ema", "an object that needs EMA", "test/accuracy", counted=("*",)),
     Recipe("ragged_speech", "ragged, speech-like sequences, padded in collate", "test/accuracy", counted=("*",)),
-    Recipe("diffusion", "a diffusion model that needs EMA", "val/loss", counted=("*",)),
-    Recipe("strokes", "ragged sequences of pen strokes", "test/accuracy", counted=("*",)),
-    Recipe("source_lines", "IterableDataset", "val/bits_per_byte", counted=("*",)),
+    Recipe("diffusion", "a diffusion model that needs EMA", "val/as_asked", counted=("Diffusion",)),
+    Recipe("strokes", "ragged sequences of pen strokes", "val/accuracy", counted=("Strokes",)),
+    Recipe("source_lines", "IterableDataset", "val/accuracy", counted=("SourceLines",)),
 )  # fmt: skip
 
 
