@@ -55,6 +55,7 @@ DEFAULTS: dict[str, Any] = {
     "data.chunk_mib": 64 / 2**20,  # a step or two: rows of a step lie in one chunk, and in several
     "tracking.system_metrics": False,
     "data.timeout_s": 30.0,
+    "scale.gpus_per_worker": 0,  # as a driver without any decides
 }
 
 

@@ -63,7 +63,7 @@ def test_every_optimizer_updates_shards_as_it_updates_whole_parameters(gloo, nam
 def test_a_first_step_that_was_skipped_brings_no_warning_and_later_ones_are_not_looked_after():
     job, _ = make_job(Classify())
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
-    schedule = optimizers.build_schedule(optimizer, job.config, job.recipe)
+    schedule = optimizers.configured_schedule(optimizer, job.config, job.recipe)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         schedule.step()  # without a step of the optimizer before it

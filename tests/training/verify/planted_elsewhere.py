@@ -239,7 +239,7 @@ def evaluation_of_a_replica():
 
 
 @planted(
-    "training/setup/optimizers.py, build_schedule",
+    "training/setup/optimizers.py, configured_schedule",
     "the schedule moves once for each worker",
     "schedule",
     workload=rows(),
@@ -258,7 +258,7 @@ def schedule_once_per_worker():
 
         return faster
 
-    with instead(optimizers, "build_schedule", make):
+    with instead(optimizers, "configured_schedule", make):
         yield
 
 

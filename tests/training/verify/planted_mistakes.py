@@ -46,7 +46,7 @@ def judge(place: Place, mistake: Planted, *, steps: int = STEPS, accumulation: S
     sources = {name: as_source(value, split=name) for name, value in workload.datasets().items()}
     question = Question([mistake.strategy], [place.world_size], accumulation or _accumulation(), steps)
     plan = make_plan(config, question, workload, sources)
-    assignment = Assignment(plan.reference, tuple(plan.groups[place.world_size]), question.bound)
+    assignment = Assignment(plan.reference, tuple(plan.groups[place.world_size]), question.allowed)
     return verify_group(place, assignment, {}, sources=sources)[0]
 
 

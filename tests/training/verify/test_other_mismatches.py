@@ -146,7 +146,7 @@ def test_batch_statistics_are_found(gloo, world_size, accumulation):
 
 @contextlib.contextmanager
 def schedule_steps_once_per_worker():
-    build = optimizers.build_schedule
+    build = optimizers.configured_schedule
 
     def faster(optimizer, config, recipe):
         schedule = build(optimizer, config, recipe)
@@ -154,7 +154,7 @@ def schedule_steps_once_per_worker():
         schedule.step = lambda: [step() for _ in range(TRAINING_ON[0])]
         return schedule
 
-    with knows_who_trains(), mock.patch.object(optimizers, "build_schedule", faster):
+    with knows_who_trains(), mock.patch.object(optimizers, "configured_schedule", faster):
         yield
 
 
@@ -166,7 +166,7 @@ def test_a_schedule_that_steps_once_per_worker_is_found(gloo):
 
 @contextlib.contextmanager
 def optimizer_steps_twice():
-    build = optimizers.build_schedule
+    build = optimizers.configured_schedule
 
     def eager(optimizer, config, recipe):
         schedule = build(optimizer, config, recipe)
@@ -174,7 +174,7 @@ def optimizer_steps_twice():
         optimizer.step = lambda: [step() for _ in range(TRAINING_ON[0])][-1]
         return schedule
 
-    with knows_who_trains(), mock.patch.object(optimizers, "build_schedule", eager):
+    with knows_who_trains(), mock.patch.object(optimizers, "configured_schedule", eager):
         yield
 
 
