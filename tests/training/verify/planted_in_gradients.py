@@ -240,27 +240,6 @@ def last_stage_not_summed():
         yield
 
 
-@planted(
-    "strategies/zero1.py, send_updates",
-    "gradients of other ranks' parameters stay until the next step",
-    "accumulation",
-    strategy="zero1",
-    workload=rows(),
-)
-def old_gradients_stay():
-    def keeps(parallel, *, model, **_):
-        def after_update(step):
-            kept = [(p, p.grad) for p in model.parameters() if not parallel.owns(p)]
-            parallel.after_update(step)
-            for parameter, gradient in kept:
-                parameter.grad = gradient
-
-        return dataclasses.replace(parallel, after_update=after_update)
-
-    with spoiled("zero1", keeps):
-        yield
-
-
 # clipping
 
 
