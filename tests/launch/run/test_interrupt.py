@@ -52,7 +52,7 @@ def run_status(tmp_path):
 
 
 # Ray's own, one a cluster: they outlive every job and are no part of a run
-CLUSTER_ACTORS = ("JobSupervisor", "_AutoscalingCoordinatorActor", "_StatsActor")
+CLUSTER_ACTORS = ("JobSupervisor", "_AutoscalingCoordinatorActor", "_StatsActor", "ActorLocationTracker")
 
 
 def train_actors():
