@@ -148,6 +148,7 @@ class _Look:
         except WorkloadError as exc:
             if exc.__cause__ is not None and is_out_of_memory(exc.__cause__):
                 return None  # smaller micro-batches may be looked for, and training says what to do else
+            self._explain_missing_column(exc)
             raise
         if not math.isfinite(total):
             raise DataError(
@@ -157,6 +158,15 @@ class _Look:
                 "the inputs are finite: look at the initial parameters, a log of zero or a division in the loss",
             )
         return count
+
+    def _explain_missing_column(self, error: WorkloadError) -> None:
+        """Raise an error with the columns that there are, where the loss failed for want of one."""
+        missing = error.__cause__.args[:1] if isinstance(error.__cause__, KeyError) else ()
+        made_elsewhere = self.gives_tuples or own_method(self.workload, "collate") is not None
+        if made_elsewhere or not missing or not isinstance(missing[0], str) or missing[0] in self.columns:
+            return
+        allowed = f"the batch has {', '.join(map(repr, self.columns))}"
+        raise WorkloadError("loss()", f"reading column {missing[0]!r}", allowed, error.hint) from error.__cause__
 
     def whether_it_is_a_sum(self, config: RunConfig) -> None:
         """Raise WorkloadError where the loss is a mean.

@@ -202,3 +202,13 @@ def test_a_table_that_the_first_pass_makes_stays_where_it_is():
         batch = RankBatch(0, sources["train"].read(list(range(8))), 8)
         check_first_batch(job.workload, job.config, batch, setup, Place(), gives_tuples=False, micro_batch_size=8)
     assert setup.parallel.module.table.tolist() == [1, 1, 1]
+
+
+def test_a_column_that_the_loss_wants_and_the_rows_lack_is_named_beside_those_that_there_are():
+    class Asking(Classify):
+        def loss(self, model, batch):
+            return super().loss(model, {**batch, "x": batch["features"]})
+
+    with pytest.raises(WorkloadError, match="reading column 'features', but the batch has 'x', 'y'") as caught:
+        train_alone(Asking(), STEP)
+    assert 'batch["features"]' in str(caught.value), "the user's line"
