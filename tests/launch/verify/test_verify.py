@@ -142,7 +142,7 @@ def test_a_verification_on_ray_leaves_its_certificate_in_mlflow(ray_session, tmp
     from mlflow import MlflowClient
 
     said: list[str] = []
-    resolved = config(tmp_path)
+    resolved = config(tmp_path, **{"scale.gpus_per_worker": 0})  # as the driver decides here
     certificate = verify(
         resolved,
         Question(["ddp"], world_sizes=[2], accumulation=[1], steps=4),
