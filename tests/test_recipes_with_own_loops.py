@@ -31,6 +31,7 @@ def trained(place, name, changes):
 SHORT = {"stop.after": "3 steps", "evaluation.every": None}
 
 
+@pytest.mark.combination
 @pytest.mark.parametrize("name", FIGURES)
 def test_two_workers_train_what_one_does(gloo, name):
     workload, flags = recipe_of(name, **SHORT)

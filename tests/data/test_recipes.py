@@ -33,6 +33,7 @@ def run_with(place, name, flags):
     return run(place, name, **flags)
 
 
+@pytest.mark.combination
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_few_steps_are_those_of_one_process_on_two_workers(gloo, name):
     flags = {"stop.after": "4 steps", "precision.dtype": "fp64", "schedule.warmup": "0 steps", "workload.args.width": 8}

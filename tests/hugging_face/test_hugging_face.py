@@ -411,6 +411,7 @@ def verdicts(place, *workloads):
     return [o.verdict for workload in workloads for o in judge_all(place, workload, flags, (1, 2), steps=3)]
 
 
+@pytest.mark.combination
 def test_sharded_and_checkpointed_models_train_as_one_process_does(gloo, texts):
     tied = Causal({**GPT2, "vocab_size": 50})  # its head is the embedding
     assert gloo.run(2, verdicts, tied, masked(texts))[0] == ["equal"] * 4

@@ -59,6 +59,7 @@ class InADict(Plain):
         return [torch.optim.SGD(self.parameters(), lr=0.3)]
 
 
+@pytest.mark.combination
 @pytest.mark.parametrize("made_of", [Plain, EveryStep, EveryEpoch, EveryThirdStep, OneAfterAnother, InADict])
 def test_twenty_steps_are_those_of_lightnings_own_trainer(made_of):
     workload = as_workload(made_of, Data)()

@@ -28,6 +28,7 @@ def modules():
         del sys.modules[name]
 
 
+@pytest.mark.combination
 @pytest.mark.parametrize(
     "kind", ["table", *(pytest.param(kind, marks=pytest.mark.combination) for kind in KINDS if kind != "table")]
 )
