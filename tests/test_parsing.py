@@ -21,7 +21,7 @@ from scaleray.planner.hardware.hardware_file import read_hardware_file
 from scaleray.planner.models.from_counted_workload import read_profile
 from scaleray.planner.models.names import find_model
 from scaleray.tracking.find_record import record_of
-from scaleray.tracking.store import replay
+from scaleray.tracking.replay import replay
 
 DEEP = "[" * 100_000 + "]" * 100_000
 NEEDED = {"workload.name": "a:B", "batch.global_size": 8, "optimizer.learning_rate": 0.1, "stop.after": "5 steps"}

@@ -48,7 +48,7 @@ class Output:
 def print_json(values: Mapping[str, Any], *, written: Mapping[str, str] | None = None) -> None:
     """Print what `--json` promises of every command: one object with the version of its keys, and by name the absolute
     paths or URIs of what the command wrote."""
-    from scaleray.records.run import SCHEMA_VERSION
+    from scaleray.records.json_record import SCHEMA_VERSION
 
     print(json_library.dumps({"schema_version": SCHEMA_VERSION, **values, "written": dict(written or {})}, indent=2))
 

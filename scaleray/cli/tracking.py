@@ -34,7 +34,7 @@ def replay(file: Path, *, uri: str | None = None, json: Json = False) -> int:
         else:
             print(f"MLflow has everything of {file} now")
         return 0
-    from scaleray.tracking.store import replay as send
+    from scaleray.tracking.replay import replay as send
 
     count = send(file, uri=uri)
     if json:

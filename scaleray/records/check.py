@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from scaleray.records.run import JsonRecord
+from scaleray.records.json_record import JsonRecord
 
 GOOD, DOUBTFUL, WRONG = "good", "doubtful", "wrong"
 

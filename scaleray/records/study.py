@@ -12,9 +12,9 @@ from typing import Any, Literal, final
 
 from scaleray import metric_names as names
 from scaleray.metric_names import Metric
+from scaleray.records.json_record import JsonRecord
 from scaleray.records.printed import shortened
 from scaleray.records.rows import Row
-from scaleray.records.run import JsonRecord
 
 Mode = Literal["strong", "weak"]
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
 from scaleray import metric_names as names
+from scaleray.records.json_record import JsonRecord
 from scaleray.records.printed import shortened
 from scaleray.records.rows import Row
-from scaleray.records.run import JsonRecord
 from scaleray.records.study import Conditions, Estimate
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from scaleray.errors import TrackingError
-from scaleray.records.run import RunRecord, leaves
+from scaleray.records.json_record import leaves
+from scaleray.records.run import RunRecord
 from scaleray.records.settings import BROKEN
 from scaleray.records.study import Point, StudyRecord
 from scaleray.records.sweep import SweepRecord, Trial

@@ -20,6 +20,7 @@ from scaleray.records.run import CheckpointRecord, EvaluationRecord, EventRecord
 from scaleray.tracking import store
 from scaleray.tracking.operations import SetTags
 from scaleray.tracking.recorder import Recorder
+from scaleray.tracking.replay import replay
 from scaleray.tracking.run_description import RunDescription
 from scaleray.tracking.spool import Spool
 from scaleray.tracking.steps_file import step_rows
@@ -114,7 +115,7 @@ def test_points_that_waited_in_a_file_keep_their_times_when_they_are_sent_later(
     recorder.log([step(1, recorded_at=1.7e9), step(2, recorded_at=1.7e9 + 60)])
     unsent = recorder.finish("FINISHED", metrics={}, tags={}, files={})
     broken.is_away.clear()
-    store.replay(unsent)
+    replay(unsent)
     assert times(uri, run_id, "train/loss") == [1.7e9, 1.7e9 + 60]
 
 
@@ -228,8 +229,8 @@ def test_replay_sends_the_file_of_a_server_that_stayed_away_once(uri, tmp_path, 
     copy = tmp_path / "copy.jsonl"
     shutil.copy(unsent, copy)
     broken.is_away.clear()
-    assert store.replay(unsent) > 0
-    store.replay(copy)  # as after a crash between sending and removing: nothing doubles
+    assert replay(unsent) > 0
+    replay(copy)  # as after a crash between sending and removing: nothing doubles
     assert history(uri, run_id, "train/loss") == [(1, 1.0), (2, 1.0)]
     assert history(uri, run_id, "val/loss") == [(2, 0.5)]
     from mlflow import MlflowClient
@@ -243,9 +244,9 @@ def test_replay_sends_the_file_of_a_server_that_stayed_away_once(uri, tmp_path, 
 def test_a_file_that_is_not_ours_is_refused(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"op": "metrics"}\n')
     with pytest.raises(TrackingError, match="not one that scaleray wrote"):
-        store.replay(tmp_path / "x.jsonl")
+        replay(tmp_path / "x.jsonl")
     with pytest.raises(TrackingError, match="does not exist"):
-        store.replay(tmp_path / "y.jsonl")
+        replay(tmp_path / "y.jsonl")
 
 
 def test_events_are_kept_once_and_shown(uri, tmp_path):

@@ -14,6 +14,7 @@ from scaleray.errors import TrackingError
 from scaleray.records.run import EvaluationRecord, EventRecord
 from scaleray.tracking import store, writer
 from scaleray.tracking.recorder import Recorder
+from scaleray.tracking.replay import replay
 from scaleray.tracking.steps_file import StepsFile
 
 STEPS, EVERY = 12, 4
@@ -344,9 +345,9 @@ def test_a_damaged_unsent_file_is_sent_as_far_as_it_can_be_read_and_says_what_is
         head + '\n{"op": "metrics", "points": [["val/loss", 0.5, 5, 8]]}\n{"op": "metrics", "points": [[1]]}\n{"op"'
     )
     with pytest.raises(TrackingError, match="2 of its lines cannot be read; the other 1 were sent"):
-        store.replay(path)
+        replay(path)
     assert world.mlflow.points("val/loss", run) == [(8, 0.5)]
     assert not path.exists() and (tmp_path / "copy.jsonl.damaged").exists()
     path.write_bytes(b"\0\1\2")
     with pytest.raises(TrackingError, match="its first line does not say which run"):
-        store.replay(path)
+        replay(path)

@@ -11,7 +11,7 @@ from typing import Any
 from scaleray.checkpoints.storage import Store
 from scaleray.config.base import absolute_path, without_password
 from scaleray.errors import StorageError, UsageError, first_line
-from scaleray.records.run import jsonable
+from scaleray.records.json_record import jsonable
 
 ENDINGS = (".parquet", ".jsonl")
 

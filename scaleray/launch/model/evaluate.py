@@ -33,7 +33,8 @@ from scaleray.launch.workers.gloo import UserCode, gloo_processes
 from scaleray.launch.workers.ray_train import fit_group
 from scaleray.launch.workers.user_code import ship_user_code
 from scaleray.progress import stage
-from scaleray.records.run import JsonRecord, Say
+from scaleray.records.json_record import JsonRecord
+from scaleray.records.run import Say
 from scaleray.scaling.recipe.derive import derive
 from scaleray.scaling.recipe.values import DataSize
 from scaleray.tracking.later_values import add_to_run

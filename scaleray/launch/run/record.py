@@ -21,8 +21,9 @@ from scaleray.config.idle_settings import used_settings
 from scaleray.data import TRAIN
 from scaleray.errors import CheckpointError
 from scaleray.launch.session.folder import RunFolder
+from scaleray.records.json_record import leaves
 from scaleray.records.rows import Row
-from scaleray.records.run import EMULATED, RunRecord, leaves
+from scaleray.records.run import EMULATED, RunRecord
 from scaleray.reproducibility.fingerprint import environment_hash
 from scaleray.scaling.recipe.lr_rules import MOVED_BY_RULES
 from scaleray.tracking.provenance import dataset, source_tags

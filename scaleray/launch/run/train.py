@@ -23,6 +23,7 @@ from scaleray.errors import ClusterError, ConfigError, LeftEarly, TrackingError
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster.capacity import check_capacity
 from scaleray.launch.cluster.gpus import with_gpus_decided
+from scaleray.launch.run.announcement import announcement
 from scaleray.launch.run.checkpoint_facts import checkpoint_facts
 from scaleray.launch.run.record import as_yaml, describe, end_tags, make_record, point_metrics
 from scaleray.launch.run.resume import Request, make_request
@@ -42,10 +43,9 @@ from scaleray.tracking.recorder import Recorder
 from scaleray.training.setup.job import TrainJob, rescaled
 from scaleray.training.state import weights as final_weights
 from scaleray.watchers import Guard, Watcher
-from scaleray.workload import brings_optimizer, brings_schedule, make_workload, name_of
+from scaleray.workload import make_workload, name_of
 
 IMPORTED_AT = time.time()
-READERS = {"worker": "the workers themselves", "ray": "Ray tasks"}
 
 
 def train(
@@ -103,7 +103,7 @@ def train(
             sources = load_sources(workload, fitted=preprocessing.load(folder.path) if before else None)
             run = _Run(request, workload, sources, folder, tracking_uri, topology, show, start)
             expect_steps(run.recipe.total_steps)
-            for line in run.announcement():
+            for line in announcement(request, run.job, data=run.data, folder=folder, local=local):
                 say(line)
             return run.train(local=local)
     except BaseException:
@@ -263,37 +263,6 @@ class _Run:
             record = self._finish(recorder, "FINISHED", "", weights)
         recorder.close()
         return record
-
-    def announcement(self) -> list[str]:
-        """What is about to run, for the terminal."""
-        r, config = self.recipe, self.config
-        rule = (
-            ""
-            if config.optimizer.rule == "none"
-            else f" (rule {config.optimizer.rule} from {config.optimizer.learning_rate:g})"
-        )
-        if brings_optimizer(self.job.workload) and r.learning_rate is not None:
-            rule += " for the workload's own optimizer()"
-        elif brings_schedule(self.job.workload):
-            rule += " for the workload's own schedule()"
-        rate = "the workload's own learning rate" if r.learning_rate is None else f"learning rate {r.learning_rate:g}"
-        start = "run"
-        if self.before is not None:
-            newest = self.before.newest
-            start = f"continuing after step {newest.step}: run" if newest else "continuing from the first step: run"
-        return [
-            f"{start} {self.folder.name}: {config.workload.name}",
-            f"  {config.scale.workers!s} worker{'s' if config.scale.max_workers > 1 else ''}, {r.strategy}, "
-            f"{config.precision.dtype}, "
-            f"global batch {r.global_batch_size} = {config.scale.max_workers} x {r.accumulation_steps} x "
-            f"{r.micro_batch_size}, "
-            f"{r.total_steps} steps ({r.steps_per_epoch} an epoch), {rate}{rule}",
-            f"  sample order: {self.job.sample_order}",
-            f"  rows are read by {READERS[self.data[TRAIN]['read_by']]}",
-            *(f"  the {name} data: {note}" for name, facts in self.data.items() for note in facts.get("notes", ())),
-            *(["  in this process, without Ray"] if self.topology[0]["node"] == "local" else []),
-            *(f"  changed: {change}" for change in self.changed),
-        ]
 
     def _changes(self) -> list[str]:
         step = self.before.newest.step if self.before and self.before.newest else 0

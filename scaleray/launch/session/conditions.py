@@ -12,7 +12,7 @@ import scaleray
 from scaleray.config import RunConfig
 from scaleray.config.decides import is_beside_training
 from scaleray.errors import ConfigError
-from scaleray.records.run import jsonable, leaves
+from scaleray.records.json_record import jsonable, leaves
 from scaleray.records.study import Conditions
 from scaleray.reproducibility.fingerprint import environment
 from scaleray.workload import user_modules

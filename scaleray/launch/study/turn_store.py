@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from scaleray.checkpoints.storage import Store
 from scaleray.config.noise_scale import NoiseScaleSettings
 from scaleray.launch.session.conditions import digest, key_of
-from scaleray.records.run import jsonable
+from scaleray.records.json_record import jsonable
 from scaleray.records.study import Conditions, NoiseCourse, ToTarget, Turn
 
 Kept = TypeVar("Kept", Turn, ToTarget, NoiseCourse)

@@ -16,7 +16,7 @@ from scaleray.checkpoints.storage import Store
 from scaleray.errors import ConfigError, first_line
 from scaleray.launch.session.folder import RunFolder
 from scaleray.parsing import load_json
-from scaleray.records.run import jsonable
+from scaleray.records.json_record import jsonable
 from scaleray.records.sweep import SweepRecord, Trial
 from scaleray.scaling.sweeps.question import SweepQuestion
 from scaleray.scaling.sweeps.search_space import LogUniform, Settings, Space

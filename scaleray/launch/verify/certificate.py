@@ -17,7 +17,8 @@ from scaleray.launch.session.folder import RunFolder
 from scaleray.launch.session.start import own_folder
 from scaleray.launch.verify.plan import Question, course
 from scaleray.launch.verify.preparation import Verification
-from scaleray.records.run import JsonRecord, Say
+from scaleray.records.json_record import JsonRecord
+from scaleray.records.run import Say
 from scaleray.reproducibility.fingerprint import environment, environment_hash
 from scaleray.tracking import store
 from scaleray.tracking.operations import EndRun, LogArtifact, LogMetrics, LogParams, Operation, SetTags

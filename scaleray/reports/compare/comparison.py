@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scaleray.errors import UsageError
-from scaleray.records.run import JsonRecord, RunRecord, jsonable
+from scaleray.records.json_record import JsonRecord, jsonable
+from scaleray.records.run import RunRecord
 from scaleray.records.study import StudyRecord
 from scaleray.records.sweep import SweepRecord
 from scaleray.reports.compare.conditions import Difference, conditions, differences

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scaleray.records.run import RunRecord, jsonable, leaves
+from scaleray.records.json_record import jsonable, leaves
+from scaleray.records.run import RunRecord
 from scaleray.records.study import StudyRecord
 from scaleray.records.sweep import SweepRecord
 

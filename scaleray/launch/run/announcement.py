@@ -1,0 +1,50 @@
+"""What a run is about to do, said on the terminal before its workers start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from scaleray.config import RunConfig
+from scaleray.data import TRAIN
+from scaleray.launch.run.resume import Request
+from scaleray.launch.session.folder import RunFolder
+from scaleray.training.setup.job import TrainJob
+from scaleray.workload import brings_optimizer, brings_schedule
+
+READERS = {"worker": "the workers themselves", "ray": "Ray tasks"}
+
+
+def announcement(
+    request: Request, job: TrainJob, *, data: Mapping[str, Mapping[str, Any]], folder: RunFolder, local: bool
+) -> list[str]:
+    """The run in lines. data: facts of each split. local: in this process, without Ray."""
+    r, config, before = job.recipe, request.config, request.before
+    start = "run"
+    if before is not None:
+        newest = before.newest
+        start = f"continuing after step {newest.step}: run" if newest else "continuing from the first step: run"
+    return [
+        f"{start} {folder.name}: {config.workload.name}",
+        f"  {config.scale.workers!s} worker{'s' if config.scale.max_workers > 1 else ''}, {r.strategy}, "
+        f"{config.precision.dtype}, "
+        f"global batch {r.global_batch_size} = {config.scale.max_workers} x {r.accumulation_steps} x "
+        f"{r.micro_batch_size}, "
+        f"{r.total_steps} steps ({r.steps_per_epoch} an epoch), {_learning_rate(config, job)}",
+        f"  sample order: {job.sample_order}",
+        f"  rows are read by {READERS[data[TRAIN]['read_by']]}",
+        *(f"  the {name} data: {note}" for name, facts in data.items() for note in facts.get("notes", ())),
+        *(["  in this process, without Ray"] if local else []),
+        *(f"  changed: {change}" for change in request.changed),
+    ]
+
+
+def _learning_rate(config: RunConfig, job: TrainJob) -> str:
+    rule, rate = "", job.recipe.learning_rate
+    if config.optimizer.rule != "none":
+        rule = f" (rule {config.optimizer.rule} from {config.optimizer.learning_rate:g})"
+    if brings_optimizer(job.workload) and rate is not None:
+        rule += " for the workload's own optimizer()"
+    elif brings_schedule(job.workload):
+        rule += " for the workload's own schedule()"
+    return ("the workload's own learning rate" if rate is None else f"learning rate {rate:g}") + rule

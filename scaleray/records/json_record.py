@@ -1,0 +1,69 @@
+"""Records as JSON: what every record.json has, and values as JSON can hold them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import TypeAdapter
+
+from scaleray.records.printed import Printed
+
+SCHEMA_VERSION = 1
+"""Version of the keys of every record and of what `--json` prints. Raised when a key goes or changes its meaning; new
+keys may come within a version."""
+
+
+@dataclass(frozen=True)
+class JsonRecord(Printed):
+    """A record that is kept in a record.json."""
+
+    schema_version: int = field(default=SCHEMA_VERSION, kw_only=True)
+    """Version of the keys, see SCHEMA_VERSION. Records without it are of version 1."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as JSON can hold it; NaN and infinity become null, as JSON has no word for them."""
+        values: dict[str, Any] = jsonable(dataclasses.asdict(self))
+        return values
+
+    def to_json(self) -> str:
+        """The record as indented JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """The record in the text of a record.json. Raises pydantic's ValidationError for anything else."""
+        return TypeAdapter(cls).validate_json(text)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """Read a record.json written by `to_json`. Raises what `from_json` raises."""
+        return cls.from_json(Path(path).read_text())
+
+
+def jsonable(value: Any) -> Any:
+    """The value as JSON can hold it: NaN and infinity become null, and a value that is not plain becomes its text."""
+    if isinstance(value, dict):
+        return {str(k): jsonable(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(v) for v in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def leaves(value: Any, prefix: str = "", *, of_lists: bool = True) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything in nested mappings; an empty mapping is as good as none. of_lists: in lists of
+    mappings too."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from leaves(inner, f"{prefix}{key}.", of_lists=of_lists)
+    elif of_lists and isinstance(value, (list, tuple)) and any(isinstance(item, Mapping) for item in value):
+        for number, inner in enumerate(value):
+            yield from leaves(inner, f"{prefix}{number}.")
+    else:
+        yield prefix.removesuffix("."), value
