@@ -36,7 +36,8 @@ Batch = Mapping[str, "torch.Tensor"]
 SumAndCount = tuple["torch.Tensor", "torch.Tensor | int | float"]
 """Value summed over rows (or tokens), and the number of rows (or tokens) it was summed over."""
 
-REQUIRED_METHODS = ("build_model", "datasets", "loss")
+NEEDED = (("build_model",), ("datasets",), ("loss", "losses"))
+"""What a workload must have: one method at least of each."""
 
 
 class Workload:
@@ -242,14 +243,12 @@ def make_workload(given: Any, name: str, args: Mapping[str, Any], *, base_dir: P
 
 def build_workload(factory: Any, args: Mapping[str, Any], *, name: str) -> Any:
     """Call the workload class with the config's keyword arguments and check that it has the needed methods."""
-    missing = [m for m in REQUIRED_METHODS if not callable(getattr(factory, m, None))]
-    if missing == ["loss"] and callable(getattr(factory, "losses", None)):
-        missing = []
+    missing = [names for names in NEEDED if not any(callable(getattr(factory, method, None)) for method in names)]
     if missing:
         raise WorkloadError(
             f"workload {name}",
-            f"without {', '.join(missing)}",
-            f"it needs the methods {', '.join(REQUIRED_METHODS)}",
+            f"without {_listed(missing)}",
+            f"it needs the methods {_listed(NEEDED)}",
             "see 'Bring your own workload' in the README",
         )
     try:
@@ -262,6 +261,10 @@ def build_workload(factory: Any, args: Mapping[str, Any], *, name: str) -> Any:
             f"its signature is {getattr(factory, '__name__', name)}{inspect.signature(factory)}",
         ) from exc
     return call_user_code(lambda: factory(**args), what=f"workload {name}", doing="being built")
+
+
+def _listed(methods: Iterable[Iterable[str]]) -> str:
+    return ", ".join(" or ".join(names) for names in methods)
 
 
 def own_method(workload: Any, name: str) -> Any:

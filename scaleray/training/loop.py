@@ -43,8 +43,9 @@ from scaleray.training.step.evaluation import Evaluations
 from scaleray.training.step.first_batch import check_first_batch
 from scaleray.training.step.launched import StepsUnderWay
 from scaleray.training.step.micro_sizes import MicroSizes
-from scaleray.training.step.several_losses import SeveralLosses, train_step
-from scaleray.training.step.step import Probe, TrainStep
+from scaleray.training.step.optimizer_step import OptimizerStep
+from scaleray.training.step.several_losses import train_step
+from scaleray.training.step.step import Probe
 from scaleray.training.step.worker_shares import WorkerShares
 
 
@@ -179,7 +180,7 @@ class _Run:
         self.reporter.emit(summary)
         return summary
 
-    def _steps(self, setup: Setup, step: TrainStep | SeveralLosses, stream: StepStream) -> str | None:
+    def _steps(self, setup: Setup, step: OptimizerStep, stream: StepStream) -> str | None:
         """Train to the end and give the verdict; None when the run was asked to leave."""
         state, saves = self.state, self.checkpointing
         if self.probe is not None:
@@ -216,7 +217,7 @@ class _Run:
             batch = next(stream, None)
         return "done"
 
-    def _take(self, step: TrainStep | SeveralLosses, batch: RankBatch, setup: Setup, stream: StepStream) -> None:
+    def _take(self, step: OptimizerStep, batch: RankBatch, setup: Setup, stream: StepStream) -> None:
         """Take one optimizer step, and make ready for the next one: its learning rate, and its share of the input."""
         number, num_samples = batch.step + 1, self.plan.num_rows(batch.step)
         learning_rate = float(setup.schedule.get_last_lr()[0])
@@ -274,13 +275,13 @@ class _Run:
             self.checkpointing.evaluated(self.state.step, self.evaluations.metrics, is_last=at_end or is_last)
         return True
 
-    def _train_state(self, setup: Setup, step: TrainStep | SeveralLosses) -> TrainState:
+    def _train_state(self, setup: Setup, step: OptimizerStep) -> TrainState:
         """Everything that the training is made of, for its checkpoints."""
         kept = LoopCheckpoint(self.state, step, self.evaluations, self.clock, self.noise, self.shares, self.micro_sizes)
         seed, workload = self.job.config.seed, self.job.workload
         return TrainState(setup, self.place, workload, seed, kept.values, kept.restore, self.callbacks)
 
-    def _train_step(self, setup: Setup) -> TrainStep | SeveralLosses:
+    def _train_step(self, setup: Setup) -> OptimizerStep:
         saves = self.checkpointing
         step = train_step(
             self.job.workload,
@@ -299,7 +300,7 @@ class _Run:
         step.num_updates = self.state.step
         return step
 
-    def _settle(self, setup: Setup, step: TrainStep | SeveralLosses, first: RankBatch) -> None:
+    def _settle(self, setup: Setup, step: OptimizerStep, first: RankBatch) -> None:
         """Look at the first batch, then decide what only a batch can tell: micro-batches, and how noise is measured."""
         job, gives_tuples = self.job, self.job.splits[TRAIN].gives_tuples
         with eagerly() if setup.compilation else contextlib.nullcontext():
@@ -342,8 +343,7 @@ class _Run:
         self.callbacks.ended(self.evaluations.metrics)
         compiled = self.compilation.report()
         self.progress.enter(Phase.END)
-        save = self.save_weights if self.job.config.checkpoint.save_final else None
-        hand_on_weights(setup, save, self.job.config.fine_tuning, reporter=self.reporter, step=self.state.step)
+        hand_on_weights(setup, self.save_weights, self.job.config, reporter=self.reporter, step=self.state.step)
         return compiled
 
     def _located(self) -> contextlib.AbstractContextManager[None]:

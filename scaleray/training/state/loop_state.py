@@ -13,8 +13,7 @@ from scaleray.training.setup.job import TrainJob
 from scaleray.training.step.evaluation import Evaluations
 from scaleray.training.step.micro_sizes import MicroSizes
 from scaleray.training.step.nonfinite import stops_at, what_was_nonfinite
-from scaleray.training.step.several_losses import SeveralLosses
-from scaleray.training.step.step import TrainStep
+from scaleray.training.step.optimizer_step import OptimizerStep
 from scaleray.training.step.worker_shares import WorkerShares
 
 
@@ -46,7 +45,7 @@ class LoopCheckpoint:
     """What a checkpoint keeps of the loop: where it stands, and the state of its parts."""
 
     loop: LoopState
-    train_step: TrainStep | SeveralLosses
+    train_step: OptimizerStep
     evaluations: Evaluations
     clock: Clock
     noise: NoiseWatch

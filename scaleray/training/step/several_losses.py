@@ -19,17 +19,19 @@ from scaleray.data import RankBatch
 from scaleray.errors import WorkloadError
 from scaleray.scaling.recipe.values import Recipe
 from scaleray.several_losses import OneLoss, losses_of
+from scaleray.training.noise.meter import NoiseMeter
 from scaleray.training.observer import StepResult
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.several_optimizers import SeveralOptimizers
 from scaleray.training.step.launched import LaunchedStep
+from scaleray.training.step.optimizer_step import OptimizerStep
 from scaleray.training.step.step import Probe, TrainStep
 
 
 class SeveralLosses:
     """Takes the place of a TrainStep: has one for each loss, in the order of `losses()`."""
 
-    noise = None
+    noise: NoiseMeter | None = None
 
     def __init__(
         self,
@@ -195,7 +197,7 @@ def named(name: str) -> Iterator[None]:
         raise WorkloadError(f"losses()[{name!r}]", *exc.args[1:]) from exc
 
 
-def train_step(workload: Any, setup: Setup, *args: Any, **options: Any) -> TrainStep | SeveralLosses:
+def train_step(workload: Any, setup: Setup, *args: Any, **options: Any) -> OptimizerStep:
     """What takes a workload's steps; see TrainStep for its arguments."""
     kind = TrainStep if losses_of(workload) is None else SeveralLosses
     return kind(workload, setup, *args, **options)
