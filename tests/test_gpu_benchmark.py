@@ -86,6 +86,7 @@ def test_spans_that_lie_under_others_are_counted_once():
     assert found == {"computes": 8 / 12, "copies under it": pytest.approx(2 / 4), "communication under it": None}
 
 
+@pytest.mark.combination
 def test_a_part_that_fails_says_why():
     arguments = Namespace(device="no device", quick=True)
     found = gpu_training.check("checkpoint", arguments, workers=2, timeout_s=60.0)

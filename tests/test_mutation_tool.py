@@ -144,6 +144,7 @@ def test_planted_mutants_stand_in_the_code_and_are_python():
         assert compiles(mutant.applied((ROOT / mutant.file).read_text())), mutant.operator
 
 
+@pytest.mark.combination
 def test_what_is_called_equivalent_is_still_a_mutant_of_the_code():
     for one in json.loads(results.EQUIVALENT.read_text()):
         file, *_ = one["mutant"]

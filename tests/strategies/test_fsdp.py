@@ -345,6 +345,7 @@ def run_in(place, flags, folder, kill_at):
     return train(place, Deep(), flags, folder=folder, kill_at=kill_at)
 
 
+@pytest.mark.combination
 def test_training_starts_from_the_weights_of_another_run(gloo, tmp_path):
     first = gloo.run(2, run_in, {**RUN, **FSDP, "stop.after": "3 steps"}, str(tmp_path), None)[0]
     flags = {"workload.weights": str(tmp_path), "optimizer.learning_rate": 1e-300, "stop.after": "1 steps", "seed": 5}

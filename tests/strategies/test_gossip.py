@@ -17,6 +17,8 @@ from scaleray.strategies.apart.replicas import Replicas
 from scaleray.strategies.contract.parallel import known
 from scaleray.strategies.gossip import Mixing
 
+pytestmark = pytest.mark.combination  # a feature that few commits touch: its tests take turns
+
 GRAPHS = ["ring", "exponential", "matching"]
 GOSSIP = {"strategy.name": "gossip", "gossip.meet_every": 5, "batch.drop_last": True}
 ASYNCHRONOUS = {**GOSSIP, "gossip.is_asynchronous": True, "gossip.max_staleness": 2}

@@ -46,6 +46,7 @@ def test_heads_that_share_keys(gloo, size, num_kv_heads):
     assert_same_training(finished, train_in_plain_torch(workload, recipe))
 
 
+@pytest.mark.combination
 def test_a_replica_with_a_row_less_takes_part_in_every_pass(gloo):
     # 27 rows in batches of 8: the last has 3, so 2 single rows for one replica and 1 for the other
     workload = SmallTransformer(num_rows=27, num_blocks=1)

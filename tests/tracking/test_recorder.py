@@ -290,6 +290,7 @@ def create_run(uri, name):
     store.RunStore.create(uri, experiment="e", run_name=name, tags={})
 
 
+@pytest.mark.combination
 @pytest.mark.timeout(900)
 def test_many_processes_may_open_one_new_database_at_once(tmp_path):
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"

@@ -79,7 +79,7 @@ def placement_groups():
     return [g for g in ray.util.placement_group_table().values() if g["state"] == "CREATED"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.combination), signal.SIGTERM])
 def test_a_signal_ends_the_run_as_killed_and_frees_everything(ray_session, tmp_path, number):
     environment = {**os.environ, "RAY_ADDRESS": ray_session.address}
     process = ForkedCommand(["train", *options(tmp_path)], cwd=ROOT, environment=environment)

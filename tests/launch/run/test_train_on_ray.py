@@ -179,6 +179,7 @@ def test_a_killed_worker_without_restarts_fails_the_run(ray_session, tmp_path):
     assert _only_run(tmp_path).info.status == "FAILED"
 
 
+@pytest.mark.combination
 def test_input_without_a_free_cpu_is_explained(ray_session, tmp_path):
     # the worker reads for itself at first; this run goes on for longer than that
     options = {"scale.cpus_per_worker": 6, "data.reserved_cpus": 0, "data.timeout_s": 6, "stop.after": "10000000 steps"}

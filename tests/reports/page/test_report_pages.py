@@ -212,6 +212,7 @@ def test_csv_and_png_lie_beside_the_page_and_an_old_report_is_replaced(tmp_path)
     assert len(list(csv.DictReader(settings.open()))) == 6
 
 
+@pytest.mark.combination
 @pytest.mark.filterwarnings("error::UserWarning")  # matplotlib's, where a figure has no room for what it must show
 @pytest.mark.parametrize("sizes", [(1,), (3 * 2**k for k in range(11))])
 def test_a_study_of_any_number_of_points_has_a_page(sizes):

@@ -37,6 +37,8 @@ from scaleray.training.setup.model_setup import prepare
 from scaleray.training.step.step import TrainStep
 from scaleray.training.verify.variants import PROMISES, Assignment, verify_group
 
+pytestmark = pytest.mark.combination  # a feature that few commits touch: its tests take turns
+
 EVERYTHING = {"compression.name": "topk", "compression.density": 1.0}
 SMALL_BUCKETS = {"strategy.bucket_size_mib": 1e-4}  # several, and other ones after the first step
 METHODS = {

@@ -13,6 +13,8 @@ from scaleray.strategies.pipeline.shards import Shards
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.setup.place import Place
 
+pytestmark = pytest.mark.combination  # a feature that few commits touch: its tests take turns
+
 SHARDED = {"strategy.name": "pipeline", "pipeline.data_axis": "fsdp"}
 
 

@@ -52,6 +52,7 @@ def all_of(found):
     return set.union(*(values for name, values in found.items() if name != BESIDE_TRAINING))
 
 
+@pytest.mark.combination
 @pytest.mark.parametrize(
     ("world_size", "flags"),
     [

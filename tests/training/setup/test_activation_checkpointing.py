@@ -16,6 +16,8 @@ from scaleray.training.setup import activation_checkpointing
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.setup.place import Place
 
+pytestmark = pytest.mark.combination  # a feature that few commits touch: its tests take turns
+
 POLICIES = {
     "full": {"activations.checkpointing": "full"},
     "every": {"activations.checkpointing": "every", "activations.every": 2},

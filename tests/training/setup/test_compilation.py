@@ -18,6 +18,8 @@ from scaleray.training.setup import compilation
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.setup.place import Place
 
+pytestmark = pytest.mark.combination  # a feature that few commits touch: its tests take turns
+
 ON_BLOCKS = {"compilation.what": "blocks", "compilation.backend": "aot_eager"}
 ON_MODEL = {"compilation.what": "model", "compilation.backend": "aot_eager"}
 EAGER = {"compilation.what": "blocks", "compilation.backend": "eager"}

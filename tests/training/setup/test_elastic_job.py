@@ -9,6 +9,8 @@ from small_runs import Classify, largest_difference, relative_differences, rows,
 from scaleray.data import StepPlan
 from scaleray.data.sample_order import Origin
 
+pytestmark = pytest.mark.combination  # a feature that few commits touch: its tests take turns
+
 FLAGS = {
     "scale.workers": {"min": 1, "max": 4},
     "batch.global_size": 12,

@@ -19,6 +19,8 @@ from scaleray.training.setup.model_setup import prepare
 from scaleray.training.setup.place import Place
 from scaleray.training.verify.variants import short_job
 
+pytestmark = pytest.mark.combination  # a feature that few commits touch: its tests take turns
+
 CPU = torch.device("cpu")
 EMULATED = {"precision.dtype": "bf16", "precision.float8": "tensorwise", "precision.emulate_float8": True}
 LARGEST_E4M3 = 448.0

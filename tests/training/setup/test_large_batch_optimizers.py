@@ -28,6 +28,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from scaleray.errors import ConfigError
 from scaleray.training.setup.large_batch_optimizers import Lamb, Lars, norms_of_whole
 
+pytestmark = pytest.mark.combination  # a feature that few commits touch: its tests take turns
+
 NAMES = {"lars": Lars, "lamb": Lamb}
 
 

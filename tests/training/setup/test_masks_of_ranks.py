@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from small_runs import (
     NUM_CLASSES,
@@ -15,6 +16,8 @@ from small_runs import (
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+pytestmark = pytest.mark.combination  # a feature that few commits touch: its tests take turns
 
 NUM_STEPS, LATER = 6, 2
 FLAGS = {

@@ -30,6 +30,8 @@ from scaleray.strategies.contract.parallel import full
 from scaleray.training.setup import pruning
 from scaleray.training.setup.model_setup import prepare
 
+pytestmark = pytest.mark.combination  # a feature that few commits touch: its tests take turns
+
 # the schedule
 
 

@@ -20,6 +20,8 @@ from scaleray.training.setup.place import Place
 from scaleray.training.state.state import TrainState
 from scaleray.training.step.micro_batch_finder import Trial, find, next_size
 
+pytestmark = pytest.mark.combination  # a feature that few commits touch: its tests take turns
+
 ADAMW = {"optimizer.name": "adamw", "optimizer.learning_rate": 0.01}
 
 

@@ -11,6 +11,8 @@ from verified import judge, knows_who_trains, many
 from scaleray.strategies import tensor
 from scaleray.strategies.pipeline.parts import Parts
 
+pytestmark = pytest.mark.combination  # a feature that few commits touch: its tests take turns
+
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("strategy", ["pipeline", "tensor"])
