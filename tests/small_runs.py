@@ -36,6 +36,7 @@ from scaleray.scaling.recipe.derive import derive
 from scaleray.strategies.contract.weight_shares import WeightShare
 from scaleray.strategies.tensor import Replicated
 from scaleray.training import loop
+from scaleray.training.health.progress import Progress
 from scaleray.training.observer import StepResult
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import prepare
@@ -230,13 +231,16 @@ def train(
     folder: Any = None,
     kill_at: int | None = None,
     facts: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
 ) -> Finished:
     """Run the loop as the worker at `place`; every rank of a pool calls it.
 
     folder: of the run, for its checkpoints; None is none. kill_at: end the run when so many steps are complete.
     """
     job, sources = make_job(workload, flags, world_size=place.world_size)
-    return train_job(place, job.on(place.world_size), sources, folder=folder, kill_at=kill_at, facts=facts)
+    return train_job(
+        place, job.on(place.world_size), sources, folder=folder, kill_at=kill_at, facts=facts, progress=progress
+    )
 
 
 def train_job(
@@ -247,6 +251,7 @@ def train_job(
     folder: Any = None,
     kill_at: int | None = None,
     facts: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
 ) -> Finished:
     """Run the loop on a job that is ready."""
     messages: list[WorkerMessage] = []
@@ -267,6 +272,7 @@ def train_job(
             save_weights=lambda share: weights.update(brought_together(share, place)),
             checkpointing=checkpointing,
             probe=KillAt(kill_at, checkpointing) if kill_at is not None else None,
+            progress=progress,
         )
     except Killed:
         summary = None

@@ -16,6 +16,7 @@ from scaleray import metric_names as names
 from scaleray.parsing import load_json
 from scaleray.records.json_record import JsonRecord
 from scaleray.records.printed import figures
+from scaleray.records.profile import RankMeasurements, RunProfile
 from scaleray.records.rows import Row
 
 EMULATED = "emulated"
@@ -161,6 +162,8 @@ class WorkerSummary:
     """Seconds of each part of the start, as `records/start.py` names them."""
     best: dict[str, Any] = field(default_factory=dict)
     """Best evaluation by `stop.watch` or `checkpoint.best`: metric, value and step. Empty without one."""
+    profile: RankMeasurements | None = None
+    """Where the time of this worker's steps went; None where that was not measured."""
 
 
 @dataclass(frozen=True)
@@ -256,6 +259,8 @@ class RunRecord(JsonRecord):
     best: dict[str, Any] = field(default_factory=dict)
     """Best evaluation by `stop.watch` or `checkpoint.best`: metric, value, step, and the path of its checkpoint, where
     that is kept. Empty in older records."""
+    profile: RunProfile | None = None
+    """Where the time went, on every rank. None in older records, and where no step was measured."""
     unsent_file: str | None = None
     """Metrics that MLflow did not take; `scaleray tracking replay FILE` sends them."""
 
@@ -300,4 +305,5 @@ class RunRecord(JsonRecord):
         known, values = {one.name for one in dataclasses.fields(cls)}, load_json(text)
         if not isinstance(values, dict):
             raise TypeError(f"it holds no record but a {type(values).__name__}")
+        values["profile"] = RunProfile.of(values.get("profile"))
         return cls(**{key: value for key, value in values.items() if key in known})

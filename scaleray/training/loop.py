@@ -13,7 +13,7 @@ from typing import Any
 
 from scaleray.data import TRAIN, Input, Part, RankBatch, Sources, StepStream
 from scaleray.errors import LeftEarly
-from scaleray.records.heartbeat_phases import Phase
+from scaleray.records.phases import Phase
 from scaleray.records.run import Emit, EvaluationRecord, EventRecord, WorkerSummary
 from scaleray.records.start import FIRST_BATCH, MODEL
 from scaleray.scaling.recipe.values import Recipe
@@ -30,6 +30,7 @@ from scaleray.training.health.summary import summary_of
 from scaleray.training.health.worker_errors import locating
 from scaleray.training.noise.watch import NoiseWatch
 from scaleray.training.observer import Observers, TakenStep
+from scaleray.training.profile.phase_times import PhaseTimes
 from scaleray.training.setup.compilation import eagerly
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup, prepare
@@ -94,7 +95,9 @@ class _Run:
         self.place, self.progress, self.first_step = place, progress, first_step
         self.save_weights, self.probe, self.checkpointing = save_weights, probe, checkpointing
         self.state = LoopState(job, first_step)
-        self.clock = Clock(job.started_at, job.start_ends)
+        self.phases = PhaseTimes(place, first_step, progress.enter)
+        progress.on_enter = self.phases.marks.mark
+        self.clock = Clock(job.started_at, job.start_ends, self.phases)
         self.reporter = Reporter(job, place, emit, step=lambda: self.state.step, figures=lambda: self.noise.figures())
         self.noise = NoiseWatch(self.reporter.guard)
         self.memory = MemoryReport(place.device, self.reporter.guard)
@@ -103,7 +106,9 @@ class _Run:
             self.plan = job.train_plan()
             self.callbacks = Callbacks(job.workload, place, self.reporter.emit)
         # the reporter tells what those before it have measured, and callbacks hear of a step that was told
-        self.observers = Observers(self.memory, self.noise, self.compilation, self.reporter, self.callbacks)
+        self.observers = Observers(
+            self.phases, self.memory, self.noise, self.compilation, self.reporter, self.callbacks
+        )
         self.micro_sizes = MicroSizes(job.config, place, self.reporter)
         self.limits = CollectiveLimits(progress, job.config.scale.collective_timeout_s)
         self.input = Input(
@@ -176,6 +181,7 @@ class _Run:
             memory={**self.memory.found, **self.micro_sizes.search},
             noise=self.noise.values(),
             best=self.evaluations.best.values(),
+            profile=self.phases.measurements,
         )
         self.reporter.emit(summary)
         return summary
@@ -230,6 +236,7 @@ class _Run:
                 # whatever is decided together needs the sums of all ranks
                 meets=setup.parallel.meets(number) or self.job.recipe.decides_after(number),
             )
+        self.progress.enter(Phase.OTHER)
         self.observers.after_launch()
         setup.after_step(number)
         self.state.step = number
@@ -240,9 +247,10 @@ class _Run:
             self.progress.enter(Phase.INPUT)
             stream.cut(number, self.shares.now)
             self.reporter.say(changed, step=number)
-        self.progress.enter(Phase.SYNCHRONISE)
+        self.progress.enter(Phase.COMMUNICATION)
         self.under_way.wait_for_room()
         step_s, waited_s = self.clock.tick(stream.waited_s)
+        self.progress.enter(Phase.OTHER)
         made = partial(TakenStep, number, num_samples, learning_rate, self.plan.epochs(number), step_s, waited_s)
         self.under_way.add(launched, made)
 
@@ -263,7 +271,7 @@ class _Run:
     def _evaluate_if_due(self, setup: Setup, *, at_end: bool = False) -> bool:
         if not self.evaluations.are_due(self.state.step, at_end=at_end):
             return False
-        self.progress.enter(Phase.SYNCHRONISE)
+        self.progress.enter(Phase.COMMUNICATION)
         if self.checkpointing is not None and (setup.parallel.replicas_differ or setup.averaging.is_on):
             self.checkpointing.before_update()  # a mean takes the place of the weights while it is evaluated
         record = self.evaluations.run(self.state.step)

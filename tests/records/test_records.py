@@ -7,15 +7,46 @@ import math
 import pytest
 
 from scaleray import metric_names
+from scaleray.records.profile import (
+    Buckets,
+    CollectiveRow,
+    Goodput,
+    MemoryNumbers,
+    MemoryPeak,
+    RankProfile,
+    RunProfile,
+    Spread,
+)
 from scaleray.records.run import RunRecord
 
+STEP = Spread(2.0, 0.1, 0.12, [0.1, 0.1])
+PROFILE = RunProfile(
+    Buckets(2, 10, 2),
+    [
+        RankProfile(
+            0,
+            "n",
+            "cpu",
+            20,
+            STEP,
+            {"forward": STEP},
+            0.001,
+            memory=MemoryNumbers(peak=MemoryPeak(9, 3, "backward", 1.5)),
+        )
+    ],
+    closes=True,
+    gap=0.0001,
+    gap_rank=0,
+    collectives=[CollectiveRow(0, "dp", 2, "all_reduce", 20, 8e6, 0.5, None, 0.25)],
+    goodput=Goodput(10.0, {"productive": 6.0, "start": 4.0}),
+)
 VALUES = {
     "name": "digits", "status": "FINISHED", "verdict": "done", "workers": 2, "strategy": "ddp", "steps": 40, "final_loss": 0.25,
     "metrics": {"val/accuracy": 0.98}, "samples_per_s": 100.0, "tokens_per_s": None, "step_time_s": 0.01, "input_wait_share": 0.0,
     "time_to_first_step_s": 3.0, "training_time_s": 1.0, "total_time_s": 5.0, "peak_memory_bytes": [1, 2], "nonfinite_steps": 0,
     "sample_order": "exact", "config": {"seed": 1}, "config_hash": "ab", "derived": {"betas": [0.9, 0.99]}, "data": {"train": {"rows": 5}},
     "environment": {}, "environment_hash": "cd", "tracking_uri": "sqlite:///x", "experiment_id": "1", "run_id": "2", "mlflow_link": "",
-    "run_dir": "/x", "events": ["a restart"], "resumed_after": [20], "compilation": {}, "noise": {"scale": 12.0}, "memory": [{}], "marks": ["emulated"], "start": {"Ray": 3.0}, "best": {"step": 3}, "unsent_file": None, "schema_version": 1,
+    "run_dir": "/x", "events": ["a restart"], "resumed_after": [20], "compilation": {}, "noise": {"scale": 12.0}, "memory": [{}], "marks": ["emulated"], "start": {"Ray": 3.0}, "best": {"step": 3}, "profile": PROFILE, "unsent_file": None, "schema_version": 1,
 }  # fmt: skip
 
 
@@ -24,6 +55,12 @@ def test_a_record_reads_what_it_wrote(tmp_path):
     (tmp_path / "record.json").write_text(record.to_json())
     assert RunRecord.read(tmp_path / "record.json") == record
     assert set(VALUES) == {field.name for field in dataclasses.fields(RunRecord)}
+
+
+def test_a_record_of_before_profiles_has_none():
+    values = RunRecord(**VALUES).to_dict()
+    del values["profile"]
+    assert RunRecord.from_json(json.dumps(values)).profile is None
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -21,6 +21,7 @@ from scaleray.config.idle_settings import used_settings
 from scaleray.data import TRAIN
 from scaleray.errors import CheckpointError
 from scaleray.launch.session.folder import RunFolder
+from scaleray.profiling.run_profile import run_profile
 from scaleray.records.json_record import leaves
 from scaleray.records.rows import Row
 from scaleray.records.run import EMULATED, RunRecord
@@ -151,6 +152,7 @@ def make_record(
         memory=[s.memory for s in summaries],
         start=summary.start if summary else {},
         best=_best(summary.best, folder) if summary else {},
+        profile=run_profile([s.profile for s in summaries if s.profile is not None]),
         marks=[EMULATED] if summary and summary.model.get("is_emulated") else [],
     )
 

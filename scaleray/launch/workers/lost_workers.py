@@ -16,7 +16,7 @@ from scaleray.errors import (
     StepFailedError,
     UsageError,
 )
-from scaleray.records.heartbeat_phases import OWN_BUSINESS, Phase
+from scaleray.records.phases import MAY_WAIT, OWN_BUSINESS, Phase
 from scaleray.records.run import Heartbeat
 from scaleray.training.health.progress import HANG
 
@@ -106,7 +106,7 @@ def silent_worker(failures: Mapping[int, BaseException], heartbeats: Sequence[He
     silent = [beat for beat in others if beat.silent_s >= SILENT_S]
     if silent:
         return max(silent, key=lambda beat: beat.silent_s)
-    stuck = [beat for beat in others if beat.phase != Phase.SYNCHRONISE and beat.since_s >= 2 * SILENT_S]
+    stuck = [beat for beat in others if beat.phase not in MAY_WAIT and beat.since_s >= 2 * SILENT_S]
     # whoever waits for input or compiles waits for no worker, and in any other phase one may be inside a collective
     return max(stuck, key=lambda beat: (beat.phase in OWN_BUSINESS, beat.since_s), default=None)
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from scaleray.progress import Stage
 from scaleray.records import start
-from scaleray.records.heartbeat_phases import EVALUATING, Phase, in_words
+from scaleray.records.phases import EVALUATING, Phase, in_words
 from scaleray.records.run import (
     CheckpointRecord,
     EvaluationRecord,

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from scaleray.records.phases import Enter
 from scaleray.strategies.contract.numbers import Number, Truth
 from scaleray.strategies.contract.weight_shares import WeightShare
 
@@ -144,6 +145,9 @@ class Parallel:
     """Call `see(piece, factor)` from now on with each piece of this rank's own gradient, divided by `factor`, right
     before it is summed with the others'; `see` None ends that. None: hooks of the parameters see it, in a step's last
     backward pass."""
+    tell_phases: Callable[[Enter], None] = lambda enter: None
+    """Take the function that enters a phase, for phases inside a pass that only the strategy knows: where this rank
+    begins to stand still for a collective, it enters `Phase.COMMUNICATION`, and then again the phase that was left."""
     metrics: Callable[[], Metrics] = dict
     """Figures of the last step by metric name, such as a consensus distance."""
     notes: list[str] = field(default_factory=list)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TextIO
 
-from scaleray.records.heartbeat_phases import TIMED, Phase
+from scaleray.records.phases import TIMED, Phase
 from scaleray.workload import user_frames
 
 HANG = "a hang: "  # begins the phase of a worker that is about to end itself
@@ -38,11 +38,16 @@ class Progress:
         """Phases that have been left at least once."""
         self.since = time.monotonic()
         self.thread_id = threading.get_ident()
+        self.on_enter: Callable[[Phase], None] = lambda phase: None
+        """Called with every phase that is entered."""
 
-    def enter(self, phase: Phase) -> None:
-        """Enter the next phase."""
-        self.passed.add(self.phase)
+    def enter(self, phase: Phase) -> Phase:
+        """Enter the next phase, and give the one that was left."""
+        left = self.phase
+        self.passed.add(left)
         self.phase, self.since = phase, time.monotonic()
+        self.on_enter(phase)
+        return left
 
     def finish_step(self, step: int) -> None:
         """Take note that so many steps are complete."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from scaleray.data import TRAIN, StepPlan
 from scaleray.emulation import is_emulated
+from scaleray.records.profile import RankMeasurements
 from scaleray.records.run import WorkerSummary
 from scaleray.reproducibility.fingerprint import accelerators, cpu_model
 from scaleray.training.health import memory_report
@@ -33,6 +35,7 @@ def summary_of(
     memory: dict[str, Any],
     noise: dict[str, Any],
     best: dict[str, Any],
+    profile: Callable[[], RankMeasurements],
 ) -> WorkerSummary:
     """The summary of steps `first_step` + 1 to `step`. What cannot be measured is left out, and the guard says so."""
     look = partial(guard, Watcher.SUMMARY)
@@ -68,4 +71,5 @@ def summary_of(
         memory=memory,
         noise=noise,
         best=best,
+        profile=look(profile, None, part="profile"),
     )

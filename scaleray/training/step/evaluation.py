@@ -13,7 +13,7 @@ from torch import nn
 from scaleray.config import RunConfig
 from scaleray.data import Input, Part, RankBatch, Split
 from scaleray.errors import ConfigError, WorkloadError
-from scaleray.records.heartbeat_phases import Phase
+from scaleray.records.phases import Phase
 from scaleray.records.run import EvaluationRecord
 from scaleray.several_losses import has_loss
 from scaleray.strategies.contract.later import Later
@@ -40,7 +40,7 @@ class Evaluations:
     metrics: what the last one measured; step: after which step that was, -1 before the first.
     """
 
-    def __init__(self, place: Place, input: Input, enter: Callable[[Phase], None], config: RunConfig) -> None:
+    def __init__(self, place: Place, input: Input, enter: Callable[[Phase], object], config: RunConfig) -> None:
         self.place, self.input, self.enter, self.best = place, input, enter, Best(config)
         self.metrics: dict[str, float] = {}
         self.step = -1
@@ -119,7 +119,7 @@ class Evaluator:
         *,
         gives_tuples: bool,
         rank_bytes: int,
-        enter: Callable[[Phase], None] = lambda phase: None,
+        enter: Callable[[Phase], object] = lambda phase: None,
     ) -> None:
         self.name, self.workload, self.setup, self.place = name, workload, setup, place
         self.gives_tuples, self.enter = gives_tuples, enter
@@ -152,7 +152,7 @@ class Evaluator:
                 raise WorkloadError(
                     f"evaluate()[{min(taken)!r}]", "there", "metrics() has the same name", "use another"
                 )
-            self.enter(Phase.SYNCHRONISE)
+            self.enter(Phase.COMMUNICATION)
             own.update((own_method(self.workload, "end_of_split") or dict)())
         for name, (total, count) in own.items():
             totals[name] = torch.tensor([float(total), float(count)], dtype=torch.float64, device=self.place.device)

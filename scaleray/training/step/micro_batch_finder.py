@@ -21,7 +21,7 @@ import torch.distributed as dist
 from scaleray.config import RunConfig
 from scaleray.data import RankBatch
 from scaleray.errors import ConfigError
-from scaleray.records.heartbeat_phases import Phase
+from scaleray.records.phases import Phase
 from scaleray.reproducibility.seeding import same_random_numbers
 from scaleray.scaling.recipe.values import Recipe, with_micro_size
 from scaleray.text.units import GIB
@@ -85,7 +85,7 @@ def find(
     batch: RankBatch,
     *,
     gives_tuples: bool,
-    enter: Callable[[Phase], None] = lambda phase: None,
+    enter: Callable[[Phase], object] = lambda phase: None,
 ) -> Found:
     """Search among the divisors of a worker's share, up to the recipe's micro-batch. Collective; all ranks find the
     same.
@@ -147,7 +147,7 @@ class _Search:
         place: Place,
         batch: RankBatch,
         gives_tuples: bool,
-        enter: Callable[[Phase], None],
+        enter: Callable[[Phase], object],
     ) -> None:
         self.workload, self.setup, self.config, self.recipe, self.place = workload, setup, config, recipe, place
         self.batch, self.gives_tuples, self.enter = batch, gives_tuples, enter
@@ -180,7 +180,7 @@ class _Search:
         """Forward and backward passes that do not communicate, through the model inside the strategy."""
         try:
             for columns, _ in micro_batches(self._rows(rows), size):
-                self.enter(Phase.LOSS)
+                self.enter(Phase.FORWARD)
                 dtype, tuples = self.setup.precision.input_dtype, self.gives_tuples
                 batch = user_batch(self.workload, columns, self.place.device, dtype, gives_tuples=tuples)
                 with self.setup.precision.autocast():

@@ -8,7 +8,7 @@ from typing import Any
 
 from scaleray.config import RunConfig
 from scaleray.data import RankBatch
-from scaleray.records.heartbeat_phases import Phase
+from scaleray.records.phases import Phase
 from scaleray.scaling.recipe.values import Recipe, with_micro_size
 from scaleray.training.health.reporter import Reporter
 from scaleray.training.setup.compilation import eagerly
@@ -42,7 +42,7 @@ class MicroSizes:
         first: RankBatch,
         *,
         gives_tuples: bool,
-        enter: Callable[[Phase], None],
+        enter: Callable[[Phase], object],
     ) -> Recipe | None:
         """The recipe to train with, where it is another: as before the interruption, or found now. Collective."""
         known = self.now

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from scaleray.config import RunConfig
 from scaleray.data import RankBatch
-from scaleray.records.heartbeat_phases import Phase
+from scaleray.records.phases import Phase
 from scaleray.scaling.recipe.values import Recipe
 from scaleray.strategies.contract.numbers import Number, Truth, as_factor, choose, is_finite, ratio, together
 from scaleray.strategies.contract.parallel import MicroBatch, Run
@@ -73,7 +73,7 @@ class TrainStep:
         probe: Probe | None = None,
         signals: Callable[[], tuple[float, ...]] = tuple,
         before_update: Callable[[], None] = lambda: None,
-        enter: Callable[[Phase], None] = lambda phase: None,
+        enter: Callable[[Phase], object] = lambda phase: None,
         on_halved: Callable[[Recipe], None] = lambda recipe: None,
         ahead: int = 0,
     ) -> None:
@@ -127,6 +127,7 @@ class TrainStep:
         meets: whether ranks sum losses and signals; without, loss and count are this rank's and there are no signals.
         """
         setup, parallel = self.setup, self.setup.parallel
+        self.enter(Phase.HOST)
         if self.probe is not None:
             self.probe.on_batch(batch)
         number = self.num_updates + 1
@@ -226,21 +227,19 @@ class TrainStep:
                 pending = dist.all_reduce(sums, async_op=True), sums
 
         if parallel.run_micro_batches is not None:
-            self.enter(Phase.LOSS)
             parallel.run_micro_batches([self._on_device(*p) for p in pieces], self._objective, setup.precision.autocast)
             sum_up()
         else:
             with self.back_off.caught() as shortage:
                 for piece in pieces[:-1]:
                     with parallel.no_sync():
-                        self.enter(Phase.LOSS)
                         scaled = self._objective(parallel.run, self._on_device(*piece))
-                        self.enter(Phase.SYNCHRONISE)
+                        self.enter(Phase.BACKWARD)
                         scaled.backward()
-                self.enter(Phase.LOSS)
                 scaled = self._objective(parallel.run, self._on_device(*pieces[-1]))
-            self.enter(Phase.SYNCHRONISE)
+            self.enter(Phase.COMMUNICATION)
             self.back_off.agree_on(shortage)
+            self.enter(Phase.BACKWARD)
             with self.back_off.caught(here=self.place.world_size == 1) as shortage:
                 sum_up()  # beside the backward pass, so that it costs no time of its own
                 if self.noise is not None:
@@ -249,7 +248,7 @@ class TrainStep:
             if shortage:
                 raise MemoryRanOut(shortage[0])
         if pending is not None:
-            self.enter(Phase.SYNCHRONISE)
+            self.enter(Phase.COMMUNICATION)
             work, sums = pending
             work.wait()
             self._totals = self._each(sums)
@@ -258,12 +257,14 @@ class TrainStep:
     def _on_device(self, arrays: dict[str, Any], weight: int) -> MicroBatch:
         """Move a micro-batch to the device, only when its turn comes, so that one micro-batch's rows are there at a
         time."""
+        self.enter(Phase.COPY)
         dtype = self.setup.precision.input_dtype
         batch = user_batch(self.workload, arrays, self.place.device, dtype, gives_tuples=self.gives_tuples)
         return MicroBatch(batch, weight)
 
     def _objective(self, run: Run, piece: MicroBatch) -> torch.Tensor:
         """The scaled loss of a micro-batch; its sum and count are added to the totals."""
+        self.enter(Phase.FORWARD)
         if self.noise is not None:
             self.noise.before_pass(piece.weight, self._totals[1])
         with self.setup.precision.autocast():
@@ -281,7 +282,7 @@ class TrainStep:
         self, loss_sum: Number, count: Number, *, correction: Number, want_norm: bool, own_count: Number, num_rows: int
     ) -> Figures:
         setup, clip_norm = self.setup, self.config.optimizer.clip_norm
-        self.enter(Phase.UPDATE)
+        self.enter(Phase.OPTIMIZER)
         scaler = setup.precision.scaler
         scaler.unscale_(setup.optimizer)
         if setup.pruning is not None:
@@ -326,8 +327,9 @@ class TrainStep:
             setup.parallel.carry_over(correction * change, is_sound & (change >= 1.0))
         bad = choose(is_good, 0.0, 1.0)
         self._nonfinite = (self._nonfinite[0] + bad, (self._nonfinite[1] + 1) * bad)
-        self.enter(Phase.SYNCHRONISE)
+        self.enter(Phase.COMMUNICATION)
         setup.parallel.after_update(self.num_updates)
+        self.enter(Phase.HOST)
         self._prune()
         norm = norm if want_norm else None
         return Figures(ratio(loss_sum, count), count, norm, is_good, self._nonfinite, loss_scale=new_scale)

@@ -61,7 +61,7 @@ def test_an_error_of_the_workload_is_not_tried_again_unless_training_got_further
     assert sum("the user's own mistake" in event and "starting again" in event for event in record.events) == 1
 
 
-def heartbeat(rank, *, step=7, phase="synchronise", since_s=0.1, silent_s=0.2):
+def heartbeat(rank, *, step=7, phase="backward", since_s=0.1, silent_s=0.2):
     tail = (f"the last line of rank {rank}",)
     return Heartbeat(rank, f"10.0.0.{rank}", 100 + rank, step, phase, since_s, tail, 3, silent_s)
 
@@ -76,12 +76,14 @@ def test_a_worker_that_says_nothing_is_blamed_rather_than_the_one_that_missed_it
 
 
 def test_a_worker_that_is_stuck_in_its_own_code_is_blamed_rather_than_the_one_that_waited():
-    text = what_failed({0: LOST}, [heartbeat(0), heartbeat(1, since_s=10.0), heartbeat(2, phase="loss", since_s=10.2)])
-    assert text.startswith("rank 2 on 10.0.0.2 (process 102) hangs: it has been in `loss` of step 8 for 10 s")
+    text = what_failed(
+        {0: LOST}, [heartbeat(0), heartbeat(1, since_s=10.0), heartbeat(2, phase="forward", since_s=10.2)]
+    )
+    assert text.startswith("rank 2 on 10.0.0.2 (process 102) hangs: it has been in `forward` of step 8 for 10 s")
 
 
 def test_a_worker_without_input_is_blamed_rather_than_one_that_waits_longer_inside_its_loss():
-    inside_ddp = heartbeat(1, phase="loss", since_s=90.0)
+    inside_ddp = heartbeat(1, phase="forward", since_s=90.0)
     text = what_failed({0: LOST}, [heartbeat(0), inside_ddp, heartbeat(2, phase="input", since_s=80.0)])
     assert text.startswith("rank 2 on 10.0.0.2 (process 102) has waited for its input for 80 s in step 8, longer than")
     assert "scale.collective_timeout_s" in text and "hangs" not in text

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from scaleray import progress
 from scaleray.progress import Stage
-from scaleray.records.heartbeat_phases import Phase, in_words
+from scaleray.records.phases import Phase, in_words
 from scaleray.records.run import EvaluationRecord, Heartbeat, StepRecord
 from scaleray.reports.terminal import stages
 from scaleray.reports.terminal.live import Terminal
@@ -130,7 +130,7 @@ def test_a_run_says_what_is_long_in_coming_before_its_first_step_and_between_ste
     terminal.show([beat(0, Phase.INPUT, 0.2)])
     clock.wait(0.3)
     terminal.show([step_record(1)])
-    for phase in (Phase.LOSS, Phase.EVALUATION, Phase.INPUT, Phase.EVALUATION):
+    for phase in (Phase.FORWARD, Phase.EVALUATION, Phase.INPUT, Phase.EVALUATION):
         terminal.show([beat(10, phase, 0.1)])
         clock.wait(3)
     terminal.show([EvaluationRecord(10, {"val/loss": 0.5}, 9.0)])

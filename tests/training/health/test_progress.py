@@ -28,7 +28,7 @@ def test_a_thread_that_stays_in_the_users_loss_is_found_with_its_place():
     def users_loss():
         progress.thread_id = threading.get_ident()
         progress.finish_step(36)
-        progress.enter("loss")
+        progress.enter("forward")
         release.wait(30)
 
     dog, hangs, _ = watch(progress)
@@ -39,12 +39,12 @@ def test_a_thread_that_stays_in_the_users_loss_is_found_with_its_place():
     release.set()
     thread.join()
     (text,) = hangs
-    assert "`loss` of step 37" in text
+    assert "`forward` of step 37" in text
     assert "test_progress.py" in text and "users_loss" in text and "release.wait" in text
 
 
 def test_waiting_in_a_collective_or_for_input_is_no_hang_of_this_worker():
-    for phase in ("synchronise", "input", "start", "checkpoint"):
+    for phase in ("backward", "exposed_communication", "input", "start", "checkpoint"):
         progress = Progress()
         progress.finish_step(1)
         progress.enter(phase)
@@ -57,7 +57,7 @@ def test_waiting_in_a_collective_or_for_input_is_no_hang_of_this_worker():
 
 def test_the_first_step_may_take_longer():
     progress = Progress()
-    progress.enter("loss")
+    progress.enter("forward")
     progress.since = time.monotonic() - 0.5
     dog, hangs, _ = watch(progress, limit_s=0.4)
     with dog:
@@ -83,19 +83,19 @@ def long_since(progress, phase, *, seconds):
 )
 def test_a_thread_that_compiles_in_the_middle_of_training_is_no_hang_and_says_what_it_does(file):
     progress, release, beats = Progress(), threading.Event(), []
-    progress.enter("loss")
-    progress.enter("update")
+    progress.enter("forward")
+    progress.enter("optimizer")
     progress.finish_step(22)
     thread = threading.Thread(target=in_a_function_of, args=(file, release))
     thread.start()
     progress.thread_id = thread.ident
-    long_since(progress, "loss", seconds=100)
+    long_since(progress, "forward", seconds=100)
     dog, hangs, _ = watch(progress, limit_s=50, beat=lambda *beat: beats.append(beat))
     with dog:
         wait_until(lambda: len(beats) >= 3)
         assert hangs == [] and beats[-1][:2] == (22, "compiling")
         release.set()  # what was compiled runs, and has its time
-        wait_until(lambda: beats[-1][1] == "loss")
+        wait_until(lambda: beats[-1][1] == "forward")
         assert hangs == []
         progress.since = time.monotonic() - 100  # the next pass compiles nothing
         wait_until(lambda: hangs)
@@ -104,12 +104,12 @@ def test_a_thread_that_compiles_in_the_middle_of_training_is_no_hang_and_says_wh
 
 def test_a_compiler_that_hangs_is_found_after_three_times_the_limit():
     progress, release = Progress(), threading.Event()
-    progress.enter("loss")
+    progress.enter("forward")
     progress.finish_step(22)
     thread = threading.Thread(target=in_a_function_of, args=("/x/torch/_dynamo/convert_frame.py", release))
     thread.start()
     progress.thread_id = thread.ident
-    long_since(progress, "loss", seconds=160)
+    long_since(progress, "forward", seconds=160)
     dog, hangs, _ = watch(progress, limit_s=50)
     with dog:
         wait_until(lambda: hangs)
@@ -119,7 +119,7 @@ def test_a_compiler_that_hangs_is_found_after_three_times_the_limit():
 
 def test_the_first_evaluation_may_take_as_long_as_a_first_step():
     progress, beats = Progress(), []
-    progress.enter("loss")
+    progress.enter("forward")
     progress.finish_step(1)
     long_since(progress, "evaluation", seconds=100)
     dog, hangs, _ = watch(progress, limit_s=50, beat=lambda *beat: beats.append(beat))

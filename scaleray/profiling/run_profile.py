@@ -1,0 +1,79 @@
+"""The profile of a run, from what each of its workers has measured.
+
+Used by launch/run/record.py when a run has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from scaleray.records.profile import Buckets, Goodput, RankMeasurements, RankProfile, RunProfile, Spread
+
+CLOSES_WITHIN = 0.01
+"""Share of a step by which its parts may miss it."""
+STEP = "step"
+"""Name of the column of whole steps, beside those of phases."""
+
+
+def run_profile(measured: Sequence[RankMeasurements], *, goodput: Goodput | None = None) -> RunProfile | None:
+    """The profile of all ranks; None where no step was measured on any of them."""
+    ranks = sorted((one for one in measured if one.num_steps > 0), key=lambda one: one.rank)
+    if not ranks:
+        return None
+    first = ranks[0]
+    gaps = {one.rank: one.gap for one in ranks if one.gap is not None}
+    worst = max(gaps, key=lambda rank: gaps[rank], default=None)
+    notes = [f"rank {one.rank}: {note}" for one in ranks for note in one.notes]
+    return RunProfile(
+        buckets=Buckets(first.first_step, first.bucket_width, len(first.series)),
+        ranks=[rank_profile(one) for one in ranks],
+        closes=len(gaps) == len(ranks) and max(gaps.values()) <= CLOSES_WITHIN,
+        gap=None if worst is None else gaps[worst],
+        gap_rank=worst,
+        collectives=[row for one in ranks for row in one.collectives],
+        goodput=goodput,
+        notes=notes,
+    )
+
+
+def rank_profile(measured: RankMeasurements) -> RankProfile:
+    """What one rank has measured, summed up. Parts that took no time in any step are left out."""
+    spreads = {
+        name: _spread(measured, column)
+        for column, name in enumerate(measured.columns)
+        if name == STEP or measured.totals[column] > 0
+    }
+    step = spreads.pop(STEP)
+    return RankProfile(
+        rank=measured.rank,
+        node=measured.node,
+        device=measured.device,
+        steps=measured.num_steps,
+        step=step,
+        phases=spreads,
+        worst_gap=measured.worst_gap,
+        memory=measured.memory,
+    )
+
+
+def spread(total: float, values: np.ndarray, series: Sequence[float] = ()) -> Spread:
+    """A figure that every step has. values: that of single steps. series: its mean in each bucket."""
+    if not len(values):
+        return Spread(total, 0.0, 0.0, list(series))
+    median, p90 = np.percentile(values, (50, 90))
+    return Spread(float(total), float(median), float(p90), [float(value) for value in series])
+
+
+def steps_in_buckets(num_steps: int, width: int) -> np.ndarray:
+    """Number of steps in each bucket."""
+    count = -(-num_steps // width)
+    return np.minimum(width, num_steps - width * np.arange(count))
+
+
+def _spread(measured: RankMeasurements, column: int) -> Spread:
+    means = measured.series[:, column] / steps_in_buckets(measured.num_steps, measured.bucket_width)
+    # seven digits are more than a clock has: records of many ranks stay small
+    rounded = [float(f"{value:.7g}") for value in means]
+    return spread(float(measured.totals[column]), measured.rows[:, column], rounded)

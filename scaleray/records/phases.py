@@ -1,0 +1,101 @@
+"""What a worker does, in phases: one set of names for heartbeats, errors, profiles and verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    """What a worker is doing, or where the time of a step went."""
+
+    START = "start"
+    """Setting up, up to the first step."""
+    MODEL = "model"
+    """Building the model and spreading it over the workers."""
+    COMPILING = "compiling"
+    """Inside torch.compile's compiler. A profile has it in the phase that compiled."""
+    END = "end"
+    """After its last step."""
+
+    INPUT = "input"
+    """Waiting for its rows."""
+    COPY = "copy_to_device"
+    """Making tensors of rows, on the device."""
+    FORWARD = "forward"
+    """A forward pass, to the loss."""
+    BACKWARD = "backward"
+    """A backward pass: with collectives beside it, it may wait for others."""
+    COMMUNICATION = "exposed_communication"
+    """Standing still for a collective: what is computed beside collectives is no part of it. Where ranks' arrivals are
+    known a profile has the transfer alone here, else the wait for the slowest rank as well."""
+    STRAGGLER = "waiting_for_slowest"
+    """Standing still in a collective to which another rank has not come yet. Found from arrivals: no worker enters
+    it."""
+    OPTIMIZER = "optimizer"
+    """Looking at gradients, clipping and the update."""
+    HOST = "host"
+    """The host's own work around passes and update: the loop, hooks, launching, waiting for room on the device."""
+    EVALUATION = "evaluation"
+    CHECKPOINT = "checkpoint"
+    OTHER = "other"
+    """Whatever has no name: records, observers, callbacks."""
+
+
+Enter = Callable[[Phase], Phase]
+"""Function that enters a phase, and returns the one that was left."""
+
+PARTS = (
+    Phase.INPUT,
+    Phase.COPY,
+    Phase.FORWARD,
+    Phase.BACKWARD,
+    Phase.COMMUNICATION,
+    Phase.STRAGGLER,
+    Phase.OPTIMIZER,
+    Phase.HOST,
+    Phase.EVALUATION,
+    Phase.CHECKPOINT,
+    Phase.OTHER,
+)
+"""Parts of a step in a profile, in the order in which they are shown. They add up to the step."""
+
+OWN_BUSINESS = (Phase.INPUT, Phase.COMPILING)
+"""Phases in which a worker waits for no other one."""
+MAY_WAIT = (Phase.BACKWARD, Phase.COMMUNICATION, Phase.HOST, Phase.OTHER)
+"""Phases in which a worker may wait for the others, or for its device, which waits for theirs."""
+TIMED = (Phase.COPY, Phase.FORWARD, Phase.OPTIMIZER, Phase.EVALUATION)
+"""Phases that nothing else limits: input and collectives have time limits of their own."""
+
+EVALUATING = "evaluating"
+IN_WORDS = {
+    Phase.START: "preparing the first step",
+    Phase.MODEL: "building the model",
+    Phase.INPUT: "waiting for input",
+    Phase.COMPILING: "compiling the model",
+    Phase.EVALUATION: EVALUATING,
+    Phase.CHECKPOINT: "saving a checkpoint",
+    Phase.END: "saving the final weights",
+}
+"""What a worker does in a phase that may take long, as a user reads it; in any other it takes a step."""
+PART_IN_WORDS = {
+    Phase.INPUT: "input",
+    Phase.COPY: "copy to device",
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.COMMUNICATION: "exposed communication",
+    Phase.STRAGGLER: "waiting for the slowest rank",
+    Phase.OPTIMIZER: "optimizer",
+    Phase.HOST: "host, launching",
+    Phase.EVALUATION: "evaluation",
+    Phase.CHECKPOINT: "checkpoint",
+    Phase.OTHER: "other",
+}
+"""Parts of a step as a user reads them."""
+
+
+def in_words(phase: str, step: int) -> str:
+    """What a worker that has completed `step` steps is doing."""
+    if phase == Phase.INPUT and step == 0:
+        return "reading the first batch"
+    return IN_WORDS.get(Phase(phase), f"step {step + 1}") if phase in set(Phase) else phase

@@ -1,0 +1,122 @@
+"""Marks between the phases of a step, and the time from each to the next.
+
+On the CPU a mark is a reading of the clock. On a GPU it is an event in the stream that computes, which costs the host
+two microseconds and is read when the device has long passed it: with CUDA that has been reviewed, not run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from scaleray.records.phases import PARTS, Phase
+
+OTHER, EVALUATION = PARTS.index(Phase.OTHER), PARTS.index(Phase.EVALUATION)
+COLUMN_OF: dict[str, int] = {**dict.fromkeys(Phase, OTHER), **{part: column for column, part in enumerate(PARTS)}}
+"""Place of each phase among the parts of a step."""
+
+StepParts = tuple[float, list[float]]
+"""Seconds of a step by the clock of the training, and of its parts."""
+
+
+class Marks(Protocol):
+    """Times between marks, step by step."""
+
+    def mark(self, phase: Phase) -> None:
+        """Note that a phase begins, and the one before ends."""
+
+    def as_evaluation(self) -> float:
+        """Note that what was done since the last step was an evaluation; host seconds of it."""
+
+    def end_step(self, step_s: float) -> None:
+        """Note that a step ends, and the next one begins in the same phase."""
+
+    def next_known(self) -> StepParts | None:
+        """The next step whose times are known, in order; None while there is none."""
+
+    def wait(self) -> None:
+        """Wait until the times of all steps are known."""
+
+
+class HostMarks:
+    """Marks by the host's clock."""
+
+    def __init__(self) -> None:
+        self._spent = [0.0] * len(PARTS)
+        self._at, self._since = OTHER, time.perf_counter()
+        self._known: StepParts | None = None
+
+    def mark(self, phase: Phase) -> None:
+        now = time.perf_counter()
+        self._spent[self._at] += now - self._since
+        self._at, self._since = COLUMN_OF[phase], now
+
+    def as_evaluation(self) -> float:
+        self.mark(Phase.OTHER)
+        whole_s = sum(self._spent)
+        others_s, self._spent = self._spent[OTHER], [0.0] * len(PARTS)
+        self._spent[OTHER], self._spent[EVALUATION] = others_s, whole_s - others_s
+        return whole_s
+
+    def end_step(self, step_s: float) -> None:
+        now = time.perf_counter()
+        self._spent[self._at] += now - self._since
+        self._known, self._since = (step_s, self._spent), now
+        self._spent = [0.0] * len(PARTS)
+
+    def next_known(self) -> StepParts | None:
+        known, self._known = self._known, None
+        return known
+
+    def wait(self) -> None: ...
+
+
+class DeviceMarks:
+    """Marks by events that a device passes. make_event: gives an event that takes its time."""
+
+    def __init__(self, make_event: Callable[[], Any] | None = None) -> None:
+        self._make = make_event or (lambda: torch.cuda.Event(enable_timing=True))
+        self._free: list[Any] = []  # to make an event costs more than to record it
+        self._open: list[tuple[int, Any]] = []
+        self._under_way: deque[tuple[float, list[tuple[int, Any]], Any]] = deque()
+        self._at, self._since = OTHER, time.perf_counter()
+
+    def mark(self, phase: Phase) -> None:
+        self._at = COLUMN_OF[phase]
+        self._open.append((self._at, self._recorded()))
+
+    def as_evaluation(self) -> float:
+        self._open = [(column if column == OTHER else EVALUATION, event) for column, event in self._open]
+        self.mark(Phase.OTHER)
+        now = time.perf_counter()
+        whole_s, self._since = now - self._since, now
+        return whole_s
+
+    def end_step(self, step_s: float) -> None:
+        end = self._recorded()
+        self._under_way.append((step_s, self._open, end))
+        self._open, self._since = [(self._at, end)], time.perf_counter()
+
+    def next_known(self) -> StepParts | None:
+        if not self._under_way or not self._under_way[0][2].query():
+            return None
+        step_s, marks, end = self._under_way.popleft()
+        spent = [0.0] * len(PARTS)
+        events = [event for _, event in marks]
+        for (column, begin), after in zip(marks, [*events[1:], end], strict=True):
+            spent[column] += begin.elapsed_time(after) / 1e3
+        self._free.extend(events)  # the last one begins the next step
+        return step_s, spent
+
+    def wait(self) -> None:
+        for _, _, end in self._under_way:
+            end.synchronize()
+
+    def _recorded(self) -> Any:
+        event = self._free.pop() if self._free else self._make()
+        event.record()
+        return event

@@ -1,0 +1,94 @@
+"""Where the time of each step goes on this rank: every phase that the loop enters is a mark, and the time between two
+marks is a part of the step."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+
+from scaleray.profiling.run_profile import STEP
+from scaleray.profiling.step_rows import StepRows
+from scaleray.records.phases import PARTS, Enter
+from scaleray.records.profile import RankMeasurements
+from scaleray.training.observer import Observer
+from scaleray.training.profile.marks import DeviceMarks, HostMarks, Marks
+from scaleray.training.setup.model_setup import Setup
+from scaleray.training.setup.place import Place
+
+CHUNK = 64
+"""Steps that are put into the table at a time: numpy's calls take longer than a step's marks."""
+COLUMNS = (STEP, *PARTS)
+
+
+class PhaseTimes(Observer):
+    """Times the phases of which `marks.mark` is told. The first step of the process is left out, as it compiles and
+    fills caches.
+
+    enter: enters a phase inside a pass, where only the strategy knows of it. The training's clock calls `start` and
+    `cut` where its own steps begin and end, so that the parts of a step can be held against what it has measured.
+    """
+
+    def __init__(self, place: Place, first_step: int, enter: Enter, marks: Marks | None = None) -> None:
+        self.place, self.first_step, self._enter = place, first_step, enter
+        self.marks = marks or (DeviceMarks() if place.device.type == "cuda" else HostMarks())
+        self._table, self._chunk = StepRows(COLUMNS), array("d")
+        self._is_warm, self._outside_s = False, 0.0
+        self._misses_s, self._worst_gap = 0.0, 0.0
+
+    def begin(self, setup: Setup) -> None:
+        """Have the strategy tell of phases inside its passes."""
+        setup.parallel.tell_phases(self._enter)
+
+    def start(self) -> None:
+        """Begin to time. What was done since the last step was an evaluation."""
+        self._outside_s += self.marks.as_evaluation()
+
+    def cut(self, step_s: float) -> None:
+        """End a step that took `step_s` by the training's clock, and begin the next one."""
+        self.marks.end_step(step_s + self._outside_s)
+        self._outside_s = 0.0
+        self._take_known()
+        if len(self._chunk) >= CHUNK * len(COLUMNS):
+            self._fold()
+
+    def measurements(self) -> RankMeasurements:
+        """What was measured. Waits for the device."""
+        self.marks.wait()
+        self._take_known()
+        self._fold()
+        table, whole_s = self._table, float(self._table.totals[0])
+        return RankMeasurements(
+            rank=self.place.rank,
+            node=self.place.node,
+            device=self.place.device.type,
+            first_step=self.first_step + 2,
+            num_steps=table.num_steps,
+            columns=table.columns,
+            every=table.every,
+            rows=table.rows,
+            totals=table.totals,
+            series=table.series,
+            bucket_width=table.bucket_width,
+            worst_gap=self._worst_gap if table.num_steps else None,
+            gap=self._misses_s / whole_s if whole_s > 0 else None,
+        )
+
+    def _take_known(self) -> None:
+        while (known := self.marks.next_known()) is not None:
+            if self._is_warm:
+                self._chunk.append(known[0])
+                self._chunk.extend(known[1])
+            self._is_warm = True
+
+    def _fold(self) -> None:
+        """Put the last steps into the table, and hold the sum of their parts against them."""
+        if not self._chunk:
+            return
+        values = np.array(self._chunk).reshape(-1, len(COLUMNS))
+        self._chunk = array("d")
+        steps = values[:, 0]
+        misses = np.abs(values[:, 1:].sum(axis=1) - steps)
+        self._misses_s += float(misses.sum())
+        self._worst_gap = max(self._worst_gap, float((misses / np.maximum(steps, 1e-9)).max()))
+        self._table.add(values)
