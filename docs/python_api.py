@@ -11,7 +11,19 @@ import scaleray
 ORDER = (
     (
         "Run",
-        ("train", "verify", "study", "sweep", "plan", "check", "compare", "report", "load_config", "write_project"),
+        (
+            "train",
+            "verify",
+            "study",
+            "sweep",
+            "profile",
+            "plan",
+            "check",
+            "compare",
+            "report",
+            "load_config",
+            "write_project",
+        ),
     ),
     ("Use a run's model", ("load", "predict", "evaluate")),
     ("What you bring", ("Workload", "Callback", "ArraySource", "ParquetSource", "TokenSource")),

@@ -17,6 +17,7 @@ _HOMES = {
     "sweep": "scaleray.api",
     "plan": "scaleray.api",
     "compare": "scaleray.api",
+    "profile": "scaleray.api",
     "report": "scaleray.api",
     "write_project": "scaleray.projects.write",
     "check": "scaleray.launch.check.check",
@@ -52,6 +53,7 @@ __all__ = [
     "load_config",
     "plan",
     "predict",
+    "profile",
     "report",
     "study",
     "sweep",
@@ -61,7 +63,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from scaleray.api import compare, plan, report, study, sweep, train, verify
+    from scaleray.api import compare, plan, profile, report, study, sweep, train, verify
     from scaleray.callbacks import Callback
     from scaleray.config import RunConfig, load_config
     from scaleray.data import ArraySource, ParquetSource, TokenSource

@@ -17,6 +17,7 @@ from scaleray.records.run import RunRecord, Say, Show
 from scaleray.workload import make_workload, name_of
 
 if TYPE_CHECKING:
+    from scaleray.launch.profile.profile import Profiled
     from scaleray.launch.verify.certificate import Certificate
     from scaleray.planner.answers.advise import Advice
     from scaleray.records.study import StudyRecord
@@ -225,6 +226,31 @@ def compare(*runs: str | Path, uri: str | None = None) -> Comparison:
     from scaleray.tracking.find_record import find_run
 
     return compare_records([find_run(str(run), uri=uri) for run in runs])
+
+
+@names_what_is_missing
+def profile(
+    what: Config,
+    workload: Any = None,
+    *,
+    steps: int = 50,
+    local: bool = False,
+    uri: str | None = None,
+    show: Show = lambda messages: None,
+    say: Say = lambda text: None,
+) -> Profiled:
+    """Where the time of a training goes, what limits it and what to try next: `.verdict` of the result.
+
+    what: a config (a RunConfig, a mapping or a YAML file), of which `steps` steps are trained; or a run that has been
+    recorded: its folder, its name in the storage path, or its id or name in MLflow at `uri`. local: in gloo processes,
+    without Ray.
+    """
+    from scaleray.launch.profile.profile import profile_run, profile_training
+
+    if isinstance(what, str | Path) and Path(what).suffix not in (".yaml", ".yml"):
+        return profile_run(str(what), uri=uri)
+    resolved, base_dir, workload = _resolved(what, workload)
+    return profile_training(resolved, workload, steps=steps, local=local, show=show, say=say, base_dir=base_dir)
 
 
 @names_what_is_missing

@@ -75,6 +75,7 @@ def imported_by(words, modules):
                 "evaluate",
                 "predict",
                 "check",
+                "profile",
             )
         ),
         *(f"{name} --help" for name in ("checkpoint", "config", "tracking", "plan explain", "checkpoint list")),

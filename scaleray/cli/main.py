@@ -19,6 +19,7 @@ from scaleray.cli.evaluate import evaluate
 from scaleray.cli.init import init
 from scaleray.cli.plan import plan_app
 from scaleray.cli.predict import predict
+from scaleray.cli.profile import profile
 from scaleray.cli.report import report
 from scaleray.cli.study import study
 from scaleray.cli.sweep import sweep
@@ -51,6 +52,7 @@ for command in (
     evaluate,
     predict,
     check,
+    profile,
     init,
 ):
     app.command(command)

@@ -14,6 +14,7 @@ CASES = [
     (["config", "sch"], "schema"),
     (["train", "--scale.wor"], "--scale.workers"),
     (["train", "--batch.gl"], "--batch.global-size"),
+    (["profile", "--fsdp.pre"], "--fsdp.prefetch"),
     (["study", "--strategy.name", "pipe"], "pipeline"),
     (["plan", "--glob"], "--global-batch"),
     (["--inst"], "--install-completion"),

@@ -18,8 +18,9 @@ READERS = {"worker": "the workers themselves", "ray": "Ray tasks"}
 def announcement(
     request: Request, job: TrainJob, *, data: Mapping[str, Mapping[str, Any]], folder: RunFolder, local: bool
 ) -> list[str]:
-    """The run in lines. data: facts of each split. local: in this process, without Ray."""
+    """The run in lines. data: facts of each split. local: on this machine, without Ray."""
     r, config, before = job.recipe, request.config, request.before
+    here = "this process" if config.scale.max_workers == 1 else "gloo processes of this machine"
     start = "run"
     if before is not None:
         newest = before.newest
@@ -34,7 +35,7 @@ def announcement(
         f"  sample order: {job.sample_order}",
         f"  rows are read by {READERS[data[TRAIN]['read_by']]}",
         *(f"  the {name} data: {note}" for name, facts in data.items() for note in facts.get("notes", ())),
-        *(["  in this process, without Ray"] if local else []),
+        *([f"  in {here}, without Ray"] if local else []),
         *(f"  changed: {change}" for change in request.changed),
     ]
 

@@ -60,6 +60,7 @@ def train(
     expect_steps: Callable[[int], None] = lambda steps: None,
     base_dir: Path | None = None,
     started_at: float | None = None,
+    in_processes: bool = False,
 ) -> RunRecord:
     """Train a workload as the config says and return the run's record.
 
@@ -69,7 +70,8 @@ def train(
     training, if there is one. allow_change: keys of the config that may differ from that run's although they alter the
     training. local: in this process, without Ray. show: called with the run's messages as they arrive, say with lines
     about what happens meanwhile, expect_steps with the length of the training once it is known. started_at: wall clock
-    from which the time to the first step is counted; None is now.
+    from which the time to the first step is counted; None is now. in_processes: with `local`, several workers are gloo
+    processes of this machine, and not refused.
 
     Raises UsageError for what the user can mend, RunFailedError for a run that failed, KeyboardInterrupt when stopped;
     the MLflow run is then FAILED or KILLED.
@@ -90,7 +92,7 @@ def train(
         say(f"run {finished.name} is finished already, after {finished.steps} steps; nothing is left to do")
         return finished
     resolve_strategy(config)
-    _check_number_of_workers(config, local=local)
+    _check_number_of_workers(config, local=local and not in_processes)
     tracking_uri = store.resolve_uri(config.tracking.uri)
     store.check_reachable(tracking_uri)
     workload = make_workload(workload, config.workload.name, config.workload.args, base_dir=request.base_dir)
@@ -217,7 +219,10 @@ class _Run:
         recorder: Recorder | RemoteRecorder
         work: Callable[[], None]
         if local:
-            from scaleray.launch.workers.in_process import run_here  # the loop, which a driver on Ray does without
+            if self.config.scale.max_workers > 1:
+                from scaleray.launch.workers.in_processes import run_in_processes as run_here
+            else:  # the loop, which a driver on Ray does without
+                from scaleray.launch.workers.in_process import run_here
 
             recorder = here = Recorder(description)
             recorder.start()

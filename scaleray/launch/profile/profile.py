@@ -1,0 +1,136 @@
+"""`profile`: where the time of a training goes, by a short run of it or by what a run has recorded anyway."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scaleray.config import RunConfig
+from scaleray.config.base import Duration
+from scaleray.errors import ConfigError, UsageError
+from scaleray.launch.run.resume import FILE as ABOUT
+from scaleray.launch.run.train import train
+from scaleray.profiling.verdict.findings import Limit, Verdict
+from scaleray.profiling.verdict.of_run import FIRST_STEPS, verdict_of_run
+from scaleray.records.json_record import jsonable
+from scaleray.records.printed import Printed
+from scaleray.records.read import FILE as RECORD
+from scaleray.records.run import RunRecord, Say, Show
+from scaleray.tracking.find_record import find_run, places_of
+
+LEAST_STEPS = 2 * FIRST_STEPS
+"""Steps of a short training, of which the first ones are left out."""
+
+
+@dataclass(frozen=True)
+class Profiled(Printed):
+    """A run, and the verdict on where its time went."""
+
+    record: RunRecord
+    verdict: Verdict
+
+    def lines(self) -> list[str]:
+        """The verdict, and where the run is."""
+        return [self.verdict.sentence, *self.verdict.lines()[1:], f"folder: {self.record.run_dir}"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Name of the run, verdict and profile as JSON can hold them."""
+        profile = None if self.record.profile is None else dataclasses.asdict(self.record.profile)
+        verdict = {"limit": self.verdict.limit, **dataclasses.asdict(self.verdict)}
+        found: dict[str, Any] = jsonable({"name": self.record.name, "verdict": verdict, "profile": profile})
+        return found
+
+
+def profile_training(
+    config: RunConfig,
+    workload: Any = None,
+    *,
+    steps: int = 50,
+    local: bool = False,
+    show: Show = lambda messages: None,
+    say: Say = lambda text: None,
+    expect_steps: Callable[[int], None] = lambda steps: None,
+    base_dir: Path | None = None,
+) -> Profiled:
+    """Train `steps` steps as the config says, and say where their time went. local: in gloo processes, without Ray.
+
+    The run is one like any other, in an experiment of its own in MLflow, and saves no final weights.
+    """
+    if steps < LEAST_STEPS:
+        raise ConfigError(
+            "--steps", steps, f"it must be at least {LEAST_STEPS}: the first {FIRST_STEPS} are left out", "50 is usual"
+        )
+    record = train(
+        short(config, steps),
+        workload,
+        local=local,
+        in_processes=True,
+        show=show,
+        say=say,
+        expect_steps=expect_steps,
+        base_dir=base_dir,
+    )
+    return _profiled(record)
+
+
+def profile_run(run: str, *, uri: str | None = None) -> Profiled:
+    """Where the time of a recorded run went. run: its folder, its name, or its id or name in MLflow at `uri`. Raises
+    UsageError for one that has no profile, or a too short one."""
+    _check_has_ended(run)
+    found = find_run(run, uri=uri)
+    if not isinstance(found.record, RunRecord):
+        raise UsageError(
+            "RUN", run, "it is no training but a study or sweep", "scaleray report shows where its time went"
+        )
+    return _profiled(found.record)
+
+
+def short(config: RunConfig, steps: int) -> RunConfig:
+    """The config of so many steps of the same training, which nothing ends early."""
+    # the learning rate has no part in the time, but a rate that comes at once might end in NaN
+    warmup = Duration(steps - 1, "steps") if config.schedule.warmup.value else config.schedule.warmup
+    name = config.tracking.experiment
+    updates: dict[str, Any] = {
+        "stop": config.stop.model_copy(update={"after": Duration(steps, "steps"), "at": None, "patience": None}),
+        "schedule": config.schedule.model_copy(update={"warmup": warmup, "length": None}),
+        "tracking": config.tracking.model_copy(update={"experiment": f"{name[:190]} profiles"}),
+        "checkpoint": config.checkpoint.model_copy(update={"save_final": False}),
+    }
+    return config.model_copy(update=updates)
+
+
+def _profiled(record: RunRecord) -> Profiled:
+    again = f"scaleray profile -c {record.run_dir}/config.yaml" if record.run_dir else "scaleray profile -c FILE"
+    if record.profile is None:
+        raise UsageError(
+            f"the profile of {record.name}",
+            "missing",
+            "a run has one from the version on that measures it, and from its second step on",
+            f"train some steps anew: {again}",
+        )
+    verdict = verdict_of_run(record)
+    if verdict.limit is Limit.INCOMPLETE and verdict.steps < LEAST_STEPS // 2:
+        raise UsageError(
+            f"the profile of {record.name}",
+            f"{verdict.steps} steps",
+            "they are too few to say where the time goes",
+            f"train more of them: {again} --steps 50",
+        )
+    return Profiled(record, verdict)
+
+
+def _check_has_ended(run: str) -> None:
+    """Refuse a run that has not ended: its record is written at its end."""
+    for place in places_of(run):
+        with contextlib.suppress(OSError, ValueError):
+            if place.size(ABOUT) is not None and place.size(RECORD) is None:
+                raise UsageError(
+                    "RUN",
+                    run,
+                    f"it has no {RECORD}, which is written when a run ends: it is running, or was killed",
+                    f"wait for its end, or train some steps anew: scaleray profile -c {place.root}/config.yaml",
+                )

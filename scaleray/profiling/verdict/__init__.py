@@ -1,0 +1,1 @@
+"""What limits a training, by how much, and what to try next."""

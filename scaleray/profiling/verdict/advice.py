@@ -1,0 +1,132 @@
+"""What to try next about a limit, with the keys of the config and the commands that do it.
+
+For trainings, and for the points of a scaling study: the same limit has the same advice everywhere.
+"""
+
+from __future__ import annotations
+
+from scaleray.config.strategy_traits import traits_of
+from scaleray.profiling.verdict.findings import Advice, Limit
+from scaleray.profiling.verdict.signals import Facts
+from scaleray.records.phases import Phase
+
+
+def advice_on(limit: Limit, facts: Facts, *, phase: str | None = None, cause: str = "") -> Advice:
+    """What to try about a limit. phase: that in which a straggler falls behind. cause: see `Finding.cause`."""
+    if limit is Limit.COMMUNICATION:
+        return about_communication(facts)
+    if limit is Limit.STRAGGLER:
+        return _about_stragglers(facts, phase)
+    if limit is Limit.HOST:
+        return _about_the_host(facts, cause)
+    if limit is Limit.INPUT:
+        return about_input()
+    return _OTHERS.get(limit, Advice(""))
+
+
+_OTHERS = {
+    Limit.COPY: Advice(
+        "fewer or narrower columns from the workload's transform or collate, in the dtype that the model uses"
+    ),
+    Limit.EVALUATION: Advice(
+        "evaluate less often (evaluation.every), or in larger micro-batches (evaluation.micro_size)",
+        ("evaluation.every", "evaluation.micro_size"),
+    ),
+    Limit.CHECKPOINT: Advice(
+        "write beside the training (checkpoint.is_asynchronous), or less often (checkpoint.every)",
+        ("checkpoint.is_asynchronous", "checkpoint.every"),
+    ),
+    Limit.MEMORY: Advice(
+        "smaller micro-batches (batch.micro_size, or memory.find_micro_size), activations.checkpointing, "
+        "or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against pieces",
+        ("batch.micro_size", "memory.find_micro_size", "activations.checkpointing"),
+    ),
+    Limit.INCOMPLETE: Advice("measure more steps: scaleray profile --steps 50", (), ("scaleray profile",)),
+}
+
+
+def about_input() -> Advice:
+    """What to try where steps wait for their rows."""
+    return Advice(
+        "more cores for reading (data.reserved_cpus), larger chunks (data.chunk_mib), "
+        "or a source that is decoded already",
+        ("data.reserved_cpus", "data.chunk_mib"),
+    )
+
+
+def about_communication(facts: Facts) -> Advice:
+    """What to try where collectives are waited for, by the strategy."""
+    if facts.strategy == "fsdp":
+        first = (
+            "larger micro-batches (batch.micro_size), as each gathers anew, " if facts.accumulation_steps > 1 else ""
+        )
+        keys = ("fsdp.replicas", "fsdp.reshard_after_forward", "fsdp.prefetch")
+        return Advice(
+            f"{first}HSDP (fsdp.replicas), gathering further ahead (fsdp.prefetch), "
+            "or fsdp.reshard_after_forward false where memory allows",
+            (*keys, "batch.micro_size") if first else keys,
+        )
+    if facts.strategy == "tensor":
+        return Advice("a tensor.size that stays within a node, and replicas beyond it", ("tensor.size",))
+    if facts.strategy == "pipeline":
+        return Advice("more micro-batches in a step, or pipeline.schedule interleaved_1f1b", ("pipeline.schedule",))
+    if facts.strategy and traits_of(facts.strategy).averages_now_and_then:
+        return Advice("a larger local_sgd.sync_every", ("local_sgd.sync_every",))
+    if facts.strategy and traits_of(facts.strategy).mixes_with_neighbours:
+        return Advice("a larger global batch, or local_sgd, which meets less often", ("batch.global_size",))
+    return Advice(
+        "a larger global batch, larger buckets (strategy.bucket_size_mib), half the bytes (compression.name bf16), "
+        "or fewer meetings (local_sgd)",
+        ("batch.global_size", "strategy.bucket_size_mib", "compression.name"),
+    )
+
+
+def about_contention(facts: Facts) -> Advice:
+    """What to try where workers get in each other's way."""
+    if facts.is_oversubscribed:
+        return Advice("measure with no more workers than cores to see how a cluster would scale")
+    return Advice(
+        "fewer workers on a node, more cores for each (scale.cpus_per_worker), "
+        "or shares.by speed where one is always slow",
+        ("scale.cpus_per_worker", "shares.by"),
+    )
+
+
+def about_little_work(facts: Facts) -> Advice:
+    """What to try where each worker has too little to compute."""
+    share = max(1, facts.global_batch_size // facts.workers)
+    samples = "sample" if share == 1 else "samples"
+    return Advice(
+        f"a larger global batch than {share} {samples} a worker, fewer workers, or compilation.what blocks",
+        ("batch.global_size", "compilation.what"),
+    )
+
+
+def _about_stragglers(facts: Facts, phase: str | None) -> Advice:
+    if phase == Phase.INPUT:
+        return Advice(
+            "see what that rank reads and where: more cores for its node's reading (data.reserved_cpus), "
+            "or readers on any node (data.readers ray)",
+            ("data.reserved_cpus", "data.readers"),
+        )
+    if phase in (Phase.HOST, Phase.OTHER):
+        return Advice(
+            "see what that rank alone does between its steps: scaleray profile --trace", (), ("scaleray profile",)
+        )
+    return Advice(
+        "look at that node (clocks, other processes, temperature) and leave it out (scale.label_selector), "
+        "or give it less (shares.by speed)",
+        ("scale.label_selector", "shares.by"),
+    )
+
+
+def _about_the_host(facts: Facts, cause: str) -> Advice:
+    if cause == "garbage collection":
+        return Advice("gc.freeze() once the model is built, or gc.disable() and gc.collect() at evaluations")
+    fewer = " (batch.micro_size)" if facts.accumulation_steps > 1 else ""
+    return Advice(
+        f"fewer, larger launches: larger micro-batches{fewer}, compilation.what blocks, less in callbacks and logging; "
+        "scaleray profile --trace shows which",
+        ("compilation.what", *(["batch.micro_size"] if fewer else [])),
+        ("scaleray profile",),
+    )

@@ -1,0 +1,139 @@
+"""The verdict on a recorded run: what its profile and its config say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from scaleray.profiling.verdict.findings import Finding, Limit, Verdict
+from scaleray.profiling.verdict.judge import judge
+from scaleray.profiling.verdict.signals import OWN, Facts, Signals
+from scaleray.records.json_record import leaves
+from scaleray.records.phases import Phase
+from scaleray.records.profile import CollectiveRow, RankProfile, RunProfile, Spread
+from scaleray.records.run import RunRecord
+
+FIRST_STEPS = 10
+"""Steps at the beginning that are left out, but not more than half."""
+EVENTS = (Phase.EVALUATION, Phase.CHECKPOINT)
+"""Parts that come every so many steps: their mean stands in each, as when they come is no chance."""
+
+
+def verdict_of_run(record: RunRecord) -> Verdict:
+    """The verdict on a run; `incomplete` where it has no profile, as of an older version."""
+    profile = record.profile
+    if profile is None or not profile.ranks:
+        words = "incomplete: the run has no profile."
+        return Verdict(Finding(Limit.INCOMPLETE, None), (), words, "unsure", 0, 0.0)
+    return judge(signals_of(profile), facts_of(record, device=profile.ranks[0].device))
+
+
+def facts_of(record: RunRecord, *, device: str = "cpu") -> Facts:
+    """What is known of a run beside its times."""
+    derived = record.derived
+    return Facts(
+        record.workers,
+        record.strategy,
+        int(derived.get("accumulation_steps") or 1),
+        int(derived.get("global_batch_size") or 0),
+        device,
+        settings=dict(leaves(record.config, of_lists=False)),
+    )
+
+
+def signals_of(profile: RunProfile) -> Signals:
+    """The signals in a profile: its series, without the first steps, in which caches fill."""
+    ranks = sorted(profile.ranks, key=lambda one: one.rank)
+    count = min(len(one.step.series) for one in ranks)
+    width = max(1, profile.buckets.width)
+    first = min(max(1, FIRST_STEPS // width), count // 2) if count > 1 else 0
+    parts = {
+        part: _rows([one.phases.get(part) for one in ranks], count, first)
+        for part in OWN
+        if any(part in one.phases for one in ranks)
+    }
+    for part in EVENTS:
+        if part in parts:
+            parts[part] = np.broadcast_to(parts[part].mean(axis=1, keepdims=True), parts[part].shape).copy()
+    waited = [part for part in (Phase.COMMUNICATION, Phase.STRAGGLER) if any(part in one.phases for one in ranks)]
+    waits = sum(_rows([one.phases.get(part) for one in ranks], count, first) for part in waited) if waited else None
+    lateness, layers = _buckets(ranks, count, first)
+    stranded, reserved = _memory_shares(ranks)
+    return Signals(
+        parts,
+        waits if isinstance(waits, np.ndarray) else None,
+        unexplained=abs(profile.gap or 0.0),
+        window=width,
+        bucket_lateness=lateness,
+        bucket_layers=layers,
+        pauses=_pauses(ranks, count, first),
+        retries=_retries(ranks, count, first),
+        stranded_share=stranded,
+        reserved_share=reserved,
+        last_operation=_last_operation(ranks, profile.collectives),
+        bus_bandwidth=_bus_bandwidth(profile.collectives),
+    )
+
+
+def _rows(spreads: Sequence[Spread | None], count: int, first: int) -> npt.NDArray[np.float64]:
+    rows = [[0.0] * count if one is None else [*one.series, *[0.0] * count][:count] for one in spreads]
+    return np.array(rows)[:, first:]
+
+
+def _buckets(
+    ranks: Sequence[RankProfile], count: int, first: int
+) -> tuple[npt.NDArray[np.float64] | None, tuple[str, ...]]:
+    """Lateness by bucket of each rank, (ranks, columns, buckets), and the layers of each bucket."""
+    known = [sorted(one.lateness, key=lambda bucket: bucket.bucket) for one in ranks]
+    number = min(len(one) for one in known)
+    if number == 0:
+        return None, ()
+    rows = [_rows([bucket.late_s for bucket in one[:number]], count, first) for one in known]
+    return np.array(rows).transpose(0, 2, 1), tuple(bucket.layers for bucket in known[0][:number])
+
+
+def _pauses(ranks: Sequence[RankProfile], count: int, first: int) -> npt.NDArray[np.float64] | None:
+    spreads = [getattr(one, "pauses", None) for one in ranks]
+    return None if any(one is None for one in spreads) else _rows(spreads, count, first)
+
+
+def _retries(ranks: Sequence[RankProfile], count: int, first: int) -> npt.NDArray[np.float64] | None:
+    """How often each rank's allocator asked again in each bucket: samples are counts from the start of the process."""
+    series = [one.memory.series.get("retries") for one in ranks]
+    if any(one is None or len(one) < count for one in series):
+        return None
+    counted = np.array([[np.nan if value is None else value for value in one or ()][:count] for one in series])
+    for row in counted:  # a bucket without a sample has that of the one before
+        for at in range(count):
+            if np.isnan(row[at]):
+                row[at] = row[at - 1] if at else 0.0
+    return np.diff(counted, axis=1, prepend=counted[:, :1])[:, first:]
+
+
+def _memory_shares(ranks: Sequence[RankProfile]) -> tuple[float | None, float | None]:
+    stranded = [
+        one.memory.stranded_bytes / one.memory.peak.num_bytes
+        for one in ranks
+        if one.memory.stranded_bytes is not None and one.memory.peak is not None and one.memory.peak.num_bytes
+    ]
+    return max(stranded, default=None), None
+
+
+def _last_operation(ranks: Sequence[RankProfile], rows: Sequence[CollectiveRow]) -> str:
+    """The collective that a backward pass waits for last: that of its last bucket."""
+    buckets = [bucket for one in ranks[:1] for bucket in one.lateness]
+    if not buckets:
+        return ""
+    last = max(buckets, key=lambda bucket: bucket.bucket)
+    operations = [row.operation for row in rows if row.rank == ranks[0].rank and row.operation]
+    name = next((name for name in ("reduce_scatter", "all_reduce") if any(name in one for one in operations)), "")
+    words = name.replace("_", "-") or "the collective"
+    return f"{words} of bucket {last.bucket}" + (f" ({last.layers})" if last.layers else "")
+
+
+def _bus_bandwidth(rows: Sequence[CollectiveRow]) -> float | None:
+    """That of the kind of collective that takes the most time."""
+    timed = [row for row in rows if row.seconds and row.bus_bandwidth]
+    return max(timed, key=lambda row: row.seconds or 0.0).bus_bandwidth if timed else None

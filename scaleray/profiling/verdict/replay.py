@@ -1,0 +1,68 @@
+"""Steps replayed without something: every step takes as long as its slowest rank's own work, and then the link.
+
+Ranks of a synchronous training wait for each other in collectives. Whoever comes last waits for the link alone, so the
+shortest wait of a step is the link's time, and all beyond it is waiting for the slowest. A step without X takes the
+longest of what the ranks do without X: what X really costs, where a rank's excess hides in the others' waits.
+Source of the idea: Lin et al. 2025, arXiv:2505.05713 (what-if by simulation of steps without stragglers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from scaleray.profiling.verdict.signals import Seconds, Signals
+from scaleray.records.phases import Phase
+
+Times = npt.NDArray[np.float64]
+"""Times of steps, (steps,)."""
+PAUSED = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+"""Parts out of which a pause is taken: the garbage collector runs where Python makes objects, the allocator's retries
+where tensors are made."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What the ranks do of their own, and the link's time."""
+
+    parts: Mapping[Phase, Seconds]
+    link: Times
+
+    @property
+    def own(self) -> Seconds:
+        """Seconds of each rank's own work in each step."""
+        return np.asarray(np.sum(list(self.parts.values()), axis=0))
+
+    def times(self, *, without: Iterable[Phase] = (), link: bool = True) -> Times:
+        """Time of each step without some parts, or without the link."""
+        left = [values for name, values in self.parts.items() if name not in set(without)]
+        own = np.sum(left, axis=0) if left else np.zeros_like(self.own)
+        return np.asarray(own.max(axis=0) + (self.link if link else 0.0))
+
+    def with_parts(self, changed: Mapping[Phase, Seconds]) -> Replay:
+        """The same steps with other values of some parts."""
+        return Replay({**self.parts, **changed}, self.link)
+
+
+def replay_of(signals: Signals) -> Replay:
+    """The steps of these signals. Where waits were not measured, the link takes none."""
+    waits = signals.waits
+    return Replay(signals.parts, np.zeros(signals.num_columns) if waits is None else waits.min(axis=0))
+
+
+def moved_to_host(parts: Mapping[Phase, Seconds], pauses: Seconds) -> dict[Phase, Seconds]:
+    """The parts with pauses taken out of the passes that they fell into, as time of the host."""
+    return {**taken_out(parts, pauses), Phase.HOST: parts.get(Phase.HOST, np.zeros_like(pauses)) + pauses}
+
+
+def taken_out(parts: Mapping[Phase, Seconds], pauses: Seconds) -> dict[Phase, Seconds]:
+    """The parts without pauses that fell into the passes; a pause is at most what the passes took."""
+    found, left = dict(parts), pauses.copy()
+    for name in PAUSED:
+        if name in found:
+            taken = np.minimum(left, found[name])
+            found[name], left = found[name] - taken, left - taken
+    return found

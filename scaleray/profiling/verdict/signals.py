@@ -1,0 +1,79 @@
+"""What a verdict looks at: seconds of each part of each step on each rank, and what is known beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from scaleray.records.phases import PARTS, Phase
+
+Seconds = npt.NDArray[np.float64]
+"""Times, (ranks, steps)."""
+OWN = tuple(part for part in PARTS if part not in (Phase.COMMUNICATION, Phase.STRAGGLER))
+"""Parts of a step in which a rank waits for no other one."""
+
+
+@dataclass(frozen=True)
+class Signals:
+    """Measurements of steps in steady state, one row a rank.
+
+    parts: seconds by OWN; one that is missing was not measured apart. waits: seconds in which a rank stood still for
+    collectives: for the slowest rank and for the link together; None where it was not measured. unexplained: share of
+    the steps that no part accounts for. window: steps that each column is the mean of.
+    """
+
+    parts: Mapping[Phase, Seconds]
+    waits: Seconds | None
+    unexplained: float = 0.0
+    window: int = 1
+    bucket_lateness: npt.NDArray[np.float64] | None = None
+    """Seconds by which each rank's gradient buckets were ready after the first rank's, (ranks, steps, buckets)."""
+    bucket_layers: Sequence[str] = ()
+    pauses: Seconds | None = None
+    """Seconds of the garbage collector, wherever in the step they fell; None: not measured."""
+    retries: Seconds | None = None
+    """Times that the device's allocator gave its cache back and asked again; None: not measured."""
+    stranded_share: float | None = None
+    """Largest share of a device's memory that was free and in pieces; None: not measured."""
+    reserved_share: float | None = None
+    """Largest share of a device's memory that the allocator held."""
+    last_operation: str = ""
+    """The collective that is waited for last, as `all-reduce of bucket 0 (blocks.0-3)`."""
+    bus_bandwidth: float | None = None
+    """Bytes per second of the collectives that take the most time, by the size of their group."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that measured."""
+        return next(iter(self.parts.values())).shape[0]
+
+    @property
+    def num_columns(self) -> int:
+        """Number of steps, or of windows of steps."""
+        return next(iter(self.parts.values())).shape[1]
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps that the columns stand for."""
+        return self.num_columns * self.window
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a training that its times do not say."""
+
+    workers: int
+    strategy: str
+    accumulation_steps: int = 1
+    global_batch_size: int = 0
+    device: str = "cpu"
+    is_oversubscribed: bool = False
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """Values of the config by dotted key, for advice that does not ask for what is set already."""
+
+    def setting(self, key: str, default: object = None) -> object:
+        """The value of a dotted key of the config."""
+        return self.settings.get(key, default)

@@ -1,0 +1,84 @@
+"""Which ranks the others wait for, in which phase they fall behind, and before which gradient bucket."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from scaleray.profiling.verdict.replay import Replay
+from scaleray.profiling.verdict.signals import Seconds
+from scaleray.records.phases import Phase
+
+LEAST_EXCESS = 0.01
+"""Share of a step from which on a rank's mean excess in a part counts as its own and not as chance."""
+ALIKE = 0.5
+"""Share of the worst excess from which on another rank falls behind as well: one slow node has many ranks."""
+
+
+@dataclass(frozen=True)
+class Stragglers:
+    """Ranks that fall behind, the slowest first, in which phase most, and the steps as they would be without."""
+
+    ranks: tuple[int, ...]
+    phase: Phase
+    excess_s: float
+    """Mean seconds by which the slowest is behind the others."""
+    evened: Replay
+
+
+def stragglers_of(replay: Replay) -> Stragglers | None:
+    """Ranks that take longer than the others on average; None where there are none.
+
+    A rank's excess in a part is what it takes beyond the median of the others; it is replaced by their median.
+    """
+    parts = {name: values for name, values in replay.parts.items() if values.shape[0] > 1}
+    if not parts:
+        return None
+    step_s = replay.times().mean()
+    usual = {name: _of_the_others(values) for name, values in parts.items()}
+    excess = {name: (values - usual[name]).mean(axis=1) for name, values in parts.items()}
+    # what a rank takes longer in one part it may save in another: then nobody waits for it
+    whole = np.sum(list(excess.values()), axis=0)
+    worst = int(whole.argmax())
+    if whole[worst] < LEAST_EXCESS * step_s:
+        return None
+    order = [int(rank) for rank in np.argsort(-whole, kind="stable")]
+    slow = [rank for rank in order if whole[rank] >= max(ALIKE * whole[worst], LEAST_EXCESS * step_s)]
+    if 2 * len(slow) > len(whole):  # more than half cannot be behind the others
+        slow = slow[: max(1, len(whole) // 2)]
+    changed = {}
+    for name, values in parts.items():
+        late = [rank for rank in slow if abs(excess[name][rank]) >= LEAST_EXCESS * step_s]
+        if late:
+            changed[name] = values.copy()
+            changed[name][late] = usual[name][late]
+    phase = max(parts, key=lambda name: excess[name][worst])
+    return Stragglers(tuple(slow), phase, float(whole[worst]), replay.with_parts(changed))
+
+
+def _of_the_others(values: Seconds) -> Seconds:
+    """The median over the other ranks; with many, over all, which one rank hardly moves."""
+    num_ranks = values.shape[0]
+    if num_ranks > 8:
+        return np.broadcast_to(np.median(values, axis=0), values.shape)
+    others = [np.median(np.delete(values, rank, axis=0), axis=0) for rank in range(num_ranks)]
+    return np.asarray(others)
+
+
+def born_before(lateness: npt.NDArray[np.float64], rank: int) -> int | None:
+    """Number of the bucket before which a rank falls behind in its backward passes: where its lateness grows most.
+
+    lateness: (ranks, steps, buckets). None where it does not grow over the buckets: it was late before the first.
+    Growth is right for collectives that ranks wait for in between (FSDP) as for those that they do not (DDP).
+    """
+    late = np.median(lateness[rank], axis=0)
+    growth = np.diff(late, prepend=0.0)
+    return int(growth.argmax()) if growth.size and growth.max() > 0 else None
+
+
+def falls_behind_in(lateness: npt.NDArray[np.float64], rank: int, least_s: float) -> bool:
+    """Whether the delay of a rank is born in the backward pass: its last bucket is that much later than its first."""
+    late = np.median(lateness[rank], axis=0)
+    return bool(late.size > 1 and late.max() - late[0] >= least_s)
