@@ -12,7 +12,7 @@ from scaleray.records.phases import PARTS, Phase
 
 Seconds = npt.NDArray[np.float64]
 """Times, (ranks, steps)."""
-OWN = tuple(part for part in PARTS if part not in (Phase.COMMUNICATION, Phase.STRAGGLER))
+OWN: tuple[Phase, ...] = tuple(part for part in PARTS if part not in (Phase.COMMUNICATION, Phase.STRAGGLER))
 """Parts of a step in which a rank waits for no other one."""
 
 
