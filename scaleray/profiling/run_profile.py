@@ -15,6 +15,8 @@ CLOSES_WITHIN = 0.01
 """Share of a step by which its parts may miss it."""
 STEP = "step"
 """Name of the column of whole steps, beside those of phases."""
+PAUSES = "pauses"
+"""Name of the column of the garbage collector's pauses, which fall into phases."""
 
 
 def run_profile(measured: Sequence[RankMeasurements], *, goodput: Goodput | None = None) -> RunProfile | None:
@@ -43,9 +45,9 @@ def rank_profile(measured: RankMeasurements) -> RankProfile:
     spreads = {
         name: _spread(measured, column)
         for column, name in enumerate(measured.columns)
-        if name == STEP or measured.totals[column] > 0
+        if name in (STEP, PAUSES) or measured.totals[column] > 0
     }
-    step = spreads.pop(STEP)
+    step, pauses = spreads.pop(STEP), spreads.pop(PAUSES, None)
     return RankProfile(
         rank=measured.rank,
         node=measured.node,
@@ -54,6 +56,7 @@ def rank_profile(measured: RankMeasurements) -> RankProfile:
         step=step,
         phases=spreads,
         worst_gap=measured.worst_gap,
+        pauses=pauses,
         memory=measured.memory,
     )
 

@@ -106,6 +106,8 @@ class RankProfile:
     """Seconds of each part of a step, by the values of `Phase`; a part that cannot be told apart here is missing."""
     worst_gap: float | None
     """Largest difference between a step and the sum of its parts, in any step, as a share of the step."""
+    pauses: Spread | None = None
+    """Seconds of the garbage collector in a step, in whatever phases it fell; None where that was not measured."""
     late_s: Spread | None = None
     """How long after the first rank this one came to the collectives of a step, as the worst of them; None where
     arrivals are not measured."""
@@ -189,7 +191,7 @@ class RankMeasurements:
     """Number of the first measured step, from 1."""
     num_steps: int
     columns: tuple[str, ...]
-    """Names of the columns: `step` and values of `Phase`."""
+    """Names of the columns: `step`, values of `Phase`, and `pauses`."""
     every: int
     """Each how manyth step has a row."""
     rows: np.ndarray = field(repr=False, compare=False)

@@ -95,7 +95,7 @@ def _buckets(
 
 
 def _pauses(ranks: Sequence[RankProfile], count: int, first: int) -> npt.NDArray[np.float64] | None:
-    spreads = [getattr(one, "pauses", None) for one in ranks]
+    spreads = [one.pauses for one in ranks]
     return None if any(one is None for one in spreads) else _rows(spreads, count, first)
 
 

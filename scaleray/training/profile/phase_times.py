@@ -7,18 +7,19 @@ from array import array
 
 import numpy as np
 
-from scaleray.profiling.run_profile import STEP
+from scaleray.profiling.run_profile import PAUSES, STEP
 from scaleray.profiling.step_rows import StepRows
 from scaleray.records.phases import PARTS, Enter
 from scaleray.records.profile import RankMeasurements
 from scaleray.training.observer import Observer
 from scaleray.training.profile.marks import DeviceMarks, HostMarks, Marks
+from scaleray.training.profile.pauses import Pauses
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 
 CHUNK = 64
 """Steps that are put into the table at a time: numpy's calls take longer than a step's marks."""
-COLUMNS = (STEP, *PARTS)
+COLUMNS = (STEP, *PARTS, PAUSES)
 
 
 class PhaseTimes(Observer):
@@ -32,7 +33,7 @@ class PhaseTimes(Observer):
     def __init__(self, place: Place, first_step: int, enter: Enter, marks: Marks | None = None) -> None:
         self.place, self.first_step, self._enter = place, first_step, enter
         self.marks = marks or (DeviceMarks() if place.device.type == "cuda" else HostMarks())
-        self._table, self._chunk = StepRows(COLUMNS), array("d")
+        self._table, self._chunk, self._pauses = StepRows(COLUMNS), array("d"), Pauses()
         self._is_warm, self._outside_s = False, 0.0
         self._misses_s, self._worst_gap = 0.0, 0.0
 
@@ -51,6 +52,10 @@ class PhaseTimes(Observer):
         self._take_known()
         if len(self._chunk) >= CHUNK * len(COLUMNS):
             self._fold()
+
+    def close(self) -> None:
+        """Leave the garbage collector as it was."""
+        self._pauses.close()
 
     def measurements(self) -> RankMeasurements:
         """What was measured. Waits for the device."""
@@ -75,10 +80,13 @@ class PhaseTimes(Observer):
         )
 
     def _take_known(self) -> None:
+        pauses_s = self._pauses.since_last()  # a device's steps are known some steps later than its host's pauses
         while (known := self.marks.next_known()) is not None:
             if self._is_warm:
                 self._chunk.append(known[0])
                 self._chunk.extend(known[1])
+                self._chunk.append(pauses_s)
+                pauses_s = 0.0
             self._is_warm = True
 
     def _fold(self) -> None:
@@ -88,7 +96,7 @@ class PhaseTimes(Observer):
         values = np.array(self._chunk).reshape(-1, len(COLUMNS))
         self._chunk = array("d")
         steps = values[:, 0]
-        misses = np.abs(values[:, 1:].sum(axis=1) - steps)
+        misses = np.abs(values[:, 1 : 1 + len(PARTS)].sum(axis=1) - steps)
         self._misses_s += float(misses.sum())
         self._worst_gap = max(self._worst_gap, float((misses / np.maximum(steps, 1e-9)).max()))
         self._table.add(values)

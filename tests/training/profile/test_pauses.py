@@ -1,0 +1,26 @@
+"""Pauses of the garbage collector."""
+
+import gc
+
+from scaleray.training.profile import pauses
+from scaleray.training.profile.pauses import Pauses
+
+
+def test_collections_count_until_the_watch_is_closed(monkeypatch):
+    clock = iter(range(0, 1000, 2))  # every look at the clock is two seconds later
+    before = list(gc.callbacks)
+    watch = Pauses()
+    gc.disable()
+    try:
+        monkeypatch.setattr(pauses.time, "perf_counter", lambda: next(clock))
+        gc.collect()
+        gc.collect(0)
+        found = watch.since_last(), watch.since_last()
+        watch.close()
+        watch.close()
+        gc.collect()
+    finally:
+        gc.enable()
+        monkeypatch.undo()
+    assert found == (4.0, 0.0) and watch.since_last() == 0.0
+    assert gc.callbacks == before
