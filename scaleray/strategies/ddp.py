@@ -16,9 +16,12 @@ from torch.utils._pytree import tree_leaves
 from scaleray.config import RunConfig
 from scaleray.config.strategy import StrategySettings
 from scaleray.records.phases import Enter, Phase
+from scaleray.records.profile import CollectiveRow
 from scaleray.strategies.compression.hook import Compression
 from scaleray.strategies.contract.parallel import OnModel, Parallel
 from scaleray.strategies.contract.weight_shares import WeightShare, whole
+from scaleray.strategies.wire import bucket_ledger
+from scaleray.strategies.wire.bucket_arrivals import BucketArrivals
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
@@ -33,11 +36,12 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     sent_a_step = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     wrapped = _wrapped(model, group, config.strategy)
     compression = None if config.compression.name == "none" else Compression(wrapped, model, group, config)
-    sent = 0.0
+    arrivals = BucketArrivals(wrapped, model)
+    num_steps = 0
 
     def count(step: int) -> None:
-        nonlocal sent
-        sent += sent_a_step
+        nonlocal num_steps
+        num_steps += 1
 
     def tell_phases(enter: Enter) -> None:
         def at_loss(module: nn.Module, args: Any, result: Any) -> None:
@@ -69,7 +73,12 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         share_buffers()
         return whole(model, keeps=dist.get_rank(group) == 0)
 
+    def collectives() -> list[CollectiveRow]:
+        compressed = None if compression is None else compression.wire.ledger.rows()
+        return bucket_ledger.rows(wrapped, num_steps, compressed)
+
     def close() -> None:
+        arrivals.close()
         for parameter in model.parameters():
             parameter.grad = None  # a view of a bucket that goes away with the wrapper
         if compression is not None:
@@ -85,7 +94,9 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         weights=weights,
         after_update=count,
         tell_phases=tell_phases,
-        bytes_sent=lambda: sent,
+        bytes_sent=lambda: float(num_steps * sent_a_step),
+        collectives=collectives,
+        arrivals=arrivals,
         close=close,
     )
     return parallel if compression is None else _with_compression(parallel, compression)
@@ -111,9 +122,14 @@ def _wrapped(model: nn.Module, group: dist.ProcessGroup, settings: StrategySetti
 
 def _with_compression(parallel: Parallel, compression: Compression) -> Parallel:
     """The same model, whose state, bytes and figures are those of compressed gradients."""
+
+    def after_update(step: int) -> None:
+        parallel.after_update(step)
+        compression.after_update(step)
+
     return dataclasses.replace(
         parallel,
-        after_update=compression.after_update,
+        after_update=after_update,
         carry_over=compression.carry_over,
         state=compression.state,
         load_state=compression.load_state,

@@ -22,26 +22,30 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
+from scaleray.profiling.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER
 from scaleray.strategies.contract.parallel import Computation, OnModel, Parallel
 from scaleray.strategies.contract.weight_shares import WeightShare, share_among
-from scaleray.strategies.sharding.counted_collectives import CountedAllGather, CountedReduceScatter, Counter, Window
+from scaleray.strategies.sharding.counted_collectives import CountedAllGather, CountedReduceScatter, Window
 from scaleray.strategies.sharding.fsdp_units import Units, choose_units, prefetch_distance
+from scaleray.strategies.sharding.unit_arrivals import UnitArrivals
 from scaleray.strategies.sharding.unsharding import unshard_for_good
 from scaleray.strategies.wire.flat_broadcast import broadcast
+from scaleray.strategies.wire.ledger import Ledger
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """Model whose parameters are shards. sent: counts the bytes given to its collectives;
-    window: shows own gradients."""
+    """Model whose parameters are shards. sent: counts its collectives;
+    window: shows own gradients; arrivals: tells when this rank comes to them."""
 
     model: nn.Module
     root: Root
     units: Units
-    sent: Counter
+    sent: Ledger
     window: Window
+    arrivals: UnitArrivals
     notes: list[str] = field(default_factory=list)
 
     @contextlib.contextmanager
@@ -104,8 +108,11 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     group = dist.group.WORLD
     assert group is not None
 
+    shared = Ledger()
+    entry = shared.entry("all", dist.get_world_size(), BROADCAST)
+
     def share_buffers() -> None:
-        broadcast(model.buffers(), group)
+        broadcast(model.buffers(), group, entry=entry)
 
     def after_update(step: int) -> None:
         if buffers:
@@ -130,6 +137,8 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         forward_is_collective=True,
         after_update=after_update,
         bytes_sent=lambda: sharded.sent.num_bytes,
+        collectives=lambda: [*sharded.sent.rows(), *shared.rows()],
+        arrivals=sharded.arrivals,
         show_own_gradients=sharded.window.show,
         notes=[*sharded.units.notes, *sharded.notes],
     )
@@ -147,8 +156,9 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) 
     if distance < min(settings.prefetch, len(units.modules)):
         notes.append(f"fsdp: prefetches {distance} units, not {settings.prefetch}, to keep fsdp.max_unsharded_gib")
     offload = CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy()
-    sent, window = Counter(), Window()
+    sent, window = Ledger(), Window()
     replicas = mesh.get_group(0) if mesh.ndim == 2 else None
+    axis, shards = (mesh.mesh_dim_names or ("dp",))[-1], mesh.size(-1)
     statistics = shard_statistics(model, policy, mesh=mesh, offload_policy=offload)
     # inner units first: each takes what no other has taken
     for module in (m for m in reversed(units.modules) if m not in statistics):
@@ -169,16 +179,20 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) 
     )
     wrapped = [_wrapped(module) for module in units.modules]
     own = [_wrapped(module) for module in statistics if module not in units.modules]
+    arrivals = UnitArrivals(model, units, distance)
     for unit in (*wrapped, *own, _wrapped(model)):
-        unit.set_custom_all_gather(CountedAllGather(sent))
-        unit.set_custom_reduce_scatter(CountedReduceScatter(sent, window, replicas=replicas))
+        gather = CountedAllGather(sent.entry(axis, shards, ALL_GATHER))
+        scatter = CountedReduceScatter(sent.entry(axis, shards, REDUCE_SCATTER), window, replicas=replicas)
+        unit.set_custom_all_gather(gather)
+        unit.set_custom_reduce_scatter(scatter)
+        arrivals.add(unit, gather, scatter)
         unit.set_reduce_scatter_unused_params(settings.reduce_unused, recurse=False)
         if mesh.ndim == 2:  # torch calls it after its own all-reduce over the replicas, with what that was given
-            unit.set_all_reduce_hook(sent.count)
+            unit.set_all_reduce_hook(sent.entry("replicate", mesh.size(0), ALL_REDUCE).add)
     _prefetch(wrapped, _wrapped(model), distance)
     for unit in own:
         unit.set_modules_to_backward_prefetch([unit])  # itself, which is gathered already: nothing
-    return Sharded(model, Root.over(model, mesh), units, sent, window, notes)
+    return Sharded(model, Root.over(model, mesh), units, sent, window, arrivals, notes)
 
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

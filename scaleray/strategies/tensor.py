@@ -27,7 +27,8 @@ from scaleray.strategies.contract.parallel import MicroBatch, Objective, OnModel
 from scaleray.strategies.contract.weight_shares import WeightShare, share_among
 from scaleray.strategies.fsdp import Root, check_one_dtype, mixed_precision, shard_statistics, with_output
 from scaleray.strategies.sharding.unsharding import unshard_for_good
-from scaleray.strategies.wire.byte_counter import Traffic
+from scaleray.strategies.wire.byte_counter import Kind, Traffic
+from scaleray.strategies.wire.ledger import Ledger
 from scaleray.workload import call_user_code
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
@@ -55,7 +56,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_complete)
-    passes = _CountedPasses(model, root or OnModel(model))
+    passes = _CountedPasses(model, root or OnModel(model), mesh)
 
     def share_buffers() -> None:
         for buffer in model.buffers():
@@ -90,7 +91,8 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         forward_is_collective=True,
         run_micro_batches=passes.run,
         counts_loss=mesh.get_local_rank("tp") == 0,
-        bytes_sent=lambda: passes.sent_bytes,
+        bytes_sent=lambda: passes.sent.num_bytes,
+        collectives=passes.sent.rows,
         notes=notes,
     )
 
@@ -192,10 +194,11 @@ class _CountedPasses:
     """Forward and backward passes of a step's micro-batches, as the loop itself would run them. What the styles and
     FSDP send can only be seen from below, once for each shape of a micro-batch."""
 
-    def __init__(self, model: nn.Module, on_model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, on_model: nn.Module, mesh: DeviceMesh) -> None:
         self._model, self._on_model = model, on_model
-        self._known: dict[Any, float] = {}
-        self.sent_bytes = 0.0
+        self._axes = {mesh.get_group(axis).group_name: axis for axis in mesh.mesh_dim_names or ()}
+        self._known: dict[Any, dict[Kind, tuple[int, float]]] = {}
+        self.sent = Ledger()
 
     def run(self, pieces: list[MicroBatch], objective: Objective, autocast: Any) -> None:
         """Run the micro-batches in their order; only the last one sums gradients over replicas."""
@@ -206,8 +209,11 @@ class _CountedPasses:
             with contextlib.nullcontext() if is_last else self._no_sync(), traffic or contextlib.nullcontext():
                 objective(self._on_model, piece).backward()
             if traffic is not None:
-                self._known[shapes, is_last] = traffic.num_bytes
-            self.sent_bytes += self._known[shapes, is_last]
+                self._known[shapes, is_last] = traffic.found
+            for kind, (count, num_bytes) in self._known[shapes, is_last].items():
+                entry = self.sent.entry(self._axes.get(kind.group, "all"), kind.group_size, kind.operation)
+                entry.count += count
+                entry.num_bytes += num_bytes
 
     @contextlib.contextmanager
     def _no_sync(self) -> Iterator[None]:

@@ -11,9 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
+from scaleray.profiling.collectives import BROADCAST
 from scaleray.strategies import ddp
 from scaleray.strategies.contract.parallel import Parallel
 from scaleray.strategies.wire.flat_broadcast import broadcast
+from scaleray.strategies.wire.ledger import Ledger
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
@@ -33,7 +35,8 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     all_ids = {id(p) for p in model.parameters()}
     parts = [[p for p, owner in zip(trained, owners, strict=True) if owner == r] for r in range(world_size)]
     bucket_bytes = config.strategy.bucket_size_mib * 2**20
-    sent = 0.0
+    sent, ledger = 0.0, Ledger()
+    entry = ledger.entry("dp", world_size, BROADCAST)
 
     def owns(parameter: nn.Parameter) -> bool:
         if id(parameter) not in all_ids:
@@ -51,7 +54,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         for parameter in trained:  # the optimizer's zero_grad knows this rank's part only
             parameter.grad = None
         for owner, part in enumerate(parts):
-            num_bytes = broadcast(part, group, source=owner, bucket_bytes=bucket_bytes)
+            num_bytes = broadcast(part, group, source=owner, bucket_bytes=bucket_bytes, entry=entry)
             sent += num_bytes if owner == rank else 0
 
     return dataclasses.replace(
@@ -60,6 +63,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         after_update=send_updates,
         is_partitioned=True,
         bytes_sent=lambda: parallel.bytes_sent() + sent,
+        collectives=lambda: [*parallel.collectives(), *ledger.rows()],
     )
 
 

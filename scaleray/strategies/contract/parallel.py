@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from scaleray.records.phases import Enter
+from scaleray.records.profile import CollectiveRow
+from scaleray.strategies.contract.arrivals import ArrivalSource
 from scaleray.strategies.contract.numbers import Number, Truth
 from scaleray.strategies.contract.weight_shares import WeightShare
 
@@ -141,6 +143,10 @@ class Parallel:
     bytes_sent: Callable[[], float] = lambda: 0.0
     """Bytes that this rank has given to collectives and sends, for gradients, parameters and activations, since it was
     built: payloads, each counted once whatever the algorithm makes of them."""
+    collectives: Callable[[], list[CollectiveRow]] = list
+    """The same by group and operation; nothing where a strategy counts bytes alone."""
+    arrivals: ArrivalSource | None = None
+    """Where it can be seen when this rank comes to the collectives of a step; None where it cannot."""
     show_own_gradients: Callable[[Callable[[torch.Tensor, float], None] | None], None] | None = None
     """Call `see(piece, factor)` from now on with each piece of this rank's own gradient, divided by `factor`, right
     before it is summed with the others'; `see` None ends that. None: hooks of the parameters see it, in a step's last

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from scaleray.config import RunConfig
 from scaleray.metric_names import BUBBLE_SHARE
+from scaleray.profiling.collectives import SEND
 from scaleray.reproducibility.seeding import stream_seed
 from scaleray.scaling.recipe.pipeline_bubble import runs
 from scaleray.strategies.contract.later import Later, on_device
@@ -64,7 +65,8 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         run_micro_batches=pipeline.run_micro_batches,
         counts_loss=parts.has_last,
         alone=lambda computation: computation(whole),
-        bytes_sent=lambda: pipeline.sent_bytes + parts.sent_bytes,
+        bytes_sent=lambda: parts.sent.num_bytes,
+        collectives=parts.sent.rows,
         before_step=pipeline.before_step,
         metrics=pipeline.metrics,
         notes=[parts.note()],
@@ -76,7 +78,6 @@ class Pipeline:
 
     def __init__(self, parts: Parts, config: RunConfig, workload: Any, *, replica: int) -> None:
         self.parts, self.workload, self.schedule_name = parts, workload, config.pipeline.schedule
-        self.sent_bytes = 0.0
         self._seed_of = partial(stream_seed, config.seed, "pipeline", replica)
         self._seed = self._seed_of(0)
         self._times: Later | None = None  # busy and whole, summed over the workers of the replica
@@ -281,7 +282,9 @@ class _TimedStage(PipelineStage):
         return self._counted(super().get_bwd_send_ops(bwd_chunk_id))
 
     def _counted(self, operations: list[Any]) -> list[Any]:
-        self._pipeline.sent_bytes += sum(op.tensor.numel() * op.tensor.element_size() for op in operations)
+        parts = self._pipeline.parts
+        for operation in operations:
+            parts.sent.entry("pp", parts.num_workers, SEND).add(operation.tensor)
         return operations
 
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
+from scaleray.profiling.collectives import ALL_REDUCE
 from scaleray.scaling.recipe.pipeline_bubble import bubble_share
 from scaleray.strategies.contract.weight_shares import Placed, WeightShare, share_of, shared_out, sizes
 from scaleray.strategies.fsdp import total_norm
@@ -31,6 +32,7 @@ from scaleray.strategies.pipeline.stages import (
     make_stage,
     stage_of_block,
 )
+from scaleray.strategies.wire.ledger import Ledger
 
 
 class Parts:
@@ -51,7 +53,7 @@ class Parts:
         self.num_workers, self.worker = mesh["pp"].size(), mesh.get_local_rank("pp")
         self.num_stages = self.num_workers * settings.stages_of_each_worker
         self.device = next(model.parameters()).device
-        self.config, self._sent_bytes = config, 0.0
+        self.config, self.sent = config, Ledger()
         blocks, self.units = cut(model, config, workload)
         costs = counted_costs(self.units, len(blocks))
         if settings.split == "measured":
@@ -78,11 +80,6 @@ class Parts:
         if settings.data_axis == "fsdp" and self.replicas is not None:  # last, as it replaces parameters
             self.shards = self._shard(held, mesh["dp"])
         self._whole_ids = {id(p) for p in self.module.parameters()} - (self.shards.sharded if self.shards else set())
-
-    @property
-    def sent_bytes(self) -> float:
-        """Bytes that this worker gave to collectives over the replicas, and over the stages of shared parameters."""
-        return self._sent_bytes + (self.shards.sent_bytes if self.shards is not None else 0.0)
 
     def gathered(self) -> contextlib.AbstractContextManager[None]:
         """Context in which this worker's stages can run. Collective over the replicas of a stage."""
@@ -232,7 +229,7 @@ class Parts:
         kept = {id(p) for name, p in self.module.named_parameters() if name in elsewhere}
         kept |= {id(p) for container in self._containers for p in container.parameters(recurse=False)}
         here = {id(unit.module): unit.module for unit in self.units if self._owner_of(unit) == self.worker}
-        return Shards(list(here.values()), replicas, self.config, kept_whole=kept)
+        return Shards(list(here.values()), replicas, self.config, kept_whole=kept, sent=self.sent)
 
     @property
     def _whole_parameters(self) -> list[nn.Parameter]:
@@ -291,8 +288,9 @@ class Parts:
                 by_type.setdefault(parameter.grad.dtype, []).append(parameter.grad)
         for gradients in by_type.values():
             flat = torch.cat([g.reshape(-1) for g in gradients])
-            dist.all_reduce(flat, group=group)
-            self._sent_bytes += flat.numel() * flat.element_size()
+            name = "dp" if group is self.replicas else "shared parameters"
+            entry = self.sent.entry(name, dist.get_world_size(group), ALL_REDUCE)
+            entry.run(lambda flat=flat: dist.all_reduce(flat, group=group), flat)  # type: ignore[misc]
             for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(total.view_as(gradient))
 

@@ -23,10 +23,12 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from scaleray.config import RunConfig
+from scaleray.profiling.collectives import ALL_GATHER, REDUCE_SCATTER
 from scaleray.strategies.contract.later import on_device
 from scaleray.strategies.fsdp import check_one_dtype, has_statistics, mixed_precision
-from scaleray.strategies.sharding.counted_collectives import CountedAllGather, CountedReduceScatter, Counter
+from scaleray.strategies.sharding.counted_collectives import CountedAllGather, CountedReduceScatter
 from scaleray.strategies.sharding.unsharding import unshard_for_good
+from scaleray.strategies.wire.ledger import Ledger
 
 
 class Shards:
@@ -35,15 +37,14 @@ class Shards:
 
     modules: modules that lie whole on this worker. kept_whole: ids of parameters that stay as they are. So do single
     numbers, parameters that are not contiguous or that several of the modules use, and those of layers with running
-    statistics where others are gathered in a narrower type; gradients of all these are summed by an all-reduce. Raises
-    WorkloadError.
+    statistics where others are gathered in a narrower type; gradients of all these are summed by an all-reduce. sent:
+    counts the collectives. Raises WorkloadError.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], mesh: DeviceMesh, config: RunConfig, *, kept_whole: set[int]
+        self, modules: Sequence[nn.Module], mesh: DeviceMesh, config: RunConfig, *, kept_whole: set[int], sent: Ledger
     ) -> None:
         self.group: dist.ProcessGroup = mesh.get_group()
-        self._sent = Counter()
         self.is_gathered = False
         uses = Counts(id(p) for module in modules for p in module.parameters())
         self.sharded: set[int] = set()
@@ -70,18 +71,13 @@ class Shards:
         for unit in self._wrapped:
             unit.set_gradient_divide_factor(1.0)  # the sum, as an all-reduce gives it
             unit.set_force_sum_reduction_for_comms(True)  # no product with 1 on the way, which gloo cannot do
-            unit.set_custom_all_gather(CountedAllGather(self._sent))
-            unit.set_custom_reduce_scatter(CountedReduceScatter(self._sent))
+            unit.set_custom_all_gather(CountedAllGather(sent.entry("dp", mesh.size(), ALL_GATHER)))
+            unit.set_custom_reduce_scatter(CountedReduceScatter(sent.entry("dp", mesh.size(), REDUCE_SCATTER)))
             state = unit._get_fsdp_state()
             state._pre_forward_hook_handle.remove()
             state._post_forward_hook_handle.remove()
             state._lazy_init()  # which the first forward pass would do
         share_comm_ctx(self._wrapped)
-
-    @property
-    def sent_bytes(self) -> float:
-        """Bytes that this worker gave to collectives: its shards, and whole gradients."""
-        return self._sent.num_bytes
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:

@@ -1,8 +1,9 @@
-"""The collectives of sharded training, with the bytes that they are given counted."""
+"""The collectives of sharded training, counted, timed where the host waits for them, and told to whoever watches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,15 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     _get_gradient_divide_factors,
 )
 
-
-class Counter:
-    """Sum of the bytes of all tensors given to `count`."""
-
-    def __init__(self) -> None:
-        self.num_bytes = 0.0
-
-    def count(self, tensor: torch.Tensor) -> None:
-        self.num_bytes += tensor.numel() * tensor.element_size()
+from scaleray.strategies.wire.ledger import Entry
 
 
 class Window:
@@ -37,12 +30,16 @@ class Window:
 class CountedAllGather(DefaultAllGather):
     """torch's all-gather, counted. A rank gives its shard of a unit."""
 
-    def __init__(self, counter: Counter) -> None:
-        self.counter = counter
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self.on_arrival: Callable[[], None] | None = None
+        """Called when this rank comes to it."""
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.counter.count(input_tensor)
-        return super().__call__(output_tensor, input_tensor, *args, **kwargs)
+        if self.on_arrival is not None:
+            self.on_arrival()
+        start = partial(super().__call__, output_tensor, input_tensor, *args, **kwargs)
+        return self.entry.run(start, input_tensor)
 
 
 class CountedReduceScatter(DefaultReduceScatter):
@@ -50,9 +47,11 @@ class CountedReduceScatter(DefaultReduceScatter):
     the group over which the result is all-reduced afterwards."""
 
     def __init__(
-        self, counter: Counter, window: Window | None = None, *, replicas: dist.ProcessGroup | None = None
+        self, entry: Entry, window: Window | None = None, *, replicas: dist.ProcessGroup | None = None
     ) -> None:
-        self.counter, self.window, self.replicas = counter, window, replicas
+        self.entry, self.window, self.replicas = entry, window, replicas
+        self.on_arrival: Callable[[], None] | None = None
+        """Called when this rank comes to it: the gradients of the unit are computed."""
 
     def __call__(
         self,
@@ -62,11 +61,13 @@ class CountedReduceScatter(DefaultReduceScatter):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        self.counter.count(input_tensor)
+        if self.on_arrival is not None:
+            self.on_arrival()
         if self.window is not None and self.window.see is not None:
             # torch has divided by a part of the number of workers already, where sums could overflow
             before, *_ = _get_gradient_divide_factors(
                 group, self.replicas, input_tensor.dtype, input_tensor.device.type
             )
             self.window.see(input_tensor, before or 1.0)
-        return super().__call__(output_tensor, input_tensor, group, *args, **kwargs)
+        start = partial(super().__call__, output_tensor, input_tensor, group, *args, **kwargs)
+        return self.entry.run(start, input_tensor)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
+
+from scaleray.profiling.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
+from scaleray.strategies.wire.ledger import Ledger
 
 
 @dataclass(frozen=True)
@@ -28,12 +33,17 @@ class Message:
 
 
 class Wire:
-    """The collectives of one group. Each is blocking, and counted in `sent_bytes`: payloads, each once."""
+    """The collectives of one group. Each is blocking, and counted in `ledger`: payloads, each once."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.world_size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self.sent_bytes = 0
+        self.ledger = Ledger(stands_still=False)  # a thread of its own, or a device, waits for them
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of all of them together."""
+        return int(self.ledger.num_bytes)
 
     def mean_(self, values: torch.Tensor) -> torch.Tensor:
         """Mean over all ranks, in place.
@@ -42,32 +52,28 @@ class Wire:
 
     def sum_(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in place."""
-        self._count(values)
-        dist.all_reduce(values, group=self.group)
+        self._run(ALL_REDUCE, partial(dist.all_reduce, values, group=self.group), values)
         return values
 
     def largest_(self, values: torch.Tensor) -> torch.Tensor:
         """The largest over all ranks, in place."""
-        self._count(values)
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+        self._run(ALL_REDUCE, partial(dist.all_reduce, values, op=dist.ReduceOp.MAX, group=self.group), values)
         return values
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         """Gather the values (n,) of each rank as (world_size, n)."""
         gathered = values.new_empty(self.world_size, values.numel())
-        self._count(values)
-        dist.all_gather(list(gathered), values, group=self.group)
+        self._run(ALL_GATHER, partial(dist.all_gather, list(gathered), values, group=self.group), values)
         return gathered
 
     def all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
         """Exchange rows (world_size, n): row i goes to rank i, and row i of the result came from there."""
         arrived = torch.empty_like(rows)
-        self._count(rows)
-        dist.all_to_all_single(arrived, rows, group=self.group)
+        self._run(ALL_TO_ALL, partial(dist.all_to_all_single, arrived, rows, group=self.group), rows)
         return arrived
 
-    def _count(self, payload: torch.Tensor) -> None:
-        self.sent_bytes += payload.numel() * payload.element_size()
+    def _run(self, operation: str, start: Callable[[], object], payload: torch.Tensor) -> None:
+        self.ledger.entry("dp", self.world_size, operation).run(start, payload)
 
 
 def pack(*parts: torch.Tensor) -> torch.Tensor:

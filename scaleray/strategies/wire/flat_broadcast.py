@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
+
+from scaleray.strategies.wire.ledger import Entry
 
 BUCKET_BYTES = 25 * 2**20
 
 
 @torch.no_grad()
 def broadcast(
-    tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, *, source: int = 0, bucket_bytes: float = BUCKET_BYTES
+    tensors: Iterable[torch.Tensor],
+    group: dist.ProcessGroup,
+    *,
+    source: int = 0,
+    bucket_bytes: float = BUCKET_BYTES,
+    entry: Entry | None = None,
 ) -> int:
-    """Give every rank the values of rank `source` of the group, in place; returns the bytes. Collective over `group`,
-    with tensors of the same shapes and dtypes in the same order."""
+    """Give every rank the values of rank `source` of the group, in place; returns the bytes, and counts them in
+    `entry`. Collective over `group`, with tensors of the same shapes and dtypes in the same order."""
     is_source, sent = dist.get_rank(group) == source, 0
     for bucket in _buckets(tensors, bucket_bytes):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-        dist.broadcast(flat, group=group, group_src=source)
+        start = partial(dist.broadcast, flat, group=group, group_src=source)
+        start() if entry is None else entry.run(start, flat)
         sent += flat.numel() * flat.element_size()
         if not is_source:
             for tensor, values in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):

@@ -1,0 +1,84 @@
+"""When each bucket of DDP is full: seen at the gradient that comes last in it.
+
+A communication hook in Python would see it too, and cost ten times as much: DDP would hand it every bucket instead of
+reducing it in C++, and a thread that reads rows could keep it waiting for the interpreter. A hook of one parameter a
+bucket changes nothing of what DDP does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from scaleray.profiling.lateness import Places
+from scaleray.profiling.layer_names import layer_range
+from scaleray.strategies.contract.arrivals import Note, drawn_together, names_in
+
+STEPS_BEFORE = 2
+"""Steps after which DDP keeps the layout of its buckets: it lays them out anew at the begin of the second one."""
+
+
+class BucketArrivals:
+    """Arrivals at the all-reduce of each bucket of a wrapped model, in the order in which DDP reduces them."""
+
+    def __init__(self, wrapped: DistributedDataParallel, model: nn.Module) -> None:
+        self._wrapped = wrapped
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._parameters = [p for p in wrapped._module_parameters if p.requires_grad]  # as DDP numbers them
+        self._names = [names[id(p)] for p in self._parameters]
+        self._hooks: list[RemovableHandle] = []
+        self._order: list[int] = []
+        self._steps = 0
+
+    def settle(self, note: Note) -> Places | None:
+        """See `ArrivalSource`. In one step the order of all gradients is seen, then the last one of each bucket."""
+        self._steps += 1
+        if self._steps == STEPS_BEFORE:
+            self._hook(range(len(self._parameters)), lambda number: partial(self._see, number))
+        if self._steps <= STEPS_BEFORE:
+            return None
+        self.close()
+        came = {number: place for place, number in enumerate(self._order)}
+        buckets = [bucket for bucket in self._buckets() if any(number in came for number in bucket)]
+        runs = drawn_together(len(buckets))
+        last = [max((n for n in buckets[run[-1]] if n in came), key=lambda n: came[n]) for run in runs]
+        place_of = {number: place for place, number in enumerate(last)}
+
+        def noting(number: int) -> Callable[[torch.Tensor], None]:
+            place = place_of[number]
+            return lambda parameter: note(place)
+
+        self._hook(last, noting)
+        names = names_in(runs, [[self._names[number] for number in sorted(bucket)] for bucket in buckets])
+        return Places((), tuple(map(layer_range, names)), meets_once=True)
+
+    def close(self) -> None:
+        """See `ArrivalSource`."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _hook(self, numbers: Any, hook_of: Callable[[int], Callable[[torch.Tensor], None]]) -> None:
+        self._hooks = [self._parameters[n].register_post_accumulate_grad_hook(hook_of(n)) for n in numbers]
+
+    def _see(self, number: int, parameter: torch.Tensor) -> None:
+        self._order.append(number)
+
+    def _buckets(self) -> list[list[int]]:
+        """Numbers of the parameters in each bucket, in the order in which buckets are reduced."""
+        data = self._wrapped._get_ddp_logging_data()
+        if data.get("has_rebuilt_buckets") and data.get("rebuilt_per_bucket_param_indices"):
+            text = str(data["rebuilt_per_bucket_param_indices"])
+            return [[int(number) for number in bucket.split()] for bucket in text.split(",")]
+        limits, _ = self._wrapped._bucket_config.compute_bucket_size_limits(
+            static_graph=self._wrapped.static_graph, find_unused_parameters=self._wrapped.find_unused_parameters
+        )
+        found, _ = dist._compute_bucket_assignment_by_size(self._parameters, limits)
+        return [list(bucket) for bucket in reversed(found)]

@@ -1,0 +1,76 @@
+"""The collectives that a strategy has started: how often, with how many bytes, and how long they took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from scaleray.records.profile import CollectiveRow
+
+
+@dataclass
+class Entry:
+    """One kind of collective in one group."""
+
+    group: str
+    group_size: int
+    operation: str
+    count: int = 0
+    num_bytes: float = 0.0
+    seconds: float | None = None
+    """Seconds that the host waited for them; None where it did not, and on a GPU, where they wait in its queue."""
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count a collective with this payload."""
+        self.count += 1
+        self.num_bytes += tensor.numel() * tensor.element_size()
+
+    def run(self, start: Callable[[], Any], tensor: torch.Tensor) -> Any:
+        """Run a collective with this payload; its result. On the CPU, one that is not asynchronous is timed."""
+        self.add(tensor)
+        if tensor.device.type != "cpu":
+            return start()  # the host only puts it into a queue
+        begun = time.perf_counter()
+        result = start()
+        if result is None:
+            self.seconds = (self.seconds or 0.0) + time.perf_counter() - begun
+        return result
+
+
+class Ledger:
+    """All entries of a strategy on this rank. stands_still: whether the training does so while they are timed."""
+
+    def __init__(self, *, stands_still: bool = True) -> None:
+        self._exposed_share = 1.0 if stands_still else None
+        self._entries: dict[tuple[str, str], Entry] = {}
+
+    def entry(self, group: str, group_size: int, operation: str) -> Entry:
+        """The entry of an operation in a group, made where there is none yet."""
+        return self._entries.setdefault((group, operation), Entry(group, group_size, operation))
+
+    @property
+    def num_bytes(self) -> float:
+        """Bytes of all collectives together."""
+        return sum(entry.num_bytes for entry in self._entries.values())
+
+    def rows(self) -> list[CollectiveRow]:
+        """What has been counted until now."""
+        return [
+            CollectiveRow(
+                rank=dist.get_rank(),
+                group=one.group,
+                group_size=one.group_size,
+                operation=one.operation,
+                count=one.count,
+                num_bytes=one.num_bytes,
+                seconds=one.seconds,
+                exposed_share=None if one.seconds is None else self._exposed_share,
+            )
+            for one in self._entries.values()
+            if one.count
+        ]

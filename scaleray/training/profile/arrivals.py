@@ -1,0 +1,205 @@
+"""When this rank comes to the collectives of each step, beside which ranks are compared when the run has ended.
+
+Nothing is sent for it: each rank keeps its own moments, and `profiling/lateness.py` puts those of all ranks together.
+On a GPU a moment is an event in the stream that passes it: that has been reviewed, not run.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from scaleray.profiling.lateness import Places, RankArrivals
+from scaleray.records.phases import Phase
+from scaleray.records.profile import CollectiveRow
+from scaleray.training.health.progress import Progress
+from scaleray.training.observer import Observer
+from scaleray.training.setup.model_setup import Setup
+from scaleray.training.setup.place import Place
+from scaleray.watchers import Guard, Watcher
+
+MOST_ROWS = 500
+"""Steps that are kept: their number tells a steady delay from chance, and is small enough for a thousand ranks."""
+CHUNK = 64
+"""Steps that are put into the table at a time."""
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class ArrivalTimes(Observer):
+    """Notes when this rank comes to the places of a step, the begin of its last backward pass, and the end of what it
+    waits for after that."""
+
+    def __init__(self, progress: Progress, place: Place, guard: Guard) -> None:
+        self.progress, self.place, self.guard = progress, place, guard
+        self._stamps: HostStamps | DeviceStamps = DeviceStamps() if place.device.type == "cuda" else HostStamps()
+        self._places: Places | None = None
+        self._number = self._num_steps = 0
+        self._rows, self._every, self._chunk = np.empty((0, 0)), 1, array("d")
+
+    def begin(self, setup: Setup) -> None:
+        """Look for the strategy's collectives."""
+        self._parallel = setup.parallel
+        self._source = setup.parallel.arrivals if self.place.world_size > 1 else None
+
+    def during_step(self, number: int) -> None:
+        self._number = number
+
+    def after_launch(self) -> None:
+        """Keep the moments of the step; before the places are known, let the strategy find them."""
+        if self._source is None:
+            return
+        if self._places is None:
+            self._places = self.guard(Watcher.FIGURES, self._settled, None, part="arrivals")
+            return
+        self._stamps.add(self._number, self._begun, self._met, self._kept + self._now[len(self._kept) :])
+        self._now = [math.nan] * len(self._now)
+        self._take_known()
+
+    def close(self) -> None:
+        if getattr(self, "_source", None) is not None:
+            self._source.close()
+
+    def measurements(self) -> RankArrivals | None:
+        """What was measured; None where there were no collectives to come to. Waits for the device."""
+        if self._places is None:
+            return None
+        self._stamps.wait()
+        self._take_known()
+        self._fold()
+        rows = self._rows
+        if not len(rows):
+            return None
+        return RankArrivals(
+            rank=self.place.rank,
+            clock=self._stamps.clock(self.place.rank),
+            places=self._places,
+            num_steps=self._num_steps,
+            steps=rows[:, 0].astype(np.int64),
+            begun=rows[:, 1].copy(),
+            came=rows[:, 3:].astype(np.float32),
+            met=rows[:, 2].astype(np.float32),
+        )
+
+    def collectives(self) -> list[CollectiveRow]:
+        """The strategy's own count of its collectives."""
+        none: list[CollectiveRow] = []
+        return self.guard(Watcher.FIGURES, lambda: self._parallel.collectives(), none, part="collectives")
+
+    def _settled(self) -> Places | None:
+        assert self._source is not None
+        places = self._source.settle(self._note)
+        if places is not None:
+            count = len(places.forward) + len(places.backward)
+            self._now: list[Any] = [math.nan] * count
+            self._kept: list[Any] = []
+            self._begun = self._met = self._stamps.now()
+            self._num_forward, self._is_before = len(places.forward), True
+            self._rows = np.empty((0, 3 + count))
+            self._stamp, self._others = self._stamps.now, self.progress.on_enter
+            self.progress.on_enter = self._enter
+        return places
+
+    def _note(self, place: int) -> None:
+        self._now[place] = self._stamp()
+
+    def _enter(self, phase: Phase) -> None:
+        self._others(phase)
+        if phase is Phase.BACKWARD:
+            if self._is_before:  # and not when a wait within the pass has ended
+                self._begun, self._is_before = self._stamp(), False
+                # FSDP gathers again in the backward pass
+                self._kept = self._now[: self._num_forward]
+        elif phase is Phase.FORWARD:
+            self._is_before = True
+        elif phase is Phase.OPTIMIZER:
+            self._met = self._stamp()
+
+    def _take_known(self) -> None:
+        while (row := self._stamps.next_known()) is not None:
+            self._chunk.extend(row)
+            self._num_steps += 1
+        if len(self._chunk) >= CHUNK * self._rows.shape[1]:
+            self._fold()
+
+    def _fold(self) -> None:
+        """Put the last steps into the table, in which older ones are thinned out evenly, alike on all ranks."""
+        if not self._chunk:
+            return
+        values = np.array(self._chunk).reshape(-1, self._rows.shape[1])
+        self._chunk = array("d")
+        first = self._num_steps - len(values)
+        numbers = np.arange(first, self._num_steps)
+        self._rows = np.concatenate([self._rows, values[numbers % self._every == 0]])
+        while len(self._rows) > MOST_ROWS:
+            self._rows = self._rows[::2].copy()
+            self._every *= 2
+
+
+class HostStamps:
+    """Moments by the clock that all processes of a host share."""
+
+    def __init__(self) -> None:
+        self.now: Callable[[], Any] = time.perf_counter
+        self._row: list[float] | None = None
+
+    def clock(self, rank: int) -> str:
+        """Name of the clock: that of the running kernel, which containers share."""
+        return BOOT_ID.read_text().strip() if BOOT_ID.exists() else f"rank {rank}"
+
+    def add(self, number: int, begun: float, met: float, came: list[float]) -> None:
+        """Keep the moments of a step."""
+        self._row = [number, begun, met - begun, *(moment - begun for moment in came)]
+
+    def next_known(self) -> list[float] | None:
+        """Number, begin, and moments after that, of the next step in order; None while it is not known."""
+        row, self._row = self._row, None
+        return row
+
+    def wait(self) -> None:
+        """Wait until all are known."""
+
+
+class DeviceStamps:
+    """Moments that a device passes, as events. The end of a step is its moment 0: no clock is shared."""
+
+    def __init__(self, make_event: Callable[[], Any] | None = None) -> None:
+        self._make = make_event or (lambda: torch.cuda.Event(enable_timing=True))
+        self._under_way: deque[tuple[int, Any, Any, list[Any]]] = deque()
+        self._free: list[Any] = []
+
+    def now(self) -> Any:
+        """Let the current stream record an event."""
+        event = self._free.pop() if self._free else self._make()
+        event.record()
+        return event
+
+    def clock(self, rank: int) -> str:
+        """Name of the clock: each rank has its own."""
+        return f"device of rank {rank}"
+
+    def add(self, number: int, begun: Any, met: Any, came: list[Any]) -> None:
+        """See `HostStamps`."""
+        self._under_way.append((number, begun, met, came))
+
+    def next_known(self) -> list[float] | None:
+        """See `HostStamps`."""
+        if not self._under_way or not self._under_way[0][2].query():
+            return None
+        number, begun, met, came = self._under_way.popleft()
+        whole_s = begun.elapsed_time(met) / 1e3
+        after = [begun.elapsed_time(each) / 1e3 if not isinstance(each, float) else math.nan for each in came]
+        self._free.extend([begun, met, *(each for each in came if not isinstance(each, float))])
+        return [number, -whole_s, whole_s, *after]
+
+    def wait(self) -> None:
+        """See `HostStamps`."""
+        for _, _, met, _ in self._under_way:
+            met.synchronize()
