@@ -11,9 +11,11 @@ import itertools
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
+
+from scaleray.records.profile import Places, RankArrivals, Straggler
 
 LEAST_STEPS = 8
 """Steps below which nothing is said of lateness; a sign test of two ranks needs a few more to be sure."""
@@ -21,43 +23,6 @@ MOST_BLOCKS = 30
 """Blocks of steps that a sign test looks at: enough for thousands of ranks and places at once."""
 ALIGNED_TOGETHER = 50
 """Rows over which two clocks count as running alike: they drift apart by some 10 us a second."""
-
-
-@dataclass(frozen=True)
-class Places:
-    """Collectives of a step at which arrivals are measured, in the order in which a rank comes to them."""
-
-    forward: tuple[str, ...]
-    """Layers that a rank computed before each place of the forward pass; empty where there were none."""
-    backward: tuple[str, ...]
-    """Layers of the gradients that each collective of the backward pass carries."""
-    meets_once: bool
-    """Whether a rank goes on computing while collectives run, and waits for all of them at the end of the pass, as in
-    DDP; else it waits for each, as in FSDP."""
-    end_of_forward: str = ""
-    """Layers that a rank computes between the last place of the forward pass and the begin of the backward pass; empty
-    where that is the whole forward pass and more."""
-
-
-@dataclass(frozen=True)
-class RankArrivals:
-    """When the gradients of one rank were ready for their collectives, in seconds on the clock of its host."""
-
-    rank: int
-    clock: str
-    """Name of the clock. Times of ranks with the same one can be compared as they are."""
-    places: Places
-    num_steps: int
-    """Steps that were measured; of these, some have a row."""
-    steps: np.ndarray = field(repr=False, compare=False)
-    """Numbers of the steps that have a row, int64 (rows,)."""
-    begun: np.ndarray = field(repr=False, compare=False)
-    """Begin of the last backward pass, float64 (rows,)."""
-    came: np.ndarray = field(repr=False, compare=False)
-    """Seconds from there to the arrival at each place, negative in the forward pass, float32 (rows, places); NaN where
-    a step did not come by."""
-    met: np.ndarray = field(repr=False, compare=False)
-    """Seconds from there until the collectives of the pass had ended, float32 (rows,)."""
 
 
 @dataclass(frozen=True)
@@ -83,29 +48,6 @@ class Arrivals:
             warnings.simplefilter("ignore", RuntimeWarning)  # a group that no rank had in a step
             late: np.ndarray = self.times - np.nanmin(self.times, axis=0)
         return late
-
-
-@dataclass(frozen=True)
-class Straggler:
-    """A rank that makes the others wait, step after step."""
-
-    rank: int
-    phase: str
-    """`forward` or `backward`: the pass in which it loses its time, as far as its arrivals tell. A delay from before
-    the forward pass counts as one of its begin."""
-    bucket: int | None
-    """Collective of the backward pass that was the first to be late, from 0 for the last layers; None in the forward
-    pass."""
-    layers: str
-    """Layers in which the time is lost; empty where it may be anywhere between two steps' backward passes."""
-    late_s: float
-    """Seconds that a step adds to its lateness there: the median of blocks of steps."""
-    share: float
-    """The same as a share of a step."""
-    steps: int
-    """Number of steps that were looked at."""
-    p_value: float
-    """Probability that ranks of the same speed show this somewhere."""
 
 
 def aligned(measured: Sequence[RankArrivals]) -> Arrivals | None:
@@ -137,7 +79,8 @@ def aligned(measured: Sequence[RankArrivals]) -> Arrivals | None:
 
 def waited_s(arrivals: Arrivals) -> np.ndarray:
     """Seconds in which each rank waited for the slowest one in the collectives of its passes, float64 (ranks, rows)."""
-    behind = np.nan_to_num(np.nanmax(arrivals.late, axis=0) - arrivals.late)
+    late = _filled(arrivals.late)
+    behind = late.max(axis=0) - late
     last = _last_arrival(arrivals)
     stood_still = np.maximum(0.0, arrivals.met - last)
     if arrivals.places.meets_once:
@@ -157,10 +100,10 @@ def in_flight_s(arrivals: Arrivals) -> tuple[np.ndarray, np.ndarray]:
 
 
 def find_stragglers(
-    arrivals: Arrivals, *, step_s: float, least_share: float = 0.05, alpha: float = 0.001
+    arrivals: Arrivals, *, step_s: float, least_share: float = 0.05, least_s: float = 0.001, alpha: float = 0.001
 ) -> list[Straggler]:
-    """Ranks that lose at least `least_share` of a step somewhere, with the place where each loses most; the worst
-    first.
+    """Ranks that lose at least `least_share` of a step and `least_s` somewhere, with the place where each loses most;
+    the worst first. Less than a millisecond is what a host's scheduler, or rank 0's records, cost.
 
     Nobody is named for being the last: a rank must be later than the others in block after block of steps (a sign
     test, at the level `alpha` for all ranks and places together), and by enough. The median of blocks is what counts,
@@ -173,14 +116,12 @@ def find_stragglers(
     tests = blocks.shape[0] * blocks.shape[2]
     found = []
     for number, rank in enumerate(arrivals.ranks):
-        medians = np.nan_to_num(np.nanmedian(blocks[number], axis=0))
+        medians = np.median(blocks[number], axis=0)
         place = int(medians.argmax())
-        seen = blocks[number, :, place]
-        seen = seen[np.isfinite(seen)]
-        p_value = min(1.0, tests * _sign_test(int((seen > 0).sum()), len(seen)))
+        p_value = min(1.0, tests * _sign_test(int((blocks[number, :, place] > 0).sum()), blocks.shape[1]))
         late_s = float(medians[place])
         share = late_s / step_s
-        if share >= least_share and p_value <= alpha:
+        if share >= least_share and late_s >= least_s and p_value <= alpha:
             found.append(Straggler(rank, *_named(arrivals.places, place), late_s, share, num_steps, p_value))
     return sorted(found, key=lambda one: -one.late_s)
 
@@ -188,10 +129,19 @@ def find_stragglers(
 def _excess(arrivals: Arrivals) -> np.ndarray:
     """How much more late a rank is at each place than at the place before, beyond what the others are (ranks, rows,
     moments). A rank gains nothing here where others catch up by waiting."""
-    grown = np.diff(arrivals.late, axis=2, prepend=0.0)
-    others = (np.nansum(grown, axis=0) - np.nan_to_num(grown)) / (len(arrivals.ranks) - 1)
+    grown = np.diff(_filled(arrivals.late), axis=2, prepend=0.0)
+    others = (grown.sum(axis=0) - grown) / (len(arrivals.ranks) - 1)
     excess: np.ndarray = grown - np.maximum(0.0, others)
     return excess
+
+
+def _filled(late: np.ndarray) -> np.ndarray:
+    """Lateness in which a rank keeps what it had at the place before where it did not come by."""
+    late = late.copy()
+    for moment in range(late.shape[2]):
+        before = late[:, :, moment - 1] if moment else 0.0
+        late[:, :, moment] = np.where(np.isfinite(late[:, :, moment]), late[:, :, moment], before)
+    return late
 
 
 def _named(places: Places, moment: int) -> tuple[str, int | None, str]:
@@ -207,15 +157,13 @@ def _named(places: Places, moment: int) -> tuple[str, int | None, str]:
 def _block_means(values: np.ndarray, num_blocks: int) -> np.ndarray:
     """Means over blocks of rows (ranks, blocks, places)."""
     edges = np.linspace(0, values.shape[1], num_blocks + 1).astype(int)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # a group without a gradient in a whole block
-        means = [np.nanmean(values[:, begin:end], axis=1) for begin, end in itertools.pairwise(edges)]
+    means = [values[:, begin:end].mean(axis=1) for begin, end in itertools.pairwise(edges)]
     return np.stack(means, axis=1)
 
 
 def _sign_test(positive: int, total: int) -> float:
     """Probability of at least so many heads in `total` throws."""
-    return sum(math.comb(total, heads) for heads in range(positive, total + 1)) / 2**total if total else 1.0
+    return sum(math.comb(total, heads) for heads in range(positive, total + 1)) / 2**total
 
 
 def _last_arrival(arrivals: Arrivals) -> np.ndarray:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
+from scaleray.profiling.arrivals_in_profile import with_arrivals
+from scaleray.profiling.spreads import rounded, spread, steps_in_buckets
 from scaleray.records.profile import Buckets, Goodput, RankMeasurements, RankProfile, RunProfile, Spread
 
 CLOSES_WITHIN = 0.01
@@ -28,7 +28,7 @@ def run_profile(measured: Sequence[RankMeasurements], *, goodput: Goodput | None
     gaps = {one.rank: one.gap for one in ranks if one.gap is not None}
     worst = max(gaps, key=lambda rank: gaps[rank], default=None)
     notes = [f"rank {one.rank}: {note}" for one in ranks for note in one.notes]
-    return RunProfile(
+    profile = RunProfile(
         buckets=Buckets(first.first_step, first.bucket_width, len(first.series)),
         ranks=[rank_profile(one) for one in ranks],
         closes=len(gaps) == len(ranks) and max(gaps.values()) <= CLOSES_WITHIN,
@@ -38,6 +38,7 @@ def run_profile(measured: Sequence[RankMeasurements], *, goodput: Goodput | None
         goodput=goodput,
         notes=notes,
     )
+    return with_arrivals(profile, ranks)
 
 
 def rank_profile(measured: RankMeasurements) -> RankProfile:
@@ -61,22 +62,6 @@ def rank_profile(measured: RankMeasurements) -> RankProfile:
     )
 
 
-def spread(total: float, values: np.ndarray, series: Sequence[float] = ()) -> Spread:
-    """A figure that every step has. values: that of single steps. series: its mean in each bucket."""
-    if not len(values):
-        return Spread(total, 0.0, 0.0, list(series))
-    median, p90 = np.percentile(values, (50, 90))
-    return Spread(float(total), float(median), float(p90), [float(value) for value in series])
-
-
-def steps_in_buckets(num_steps: int, width: int) -> np.ndarray:
-    """Number of steps in each bucket."""
-    count = -(-num_steps // width)
-    return np.minimum(width, num_steps - width * np.arange(count))
-
-
 def _spread(measured: RankMeasurements, column: int) -> Spread:
     means = measured.series[:, column] / steps_in_buckets(measured.num_steps, measured.bucket_width)
-    # seven digits are more than a clock has: records of many ranks stay small
-    rounded = [float(f"{value:.7g}") for value in means]
-    return spread(float(measured.totals[column]), measured.rows[:, column], rounded)
+    return spread(float(measured.totals[column]), measured.rows[:, column], rounded(means))

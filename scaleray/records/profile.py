@@ -56,6 +56,30 @@ class BucketLateness:
 
 
 @dataclass(frozen=True)
+class Straggler:
+    """A rank that makes the others wait, step after step."""
+
+    rank: int
+    phase: str
+    """`forward` or `backward`: the pass in which it loses its time, as far as its arrivals tell. A delay between two
+    steps' passes counts as one of the forward pass."""
+    bucket: int | None
+    """Collective of the backward pass that was the first to be late, from 0 for the last layers; None in the forward
+    pass."""
+    layers: str
+    """Layers in which the time is lost; empty where it may be anywhere from the step before to the end of the forward
+    pass."""
+    late_s: float
+    """Seconds that a step adds to its lateness there: the median of blocks of steps."""
+    share: float
+    """The same as a share of a step."""
+    steps: int
+    """Number of steps that were looked at."""
+    p_value: float
+    """Bound on the probability that ranks of the same speed show this somewhere."""
+
+
+@dataclass(frozen=True)
 class MemoryPeak:
     """The moment when a worker had most memory."""
 
@@ -163,6 +187,8 @@ class RunProfile:
     gap: float | None
     """Difference between the steps and the sum of their parts, as a share, on the rank where it is worst."""
     gap_rank: int | None = None
+    stragglers: list[Straggler] = field(default_factory=list)
+    """Ranks that are late beyond chance, the worst first; healthy runs have none."""
     collectives: list[CollectiveRow] = field(default_factory=list)
     goodput: Goodput | None = None
     notes: list[str] = field(default_factory=list)
@@ -178,6 +204,43 @@ class RunProfile:
             return None if values is None else TypeAdapter(cls).validate_python(values)
         except ValidationError:
             return None
+
+
+@dataclass(frozen=True)
+class Places:
+    """Collectives of a step at which arrivals are measured, in the order in which a rank comes to them."""
+
+    forward: tuple[str, ...]
+    """Layers that a rank computed before each place of the forward pass; empty where there were none."""
+    backward: tuple[str, ...]
+    """Layers of the gradients that each collective of the backward pass carries."""
+    meets_once: bool
+    """Whether a rank goes on computing while collectives run, and waits for all of them at the end of the pass, as in
+    DDP; else it waits for each, as in FSDP."""
+    end_of_forward: str = ""
+    """Layers that a rank computes between the last place of the forward pass and the begin of the backward pass; empty
+    where that is the whole forward pass and more."""
+
+
+@dataclass(frozen=True)
+class RankArrivals:
+    """When the gradients of one rank were ready for their collectives, in seconds on the clock of its host."""
+
+    rank: int
+    clock: str
+    """Name of the clock. Times of ranks with the same one can be compared as they are."""
+    places: Places
+    num_steps: int
+    """Steps that were measured; of these, some have a row."""
+    steps: np.ndarray = field(repr=False, compare=False)
+    """Numbers of the steps that have a row, int64 (rows,)."""
+    begun: np.ndarray = field(repr=False, compare=False)
+    """Begin of the last backward pass, float64 (rows,)."""
+    came: np.ndarray = field(repr=False, compare=False)
+    """Seconds from there to the arrival at each place, negative in the forward pass, float32 (rows, places); NaN where
+    a step did not come by."""
+    met: np.ndarray = field(repr=False, compare=False)
+    """Seconds from there until the collectives of the pass had ended, float32 (rows,)."""
 
 
 @dataclass(frozen=True)
@@ -207,8 +270,8 @@ class RankMeasurements:
     gap: float | None
     """Difference between all measured steps and the sum of their parts, as a share."""
     memory: MemoryNumbers = field(default_factory=MemoryNumbers)
-    arrivals: Any = None
-    """What this rank measured of its arrivals at collectives, for `profiling/lateness.py`; None where it did not."""
+    arrivals: RankArrivals | None = None
+    """When it came to the collectives of its steps; None where that was not measured."""
     collectives: list[CollectiveRow] = field(default_factory=list)
     notes: tuple[str, ...] = ()
     """What was not measured, and why."""

@@ -136,6 +136,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         share_of_square=lambda gradients: share_of_square(gradients, mesh),
         forward_is_collective=True,
         after_update=after_update,
+        tell_phases=sharded.sent.tell_phases,
         bytes_sent=lambda: sharded.sent.num_bytes,
         collectives=lambda: [*sharded.sent.rows(), *shared.rows()],
         arrivals=sharded.arrivals,

@@ -30,6 +30,7 @@ from scaleray.training.health.summary import summary_of
 from scaleray.training.health.worker_errors import locating
 from scaleray.training.noise.watch import NoiseWatch
 from scaleray.training.observer import Observers, TakenStep
+from scaleray.training.profile.arrivals import ArrivalTimes
 from scaleray.training.profile.phase_times import PhaseTimes
 from scaleray.training.setup.compilation import eagerly
 from scaleray.training.setup.job import TrainJob
@@ -105,9 +106,10 @@ class _Run:
         with self._located():
             self.plan = job.train_plan()
             self.callbacks = Callbacks(job.workload, place, self.reporter.emit)
+        self.arrivals = ArrivalTimes(progress, place, self.reporter.guard)
         # the reporter tells what those before it have measured, and callbacks hear of a step that was told
         self.observers = Observers(
-            self.phases, self.memory, self.noise, self.compilation, self.reporter, self.callbacks
+            self.phases, self.arrivals, self.memory, self.noise, self.compilation, self.reporter, self.callbacks
         )
         self.micro_sizes = MicroSizes(job.config, place, self.reporter)
         self.limits = CollectiveLimits(progress, job.config.scale.collective_timeout_s)
@@ -181,7 +183,7 @@ class _Run:
             memory={**self.memory.found, **self.micro_sizes.search},
             noise=self.noise.values(),
             best=self.evaluations.best.values(),
-            profile=self.phases.measurements,
+            profile=lambda: self.arrivals.added_to(self.phases.measurements()),
         )
         self.reporter.emit(summary)
         return summary

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from scaleray.profiling.lateness import Places
+from scaleray.records.profile import Places
 
 Note = Callable[[int], None]
 """Function that notes an arrival: at a place of the forward pass, or after all of those, of the backward pass."""

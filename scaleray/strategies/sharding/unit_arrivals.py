@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from scaleray.profiling.lateness import Places
 from scaleray.profiling.layer_names import layer_range
+from scaleray.records.profile import Places
 from scaleray.strategies.contract.arrivals import Note, drawn_together, names_in
 from scaleray.strategies.sharding.counted_collectives import CountedAllGather, CountedReduceScatter
 from scaleray.strategies.sharding.fsdp_units import Units

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from scaleray.profiling.lateness import Places
 from scaleray.profiling.layer_names import layer_range
+from scaleray.records.profile import Places
 from scaleray.strategies.contract.arrivals import Note, drawn_together, names_in
 
 STEPS_BEFORE = 2

@@ -18,7 +18,8 @@ BROADCAST_BYTES = 250 * 2**20
 def rows(
     wrapped: DistributedDataParallel, num_steps: int, compressed: list[CollectiveRow] | None = None
 ) -> list[CollectiveRow]:
-    """All collectives of so many synchronised steps. compressed: those of a hook that sends gradients in DDP's place."""
+    """All collectives of so many synchronised steps. compressed: those of a hook that sends gradients instead of
+    DDP."""
     gradients = _gradient_rows(wrapped, num_steps) if compressed is None else compressed
     return [*gradients, *_other_rows(wrapped, num_steps)]
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from scaleray.records.phases import Enter, Phase
 from scaleray.records.profile import CollectiveRow
 
 
@@ -25,6 +26,9 @@ class Entry:
     seconds: float | None = None
     """Seconds that the host waited for them; None where it did not, and on a GPU, where they wait in its queue."""
 
+    enter: Enter | None = None
+    """Enters a phase, while the host stands still."""
+
     def add(self, tensor: torch.Tensor) -> None:
         """Count a collective with this payload."""
         self.count += 1
@@ -35,10 +39,13 @@ class Entry:
         self.add(tensor)
         if tensor.device.type != "cpu":
             return start()  # the host only puts it into a queue
+        left = None if self.enter is None else self.enter(Phase.COMMUNICATION)
         begun = time.perf_counter()
         result = start()
         if result is None:
             self.seconds = (self.seconds or 0.0) + time.perf_counter() - begun
+        if self.enter is not None and left is not None:
+            self.enter(left)
         return result
 
 
@@ -52,6 +59,11 @@ class Ledger:
     def entry(self, group: str, group_size: int, operation: str) -> Entry:
         """The entry of an operation in a group, made where there is none yet."""
         return self._entries.setdefault((group, operation), Entry(group, group_size, operation))
+
+    def tell_phases(self, enter: Enter) -> None:
+        """See `Parallel.tell_phases`; to be called when all entries are there."""
+        for entry in self._entries.values():
+            entry.enter = enter
 
     @property
     def num_bytes(self) -> float:

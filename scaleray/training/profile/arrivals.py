@@ -6,21 +6,21 @@ On a GPU a moment is an event in the stream that passes it: that has been review
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from array import array
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from scaleray.profiling.lateness import Places, RankArrivals
 from scaleray.records.phases import Phase
-from scaleray.records.profile import CollectiveRow
-from scaleray.training.health.progress import Progress
+from scaleray.records.profile import CollectiveRow, Places, RankArrivals, RankMeasurements
 from scaleray.training.observer import Observer
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
@@ -33,11 +33,17 @@ CHUNK = 64
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
+class Enters(Protocol):
+    """Whoever knows when the training enters a phase."""
+
+    on_enter: Callable[[Phase], None]
+
+
 class ArrivalTimes(Observer):
     """Notes when this rank comes to the places of a step, the begin of its last backward pass, and the end of what it
     waits for after that."""
 
-    def __init__(self, progress: Progress, place: Place, guard: Guard) -> None:
+    def __init__(self, progress: Enters, place: Place, guard: Guard) -> None:
         self.progress, self.place, self.guard = progress, place, guard
         self._stamps: HostStamps | DeviceStamps = DeviceStamps() if place.device.type == "cuda" else HostStamps()
         self._places: Places | None = None
@@ -88,10 +94,15 @@ class ArrivalTimes(Observer):
             met=rows[:, 2].astype(np.float32),
         )
 
-    def collectives(self) -> list[CollectiveRow]:
-        """The strategy's own count of its collectives."""
+    def added_to(self, measured: RankMeasurements) -> RankMeasurements:
+        """What this rank measured, with its arrivals, and the strategy's own count of its collectives."""
+        look = partial(self.guard, Watcher.FIGURES)
         none: list[CollectiveRow] = []
-        return self.guard(Watcher.FIGURES, lambda: self._parallel.collectives(), none, part="collectives")
+        return dataclasses.replace(
+            measured,
+            arrivals=look(self.measurements, None, part="arrivals"),
+            collectives=look(self._parallel.collectives, none, part="collectives"),
+        )
 
     def _settled(self) -> Places | None:
         assert self._source is not None

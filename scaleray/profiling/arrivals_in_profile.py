@@ -1,0 +1,113 @@
+"""What arrivals add to the profile of a run: lateness, stragglers, the wait for the slowest rank, rates of links.
+
+Used by profiling/run_profile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from scaleray.profiling.collectives import ALL_REDUCE, with_bandwidth
+from scaleray.profiling.lateness import Arrivals, aligned, find_stragglers, in_flight_s, waited_s
+from scaleray.profiling.spreads import rounded, spread, steps_in_buckets
+from scaleray.records.phases import Phase
+from scaleray.records.profile import BucketLateness, Buckets, CollectiveRow, RankMeasurements, RankProfile, RunProfile
+
+
+def with_arrivals(profile: RunProfile, measured: Sequence[RankMeasurements]) -> RunProfile:
+    """The profile with what the arrivals of its ranks tell. Without arrivals of at least two ranks, bus bandwidths
+    alone are added."""
+    arrivals = aligned([one.arrivals for one in measured if one.arrivals is not None])
+    if arrivals is None:
+        return dataclasses.replace(profile, collectives=[with_bandwidth(row) for row in profile.collectives])
+    by_rank = {one.rank: one for one in measured}
+    waits, late = waited_s(arrivals), arrivals.late
+    ranks = []
+    for rank in profile.ranks:
+        if rank.rank in arrivals.ranks:
+            number = arrivals.ranks.index(rank.rank)
+            rank = _with_lateness(rank, arrivals, late, number, profile.buckets)
+            rank = _with_waits(rank, by_rank[rank.rank], arrivals.steps, waits[number], profile.buckets)
+        ranks.append(rank)
+    return dataclasses.replace(
+        profile,
+        ranks=ranks,
+        stragglers=find_stragglers(arrivals, step_s=float(np.median([rank.step.median for rank in profile.ranks]))),
+        collectives=[_timed(row, arrivals, waits, by_rank) for row in profile.collectives],
+    )
+
+
+def _with_lateness(rank: RankProfile, arrivals: Arrivals, late: np.ndarray, number: int, over: Buckets) -> RankProfile:
+    with np.errstate(invalid="ignore"):
+        worst = np.nan_to_num(np.nanmax(late[number], axis=1))
+    places = []
+    for place, layers in enumerate(arrivals.places.backward):
+        everyone = np.nan_to_num(late[:, :, arrivals.buckets.start + place])
+        own = everyone[number]
+        is_last = (own > 0) & (own >= everyone.max(axis=0))
+        total = float(own.mean()) * rank.steps
+        places.append(BucketLateness(place, layers, spread(total, own), last_share=float(is_last.mean())))
+    series = rounded(_means_over_time(arrivals.steps, worst, over))
+    return dataclasses.replace(rank, late_s=spread(float(worst.mean()) * rank.steps, worst, series), lateness=places)
+
+
+def _with_waits(
+    rank: RankProfile, measured: RankMeasurements, steps: np.ndarray, waits: np.ndarray, over: Buckets
+) -> RankProfile:
+    """Divide exposed communication into the transfer and the wait for the slowest rank."""
+    whole = rank.phases.get(Phase.COMMUNICATION)
+    if whole is None:
+        return rank
+    width = steps_in_buckets(rank.steps, over.width)
+    before = np.array(whole.series)
+    waited = np.minimum(_means_over_time(steps, waits, over), before)
+    total = float((waited * width).sum())
+    rows = measured.rows[:, measured.columns.index(Phase.COMMUNICATION)]
+    numbers = measured.first_step + measured.every * np.arange(len(rows))
+    _, of_rows, of_waits = np.intersect1d(numbers, steps, return_indices=True)
+    share = np.minimum(waits[of_waits], rows[of_rows])
+    transfer = spread(whole.total - total, rows[of_rows] - share, rounded(before - waited))
+    straggler = spread(total, share, rounded(waited))
+    return dataclasses.replace(rank, phases={**rank.phases, Phase.COMMUNICATION: transfer, Phase.STRAGGLER: straggler})
+
+
+def _timed(
+    row: CollectiveRow, arrivals: Arrivals, waits: np.ndarray, by_rank: dict[int, RankMeasurements]
+) -> CollectiveRow:
+    """The row with its seconds, exposed share and bus bandwidth, as far as arrivals tell them."""
+    if row.rank not in arrivals.ranks:
+        return with_bandwidth(row)
+    number, num_steps = arrivals.ranks.index(row.rank), by_rank[row.rank].num_steps + 1
+    if not arrivals.places.meets_once:
+        rows = [one for one in by_rank[row.rank].collectives if one.seconds is not None]
+        timed_s = sum(one.seconds or 0.0 for one in rows)
+        share = (row.seconds or 0.0) / timed_s if timed_s > 0 else 0.0
+        return with_bandwidth(row, waited_s=share * float(waits[number].mean()) * num_steps)
+    carries_gradients = row.seconds is None and row.operation == ALL_REDUCE and row.exposed_share is None
+    if not carries_gradients or row.num_bytes < _largest(by_rank[row.rank].collectives):
+        return with_bandwidth(row)
+    with np.errstate(invalid="ignore"):
+        first = np.nanmin(arrivals.times[number, :, arrivals.buckets], axis=1)
+        last = np.nanmax(arrivals.times[number], axis=1)
+    met = arrivals.met[number]
+    seconds, alone = float(np.maximum(0.0, met - first).mean()), float(np.maximum(0.0, met - last).mean())
+    if seconds <= 0:
+        return row
+    timed = dataclasses.replace(row, seconds=seconds * num_steps, exposed_share=min(1.0, alone / seconds))
+    together_s = float(in_flight_s(arrivals)[0].mean())
+    return with_bandwidth(timed, waited_s=max(0.0, seconds - together_s) * num_steps)
+
+
+def _largest(rows: Sequence[CollectiveRow]) -> float:
+    return max(row.num_bytes for row in rows)
+
+
+def _means_over_time(steps: np.ndarray, values: np.ndarray, over: Buckets) -> np.ndarray:
+    """Mean of the steps in each bucket; where none was looked at, that of all."""
+    places = np.clip((steps - over.first_step) // over.width, 0, over.count - 1)
+    counts = np.bincount(places, minlength=over.count)
+    sums = np.bincount(places, weights=values, minlength=over.count)
+    return np.where(counts > 0, sums / np.maximum(counts, 1), float(values.mean()))
