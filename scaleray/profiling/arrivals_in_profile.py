@@ -43,13 +43,15 @@ def with_arrivals(profile: RunProfile, measured: Sequence[RankMeasurements]) -> 
 def _with_lateness(rank: RankProfile, arrivals: Arrivals, late: np.ndarray, number: int, over: Buckets) -> RankProfile:
     with np.errstate(invalid="ignore"):
         worst = np.nan_to_num(np.nanmax(late[number], axis=1))
-    places = []
-    for place, layers in enumerate(arrivals.places.backward):
-        everyone = np.nan_to_num(late[:, :, arrivals.buckets.start + place])
+    places, buckets = [], arrivals.places.buckets
+    of_backward, layers_of = late[:, :, arrivals.buckets], dict(zip(buckets, arrivals.places.backward, strict=True))
+    for bucket, layers in layers_of.items():
+        own_places = [place for place, its in enumerate(buckets) if its == bucket]
+        everyone = np.nan_to_num(of_backward[:, :, own_places]).max(axis=2)
         own = everyone[number]
         is_last = (own > 0) & (own >= everyone.max(axis=0))
         total = float(own.mean()) * rank.steps
-        places.append(BucketLateness(place, layers, spread(total, own), last_share=float(is_last.mean())))
+        places.append(BucketLateness(bucket, layers, spread(total, own), last_share=float(is_last.mean())))
     series = rounded(_means_over_time(arrivals.steps, worst, over))
     return dataclasses.replace(rank, late_s=spread(float(worst.mean()) * rank.steps, worst, series), lateness=places)
 

@@ -151,7 +151,8 @@ def _named(places: Places, moment: int) -> tuple[str, int | None, str]:
         return "forward", None, places.forward[moment]
     if moment == before:
         return "forward", None, places.end_of_forward
-    return "backward", moment - before - 1, places.backward[moment - before - 1]
+    place = moment - before - 1
+    return "backward", places.buckets[place], places.backward[place]
 
 
 def _block_means(values: np.ndarray, num_blocks: int) -> np.ndarray:

@@ -44,10 +44,10 @@ class Buckets:
 
 @dataclass(frozen=True)
 class BucketLateness:
-    """How late a rank's gradients came to one collective of the backward pass, after those of the first rank."""
+    """How late a rank came to the collectives of one group of gradients in the backward pass, after the first rank."""
 
     bucket: int
-    """Number of the collective in the backward pass, from 0: bucket 0 has the last layers."""
+    """Number of the group in the backward pass, from 0 for the last layers: a bucket of DDP, a unit of FSDP."""
     layers: str
     """Layers whose gradients it carries, such as `blocks.0-3`."""
     late_s: Spread
@@ -64,8 +64,7 @@ class Straggler:
     """`forward` or `backward`: the pass in which it loses its time, as far as its arrivals tell. A delay between two
     steps' passes counts as one of the forward pass."""
     bucket: int | None
-    """Collective of the backward pass that was the first to be late, from 0 for the last layers; None in the forward
-    pass."""
+    """Group of gradients, as in `RankProfile.lateness`, that was the first to be late; None in the forward pass."""
     layers: str
     """Layers in which the time is lost; empty where it may be anywhere from the step before to the end of the forward
     pass."""
@@ -213,7 +212,10 @@ class Places:
     forward: tuple[str, ...]
     """Layers that a rank computed before each place of the forward pass; empty where there were none."""
     backward: tuple[str, ...]
-    """Layers of the gradients that each collective of the backward pass carries."""
+    """Layers whose gradients are computed before each place of the backward pass."""
+    buckets: tuple[int, ...]
+    """Number of the group of gradients that each of these places belongs to: it has one where they are reduced, and
+    with FSDP one before they are computed."""
     meets_once: bool
     """Whether a rank goes on computing while collectives run, and waits for all of them at the end of the pass, as in
     DDP; else it waits for each, as in FSDP."""

@@ -9,8 +9,10 @@ from scaleray.profiling.lateness import aligned, find_stragglers, in_flight_s, w
 from scaleray.records.profile import Places, RankArrivals
 
 STEP_S = 0.1
-DDP = Places((), ("head", "blocks.2-3", "blocks.0-1"), meets_once=True)
-FSDP = Places(("", "blocks.0"), ("head", "blocks.1", "blocks.0"), meets_once=False, end_of_forward="blocks.1")
+DDP = Places((), ("head", "blocks.2-3", "blocks.0-1"), (0, 1, 2), meets_once=True)
+FSDP = Places(
+    ("", "blocks.0"), ("head", "blocks.1", "blocks.0"), (0, 1, 2), meets_once=False, end_of_forward="blocks.1"
+)
 
 
 def measured(places, *, ranks=2, steps=100, delays=None, noise_s=0.001, seed=0, offsets=(0.0, 0.0), clocks=None):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from scaleray.records.profile import Places
@@ -28,8 +28,3 @@ def drawn_together(count: int) -> list[range]:
     """Runs of `count` places, of which the last one each is watched: all of them, where there are few."""
     width = max(1, -(-count // MOST_PLACES))
     return [range(first, min(count, first + width)) for first in range(0, count, width)]
-
-
-def names_in(runs: Sequence[range], names: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Names of the parameters in each run of places."""
-    return [[name for place in run for name in names[place]] for run in runs]

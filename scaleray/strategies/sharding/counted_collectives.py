@@ -32,12 +32,12 @@ class CountedAllGather(DefaultAllGather):
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
-        self.on_arrival: Callable[[], None] | None = None
-        """Called when this rank comes to it."""
+        self.on_arrival: list[Callable[[], None]] = []
+        """What is called when this rank comes to it."""
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.on_arrival is not None:
-            self.on_arrival()
+        for call in self.on_arrival:
+            call()
         start = partial(super().__call__, output_tensor, input_tensor, *args, **kwargs)
         return self.entry.run(start, input_tensor)
 
@@ -50,8 +50,8 @@ class CountedReduceScatter(DefaultReduceScatter):
         self, entry: Entry, window: Window | None = None, *, replicas: dist.ProcessGroup | None = None
     ) -> None:
         self.entry, self.window, self.replicas = entry, window, replicas
-        self.on_arrival: Callable[[], None] | None = None
-        """Called when this rank comes to it: the gradients of the unit are computed."""
+        self.on_arrival: list[Callable[[], None]] = []
+        """What is called when this rank comes to it: the gradients of the unit are computed."""
 
     def __call__(
         self,
@@ -61,8 +61,8 @@ class CountedReduceScatter(DefaultReduceScatter):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if self.on_arrival is not None:
-            self.on_arrival()
+        for call in self.on_arrival:
+            call()
         if self.window is not None and self.window.see is not None:
             # torch has divided by a part of the number of workers already, where sums could overflow
             before, *_ = _get_gradient_divide_factors(

@@ -9,9 +9,11 @@ from torch import nn
 
 from scaleray.profiling.layer_names import layer_range
 from scaleray.records.profile import Places
-from scaleray.strategies.contract.arrivals import Note, drawn_together, names_in
+from scaleray.strategies.contract.arrivals import Note, drawn_together
 from scaleray.strategies.sharding.counted_collectives import CountedAllGather, CountedReduceScatter
 from scaleray.strategies.sharding.fsdp_units import Units
+
+Collective = CountedAllGather | CountedReduceScatter
 
 
 class UnitArrivals:
@@ -33,35 +35,49 @@ class UnitArrivals:
     def settle(self, note: Note) -> Places:
         """See `ArrivalSource`. The places are known at once.
 
-        A unit is gathered before the unit `distance` in front of it computes: whoever comes late to that has lost the
-        time in the unit before. The gathers of the first units, and of the model's own parameters, mark the begin.
+        In the forward pass a unit is gathered before the unit `distance` in front of it computes: whoever comes late
+        to that has lost the time in the unit before. The first gather marks the begin. In the backward pass ranks meet
+        before a unit computes as well, where another one is gathered for what comes after it, and when its gradients
+        are reduced.
         """
         modules, ahead = self._units.modules, self._distance
-        root = self._collectives[self._model]
-        gathers = [(root[0] if self._names_of_root else self._collectives[modules[0]][0], [])]
+        chosen: list[Collective] = []
+        first = self._model if self._names_of_root else modules[0]
+        chosen.append(self._collectives[first][0])
+        forward: list[list[str]] = [[]]
         late = range(ahead + 1, len(modules))
         runs = drawn_together(len(late))
-        before = names_in(runs, [self._names[number - ahead - 1] for number in late])
-        for run, names in zip(runs, before, strict=True):
-            gathers.append((self._collectives[modules[late[run[-1]]]][0], names))
-        order = [(self._collectives[module][1], names) for module, names in zip(modules, self._names, strict=True)]
-        scatters = order[::-1]
+        for run in runs:
+            chosen.append(self._collectives[modules[late[run[-1]]]][0])
+            forward.append([name for place in run for name in self._names[late[place] - ahead - 1]])
+        backward: list[list[str]] = []
+        buckets: list[int] = []
+        parts = list(zip(modules, self._names, range(len(modules)), strict=True))[::-1]
         if self._names_of_root:
-            scatters.append((root[1], self._names_of_root))
-        together = drawn_together(len(scatters))
-        carried = names_in(together, [names for _, names in scatters])
-        chosen = [*(gather for gather, _ in gathers), *(scatters[run[-1]][0] for run in together)]
+            parts.append((self._model, self._names_of_root, -1))
+        for bucket, run in enumerate(drawn_together(len(parts))):
+            names = sorted((name for place in run for name in parts[place][1]), key=self._order.__getitem__)
+            module, _, number = parts[run[-1]]
+            if number >= ahead:  # whose turn it is to gather the one that comes `distance` later
+                chosen.append(self._collectives[modules[number - ahead]][0])
+                backward.append(names)
+                buckets.append(bucket)
+            chosen.append(self._collectives[module][1])
+            backward.append(names)
+            buckets.append(bucket)
         for place, collective in enumerate(chosen):
-            collective.on_arrival = partial(note, place)
-        rest = self._names[max(0, len(modules) - ahead - 1) :]
+            collective.on_arrival.append(partial(note, place))
+        rest = [name for names in self._names[max(0, len(modules) - ahead - 1) :] for name in names]
         return Places(
-            forward=tuple(layer_range(names) for _, names in gathers),
-            backward=tuple(layer_range(sorted(names, key=self._order.__getitem__)) for names in carried),
+            forward=tuple(map(layer_range, forward)),
+            backward=tuple(map(layer_range, backward)),
+            buckets=tuple(buckets),
             meets_once=False,
-            end_of_forward=layer_range([name for names in rest for name in names]),
+            end_of_forward=layer_range(rest),
         )
 
     def close(self) -> None:
         """See `ArrivalSource`."""
         for gather, scatter in self._collectives.values():
-            gather.on_arrival = scatter.on_arrival = None
+            gather.on_arrival.clear()
+            scatter.on_arrival.clear()

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from scaleray.profiling.layer_names import layer_range
 from scaleray.records.profile import Places
-from scaleray.strategies.contract.arrivals import Note, drawn_together, names_in
+from scaleray.strategies.contract.arrivals import Note, drawn_together
 
 STEPS_BEFORE = 2
 """Steps after which DDP keeps the layout of its buckets: it lays them out anew at the begin of the second one."""
@@ -56,8 +56,9 @@ class BucketArrivals:
             return lambda parameter: note(place)
 
         self._hook(last, noting)
-        names = names_in(runs, [[self._names[number] for number in sorted(bucket)] for bucket in buckets])
-        return Places((), tuple(map(layer_range, names)), meets_once=True)
+        carried = [sorted(number for place in run for number in buckets[place]) for run in runs]
+        layers = tuple(layer_range(self._names[number] for number in numbers) for numbers in carried)
+        return Places((), layers, tuple(range(len(layers))), meets_once=True)
 
     def close(self) -> None:
         """See `ArrivalSource`."""

@@ -66,7 +66,6 @@ class ArrivalTimes(Observer):
             self._places = self.guard(Watcher.FIGURES, self._settled, None, part="arrivals")
             return
         self._stamps.add(self._number, self._begun, self._met, self._kept + self._now[len(self._kept) :])
-        self._now = [math.nan] * len(self._now)
         self._take_known()
 
     def close(self) -> None:
@@ -126,8 +125,9 @@ class ArrivalTimes(Observer):
         if phase is Phase.BACKWARD:
             if self._is_before:  # and not when a wait within the pass has ended
                 self._begun, self._is_before = self._stamp(), False
-                # FSDP gathers again in the backward pass
+                # FSDP gathers again in the backward pass, and passes of other micro-batches came by the same places
                 self._kept = self._now[: self._num_forward]
+                self._now = [math.nan] * len(self._now)
         elif phase is Phase.FORWARD:
             self._is_before = True
         elif phase is Phase.OPTIMIZER:
