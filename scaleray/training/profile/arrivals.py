@@ -12,6 +12,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -65,7 +66,11 @@ class ArrivalTimes(Observer):
         if self._places is None:
             self._places = self.guard(Watcher.FIGURES, self._settled, None, part="arrivals")
             return
-        self._stamps.add(self._number, self._begun, self._met, self._kept + self._now[len(self._kept) :])
+        if not self._has_begun:
+            return
+        came = self._kept + self._now[len(self._kept) :]
+        self._stamps.add(StepMoments(self._number, self._begun, self._met, came, self._earlier))
+        self._earlier, self._has_begun = [], False
         self._take_known()
 
     def close(self) -> None:
@@ -110,8 +115,10 @@ class ArrivalTimes(Observer):
             count = len(places.forward) + len(places.backward)
             self._now: list[Any] = [math.nan] * count
             self._kept: list[Any] = []
+            self._earlier: list[Pass] = []
+            self._adds_passes = places.meets_once
             self._begun = self._met = self._stamps.now()
-            self._num_forward, self._is_before = len(places.forward), True
+            self._num_forward, self._is_before, self._has_begun = len(places.forward), True, False
             self._rows = np.empty((0, 3 + count))
             self._stamp, self._others = self._stamps.now, self.progress.on_enter
             self.progress.on_enter = self._enter
@@ -124,11 +131,13 @@ class ArrivalTimes(Observer):
         self._others(phase)
         if phase is Phase.BACKWARD:
             if self._is_before:  # and not when a wait within the pass has ended
-                self._begun, self._is_before = self._stamp(), False
+                self._begun, self._is_before, self._has_begun = self._stamp(), False, True
                 # FSDP gathers again in the backward pass, and passes of other micro-batches came by the same places
                 self._kept = self._now[: self._num_forward]
                 self._now = [math.nan] * len(self._now)
         elif phase is Phase.FORWARD:
+            if self._adds_passes and not self._is_before and self._has_begun:
+                self._earlier.append((self._begun, self._stamp(), self._now))
             self._is_before = True
         elif phase is Phase.OPTIMIZER:
             self._met = self._stamp()
@@ -154,25 +163,62 @@ class ArrivalTimes(Observer):
             self._every *= 2
 
 
+Pass = tuple[Any, Any, list[Any]]
+"""An earlier backward pass of a step: its begin, its end, and the moments of places."""
+
+
+@dataclass(frozen=True)
+class StepMoments:
+    """Moments of a step, as the stamps give them; NaN for a place that it did not come by."""
+
+    number: int
+    begun: Any
+    met: Any
+    came: list[Any]
+    earlier: list[Pass]
+
+    def row(self, seconds: Callable[[Any, Any], float], met_at: float) -> list[float]:
+        """Number, begin, and seconds from there to the end and to each place. seconds: from one moment to another one;
+        met_at: time of the end.
+
+        Passes of micro-batches before the last one, in which nobody waits, are counted as if each had taken place
+        together with it, part by part: a delay in some layers is then late at these.
+        """
+        earlier_s, before = 0.0, [0.0] * len(self.came)
+        for begun, end, came in self.earlier:
+            earlier_s += seconds(begun, end)
+            passed = 0.0
+            for place, moment in enumerate(came):
+                if not isinstance(moment, float) or moment == moment:
+                    passed = seconds(begun, moment)
+                before[place] += passed
+        whole_s = earlier_s + seconds(self.begun, self.met)
+        after = [
+            seconds(self.begun, moment) + own if not isinstance(moment, float) or moment == moment else math.nan
+            for moment, own in zip(self.came, before, strict=True)
+        ]
+        return [self.number, met_at - whole_s, whole_s, *after]
+
+
 class HostStamps:
     """Moments by the clock that all processes of a host share."""
 
     def __init__(self) -> None:
         self.now: Callable[[], Any] = time.perf_counter
-        self._row: list[float] | None = None
+        self._step: StepMoments | None = None
 
     def clock(self, rank: int) -> str:
         """Name of the clock: that of the running kernel, which containers share."""
         return BOOT_ID.read_text().strip() if BOOT_ID.exists() else f"rank {rank}"
 
-    def add(self, number: int, begun: float, met: float, came: list[float]) -> None:
+    def add(self, step: StepMoments) -> None:
         """Keep the moments of a step."""
-        self._row = [number, begun, met - begun, *(moment - begun for moment in came)]
+        self._step = step
 
     def next_known(self) -> list[float] | None:
-        """Number, begin, and moments after that, of the next step in order; None while it is not known."""
-        row, self._row = self._row, None
-        return row
+        """The row of the next step in order; None while it is not known."""
+        step, self._step = self._step, None
+        return None if step is None else step.row(lambda begin, end: end - begin, step.met)
 
     def wait(self) -> None:
         """Wait until all are known."""
@@ -183,7 +229,7 @@ class DeviceStamps:
 
     def __init__(self, make_event: Callable[[], Any] | None = None) -> None:
         self._make = make_event or (lambda: torch.cuda.Event(enable_timing=True))
-        self._under_way: deque[tuple[int, Any, Any, list[Any]]] = deque()
+        self._under_way: deque[StepMoments] = deque()
         self._free: list[Any] = []
 
     def now(self) -> Any:
@@ -196,21 +242,23 @@ class DeviceStamps:
         """Name of the clock: each rank has its own."""
         return f"device of rank {rank}"
 
-    def add(self, number: int, begun: Any, met: Any, came: list[Any]) -> None:
+    def add(self, step: StepMoments) -> None:
         """See `HostStamps`."""
-        self._under_way.append((number, begun, met, came))
+        self._under_way.append(step)
 
     def next_known(self) -> list[float] | None:
         """See `HostStamps`."""
-        if not self._under_way or not self._under_way[0][2].query():
+        if not self._under_way or not self._under_way[0].met.query():
             return None
-        number, begun, met, came = self._under_way.popleft()
-        whole_s = begun.elapsed_time(met) / 1e3
-        after = [begun.elapsed_time(each) / 1e3 if not isinstance(each, float) else math.nan for each in came]
-        self._free.extend([begun, met, *(each for each in came if not isinstance(each, float))])
-        return [number, -whole_s, whole_s, *after]
+        step = self._under_way.popleft()
+        row = step.row(lambda begin, end: begin.elapsed_time(end) / 1e3, 0.0)
+        used = [step.begun, step.met, *step.came]
+        for begun, end, came in step.earlier:
+            used += [begun, end, *came]
+        self._free.extend(event for event in used if not isinstance(event, float))
+        return row
 
     def wait(self) -> None:
         """See `HostStamps`."""
-        for _, _, met, _ in self._under_way:
-            met.synchronize()
+        for step in self._under_way:
+            step.met.synchronize()

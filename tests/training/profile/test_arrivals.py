@@ -14,7 +14,7 @@ from torch import nn
 
 from scaleray.profiling.run_profile import run_profile
 from scaleray.records.phases import Phase
-from scaleray.training.profile.arrivals import ArrivalTimes, DeviceStamps
+from scaleray.training.profile.arrivals import ArrivalTimes, DeviceStamps, StepMoments
 
 DELAY_S = 0.06
 STEPS = 32
@@ -172,7 +172,7 @@ def test_events_of_a_device_are_read_when_it_has_passed_them_and_used_again():
     clock = [1000.0, 1004.0, 1010.0, 2000.0]
     stamps = DeviceStamps(Event)
     begun, ready, met = (stamps.now() for _ in range(3))
-    stamps.add(7, begun, met, [ready, math.nan])
+    stamps.add(StepMoments(7, begun, met, [ready, math.nan], []))
     assert stamps.next_known() is None
     stamps.wait()
     number, begin, whole, *came = stamps.next_known()
@@ -180,3 +180,13 @@ def test_events_of_a_device_are_read_when_it_has_passed_them_and_used_again():
     assert (number, begin, whole, came[0]) == (7, -0.01, 0.01, 0.004)
     assert math.isnan(came[1])
     assert stamps.now() in (begun, ready, met)
+
+
+def test_passes_of_earlier_micro_batches_count_with_the_layers_in_which_they_took_their_time():
+    earlier = [(10.0, 10.5, [10.1, 10.4]), (11.0, 11.5, [math.nan, 11.4])]
+    step = StepMoments(3, 12.0, 13.0, [12.2, 12.6], earlier)
+    number, begun, whole, first, second = step.row(lambda begin, end: end - begin, 13.0)
+    assert number == 3
+    # two passes of half a second before the last one, of which 0.1 and 0.4 + 0.4 seconds passed before the places
+    assert (begun, whole) == (11.0, 2.0)
+    assert (first, second) == (pytest.approx(0.3), pytest.approx(1.4))
