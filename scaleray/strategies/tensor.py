@@ -196,7 +196,7 @@ class _CountedPasses:
 
     def __init__(self, model: nn.Module, on_model: nn.Module, mesh: DeviceMesh) -> None:
         self._model, self._on_model = model, on_model
-        self._axes = {mesh.get_group(axis).group_name: axis for axis in mesh.mesh_dim_names or ()}
+        self._axes = {str(mesh.get_group(axis).group_name): axis for axis in mesh.mesh_dim_names or ()}
         self._known: dict[Any, dict[Kind, tuple[int, float]]] = {}
         self.sent = Ledger()
 

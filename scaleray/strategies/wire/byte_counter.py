@@ -83,5 +83,5 @@ def _kind(name: str, given: list[Any]) -> Kind:
             group = dist.ProcessGroup.unbox(value)
         elif isinstance(value, str) and group is None:
             with contextlib.suppress(Exception):  # the functional ones name their group, and their operation
-                group = dist.distributed_c10d._resolve_process_group(value)
+                group = dist.distributed_c10d._resolve_process_group(value)  # type: ignore[arg-type]
     return Kind(group.group_name, group.size(), operation) if group is not None else Kind("", 0, operation)

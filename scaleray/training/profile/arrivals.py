@@ -22,6 +22,7 @@ import torch
 
 from scaleray.records.phases import Phase
 from scaleray.records.profile import CollectiveRow, Places, RankArrivals, RankMeasurements
+from scaleray.strategies.contract.arrivals import ArrivalSource
 from scaleray.training.observer import Observer
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
@@ -47,8 +48,18 @@ class ArrivalTimes(Observer):
     def __init__(self, progress: Enters, place: Place, guard: Guard) -> None:
         self.progress, self.place, self.guard = progress, place, guard
         self._stamps: HostStamps | DeviceStamps = DeviceStamps() if place.device.type == "cuda" else HostStamps()
+        self._source: ArrivalSource | None = None
         self._places: Places | None = None
+        self._has_failed = False
         self._number = self._num_steps = 0
+        self._is_before, self._has_begun = True, False
+        """Whether the backward pass of a micro-batch has not begun yet; whether one has begun in this step."""
+        self._begun: Any = None
+        self._met: Any = None
+        self._now: list[Any] = []
+        self._kept: list[Any] = []
+        """Moments of places: those of this pass, and of the forward pass before it."""
+        self._earlier: list[Pass] = []
         self._rows, self._every, self._chunk = np.empty((0, 0)), 1, array("d")
 
     def begin(self, setup: Setup) -> None:
@@ -61,7 +72,7 @@ class ArrivalTimes(Observer):
 
     def after_launch(self) -> None:
         """Keep the moments of the step; before the places are known, let the strategy find them."""
-        if self._source is None:
+        if self._source is None or self._has_failed:
             return
         if self._places is None:
             self._places = self.guard(Watcher.FIGURES, self._settled, None, part="arrivals")
@@ -74,7 +85,7 @@ class ArrivalTimes(Observer):
         self._take_known()
 
     def close(self) -> None:
-        if getattr(self, "_source", None) is not None:
+        if self._source is not None:
             self._source.close()
 
     def measurements(self) -> RankArrivals | None:
@@ -110,16 +121,13 @@ class ArrivalTimes(Observer):
 
     def _settled(self) -> Places | None:
         assert self._source is not None
+        self._has_failed = True  # unless it comes to its end: it is not tried again
         places = self._source.settle(self._note)
+        self._has_failed = False
         if places is not None:
-            count = len(places.forward) + len(places.backward)
-            self._now: list[Any] = [math.nan] * count
-            self._kept: list[Any] = []
-            self._earlier: list[Pass] = []
-            self._adds_passes = places.meets_once
-            self._begun = self._met = self._stamps.now()
-            self._num_forward, self._is_before, self._has_begun = len(places.forward), True, False
-            self._rows = np.empty((0, 3 + count))
+            self._now = [math.nan] * (len(places.forward) + len(places.backward))
+            self._num_forward, self._adds_passes = len(places.forward), places.meets_once
+            self._rows = np.empty((0, 3 + len(self._now)))
             self._stamp, self._others = self._stamps.now, self.progress.on_enter
             self.progress.on_enter = self._enter
         return places
