@@ -50,8 +50,9 @@ def _with_lateness(rank: RankProfile, arrivals: Arrivals, late: np.ndarray, numb
         everyone = np.nan_to_num(of_backward[:, :, own_places]).max(axis=2)
         own = everyone[number]
         is_last = (own > 0) & (own >= everyone.max(axis=0))
-        total = float(own.mean()) * rank.steps
-        places.append(BucketLateness(bucket, layers, spread(total, own), last_share=float(is_last.mean())))
+        over_time = rounded(_means_over_time(arrivals.steps, own, over))
+        found = spread(float(own.mean()) * rank.steps, own, over_time)
+        places.append(BucketLateness(bucket, layers, found, last_share=float(is_last.mean())))
     series = rounded(_means_over_time(arrivals.steps, worst, over))
     return dataclasses.replace(rank, late_s=spread(float(worst.mean()) * rank.steps, worst, series), lateness=places)
 
