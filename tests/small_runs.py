@@ -21,6 +21,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from scaleray.checkpoints.catalog import Catalog
+from scaleray.checkpoints.model_layout import FINAL_WEIGHTS, TRAINED_WEIGHTS
 from scaleray.config import RunConfig, load_config
 from scaleray.data import TRAIN, RankBatch, Split, load_sources
 from scaleray.records.run import (
@@ -155,11 +156,12 @@ class WithDropout(Classify):
 
 @dataclass(frozen=True)
 class Finished:
-    """What a run left: its records in order, and the final weights (rank 0)."""
+    """What a run left: its records in order, and the final weights (rank 0); beside an average, the trained ones."""
 
     messages: list[WorkerMessage]
     weights: dict[str, torch.Tensor]
     summary: WorkerSummary | None
+    trained: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
     @property
     def steps(self) -> list[StepRecord]:
@@ -260,7 +262,7 @@ def train_job(
     if folder is not None:
         catalog = Catalog.of_run(str(folder), job.config.checkpoint.copy_path)
         checkpointing = Checkpointing(job, place, catalog, emit=messages.append, facts=facts)
-    weights: dict[str, torch.Tensor] = {}
+    weights: dict[str, dict[str, torch.Tensor]] = {FINAL_WEIGHTS: {}, TRAINED_WEIGHTS: {}}
 
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     try:
@@ -269,7 +271,7 @@ def train_job(
             place,
             sources=sources,
             emit=messages.append,
-            save_weights=lambda share: weights.update(brought_together(share, place)),
+            save_weights=lambda share, name: weights[name].update(brought_together(share, place)),
             checkpointing=checkpointing,
             probe=KillAt(kill_at, checkpointing) if kill_at is not None else None,
             progress=progress,
@@ -278,7 +280,7 @@ def train_job(
         summary = None
     finally:
         torch.use_deterministic_algorithms(was_deterministic)
-    return Finished(messages, weights, summary)
+    return Finished(messages, weights[FINAL_WEIGHTS], summary, weights[TRAINED_WEIGHTS])
 
 
 def brought_together(share: WeightShare, place: Place) -> dict[str, torch.Tensor]:

@@ -19,25 +19,34 @@ from scaleray.checkpoints.tensor_files import dtype_of, new_file, read_tensor, w
 from scaleray.checkpoints.weight_files import opened_safetensors, opened_torch, safetensors_file, torch_file
 from scaleray.errors import CheckpointError, ScaleRayError
 
-PREFIX = "model."  # prefix of the names of a model's tensors in a checkpoint
+PREFIX, AVERAGE = "model.", "averaging."  # of the names of a model's tensors in a checkpoint, and of their averages
 IMPORTED = "imported"
 """Strategy name of a checkpoint that no training wrote."""
 ENDINGS = (".pt", ".pth", ".safetensors")
 WRAPPERS = ("module.", "_orig_mod.")  # what DDP and torch.compile put before every name
 
 
-def model_tensors(manifest: Manifest) -> dict[str, Tensor]:
-    """The model's tensors by the names that its state dict gives them."""
-    return {name.removeprefix(PREFIX): tensor for name, tensor in manifest.tensors.items() if name.startswith(PREFIX)}
+def model_tensors(manifest: Manifest, *, averaged: bool = True) -> dict[str, Tensor]:
+    """The model's tensors by the names that its state dict gives them. averaged: the averages of those that have one,
+    as where the run keeps an average of its weights."""
+    saved = manifest.tensors
+    found = {name.removeprefix(PREFIX): tensor for name, tensor in saved.items() if name.startswith(PREFIX)}
+    return {name: saved.get(AVERAGE + name, tensor) for name, tensor in found.items()} if averaged else found
 
 
-def export(catalog: Catalog, manifest: Manifest, path: str, *, overwrite: bool = False) -> int:
+def has_average(manifest: Manifest) -> bool:
+    """Whether a checkpoint has an average of its weights beside them."""
+    return any(name.startswith(AVERAGE) for name in manifest.tensors)
+
+
+def export(catalog: Catalog, manifest: Manifest, path: str, *, averaged: bool = True, overwrite: bool = False) -> int:
     """Write a checkpoint's model to one file, by its ending `.pt` or `.safetensors`; returns its bytes.
 
-    path: local or a URI. It appears when it is complete. Raises CheckpointError for a file that exists unless
-    `overwrite`, for another ending, and for damage that no copy can mend.
+    path: local or a URI. averaged: the average of the weights, where there is one. The file appears when it is
+    complete. Raises CheckpointError for a file that exists unless `overwrite`, for another ending, and for damage that
+    no copy can mend.
     """
-    tensors = model_tensors(manifest)
+    tensors = model_tensors(manifest, averaged=averaged)
     about = {"step": manifest.step, "config_hash": manifest.facts.get("config_hash"), "strategy": manifest.strategy}
     about = {key: value for key, value in about.items() if value is not None}
     try:
@@ -151,10 +160,16 @@ def load_weights(
     wanted = with_a_source({n: t for n, t in tensors.items() if n in saved or n not in optional}, saved)
     check_fit(wanted, saved, f"step {manifest.step} of {where}")
     try:
-        sharded.load({PREFIX + name: tensor for name, tensor in wanted.items()}, catalog.stores, manifest, group)
+        named = {_saved_name(name, manifest): tensor for name, tensor in wanted.items()}
+        sharded.load(named, catalog.stores, manifest, group)
     except Incomplete as exc:
         raise _damaged(manifest, exc) from exc
     return manifest
+
+
+def _saved_name(name: str, manifest: Manifest) -> str:
+    """Name in a checkpoint of what a model's tensor starts from: its average, where it has one."""
+    return f"{AVERAGE if AVERAGE + name in manifest.tensors else PREFIX}{name}"
 
 
 def _chosen(catalog: Catalog, step: int | None, where: str, group: dist.ProcessGroup | None) -> Manifest:

@@ -9,7 +9,7 @@ import torch
 
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.manifest import Tensor
-from scaleray.checkpoints.model_layout import PLAIN
+from scaleray.checkpoints.model_layout import FINAL_WEIGHTS, plain_file
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import CheckpointError, first_line
 
@@ -33,17 +33,19 @@ class FinalFile:
         return self.tensors[name]
 
 
-def final_file(run_path: str) -> FinalFile | None:
-    """The final weights of a run that left no checkpoint, as a short one does; None where it has one, or no such file.
+def final_file(run_path: str, name: str = FINAL_WEIGHTS) -> FinalFile | None:
+    """The weights of this name of a run that left no checkpoint, as a short one does; None where it has one, or no such
+    file.
 
     Raises CheckpointError for a damaged file, and OSError where the folder cannot be read.
     """
     store = Store(run_path)
-    if store.size(PLAIN) is None or Catalog.at(run_path)[0].newest() is not None:
+    file = plain_file(name)
+    if store.size(file) is None or Catalog.at(run_path)[0].newest() is not None:
         return None
-    path = store.path(PLAIN)
+    path = store.path(file)
     try:
-        state = torch.load(io.BytesIO(store.read(PLAIN)), weights_only=True, map_location="cpu")
+        state = torch.load(io.BytesIO(store.read(file)), weights_only=True, map_location="cpu")
         return FinalFile(path, {name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
     except OSError:
         raise

@@ -4,13 +4,39 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from scaleray.errors import UsageError
+
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 WRITTEN_BY = "scaleray"
 """Value of `written_by` in the index's metadata: names in the files are then the model's own."""
-PLAIN = "weights.pt"
-"""File of a run that holds the final weights of a model that is whole on one worker."""
 FINAL_WEIGHTS = "weights"
-"""Folder of a run that holds the final weights of a sharded model."""
+"""Name of a run's final weights: the folder that holds those of a sharded model, and the beginning of `PLAIN`. Where
+the run keeps an average of its weights, they are the average."""
+TRAINED_WEIGHTS = "trained_weights"
+"""Name of the weights that were trained, beside an average of them."""
+
+
+def plain_file(name: str) -> str:
+    """File of a run that holds weights of this name, of a model that is whole on one worker."""
+    return f"{name}.pt"
+
+
+PLAIN = plain_file(FINAL_WEIGHTS)
+AVERAGED, TRAINED = "averaged", "trained"
+"""Which weights of a run with `averaging` are meant: their average, or those that were trained."""
+
+
+def check_which(which: str | None, *, has_average: bool, where: str) -> None:
+    """Raise UsageError for a choice of weights that there is not."""
+    if which not in (None, AVERAGED, TRAINED):
+        raise UsageError("--weights", which, f"it is {AVERAGED} or {TRAINED}")
+    if which == AVERAGED and not has_average:
+        raise UsageError(
+            "--weights",
+            which,
+            f"{where} keeps no average of its weights",
+            "train with averaging.decay, or leave it out",
+        )
 
 
 def is_model_folder(where: str) -> bool:

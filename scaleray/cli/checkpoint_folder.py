@@ -14,11 +14,13 @@ def is_folder(file: str) -> bool:
     return "://" not in file and not Path(file).suffix
 
 
-def export(path: str, folder: str, *, step: int | None, adapter: bool, overwrite: bool, json: bool) -> int:
+def export(
+    path: str, folder: str, *, step: int | None, weights: str | None, adapter: bool, overwrite: bool, json: bool
+) -> int:
     """Write the folder, and say what is in it."""
     from scaleray.launch.model.export import export_folder
 
-    done = export_folder(path, folder, step=step, adapter=adapter, overwrite=overwrite)
+    done = export_folder(path, folder, step=step, weights=weights, adapter=adapter, overwrite=overwrite)
     if json:
         print_json({"step": done.step, "folder": folder, "bytes": done.num_bytes}, written={"folder": done.folder})
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scaleray.cli.options import Flag, Json
 from scaleray.cli.output import Output, print_json
-from scaleray.cli.run_options import Run, Step, Uri, WorkloadName, step_of
+from scaleray.cli.run_options import Run, Step, Uri, WhichWeights, WorkloadName, step_of
 
 
 def evaluate(
@@ -13,6 +13,7 @@ def evaluate(
     data: str | None = None,
     split: str | None = None,
     step: Step = None,
+    weights: WhichWeights = None,
     workload: WorkloadName = None,
     workers: int = 1,
     local: Flag = False,
@@ -48,6 +49,7 @@ def evaluate(
             data=data,
             split=split,
             step=step_of(step),
+            weights=weights,
             workload=workload,
             workers=workers,
             local=local,

@@ -6,7 +6,7 @@ import sys
 
 from scaleray.cli.options import Flag, Json
 from scaleray.cli.output import Output, print_json
-from scaleray.cli.run_options import Run, Step, Uri, WorkloadName, step_of
+from scaleray.cli.run_options import Run, Step, Uri, WhichWeights, WorkloadName, step_of
 
 
 def predict(
@@ -16,6 +16,7 @@ def predict(
     data: str | None = None,
     split: str | None = None,
     step: Step = None,
+    weights: WhichWeights = None,
     workload: WorkloadName = None,
     keep: str = "",
     batch_size: int = 256,
@@ -62,6 +63,7 @@ def predict(
             out=out,
             split=split,
             step=step_of(step),
+            weights=weights,
             workload=workload,
             keep=[name.strip() for name in keep.split(",") if name.strip()],
             batch_size=batch_size,

@@ -20,6 +20,14 @@ Step = Annotated[
         '"val/loss min". By default the final weights.'
     ),
 ]
+WhichWeights = Annotated[
+    str | None,
+    Parameter(
+        name="--weights",
+        help="averaged or trained, of a run that keeps an average of its weights (averaging.decay). By default the "
+        "average.",
+    ),
+]
 WorkloadName = Annotated[
     str | None,
     Parameter(

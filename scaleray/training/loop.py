@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,6 @@ from scaleray.records.run import Emit, EvaluationRecord, EventRecord, WorkerSumm
 from scaleray.records.start import FIRST_BATCH, MODEL
 from scaleray.scaling.recipe.values import Recipe
 from scaleray.strategies.contract.later import steps_ahead
-from scaleray.strategies.contract.weight_shares import WeightShare
 from scaleray.training.callbacks import Callbacks
 from scaleray.training.health.clock import Clock
 from scaleray.training.health.collective_limits import CollectiveLimits
@@ -37,7 +35,7 @@ from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup, prepare
 from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing
-from scaleray.training.state.final_weights import hand_on_weights
+from scaleray.training.state.final_weights import SaveWeights, hand_on_weights
 from scaleray.training.state.items import PROGRESS
 from scaleray.training.state.loop_state import LoopCheckpoint, LoopState
 from scaleray.training.state.state import TrainState
@@ -57,7 +55,7 @@ def run(
     *,
     sources: Sources,
     emit: Emit,
-    save_weights: Callable[[WeightShare], None] | None = None,
+    save_weights: SaveWeights | None = None,
     probe: Probe | None = None,
     checkpointing: Checkpointing | None = None,
     progress: Progress | None = None,
@@ -87,7 +85,7 @@ class _Run:
         place: Place,
         sources: Sources,
         emit: Emit,
-        save_weights: Callable[[WeightShare], None] | None,
+        save_weights: SaveWeights | None,
         probe: Probe | None,
         checkpointing: Checkpointing | None,
         progress: Progress,

@@ -95,7 +95,7 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
                 emit=sender,
                 checkpointing=checkpointing,
                 progress=progress,
-                save_weights=lambda share: save_weights(share, assignment.run_path, rank=place.rank),
+                save_weights=lambda share, name: save_weights(share, assignment.run_path, name, rank=place.rank),
             )
     finally:
         sender.flush()

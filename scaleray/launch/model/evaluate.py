@@ -72,6 +72,7 @@ def evaluate(
     data: Any = None,
     split: str | None = None,
     step: int | str | None = None,
+    weights: str | None = None,
     workload: Any = None,
     workers: int = 1,
     local: bool = False,
@@ -81,8 +82,8 @@ def evaluate(
 ) -> Evaluation:
     """Measure the metrics of a run's model as its training does: on every split but `train`, or on other data.
 
-    run, step, workload, uri: as for `load`. split: one of the run's splits, `train` too. data: a Parquet, CSV or
-    JSON-lines file, a folder or s3:// URI of such files, or what a workload's `datasets()` may give for a split; its
+    run, step, weights, workload, uri: as for `load`. split: one of the run's splits, `train` too. data: a Parquet, CSV
+    or JSON-lines file, a folder or s3:// URI of such files, or what a workload's `datasets()` may give for a split; its
     metrics are named by its file. workers: each with a whole model and a share of the rows. local: without Ray, in this
     process, or in gloo processes where there are several workers. record: write the metrics to the run in MLflow, in
     the section `evaluate`. Raises UsageError for what the user can mend.
@@ -93,7 +94,7 @@ def evaluate(
     if workers < 1:
         raise UsageError("--workers", workers, "it must be at least 1")
     found = find_trained(run, uri=uri)
-    parts = find_parts(run, step=step, workload=workload, uri=uri)
+    parts = find_parts(run, step=step, which=weights, workload=workload, uri=uri)
     sources = _sources(parts, data, split)
     config = evaluation_config(parts, found, workers)
     say(f"evaluating {parts.weights.words} of {parts.name} on {', '.join(sources)}, {workers} workers")

@@ -29,12 +29,19 @@ class Exported:
 
 
 def export_folder(
-    run: str | Path, folder: str | Path, *, step: int | None = None, adapter: bool = False, overwrite: bool = False
+    run: str | Path,
+    folder: str | Path,
+    *,
+    step: int | None = None,
+    weights: str | None = None,
+    adapter: bool = False,
+    overwrite: bool = False,
 ) -> Exported:
     """Write the model of a run as the workload's `export(weights, folder)` does: for models of transformers a folder
     that `from_pretrained` reads.
 
-    step: of a checkpoint; None is the final weights, or else the newest checkpoint's. adapter: write the low-rank
+    step: of a checkpoint; None is the final weights, or else the newest checkpoint's. weights: `averaged` or `trained`,
+    of a run with `averaging`; None is the average. adapter: write the low-rank
     adapters alone, as `PeftModel.from_pretrained` reads them. The folder appears when it is whole. Raises
     CheckpointError, WorkloadError and StorageError.
     """
@@ -46,21 +53,21 @@ def export_folder(
     trained = find_trained(run)
     workload, settings = workload_of(trained), trained.config.fine_tuning
     if adapter and settings.lora_rank:
-        weights = _with_adapters(trained, step)
+        chosen = _with_adapters(trained, step, weights)
         base = getattr(workload, "folder", None)
         write: Callable[[Path], None] = lambda place: write_adapter(
-            weights.tensors, place, alpha=settings.lora_alpha, base=base
+            chosen.tensors, place, alpha=settings.lora_alpha, base=base
         )
     else:
-        weights = read_run_weights(trained, step)
-        has_adapters = bool(settings.lora_rank) and fine_tuning.has_adapters(weights.tensors)
-        tensors = fine_tuning.merged(weights.tensors, settings) if has_adapters else weights.tensors
+        chosen = read_run_weights(trained, step, weights)
+        has_adapters = bool(settings.lora_rank) and fine_tuning.has_adapters(chosen.tensors)
+        tensors = fine_tuning.merged(chosen.tensors, settings) if has_adapters else chosen.tensors
         method = _export_of(workload)
         more = {"adapter": True} if adapter else {}
         write = lambda place: method(tensors, place, **more)
     _write(write, target)
     size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
-    return Exported(str(target), f"{weights.words} of {trained.name}", weights.step, size)
+    return Exported(str(target), f"{chosen.words} of {trained.name}", chosen.step, size)
 
 
 def _export_of(workload: Any) -> Callable[..., None]:
@@ -75,9 +82,9 @@ def _export_of(workload: Any) -> Callable[..., None]:
     return found
 
 
-def _with_adapters(trained: TrainedRun, step: int | None) -> Weights:
+def _with_adapters(trained: TrainedRun, step: int | None, which: str | None) -> Weights:
     """Weights that have adapters apart: the final ones add them to their layers, unless fine_tuning.merge is off."""
-    weights = read_run_weights(trained, step)
+    weights = read_run_weights(trained, step, which)
     if fine_tuning.has_adapters(weights.tensors):
         return weights
     newest = Catalog.of_run(trained.folder.root, trained.config.checkpoint.copy_path).newest()
@@ -88,7 +95,7 @@ def _with_adapters(trained: TrainedRun, step: int | None) -> Weights:
             "no checkpoint has them apart",
             "train with --no-fine-tuning.merge, or with checkpoints",
         )
-    return read_run_weights(trained, newest.step)
+    return read_run_weights(trained, newest.step, which)
 
 
 def _write(write: Callable[[Path], None], target: Path) -> None:

@@ -132,6 +132,7 @@ def load(
     run: str | Path,
     *,
     step: int | str | None = None,
+    weights: str | None = None,
     workload: Any = None,
     device: torch.device | str = "cpu",
     uri: str | None = None,
@@ -140,13 +141,15 @@ def load(
 
     run: its folder or s3:// URI, its name in the storage path, or its id or name in MLflow. step: a checkpoint's
     number, `best` (by checkpoint.best), or a metric and its direction, such as `val/loss min`; None is the final
-    weights, or the newest checkpoint of a run without. workload: a class or object, or `file.py:Name`; None is the one
-    in the run's config. device: where the model is put. uri: MLflow's tracking URI. Nothing is unpickled.
+    weights, or the newest checkpoint of a run without. weights: `averaged` or `trained`, of a run that keeps an average
+    of its weights (averaging.decay); None is the average, which evaluations measured. workload: a class or object, or
+    `file.py:Name`; None is the one in the run's config. device: where the model is put. uri: MLflow's tracking URI.
+    Nothing is unpickled.
 
     Raises TrackingError for a run that is not there, CheckpointError for weights that are missing or do not fit, and
     WorkloadError for a workload that is not found again.
     """
-    return find_parts(run, step=step, workload=workload, uri=uri).build(device)
+    return find_parts(run, step=step, which=weights, workload=workload, uri=uri).build(device)
 
 
 def _writable(column: Any) -> Any:
@@ -155,12 +158,17 @@ def _writable(column: Any) -> Any:
 
 
 def find_parts(
-    run: str | Path, *, step: int | str | None = None, workload: Any = None, uri: str | None = None
+    run: str | Path,
+    *,
+    step: int | str | None = None,
+    which: str | None = None,
+    workload: Any = None,
+    uri: str | None = None,
 ) -> ModelParts:
     """Workload, config and weights of a run, as `load` finds them."""
     found = find_trained(run, uri=uri)
     made = workload_of(found, workload)
-    weights = read_run_weights(found, step)
+    weights = read_run_weights(found, step, which)
     settings = found.config.fine_tuning
     if settings.lora_rank and settings.merge and fine_tuning.has_adapters(weights.tensors):
         weights = replace(weights, tensors=fine_tuning.merged(weights.tensors, settings))  # as final weights are

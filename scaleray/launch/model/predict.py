@@ -65,6 +65,7 @@ def predict(
     out: str | Path | None = None,
     split: str | None = None,
     step: int | str | None = None,
+    weights: str | None = None,
     workload: Any = None,
     keep: Sequence[str] = (),
     batch_size: int = BATCH_ROWS,
@@ -77,9 +78,9 @@ def predict(
 ) -> Predictions:
     """What the model of a run says of rows, in their order.
 
-    run, step, workload, uri: as for `load`. data: a Parquet, CSV or JSON-lines file, a folder or s3:// URI of such
-    files, a mapping of arrays by column, or a pandas or Arrow table; or None with `split`, which names one of the run's
-    own. out: a .parquet or .jsonl file; None returns the answers. keep: columns of the data to write beside them.
+    run, step, weights, workload, uri: as for `load`. data: a Parquet, CSV or JSON-lines file, a folder or s3:// URI of
+    such files, a mapping of arrays by column, or a pandas or Arrow table; or None with `split`, which names one of the
+    run's own. out: a .parquet or .jsonl file; None returns the answers. keep: columns of the data to write beside them.
     workers: Ray actors, each with a model. local: in this process, without Ray, as is done for data that is in memory.
     skip_failed: leave rows that fail out, and name them; otherwise the first of them end the prediction.
 
@@ -91,7 +92,7 @@ def predict(
     if batch_size < 1 or workers < 1:
         raise UsageError("--batch-size and --workers", (batch_size, workers), "they must be at least 1")
     path = check_out(out, overwrite=overwrite) if out is not None else None
-    parts = find_parts(run, step=step, workload=workload, uri=uri)
+    parts = find_parts(run, step=step, which=weights, workload=workload, uri=uri)
     wide = parts.config.precision.dtype == "fp64"
     source: Source | None = None
     shape, tuples = Shape(wide=wide), False

@@ -15,13 +15,21 @@ from torch import nn
 from scaleray.checkpoints.catalog import Catalog, require
 from scaleray.checkpoints.consolidated import check_fit, model_tensors, with_a_source
 from scaleray.checkpoints.manifest import Incomplete, Manifest, Tensor
-from scaleray.checkpoints.model_layout import FINAL_WEIGHTS, INDEX
+from scaleray.checkpoints.model_layout import (
+    AVERAGED,
+    FINAL_WEIGHTS,
+    INDEX,
+    TRAINED,
+    TRAINED_WEIGHTS,
+    check_which,
+    plain_file,
+)
 from scaleray.checkpoints.storage import Store
 from scaleray.checkpoints.tensor_files import read_tensor
 from scaleray.errors import CheckpointError, UsageError
 from scaleray.launch.model.trained_run import TrainedRun
 from scaleray.tracking.model_files import fetch_model_files
-from scaleray.training.state.weights import PLAIN, read_weights
+from scaleray.training.state.weights import read_weights
 
 BEST = "best"
 
@@ -36,18 +44,22 @@ class Weights:
     words: str
 
 
-def read_run_weights(run: TrainedRun, step: int | str | None = None) -> Weights:
+def read_run_weights(run: TrainedRun, step: int | str | None = None, which: str | None = None) -> Weights:
     """The final weights of a run, or those of a checkpoint.
 
     step: None is the final ones, or where the run has none the newest checkpoint's; a number is that checkpoint's;
     `best` is that of `checkpoint.best`, and a metric with its direction, such as `val/loss min`, the best by it.
-    Raises CheckpointError.
+    which: AVERAGED or TRAINED; None is the average where the run keeps one. Raises CheckpointError and UsageError.
     """
+    has_average = run.config.averaging.decay is not None
+    check_which(which, has_average=has_average, where=run.name)
+    kind = f"{which or AVERAGED} " if has_average else ""
+    is_trained = has_average and which == TRAINED
     if step is None:
-        final = _final(run)
+        final = _final(run, TRAINED_WEIGHTS if is_trained else FINAL_WEIGHTS)
         if final is not None:
-            return Weights(final, run.steps, "the final weights")
-    return _of_checkpoint(run, step)
+            return Weights(final, run.steps, f"the final {kind}weights")
+    return _of_checkpoint(run, step, averaged=not is_trained, kind=kind)
 
 
 def fill(module: nn.Module, weights: Weights, *, where: str) -> None:
@@ -65,34 +77,34 @@ def fill(module: nn.Module, weights: Weights, *, where: str) -> None:
             tensor.copy_(weights.tensors[name])
 
 
-def _final(run: TrainedRun) -> dict[str, torch.Tensor] | None:
-    """The final weights in the run's folder, or else in MLflow; None where there are none."""
+def _final(run: TrainedRun, name: str) -> dict[str, torch.Tensor] | None:
+    """The weights of this name in the run's folder, or else in MLflow; None where there are none."""
     folder = run.folder
-    names = _final_files(folder)
-    if names and folder.is_local:
-        return read_weights(folder.root)
-    if names:
+    files = _final_files(folder, name)
+    if files and folder.is_local:
+        return read_weights(folder.root, name)
+    if files:
         with tempfile.TemporaryDirectory() as copy:
-            for name in names:
-                Store(copy).copy_from(folder, name)
-            return read_weights(copy)
+            for file in files:
+                Store(copy).copy_from(folder, file)
+            return read_weights(copy, name)
     if _has_checkpoints(run):
         return None
     with tempfile.TemporaryDirectory() as copy:
-        if not fetch_model_files(run.about, Path(copy)):
+        inside = fetch_model_files(run.about, Path(copy), name)
+        if inside is None:
             return None
-        inside = Path(copy) / "model"
-        if not (inside / PLAIN).exists():
-            inside.rename(Path(copy) / FINAL_WEIGHTS)
+        if not (inside / plain_file(name)).exists():
+            inside.rename(Path(copy) / name)
             inside = Path(copy)
-        return read_weights(inside)
+        return read_weights(inside, name)
 
 
-def _final_files(folder: Store) -> list[str]:
+def _final_files(folder: Store, name: str) -> list[str]:
     try:
-        if folder.size(f"{FINAL_WEIGHTS}/{INDEX}") is not None:
-            return [f"{FINAL_WEIGHTS}/{Path(name).name}" for name in folder.names(FINAL_WEIGHTS)]
-        return [PLAIN] if folder.size(PLAIN) is not None else []
+        if folder.size(f"{name}/{INDEX}") is not None:
+            return [f"{name}/{Path(file).name}" for file in folder.names(name)]
+        return [plain_file(name)] if folder.size(plain_file(name)) is not None else []
     except OSError:
         return []
 
@@ -108,7 +120,7 @@ def _has_checkpoints(run: TrainedRun) -> bool:
         return False
 
 
-def _of_checkpoint(run: TrainedRun, step: int | str | None) -> Weights:
+def _of_checkpoint(run: TrainedRun, step: int | str | None, *, averaged: bool, kind: str) -> Weights:
     catalog = _catalog(run)
     if step is None and not _has_checkpoints(run):
         raise CheckpointError(
@@ -120,7 +132,8 @@ def _of_checkpoint(run: TrainedRun, step: int | str | None) -> Weights:
     manifest = _best(run, catalog, step) if isinstance(step, str) else require(catalog, step, where=run.where)
     try:
         tensors = {
-            name: read_tensor(catalog.stores, tensor).clone() for name, tensor in model_tensors(manifest).items()
+            name: read_tensor(catalog.stores, tensor).clone()
+            for name, tensor in model_tensors(manifest, averaged=averaged).items()
         }
     except Incomplete as exc:
         raise CheckpointError(
@@ -129,7 +142,7 @@ def _of_checkpoint(run: TrainedRun, step: int | str | None) -> Weights:
             str(exc),
             f"scaleray checkpoint verify {run.where} looks for copies",
         ) from exc
-    return Weights(tensors, manifest.step, f"the weights after step {manifest.step}")
+    return Weights(tensors, manifest.step, f"the {kind}weights after step {manifest.step}")
 
 
 def _best(run: TrainedRun, catalog: Catalog, text: str) -> Manifest:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.checkpoints.catalog import Catalog
+from scaleray.checkpoints.model_layout import FINAL_WEIGHTS, TRAINED_WEIGHTS
 from scaleray.config import RunConfig, load_config
 from scaleray.config.base import without_password
 from scaleray.data import TRAIN, Split, load_sources, preprocessing
@@ -39,6 +40,7 @@ from scaleray.records.start import DATA, IMPORTS, RAY, StartClock
 from scaleray.reproducibility.fingerprint import environment
 from scaleray.scaling.recipe.derive import derive, resolve_strategy
 from scaleray.tracking import store
+from scaleray.tracking.model_files import ARTIFACTS
 from scaleray.tracking.recorder import Recorder
 from scaleray.training.setup.job import TrainJob, rescaled
 from scaleray.training.state import weights as final_weights
@@ -246,14 +248,14 @@ class _Run:
             )
         if (fitted := preprocessor_of(self.sources[TRAIN])) is not None:
             preprocessing.save(fitted, self.folder.path)
-        weights: list[str] = []
+        weights: dict[str, list[str]] = {}
         try:
             if self.before is not None:
                 final_weights.forget(self.folder.path)
             work()
             recorder.wait_started()
             if self.config.checkpoint.save_final:
-                weights = final_weights.complete(self.folder.path)  # every worker has ended, and nobody waits for this
+                weights = self._complete_weights()  # every worker has ended, and nobody waits for this
         except (Interrupted, KeyboardInterrupt, LeftEarly) as exc:
             self._end(recorder, "KILLED", "stopped by the user")
             self._say_how_to_continue()
@@ -268,6 +270,11 @@ class _Run:
             record = self._finish(recorder, "FINISHED", "", weights)
         recorder.close()
         return record
+
+    def _complete_weights(self) -> dict[str, list[str]]:
+        """Names of the final weights' files in the run folder; of the trained ones too, where they are an average's."""
+        names = [FINAL_WEIGHTS, *([TRAINED_WEIGHTS] if self.config.averaging.decay is not None else [])]
+        return {name: final_weights.complete(self.folder.path, name) for name in names}
 
     def _changes(self) -> list[str]:
         step = self.before.newest.step if self.before and self.before.newest else 0
@@ -296,7 +303,11 @@ class _Run:
             self.show([EventRecord(text, kind="warning")])
 
     def _finish(
-        self, recorder: Recorder | RemoteRecorder, status: str, reason: str, weights: Sequence[str] = ()
+        self,
+        recorder: Recorder | RemoteRecorder,
+        status: str,
+        reason: str,
+        weights: Mapping[str, Sequence[str]] | None = None,
     ) -> RunRecord:
         recording = recorder.drain()
         identity = recorder.identity()
@@ -311,7 +322,8 @@ class _Run:
             folder=self.folder,
             tracking_uri=self.tracking_uri,
         )
-        recorder.log_files(self.folder.local(weights), "model")
+        for name, files in (weights or {}).items():
+            recorder.log_files(self.folder.local(files), ARTIFACTS[name])
         look = partial(Guard(lambda text: self.show([EventRecord(text, kind="warning")])), Watcher.RECORD)
         extras = look(lambda: {"environment.yaml": as_yaml(record.environment)}, {}, part="environment.yaml")
         unsent = recorder.finish(

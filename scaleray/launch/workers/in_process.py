@@ -73,7 +73,7 @@ def run_here(
                 emit=emit,
                 checkpointing=checkpointing,
                 progress=progress,
-                save_weights=lambda share: save_weights(share, run_path, rank=0),
+                save_weights=lambda share, name: save_weights(share, run_path, name, rank=0),
             )
     finally:
         torch.set_num_threads(threads)

@@ -21,18 +21,22 @@ from scaleray.training.setup.shards import local
 class Averaging:
     """The average of a module's trained parameters; without a decay it does nothing.
 
-    averages: by the parameter's name. num_updates: how often it has been updated.
+    averages: by the names of the module's state dict, in which a tied parameter has several. num_updates: how often it
+    has been updated.
     """
 
     def __init__(self, module: nn.Module, settings: AveragingSettings) -> None:
         self.settings, self.num_updates = settings, 0
         self._module = module
-        self._parameters: dict[str, nn.Parameter] = {}
+        named: list[tuple[str, nn.Parameter]] = []
         if settings.decay is not None:
             self._update = get_ema_multi_avg_fn(settings.decay)
-            trained = module.named_parameters()
-            self._parameters = {name: p for name, p in trained if p.requires_grad and p.is_floating_point()}
-        self.averages = {name: p.detach().clone() for name, p in self._parameters.items()}
+            everyone = module.named_parameters(remove_duplicate=False)
+            named = [(name, p) for name, p in everyone if p.requires_grad and p.is_floating_point()]
+        self._parameters = list(dict.fromkeys(p for _, p in named))
+        self._averages = [p.detach().clone() for p in self._parameters]
+        of = dict(zip(self._parameters, self._averages, strict=True))
+        self.averages = {name: of[p] for name, p in named}
 
     @property
     def is_on(self) -> bool:
@@ -81,4 +85,4 @@ class Averaging:
 
     def _pairs(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """This rank's parts of the averages and of the parameters, sharing their memory."""
-        return [local(a) for a in self.averages.values()], [local(p.detach()) for p in self._parameters.values()]
+        return [local(a) for a in self._averages], [local(p.detach()) for p in self._parameters]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
+from scaleray.checkpoints.model_layout import FINAL_WEIGHTS, TRAINED_WEIGHTS
 from scaleray.config import RunConfig
 from scaleray.strategies.contract.weight_shares import WeightShare
 from scaleray.training.health.reporter import Reporter
@@ -11,22 +12,34 @@ from scaleray.training.setup.fine_tuning import merged_share
 from scaleray.training.setup.model_setup import Setup
 
 
+class SaveWeights(Protocol):
+    """Takes what this rank has of weights of this name: FINAL_WEIGHTS, or TRAINED_WEIGHTS beside an average."""
+
+    def __call__(self, share: WeightShare, name: str = ..., /) -> None: ...
+
+
 def hand_on_weights(
-    setup: Setup, save: Callable[[WeightShare], None] | None, config: RunConfig, *, reporter: Reporter, step: int
+    setup: Setup, save: SaveWeights | None, config: RunConfig, *, reporter: Reporter, step: int
 ) -> None:
-    """Let the set-up go, and give what this rank has of the final weights to `save`: adapters merged, and of the
-    average where there is one. Collective up to there: a disk that is slow costs the rank that has it, and nobody's
-    time limit. step: number of the last one."""
-    if setup.averaging.is_on:
-        setup.averaging.swap()
-        reporter.say("the final weights are the average that was evaluated; checkpoints have the trained ones as well")
+    """Let the set-up go, and give what this rank has of the final weights to `save`, adapters merged: where there is an
+    average, that, and the trained weights beside it. Collective up to there: a disk that is slow costs the rank that
+    has it, and nobody's time limit. step: number of the last one."""
     save = save if config.checkpoint.save_final else None
-    share = setup.parallel.weights() if save is not None else WeightShare()
+    shares: dict[str, WeightShare] = {}
+    if setup.averaging.is_on:
+        if save is not None:
+            shares[TRAINED_WEIGHTS] = setup.parallel.weights()
+        setup.averaging.swap()
+        reporter.say("the final weights are the average that was evaluated; the trained ones lie beside them")
+    if save is not None:
+        shares[FINAL_WEIGHTS] = setup.parallel.weights()
     # nothing below this line communicates
     setup.let_go()
-    if share.left_out:
-        names = ", ".join(share.left_out[:5])
+    if save is None:
+        return
+    if left_out := shares[FINAL_WEIGHTS].left_out:
+        names = ", ".join(left_out[:5])
         text = f"the final weights are tensors alone: {names} of the model's extra state are in checkpoints only"
         reporter.say(text, is_warning=True, step=step)
-    if save is not None:
-        save(merged_share(share, config.fine_tuning))
+    for name, share in shares.items():
+        save(merged_share(share, config.fine_tuning), name)

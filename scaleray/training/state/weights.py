@@ -1,6 +1,9 @@
 """The final weights in a run folder: `weights.pt`, or of a sharded model the folder `weights`, whose files all ranks
 write.
 
+Where a run keeps an average of its weights, that is what they hold, and `trained_weights.pt`, or the folder
+`trained_weights`, has the weights that were trained.
+
 `weights.pt` is a state dict that `torch.load(..., weights_only=True)` reads. `weights` has Hugging Face's layout:
 `model-00001-of-00004.safetensors` and so on, each whole or not there, and an index that says which file has which
 tensor. The index is written last, once the run is over and every file is there, by who waited for the workers; a folder
@@ -18,7 +21,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from scaleray.checkpoints.manifest import Tensor
-from scaleray.checkpoints.model_layout import FINAL_WEIGHTS, INDEX, PLAIN, WRITTEN_BY, is_model_folder
+from scaleray.checkpoints.model_layout import (
+    FINAL_WEIGHTS,
+    INDEX,
+    TRAINED_WEIGHTS,
+    WRITTEN_BY,
+    is_model_folder,
+    plain_file,
+)
 from scaleray.checkpoints.storage import Store
 from scaleray.checkpoints.weight_files import safetensors_file
 from scaleray.errors import CheckpointError, StorageError
@@ -28,7 +38,7 @@ if TYPE_CHECKING:
     from scaleray.strategies.contract.weight_shares import Placed, WeightShare
 
 PENDING = "index.pending.json"
-"""File in `FINAL_WEIGHTS` that says what the index will be, while files are being written."""
+"""File in such a folder that says what the index will be, while files are being written."""
 MAX_FILE_BYTES = 5 * 10**9
 """Largest size of a file in bytes: larger shares become several files, as transformers' `save_pretrained` cuts them."""
 
@@ -47,17 +57,20 @@ def file_names(layout: Mapping[str, Placed], *, max_bytes: int = MAX_FILE_BYTES)
     return {name: f"model-{files[key]:05d}-of-{len(files):05d}.safetensors" for name, key in numbers.items()}
 
 
-def save_weights(share: WeightShare, run_path: str, *, rank: int, max_bytes: int = MAX_FILE_BYTES) -> None:
+def save_weights(
+    share: WeightShare, run_path: str, name: str = FINAL_WEIGHTS, *, rank: int, max_bytes: int = MAX_FILE_BYTES
+) -> None:
     """Write what this rank has, to a local run folder or an s3:// URI. Not collective: no rank waits for another.
 
-    Raises StorageError where it cannot be written, and CheckpointError for a dtype that safetensors does not know.
+    name: `FINAL_WEIGHTS` or `TRAINED_WEIGHTS`. Raises StorageError where it cannot be written, and CheckpointError for
+    a dtype that safetensors does not know.
     """
     store = Store(run_path)
     try:
         if share.layout:
-            _write_files(share, store.child(FINAL_WEIGHTS), is_first=rank == 0, max_bytes=max_bytes)
+            _write_files(share, store.child(name), is_first=rank == 0, max_bytes=max_bytes)
         elif share.tensors:
-            _write_plain(share.tensors, store)
+            _write_plain(share.tensors, store, name)
     except OSError as exc:
         raise StorageError(
             f"the share of rank {rank} of the final weights",
@@ -68,20 +81,21 @@ def save_weights(share: WeightShare, run_path: str, *, rank: int, max_bytes: int
 
 
 def forget(run_path: str) -> None:
-    """Remove the index of a run that goes on: what is in its folder is not the whole of its final weights any more."""
-    folder = Store(run_path).child(FINAL_WEIGHTS)
-    for name in (INDEX, PENDING):
-        folder.delete(name)
+    """Remove the indexes of a run that goes on: what is in its folders is not the whole of its weights any more."""
+    for name in (FINAL_WEIGHTS, TRAINED_WEIGHTS):
+        folder = Store(run_path).child(name)
+        for file in (INDEX, PENDING):
+            folder.delete(file)
 
 
-def complete(run_path: str) -> list[str]:
-    """Declare the final weights of a run whole whose workers have all ended well; gives the names of its files in the
-    run folder, none where it wrote none. Files of earlier attempts go. Raises StorageError for a file that is missing
-    or torn."""
+def complete(run_path: str, name: str = FINAL_WEIGHTS) -> list[str]:
+    """Declare weights of a run whole whose workers have all ended well; gives the names of their files in the run
+    folder, none where it wrote none. name: as in `save_weights`. Files of earlier attempts go. Raises StorageError for
+    a file that is missing or torn."""
     store = Store(run_path)
-    folder = store.child(FINAL_WEIGHTS)
+    folder, plain = store.child(name), plain_file(name)
     if folder.size(PENDING) is None:
-        return [PLAIN] if store.size(PLAIN) is not None else []
+        return [plain] if store.size(plain) is not None else []
     index = load_json(folder.read(PENDING))
     files = sorted(set(index["weight_map"].values()))
     for file in files:
@@ -94,38 +108,38 @@ def complete(run_path: str) -> list[str]:
                 f"scaleray train --resume {store.path('').rstrip('/')}",
             )
     folder.write_text(INDEX, json.dumps(index, indent=2))
-    for name in folder.names():
-        if name not in (INDEX, *files):
-            folder.delete(name)
-    store.delete(PLAIN)
-    return [f"{FINAL_WEIGHTS}/{name}" for name in (*files, INDEX)]
+    for file in folder.names():
+        if file not in (INDEX, *files):
+            folder.delete(file)
+    store.delete(plain)
+    return [f"{name}/{file}" for file in (*files, INDEX)]
 
 
-def read_weights(run_path: str | Path) -> dict[str, Any]:
-    """The final weights in a local run folder as a state dict, whichever way they were written.
+def read_weights(run_path: str | Path, name: str = FINAL_WEIGHTS) -> dict[str, Any]:
+    """Weights in a local run folder as a state dict, whichever way they were written. name: as in `save_weights`.
 
     Raises CheckpointError.
     """
     from scaleray.checkpoints.hugging_face import ModelFolder  # with torch's own checkpoints, which drivers do without
 
-    path = Path(run_path)
-    if is_model_folder(str(path / FINAL_WEIGHTS)):
-        return ModelFolder.open(str(path / FINAL_WEIGHTS)).read()
-    if not (path / PLAIN).is_file():
+    path, plain = Path(run_path), plain_file(name)
+    if is_model_folder(str(path / name)):
+        return ModelFolder.open(str(path / name)).read()
+    if not (path / plain).is_file():
         raise CheckpointError(
             f"the final weights of {path}",
             "not there",
-            f"neither {PLAIN} nor {FINAL_WEIGHTS}/{INDEX}",
+            f"neither {plain} nor {name}/{INDEX}",
             "a run writes them when it ends well",
         )
-    state: dict[str, Any] = torch.load(path / PLAIN, weights_only=True)
+    state: dict[str, Any] = torch.load(path / plain, weights_only=True)
     return state
 
 
-def _write_plain(weights: Mapping[str, Any], store: Store) -> None:
-    with store.writing(PLAIN) as stream:
+def _write_plain(weights: Mapping[str, Any], store: Store, name: str) -> None:
+    with store.writing(plain_file(name)) as stream:
         torch.save(weights, stream)
-    store.delete_folder(FINAL_WEIGHTS)  # what an attempt, or an earlier part of the run, left under another strategy
+    store.delete_folder(name)  # what an attempt, or an earlier part of the run, left under another strategy
 
 
 def _write_files(share: WeightShare, folder: Store, *, is_first: bool, max_bytes: int) -> None:

@@ -301,7 +301,7 @@ def train_with(emit, folder):
             sources=sources,
             emit=emit,
             checkpointing=checkpointing,
-            save_weights=lambda share: weights.update(share.tensors),
+            save_weights=lambda share, name: weights.update(share.tensors),
         )
     return weights
 

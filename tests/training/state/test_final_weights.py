@@ -225,7 +225,7 @@ def end_on_a_full_disk(place, folder):
             place,
             SmallTransformer(),
             SHARDED["fsdp"],
-            lambda share: weights.save_weights(share, folder, rank=place.rank),
+            lambda share, name: weights.save_weights(share, folder, name, rank=place.rank),
         )
     except StorageError as exc:
         return str(exc)

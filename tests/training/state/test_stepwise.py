@@ -43,7 +43,7 @@ class Stepwise:
                     Place(),
                     sources=sources,
                     emit=watch,
-                    save_weights=lambda share: self.weights.update(share.tensors),
+                    save_weights=lambda share, name: self.weights.update(share.tensors),
                     checkpointing=make_checkpointing(job, Place()),
                 )
 

@@ -2,8 +2,12 @@
 
 import pytest
 import torch
-from small_runs import Classify, largest_difference, train, train_alone
+from small_runs import Classify, TiedAndFrozen, largest_difference, train, train_alone
+from small_transformer import SmallTransformer
 
+from scaleray.checkpoints.catalog import Catalog
+from scaleray.checkpoints.consolidated import has_average, model_tensors
+from scaleray.checkpoints.tensor_files import read_tensor
 from scaleray.errors import ConfigError
 
 FLAGS = {
@@ -30,6 +34,8 @@ def by_hand(every):
 def test_the_final_weights_are_the_average_and_the_training_is_as_without(every):
     averaged, plain = train_alone(WORKLOAD, {**FLAGS, "averaging.every": every}), train_alone(WORKLOAD, PLAIN)
     assert averaged.losses == plain.losses
+    assert plain.trained == {} and averaged.trained.keys() == plain.weights.keys()
+    assert all(torch.equal(averaged.trained[name], value) for name, value in plain.weights.items())
     assert largest_difference(by_hand(every), averaged.weights) < 1e-12
     assert [e.metrics for e in averaged.evaluations] != [e.metrics for e in plain.evaluations]
 
@@ -43,9 +49,46 @@ def test_two_workers_average_as_one_does(gloo, strategy):
     alone = train_alone(WORKLOAD, FLAGS)
     both = gloo.run(2, train, WORKLOAD, flags_of(strategy))[0]
     assert largest_difference(alone.weights, both.weights) < 1e-11
+    assert largest_difference(alone.trained, both.trained) < 1e-11
     assert both.losses == pytest.approx(alone.losses, rel=1e-11)
     for ours, theirs in zip(alone.evaluations, both.evaluations, strict=True):
         assert theirs.metrics == pytest.approx(ours.metrics, rel=1e-11)
+
+
+@pytest.mark.parametrize("data_axis", ["ddp", "fsdp"])
+def test_stages_of_a_pipeline_average_as_one_worker_does(gloo, data_axis):
+    """On 4 workers: two stages, of which each is shared out over two replicas or whole on both."""
+    flags = {**FLAGS, "stop.after": "5 steps", "evaluation.every": "2 steps", "batch.micro_size": 2}
+    many = {**flags, "strategy.name": "pipeline", "pipeline.size": 2, "pipeline.data_axis": data_axis}
+    workload = SmallTransformer(num_val=6)
+    alone = train_alone(workload, flags)
+    four = gloo.run(4, train, workload, many)[0]
+    assert largest_difference(alone.weights, four.weights) < 1e-11
+    assert largest_difference(alone.trained, four.trained) < 1e-11
+    for ours, theirs in zip(alone.evaluations, four.evaluations, strict=True):
+        assert theirs.metrics == pytest.approx(ours.metrics, rel=1e-11)
+
+
+def saved(folder, *, averaged):
+    """The weights of the newest checkpoint."""
+    catalog = Catalog.of_run(str(folder), None)
+    manifest = catalog.newest()
+    assert has_average(manifest)
+    return {n: read_tensor(catalog.stores, t) for n, t in model_tensors(manifest, averaged=averaged).items()}
+
+
+@pytest.mark.parametrize("workload", [WORKLOAD, TiedAndFrozen()], ids=["plain", "tied and frozen"])
+def test_a_checkpoint_has_both(tmp_path, workload):
+    finished = train_alone(workload, {**FLAGS, "checkpoint.every": "9 steps"}, folder=tmp_path)
+    assert all(torch.equal(saved(tmp_path, averaged=True)[n], v) for n, v in finished.weights.items())
+    assert all(torch.equal(saved(tmp_path, averaged=False)[n], v) for n, v in finished.trained.items())
+    assert largest_difference(finished.weights, finished.trained) > 1e-6
+
+
+def test_a_training_that_starts_from_such_a_run_starts_from_the_average(tmp_path):
+    average = train_alone(WORKLOAD, {**FLAGS, "checkpoint.every": "9 steps"}, folder=tmp_path).weights
+    flags = {**PLAIN, "workload.weights": str(tmp_path), "optimizer.learning_rate": 1e-30, "stop.after": "1 steps"}
+    assert largest_difference(train_alone(WORKLOAD, flags).weights, average) < 1e-12
 
 
 def resumed(place, flags, folder):
