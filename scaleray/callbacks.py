@@ -15,11 +15,12 @@ HOOKS = ("on_begin", "on_step", "on_evaluation", "on_checkpoint", "on_end")
 
 class Callback:
     """Hooks of a training. Each worker has its own callbacks, and calls them after the same steps in the order of the
-    list; rank 0's logs and state are kept. `run` is a `scaleray.training.callbacks.RunContext`.
+    list; rank 0's logs are kept. `run` is a `scaleray.training.callbacks.RunContext`.
 
     A callback observes: what it draws from random generators is put back, gradients are off, and it must not change the
     model. An exception in a hook ends the run. `state_dict()` and `load_state_dict(state)`, if it has them, keep its
-    state in checkpoints.
+    state in checkpoints, on every worker its own. A resume on another number of workers calls `load_states(states)`
+    with the states of all workers in their order, on each worker with the same; without that method each gets rank 0's.
     """
 
     def on_begin(self, run: Any) -> None:

@@ -66,6 +66,16 @@ def user_frames(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
     return [f for f in frames if not f.filename.startswith("<frozen") and not _is_installed(f.filename)]
 
 
+def place_of(cls: type, name: str | None = None) -> str:
+    """The class, with file and line of it or of one of its methods."""
+    about: Any = getattr(cls, name, cls) if name else cls
+    try:
+        file, (_, line) = inspect.getsourcefile(about), inspect.getsourcelines(about)
+    except (OSError, TypeError):  # a notebook, or made without source
+        return cls.__name__
+    return f"{cls.__name__} in {file}:{line or 1}"
+
+
 def user_modules(workload: Any) -> list[ModuleType]:
     """Modules that only exist where the user is: the workload's own and its neighbours, but no installed package.
 

@@ -42,8 +42,8 @@ def export(
         raise checkpoint_folder.no_adapter(file)
     from scaleray.checkpoints.consolidated import export as write
     from scaleray.checkpoints.consolidated import has_average, model_tensors, write_file
-    from scaleray.config.base import absolute_path
     from scaleray.checkpoints.model_layout import TRAINED, check_which
+    from scaleray.config.base import absolute_path
 
     found_step: int | None = None
     folder = final_weights(path, weights) if step is None else None

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from scaleray.errors import WorkloadError
+from scaleray.user_code import place_of as place_of
 
 PACKAGES = ("lightning", "pytorch_lightning")
 OWN_STEP = "scaleray takes the step itself, the same under every strategy"
@@ -91,13 +92,3 @@ def arguments_of(made_of: Any) -> Mapping[str, inspect.Parameter]:
     if not (isinstance(made_of, type) or inspect.isfunction(made_of)):
         return {}
     return {p.name: p for p in inspect.signature(made_of).parameters.values() if p.kind is not p.VAR_POSITIONAL}
-
-
-def place_of(cls: type, name: str | None = None) -> str:
-    """The class, with file and line of it or of one of its methods."""
-    about: Any = getattr(cls, name, cls) if name else cls
-    try:
-        file, (_, line) = inspect.getsourcefile(about), inspect.getsourcelines(about)
-    except (OSError, TypeError):  # a notebook, or made without source
-        return cls.__name__
-    return f"{cls.__name__} in {file}:{line or 1}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from scaleray.callbacks import Callback
 from scaleray.errors import WorkloadError
 from scaleray.lightning.classes import is_overridden, place_of
 from scaleray.lightning.logs import Logged, recorded_name, step_values
-from scaleray.lightning.metric_objects import computed, connect
+from scaleray.lightning.metric_objects import computed, connect, restore_states, states_of
 from scaleray.lightning.optimizers import Due, LightningSchedule
 from scaleray.lightning.sums import EpochSums
 from scaleray.lightning.trainer import TrainerStandIn
@@ -43,6 +43,7 @@ class LightningHooks(Callback):
         self._last: tuple[Any, Any, int] | None = None
         self._stages: list[str] = []
         self._ends_epoch = self._has_evaluated = self._has_warned = False
+        self._metrics_before: list[Mapping[str, Any]] = []
 
     @property
     def is_running(self) -> bool:
@@ -54,6 +55,8 @@ class LightningHooks(Callback):
         self._run, self.trainer.global_step = run, run.step
         self.trainer.place = run.rank, run.world_size
         connect(self.module, run)
+        if anew := restore_states(self.module, self._metrics_before):
+            run.warn(f"{', '.join(anew)}: no state of other workers can be added to it; it is of the rest of the epoch")
         self._call("on_fit_start")
         self._call("on_train_start")
         if self.trainer.batch_idx == 0:
@@ -114,10 +117,6 @@ class LightningHooks(Callback):
         self._follow("step")
         self._end_epoch()
 
-    def on_checkpoint(self, run: Any) -> None:
-        """The state is about to be saved, of which rank 0 keeps what callbacks have."""
-        self.sums.bring_together(run)
-
     def on_end(self, run: Any) -> None:
         """The training is complete."""
         if not self.is_running:  # nothing was left to train
@@ -128,13 +127,22 @@ class LightningHooks(Callback):
         self._call("on_fit_end")
 
     def state_dict(self) -> dict[str, Any]:
-        """What was logged of the present epoch, and what was measured last."""
-        return {"sums": self.sums.values(), "measured": dict(self.trainer.callback_metrics)}
+        """What was logged of the present epoch on this worker, and what was measured last."""
+        metrics = {} if self.module is None else states_of(self.module)
+        return {"sums": self.sums.values(), "metrics": metrics, "measured": dict(self.trainer.callback_metrics)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`."""
-        self.sums.load(state["sums"] if self.trainer.is_global_zero else {})
-        self.trainer.callback_metrics.update(state["measured"])
+        self._go_on([state], state["measured"])
+
+    def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from the states of another number of workers, of which rank 0 takes all."""
+        self._go_on(states if self.trainer.is_global_zero else [], states[0]["measured"])
+
+    def _go_on(self, states: Sequence[Mapping[str, Any]], measured: Mapping[str, float]) -> None:
+        self.sums.load([state["sums"] for state in states])
+        self.trainer.callback_metrics.update(measured)
+        self._metrics_before = [state["metrics"] for state in states]
 
     def _end_epoch(self) -> None:
         if not self._ends_epoch:

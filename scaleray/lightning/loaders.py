@@ -24,7 +24,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from scaleray.data import ArraySource
+from scaleray.data import ArraySource, IterableSource
 from scaleray.data.source import TRAIN
 from scaleray.data.sources import DatasetSource
 from scaleray.errors import DataError
@@ -46,6 +46,25 @@ class Rows(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return columns_of(self.split, self.items[index], is_exact=self.is_exact)
+
+
+class IteratedRows(IterableDataset[dict[str, Any]]):
+    """The items of an IterableDataset as such columns."""
+
+    def __init__(self, split: str, items: Any, *, is_exact: bool) -> None:
+        self.split, self.items, self.is_exact = split, items, is_exact
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for item in self.items:
+            yield columns_of(self.split, item, is_exact=self.is_exact)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the IterableDataset, if it wants to know."""
+        if callable(begin := getattr(self.items, "set_epoch", None)):
+            begin(epoch)
 
 
 class SideBySide(Dataset[Any]):
@@ -82,12 +101,16 @@ def train_source(given: Any) -> Any:
     if any(map(collation_of, loaders.values())):
         allowed = "items of several loaders are put together by torch's own collation"
         raise DataError("train_dataloader()", "several loaders with a collate_fn", allowed, "use one Dataset of pairs")
+    items = {name: _items(loader) for name, loader in loaders.items()}
+    if streams := [type(each).__name__ for each in items.values() if isinstance(each, IterableDataset)]:
+        allowed = "rows of several loaders are paired by their place, so they must be read by index"
+        found = f"several loaders, one of them over an IterableDataset ({streams[0]})"
+        raise DataError("train_dataloader()", found, allowed, "use one IterableDataset of pairs, or map-style Datasets")
     mode = getattr(given, "_mode", None) or "max_size_cycle"
     if mode not in MODES:
         allowed = f"training can run loaders side by side: {', '.join(MODES)}"
         raise DataError("train_dataloader()", f"a CombinedLoader of mode {mode}", allowed)
     inner = getattr(given, "iterables", given)
-    items = {name: _items(loader) for name, loader in loaders.items()}
     together: Any = dict(zip(inner, items.values(), strict=True)) if isinstance(inner, Mapping) else [*items.values()]
     rows = SideBySide(together, MODES[mode](map(len, items.values())))
     notes.append("items of its loaders are paired by their place, the same in every epoch")
@@ -141,14 +164,12 @@ def _check(split: str, loader: Any) -> list[str]:
     if not isinstance(loader, DataLoader):
         allowed = "the Dataset is taken out of it, so it must be a torch DataLoader (or a Dataset)"
         raise DataError(what, type(loader).__name__, allowed)
-    if isinstance(loader.dataset, IterableDataset):
-        allowed = "rows must be read by index, for an order that does not depend on the number of workers"
-        found = f"over an IterableDataset ({type(loader.dataset).__name__})"
-        raise DataError(what, found, allowed, "use a map-style Dataset, or a source of scaleray.data")
     if loader.batch_sampler is None or type(loader.batch_sampler) is not BatchSampler:
         found = "without batches" if loader.batch_sampler is None else f"with {type(loader.batch_sampler).__name__}"
         allowed = "scaleray cuts the batches, from items that are single rows"
         raise DataError(what, found, allowed, "leave batch_sampler out and give batch_size; see docs/lightning.md")
+    if isinstance(loader.dataset, IterableDataset):
+        return _without_effect(split, loader)
     return [*_check_sampler(what, split, loader), *_without_effect(split, loader)]
 
 
@@ -191,6 +212,10 @@ def _items(loader: Any) -> Any:
 
 def _source(split: str, loader: Any, notes: list[str]) -> ArraySource | DatasetSource:
     items, is_exact = _items(loader), collation_of(loader) is not None
+    if isinstance(items, IterableDataset):
+        streamed = IterableSource(IteratedRows(split, items, is_exact=is_exact))
+        streamed.notes = tuple(notes)
+        return streamed
     tensors = None if is_exact else _tensors(items)
     if tensors is not None:
         source: ArraySource | DatasetSource = ArraySource(columns_of(split, tensors))

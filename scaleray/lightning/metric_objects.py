@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from scaleray.lightning.trainer import refused
+from scaleray.metric_states import is_metric_class, merged, on_device, share
+
+ADD_UP = ("dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min")
+"""Names of torchmetrics' rules by which the states of two workers become one that can go on."""
 
 
 def metric_objects(module: nn.Module) -> list[Any]:
     """The torchmetrics objects among a module's parts. The library is not imported for it."""
-    return [part for part in module.modules() if any(_is_metric_class(parent) for parent in type(part).__mro__)]
-
-
-def _is_metric_class(cls: type) -> bool:
-    return cls.__name__ == "Metric" and cls.__module__.partition(".")[0] == "torchmetrics"
+    return [part for part in module.modules() if any(is_metric_class(parent) for parent in type(part).__mro__)]
 
 
 def connect(module: nn.Module, run: Any) -> None:
@@ -27,16 +27,61 @@ def connect(module: nn.Module, run: Any) -> None:
     torchmetrics itself knows of the process group alone, in which others may train as well."""
     for metric in metric_objects(module):
         metric.reset()
-        metric.dist_sync_fn = partial(_gathered, run)
-        metric.distributed_available_fn = partial(_has_several, run)
+        share(metric, run.gather, partial(_has_several, run))
 
 
 def _has_several(run: Any) -> bool:
     return bool(run.world_size > 1)
 
 
-def _gathered(run: Any, state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-    return [theirs.to(state.device) for theirs in run.gather(state.detach().cpu())]
+def states_of(module: nn.Module) -> dict[str, Any]:
+    """States of the objects that have seen rows, by the names of the module's parts; a list as a mapping. Those that
+    hold something else than tensors are left out."""
+    found = {}
+    for name, metric in _named_objects(module):
+        state = {key: getattr(metric, key) for key in metric._reductions}
+        if metric.update_called and all(_is_of_tensors(value) for value in state.values()):
+            listed = {k: {f"{n}": entry for n, entry in enumerate(v)} for k, v in state.items() if isinstance(v, list)}
+            tensors = {key: value for key, value in state.items() if key not in listed}
+            found[name] = {"tensors": tensors, "lists": listed, "updates": metric.update_count}
+    return found
+
+
+def restore_states(module: nn.Module, states: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Let objects go on from what `states_of` gave, on one worker or, added up, on several. Returns the names of those
+    whose states cannot be added up, which begin anew."""
+    anew = []
+    for name, metric in _named_objects(module):
+        kept = [state[name] for state in states if name in state]
+        parts = [
+            {**one["tensors"], **{key: [*entries.values()] for key, entries in one["lists"].items()}} for one in kept
+        ]
+        if len(parts) > 1 and not _add_up(metric):
+            anew.append(name)
+        elif parts:
+            value = parts[0] if len(parts) == 1 else merged(parts, metric._reductions)
+            for key, part in value.items():
+                is_list = isinstance(metric._defaults[key], list) and not isinstance(part, list)
+                setattr(metric, key, on_device([part] if is_list else part, metric.device))
+            metric._update_count, metric._computed = sum(one["updates"] for one in kept), None
+    return anew
+
+
+def _named_objects(module: nn.Module) -> list[tuple[str, Any]]:
+    objects = {id(metric) for metric in metric_objects(module)}
+    return [(name, part) for name, part in module.named_modules() if id(part) in objects]
+
+
+def _is_of_tensors(value: Any) -> bool:
+    return all(isinstance(entry, torch.Tensor) for entry in (value if isinstance(value, list) else [value]))
+
+
+def _add_up(metric: Any) -> bool:
+    """Whether two states of a metric are one state: a mean of means would not be, nor what its class alone knows."""
+    return all(
+        getattr(rule, "__name__", "") in ADD_UP or (rule is None and isinstance(metric._defaults[key], list))
+        for key, rule in metric._reductions.items()
+    )
 
 
 def computed(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -11,10 +11,12 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from scaleray.errors import WorkloadError
+from scaleray.errors import ConfigError, WorkloadError
 
 KEYS = {"scheduler", "interval", "frequency", "monitor", "strict", "reduce_on_plateau", "name"}
 WHAT = "configure_optimizers()"
+RATES = ("lr", "learning_rate")
+"""Hyperparameters and attributes that hold a module's learning rate, as Lightning's own search for one knows them."""
 
 
 @dataclass
@@ -103,6 +105,27 @@ def _due(given: Any, monitor: str | None) -> Due:
     if "scheduler" not in given:
         raise WorkloadError(f"a scheduler in {WHAT}", f"a dict with {sorted(given)}", "it needs the key 'scheduler'")
     return Due(**{key: value for key, value in given.items() if key in KEYS})
+
+
+def give_rate(module: Any, settings: Any, args: Mapping[str, Any]) -> None:
+    """Let a module's `configure_optimizers` take the config's learning rate, if it has one, in the place of its own:
+    the first of `RATES` that it has, as a hyperparameter and as an attribute. Without one, or where `args` gives it,
+    nothing changes."""
+    try:
+        rate = settings.learning_rate
+    except ConfigError:  # there is none
+        return
+    if rate is None or set(RATES) & args.keys():
+        return
+    hyperparameters = getattr(module, "hparams", {})
+    for name in RATES:
+        is_attribute = isinstance(getattr(module, name, None), (int, float))
+        if name in hyperparameters:
+            hyperparameters[name] = rate
+        if is_attribute:
+            setattr(module, name, rate)
+        if name in hyperparameters or is_attribute:
+            return
 
 
 def without_schedule(optimizer: Optimizer) -> Optimizer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,14 +32,13 @@ class EpochSums:
         found = {name: pair.tolist() for name, pair in self._sums.items()}
         return {name: (total, count) for name, (total, count) in found.items()}
 
-    def load(self, values: Mapping[str, Any]) -> None:
-        """Go on from `values`."""
-        self._sums = {name: torch.tensor(list(pair), dtype=torch.float64) for name, pair in values.items()}
-
-    def bring_together(self, run: Any) -> None:
-        """Give rank 0 the sums of all workers, and the others none. Collective."""
-        found = run.sums(self.values())
-        self.load(found if run.rank == 0 else {})
+    def load(self, values: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from the `values` of a worker, or of several together."""
+        self._sums = {}
+        for of_worker in values:
+            for name, pair in of_worker.items():
+                own = torch.tensor(list(pair), dtype=torch.float64)
+                self._sums[name] = own + self._sums[name] if name in self._sums else own
 
     def means(self, run: Any) -> dict[str, float]:
         """The means over all workers; begins anew. Collective."""

@@ -31,7 +31,7 @@ from scaleray.lightning.collation import Collation
 from scaleray.lightning.hooks import LightningHooks
 from scaleray.lightning.logs import Log, short_names, sums
 from scaleray.lightning.metric_objects import computed, left_alone
-from scaleray.lightning.optimizers import LightningSchedule, configured, without_schedule
+from scaleray.lightning.optimizers import LightningSchedule, configured, give_rate, without_schedule
 from scaleray.lightning.trainer import TrainerStandIn
 from scaleray.workload import Workload
 
@@ -143,6 +143,13 @@ class LightningWorkload(Workload):
 
     def loss(self, model: Any, batch: Any) -> tuple[Any, Any]:
         """The mean that `training_step` returns, times what it is a mean over."""
+        if lightning_base(type(model), "LightningModule") is None:
+            raise WorkloadError(
+                place_of(self._class(), "training_step"),
+                "in a pipeline",
+                "its stages are parts of the model on different workers, and a LightningModule's step needs the whole",
+                "use --strategy.name fsdp, or tensor with a tensor_plan()",
+            )
         _, rows, batch = self._batch(model, batch)
         self._trainer.stage, self._trainer.looks_back = "training", False
         if not model.training:  # the loss of an evaluation, which is none of the module's steps
@@ -192,9 +199,10 @@ class LightningWorkload(Workload):
         )
 
     def optimizer(self, model: Any, settings: Any) -> Any:
-        """The module's own optimizer, with its own rates."""
+        """The module's own optimizer, with its own rates, or that of the config where it takes one."""
         self._model = self._hooks.module = model
         self._trainer.total_steps, self._trainer.steps_per_epoch = settings.total_steps, settings.steps_per_epoch
+        give_rate(model, settings, self.args)
         own = configured(model.configure_optimizers()) if is_overridden("configure_optimizers", type(model)) else None
         if own is None or own.optimizer is None:
             return None
@@ -208,6 +216,7 @@ class LightningWorkload(Workload):
         if not is_overridden("configure_optimizers", type(model)):
             return None
         self._hooks.evaluate_every, self._hooks.schedule = recipe.evaluate_every_steps, None
+        give_rate(model, recipe, self.args)
         own = configured(model.configure_optimizers())
         if not own.schedulers or own.optimizer is None:
             return None

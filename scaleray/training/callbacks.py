@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -120,8 +120,13 @@ class Callbacks(Observer):
         """Why the training is to end, after a step in which the ranks told each other this. Collective."""
         return self._agreed() if self.callbacks and signals and signals[-1] > 0 else None
 
+    @property
+    def have_state(self) -> bool:
+        """Whether one of them keeps a state in checkpoints."""
+        return any(callable(getattr(each, "state_dict", None)) for each in self.callbacks)
+
     def state_dict(self) -> dict[str, Any]:
-        """State of all that have one, by their place in the list, and what was logged so far."""
+        """State on this worker of all that have one, by their place in the list, and what was logged so far."""
         if self.context is None:
             return {}
         states = {
@@ -131,15 +136,28 @@ class Callbacks(Observer):
         }
         return {"states": states, "logged_bytes": self.context.logged_bytes}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`. A callback that had none before begins anew."""
-        if self.context is None or not state:
+    def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from the states of all workers, in the order of ranks. A callback that had none before begins anew; on
+        another number of workers each says what it makes of them, or has rank 0's."""
+        if self.context is None or not states or not states[0]:
             return
-        self.context.logged_bytes = state.get("logged_bytes", 0)
+        self.context.logged_bytes = states[0].get("logged_bytes", 0)
+        is_same_size = len(states) == self.place.world_size
         for number, each in enumerate(self.callbacks):
-            before = state.get("states", {}).get(f"{number}")
-            if before is not None and callable(load := getattr(each, "load_state_dict", None)):
-                self._user_code(each, "load_state_dict", partial(load, before))
+            before = [state.get("states", {}).get(f"{number}") for state in states]
+            if before[0] is None or not callable(load := getattr(each, "load_state_dict", None)):
+                continue
+            if is_same_size:
+                self._user_code(each, "load_state_dict", partial(load, before[self.place.rank]))
+            elif callable(load_all := getattr(each, "load_states", None)):
+                self._user_code(each, "load_states", partial(load_all, before))
+            else:
+                self._user_code(each, "load_state_dict", partial(load, before[0]))
+                if not all(_are_equal(before[0], other) for other in before[1:]):
+                    self.context.warn(
+                        f"callback {type(each).__name__} had another state on each of {len(states)} workers; on "
+                        f"{self.place.world_size} all go on from rank 0's (a method load_states(states) may do better)"
+                    )
 
     def _call(self, hook: str, **known: Any) -> None:
         context = self.context
@@ -164,6 +182,14 @@ class Callbacks(Observer):
             everyone = [None] * self.place.world_size
             dist.all_gather_object(everyone, self.context._wish, group=self.place.group)
         return f"ended by a callback: {next(reason for reason in everyone if reason is not None)}"
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_are_equal(value, other[key]) for key, value in one.items())
+    return bool(one == other)
 
 
 @contextlib.contextmanager

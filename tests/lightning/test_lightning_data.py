@@ -5,16 +5,18 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from lit_modules import Data, Plain, farthest, tensors, with_lightning, with_scaleray
-from small_runs import same_generators
+from lit_modules import FLAGS, Data, Plain, farthest, tensors, with_lightning, with_scaleray
+from small_runs import largest_difference, same_generators, train
 from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Dataset,
+    IterableDataset,
     Subset,
     SubsetRandomSampler,
     TensorDataset,
     default_collate,
+    get_worker_info,
 )
 
 from scaleray.data import as_source
@@ -194,6 +196,36 @@ class ManyLoaders(Data):
 
     def test_dataloader(self):
         return DataLoader(self.rows["val"], 8)
+
+
+class Streamed(IterableDataset):
+    """Rows one after another, with what a DataLoader's workers would ask for."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        assert get_worker_info() is None
+        return iter(self.rows)
+
+
+class StreamedData(Data):
+    def train_dataloader(self):
+        return DataLoader(Streamed(self.rows["train"]), batch_size=8)
+
+
+def weights_of(place, data):
+    finished = train(place, as_workload(Plain, data)(), {**FLAGS, "data.shuffle": False, "stop.after": "10 steps"})
+    return finished.weights, finished.summary and finished.summary.sample_order
+
+
+def test_an_iterable_dataset_is_taken_with_the_weaker_promise_by_name(gloo):
+    by_index, promise = gloo.run(1, weights_of, Data)[0]
+    assert "IterableDataset" not in promise
+    for world_size in (1, 2):
+        weights, promise = gloo.run(world_size, weights_of, StreamedData)[0]
+        assert promise.startswith("as the IterableDataset gives them") and "a resume reads its epoch" in promise
+        assert largest_difference(weights, by_index) < 1e-11
 
 
 def test_several_validation_loaders_are_splits_of_their_own_and_the_test_loader_is_one():

@@ -91,7 +91,8 @@ ROWS = TensorDataset(*tensors(8, seed=0))
 @pytest.mark.parametrize(
     ("loader", "words"),
     [
-        (DataLoader(Endless()), "IterableDataset (Endless)"),
+        (DataLoader(Endless(), batch_size=None), "without batches"),
+        ([DataLoader(Endless()), DataLoader(ROWS)], "one of them over an IterableDataset (Endless)"),
         (DataLoader(ROWS, sampler=WeightedRandomSampler([1.0] * 8, 8)), "the sampler WeightedRandomSampler"),
         (DataLoader(ROWS, batch_size=None), "without batches"),
         (

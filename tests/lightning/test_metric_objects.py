@@ -1,16 +1,35 @@
 """torchmetrics objects that a module logs: their value is that over all rows, on any number of workers."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
 from lit_modules import FLAGS, NUM_CLASSES, Data, Plain, with_lightning, with_scaleray
-from small_runs import train
+from small_runs import same_generators, train
 
 from scaleray.lightning import as_workload
 from scaleray.records.run import LoggedMetrics
+from scaleray.training.setup.place import Place
 
 FLAGS_OF = {**FLAGS, "stop.after": "16 steps", "evaluation.every": "1 epoch"}
+
+
+class LastMean(torchmetrics.Metric):
+    """Mean of each worker's own mean, by a rule that does not add up."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("mean", torch.tensor(0.0), dist_reduce_fx="mean")
+        self.add_state("batches", [], dist_reduce_fx="cat")
+
+    def update(self, values):
+        self.batches.append(values.detach().mean()[None])
+        self.mean = torch.cat(self.batches).mean()
+
+    def compute(self):
+        return self.mean
 
 
 class Measured(Plain):
@@ -50,15 +69,29 @@ class Measured(Plain):
         self.by_hand.reset()
 
 
+class Resumed(Measured):
+    def __init__(self):
+        super().__init__()
+        self.seen = LastMean()
+
+    def training_step(self, batch, batch_idx):
+        self.seen(batch[0][:, 0])
+        self.log("train_seen", self.seen, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
 NAMES = ["val_auroc", "val_f1", "val_recall", "val_loss", "val_by_hand"]
 
 
-def measured(place, flags=None):
-    finished = train(place, as_workload(Measured, Data)(), {**FLAGS_OF, **(flags or {})})
+def measured(place, flags=None, folder=None, kill_at=None, *, module=Measured, with_events=False):
+    flags = {**FLAGS_OF, **(flags or {})}
+    with same_generators():
+        finished = train(place, as_workload(module, Data)(), flags, folder=folder, kill_at=kill_at)
     logged = {
         (m.step, name): v for m in finished.messages if isinstance(m, LoggedMetrics) for name, v in m.metrics.items()
     }
-    return [e.metrics for e in finished.evaluations], logged
+    evaluations = [e.metrics for e in finished.evaluations]
+    return (evaluations, logged, finished.events) if with_events else (evaluations, logged)
 
 
 def test_metric_objects_have_lightnings_values():
@@ -82,6 +115,29 @@ def test_on_several_workers_they_are_those_of_one_whatever_rows_a_worker_has(glo
     for one, other in zip(alone, together, strict=True):
         assert one == pytest.approx(other, rel=1e-5)
     assert logged == pytest.approx(others, rel=1e-5) and len(logged) == 4
+
+
+measured_again = functools.partial(measured, module=Resumed)
+RESUMED = {"checkpoint.every": "5 steps", "deterministic": True, "precision.dtype": "fp32", "evaluation.every": None}
+
+
+def test_a_run_resumed_in_the_middle_of_an_epoch_logs_what_the_whole_one_does(tmp_path):
+    """Killed after step 12 of epochs of 8 steps, it goes on after step 10 with what steps 9 and 10 have added up."""
+    _, whole = measured_again(Place(), RESUMED)
+    measured_again(Place(), RESUMED, str(tmp_path), 12)
+    _, again = measured_again(Place(), RESUMED, str(tmp_path))
+    of_epochs = {key: value for key, value in whole.items() if key[0] > 10}
+    assert of_epochs == again and {"train/acc_epoch", "train/seen_epoch"} <= {name for _, name in again}
+
+
+def test_another_number_of_workers_goes_on_with_what_all_have_added_up(gloo, tmp_path):
+    """But for a mean of means, which begins anew and says so."""
+    _, whole = measured_again(Place(), RESUMED)
+    gloo.run(2, measured_again, RESUMED, str(tmp_path), 12)
+    _, again, events = measured_again(Place(), RESUMED, str(tmp_path), with_events=True)
+    assert again[16, "train/acc_epoch"] == pytest.approx(whole[16, "train/acc_epoch"], rel=1e-6)
+    assert again[16, "train/seen_epoch"] != pytest.approx(whole[16, "train/seen_epoch"], rel=1e-6)
+    assert len([event for event in events if "seen: no state of other workers" in event]) == 1
 
 
 def test_predictions_are_those_of_predict_step():

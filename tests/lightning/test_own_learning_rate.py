@@ -1,8 +1,11 @@
 """The learning rate of a module's own optimizer needs not be said twice; without one, somebody must say it."""
 
+import dataclasses
+
 import pytest
+import torch
 from lit_modules import FLAGS, Data, Plain, with_scaleray
-from small_runs import Classify, make_job, train_alone
+from small_runs import Classify, make_job, same_generators, train_alone, train_job
 from test_same_as_lightning import EveryStep
 
 from scaleray.config import load_config
@@ -10,6 +13,7 @@ from scaleray.errors import ConfigError
 from scaleray.launch.run import train as run
 from scaleray.lightning import as_workload
 from scaleray.records.run import DerivedRecord
+from scaleray.training.setup.place import Place
 
 OWN_RATE = 0.05
 
@@ -34,8 +38,62 @@ def test_the_recorded_rate_of_a_schedule_is_its_largest():
     )
 
 
-def test_another_rate_in_the_config_is_ignored_with_both_values_said():
-    finished = with_scaleray(as_workload(Plain, Data)(), {"optimizer.learning_rate": 0.5})
+class Fixed(Plain):
+    """Takes no rate."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=OWN_RATE)
+
+
+class ByAttribute(Plain):
+    def __init__(self, learning_rate=0.05):
+        super().__init__()
+        self.learning_rate = learning_rate
+        del self.hparams["lr"]
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.learning_rate)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+RATE = "optimizer.learning_rate"
+
+
+@pytest.mark.parametrize("module", [Plain, ByAttribute])
+def test_a_rate_in_the_config_becomes_the_modules_hyperparameter(module):
+    finished = with_scaleray(as_workload(module, Data)(), {RATE: 0.02})
+    assert derived(finished) == 0.02 == finished.steps[0].learning_rate
+    assert not [event for event in finished.events if "learning_rate" in event]
+
+
+def in_sweep(module, rate, **args):
+    """One trial of a sweep over learning rates."""
+    job, sources = make_job(as_workload(module, Data)(**args), {**FLAGS, RATE: rate})
+    with same_generators():
+        return train_job(Place(), dataclasses.replace(job, varied=(RATE,)), sources)
+
+
+@pytest.mark.parametrize("module", [Plain, ByAttribute])
+def test_a_sweep_over_rates_moves_the_modules(module):
+    few, many = in_sweep(module, 0.01), in_sweep(module, 0.05)
+    assert (few.steps[0].learning_rate, many.steps[0].learning_rate) == (0.01, 0.05)
+    assert few.losses[-1] != many.losses[-1]
+
+
+def test_a_sweep_over_rates_that_a_module_would_not_take_is_refused_with_what_to_do():
+    with pytest.raises(ConfigError, match=r"ignores it.*a hyperparameter lr or learning_rate"):
+        in_sweep(Fixed, 0.01)
+    with pytest.raises(ConfigError, match=r"ignores it.*which workload\.args leaves out"):
+        in_sweep(Plain, 0.01, lr=0.03)
+
+
+def test_a_rule_scales_the_modules_rate():
+    flags = {RATE: 0.04, "optimizer.rule": "linear", "optimizer.reference_batch_size": 4}
+    assert with_scaleray(as_workload(Plain, Data)(), flags).steps[0].learning_rate == pytest.approx(0.08)
+
+
+def test_a_rate_in_the_config_that_a_module_would_not_take_is_ignored_with_both_values_said():
+    finished = with_scaleray(as_workload(Fixed, Data)(), {RATE: 0.5})
     (said,) = [event for event in finished.events if "learning_rate" in event]
     assert "0.05" in said and "0.5" in said
     assert derived(finished) == OWN_RATE
@@ -48,8 +106,6 @@ def test_a_rule_without_a_rate_to_start_from_is_refused():
 
 class AsksForIt(Classify):
     def optimizer(self, model, settings):
-        import torch
-
         return torch.optim.SGD(model.parameters(), lr=settings.learning_rate)
 
 

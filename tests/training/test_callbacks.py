@@ -1,5 +1,7 @@
 """Callbacks of a workload: when they are called, what they may ask for, and that they change nothing."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -94,6 +96,48 @@ def test_their_state_is_part_of_the_checkpoint(tmp_path, kill_at):
     start = kill_at // 3 * 3
     assert again.calls[0][0] == "begin" and again.calls[0][1] == again.calls[0][-1] == start
     assert [c for c in again.calls if c[0] == "step"] == [c for c in whole.calls if c[0] == "step" and c[1] > start]
+
+
+class Counts(Callback):
+    """Counts in steps of its own on each rank."""
+
+    def __init__(self):
+        self.count, self.began_with = 0, None
+
+    def on_begin(self, run):
+        self.began_with = self.count
+
+    def on_step(self, run):
+        self.count += run.rank + 1
+
+    def state_dict(self):
+        return {"count": self.count, "twice": torch.tensor([2.0 * self.count])}
+
+    def load_state_dict(self, state):
+        assert state["twice"].item() == 2 * state["count"]
+        self.count = state["count"]
+
+
+class AddsUp(Counts):
+    def load_states(self, states):
+        self.count = sum(state["count"] for state in states)
+
+
+def counted(place, kind, folder, kill_at=None):
+    callback = kind()
+    finished = train(place, Watched(callback), FLAGS, folder=folder, kill_at=kill_at)
+    return callback.began_with, [event for event in finished.events if "callback" in event]
+
+
+@pytest.mark.parametrize(("kind", "on_one", "num_warnings"), [(Counts, 6, 1), (AddsUp, 18, 0)])
+def test_every_workers_state_is_kept_and_another_number_of_workers_goes_on_from_all_or_the_first(
+    gloo, tmp_path, kind, on_one, num_warnings
+):
+    gloo.run(2, counted, kind, str(tmp_path), 7)
+    shutil.copytree(tmp_path, tmp_path / "again")
+    began, warnings = gloo.run(1, counted, kind, str(tmp_path / "again"))[0]
+    assert began == on_one and len(warnings) == num_warnings
+    assert gloo.run(2, counted, kind, str(tmp_path)) == [(6, []), (12, [])]
 
 
 def test_a_checkpoint_without_callbacks_can_go_on_with_some(tmp_path):

@@ -202,6 +202,8 @@ def _refuse(
     name: str, own: torch.optim.Optimizer, values: OptimizerValues, config: RunConfig, varied: Collection[str]
 ) -> None:
     key, advice = f"optimizer.{name}", f"use settings.{name} in optimizer()"
+    if name == "learning_rate":
+        advice += " (of a LightningModule: a hyperparameter lr or learning_rate, which workload.args leaves out)"
     if key in varied:
         raise ConfigError(
             key,

@@ -95,11 +95,12 @@ class TrainState:
         tensors.update(self._masks())
         tensors.update(self._averages())
         tensors.update({f"{RANDOM}.{self.place.rank}.{k}": v for k, v in random_state(self.place.device).items()})
-        own_values: dict[str, Values] = {}
-        for item, owner in self._owners().items():
-            own_tensors, own_values[item] = _state_of(owner, item)
-            tensors.update(own_tensors)
-            volatile |= own_tensors.keys()
+        workload_tensors, workload_values = _state_of(self.workload, WORKLOAD)
+        # every rank has callbacks, with a state of their own
+        callback_tensors, mine = _state_of(self.callbacks, f"{CALLBACKS}.{self.place.rank}")
+        callback_values = self._each_ranks(as_json(CALLBACKS, mine))
+        tensors.update(workload_tensors | callback_tensors)
+        volatile |= workload_tensors.keys() | callback_tensors.keys()
         values = {
             MODEL: extra,
             OPTIMIZER: optimizer_values,
@@ -107,7 +108,8 @@ class TrainState:
             SCALER: self.setup.precision.scaler.state_dict(),
             PROGRESS: self.get_progress(),
             AVERAGING: {"num_updates": self.setup.averaging.num_updates},
-            **own_values,
+            WORKLOAD: workload_values,
+            CALLBACKS: callback_values,
         }
         return tensors, volatile, {item: as_json(item, value) for item, value in values.items()}
 
@@ -120,7 +122,7 @@ class TrainState:
         templates, build = optimizer_templates(manifest, optimizer, module, is_part=parallel.is_partitioned)
         own = {
             name: torch.empty(t.shape, dtype=dtype_of(t))
-            for item in self._owners()
+            for item in (WORKLOAD, CALLBACKS)
             for name, t in tensors_of(manifest, item).items()
         }
         same_size = manifest.world_size == self.place.world_size
@@ -160,10 +162,13 @@ class TrainState:
             self.setup.precision.scaler.load_state_dict(manifest.values[SCALER])
         parallel.load_state({name.removeprefix(mine): value for name, value in strategy.items()})
         self.set_progress(manifest.values[PROGRESS])
-        for item, owner in self._owners().items():
-            if item in manifest.values and callable(getattr(owner, "load_state_dict", None)):
-                restored = {k.removeprefix(f"{item}."): v for k, v in own.items() if k.startswith(f"{item}.")}
-                owner.load_state_dict(nested({**manifest.values[item], **restored}))
+        if WORKLOAD in manifest.values and callable(getattr(self.workload, "load_state_dict", None)):
+            self.workload.load_state_dict(_restored(own, WORKLOAD, manifest.values[WORKLOAD]))
+        if self.callbacks is not None:
+            by_rank = manifest.values.get(CALLBACKS, {})
+            ranks = sorted(filter(str.isdigit, by_rank), key=int)
+            states = [_restored(own, f"{CALLBACKS}.{rank}", by_rank[rank]) for rank in ranks]
+            self.callbacks.load_states(states)
         if same_size and drawn:
             set_random_state({name.removeprefix(prefix): value for name, value in drawn.items()}, self.place.device)
         else:  # other workers, other streams: new ones, which depend on the step so that no mask is drawn twice
@@ -202,9 +207,13 @@ class TrainState:
         """The averages of the weights by name, by reference."""
         return {f"{AVERAGING}.{k}": v for k, v in self.setup.averaging.averages.items()}
 
-    def _owners(self) -> dict[str, Any]:
-        """Who has a state dict of the user's making, by item."""
-        return {WORKLOAD: self.workload, CALLBACKS: self.callbacks}
+    def _each_ranks(self, values: Values) -> Values:
+        """The callbacks' values of every rank, by its number; rank 0's alone where none has a state. Collective."""
+        everyone: list[Any] = [values]
+        if self.place.group is not None and self.callbacks is not None and self.callbacks.have_state:
+            everyone = [None] * self.place.world_size
+            dist.all_gather_object(everyone, values, group=self.place.group)
+        return {f"{rank}": theirs for rank, theirs in enumerate(everyone)}
 
 
 def _state_of(owner: Any, item: str) -> tuple[Tensors, Values]:
@@ -213,6 +222,12 @@ def _state_of(owner: Any, item: str) -> tuple[Tensors, Values]:
     state = flattened(owner.state_dict())
     tensors = {f"{item}.{k}": v for k, v in state.items() if isinstance(v, torch.Tensor)}
     return tensors, {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}
+
+
+def _restored(tensors: Tensors, prefix: str, values: Values) -> Values:
+    """The state dict that `_state_of` has taken apart."""
+    own = {k.removeprefix(f"{prefix}."): v for k, v in tensors.items() if k.startswith(f"{prefix}.")}
+    return nested({**values, **own})
 
 
 def renormalised(module: nn.Module) -> set[str]:

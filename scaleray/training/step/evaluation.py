@@ -27,7 +27,7 @@ from scaleray.training.step.metric_objects import MetricObjects
 from scaleray.training.step.micro_batches import user_batch
 from scaleray.training.step.named_sums import NamedSums
 from scaleray.training.step.one_pass import OnePass
-from scaleray.training.step.own_evaluation import own_sums
+from scaleray.training.step.own_evaluation import OwnEvaluation
 from scaleray.training.step.sum_and_count import check_sum_and_count
 from scaleray.workload import own_method
 
@@ -44,12 +44,15 @@ class Evaluations:
         self.place, self.input, self.enter, self.best = place, input, enter, Best(config)
         self.metrics: dict[str, float] = {}
         self.step = -1
+        self._own: OwnEvaluation | None = None
 
     def prepare(self, job: TrainJob, setup: Setup) -> None:
-        """Evaluate this job from now on, with micro-batches of its size.
+        """Evaluate this job from now on, with micro-batches of its size. Collective.
 
-        Raises ConfigError for the target of no split.
+        Raises ConfigError for the target of no split, and for an `evaluate` that has no room under the strategy.
         """
+        if self._own is None:
+            self._own = OwnEvaluation(job, setup, self.place)
         self.setup, self.target, self.every = setup, job.config.stop.at, job.recipe.evaluate_every_steps
         self.evaluators = [self._evaluator(job, split) for split in job.evaluation_splits()]
         if self.best.patience is not None:
@@ -64,9 +67,10 @@ class Evaluations:
 
     def run(self, step: int) -> EvaluationRecord:
         """Evaluate every split, with the mean of replicas that differ. Collective."""
+        assert self._own is not None
         started = time.perf_counter()
         parallel = self.setup.parallel
-        with parallel.averaged(False), self.setup.averaging.in_place():
+        with parallel.averaged(False), self.setup.averaging.in_place(), self._own.with_weights():
             parallel.before_evaluation()
             found: dict[str, float] = {}
             for evaluator in self.evaluators:
@@ -102,6 +106,7 @@ class Evaluations:
             lambda: self.input.open(split, part),
             gives_tuples=split.gives_tuples,
             rank_bytes=split.num_rows * split.row_bytes // self.place.data_parallel_size,
+            own=self._own,
             enter=self.enter,
         )
 
@@ -119,11 +124,12 @@ class Evaluator:
         *,
         gives_tuples: bool,
         rank_bytes: int,
+        own: OwnEvaluation | None = None,
         enter: Callable[[Phase], object] = lambda phase: None,
     ) -> None:
         self.name, self.workload, self.setup, self.place = name, workload, setup, place
         self.gives_tuples, self.enter = gives_tuples, enter
-        self._open_stream = open_stream
+        self._open_stream, self._own = open_stream, own
         self._sums = NamedSums(place)
         self._objects = MetricObjects(workload, place, name)
         self._needs_gradients = False
@@ -147,7 +153,7 @@ class Evaluator:
                         totals[name][0] += total.detach()
                         totals[name][1] += count
                 self.enter(Phase.INPUT)
-            own = own_sums(self.workload, self.setup.parallel, self.place, self.name, self._with_rows())
+            own = self._own.sums(self.name, self._with_rows()) if self._own is not None else {}
             if taken := own.keys() & (totals.keys() | self._objects.names):
                 raise WorkloadError(
                     f"evaluate()[{min(taken)!r}]", "there", "metrics() has the same name", "use another"

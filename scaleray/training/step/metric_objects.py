@@ -1,7 +1,7 @@
 """Metrics that are no sum and count: torchmetrics' objects, whose state is brought together from all ranks.
 
-Each evaluation begins anew. The state is gathered by the metric's own rules (`dist_reduce_fx`), so that a ranking such
-as AUROC is that of all rows together, whatever their shares.
+Each evaluation begins anew. The state is gathered by the metric's own rules, so that a ranking such as AUROC is that of
+all rows together, whatever their shares.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from scaleray.errors import WorkloadError
+from scaleray.metric_states import check_rules, share
 from scaleray.training.setup.place import Place
 from scaleray.workload import call_user_code, own_method
 
@@ -27,7 +28,6 @@ class MetricObjects:
         give = own_method(workload, "metric_objects")
         found = call_user_code(give, what="metric_objects()", doing="making the metrics") if give else {}
         self._objects = {str(name): _checked(str(name), metric, place) for name, metric in dict(found or {}).items()}
-        self._is_used: dict[str, bool] = {}
 
     @property
     def names(self) -> set[str]:
@@ -37,7 +37,6 @@ class MetricObjects:
         """Forget all rows."""
         for metric in self._objects.values():
             metric.reset()
-        self._is_used = dict.fromkeys(self._objects, False)
 
     def update(self, name: str, given: Any, *, counts: bool) -> None:
         """Give a metric what metrics() gave for it: arguments by place or by name. counts: whether the rows do."""
@@ -51,23 +50,15 @@ class MetricObjects:
         by_place = () if isinstance(given, Mapping) else given
         doing = f"being given to {type(metric).__name__}"
         call_user_code(lambda: metric.update(*by_place, **by_name), what=what, doing=doing)
-        self._is_used[name] = True
 
     def values(self) -> dict[str, float]:
         """The value of each metric over all rows of all ranks. Collective."""
         return {name: self._value(name, metric) for name, metric in self._objects.items()}
 
     def _value(self, name: str, metric: Any) -> float:
-        is_used, what = self._is_used[name], f"{self.split}/{name}"
-
-        def gathered(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-            everyone: list[Any] = [None] * self.place.world_size
-            dist.all_gather_object(everyone, (tensor.cpu(), is_used), group=group)
-            # a rank without rows has no state: its empty lists have not even a type
-            return [theirs.to(tensor.device) for theirs, has_rows in everyone if has_rows] or [tensor]
-
+        what = f"{self.split}/{name}"
         # torchmetrics gathers while it computes, and forgets what it gathered
-        metric.dist_sync_fn, metric.distributed_available_fn = gathered, lambda: self.place.world_size > 1
+        share(metric, self._gathered, lambda: self.place.world_size > 1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that this rank has had no rows: others had some
             value = call_user_code(metric.compute, what=what, doing=f"computing {type(metric).__name__}")
@@ -75,6 +66,11 @@ class MetricObjects:
             shown = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise WorkloadError(what, shown, "a metric's value must be one number", "average it, or take it apart")
         return float(value)
+
+    def _gathered(self, own: Any) -> list[Any]:
+        everyone: list[Any] = [None] * self.place.world_size
+        dist.all_gather_object(everyone, own, group=self.place.group)
+        return everyone
 
 
 def _checked(name: str, metric: Any, place: Place) -> Any:
@@ -91,12 +87,5 @@ def _checked(name: str, metric: Any, place: Place) -> Any:
     if inner or not metric._reductions:
         allowed = f"its state lies in others ({', '.join(inner)})" if inner else "it has no state to gather"
         raise WorkloadError(what, type(metric).__name__, allowed, "give those under names of their own")
-    without = [state for state, reduction in metric._reductions.items() if reduction is None]
-    if without:
-        raise WorkloadError(
-            what,
-            f"{type(metric).__name__} without a reduction of {', '.join(without)}",
-            "the state of several workers could not be brought together (dist_reduce_fx is None)",
-            "use add_state(..., dist_reduce_fx='sum' or 'cat'), or return sums and counts from metrics()",
-        )
+    check_rules(metric, what)
     return metric.to(place.device)

@@ -1,8 +1,9 @@
 """Parts of a synchronised gradient: how much every micro-batch of every rank weighs in it.
 
 Each rank computes the gradients of its own micro-batches once more, on a plain model without any strategy. The
-gradient of the step is then expressed as a mixture of them, by least squares. Used by step_trace, where the gradient
-of a step is asked about.
+gradient of the step is then expressed as a mixture of them, by least squares. Of several losses it is that of the first
+one, which starts from the weights that the step starts from. Used by step_trace, where the gradient of a step is asked
+about.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from torch import nn
 
 from scaleray.data import TRAIN, RankBatch
 from scaleray.reproducibility.signatures import Signer
+from scaleray.several_losses import losses_of
 from scaleray.strategies.contract.parallel import full
 from scaleray.training.setup.fine_tuning import adapt
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
+from scaleray.training.setup.several_optimizers import SeveralOptimizers
 from scaleray.training.step.micro_batches import micro_batches, user_batch
 
 PROJECTIONS = 16
@@ -60,18 +63,24 @@ class GradientParts:
         self._left: np.ndarray | None = None
         self._carried: np.ndarray | None = None
         self._lost = np.zeros(0)
+        self._is_seen = False
+        self._loss, self._moves = _first_loss(job.workload, setup)
         self._sign = Signer(PROJECTIONS)
 
     def begin(self, number: int, batch: RankBatch) -> None:
         """Begin a step with these rows of this rank."""
-        self.number = number
+        self.number, self._is_seen = number, False
         if number == self.step:
             self._pieces, self._left = self._take_apart(batch), self._left_over()
             if self._left is not None:
                 self._lost = self._left - self._carried if self._carried is not None else np.zeros_like(self._left)
 
     def see(self, gradients: Mapping[str, torch.Tensor | None], correction: float) -> None:
-        """Look at the step's gradients, whole ones by name; times `correction` they are the mean gradients."""
+        """Look at the step's gradients, whole ones by name; times `correction` they are the mean gradients. Those of
+        further losses are passed over."""
+        if self._is_seen:
+            return
+        self._is_seen = True
         if self.step - 1 <= self.number <= self.step:
             signatures = self._whole({n: self._signature(n, g) for n, g in gradients.items()})
             self._before = self._found
@@ -101,14 +110,14 @@ class GradientParts:
         """(signatures (micro-batches, values) of each micro-batch's own gradient, without any strategy; the count of
         each)."""
         model = self._plain_model()
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad and self._moves(n)}
         gives_tuples = self.job.splits[TRAIN].gives_tuples
         gradients, counts = [], []
         for arrays, weight in micro_batches(batch, self.job.recipe.micro_batch_size):
             dtype = self.setup.precision.input_dtype
             rows = user_batch(self.job.workload, arrays, self.place.device, dtype, gives_tuples=gives_tuples)
             with self.setup.precision.autocast():
-                loss, count = self.job.workload.loss(model, rows)
+                loss, count = self._loss(model, rows)
             found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
             by_name = dict(zip(trained, found, strict=True))
             gradients.append(np.concatenate([self._signature(n, by_name.get(n)) for n in self.names]) * bool(weight))
@@ -159,6 +168,18 @@ class GradientParts:
             for (rank, piece), weight in zip(kept, weights, strict=False):
                 shares[view, rank, piece] = weight
         return shares, counts
+
+
+def _first_loss(workload: Any, setup: Setup) -> tuple[Callable[[Any, Any], Any], Callable[[str], bool]]:
+    """The loss of a workload, or the first of several, and whether it moves the parameter of a name."""
+    losses = losses_of(workload)
+    if losses is None:
+        return workload.loss, lambda name: True
+    assert isinstance(setup.optimizer, SeveralOptimizers)
+    name, loss = next(iter(losses.items()))
+    own = {id(p) for p in setup.optimizer.parameters_of[name]}
+    moved = {n for n, p in setup.parallel.module.named_parameters() if id(p) in own}
+    return loss, moved.__contains__
 
 
 def _mixture(columns: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, float]:

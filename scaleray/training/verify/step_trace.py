@@ -17,7 +17,6 @@ from scaleray.data import RankBatch
 from scaleray.records.run import EvaluationRecord, WorkerMessage
 from scaleray.reproducibility.signatures import Signer, number_format
 from scaleray.reproducibility.traces import Restored, StepTrace, Trace
-from scaleray.several_losses import losses_of
 from scaleray.strategies.contract.parallel import full
 from scaleray.training.observer import StepResult
 from scaleray.training.setup.job import TrainJob
@@ -90,7 +89,7 @@ class TraceProbe:
             self._restored = Restored(self.due.first, self._initial, self._optimizer_state())
         self._is_due_known = isinstance(setup.schedule, Schedule)  # of a workload's own, nothing is known
         self._base_rates = self._due_rates()
-        if self.take_apart_at is not None and losses_of(self.job.workload) is None:  # a gradient of one loss
+        if self.take_apart_at is not None:
             self.parts = GradientParts(
                 self.job,
                 self.place,

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import scaleray
+from scaleray.checkpoints.catalog import Catalog
 from scaleray.errors import CheckpointError, DataError, TrackingError, UsageError, WorkloadError
 from scaleray.launch.model.load import find_parts
 from scaleray.training.state.weights import read_weights
@@ -48,6 +49,14 @@ def test_loading_draws_no_random_numbers(run):
     before = torch.get_rng_state()
     scaleray.load(run)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_the_record_names_the_best_evaluation_and_the_checkpoint_that_has_its_weights(trained):
+    best, catalog = trained.best, Catalog.of_run(trained.run_dir)
+    assert best["metric"] == "val/loss" and best["step"] == scaleray.load(trained.run_dir, step="best").step
+    assert catalog.read(best["step"]).own_metrics["val/loss"] == best["value"]
+    there, only = Catalog.at(best["checkpoint"])
+    assert only == best["step"] and there.steps() == catalog.steps()
 
 
 def test_a_checkpoint_is_loaded_by_its_step_and_as_the_best(run, trained):

@@ -92,7 +92,7 @@ def end_with_a_slow_writer(place, flags, slow, folder):
     ended = Path(folder, f"ended-{place.rank}")
     others = [Path(folder, f"ended-{rank}") for rank in range(place.world_size) if rank != place.rank]
 
-    def save(share):
+    def save(share, name):
         deadline = time.monotonic() + 600
         while place.rank == slow and not all(other.exists() for other in others):
             assert time.monotonic() < deadline
@@ -137,7 +137,9 @@ def end_with_slow_removals(place, folder):
                 came.touch()
             super().enter(phase)
 
-    run_loop(place, SmallTransformer(), flags, lambda share: None, checkpointing=checkpointing, progress=AtTheEnd())
+    run_loop(
+        place, SmallTransformer(), flags, lambda share, name: None, checkpointing=checkpointing, progress=AtTheEnd()
+    )
     return seen
 
 
@@ -150,7 +152,7 @@ def end_and_look(place, flags, folder):
     """(this rank's share: bytes, the largest layer, all bytes; what the user's model is made of afterwards)"""
     workload, shares = KeepsModel(tie_head=False), []
 
-    def save(share):
+    def save(share, name):
         shares.append(share)
         # tiny files, so that a share becomes several
         weights.save_weights(share, folder, rank=place.rank, max_bytes=1500)

@@ -94,6 +94,36 @@ def test_an_average_of_means_is_found_at_the_first_step_of_uneven_shares(gloo):
     assert "rank 0: 0.75; rank 1: 1.5" in outcome.mismatch.why
 
 
+class TwoLosses(Classify):
+    """Each moves a layer of its own."""
+
+    def optimizer(self, model, settings):
+        layers = {"early": model[0], "late": model[2]}
+        return {name: torch.optim.SGD(layer.parameters(), settings.learning_rate) for name, layer in layers.items()}
+
+    def losses(self):
+        return {"early": self.loss, "late": self.loss}
+
+
+@contextlib.contextmanager
+def rows_weigh_by_their_rank():
+    """Each rank divides by its own rows, and the means are averaged."""
+    run = TrainStep._run_micro_batches
+
+    def weighs_alike(self, batch, *, num_rows, meets):
+        self._scale *= num_rows / self.place.data_parallel_size / max(1, batch.num_rows)
+        return run(self, batch, num_rows=num_rows, meets=meets)
+
+    with mock.patch.object(TrainStep, "_run_micro_batches", weighs_alike):
+        yield
+
+
+def test_of_several_losses_the_gradient_of_the_first_is_taken_apart(gloo):
+    outcome = gloo.run(2, judge_with, rows_weigh_by_their_rank, TwoLosses(num_rows=27))[0]
+    assert found(outcome)[:2] == ("loss normalisation", 4)
+    assert "rank 0: 0.75; rank 1: 1.5" in outcome.mismatch.why
+
+
 @contextlib.contextmanager
 def only_its_own_loss():
     """Rank 0 reports its own loss; the training is right."""

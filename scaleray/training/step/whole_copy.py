@@ -1,0 +1,115 @@
+"""A whole copy of the model on each worker, for code that uses it in passes that nobody can count.
+
+Under strategies that share out parameters every pass of one worker needs the others. An evaluation by generation takes
+as many passes as its rows need; so each worker gets the weights of now whole, for as long as it lasts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from scaleray.errors import ConfigError, WorkloadError
+from scaleray.reproducibility.seeding import same_random_numbers
+from scaleray.strategies.contract.parallel import full
+from scaleray.strategies.contract.weight_shares import sizes
+from scaleray.text.units import memory
+from scaleray.training.setup import fine_tuning, float8, precision
+from scaleray.training.setup.job import TrainJob
+from scaleray.training.setup.model_setup import Setup
+from scaleray.training.setup.place import Place
+from scaleray.workload import call_user_code
+
+
+class WholeCopy:
+    """Copies of a model that a strategy has shared out. It is built once; between two uses it holds no weights."""
+
+    def __init__(self, job: TrainJob, setup: Setup, place: Place) -> None:
+        self.job, self.setup, self.place = job, setup, place
+        self._model: nn.Module | None = None
+
+    def check_fits(self, what: str) -> None:
+        """Raise WorkloadError or ConfigError where a worker has no room for the whole model. Collective."""
+        settings = self.job.config.fsdp
+        if settings.build_gib is not None:
+            raise ConfigError(
+                "fsdp.build_gib",
+                settings.build_gib,
+                f"{what} needs the whole model on each worker, which is larger than one",
+                "measure in metrics(), whose passes all workers run alike",
+            )
+        need, parallel = float(sum(sizes(self.setup.parallel.module).values())), self.setup.parallel
+        if parallel.parameter_names:  # of a pipeline's stages, each replica has all
+            need = self.place.all_reduce([need])[0] / self.place.data_parallel_size
+        lacking = need - _free_bytes(self.place)
+        if self.place.all_reduce_max([lacking])[0] > 0:
+            raise WorkloadError(
+                what,
+                f"on {self.place.world_size} workers that share out a model of {memory(need)}",
+                "it needs the whole of it on each worker for its passes, and there is no room for that",
+                "measure in metrics(), whose passes all workers run alike, or evaluate a checkpoint: scaleray evaluate",
+            )
+
+    @contextlib.contextmanager
+    def filled(self) -> Iterator[nn.Module]:
+        """Context with the whole model, its weights those of now, in evaluation mode. Collective where it begins."""
+        if self._model is None:
+            self._model = self._built()
+        model = self._model
+        tensors = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+        try:
+            self._fill(model, tensors)
+            yield model.eval()
+        finally:
+            for tensor in tensors.values():  # shapes come back with the next weights
+                tensor.data = tensor.data.new_empty(0)
+
+    def _built(self) -> nn.Module:
+        device, config = self.place.device, self.job.config
+        # a workload may keep its model, and go on with the one that is trained
+        workload: Any = self.job.workload
+        with contextlib.suppress(Exception):
+            workload = copy.copy(workload)
+        with same_random_numbers(device):
+            model: nn.Module = call_user_code(
+                workload.build_model, what="build_model()", doing="building the model for evaluate()"
+            )
+        fine_tuning.adapt(model, config.fine_tuning)
+        model.to(device)
+        precision.prepare(model, device, config.precision)
+        float8.convert(model, device, config.precision, workload, self.setup.undo)
+        self._shapes = {n: t.shape for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
+        return model
+
+    def _fill(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+        share, done = self.setup.parallel.weights(), set()
+        for name, placed in share.layout.items():
+            target = tensors[name]
+            if id(target) in done:  # tied
+                continue
+            done.add(id(target))
+            if name in share.tensors:
+                whole = share.tensors[name].to(self.place.device, target.dtype)
+            else:
+                whole = torch.empty(self._shapes[name], dtype=target.dtype, device=self.place.device)
+            if self.place.group is not None:
+                dist.broadcast(whole, src=placed.rank)
+            target.data = whole
+        own = dict(model.named_buffers())
+        for name, buffer in self.setup.parallel.module.named_buffers():
+            if name in own and name not in tensors:  # those that a state dict leaves out
+                own[name].copy_(full(buffer.detach()))
+
+
+def _free_bytes(place: Place) -> float:
+    """Memory that one worker may take on its device now."""
+    if place.device.type == "cuda":
+        return float(torch.cuda.mem_get_info(place.device)[0])
+    return psutil.virtual_memory().available / place.local_world_size
