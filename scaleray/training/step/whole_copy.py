@@ -7,7 +7,6 @@ as many passes as its rows need; so each worker gets the weights of now whole, f
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -73,10 +72,7 @@ class WholeCopy:
 
     def _built(self) -> nn.Module:
         device, config = self.place.device, self.job.config
-        # a workload may keep its model, and go on with the one that is trained
-        workload: Any = self.job.workload
-        with contextlib.suppress(Exception):
-            workload = copy.copy(workload)
+        workload = _twin(self.job.workload)
         with same_random_numbers(device):
             model: nn.Module = call_user_code(
                 workload.build_model, what="build_model()", doing="building the model for evaluate()"
@@ -106,6 +102,15 @@ class WholeCopy:
         for name, buffer in self.setup.parallel.module.named_buffers():
             if name in own and name not in tensors:  # those that a state dict leaves out
                 own[name].copy_(full(buffer.detach()))
+
+
+def _twin(workload: Any) -> Any:
+    """A workload that keeps what it builds apart: the workload itself goes on with the model that is trained."""
+    if not hasattr(workload, "__dict__"):
+        return workload
+    twin = object.__new__(type(workload))
+    twin.__dict__.update(workload.__dict__)
+    return twin
 
 
 def _free_bytes(place: Place) -> float:

@@ -202,6 +202,29 @@ def test_an_own_evaluate_runs_as_many_passes_as_it_likes_on_a_model_that_is_shar
         assert theirs == pytest.approx(ours, rel=1e-11)
 
 
+class KeepsItsModel(Generates):
+    """Goes on with the model that it built last, and has a buffer that no state dict has."""
+
+    def build_model(self):
+        self.model = super().build_model()
+        self.model.register_buffer("offset", torch.zeros(1), persistent=False)
+        return self.model
+
+    def loss(self, model, batch):
+        if model.training:
+            self.model.offset += 1.0
+        return super().loss(model, batch)
+
+    def evaluate(self, model, batches, **about):
+        return {"offset": (model.offset.sum(), 1.0)}
+
+
+def test_the_whole_copy_has_buffers_of_now_and_the_workload_keeps_the_model_that_is_trained(gloo):
+    alone = [e.metrics["val/offset"] for e in train_alone(KeepsItsModel(), FLAGS).evaluations]
+    found = gloo.run(2, evaluations, KeepsItsModel(), {**FLAGS, "strategy.name": "fsdp"})[0]
+    assert [metrics["val/offset"] for metrics in found] == alone and alone[0] < alone[1]
+
+
 def without_room(place, flags):
     with mock.patch.object(whole_copy, "_free_bytes", return_value=100.0):
         return evaluations(place, Generates(), {**FLAGS, **flags})
