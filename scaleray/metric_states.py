@@ -42,7 +42,7 @@ def check_rules(metric: Any, what: str) -> None:
             f"{cls.__name__} without a reduction of {', '.join(without)} ({place_of(cls)})",
             "a tensor of each worker must become one of all (its dist_reduce_fx is None)",
             f"add_state({without[0]!r}, ..., dist_reduce_fx='sum'), or mean, max, min, cat; a list of tensors, whose "
-            "entries are gathered; or return sums and counts from metrics()",
+            "entries are gathered; or log sums and counts",
         )
 
 

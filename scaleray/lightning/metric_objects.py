@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from scaleray.lightning.trainer import refused
-from scaleray.metric_states import is_metric_class, merged, on_device, share
+from scaleray.metric_states import check_rules, is_metric_class, merged, on_device, share
 
 ADD_UP = ("dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min")
 """Names of torchmetrics' rules by which the states of two workers become one that can go on."""
@@ -24,8 +24,11 @@ def metric_objects(module: nn.Module) -> list[Any]:
 
 def connect(module: nn.Module, run: Any) -> None:
     """Let a module's objects begin anew, and bring their states together over the workers of this training:
-    torchmetrics itself knows of the process group alone, in which others may train as well."""
-    for metric in metric_objects(module):
+    torchmetrics itself knows of the process group alone, in which others may train as well. Raises WorkloadError for
+    one whose state cannot be brought together."""
+    for name, metric in _named_objects(module):
+        if run.world_size > 1:
+            check_rules(metric, f"the metric self.{name}")
         metric.reset()
         share(metric, run.gather, partial(_has_several, run))
 

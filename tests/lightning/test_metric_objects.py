@@ -9,6 +9,7 @@ import torchmetrics
 from lit_modules import FLAGS, NUM_CLASSES, Data, Plain, with_lightning, with_scaleray
 from small_runs import same_generators, train
 
+from scaleray.errors import WorkloadError
 from scaleray.lightning import as_workload
 from scaleray.records.run import LoggedMetrics
 from scaleray.training.setup.place import Place
@@ -138,6 +139,36 @@ def test_another_number_of_workers_goes_on_with_what_all_have_added_up(gloo, tmp
     assert again[16, "train/acc_epoch"] == pytest.approx(whole[16, "train/acc_epoch"], rel=1e-6)
     assert again[16, "train/seen_epoch"] != pytest.approx(whole[16, "train/seen_epoch"], rel=1e-6)
     assert len([event for event in events if "seen: no state of other workers" in event]) == 1
+
+
+class Unreduced(torchmetrics.Metric):
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx=None)
+
+    def update(self, values):
+        self.total += values.sum()
+
+    def compute(self):
+        return self.total
+
+
+class WithUnreduced(Plain):
+    def __init__(self):
+        super().__init__()
+        self.odd = Unreduced()
+
+
+def refused(place):
+    with pytest.raises(WorkloadError) as caught:
+        train(place, as_workload(WithUnreduced, Data)(), FLAGS)
+    return str(caught.value)
+
+
+def test_a_metric_without_a_reduction_is_refused_on_several_workers_with_its_line(gloo):
+    message, _ = gloo.run(2, refused)
+    assert "the metric self.odd is " in message and f"(Unreduced in {__file__}:" in message
+    assert len(with_scaleray(as_workload(WithUnreduced, Data)()).steps) == 20
 
 
 def test_predictions_are_those_of_predict_step():
