@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 from scaleray.checkpoints.model_layout import FINAL_WEIGHTS, TRAINED_WEIGHTS
 from scaleray.config import RunConfig
@@ -11,11 +11,8 @@ from scaleray.training.health.reporter import Reporter
 from scaleray.training.setup.fine_tuning import merged_share
 from scaleray.training.setup.model_setup import Setup
 
-
-class SaveWeights(Protocol):
-    """Takes what this rank has of weights of this name: FINAL_WEIGHTS, or TRAINED_WEIGHTS beside an average."""
-
-    def __call__(self, share: WeightShare, name: str = ..., /) -> None: ...
+SaveWeights = Callable[[WeightShare, str], None]
+"""Function that takes what this rank has of weights of a name: FINAL_WEIGHTS, or TRAINED_WEIGHTS beside an average."""
 
 
 def hand_on_weights(
