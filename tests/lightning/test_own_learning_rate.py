@@ -81,9 +81,9 @@ def test_a_sweep_over_rates_moves_the_modules(module):
 
 
 def test_a_sweep_over_rates_that_a_module_would_not_take_is_refused_with_what_to_do():
-    with pytest.raises(ConfigError, match=r"ignores it.*a hyperparameter lr or learning_rate"):
+    with pytest.raises(ConfigError, match=r"(?s)ignores it.*a hyperparameter lr or learning_rate"):
         in_sweep(Fixed, 0.01)
-    with pytest.raises(ConfigError, match=r"ignores it.*which workload\.args leaves out"):
+    with pytest.raises(ConfigError, match=r"(?s)ignores it.*which workload\.args leaves out"):
         in_sweep(Plain, 0.01, lr=0.03)
 
 

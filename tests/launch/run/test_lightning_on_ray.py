@@ -8,7 +8,7 @@ from small_runs import largest_difference
 import scaleray
 from scaleray.training.state.weights import read_weights
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.ray
