@@ -64,7 +64,7 @@ def _train(place: Place, assignment: bytes, tell: Callable[[list[WorkerMessage]]
             sources=sources,
             emit=emit,
             checkpointing=Checkpointing(job, place, catalog, emit=emit, facts=facts),
-            save_weights=lambda share: save_weights(share, run_path, rank=place.rank),
+            save_weights=lambda share, name: save_weights(share, run_path, name, rank=place.rank),
         )
     finally:
         emit.flush()
