@@ -87,6 +87,14 @@ def check_module(module: Any) -> None:
         raise WorkloadError(place_of(type(module)), "of manual optimisation", allowed, hint)
 
 
+def is_attached(module: Any) -> bool:
+    """Whether a LightningModule has something in the place of its trainer, as copies have not."""
+    try:
+        return module.trainer is not None
+    except RuntimeError:
+        return False
+
+
 def arguments_of(made_of: Any) -> Mapping[str, inspect.Parameter]:
     """What a class or a function can be given by name; nothing where it is made already."""
     if not (isinstance(made_of, type) or inspect.isfunction(made_of)):

@@ -23,6 +23,7 @@ from scaleray.lightning.classes import (
     check_data_class,
     check_module,
     check_module_class,
+    is_attached,
     is_overridden,
     lightning_base,
     place_of,
@@ -143,13 +144,6 @@ class LightningWorkload(Workload):
 
     def loss(self, model: Any, batch: Any) -> tuple[Any, Any]:
         """The mean that `training_step` returns, times what it is a mean over."""
-        if lightning_base(type(model), "LightningModule") is None:
-            raise WorkloadError(
-                place_of(self._class(), "training_step"),
-                "in a pipeline",
-                "its stages are parts of the model on different workers, and a LightningModule's step needs the whole",
-                "use --strategy.name fsdp, or tensor with a tensor_plan()",
-            )
         _, rows, batch = self._batch(model, batch)
         self._trainer.stage, self._trainer.looks_back = "training", False
         if not model.training:  # the loss of an evaluation, which is none of the module's steps
@@ -200,6 +194,13 @@ class LightningWorkload(Workload):
 
     def optimizer(self, model: Any, settings: Any) -> Any:
         """The module's own optimizer, with its own rates, or that of the config where it takes one."""
+        if not is_attached(model):  # a copy, with stages in the place of some parts
+            raise WorkloadError(
+                place_of(self._class(), "training_step"),
+                "in a pipeline",
+                "its stages are parts of the model on different workers, and a LightningModule's step needs the whole",
+                "use --strategy.name fsdp, or tensor with a tensor_plan()",
+            )
         self._model = self._hooks.module = model
         self._trainer.total_steps, self._trainer.steps_per_epoch = settings.total_steps, settings.steps_per_epoch
         give_rate(model, settings, self.args)

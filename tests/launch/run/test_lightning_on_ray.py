@@ -24,7 +24,9 @@ def test_the_job_of_a_lightning_module_trains_under_ray_what_one_process_trains(
     )
     alone = scaleray.train(load(**{"tracking.run_name": "alone"}), base_dir=ROOT, local=True)
     both = scaleray.train(load(**{"scale.workers": 2, "tracking.run_name": "both"}), base_dir=ROOT)
-    assert (both.steps, both.workers, both.derived["learning_rate"]) == (12, 2, 0.01)
+    assert (both.steps, both.workers) == (12, 2)
+    # the largest rate of the module's schedule, whose peak is the config's
+    assert both.derived["learning_rate"] == alone.derived["learning_rate"] == pytest.approx(0.01, rel=0.02)
     assert both.final_loss == pytest.approx(alone.final_loss, rel=1e-9)
     assert both.metrics == pytest.approx(alone.metrics, rel=1e-9) and "val/acc" in both.metrics
     assert largest_difference(read_weights(both.run_dir), read_weights(alone.run_dir)) < 1e-9
