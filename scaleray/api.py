@@ -234,6 +234,7 @@ def profile(
     workload: Any = None,
     *,
     steps: int = 50,
+    trace: str | None = None,
     local: bool = False,
     uri: str | None = None,
     show: Show = lambda messages: None,
@@ -242,15 +243,19 @@ def profile(
     """Where the time of a training goes, what limits it and what to try next: `.verdict` of the result.
 
     what: a config (a RunConfig, a mapping or a YAML file), of which `steps` steps are trained; or a run that has been
-    recorded: its folder, its name in the storage path, or its id or name in MLflow at `uri`. local: in gloo processes,
-    without Ray.
+    recorded: its folder, its name in the storage path, or its id or name in MLflow at `uri`. trace: ranks to trace over
+    some more steps, such as `0,slowest,one-a-node`: `.traced` of the result. local: in gloo processes, without Ray.
     """
     from scaleray.launch.profile.profile import profile_run, profile_training
+    from scaleray.records.trace_request import trace_request
 
     if isinstance(what, str | Path) and Path(what).suffix not in (".yaml", ".yml"):
         return profile_run(str(what), uri=uri)
     resolved, base_dir, workload = _resolved(what, workload)
-    return profile_training(resolved, workload, steps=steps, local=local, show=show, say=say, base_dir=base_dir)
+    wanted = trace_request(trace) if trace is not None else None
+    return profile_training(
+        resolved, workload, steps=steps, local=local, trace=wanted, show=show, say=say, base_dir=base_dir
+    )
 
 
 @names_what_is_missing

@@ -8,7 +8,8 @@
     |   |-- ClusterError           the cluster can never hold the run, or cannot be reached
     |   |-- StorageError           the storage path cannot be written
     |   |-- CheckpointError        a checkpoint is damaged, of another model or config, or of a newer format
-    |   `-- TrackingError          the MLflow server cannot be reached or written
+    |   |-- TrackingError          the MLflow server cannot be reached or written
+    |   `-- TraceError             a trace or memory snapshot is cut off, or not of this run's kind
     `-- RunFailedError             the run started and did not finish
         |-- NonFiniteLossError     a loss or gradient became NaN or infinite
         |-- InputStarvedError      the input pipeline delivered nothing for too long
@@ -78,6 +79,10 @@ class CheckpointError(UsageError):
 
 class TrackingError(UsageError):
     """The MLflow tracking server or database cannot be used."""
+
+
+class TraceError(UsageError):
+    """A trace or a memory snapshot cannot be read: cut off, of another form, or without what is asked of it."""
 
 
 class RunFailedError(ScaleRayError):

@@ -24,6 +24,7 @@ class Watcher(StrEnum):
     SYSTEM_METRICS = "system metrics"
     MEMORY = "memory report"
     NOISE = "gradient noise scale"
+    TRACES = "traces"
     FIGURES = "figures of a step"
     NOTES = "notes"
     SUMMARY = "summary"

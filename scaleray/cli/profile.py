@@ -13,6 +13,8 @@ from scaleray.errors import UsageError
 
 if TYPE_CHECKING:
     from scaleray.launch.profile.profile import Profiled
+    from scaleray.launch.profile.traces import Traced
+    from scaleray.records.trace_request import TraceRequest
 
 STEPS = 50
 
@@ -21,6 +23,9 @@ def profile(
     *run: Overrides,
     config: ConfigFile = None,
     steps: int | None = None,
+    trace: Flag = False,
+    ranks: str | None = None,
+    memory: Flag = False,
     local: Flag = False,
     uri: str | None = None,
     json: Json = False,
@@ -29,28 +34,86 @@ def profile(
 
     `scaleray profile -c FILE` trains some steps and judges them; keys of the config can be given as options, as for
     train. `scaleray profile RUN` judges what a run has recorded anyway: RUN is its folder or bucket, its name in the
-    default storage path, or its id or name in MLflow.
+    default storage path, or its id or name in MLflow. `scaleray profile TRACE` says what traces of torch.profiler or
+    memory snapshots hold, in a file or a folder, whatever program wrote them.
 
     Parameters
     ----------
     steps
         Steps to train with -c, at least 20; 50 by default.
+    trace
+        With -c: trace the last steps with torch.profiler, into the run's folder.
+    ranks
+        Ranks to trace: numbers, slowest, one-a-node, with commas between them; all three kinds by default.
+    memory
+        With -c: take a snapshot of each chosen rank's memory, on GPUs.
     local
         With -c: without Ray, in this process, or in gloo processes where there are several workers.
     uri
         MLflow's tracking URI, for a RUN that is found there.
     """
+    wanted = _wanted(trace, ranks, memory)
     if config is None:
-        profiled = _of_run(_run_name(run, is_training=steps is not None or local), uri)
+        name = _run_name(run, is_training=steps is not None or local or wanted is not None)
+        from scaleray.launch.profile.traces import is_trace
+
+        if is_trace(name):
+            return _show_traces(name, json=json)
+        profiled = _of_run(name, uri)
     else:
         if run and not run[0].startswith("-"):
             raise UsageError("RUN", run[0], "with -c a training is profiled, and no run", "leave out one of them")
-        profiled = _of_training(run, config, steps or STEPS, local=local, json=json)
+        profiled = _of_training(run, config, steps or STEPS, wanted, local=local, json=json)
     for line in profiled.verdict.lines():
         print(line, file=sys.stderr if json else sys.stdout)
+    if profiled.traced is not None:
+        print_traced(profiled.traced, is_error=json)
     if json:
         print_json(profiled.to_dict(), written=written_in(profiled.record.run_dir))
     return 0
+
+
+def _wanted(trace: bool, ranks: str | None, memory: bool) -> TraceRequest | None:
+    """The request that the options make; None for a training without traces."""
+    if not trace and not memory:
+        if ranks is not None:
+            raise UsageError("--ranks", ranks, "it names ranks to trace", "add --trace, or --memory")
+        return None
+    from scaleray.records.trace_request import USUAL_RANKS, trace_request
+
+    return trace_request(USUAL_RANKS if ranks is None else ranks, operators=trace, memory=memory)
+
+
+def _show_traces(where: str, *, json: bool) -> int:
+    """Print what traces say."""
+    from scaleray.launch.profile.traces import read_traces
+
+    traced = read_traces(where)
+    print_traced(traced, is_error=json)
+    if json:
+        print_json(traced.to_dict())
+    return 0
+
+
+def print_traced(traced: Traced, *, is_error: bool) -> None:
+    """Print the tables of traces, where the file for Perfetto is, and the page, which is written beside them."""
+    from rich.console import Console
+
+    from scaleray.reports.records.trace import memory_tables, sentence, trace_tables, write_trace_page
+    from scaleray.reports.terminal.tables import as_rich
+
+    console = Console(stderr=is_error, highlight=False)
+    report = traced.report
+    for table in [*(trace_tables(report) if report else []), *memory_tables(traced.snapshots)]:
+        console.print(as_rich(table, width=console.width))
+    for line in [*([sentence(report)] if report else []), *traced.lines()]:
+        console.print(line, soft_wrap=True)
+    if "://" not in traced.where:
+        where = Path(traced.where)
+        # beside a single file may be whatever
+        folder = where if where.is_dir() else Path(f"report-{where.name.split('.')[0]}")
+        page = write_trace_page(report, traced.snapshots, folder, name=where.resolve().name)
+        console.print(f"report: {page}", soft_wrap=True)
 
 
 def _run_name(words: tuple[str, ...], *, is_training: bool) -> str:
@@ -72,7 +135,9 @@ def _of_run(run: str, uri: str | None) -> Profiled:
     return profile_run(run, uri=uri)
 
 
-def _of_training(overrides: tuple[str, ...], config: Path, steps: int, *, local: bool, json: bool) -> Profiled:
+def _of_training(
+    overrides: tuple[str, ...], config: Path, steps: int, trace: TraceRequest | None, *, local: bool, json: bool
+) -> Profiled:
     from rich.console import Console
 
     from scaleray.config import load_config
@@ -95,6 +160,7 @@ def _of_training(overrides: tuple[str, ...], config: Path, steps: int, *, local:
             resolved,
             steps=steps,
             local=local,
+            trace=trace,
             show=terminal.show,
             say=terminal.say,
             expect_steps=terminal.expect_steps,

@@ -30,6 +30,7 @@ from scaleray.training.noise.watch import NoiseWatch
 from scaleray.training.observer import Observers, TakenStep
 from scaleray.training.profile.arrivals import ArrivalTimes
 from scaleray.training.profile.phase_times import PhaseTimes
+from scaleray.training.profile.trace import tracers
 from scaleray.training.setup.compilation import eagerly
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup, prepare
@@ -106,9 +107,9 @@ class _Run:
             self.callbacks = Callbacks(job.workload, place, self.reporter.emit)
         self.arrivals = ArrivalTimes(progress, place, self.reporter.guard)
         # the reporter tells what those before it have measured, and callbacks hear of a step that was told
-        self.observers = Observers(
-            self.phases, self.arrivals, self.memory, self.noise, self.compilation, self.reporter, self.callbacks
-        )
+        traced = tracers(job, place, self.reporter)
+        watching = (self.phases, self.arrivals, self.memory, self.noise, self.compilation)
+        self.observers = Observers(*traced, *watching, self.reporter, self.callbacks)
         self.micro_sizes = MicroSizes(job.config, place, self.reporter)
         self.limits = CollectiveLimits(progress, job.config.scale.collective_timeout_s)
         self.input = Input(

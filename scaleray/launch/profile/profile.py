@@ -12,6 +12,7 @@ from typing import Any
 from scaleray.config import RunConfig
 from scaleray.config.base import Duration
 from scaleray.errors import ConfigError, UsageError
+from scaleray.launch.profile.traces import Traced, traced_of
 from scaleray.launch.run.resume import FILE as ABOUT
 from scaleray.launch.run.train import train
 from scaleray.profiling.verdict.findings import Limit, Verdict
@@ -20,6 +21,7 @@ from scaleray.records.json_record import jsonable
 from scaleray.records.printed import Printed
 from scaleray.records.read import FILE as RECORD
 from scaleray.records.run import RunRecord, Say, Show
+from scaleray.records.trace_request import TraceRequest
 from scaleray.tracking.find_record import find_run, places_of
 
 LEAST_STEPS = 2 * FIRST_STEPS
@@ -32,6 +34,8 @@ class Profiled(Printed):
 
     record: RunRecord
     verdict: Verdict
+    traced: Traced | None = None
+    """What its traces say, where it has some."""
 
     def lines(self) -> list[str]:
         """The verdict, and where the run is."""
@@ -51,12 +55,14 @@ def profile_training(
     *,
     steps: int = 50,
     local: bool = False,
+    trace: TraceRequest | None = None,
     show: Show = lambda messages: None,
     say: Say = lambda text: None,
     expect_steps: Callable[[int], None] = lambda steps: None,
     base_dir: Path | None = None,
 ) -> Profiled:
     """Train `steps` steps as the config says, and say where their time went. local: in gloo processes, without Ray.
+    trace: what is traced of steps behind these, which are slower, and not judged.
 
     The run is one like any other, in an experiment of its own in MLflow, and saves no final weights.
     """
@@ -64,11 +70,14 @@ def profile_training(
         raise ConfigError(
             "--steps", steps, f"it must be at least {LEAST_STEPS}: the first {FIRST_STEPS} are left out", "50 is usual"
         )
+    if trace is not None:
+        trace.check_ranks(config.scale.max_workers)
     record = train(
-        short(config, steps),
+        short(config, steps + (trace.num_steps if trace is not None else 0)),
         workload,
         local=local,
         in_processes=True,
+        trace=trace,
         show=show,
         say=say,
         expect_steps=expect_steps,
@@ -112,7 +121,8 @@ def _profiled(record: RunRecord) -> Profiled:
             "a run has one from the version on that measures it, and from its second step on",
             f"train some steps anew: {again}",
         )
-    verdict = verdict_of_run(record)
+    traced = traced_of(record.run_dir) if record.run_dir else None
+    verdict = verdict_of_run(record, without_last=TraceRequest().num_steps if traced is not None else 0)
     if verdict.limit is Limit.INCOMPLETE and verdict.steps < LEAST_STEPS // 2:
         raise UsageError(
             f"the profile of {record.name}",
@@ -120,7 +130,7 @@ def _profiled(record: RunRecord) -> Profiled:
             "they are too few to say where the time goes",
             f"train more of them: {again} --steps 50",
         )
-    return Profiled(record, verdict)
+    return Profiled(record, verdict, traced)
 
 
 def _check_has_ended(run: str) -> None:

@@ -37,6 +37,7 @@ from scaleray.launch.workers.user_code import ship_user_code
 from scaleray.progress import stage
 from scaleray.records.run import EventRecord, RunRecord, Say, Show
 from scaleray.records.start import DATA, IMPORTS, RAY, StartClock
+from scaleray.records.trace_request import TraceRequest
 from scaleray.reproducibility.fingerprint import environment
 from scaleray.scaling.recipe.derive import derive, resolve_strategy
 from scaleray.tracking import store
@@ -63,6 +64,7 @@ def train(
     base_dir: Path | None = None,
     started_at: float | None = None,
     in_processes: bool = False,
+    trace: TraceRequest | None = None,
 ) -> RunRecord:
     """Train a workload as the config says and return the run's record.
 
@@ -73,7 +75,7 @@ def train(
     training. local: in this process, without Ray. show: called with the run's messages as they arrive, say with lines
     about what happens meanwhile, expect_steps with the length of the training once it is known. started_at: wall clock
     from which the time to the first step is counted; None is now. in_processes: with `local`, several workers are gloo
-    processes of this machine, and not refused.
+    processes of this machine, and not refused. trace: what is traced of its last steps, into the run's folder.
 
     Raises UsageError for what the user can mend, RunFailedError for a run that failed, KeyboardInterrupt when stopped;
     the MLflow run is then FAILED or KILLED.
@@ -106,6 +108,8 @@ def train(
             start.end(RAY)
             sources = load_sources(workload, fitted=preprocessing.load(folder.path) if before else None)
             run = _Run(request, workload, sources, folder, tracking_uri, topology, show, start)
+            if trace is not None:
+                run.job = dataclasses.replace(run.job, trace=trace.into(folder.path))
             expect_steps(run.recipe.total_steps)
             for line in announcement(request, run.job, data=run.data, folder=folder, local=local):
                 say(line)

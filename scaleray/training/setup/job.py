@@ -14,6 +14,7 @@ from scaleray.data.iterable import promise
 from scaleray.data.length_order import LengthPlan
 from scaleray.data.sample_order import Origin
 from scaleray.errors import ConfigError, DataError
+from scaleray.records.trace_request import TraceRequest
 from scaleray.scaling.recipe.derive import derive
 from scaleray.scaling.recipe.values import Recipe
 from scaleray.training.setup.row_lengths import check_row_lengths, check_same_place
@@ -36,6 +37,8 @@ class TrainJob:
     """Keys of the config by which the trainings of a sweep differ."""
     start_ends: Mapping[str, float] = field(default_factory=dict)
     """Wall clock at which each part of the start has ended, see `records/start.py`."""
+    trace: TraceRequest | None = None
+    """What is traced of its last steps, if anything."""
 
     def __post_init__(self) -> None:
         by = self.config.shares.by

@@ -1,0 +1,184 @@
+"""Traces and memory snapshots in files: which there are, what they say, and the one file that Perfetto opens."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gzip
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from scaleray.errors import TraceError, UsageError
+from scaleray.filesystems import open_filesystem
+from scaleray.planner.hardware.catalogue import find_gpu
+from scaleray.profiling.traces.memory_blocks import MemorySnapshot, read_snapshot
+from scaleray.profiling.traces.merge import merge
+from scaleray.profiling.traces.report import TraceReport, ranks_of, report_on
+from scaleray.profiling.traces.shares import precision_of
+from scaleray.profiling.traces.trace import Trace, read_trace
+from scaleray.records.printed import Printed
+from scaleray.records.trace_request import FOLDER
+
+TRACE_ENDINGS = (".json", ".json.gz")
+SNAPSHOT_ENDINGS = (".pickle", ".pkl", ".pickle.gz")
+MERGED = "all_ranks.json.gz"
+PERFETTO = "https://ui.perfetto.dev"
+_SNAPSHOT_START = "memory"
+
+
+@dataclass(frozen=True)
+class Traced(Printed):
+    """What files of traces say. merged: the file with all ranks, where there are several."""
+
+    where: str
+    report: TraceReport | None
+    snapshots: list[MemorySnapshot] = field(default_factory=list)
+    merged: str | None = None
+
+    def lines(self) -> list[str]:
+        """What was read, and where it is."""
+        ranks = ", ".join(str(each.rank) for each in self.report.ranks) if self.report else ""
+        found = [f"traces of rank {ranks}"] if ranks else []
+        found += [f"memory of rank {each.rank}" for each in self.snapshots]
+        return ["; ".join(found), *([f"{self.merged}: open it in {PERFETTO}"] if self.merged else []), self.where]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but single events, as JSON can hold it."""
+        report = None
+        if self.report is not None:
+            report = dataclasses.asdict(dataclasses.replace(self.report, meetings=[]))
+            for rank, read in zip(report["ranks"], self.report.ranks, strict=True):
+                rank["partition"]["closes_within"] = read.partition.closes_within
+        return {
+            "where": self.where,
+            "traces": report,
+            "memory": [_numbers_of(snapshot) for snapshot in self.snapshots],
+            "merged": self.merged,
+        }
+
+
+def is_trace(path: str) -> bool:
+    """Whether a path, by its name or by what is in the folder, is of traces rather than of a run."""
+    if path.endswith((*TRACE_ENDINGS, *SNAPSHOT_ENDINGS)):
+        return True
+    folder = Path(path)
+    is_run = any((folder / name).exists() for name in ("record.json", "run.json"))
+    return folder.is_dir() and not is_run and bool(_files_in(path))
+
+
+def traced_of(run_dir: str) -> Traced | None:
+    """What the traces of a run say; None for a run without."""
+    where = f"{run_dir.rstrip('/')}/{FOLDER}"
+    return read_traces(where) if _files_in(where) else None
+
+
+def read_traces(where: str) -> Traced:
+    """What the traces in a file or folder say; those of several ranks are written as one beside them.
+
+    Raises TraceError for files that cannot be read, or are not of one run.
+    """
+    files = [where] if where.endswith((*TRACE_ENDINGS, *SNAPSHOT_ENDINGS)) else _files_in(where)
+    if not files:
+        endings = ", ".join((*TRACE_ENDINGS, *SNAPSHOT_ENDINGS))
+        raise TraceError(
+            where, "without traces", f"their names end in {endings}", "trace with: scaleray profile --trace"
+        )
+    of_memory = [file for file in files if _is_snapshot(file)]
+    of_time = [file for file in files if file not in of_memory]
+    snapshots = [_read(file, read_snapshot) for file in of_memory]
+    if not of_time:
+        return Traced(where, None, snapshots)
+    traces = ranks_of([_read(file, read_trace) for file in of_time])
+    report = report_on(traces, peak_flops={rank: _peak_flops(trace) for rank, trace in traces.items()})
+    merged = _merged(traces, report, of_time, where) if len(traces) > 1 else None
+    return Traced(where, report, snapshots, merged)
+
+
+def _numbers_of(snapshot: MemorySnapshot) -> dict[str, Any]:
+    names = ("reserved_bytes", "active_bytes", "rounding_bytes", "cached_bytes", "stranded_bytes", "largest_hole_bytes")
+    return {
+        "rank": snapshot.rank,
+        **{name: getattr(snapshot, name) for name in (*names, "fragmentation", "is_expandable")},
+        "categories": snapshot.by_category(),
+    }
+
+
+def _files_in(where: str) -> list[str]:
+    """The files of traces and snapshots in a folder, in the order of their names."""
+    if "://" not in where:
+        folder = Path(where)
+        names = [each.name for each in folder.iterdir() if each.is_file()] if folder.is_dir() else []
+    else:
+        import pyarrow.fs
+
+        filesystem, path = open_filesystem(where)
+        found = filesystem.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True))
+        names = [each.base_name for each in found if each.is_file]
+    endings = (*TRACE_ENDINGS, *SNAPSHOT_ENDINGS)
+    return [f"{where.rstrip('/')}/{name}" for name in sorted(names) if name.endswith(endings) and name != MERGED]
+
+
+def _is_snapshot(file: str) -> bool:
+    return file.endswith(SNAPSHOT_ENDINGS) or file.rsplit("/", 1)[-1].startswith(_SNAPSHOT_START)
+
+
+def _read(file: str, reader: Any) -> Any:
+    with opened(file) as content:
+        return reader(content, file)
+
+
+@contextlib.contextmanager
+def opened(file: str) -> Iterator[BinaryIO]:
+    """A file's content, unpacked where it is gzip, whatever its name says. Raises TraceError for one that is not
+    there."""
+    try:
+        source = _source(file)
+    except (OSError, ValueError) as exc:
+        raise TraceError(file, "not readable", f"a trace is a file: {exc}", "give a file or a folder") from exc
+    with source:
+        buffered = io.BufferedReader(source, 1 << 20)
+        if buffered.peek(2)[:2] == b"\x1f\x8b":
+            with gzip.open(buffered) as unpacked:
+                yield unpacked  # type: ignore[misc]
+        else:
+            yield buffered
+
+
+def _target(file: str) -> Any:
+    if "://" not in file:
+        return Path(file).open("wb")
+    filesystem, path = open_filesystem(file)
+    return filesystem.open_output_stream(path, compression=None)
+
+
+def _source(file: str) -> Any:
+    if "://" not in file:
+        return Path(file).open("rb")
+    filesystem, path = open_filesystem(file)
+    return filesystem.open_input_stream(path, compression=None)
+
+
+def _peak_flops(trace: Trace) -> float | None:
+    """Dense peak of the trace's device in the precision of its operations; None where either is not known."""
+    precision = precision_of(trace)
+    if precision is None or not trace.devices:
+        return None
+    try:
+        return find_gpu(trace.devices[0]).peak_flops(precision)
+    except UsageError:
+        return None
+
+
+def _merged(traces: dict[int, Trace], report: TraceReport, files: list[str], where: str) -> str:
+    target = f"{where.rstrip('/')}/{MERGED}"
+    by_name = {trace.file: rank for rank, trace in traces.items()}
+    with contextlib.ExitStack() as stack:
+        sources = {by_name[file]: stack.enter_context(opened(file)) for file in files}
+        stream = stack.enter_context(_target(target))
+        packed = stack.enter_context(gzip.GzipFile(fileobj=stream, mode="wb", mtime=0, compresslevel=6))
+        ranks = {rank: (trace, sources[rank]) for rank, trace in traces.items()}
+        merge(ranks, report.clocks, report.meetings, lambda text: packed.write(text.encode()))
+    return target

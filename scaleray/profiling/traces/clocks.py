@@ -1,0 +1,52 @@
+"""How far the clocks of ranks lie apart, so that their traces can be laid on one time line.
+
+All ranks leave a barrier within one round trip of each other, whatever their clocks say; the median over many barriers
+leaves the difference of the clocks. Traces without barriers are laid by the ends of their collectives, which lie as
+close together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from scaleray.profiling.traces.meetings import Meeting
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """Nanoseconds that each rank's clock is ahead of that of the first rank, and how sure that is."""
+
+    ahead_ns: Mapping[int, int]
+    within_ns: Mapping[int, int]
+    """Half of the spread (from the 25th to the 75th percentile) of what the offset was found from."""
+    found_from: str
+    """`barriers`, `collectives`, or `nothing`: then clocks are taken as one, as on one node they are."""
+
+
+def clocks_from_barriers(left_at: Mapping[int, Sequence[int]]) -> Clocks:
+    """Clocks from the moments at which each rank left the same barriers, in nanoseconds of its own clock."""
+    first = np.array(left_at[min(left_at)], dtype=np.int64)
+    return _clocks({rank: np.array(moments) - first for rank, moments in left_at.items()}, "barriers")
+
+
+def clocks_from_meetings(meetings: Sequence[Meeting], ranks: Sequence[int]) -> Clocks:
+    """Clocks from the ends of collectives that the first rank took part in."""
+    first = min(ranks)
+    ends: dict[int, list[int]] = {rank: [] for rank in ranks}
+    for meeting in meetings:
+        if first in meeting.parts:
+            for rank, part in meeting.parts.items():
+                ends[rank].append(part.end_ns - meeting.parts[first].end_ns)
+    found = {rank: np.array(values, dtype=np.int64) for rank, values in ends.items() if values}
+    if len(found) < len(ranks):
+        return Clocks(dict.fromkeys(ranks, 0), {}, "nothing")
+    return _clocks(found, "collectives")
+
+
+def _clocks(differences: Mapping[int, np.ndarray], found_from: str) -> Clocks:
+    ahead = {rank: int(np.median(values)) for rank, values in differences.items()}
+    spread = {rank: np.percentile(values, [25, 75]) for rank, values in differences.items()}
+    return Clocks(ahead, {rank: int((high - low) / 2) for rank, (low, high) in spread.items()}, found_from)

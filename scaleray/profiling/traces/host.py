@@ -1,0 +1,104 @@
+"""What the host's events are a part of: the event around each, its own time without those within, and its module.
+
+Modules are told by annotations `module: NAME` (scaleray's traces) or by `nn.Module: NAME` (traces with stacks).
+Backward operators belong to the module of the forward operator with the same sequence number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from scaleray.profiling.traces.intervals import Ints
+from scaleray.profiling.traces.launches import launch_of
+from scaleray.profiling.traces.trace import ANNOTATION, CPU_OP, MODULE_PREFIX, NONE, PYTHON, Trace
+
+MODULE_PREFIXES = (MODULE_PREFIX, "nn.Module: ")
+BACKWARD = "autograd::engine::evaluate_function"
+
+
+@dataclass(frozen=True)
+class Host:
+    """How the host's events lie within each other; columns as in the trace."""
+
+    parent: Ints
+    """Operator or annotation around each event, on its thread, as its place; -1 for none."""
+    own: Ints
+    """Nanoseconds of each operator without the operators within it."""
+    module: Ints
+    """Module that an event works for, as the place of its name in `modules`; -1 for none."""
+    modules: list[str]
+    operator: Ints
+    """Operator that launched each event on a device, or that is the event itself; -1 for none."""
+
+
+def host_of(trace: Trace) -> Host:
+    """How the events of a trace lie within each other."""
+    modules = sorted({name for name in trace.names if name.startswith(MODULE_PREFIXES)})
+    number = {name: place for place, name in enumerate(modules)}
+    module_of_name = np.array([number.get(name, NONE) for name in trace.names], dtype=np.int64)
+    is_around = trace.is_category(CPU_OP, ANNOTATION) | (module_of_name[trace.name] != NONE) & trace.is_category(PYTHON)
+    is_inside = is_around | trace.is_launch
+    is_operator = trace.is_category(CPU_OP)
+    events = np.flatnonzero(is_inside)
+    events = events[np.lexsort((-trace.duration[events], trace.start[events], trace.thread[events]))]
+    parent, own = _nested(trace, events, is_around, is_operator)
+    module = np.where(is_around, module_of_name[trace.name], NONE)
+    _inherit(module, parent, events)
+    _give_to_backward(trace, module, is_operator)
+    _inherit(module, parent, events)
+    operator = np.where(is_operator, np.arange(len(parent)), NONE)
+    _inherit(operator, parent, events)
+    calls = launch_of(trace)
+    launched = calls != NONE
+    module[launched], operator[launched] = module[calls[launched]], operator[calls[launched]]
+    return Host(parent, own, module, [name.split(": ", 1)[1] for name in modules], operator)
+
+
+def _nested(trace: Trace, events: Ints, is_around: np.ndarray, is_operator: np.ndarray) -> tuple[Ints, Ints]:
+    parent = np.full(len(trace.start), NONE, dtype=np.int64)
+    own = np.where(is_operator, trace.duration, 0)
+    around: list[tuple[int, int]] = []  # (end, place) of what is open, outermost first
+    thread = NONE
+    columns = (trace.thread[events], trace.start[events], trace.end[events], is_around[events], is_operator[events])
+    for event, on, start, end, opens, operates in zip(
+        events.tolist(), *(each.tolist() for each in columns), strict=True
+    ):
+        if on != thread:
+            thread, around = on, []
+        while around and around[-1][0] <= start:
+            around.pop()
+        if around:
+            parent[event] = around[-1][1]
+            if operates:
+                _take_from_operator(own, parent, is_operator, event, end - start)
+        if opens:
+            around.append((end, event))
+    return parent, own
+
+
+def _take_from_operator(own: Ints, parent: Ints, is_operator: np.ndarray, event: int, duration: int) -> None:
+    outer = parent[event]
+    while outer != NONE and not is_operator[outer]:
+        outer = parent[outer]
+    if outer != NONE:
+        own[outer] -= duration
+
+
+def _inherit(column: Ints, parent: Ints, events: Ints) -> None:
+    """Give each event without a value that of the event around it; `events` has the outer ones first."""
+    for event in events.tolist():
+        if column[event] == NONE and parent[event] != NONE:
+            column[event] = column[parent[event]]
+
+
+def _give_to_backward(trace: Trace, module: Ints, is_operator: np.ndarray) -> None:
+    is_backward = np.array([name.startswith(BACKWARD) for name in trace.names])[trace.name]
+    numbered = is_operator & (trace.sequence != NONE)
+    forward = np.flatnonzero(numbered & ~is_backward & (module != NONE))
+    forward = forward[np.argsort(trace.start[forward], kind="stable")]
+    # the last operator with a number made the node of the graph; those before it only saw the counter
+    by_number = dict(zip(trace.sequence[forward].tolist(), module[forward].tolist(), strict=True))
+    for event in np.flatnonzero(numbered & is_backward & (module == NONE)).tolist():
+        module[event] = by_number.get(int(trace.sequence[event]), NONE)

@@ -1,0 +1,147 @@
+"""A large JSON object read piece by piece: one of its arrays is given element by element, and never held as a whole.
+
+Traces are objects of some small values and one array, `traceEvents`, which may hold millions of events. Keys may stand
+before and behind it.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from typing import Any, BinaryIO
+
+from scaleray.errors import TraceError
+
+PIECE_BYTES = 1 << 20
+MOST_OF_ONE_VALUE = 32 << 20
+"""Characters of one value beyond which it is taken for broken: one event has some hundred."""
+LONGEST_WORD = len("false")
+AGAIN = "trace the run again, or copy the file again: scaleray profile -c FILE --trace"
+
+_BETWEEN = re.compile(r"[\s,]*")
+# Decimal: microseconds since 1970 with three digits behind the point do not fit into a float
+_DECODER = json.JSONDecoder(strict=False, parse_float=Decimal)
+
+
+def read_object(file: BinaryIO, name: str, array: str, each: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Every value of the object in `file` but the array of the name `array`, whose elements go to `each` in turn.
+
+    name: the file, for messages. Raises TraceError for what is no JSON object, and for one that is cut off.
+    """
+    text = _Text(file, name)
+    if text.next() != "{":
+        raise TraceError(name, "no JSON object", "a trace begins with {", "give a file that torch.profiler wrote")
+    text.skip(1)
+    values: dict[str, Any] = {}
+    while text.next() != "}":
+        key = text.value()
+        if text.next() != ":":
+            raise text.broken("no : behind a key")
+        text.skip(1)
+        if key == array and text.next() == "[":
+            text.skip(1)
+            text.elements(each)
+        else:
+            values[key] = text.value()
+    return values
+
+
+class _Text:
+    """Characters of a file that are not yet decoded, with a place in them."""
+
+    def __init__(self, file: BinaryIO, name: str) -> None:
+        self.file, self.name = file, name
+        self.decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self.text, self.at = "", 0
+        self.is_whole = False
+        self.num_elements = 0
+
+    def next(self) -> str:
+        """The next character that is neither space nor comma."""
+        while True:
+            self.at = _BETWEEN.match(self.text, self.at).end()  # type: ignore[union-attr]
+            if self.at < len(self.text):
+                return self.text[self.at]
+            if not self._more():
+                raise self._cut_off()
+
+    def skip(self, characters: int) -> None:
+        self.at += characters
+
+    def value(self) -> Any:
+        """The JSON value that begins at the next character."""
+        self.next()
+        while True:
+            try:
+                value, end = _DECODER.raw_decode(self.text, self.at)
+            except json.JSONDecodeError as exc:
+                self._more_or_raise(exc)
+                continue
+            if end == len(self.text) and self._more():  # a number may go on
+                continue
+            self.at = end
+            return value
+
+    def elements(self, each: Callable[[dict[str, Any]], None]) -> None:
+        """Give all elements of an array to `each`, up to and with its end."""
+        decode, between = _DECODER.raw_decode, _BETWEEN.match
+        while True:
+            for element in self._decoded(decode, between):
+                each(element)
+            if self.next() == "]":
+                self.skip(1)
+                return
+            each(self.value())
+            self.num_elements += 1
+
+    def _decoded(self, decode: Callable[..., Any], between: Callable[..., Any]) -> Iterator[dict[str, Any]]:
+        """Elements that stand as a whole in what was read."""
+        text, at = self.text, self.at
+        try:
+            while True:
+                at = between(text, at).end()
+                element, at = decode(text, at)
+                yield element
+                self.at = at
+                self.num_elements += 1
+        except json.JSONDecodeError:  # the end of the piece, or of the array
+            return
+
+    def _more(self) -> bool:
+        """Read one piece more, if there is one."""
+        if self.is_whole:
+            return False
+        try:
+            piece = self.file.read(PIECE_BYTES)
+        except (EOFError, zlib.error) as exc:  # gzip says so of a file without its end
+            self.is_whole = True
+            raise self._cut_off() from exc
+        except OSError as exc:  # gzip's BadGzipFile
+            raise TraceError(self.name, "unreadable", f"a trace is JSON or gzip: {exc}", AGAIN) from exc
+        self.is_whole = not piece
+        self.text, self.at = self.text[self.at :] + self.decode(piece, final=self.is_whole), 0
+        return not self.is_whole
+
+    def _more_or_raise(self, exc: json.JSONDecodeError) -> None:
+        if len(self.text) - self.at > MOST_OF_ONE_VALUE:
+            raise self.broken(exc.msg) from exc
+        left = len(self.text) - exc.pos
+        if not self._more():
+            is_cut = left <= LONGEST_WORD or "string" in exc.msg  # the decoder stopped at the end, or in an open string
+            raise (self._cut_off() if is_cut else self.broken(exc.msg)) from exc
+
+    def _cut_off(self) -> TraceError:
+        return TraceError(
+            self.name,
+            f"cut off behind event {self.num_elements}",
+            "a whole trace ends with its closing brackets",
+            AGAIN,
+        )
+
+    def broken(self, why: str) -> TraceError:
+        """The error of a file that is not JSON."""
+        return TraceError(self.name, f"not JSON behind event {self.num_elements} ({why})", "a trace is JSON", AGAIN)

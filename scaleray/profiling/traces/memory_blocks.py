@@ -1,0 +1,157 @@
+"""A snapshot of a device's memory: what its blocks are for, and what of it is held without being used.
+
+Two forms are read: scaleray's own JSON, and the pickles of `torch.cuda.memory._dump_snapshot`, of which containers,
+numbers and text alone are taken, so that opening one runs no code.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, NoReturn
+
+from scaleray.errors import TraceError
+
+FORMAT = "scaleray memory snapshot 1"
+CATEGORIES = ("parameters", "gradients", "optimizer state", "activations and others")
+PICKLE_START = b"\x80"
+IN_USE = ("active_allocated", "active_awaiting_free", "active_pending_free")
+_ADVICE = "take it anew: scaleray profile -c FILE --memory"
+_BY_FRAMES = {  # of a pickle, which knows no addresses of parameters: by what was running, innermost first
+    "/optim/": CATEGORIES[2],
+    "_engine_run_backward": CATEGORIES[1],
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of the allocator. category: empty where nobody uses it."""
+
+    size: int
+    requested: int
+    is_used: bool
+    category: str
+    where: str
+    """The innermost frame of Python that asked for it, where it was noted."""
+
+
+@dataclass(frozen=True)
+class MemorySnapshot:
+    """All blocks of a device at one moment, by segment, and what they sum to, in bytes."""
+
+    file: str
+    rank: int | None
+    segments: list[list[Block]] = field(repr=False)
+    is_expandable: bool
+    """Whether segments grow: stranded bytes mean little there."""
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [block for segment in self.segments for block in segment]
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(block.size for block in self.blocks)
+
+    @property
+    def active_bytes(self) -> int:
+        return sum(block.size for block in self.blocks if block.is_used)
+
+    @property
+    def rounding_bytes(self) -> int:
+        """What blocks in use have beyond what was asked for."""
+        return sum(block.size - block.requested for block in self.blocks if block.is_used)
+
+    @property
+    def cached_bytes(self) -> int:
+        """What is kept for the next request."""
+        return self.reserved_bytes - self.active_bytes
+
+    @property
+    def stranded_bytes(self) -> int:
+        """Of what is kept, the parts of segments that are in use elsewhere: they cannot be given back."""
+        partly_used = (segment for segment in self.segments if any(block.is_used for block in segment))
+        return sum(block.size for segment in partly_used for block in segment if not block.is_used)
+
+    @property
+    def largest_hole_bytes(self) -> int:
+        """The largest block that nobody uses."""
+        return max((block.size for block in self.blocks if not block.is_used), default=0)
+
+    @property
+    def fragmentation(self) -> float | None:
+        """1 less the largest hole's share of all that is unused: 0 where it is in one piece; None where nothing is."""
+        return 1 - self.largest_hole_bytes / self.cached_bytes if self.cached_bytes else None
+
+    def by_category(self) -> dict[str, int]:
+        """Bytes of the blocks in use by what they are for, the largest first."""
+        sums = dict.fromkeys(CATEGORIES, 0)
+        for block in self.blocks:
+            if block.is_used:
+                sums[block.category] += block.size
+        return dict(sorted(((name, size) for name, size in sums.items() if size), key=lambda item: -item[1]))
+
+
+def read_snapshot(file: BinaryIO, name: str) -> MemorySnapshot:
+    """The snapshot in an open file, unpacked. Raises TraceError for what is none."""
+    content = file.read()
+    try:
+        values = _unpickled(content, name) if content.startswith(PICKLE_START) else json.loads(content)
+        segments = values["segments"]
+        blocks = [[_block(block) for block in segment["blocks"]] for segment in segments]
+    except TraceError:
+        raise
+    except Exception as exc:
+        raise TraceError(
+            name,
+            f"no whole memory snapshot ({type(exc).__name__}: {exc})",
+            "it has segments with blocks, as torch.cuda.memory._dump_snapshot and scaleray write them",
+            _ADVICE,
+        ) from exc
+    if not any(blocks):
+        raise TraceError(name, "a snapshot without blocks", "a device that was used has some", _ADVICE)
+    is_expandable = any(segment.get("is_expandable") for segment in segments)
+    return MemorySnapshot(name, values.get("rank"), blocks, is_expandable)
+
+
+class _Containers(pickle.Unpickler):
+    """Reads containers, numbers and text; whatever would import something is refused, as that can run code."""
+
+    def __init__(self, file: BinaryIO, name: str) -> None:
+        super().__init__(file)
+        self.name = name
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise TraceError(
+            self.name,
+            f"a pickle that imports {module}.{name}",
+            "a memory snapshot holds containers, numbers and text alone; this one could run any code",
+            "do not open it with anything else either, unless you know where it is from",
+        )
+
+    def persistent_load(self, pid: object) -> NoReturn:
+        raise TraceError(self.name, "a pickle that refers to others", "a memory snapshot stands alone", _ADVICE)
+
+
+def _unpickled(content: bytes, name: str) -> Mapping[str, Any]:
+    found = _Containers(io.BytesIO(content), name).load()
+    if not isinstance(found, dict):
+        raise TypeError(f"{type(found).__name__} instead of dict")
+    return found
+
+
+def _block(block: Mapping[str, Any]) -> Block:
+    is_used = block["state"] in IN_USE
+    frames = [frame if isinstance(frame, str) else _in_words(frame) for frame in block.get("frames") or ()]
+    category = block.get("category") or next(
+        (name for part, name in _BY_FRAMES.items() if any(part in frame for frame in frames)), CATEGORIES[3]
+    )
+    requested = int(block.get("requested_size", block["size"]))
+    return Block(int(block["size"]), requested, is_used, category if is_used else "", frames[0] if frames else "")
+
+
+def _in_words(frame: Mapping[str, Any]) -> str:
+    return f"{frame.get('filename', '')}:{frame.get('line', '')} {frame.get('name', '')}"

@@ -1,0 +1,118 @@
+"""Traces of several ranks as one, on one clock, with arrows between the parts of each collective.
+
+The result is the JSON that Perfetto and chrome://tracing open. Processes get numbers of their own, as two ranks may
+have the same, and names that begin with the rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, BinaryIO
+
+from scaleray.profiling.traces.clocks import Clocks
+from scaleray.profiling.traces.json_stream import read_object
+from scaleray.profiling.traces.meetings import Meeting
+from scaleray.profiling.traces.trace import Trace
+
+PROCESSES_PER_RANK = 1_000
+_ARROWS_PER_RANK = 1_000_000_000
+
+
+def merge(
+    ranks: Mapping[int, tuple[Trace, BinaryIO]],
+    clocks: Clocks,
+    meetings: Sequence[Meeting],
+    write: Callable[[str], object],
+) -> None:
+    """Write the traces of all ranks as one. The files are those that the traces were read from, at their beginning."""
+    first = min(int(trace.start.min()) - clocks.ahead_ns.get(rank, 0) for rank, (trace, _) in ranks.items())
+    head = {
+        "schemaVersion": 1,
+        "baseTimeNanoseconds": first,
+        "displayTimeUnit": "ms",
+        "scaleray": {
+            "ranks": sorted(ranks),
+            "clock_ahead_ns": {str(rank): ahead for rank, ahead in clocks.ahead_ns.items()},
+            "clock_within_ns": {str(rank): within for rank, within in clocks.within_ns.items()},
+            "clocks_from": clocks.found_from,
+        },
+    }
+    write(json.dumps(head)[:-1] + ', "traceEvents": [\n')
+    sink = _Sink(write)
+    for place, (rank, (trace, file)) in enumerate(sorted(ranks.items())):
+        mover = _Mover(rank, place, trace.base_ns - clocks.ahead_ns.get(rank, 0) - first, sink)
+        read_object(file, trace.file, "traceEvents", mover.move)
+        mover.arrows_of(trace, meetings)
+    write("\n]}\n")
+
+
+class _Sink:
+    def __init__(self, write: Callable[[str], object]) -> None:
+        self.write, self.separator = write, ""
+
+    def put(self, event: Mapping[str, Any]) -> None:
+        """Write one event."""
+        self.write(self.separator + json.dumps(event, default=float))
+        self.separator = ",\n"
+
+
+class _Mover:
+    """Puts one rank's events onto the common time line."""
+
+    def __init__(self, rank: int, place: int, shift_ns: int, sink: _Sink) -> None:
+        self.rank, self.place, self.shift_ns, self.sink = rank, place, shift_ns, sink
+        self.processes: dict[Any, int] = {}
+        self.seen: dict[tuple[Any, Any], None] = {}
+
+    def move(self, event: dict[str, Any]) -> None:
+        """Write an event of this rank at its place."""
+        if "ph" not in event or event.get("cat") == "Trace" or event["ph"] == "i":
+            return
+        process = event.get("pid", 0)
+        thread = event.get("tid", 0)
+        event["pid"] = self._process(process)
+        event["tid"] = thread if isinstance(thread, int) else 0
+        event["ts"] = self._moved(int(event.get("ts", 0) * 1000))
+        if "id" in event:
+            event["id"] = (self.place + 1) * _ARROWS_PER_RANK + int(event["id"])
+        if event["ph"] == "M" and event.get("name") in ("process_name", "process_sort_index"):
+            self._name(event, process)
+        if event["ph"] == "X" and event.get("cat") is not None:
+            self.seen.setdefault((process, thread), None)
+        self.sink.put(event)
+
+    def arrows_of(self, trace: Trace, meetings: Sequence[Meeting]) -> None:
+        """Write this rank's ends of the arrows that join the parts of each collective, from its first rank on."""
+        threads = list(self.seen)
+        for number, meeting in enumerate(meetings):
+            part = meeting.parts.get(self.rank)
+            if part is None:
+                continue
+            process, thread = threads[trace.thread[part.event]]
+            is_first = self.rank == min(meeting.parts)
+            arrow = {
+                "ph": "s" if is_first else "f",
+                "id": number,
+                "cat": "collective",
+                "name": meeting.operation,
+                "pid": self._process(process),
+                "tid": thread if isinstance(thread, int) else 0,
+                "ts": self._moved(part.start_ns - trace.base_ns),
+            }
+            self.sink.put(arrow if is_first else {**arrow, "bp": "e"})
+
+    def _process(self, process: Any) -> int:
+        return self.place * PROCESSES_PER_RANK + self.processes.setdefault(process, len(self.processes))
+
+    def _moved(self, since_base_ns: int) -> float:
+        return (since_base_ns + self.shift_ns) / 1000
+
+    def _name(self, event: dict[str, Any], process: Any) -> None:
+        if event["name"] == "process_name":
+            what = "GPU" if isinstance(process, int) and process < PROCESSES_PER_RANK else "host"
+            name = (event.get("args") or {}).get("name", "")
+            of_device = f" {process}" if what == "GPU" else ""
+            event["args"] = {"name": f"rank {self.rank}: {what}{of_device} {name}".strip()}
+        else:
+            event["args"] = {"sort_index": event["pid"]}

@@ -1,0 +1,150 @@
+"""How the time of the traced steps of one rank is divided; the parts sum to the steps.
+
+On an accelerator, at each moment the first of these that is under way counts: computing, communicating, copying. What
+is left is idle: the host's doing where the kernel that ends the pause was launched only after the pause began (the rule
+of Holistic Trace Analysis, there per stream, here over all streams), other reasons elsewhere. On the CPU operators on
+any thread compute, and time without operator and collective belongs to Python and to waiting for input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from scaleray.errors import TraceError
+from scaleray.profiling.traces.intervals import EMPTY, Intervals, either, length, union, without
+from scaleray.profiling.traces.kinds import Kind, kinds_of
+from scaleray.profiling.traces.launches import launch_starts
+from scaleray.profiling.traces.trace import ANNOTATION, CPU_OP, STEP, Trace
+
+CLOSES_WITHIN = 0.01
+"""Share of the steps by which the sum of the parts may differ from them."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The marked steps of a trace, in order."""
+
+    numbers: tuple[int, ...]
+    start_ns: int
+    end_ns: int
+    """End of the last step, or of the last kernel that the steps launched, if that is later."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Nanoseconds of each part of the traced steps of one rank, over all of them. None: not to be told apart here."""
+
+    num_steps: int
+    total_ns: int
+    compute_ns: int
+    exposed_communication_ns: int
+    copy_ns: int | None
+    host_idle_ns: int
+    other_idle_ns: int | None
+    communication_ns: int
+    """All communication, of which some runs while the rank computes."""
+
+    @property
+    def overlap(self) -> float | None:
+        """Share of the communication behind which the rank computes; None without communication."""
+        return 1 - self.exposed_communication_ns / self.communication_ns if self.communication_ns else None
+
+    @property
+    def parts(self) -> dict[str, int | None]:
+        """Each part by its name."""
+        return {
+            "compute": self.compute_ns,
+            "exposed communication": self.exposed_communication_ns,
+            "copies": self.copy_ns,
+            "host idle": self.host_idle_ns,
+            "other idle": self.other_idle_ns,
+        }
+
+    @property
+    def closes_within(self) -> float:
+        """Difference between the steps and the sum of their parts, as a share of the steps."""
+        return abs(self.total_ns - sum(part or 0 for part in self.parts.values())) / self.total_ns
+
+
+def marked_steps(trace: Trace) -> Steps:
+    """The steps that torch.profiler has marked. Raises TraceError where there are none, and where they do not follow
+    on each other."""
+    is_mark = np.array([name.startswith(STEP) for name in trace.names])[trace.name]
+    marks = np.flatnonzero(is_mark & trace.is_category(ANNOTATION, CPU_OP))
+    if not len(marks):
+        raise TraceError(
+            trace.file,
+            "a trace without step marks",
+            "its steps are told by events of the name ProfilerStep#N",
+            "call `step()` of torch.profiler after each step, or trace with: scaleray profile -c FILE --trace",
+        )
+    marks = marks[np.argsort(trace.start[marks])]
+    start, end = trace.start[marks], trace.end[marks]
+    span, marked = int(end.max() - start[0]), length(union(start, end))
+    overlapping = int((end - start).sum()) - marked
+    if span - marked > CLOSES_WITHIN * span or overlapping > CLOSES_WITHIN * span:
+        what = "overlap" if overlapping > span - marked else "leave gaps"
+        share = max(overlapping, span - marked) / span
+        raise TraceError(
+            trace.file,
+            f"a trace whose step marks {what}, by {100 * share:.0f} % of their time",
+            f"steps follow on each other within {100 * CLOSES_WITHIN:.0f} %",
+            "give one rank's trace of steps in a row; a folder of traces where there are several",
+        )
+    numbers = tuple(int(trace.name_of(mark)[len(STEP) :].split()[0]) for mark in marks.tolist())
+    return Steps(numbers, int(start[0]), max(int(end.max()), _last_launched(trace, int(start[0]), int(end.max()))))
+
+
+def partition_of(trace: Trace, steps: Steps) -> Partition:
+    """Divide the traced steps of one rank. Raises TraceError where the parts do not sum to the steps."""
+    kinds = kinds_of(trace)
+    start, end = np.maximum(trace.start, steps.start_ns), np.minimum(trace.end, steps.end_ns)
+    of_kind = {kind: union(start[kinds == kind], end[kinds == kind]) for kind in Kind}
+    compute, communication = of_kind[Kind.COMPUTE], of_kind[Kind.COMMUNICATION]
+    exposed = without(communication, compute)
+    working = either(compute, communication)
+    copies = without(of_kind[Kind.COPY], working)
+    idle = without(np.array([[steps.start_ns, steps.end_ns]]), either(working, copies))
+    host = _ended_late(trace, idle) if trace.is_on_device.any() else idle
+    is_device = bool(trace.is_on_device.any())
+    partition = Partition(
+        num_steps=len(steps.numbers),
+        total_ns=steps.end_ns - steps.start_ns,
+        compute_ns=length(compute),
+        exposed_communication_ns=length(exposed),
+        copy_ns=length(copies) if is_device else None,
+        host_idle_ns=length(host),
+        other_idle_ns=length(without(idle, host)) if is_device else None,
+        communication_ns=length(communication),
+    )
+    if partition.closes_within > CLOSES_WITHIN:
+        raise TraceError(
+            trace.file,
+            f"a trace whose parts differ from its steps by {100 * partition.closes_within:.1f} %",
+            f"they close within {100 * CLOSES_WITHIN:.0f} %",
+            "this is a mistake of scaleray: keep the trace, and report it",
+        )
+    return partition
+
+
+def _last_launched(trace: Trace, start_ns: int, end_ns: int) -> int:
+    """End of the last kernel that was launched between two moments: the device may be behind the host."""
+    launched = launch_starts(trace)
+    ours = trace.is_on_device & (launched >= start_ns) & (launched < end_ns)
+    return int(trace.end[ours].max()) if ours.any() else end_ns
+
+
+def _ended_late(trace: Trace, pauses: Intervals) -> Intervals:
+    """Those pauses whose end was launched only after they had begun; the last one, which nothing ends, is one too."""
+    if not len(pauses):
+        return EMPTY
+    on_device = np.flatnonzero(trace.is_on_device)
+    order = on_device[np.argsort(trace.start[on_device], kind="stable")]
+    launched = launch_starts(trace)
+    following = np.searchsorted(trace.start[order], pauses[:, 1], side="left")
+    is_last = following == len(order)
+    ending = order[np.minimum(following, len(order) - 1)]
+    is_late = is_last | (trace.start[ending] > pauses[:, 1]) | (launched[ending] >= pauses[:, 0])
+    return pauses[is_late]

@@ -1,0 +1,84 @@
+"""What is to be traced of a training: which ranks, and how many steps at its end."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from scaleray.errors import ConfigError
+
+SLOWEST, ONE_A_NODE = "slowest", "one-a-node"
+USUAL_RANKS = f"0,{SLOWEST},{ONE_A_NODE}"
+FOLDER = "traces"
+"""Folder of a run in which its traces are."""
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """Trace the last steps but one of a training. The step after them ends the trace."""
+
+    ranks: tuple[int, ...] = (0,)
+    slowest: bool = True
+    """Trace the rank, too, that waits least for the others, as they wait for it."""
+    one_a_node: bool = True
+    operators: bool = True
+    """Whether operators and kernels are traced."""
+    memory: bool = False
+    """Whether the memory of each chosen rank's device is noted, and a snapshot of it taken."""
+    warmup: int = 3
+    """Steps in which the profiler runs and records nothing: its own start would be seen."""
+    steps: int = 2
+    path: str = ""
+    """Folder or URI that the files go to."""
+
+    def into(self, run_path: str) -> TraceRequest:
+        """The same request, with files in a run's folder."""
+        return dataclasses.replace(self, path=f"{run_path}/{FOLDER}")
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that a trace needs, with the one that ends it."""
+        return self.warmup + self.steps + 1
+
+    def first_step(self, total_steps: int) -> int:
+        """Number of the step, from 1, in which the profiler starts to warm up. Raises ConfigError for a training that
+        is too short."""
+        first = total_steps - self.num_steps + 1
+        if first < 1:
+            needs = f"tracing needs {self.num_steps}: {self.warmup} to warm up"
+            raise ConfigError("--steps", total_steps, needs, "50 is usual: --steps 50")
+        return first
+
+    def check_ranks(self, world_size: int) -> None:
+        """Raise ConfigError for a rank that the training does not have."""
+        for rank in self.ranks:
+            if rank >= world_size:
+                there = f"are 0 to {world_size - 1}" if world_size > 1 else "are 0 alone"
+                raise ConfigError(
+                    "--ranks", rank, f"the ranks of {world_size} workers {there}", f"such as --ranks {USUAL_RANKS}"
+                )
+
+    def is_fixed(self, rank: int, local_rank: int) -> bool:
+        """Whether a rank is traced whatever the others do."""
+        return rank in self.ranks or (self.one_a_node and local_rank == 0)
+
+
+def trace_request(ranks: str = USUAL_RANKS, *, operators: bool = True, memory: bool = False) -> TraceRequest:
+    """The request that a list such as `0,slowest,one-a-node` makes. Raises ConfigError for another word."""
+    numbers: set[int] = set()
+    words: set[str] = set()
+    for word in (each.strip() for each in ranks.split(",")):
+        if word in (SLOWEST, ONE_A_NODE):
+            words.add(word)
+        elif word.isascii() and word.isdigit():
+            numbers.add(int(word))
+        else:
+            raise ConfigError(
+                "--ranks",
+                ranks,
+                f"it lists numbers of ranks, {SLOWEST} and {ONE_A_NODE}, with commas between them",
+                f"such as --ranks {USUAL_RANKS}",
+            )
+    return TraceRequest(
+        tuple(sorted(numbers)), SLOWEST in words, ONE_A_NODE in words, operators=operators, memory=memory
+    )

@@ -1,0 +1,98 @@
+"""A snapshot of a device's memory, in scaleray's own JSON: every block of the allocator, and what it is for.
+
+On CUDA alone, whose allocator can tell. What a block is for is known of parameters, gradients and the optimizer's state
+by their addresses; the rest are activations and what kernels need meanwhile. Written and reviewed without a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from scaleray.profiling.traces.memory_blocks import CATEGORIES, FORMAT
+from scaleray.records.trace_request import TraceRequest
+from scaleray.training.setup.model_setup import Setup
+from scaleray.training.setup.place import Place
+
+MOST_EVENTS = 200_000
+"""Allocations that the device's history keeps, newest last."""
+MOST_FRAMES = 4
+"""Frames of Python that a block keeps, innermost first."""
+
+
+class MemoryHistory:
+    """The history of one device's memory over the traced steps, and the snapshot at their end."""
+
+    def __init__(self, request: TraceRequest, place: Place) -> None:
+        self.request, self.place = request, place
+        self.is_on = False
+
+    def start(self) -> None:
+        """Note from now on where each block was allocated. Nothing on the CPU, whose allocator does not tell."""
+        if self.place.device.type == "cuda":
+            # python alone: frames of C++ take minutes
+            torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS, stacks="python")
+            self.is_on = True
+
+    def taken(self, setup: Setup) -> bytes | None:
+        """The snapshot as JSON; None on the CPU. The history ends with it."""
+        if not self.is_on:
+            return None
+        snapshot = torch.cuda.memory._snapshot(self.place.device)
+        self.stop()
+        return as_json(snapshot, addresses_of(setup), rank=self.place.rank)
+
+    def stop(self) -> None:
+        """End the history."""
+        if self.is_on:
+            torch.cuda.memory._record_memory_history(enabled=None)
+            self.is_on = False
+
+
+def as_json(snapshot: dict[str, Any], addresses: dict[int, str], *, rank: int) -> bytes:
+    """A snapshot of torch's allocator as JSON. addresses: what is known of what stands where."""
+    segments = [
+        {
+            "total_size": segment["total_size"],
+            "segment_type": segment.get("segment_type", ""),
+            "is_expandable": bool(segment.get("is_expandable", False)),
+            "blocks": [_block(block, addresses) for block in segment["blocks"]],
+        }
+        for segment in snapshot["segments"]
+    ]
+    return json.dumps({"format": FORMAT, "rank": rank, "segments": segments}).encode()
+
+
+def addresses_of(setup: Setup) -> dict[int, str]:
+    """Address of the storage of every parameter, gradient and part of the optimizer's state, with its category."""
+    parameters, gradients, states = CATEGORIES[:3]
+    found: dict[int, str] = {}
+    for parameter in setup.parallel.module.parameters():
+        for tensor, category in ((parameter, parameters), (parameter.grad, gradients)):
+            for local in _local(tensor):
+                found[local.untyped_storage().data_ptr()] = category
+    for state in setup.optimizer.state.values():
+        for value in state.values() if isinstance(state, dict) else ():
+            for local in _local(value):
+                found.setdefault(local.untyped_storage().data_ptr(), states)
+    return found
+
+
+def _local(value: Any) -> Iterator[torch.Tensor]:
+    """The tensor in this process, of a sharded one too."""
+    if isinstance(value, torch.Tensor):
+        yield value.to_local() if hasattr(value, "to_local") else value.detach()
+
+
+def _block(block: dict[str, Any], addresses: dict[int, str]) -> dict[str, Any]:
+    frames = [f"{frame['filename']}:{frame['line']} {frame['name']}" for frame in block.get("frames", ())]
+    return {
+        "size": block["size"],
+        "requested_size": block.get("requested_size", block["size"]),
+        "state": block["state"],
+        "category": addresses.get(block.get("address", -1), ""),
+        "frames": frames[:MOST_FRAMES],
+    }
