@@ -1,11 +1,14 @@
 """The verdict judged by planted faults: is the class, the rank and the layers right, and what removing the fault gives?
 
-    python jobs/benchmarks/verdicts.py [--seeds 10] [--sizes 0.25,0.1] [--minutes 13]
+    chrt -f 20 python jobs/benchmarks/verdicts.py [--seeds 10] [--sizes 0.25,0.1] [--minutes 13]
+    chrt -f 20 python jobs/benchmarks/verdicts.py --tc --kept FILE    # slow links of the kernel, as root
+    python jobs/benchmarks/verdicts.py --report --kept FILE FILE ...
 
 Each training runs scaleray's own loop on two gloo processes that stay up; its compute is a timed sleep
 (`scaleray.emulation`), so that two ranks fit two cores, and everything else is real. A fault is planted in one training
 at a time, and the same training without it says what removing it really gives. What is emulated is said beside each
-fault. Finished trainings are kept in a file; the command goes on where it was, and writes the report when all are there.
+fault. Ranks mostly sleep; `chrt` keeps other work on the machine from waking them late. Finished trainings are kept in a
+file; the command goes on where it was, and writes the report when all are there.
 """
 
 from __future__ import annotations
@@ -15,8 +18,11 @@ import contextlib
 import dataclasses
 import gc
 import json
+import os
 import random
+import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -56,14 +62,14 @@ from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing
 
-WIDTH, BATCH, STEPS, EVERY = 32, 8, 60, 5
-LAYER_PARAMETERS = 2**14
+WIDTH, BATCH, STEPS, EVERY = 32, 8, 36, 5
+LAYER_PARAMETERS = 2**12
 ROW_BYTES = 4 * WIDTH + 8
+CHECKPOINT_S = 0.03
+"""What a checkpoint takes without a fault, about."""
 STRATEGIES = ("ddp", "fsdp", "zero1")
-FORWARD_S = 0.012
+FORWARD_S = 0.02
 """Of the whole model; a backward pass takes twice as long."""
-STEP_S = 0.042
-"""A healthy step, about; sizes of faults are shares of it. What each really costs is measured."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +107,9 @@ FAULTS = (
         Limit.COMMUNICATION,
         "emulated: each collective of the step ends that much later on all ranks",
     ),
+    Fault(
+        "slow link, tc", Limit.COMMUNICATION, "real: the kernel's token bucket (`tc tbf`) on the link between the ranks"
+    ),
     Fault("straggler in forward", Limit.STRAGGLER, "a layer's forward pass sleeps on one rank", Phase.FORWARD),
     Fault(
         "straggler in backward",
@@ -129,6 +138,7 @@ FAULTS = (
         more=(Limit.EVALUATION,),
     ),
 )
+REAL_LINK, IN_NAMESPACE = "slow link, tc", "VERDICTS_IN_NAMESPACE"
 BY_NAME = {fault.name: fault for fault in FAULTS}
 
 
@@ -164,14 +174,14 @@ class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
     def __init__(self, count: int, row_s: float) -> None:
         self.x = np.random.default_rng(0).normal(size=(count, WIDTH)).astype(np.float32)
-        self.row_s = row_s
+        self.row_s, self.jitter = row_s, random.Random()
 
     def __len__(self) -> int:
         return len(self.x)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if self.row_s:
-            time.sleep(self.row_s)
+            time.sleep(self.row_s * self.jitter.uniform(0.5, 1.5))
         return {"x": self.x[index], "y": int(self.x[index].argmax() % 2)}
 
 
@@ -180,11 +190,14 @@ class Planted:
 
     def __init__(self, settings: dict[str, Any], rank: int) -> None:
         self.settings, self.rank = settings, rank
-        self.name, self.delay_s = settings["fault"], settings["size"] * STEP_S
+        self.name, self.delay_s = settings["fault"], settings["size"] * settings["step_s"]
         self.is_culprit = rank == settings["rank"]
+        self.evaluation_every = 2 * EVERY if self.name == "two at once" else EVERY
         self.number = 0
 
-    def sleeps(self, where: str, *, every: int = 1, on: bool = True, share: float = 1.0) -> Callable[[], None]:
+    def sleeps(
+        self, where: str, *, every: int = 1, on: bool = True, share: float = 1.0, less_s: float = 0.0
+    ) -> Callable[[], None]:
         """What sleeps in this place: only where the fault is planted there, and in steps that it hits."""
         if self.name != where or not on:
             return lambda: None
@@ -194,7 +207,7 @@ class Planted:
             nonlocal calls
             calls += 1
             if calls % every == 0:
-                time.sleep(share * every * self.delay_s)
+                time.sleep(max(0.0, share * every * self.delay_s - less_s))
 
         return sleep
 
@@ -207,24 +220,24 @@ class Planted:
             layer: nn.Module = EmulatedLayer(
                 WIDTH, timing, num_parameters=LAYER_PARAMETERS, index=index, rank=self.rank
             )
-            if index == settings["layer"]:
-                forward = "two at once" if self.name == "two at once" else "straggler in forward"
-                backward = self.sleeps("straggler in backward", on=culprit)
-                if self.name == "memory retries":
-                    backward = self.sleeps("memory retries", every=EVERY)
-                layer = Delayed(layer, self.sleeps(forward, on=culprit), backward)
+            is_hit = index == settings["layer"]
+            forward = "two at once" if self.name == "two at once" else "straggler in forward"
+            backward = self.sleeps("straggler in backward", on=culprit and is_hit)
+            if self.name == "memory retries":
+                backward = self.sleeps("memory retries", every=EVERY, on=is_hit)
+            layer = Delayed(layer, self.sleeps(forward, on=culprit and is_hit), backward)
             layers.append(layer)
         return nn.Sequential(*layers, nn.Linear(WIDTH, 2))
 
     def datasets(self) -> dict[str, Any]:
         reads_slowly = self.name == "slow reader" or (self.name == "slow decode on one rank" and self.is_culprit)
         # rows are read beside the training: the batch takes longer than the whole step by the planted share
-        row_s = (STEP_S + self.delay_s) / (BATCH // 2) if reads_slowly else 0.0
+        row_s = (self.settings["step_s"] + self.delay_s) / (BATCH // 2) if reads_slowly else 0.0
         found: dict[str, Any] = {TRAIN: Rows(4096, row_s)}
         if self.name in ("heavy evaluation", "two at once"):
             share = 0.4 if self.name == "two at once" else 1.0
             # an evaluation is that many forward passes
-            passes = max(1, round(share * EVERY * self.delay_s / FORWARD_S))
+            passes = max(1, round(share * self.evaluation_every * self.delay_s / FORWARD_S))
             found["val"] = Rows(passes * BATCH, 0.0)
         return found
 
@@ -244,7 +257,7 @@ class Waits(Callback):
 
     def __init__(self, planted: Planted) -> None:
         self.after_step = [planted.sleeps(name) for name in ("python overhead", "device synchronisation")]
-        self.saving = planted.sleeps("synchronous checkpoint", share=EVERY)
+        self.saving = planted.sleeps("synchronous checkpoint", share=EVERY, less_s=CHECKPOINT_S)
 
     def on_step(self, run: Any) -> None:
         for sleep in self.after_step:
@@ -276,7 +289,7 @@ def training(place: Place, settings: dict[str, Any]) -> dict[str, Any]:
         "seed": settings["seed"],
     }
     if planted.name in ("heavy evaluation", "two at once"):
-        flags["evaluation.every"] = f"{EVERY} steps"
+        flags["evaluation.every"] = f"{planted.evaluation_every} steps"
     if planted.name == "synchronous checkpoint":
         flags |= {"checkpoint.every": f"{EVERY} steps", "checkpoint.is_asynchronous": False}
     config = load_config(flags=flags, environ={})
@@ -342,29 +355,79 @@ def planted_around(planted: Planted, place: Place) -> Iterator[None]:
 
 # which trainings there are
 
-WARM_UP = {"seed": 99, "layers": 6, "layer": 0, "rank": 0, "strategy": "ddp", "fault": "healthy", "size": 0.0}
+WARM_UP = {
+    "seed": 99,
+    "layers": 6,
+    "layer": 0,
+    "rank": 0,
+    "strategy": "ddp",
+    "fault": "healthy",
+    "size": 0.0,
+    "step_s": 0.0,
+}
 """Settings of the first training of a process, which is slower than all others."""
 
 
-def cases(strategies: Sequence[str], sizes: Sequence[float], seeds: int) -> list[dict[str, Any]]:
+def cases(strategies: Sequence[str], sizes: Sequence[float], seeds: Sequence[int]) -> list[dict[str, Any]]:
     """Settings of every training: each seed draws a model, a culprit and a layer of its own. The healthy ones first."""
     found = []
-    for seed in range(seeds):
+    for seed in seeds:
         draw = random.Random(seed)
         layers = draw.randint(5, 8)
         shared = {"seed": seed, "layers": layers, "layer": draw.randrange(layers), "rank": draw.randrange(2)}
         for strategy in strategies:
             found.append({**shared, "strategy": strategy, "fault": "healthy", "size": 0.0})
             for fault in FAULTS[1:]:
-                if fault.name == "slow link, emulated" and strategy == "fsdp":
+                if fault.name == REAL_LINK or (fault.name == "slow link, emulated" and strategy == "fsdp"):
                     continue  # what is emulated is DDP's; `--tc` has a real one for all
                 found += [{**shared, "strategy": strategy, "fault": fault.name, "size": size} for size in sizes]
     return found
 
 
+def real_link_cases(strategies: Sequence[str], sizes: Sequence[float], seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """The same trainings healthy and over a slow link of the kernel, in a namespace of their own."""
+    healthy = [one for one in cases(strategies, [], seeds) if one["fault"] == "healthy"]
+    return [
+        {**one, "fault": fault, "size": size, "in_namespace": True}
+        for one in healthy
+        for fault, size in [("healthy", 0.0), *((REAL_LINK, size) for size in sizes)]
+    ]
+
+
+@contextlib.contextmanager
+def slow_link(settings: dict[str, Any]) -> Iterator[None]:
+    """The loopback of this namespace with the bandwidth that costs a step the planted share, about."""
+    if settings["fault"] != REAL_LINK:
+        yield
+        return
+    num_bytes = settings["layers"] * LAYER_PARAMETERS * 4
+    delay_s, hidden_s = settings["size"] * settings["step_s"], 2 * FORWARD_S * (1 - 1 / settings["layers"])
+    # both ranks send over it: an all-reduce twice the gradients, behind a backward pass; FSDP and ZeRO-1 what is seen
+    seconds = {"ddp": (hidden_s + delay_s) / 2, "zero1": delay_s, "fsdp": delay_s / 3}[settings["strategy"]]
+    limit = f"rate {8 * num_bytes / seconds:.0f}bit burst 2000 limit 4mb"
+    subprocess.run(["tc", "qdisc", "add", "dev", "lo", "root", "tbf", *limit.split()], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["tc", "qdisc", "del", "dev", "lo", "root"], check=True)
+
+
+def enter_namespace() -> None:
+    """Run this command again in a network of its own, whose loopback sends packets as long as an Ethernet's."""
+    if os.environ.get(IN_NAMESPACE) is None:
+        os.execvpe("unshare", ["unshare", "--net", sys.executable, *sys.argv], {**os.environ, IN_NAMESPACE: "1"})
+    subprocess.run(["ip", "link", "set", "lo", "up", "mtu", "1500"], check=True)
+
+
 def key_of(settings: dict[str, Any]) -> str:
     """Name of a training."""
-    return "{strategy}/{fault}/{size}/{seed}".format(**settings)
+    name = "{strategy}/{fault}/{size}/{seed}".format(**settings)
+    return f"{name} in a namespace" if settings.get("in_namespace") else name
+
+
+def healthy_key(settings: dict[str, Any]) -> str:
+    """Name of the same training without a fault."""
+    return key_of({**settings, "fault": "healthy", "size": 0.0})
 
 
 def with_retries(profile: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
@@ -395,7 +458,7 @@ def row_of(result: dict[str, Any], healthy_s: dict[str, float]) -> dict[str, Any
     settings, fault = result["settings"], BY_NAME[result["settings"]["fault"]]
     verdict = verdict_on(result)
     step_s = step_time(result)
-    base_s = healthy_s["{strategy}/{seed}".format(**settings)]
+    base_s = healthy_s[healthy_key(settings)]
     one = verdict.primary
     row = {
         **settings,
@@ -413,12 +476,16 @@ def row_of(result: dict[str, Any], healthy_s: dict[str, float]) -> dict[str, Any
     if fault.limit is Limit.STRAGGLER:
         row["rank_right"] = one.ranks == (settings["rank"],)
     if fault.has_bucket:
-        # buckets are counted from the last layer, and the layer behind all others (Linear) shares the first one's
-        expected = settings["layers"] - 1 - settings["layer"]
-        row["bucket_off"] = None if one.bucket is None else abs(one.bucket - expected)
+        row["bucket_off"] = layers_off(one.layers, settings["layer"])
     if fault.more:
         row["second_right"] = bool(set(fault.more) & {other.limit for other in verdict.others})
     return row
+
+
+def layers_off(named: str, planted: int) -> int | None:
+    """How many layers, of which each has a bucket, the named ones (`2-3`) are away from the planted one."""
+    numbers = [int(number) for number in re.findall(r"\d+", named)]
+    return max(0, min(numbers) - planted, planted - max(numbers)) if numbers else None
 
 
 def gain_of(verdict: Verdict, fault: Fault) -> float | None:
@@ -437,11 +504,11 @@ def step_time(result: dict[str, Any]) -> float:
 def describe(results: Sequence[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
     """The tables, and a row for each training."""
     healthy_s = {
-        "{strategy}/{seed}".format(**result["settings"]): step_time(result)
+        healthy_key(result["settings"]): step_time(result)
         for result in results
         if result["settings"]["fault"] == "healthy"
     }
-    rows = [row_of(r, healthy_s) for r in results if "{strategy}/{seed}".format(**r["settings"]) in healthy_s]
+    rows = [row_of(r, healthy_s) for r in results if healthy_key(r["settings"]) in healthy_s]
     texts = [_summary(rows), _by_fault(rows), _confusion(rows)]
     planted = [[fault.name, str(fault.limit), fault.planted] for fault in FAULTS]
     texts.append("## What is planted\n\n" + harness.table(["fault", "class", "how"], planted))
@@ -514,8 +581,9 @@ def _confusion(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def run_all(todo: Sequence[dict[str, Any]], kept: Path, minutes: float) -> bool:
-    """Train what is missing, until the time is over; whether all is there."""
-    done = {json.loads(line)["key"] for line in kept.read_text().splitlines()} if kept.exists() else set()
+    """Train what is missing, until the time is over; whether all is there. Sizes are shares of the healthy step of the
+    same seed, which comes before its faults."""
+    done = {one["key"]: one for one in map(json.loads, kept.read_text().splitlines())} if kept.exists() else {}
     left = [settings for settings in todo if key_of(settings) not in done]
     ends_at = time.monotonic() + 60 * minutes
     with gloo_processes(2, UserCode(None, {}, None, None), timeout_s=60) as processes, kept.open("a") as file:
@@ -524,7 +592,9 @@ def run_all(todo: Sequence[dict[str, Any]], kept: Path, minutes: float) -> bool:
             if time.monotonic() > ends_at:
                 harness.log(f"{len(left) - number} trainings are left")
                 return False
-            result = measured(processes, settings)
+            healthy = done.get(healthy_key(settings))
+            result = measured(processes, {**settings, "step_s": step_time(healthy) if healthy else 0.0})
+            done[key_of(settings)] = result
             file.write(json.dumps({"key": key_of(settings), **result}) + "\n")
             file.flush()
             if number % 20 == 0:
@@ -534,24 +604,32 @@ def run_all(todo: Sequence[dict[str, Any]], kept: Path, minutes: float) -> bool:
 
 def measured(processes: GlooProcesses, settings: dict[str, Any]) -> dict[str, Any]:
     """One training."""
-    return {"settings": settings, **processes.run(2, training, settings, workload=None)}
+    with slow_link(settings):
+        return {"settings": settings, **processes.run(2, training, settings, workload=None)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--sizes", default="0.25,0.1", help="planted delays, as shares of a healthy step")
+    parser.add_argument("--tc", action="store_true", help="a real slow link instead, in a network namespace; as root")
+    parser.add_argument("--report", action="store_true", help="train nothing: the report of what is kept")
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--only", default="", help="trainings whose name contains this")
     parser.add_argument("--minutes", type=float, default=13.0, help="stop after so long, and go on with the next call")
-    parser.add_argument("--kept", type=Path, default=Path(tempfile.gettempdir()) / "verdicts.jsonl")
+    parser.add_argument("--kept", type=Path, nargs="+", default=[Path(tempfile.gettempdir()) / "verdicts.jsonl"])
     parser.add_argument("--results", type=Path, default=harness.RESULTS, help="folder for the report")
     arguments = parser.parse_args()
+    if arguments.tc:
+        enter_namespace()
     sizes = [float(size) for size in arguments.sizes.split(",")]
     conditions = harness.conditions(["torch", "numpy"])
-    todo = [s for s in cases(arguments.strategies.split(","), sizes, arguments.seeds) if arguments.only in key_of(s)]
-    is_complete = run_all(todo, arguments.kept, arguments.minutes)
-    results = [json.loads(line) for line in arguments.kept.read_text().splitlines()]
+    make = real_link_cases if arguments.tc else cases
+    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+    todo = [s for s in make(arguments.strategies.split(","), sizes, seeds) if arguments.only in key_of(s)]
+    is_complete = arguments.report or run_all(todo, arguments.kept[0], arguments.minutes)
+    results = [json.loads(line) for kept in arguments.kept for line in kept.read_text().splitlines()]
     text, rows = describe(results)
     if not is_complete:
         print(text)

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import study_examples
+from made_up_steps import measured
 
 from scaleray.cli.main import run_command
+from scaleray.profiling.run_profile import run_profile
 from scaleray.records.run import RunRecord
 from scaleray.tracking.steps_file import STEP_COLUMNS
 
@@ -128,6 +130,17 @@ def test_a_slower_training_is_found_with_its_interval(tmp_path, capsys):
     assert verdict["time_ratio"]["low"] < 1.2 < verdict["time_ratio"]["high"]
     assert (verdict["verdict"], verdict["basis"]) == ("slower", "launches")
     assert "slower by" in verdict["words"] and "beyond noise" in verdict["words"]
+
+
+def test_where_a_slower_training_loses_its_time_is_said_by_its_profile(tmp_path, capsys):
+    runs = [training(tmp_path, "fast"), training(tmp_path, "slow", step_time_s=0.21, seed=1)]
+    for run, input_s in zip(runs, (0.0001, 0.02), strict=True):
+        path = Path(run, "record.json")
+        record = RunRecord.read(path)
+        profile = run_profile([measured(rank, num_steps=60, input=input_s) for rank in (0, 1)])
+        path.write_text(dataclasses.replace(record, profile=profile).to_json())
+    (verdict,) = compared(capsys, *runs)["verdicts"]
+    assert verdict["words"].endswith("; most of it is input: 19.9 ms a step more")
 
 
 def test_between_single_launches_a_slower_one_is_inconclusive_and_it_says_how_many_would_tell(tmp_path, capsys):

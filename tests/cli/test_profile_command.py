@@ -5,19 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 
-import numpy as np
 import pytest
 import study_examples
+from made_up_steps import measured
 
 import scaleray
 from scaleray.cli.main import run_command
 from scaleray.profiling.run_profile import run_profile
-from scaleray.profiling.step_rows import StepRows
 from scaleray.profiling.verdict.findings import Limit
 from scaleray.records.phases import Phase
-from scaleray.records.profile import RankMeasurements
-
-USUAL = {Phase.INPUT: 0.0001, Phase.FORWARD: 0.005, Phase.BACKWARD: 0.01, Phase.COMMUNICATION: 0.0002}
 
 
 @pytest.fixture(autouse=True)
@@ -25,16 +21,6 @@ def elsewhere(tmp_path, monkeypatch):
     """Neither this user's runs nor their MLflow."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-
-
-def measured(rank, *, num_steps, **changed):
-    """What a rank has measured of steps that are all alike. changed: seconds of phases by name."""
-    parts = {**USUAL, **{Phase(name): seconds for name, seconds in changed.items()}}
-    table = StepRows(("step", *parts))
-    table.add(np.array([[sum(parts.values()), *parts.values()]] * num_steps))
-    return RankMeasurements(
-        rank, "here", "cpu", 2, num_steps, table.columns, 1, table.rows, table.totals, table.series, 1, 0.0, 0.0
-    )
 
 
 def saved(folder, *ranks, **more):

@@ -67,7 +67,7 @@ def judge(signals: Signals, facts: Facts) -> Verdict:
     found.sort(key=lambda one: -(one.share or 0.0))
     shares = {str(limit): float(saved.sum() / costs.times.sum()) for limit, saved in costs.saved.items()}
     shares = {limit: share for limit, share in shares.items() if share > 0}
-    shares[Limit.COMPUTE] = max(0.0, 1 - sum(shares.values()))
+    shares[str(Limit.COMPUTE)] = max(0.0, 1 - sum(shares.values()))
     primary = found[0] if found and found[0].share is not None else _computing(shares, found)
     verdict = Verdict(
         primary,

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from scaleray.profiling.verdict.findings import Finding, Limit, Verdict
 from scaleray.profiling.verdict.judge import judge
-from scaleray.profiling.verdict.signals import OWN, Facts, Signals
+from scaleray.profiling.verdict.signals import OWN, Facts, LateAt, Signals
 from scaleray.records.json_record import leaves
 from scaleray.records.phases import Phase
 from scaleray.records.profile import CollectiveRow, RankProfile, RunProfile, Spread
@@ -62,15 +62,13 @@ def signals_of(profile: RunProfile, *, without_last: int = 0) -> Signals:
             parts[part] = np.broadcast_to(parts[part].mean(axis=1, keepdims=True), parts[part].shape).copy()
     waited = [part for part in (Phase.COMMUNICATION, Phase.STRAGGLER) if any(part in one.phases for one in ranks)]
     waits = sum(_rows([one.phases.get(part) for one in ranks], count, first) for part in waited) if waited else None
-    lateness, layers = _buckets(ranks, count, first)
     stranded, reserved = _memory_shares(ranks)
     return Signals(
         parts,
         waits if isinstance(waits, np.ndarray) else None,
         unexplained=abs(profile.gap or 0.0),
         window=width,
-        bucket_lateness=lateness,
-        bucket_layers=layers,
+        late_at=_late_at(profile),
         pauses=_pauses(ranks, count, first),
         retries=_retries(ranks, count, first),
         stranded_share=stranded,
@@ -85,16 +83,10 @@ def _rows(spreads: Sequence[Spread | None], count: int, first: int) -> npt.NDArr
     return np.array(rows)[:, first:]
 
 
-def _buckets(
-    ranks: Sequence[RankProfile], count: int, first: int
-) -> tuple[npt.NDArray[np.float64] | None, tuple[str, ...]]:
-    """Lateness by bucket of each rank, (ranks, columns, buckets), and the layers of each bucket."""
-    known = [sorted(one.lateness, key=lambda bucket: bucket.bucket) for one in ranks]
-    number = min(len(one) for one in known)
-    if number == 0:
-        return None, ()
-    rows = [_rows([bucket.late_s for bucket in one[:number]], count, first) for one in known]
-    return np.array(rows).transpose(0, 2, 1), tuple(bucket.layers for bucket in known[0][:number])
+def _late_at(profile: RunProfile) -> dict[int, LateAt]:
+    """Where each straggler's gradients begin to be late; of several places of a rank, the first is the worst."""
+    known = [one for one in getattr(profile, "stragglers", []) if one.bucket is not None]
+    return {one.rank: LateAt(one.bucket, one.layers) for one in reversed(known)}
 
 
 def _pauses(ranks: Sequence[RankProfile], count: int, first: int) -> npt.NDArray[np.float64] | None:

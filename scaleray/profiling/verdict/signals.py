@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +14,14 @@ Seconds = npt.NDArray[np.float64]
 """Times, (ranks, steps)."""
 OWN: tuple[Phase, ...] = tuple(part for part in PARTS if part not in (Phase.COMMUNICATION, Phase.STRAGGLER))
 """Parts of a step in which a rank waits for no other one."""
+
+
+@dataclass(frozen=True)
+class LateAt:
+    """The first collective of a backward pass that a rank is late at: its number from 0, and the layers before it."""
+
+    bucket: int
+    layers: str
 
 
 @dataclass(frozen=True)
@@ -29,9 +37,8 @@ class Signals:
     waits: Seconds | None
     unexplained: float = 0.0
     window: int = 1
-    bucket_lateness: npt.NDArray[np.float64] | None = None
-    """Seconds by which each rank's gradient buckets were ready after the first rank's, (ranks, steps, buckets)."""
-    bucket_layers: Sequence[str] = ()
+    late_at: Mapping[int, LateAt] = field(default_factory=dict)
+    """Where the gradients of a rank begin to be late, by rank, as far as arrivals at collectives tell."""
     pauses: Seconds | None = None
     """Seconds of the garbage collector, wherever in the step they fell; None: not measured."""
     retries: Seconds | None = None

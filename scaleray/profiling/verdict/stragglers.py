@@ -1,11 +1,10 @@
-"""Which ranks the others wait for, in which phase they fall behind, and before which gradient bucket."""
+"""Which ranks the others wait for, and in which phase they fall behind."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from scaleray.profiling.verdict.replay import Replay
 from scaleray.profiling.verdict.signals import Seconds
@@ -65,20 +64,3 @@ def _of_the_others(values: Seconds) -> Seconds:
         return np.broadcast_to(np.median(values, axis=0), values.shape)
     others = [np.median(np.delete(values, rank, axis=0), axis=0) for rank in range(num_ranks)]
     return np.asarray(others)
-
-
-def born_before(lateness: npt.NDArray[np.float64], rank: int) -> int | None:
-    """Number of the bucket before which a rank falls behind in its backward passes: where its lateness grows most.
-
-    lateness: (ranks, steps, buckets). None where it does not grow over the buckets: it was late before the first.
-    Growth is right for collectives that ranks wait for in between (FSDP) as for those that they do not (DDP).
-    """
-    late = np.median(lateness[rank], axis=0)
-    growth = np.diff(late, prepend=0.0)
-    return int(growth.argmax()) if growth.size and growth.max() > 0 else None
-
-
-def falls_behind_in(lateness: npt.NDArray[np.float64], rank: int, least_s: float) -> bool:
-    """Whether the delay of a rank is born in the backward pass: its last bucket is that much later than its first."""
-    late = np.median(lateness[rank], axis=0)
-    return bool(late.size > 1 and late.max() - late[0] >= least_s)

@@ -9,7 +9,7 @@ import numpy as np
 
 from scaleray.profiling.verdict.findings import Finding, Limit, Verdict
 from scaleray.profiling.verdict.signals import Facts, Signals
-from scaleray.profiling.verdict.stragglers import Stragglers, born_before, falls_behind_in
+from scaleray.profiling.verdict.stragglers import Stragglers
 from scaleray.records.phases import PART_IN_WORDS, Phase
 from scaleray.text.units import seconds
 
@@ -60,14 +60,11 @@ def _subject(one: Finding, facts: Facts) -> str:
 
 def straggler_place(finding: Finding, stragglers: Stragglers, signals: Signals) -> Finding:
     """The finding with the ranks, the phase and, in a backward pass, the bucket and the layers."""
-    rank, phase = stragglers.ranks[0], stragglers.phase
-    bucket = None
-    late = signals.bucket_lateness
-    if late is not None and phase is Phase.BACKWARD:
-        # late at its first bucket already: at the layers of that one
-        bucket = born_before(late, rank) if falls_behind_in(late, rank, stragglers.excess_s / 2) else 0
-    layers = signals.bucket_layers[bucket] if bucket is not None and bucket < len(signals.bucket_layers) else ""
-    return dataclasses.replace(finding, ranks=stragglers.ranks, phase=phase, bucket=bucket, layers=layers)
+    finding = dataclasses.replace(finding, ranks=stragglers.ranks, phase=stragglers.phase)
+    at = signals.late_at.get(stragglers.ranks[0])
+    if stragglers.phase is Phase.BACKWARD and at is not None:
+        return dataclasses.replace(finding, bucket=at.bucket, layers=at.layers)
+    return finding
 
 
 def evidence_of(limit: Limit, signals: Signals, facts: Facts, stragglers: Stragglers | None, cause: str) -> str:

@@ -3,10 +3,13 @@ alone would do."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from scaleray.profiling.verdict.change import reason_of
+from scaleray.profiling.verdict.of_run import verdict_of_run
 from scaleray.records.study import Estimate, Point, StudyRecord
 from scaleray.records.sweep import SweepRecord, Trial
 from scaleray.reports.compare.steps import SteadySteps, steady_steps
@@ -68,7 +71,17 @@ def training_verdict(side: Side, base: Side, *, alike: Sequence[FoundRun] = ()) 
     if len({str(run.record.config.get("workload")) for _, runs in (side, base) for run in runs}) > 1:
         caveats.append("they train other workloads")
     caveats += [f"{label} changed its number of workers" for label, found in every if found.num_world_sizes > 1]
-    return _verdict(mine, theirs, what, change, caveats)
+    verdict = _verdict(mine, theirs, what, change, caveats)
+    if len(sizes) > 1 or verdict.verdict == "no difference" or not (reason := _reason(side, base)):
+        return verdict
+    return dataclasses.replace(verdict, words=f"{verdict.words}; {reason}")
+
+
+def _reason(side: Side, base: Side) -> str:
+    """Where the difference lies by the profiles of two trainings, of repeats the first ones; "" where it lies nowhere
+    in particular, or one has no profile."""
+    mine, theirs = (verdict_of_run(runs[0].record) for _, runs in (side, base))
+    return reason_of(theirs, mine)
 
 
 def study_verdicts(side: Side, base: Side, *, alike: Sequence[StudyRecord] = ()) -> list[SpeedVerdict]:

@@ -6,7 +6,9 @@ curve a part is ideal at the base's divided by the growth of the workers, on a w
 
 from __future__ import annotations
 
-from scaleray.config.strategy_traits import traits_of
+from scaleray.profiling.verdict.advice import about_contention, about_little_work, advice_on
+from scaleray.profiling.verdict.findings import Limit
+from scaleray.profiling.verdict.signals import Facts
 from scaleray.records.study import CurvePoint, Mode, Point
 
 LEAST_LOSS = 0.05
@@ -24,6 +26,16 @@ WORDS = {
     "nothing yet": "nothing limits it yet",
 }
 """Values of `Curve.limit`, each with the beginning of a sentence about it."""
+
+AS_IN_PROFILES = {
+    "communication": Limit.COMMUNICATION,
+    "input": Limit.INPUT,
+    "contention": Limit.STRAGGLER,
+    "compute": Limit.COMPUTE,
+    "computing or communication": Limit.COMMUNICATION,
+    "nothing yet": Limit.COMPUTE,
+}
+"""What a profile of such steps says: a curve knows beside it whether there is too little work or too few cores."""
 
 
 def limit_of(mode: Mode, base: Point, largest: CurvePoint) -> str:
@@ -65,42 +77,17 @@ def lost_shares(mode: Mode, base: Point, point: Point) -> dict[str, float]:
 
 
 def advice(limit: str, point: Point) -> str:
-    """What to change about a limit, with the keys of the config; "" where there is nothing to change."""
-    if limit in ("communication", "computing or communication"):
-        return _about_communication(point)
-    if limit == "input":
-        return (
-            "more cores for reading (data.reserved_cpus), larger chunks (data.chunk_mib), "
-            "or a source that is decoded already"
-        )
-    if limit == "contention":
-        if "oversubscribed" in point.marks:
-            return "measure with no more workers than cores to see how a cluster would scale"
-        return (
-            "fewer workers on a node, more cores for each (scale.cpus_per_worker), "
-            "or shares.by speed where one is always slow"
-        )
-    if limit == "compute":
-        share = max(1, point.global_batch_size // point.workers)
-        samples = "sample" if share == 1 else "samples"
-        return f"a larger global batch than {share} {samples} a worker, fewer workers, or compilation.what blocks"
-    return ""
-
-
-def _about_communication(point: Point) -> str:
-    many = point.accumulation_steps > 1
-    if point.strategy == "fsdp":
-        first = "larger micro-batches (batch.micro_size), as each gathers anew, " if many else ""
-        return f"{first}HSDP (fsdp.replicas), or fsdp.reshard_after_forward false where memory allows"
-    if point.strategy == "tensor":
-        return "a tensor.size that stays within a node, and replicas beyond it"
-    if point.strategy == "pipeline":
-        return "more micro-batches in a step, or pipeline.schedule interleaved_1f1b"
-    if traits_of(point.strategy).averages_now_and_then:
-        return "a larger local_sgd.sync_every"
-    if traits_of(point.strategy).mixes_with_neighbours:
-        return "a larger global batch, or local_sgd, which meets less often"
-    return (
-        "a larger global batch, larger buckets (strategy.bucket_size_mib), half the bytes (compression.name bf16), "
-        "or fewer meetings (local_sgd)"
+    """What to change about a limit, with the keys of the config, as a profile advises it; "" where there is nothing to
+    change."""
+    about = Facts(
+        point.workers,
+        point.strategy,
+        point.accumulation_steps,
+        point.global_batch_size,
+        is_oversubscribed="oversubscribed" in point.marks,
     )
+    if limit == "contention":
+        return about_contention(about).text
+    if limit == "compute":
+        return about_little_work(about).text
+    return advice_on(AS_IN_PROFILES[limit], about).text

@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from made_up_steps import STEP_S, facts, made_up
 
 from scaleray.cli.main import app
 from scaleray.config.loading import known_keys
@@ -12,38 +13,8 @@ from scaleray.config.strategy_traits import TRAITS
 from scaleray.profiling.verdict.advice import about_contention, about_little_work, advice_on
 from scaleray.profiling.verdict.findings import Limit
 from scaleray.profiling.verdict.judge import LEAST_SHARE, judge
-from scaleray.profiling.verdict.signals import Facts, Signals
+from scaleray.profiling.verdict.signals import LateAt
 from scaleray.records.phases import Phase
-
-USUAL = {
-    Phase.INPUT: 0.0002,
-    Phase.COPY: 0.0001,
-    Phase.FORWARD: 0.006,
-    Phase.BACKWARD: 0.011,
-    Phase.OPTIMIZER: 0.001,
-    Phase.HOST: 0.0004,
-}
-LINK_S = 0.0003
-STEP_S = sum(USUAL.values()) + LINK_S
-
-
-def made_up(seed=0, *, ranks=2, steps=40, link_s=LINK_S, more=(), **signals):
-    """Steps of ranks with noise. more: (phase, rank or None for all, seconds a step, every how manyth step)."""
-    draw = np.random.default_rng(seed)
-    parts = {phase: s * (1 + 0.03 * draw.standard_normal((ranks, steps))) for phase, s in USUAL.items()}
-    for phase, rank, seconds, every in more:
-        late = np.zeros(steps)
-        late[::every] = seconds * every
-        parts.setdefault(phase, np.zeros((ranks, steps)))
-        parts[phase][slice(None) if rank is None else rank] += late
-    own = np.sum(list(parts.values()), axis=0)
-    link = link_s * (1 + 0.1 * draw.standard_normal(steps))
-    return Signals(parts, own.max(axis=0) - own + link, **signals)
-
-
-def facts(**changes):
-    return dataclasses.replace(Facts(2, "ddp", 1, 64), **changes)
-
 
 CASES = {
     "input": (Limit.INPUT, Phase.INPUT, None, 1),
@@ -107,13 +78,12 @@ def test_of_two_faults_the_larger_is_primary_and_both_have_their_shares():
     assert found.shares["evaluation"] == pytest.approx(0.15 / 1.45, abs=0.02)
 
 
-def test_the_bucket_before_which_a_rank_falls_behind_gives_the_layers():
-    late = np.zeros((2, 40, 4))
-    late[1, :, 2:] = 0.3 * STEP_S
-    layers = ("blocks.6-7", "blocks.4-5", "blocks.2-3", "blocks.0-1")
-    signals = made_up(more=[(Phase.BACKWARD, 1, 0.3 * STEP_S, 1)], bucket_lateness=late, bucket_layers=layers)
-    found = judge(signals, facts())
+def test_the_place_where_gradients_begin_to_be_late_gives_the_layers():
+    late_at = {1: LateAt(2, "blocks.2-3")}
+    found = judge(made_up(more=[(Phase.BACKWARD, 1, 0.3 * STEP_S, 1)], late_at=late_at), facts())
     assert (found.primary.bucket, found.primary.layers) == (2, "blocks.2-3") and "blocks.2-3" in found.sentence
+    forward = judge(made_up(more=[(Phase.FORWARD, 1, 0.3 * STEP_S, 1)], late_at=late_at), facts())
+    assert forward.primary.bucket is None and "blocks" not in forward.sentence
 
 
 def test_pauses_of_the_garbage_collector_are_the_hosts_wherever_they_fall():
