@@ -84,13 +84,14 @@ class Fault:
     planted: str
     phase: Phase | None = None
     has_bucket: bool = False
+    names_rank: bool = False
     more: tuple[Limit, ...] = ()
 
 
 FAULTS = (
     Fault("healthy", Limit.COMPUTE, "nothing"),
     Fault("slow reader", Limit.INPUT, "reading the rows of a batch sleeps longer than a step takes"),
-    Fault("slow decode on one rank", Limit.STRAGGLER, "the same, on one rank", Phase.INPUT),
+    Fault("slow decode on one rank", Limit.INPUT, "the same, on one rank", names_rank=True),
     Fault("python overhead", Limit.HOST, "a callback sleeps after every step"),
     Fault(
         "device synchronisation",
@@ -473,7 +474,7 @@ def row_of(result: dict[str, Any], healthy_s: dict[str, float]) -> dict[str, Any
         "sentence": verdict.sentence,
         "others": [str(other.limit) for other in verdict.others],
     }
-    if fault.limit is Limit.STRAGGLER:
+    if fault.limit is Limit.STRAGGLER or fault.names_rank:
         row["rank_right"] = one.ranks == (settings["rank"],)
     if fault.has_bucket:
         row["bucket_off"] = layers_off(one.layers, settings["layer"])

@@ -103,12 +103,6 @@ def about_little_work(facts: Facts) -> Advice:
 
 
 def _about_stragglers(facts: Facts, phase: str | None) -> Advice:
-    if phase == Phase.INPUT:
-        return Advice(
-            "see what that rank reads and where: more cores for its node's reading (data.reserved_cpus), "
-            "or readers on any node (data.readers ray)",
-            ("data.reserved_cpus", "data.readers"),
-        )
     if phase in (Phase.HOST, Phase.OTHER):
         return Advice(
             "see what that rank alone does between its steps: scaleray profile --trace", (), ("scaleray profile",)

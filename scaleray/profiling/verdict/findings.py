@@ -57,7 +57,7 @@ class Finding:
     cause: str = ""
     """What in particular, such as `garbage collection`, where it is known."""
     ranks: tuple[int, ...] = ()
-    """Ranks of stragglers, the slowest first."""
+    """Stragglers, the slowest first, or the ranks that wait for their rows where others do not."""
     phase: str | None = None
     """Phase in which a straggler falls behind."""
     bucket: int | None = None

@@ -19,7 +19,7 @@ from scaleray.profiling.verdict.noise import HIGH, LOW, resampled_shares
 from scaleray.profiling.verdict.replay import Replay, moved_to_host, replay_of, taken_out
 from scaleray.profiling.verdict.signals import Facts, Signals
 from scaleray.profiling.verdict.stragglers import Stragglers, stragglers_of
-from scaleray.profiling.verdict.words import evidence_of, not_told, sentence_of, straggler_place
+from scaleray.profiling.verdict.words import evidence_of, not_told, sentence_of, straggler_place, waiting_ranks
 from scaleray.records.phases import Phase
 
 LEAST_STEPS = 10
@@ -150,7 +150,7 @@ def _pressure_of_unknown_cost(signals: Signals, facts: Facts) -> list[Finding]:
         Finding(
             Limit.MEMORY,
             None,
-            evidence=evidence_of(Limit.MEMORY, signals, facts, None, ""),
+            evidence=evidence_of(Limit.MEMORY, signals, None, ""),
             advice=advice_on(Limit.MEMORY, facts),
         )
     ]
@@ -177,12 +177,14 @@ def _finding(limit: Limit, costs: _Costs, signals: Signals, facts: Facts) -> Fin
     )
     if limit is Limit.STRAGGLER and costs.stragglers is not None:
         finding = straggler_place(finding, costs.stragglers, signals)
+    if limit is Limit.INPUT:
+        finding = dataclasses.replace(finding, ranks=waiting_ranks(signals))
     if limit is Limit.HOST and signals.pauses is not None:
         paused = _pause_share(signals, costs)
         finding = dataclasses.replace(
             finding, cause="garbage collection" if paused > 0.5 * (finding.share or 1) else ""
         )
-    evidence = evidence_of(limit, signals, facts, costs.stragglers, finding.cause)
+    evidence = evidence_of(limit, signals, costs.stragglers, finding.cause)
     advice = advice_on(limit, facts, phase=finding.phase, cause=finding.cause)
     return dataclasses.replace(finding, evidence=evidence, advice=advice)
 

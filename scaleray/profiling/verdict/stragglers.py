@@ -15,6 +15,10 @@ LEAST_EXCESS = 0.01
 ALIKE = 0.5
 """Share of the worst excess from which on another rank falls behind as well: one slow node has many ranks."""
 
+APART = (Phase.INPUT,)
+"""Parts in which a rank that waits longest is no straggler: rows of the others may be as late, and nobody sees it, as
+these wait for the rank and their rows come meanwhile."""
+
 
 @dataclass(frozen=True)
 class Stragglers:
@@ -32,7 +36,7 @@ def stragglers_of(replay: Replay) -> Stragglers | None:
 
     A rank's excess in a part is what it takes beyond the median of the others; it is replaced by their median.
     """
-    parts = {name: values for name, values in replay.parts.items() if values.shape[0] > 1}
+    parts = {name: values for name, values in replay.parts.items() if values.shape[0] > 1 and name not in APART}
     if not parts:
         return None
     step_s = replay.times().mean()

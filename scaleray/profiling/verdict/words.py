@@ -9,7 +9,7 @@ import numpy as np
 
 from scaleray.profiling.verdict.findings import Finding, Limit, Verdict
 from scaleray.profiling.verdict.signals import Facts, Signals
-from scaleray.profiling.verdict.stragglers import Stragglers
+from scaleray.profiling.verdict.stragglers import ALIKE, Stragglers
 from scaleray.records.phases import PART_IN_WORDS, Phase
 from scaleray.text.units import seconds
 
@@ -49,10 +49,11 @@ def sentence_of(verdict: Verdict, facts: Facts) -> str:
 
 
 def _subject(one: Finding, facts: Facts) -> str:
-    if one.limit is not Limit.STRAGGLER:
-        return IS_THE_LIMIT[one.limit] + (f" ({one.cause})" if one.cause else "")
     many = len(one.ranks) > 1
     shown = ", ".join(map(str, one.ranks[:8])) + (" and others" if len(one.ranks) > 8 else "")
+    if one.limit is not Limit.STRAGGLER:
+        whose = f" on rank{'s' if many else ''} {shown}" if one.ranks else ""
+        return IS_THE_LIMIT[one.limit] + whose + (f" ({one.cause})" if one.cause else "")
     where = f" in {PART_IN_WORDS[Phase(one.phase)]}" if one.phase else ""
     layers = f" at {one.layers}" if one.layers else ""
     return f"rank{'s' if many else ''} {shown} {'hold' if many else 'holds'} the others up{where}{layers}"
@@ -67,7 +68,14 @@ def straggler_place(finding: Finding, stragglers: Stragglers, signals: Signals) 
     return finding
 
 
-def evidence_of(limit: Limit, signals: Signals, facts: Facts, stragglers: Stragglers | None, cause: str) -> str:
+def waiting_ranks(signals: Signals) -> tuple[int, ...]:
+    """Ranks that wait for their rows, the longest first, where others hardly do; none where all wait alike."""
+    waits = signals.parts[Phase.INPUT].mean(axis=1)
+    order = [int(rank) for rank in np.argsort(-waits, kind="stable") if waits[rank] >= ALIKE * waits.max()]
+    return tuple(order) if len(order) < len(waits) else ()
+
+
+def evidence_of(limit: Limit, signals: Signals, stragglers: Stragglers | None, cause: str) -> str:
     """What a finding stands on, in a few words; "" where its share says it all."""
     if limit is Limit.COMMUNICATION:
         speed = f" at {signals.bus_bandwidth / 1e9:.3g} GB/s" if signals.bus_bandwidth else ""
@@ -84,7 +92,10 @@ def evidence_of(limit: Limit, signals: Signals, facts: Facts, stragglers: Stragg
         return f"the allocator gave its cache back in {share:.0%} of the steps{pieces}"
     if limit is Limit.INPUT:
         waits = signals.parts[Phase.INPUT].mean(axis=1)
-        return f"a rank waits {seconds(float(np.median(waits)))} a step for its rows"
+        ranks = waiting_ranks(signals)
+        who = f"rank {ranks[0]}" if ranks else "a rank"
+        others = "; whether the others' rows are as late cannot be seen, as these wait for it" if ranks else ""
+        return f"{who} waits {seconds(float(waits.max()))} a step for its rows{others}"
     return ""
 
 

@@ -18,13 +18,14 @@ from scaleray.records.phases import Phase
 
 CASES = {
     "input": (Limit.INPUT, Phase.INPUT, None, 1),
+    "input of one rank": (Limit.INPUT, Phase.INPUT, 1, 1),
     "copy": (Limit.COPY, Phase.COPY, None, 1),
     "host": (Limit.HOST, Phase.OTHER, None, 1),
     "evaluation": (Limit.EVALUATION, Phase.EVALUATION, None, 1),
     "checkpoint": (Limit.CHECKPOINT, Phase.CHECKPOINT, None, 1),
     **{
         f"straggler in {phase}": (Limit.STRAGGLER, phase, 1, 1)
-        for phase in (Phase.INPUT, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.OTHER)
+        for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.OTHER)
     },
     "straggler every second step": (Limit.STRAGGLER, Phase.FORWARD, 1, 2),
 }
@@ -38,8 +39,8 @@ def test_a_planted_fault_is_named_and_what_removing_it_gives_is_known(name, size
         found = judge(made_up(seed, more=[(phase, rank, size * STEP_S, every)]), facts())
         assert found.limit is limit, found.sentence
         assert found.primary.gain == pytest.approx(1 + size, rel=0.04)
-        if limit is Limit.STRAGGLER:
-            assert found.primary.ranks == (1,) and found.primary.phase == phase
+        assert found.primary.ranks == (() if rank is None else (rank,)), found.sentence
+        assert found.primary.phase == (phase if limit is Limit.STRAGGLER else None)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
