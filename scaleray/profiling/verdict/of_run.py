@@ -85,8 +85,8 @@ def _rows(spreads: Sequence[Spread | None], count: int, first: int) -> npt.NDArr
 
 def _late_at(profile: RunProfile) -> dict[int, LateAt]:
     """Where each straggler's gradients begin to be late; of several places of a rank, the first is the worst."""
-    known = [one for one in getattr(profile, "stragglers", []) if one.bucket is not None]
-    return {one.rank: LateAt(one.bucket, one.layers) for one in reversed(known)}
+    known = reversed(profile.stragglers)
+    return {one.rank: LateAt(one.bucket, one.layers) for one in known if one.bucket is not None}
 
 
 def _pauses(ranks: Sequence[RankProfile], count: int, first: int) -> npt.NDArray[np.float64] | None:
