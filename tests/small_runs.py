@@ -197,7 +197,7 @@ def make_job(workload: Any, flags: Mapping[str, Any] | None = None, *, world_siz
 def job_of(config: RunConfig, workload: Any) -> tuple[TrainJob, dict]:
     """The job of a workload under a config that is ready."""
     sources = load_sources(workload)
-    splits = {name: Split.of(name, source) for name, source in sources.items()}
+    splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
     recipe = derive(config, splits[TRAIN].size)
     return TrainJob(config, recipe, workload, splits, time.time()), sources
 

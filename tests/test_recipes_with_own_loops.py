@@ -1,4 +1,4 @@
-"""The GAN and the diffusion model of jobs/recipes: two workers train what one does, and both reach what is stated."""
+"""The GAN of jobs/recipes: two workers train what one does, and both reach what is stated."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from scaleray.config import load_config
 from scaleray.workload import load_workload
 
 RECIPES = Path(__file__).parent.parent / "jobs" / "recipes"
-FIGURES = {"gan": ("Gan", 0.85), "diffusion": ("Diffusion", 0.6)}
+FIGURES = {"gan": ("Gan", 0.85)}
 """Class of each recipe, and the share of digits that must be drawn as asked."""
 
 
@@ -17,8 +17,8 @@ def recipe_of(name, **changes):
     config = load_config(RECIPES / f"{name}.yaml", environ={})
     flags = {
         "batch.global_size": config.batch.global_size, "optimizer.name": "adamw",
-        "optimizer.learning_rate": config.optimizer.learning_rate, "averaging.decay": config.averaging.decay,
-        "stop.after": str(config.stop.after), "evaluation.every": str(config.evaluation.every), **changes,
+        "optimizer.learning_rate": config.optimizer.learning_rate, "stop.after": str(config.stop.after),
+        "evaluation.every": str(config.evaluation.every), **changes,
     }  # fmt: skip
     return load_workload(f"{RECIPES / name}.py:{FIGURES[name][0]}", {}), flags
 

@@ -6,12 +6,13 @@ from scaleray.data.iterable import IterableSource
 from scaleray.data.loading import as_source, load_sources
 from scaleray.data.part import Part
 from scaleray.data.ragged import Ragged
+from scaleray.data.rank_batch import RankBatch
 from scaleray.data.row_random import RowRandom
 from scaleray.data.sample_order import StepPlan
 from scaleray.data.source import TRAIN
 from scaleray.data.sources import ArraySource, DatasetSource, ParquetSource, TokenSource
 from scaleray.data.split import Split
-from scaleray.data.stream import RankBatch, StepStream
+from scaleray.data.stream import StepStream
 from scaleray.data.stream_source import StreamSource
 from scaleray.data.tar_shards import TarSource
 

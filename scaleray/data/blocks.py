@@ -75,7 +75,7 @@ class LocalBlocks(Iterator[Columns]):
             self._blocks = _copies(source, part, chunk_bytes=min(chunk_bytes, COPIED_BYTES))
             return
         # a step at a time, as training stands still while it is read
-        source = with_own_place(source)
+        source = with_own_place(source, part)
         steps = chunks(part, row_bytes=source.row_bytes, chunk_bytes=0.0 if self.is_read_alone else chunk_bytes)
         self._blocks = (read_chunk(source, part, those, is_alone=self.is_read_alone) for those in steps)
 
@@ -92,12 +92,12 @@ def _copies(source: Source, part: Part, *, chunk_bytes: float) -> Iterator[Colum
             yield source.read(indices[start : start + num_rows])
 
 
-def with_own_place(source: Source) -> Source:
-    """The source for one reader: where rows can only be iterated, nobody else moves its place."""
+def with_own_place(source: Source, part: Part) -> Source:
+    """The source for the reader of a part: where rows can only be iterated, nobody else moves its place."""
     if isinstance(source, Transformed):
         source = copy.copy(source)
-        source.source = with_own_place(source.source)
-    return source.opened() if isinstance(source, IterableSource) else source
+        source.source = with_own_place(source.source, part)
+    return source.opened(part) if isinstance(source, IterableSource) else source
 
 
 def close_blocks(blocks: Iterable[Columns]) -> None:

@@ -6,6 +6,7 @@ workload's own `collate`, or stand for it: `collate = scaleray.data.Padding(valu
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from scaleray.errors import DataError
 from scaleray.workload import call_user_code
 
 Batch = dict[str, torch.Tensor]
+_TURN = threading.RLock()  # the threads that read, and the one that trains, enter a user's code one at a time
 
 
 class Rows(list[Any]):
@@ -37,6 +39,8 @@ class Rows(list[Any]):
 
 
 def _rows_of(column: Any) -> Iterable[torch.Tensor]:
+    if isinstance(column, Ragged) and column.shapes is not None:
+        return [torch.from_numpy(row) for row in column]
     if isinstance(column, Ragged):
         return torch.split(torch.from_numpy(column.values), column.lengths.tolist())
     return torch.from_numpy(column).unbind()
@@ -46,7 +50,17 @@ def collated(collate: Callable[[Any], Any], columns: Columns, *, gives_tuples: b
     """What a workload's `collate` makes of these rows. Raises WorkloadError with the user's line where it fails."""
     num_rows = len(next(iter(columns.values())))
     rows = columns if isinstance(collate, Columnwise) else Rows(columns, gives_tuples=gives_tuples)
-    return call_user_code(lambda: collate(rows), what="collate()", doing=f"making a batch of {num_rows} rows")
+    with _TURN:
+        return call_user_code(lambda: collate(rows), what="collate()", doing=f"making a batch of {num_rows} rows")
+
+
+def batch_values(batch: Any) -> list[Any]:
+    """Everything that lies in a batch of dicts, tuples and lists, one after another."""
+    if isinstance(batch, Mapping):
+        return [value for inner in batch.values() for value in batch_values(inner)]
+    if isinstance(batch, tuple | list):
+        return [value for inner in batch for value in batch_values(inner)]
+    return [batch]
 
 
 def refuse_ragged(columns: Columns, *, what: str) -> None:
@@ -54,10 +68,17 @@ def refuse_ragged(columns: Columns, *, what: str) -> None:
     train data`."""
     for name, column in columns.items():
         if isinstance(column, Ragged):
-            shortest, longest = int(column.lengths.min()), int(column.lengths.max())
+            if column.shapes is not None:
+                raise DataError(
+                    f"column {name} of {what}",
+                    f"ragged: rows of {column.sizes}",
+                    "rows of unequal size make no batch",
+                    "bring them to one size in transform(rows, rng), such as np.stack([resize(i) for i in "
+                    "rows['image']]), or put them together in a collate(rows) of your own",
+                )
             raise DataError(
                 f"column {name} of {what}",
-                f"ragged: rows of {shortest} to {longest} values",
+                f"ragged: rows of {column.sizes}",
                 "rows of unequal length need a collate(rows) that makes a batch of them",
                 "in the workload: collate = scaleray.data.Padding(value=0, mask='mask') fills them up and says what is "
                 "real; scaleray.data.Flattening() puts them one after another",
@@ -106,6 +127,7 @@ def padded(
     batch = {n: torch.from_numpy(np.ascontiguousarray(c)) for n, c in columns.items() if n not in ragged}
     are_alike = len({column.lengths.tobytes() for column in ragged.values()}) == 1
     for name, column in ragged.items():
+        _check_lengths_alone(name, column)
         longest = int(column.lengths.max(initial=0))
         if to is not None and longest > to:
             raise DataError(
@@ -131,11 +153,19 @@ def flattened(rows: Columns | Sequence[Any]) -> Batch:
     batch: Batch = {}
     for name, column in columns_of(rows).items():
         if isinstance(column, Ragged):
+            _check_lengths_alone(name, column)
             batch[name] = torch.from_numpy(np.ascontiguousarray(column.values))
             batch[f"{name}_offsets"] = torch.from_numpy(column.offsets)
         else:
             batch[name] = torch.from_numpy(np.ascontiguousarray(column))
     return batch
+
+
+def _check_lengths_alone(name: str, column: Ragged) -> None:
+    """Raise DataError for rows that differ in more than their length."""
+    if column.shapes is not None:
+        allowed = "rows are filled up, or put one after another, along their first dimension alone"
+        raise DataError(f"column {name}", f"rows of {column.sizes}", allowed, "bring them to one size in transform()")
 
 
 def columns_of(rows: Columns | Sequence[Any]) -> Columns:

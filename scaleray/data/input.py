@@ -9,9 +9,10 @@ from typing import Any
 
 from scaleray.config.data import DataSettings
 from scaleray.data.blocks import LocalBlocks
+from scaleray.data.collating import CollateAhead
 from scaleray.data.local_start import LOCAL_CHUNK_STEPS, LOCAL_START_S, Demand, start_locally
 from scaleray.data.part import Part
-from scaleray.data.ray_blocks import ray_blocks, starvation_reason, stream_blocks
+from scaleray.data.ray_blocks import ray_blocks, starvation_reason, stream_blocks, transformed_blocks
 from scaleray.data.source import TRAIN, Columns, Source
 from scaleray.data.split import Split
 from scaleray.data.stream import StepStream
@@ -49,8 +50,8 @@ class Input:
     others_wait_s: Callable[[], float]
     warn: Callable[[str], None]
 
-    def open(self, split: Split, part: Part) -> StepStream:
-        """Open the batches of a part, which are read ahead of training."""
+    def open(self, split: Split, part: Part, collate: CollateAhead | None = None) -> StepStream:
+        """Open the batches of a part, which are read ahead of training. collate: of StepStream."""
         copies = split.is_in_memory and self._reads_here(split)
         return StepStream(
             lambda part, demand: self._blocks(split, part, demand),
@@ -61,6 +62,7 @@ class Input:
             others_wait_s=self.others_wait_s,
             explain_wait=(lambda: None) if self._reads_here(split) else starvation_reason,
             warn=self.warn,
+            collate=collate,
         )
 
     def _reads_here(self, split: Split) -> bool:
@@ -81,7 +83,14 @@ class Input:
             import ray.train
 
             shard, shuffle = ray.train.get_dataset_shard(split.name), settings.shuffle and split.name == TRAIN
-            return stream_blocks(shard, part, shuffle=shuffle, window_rows=settings.window_rows)
+            has_transform = split.transform is not None
+            blocks = stream_blocks(
+                shard, part, shuffle=shuffle, window_rows=settings.window_rows, allows_text=has_transform
+            )
+            if split.transform is None:
+                return (rows for _, rows in blocks)
+            assert isinstance(self.sources, RaySources)
+            return transformed_blocks(blocks, split.transform, part.plan, cpus=self.sources.cpus)
         here = LocalBlocks(
             self._source(split.name),
             part,

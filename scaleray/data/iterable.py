@@ -4,6 +4,9 @@ Every worker iterates all rows and keeps its own of each step. So the steps are 
 the dataset gives the same rows each time it is iterated, which is looked at on its first rows; what it costs is that
 each worker reads everything, and that a resumed run reads its epoch again from the start. With `data.shuffle` the rows
 go through a buffer of `data.window_rows`, from which they are drawn by the run's seed.
+
+Of a dataset that deals its rows out (`dealing.py`), each worker reads its own part to train on: which rows make up a
+step then depends on the number of workers. Evaluations read all rows, as their figures are exact.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from scaleray.data.dealing import deals_by, in_words, part_of
+from scaleray.data.part import Part
 from scaleray.data.row_values import RowValues, first_difference, generator_states, generators_kept, have_moved
 from scaleray.data.sample_order import StepPlan, stream_key
 from scaleray.data.source import Columns
@@ -56,21 +61,30 @@ class IterableSource(DatasetSource):
             moved, f"row {found[0]} differs in column {found[1]} when it is iterated again" if found else ""
         )
         self.row_s = 0.0
+        self.deals_by = deals_by(dataset, self._compared)
+        """How the dataset deals its rows out to workers: by `shard()` or `get_worker_info()`; "" where it does not."""
+        self._rank, self._world_size = 0, 1
         self._place: tuple[StepPlan, int, Iterator[tuple[int, Any]]] | None = None
 
     def _first_rows(self) -> tuple[list[Any], list[Any], bool]:
         """The first rows, the same again, and whether they draw from the generators of the process."""
-        reads = []
         with generators_kept():
-            before = generator_states()
-            moved = False
-            for _ in range(2):
-                seed_row(0)
-                before = generator_states()
-                with no_exit(f"{type(self.dataset).__name__}.__iter__()"):
-                    reads.append(list(itertools.islice(self.dataset, LOOKED_AT)))
-                moved = moved or have_moved(before)
-        return reads[0], reads[1], moved
+            (first, moved), (again, moved_again) = (self._some_rows(self.dataset) for _ in range(2))
+        return first, again, moved or moved_again
+
+    def _some_rows(self, rows: Any) -> tuple[list[Any], bool]:
+        """The first rows of the dataset or a part of it under one seed, and whether they have drawn."""
+        seed_row(0)
+        before = generator_states()
+        with no_exit(f"{type(self.dataset).__name__}.__iter__()"):
+            found = list(itertools.islice(rows, LOOKED_AT))
+        return found, have_moved(before)
+
+    def _compared(self, rows: Any) -> list[Any]:
+        """The first rows of a part, as bytes."""
+        with generators_kept():
+            found, _ = self._some_rows(rows)
+        return [sorted((name, value.tobytes()) for name, value in self._columns_of(row).items()) for row in found]
 
     def _count(self) -> int:
         try:
@@ -89,10 +103,12 @@ class IterableSource(DatasetSource):
                     )
         return number
 
-    def opened(self) -> IterableSource:
-        """The same rows with a place of its own, for one reader."""
+    def opened(self, part: Part | None = None) -> IterableSource:
+        """The same rows with a place of its own, for one reader: of this part, where the rows are dealt out."""
         source = copy.copy(self)
         source._place = None
+        if part is not None and part.plan.is_dealt:
+            source._rank, source._world_size = part.rank, part.world_size
         return source
 
     def read(self, indices: np.ndarray) -> Columns:
@@ -108,17 +124,29 @@ class IterableSource(DatasetSource):
 
     def _at(self, position: int, plan: StepPlan) -> Any:
         epoch, place = divmod(position, plan.num_samples)
+        if self._world_size > 1:
+            place = plan.place_among_own(epoch, place, self._rank, self._world_size)
         if self._place is None or self._place[0] != plan or self._place[1] != epoch or self._last >= place:
             self._place = plan, epoch, self._iterate(plan, epoch)
         for number, row in self._place[2]:
             self._last = number
             if number == place:
                 return row
+        found = f"with {self._last + 1} rows in epoch {epoch + 1}"
+        if self._world_size > 1:
+            raise DataError(
+                f"the {plan.name} data",
+                f"{in_words(self.dataset, self.deals_by, self._rank, self._world_size)} {found}",
+                f"of {plan.num_samples} rows each of the {self._world_size} workers trains on {self._share(plan)}",
+                "deal the rows out one by one, itertools.islice(rows, rank, None, world_size), so that parts differ by "
+                "a row at most; leave the dealing out, and every worker reads all rows and keeps its own",
+            )
         raise DataError(
             f"the {plan.name} data",
-            f"{type(self.dataset).__name__} with {self._last + 1} rows in epoch {epoch + 1}",
+            f"{type(self.dataset).__name__} {found}",
             f"it had {plan.num_samples} at the start of the run",
-            "give as many rows in every epoch; __len__ says how many",
+            "give as many rows in every epoch; __len__ says how many. One that knows of ranks by itself deals its rows "
+            "out twice: give it shard(rank, world_size) instead",
         )
 
     _last = -1
@@ -128,20 +156,34 @@ class IterableSource(DatasetSource):
         self._last = -1
         if callable(begin := getattr(self.dataset, "set_epoch", None)):
             begin(epoch)
-        rows = self._seeded(plan, epoch) if self.row_values.draw_random_numbers else iter(self.dataset)
-        rows = itertools.islice(rows, plan.num_samples)
+        rows = self._seeded(plan, epoch) if self.row_values.draw_random_numbers else iter(self._own())
+        rows = itertools.islice(rows, self._share(plan))
         if plan.shuffle:
-            key = stream_key(plan.seed, "buffer", plan.name, epoch)
+            key = stream_key(plan.seed, "buffer", plan.name, epoch, *self._dealt)
             rows = _shuffled(rows, np.random.Generator(np.random.Philox(key=key)), plan.window_rows)
         return enumerate(rows)
+
+    def _own(self) -> Any:
+        """An iterable of this reader's rows."""
+        if self._world_size == 1:
+            return self.dataset
+        return part_of(self.dataset, self.deals_by, self._rank, self._world_size)
+
+    def _share(self, plan: StepPlan) -> int:
+        """Rows of an epoch that this reader iterates."""
+        return plan.num_samples // self._world_size
+
+    @property
+    def _dealt(self) -> tuple[int, ...]:
+        return (self._rank, self._world_size) if self._world_size > 1 else ()
 
     def _seeded(self, plan: StepPlan, epoch: int) -> Iterator[Any]:
         """Rows that draw random numbers, each under a seed that follows from the run's, the epoch and its place."""
         rows = None
         for place in itertools.count():
             with generators_kept():
-                seed_row(stream_key(plan.seed, "rows", plan.name, epoch, place))
-                rows = iter(self.dataset) if rows is None else rows
+                seed_row(stream_key(plan.seed, "rows", plan.name, epoch, place, *self._dealt))
+                rows = iter(self._own()) if rows is None else rows
                 try:
                     row = next(rows)
                 except StopIteration:
@@ -155,9 +197,15 @@ class IterableSource(DatasetSource):
         return {**self.__dict__, "_place": None}
 
 
-def promise(plan_shuffles: bool, window_rows: int) -> str:
-    """What a user can rely on in the order of the rows, in words."""
+def promise(plan_shuffles: bool, window_rows: int, *, dealt_by: str = "") -> str:
+    """What a user can rely on in the order of the rows, in words. dealt_by: how they are dealt out to workers."""
     mixed = f", shuffled in a buffer of {window_rows} rows" if plan_shuffles else ""
+    if dealt_by:
+        return (
+            f"weak: as the IterableDataset deals them out by {dealt_by}{mixed}: each worker reads its own part alone, "
+            "so which rows make up a step depends on the number of workers; the rows of an epoch that do not divide by "
+            "it are left out, and a resume reads its epoch from the start"
+        )
     return (
         f"as the IterableDataset gives them{mixed}: the same for every number of workers as long as it gives the same "
         "rows each time; every worker reads all rows and keeps its own, and a resume reads its epoch from the start"

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from scaleray.data.rank_batch import TokenCuts
 from scaleray.data.sample_order import Permutation, StepPlan, stream_key
 
 
@@ -47,11 +48,13 @@ class LengthPlan(StepPlan):
 
     bucket_batches: global batches that are sorted by length together, or None. tokens_per_step: most tokens of a step's
     piece of the epoch, or None where every step has `global_batch_size` rows; else that is about the rows of a step.
+    tokens_per_micro_batch: most tokens of the rows of a micro-batch, or None where these are counted in rows.
     """
 
     lengths: Lengths = Lengths(())  # noqa: RUF009 - never changed
     bucket_batches: int | None = None
     tokens_per_step: int | None = None
+    tokens_per_micro_batch: int | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -87,6 +90,16 @@ class LengthPlan(StepPlan):
         epoch, in_epoch = divmod(step, self.steps_per_epoch)
         return epoch, int(_bounds(self, epoch)[in_epoch])
 
+    def token_cuts(self, step: int, rank: int, world_size: int) -> TokenCuts | None:
+        """A rank's micro-batches of a step: its rows in order, as many as have at most `tokens_per_micro_batch`."""
+        most = self.tokens_per_micro_batch
+        if most is None:
+            return None
+        lengths = self.lengths.values[self.global_indices(step)]
+        parts = (self.rank_slice(step, other, world_size) for other in range(world_size))
+        edges = [_cut_by_tokens(lengths[part], most) for part in parts]
+        return TokenCuts(edges[rank], max(len(of_rank) - 1 for of_rank in edges))
+
     def _order(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         if self.bucket_batches is None:
             return super()._order(epoch, positions)
@@ -95,6 +108,15 @@ class LengthPlan(StepPlan):
     def order_before_buckets(self, epoch: int) -> np.ndarray:
         """All samples of an epoch in the order that bucketing starts from."""
         return super()._order(epoch, np.arange(self.num_samples, dtype=np.int64))
+
+
+def _cut_by_tokens(lengths: np.ndarray, most: int) -> tuple[int, ...]:
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    edges = [0]
+    while edges[-1] < len(lengths):
+        fits = int(np.searchsorted(ends, ends[edges[-1]] + most, side="right")) - 1
+        edges.append(max(fits, edges[-1] + 1))
+    return tuple(edges)
 
 
 @lru_cache(maxsize=4)

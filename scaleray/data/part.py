@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from scaleray.data.rank_batch import TokenCuts
 from scaleray.data.sample_order import StepPlan
 
 
@@ -38,3 +39,7 @@ class Part:
         """Number of this rank's rows in this step, placeholders not counted."""
         part = self.plan.rank_slice(step, self.rank, self.world_size, self.shares)
         return part.stop - part.start
+
+    def token_cuts(self, step: int) -> TokenCuts | None:
+        """This rank's micro-batches of this step, where they are counted in tokens."""
+        return self.plan.token_cuts(step, self.rank, self.world_size)

@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from scaleray.data.fit_in_process import fit_in_process
 from scaleray.data.parquet import ParquetSource, column_to_numpy
 from scaleray.data.plain_state import decoded, encoded
 from scaleray.data.ragged import Ragged
 from scaleray.data.row_random import RowRandom
 from scaleray.data.source import Columns, Source
 from scaleray.data.transformed import checked_rows, place_of
-from scaleray.errors import CheckpointError, ClusterError, WorkloadError
+from scaleray.errors import CheckpointError, WorkloadError
 from scaleray.filesystems import open_filesystem
 from scaleray.workload import call_user_code
 
@@ -40,7 +41,7 @@ def is_rays(preprocessor: Any) -> bool:
 def fit(preprocessor: Any, source: Source) -> Any:
     """The preprocessor, fitted on all rows of `source` unless it is fitted or has nothing to fit.
 
-    Raises ClusterError where Ray Data has to fit it and there is no Ray, WorkloadError where its own code fails.
+    Ray's are fitted by Ray Data, without Ray in this process. Raises WorkloadError where its code fails.
     """
     name = type(preprocessor).__name__
     if is_rays(preprocessor):
@@ -48,16 +49,14 @@ def fit(preprocessor: Any, source: Source) -> Any:
             return preprocessor
         import ray
 
-        if not ray.is_initialized():
-            raise ClusterError(
-                f"preprocessor() {name}",
-                "not fitted",
-                "Ray Data fits its preprocessors, and this command runs without Ray",
-                "leave --local out, or return one that is fitted",
-            )
-        with _quiet():
-            dataset = _dataset(source)
-            return call_user_code(lambda: preprocessor.fit(dataset), what=f"preprocessor() {name}", doing="fitting")
+        if ray.is_initialized():
+            with _quiet():
+                dataset = _dataset(source)
+                call = lambda: preprocessor.fit(dataset)
+                return call_user_code(call, what=f"preprocessor() {name}", doing="fitting")
+        tables = list(_tables(source))
+        call_user_code(lambda: fit_in_process(preprocessor, tables), what=f"preprocessor() {name}", doing="fitting")
+        return preprocessor
     for method in ("partial_fit", "fit"):
         if callable(take := getattr(preprocessor, method, None)):
             size = FITTED_ROWS if method == "partial_fit" else source.num_rows
@@ -74,7 +73,7 @@ def apply(preprocessor: Any, rows: Columns, *, allows_text: bool = False) -> Col
     num_rows = len(next(iter(rows.values())))
     aside: Columns = {}
     if is_rays(preprocessor):
-        aside = {n: c for n, c in rows.items() if not isinstance(c, Ragged) and c.ndim > 1}
+        aside = {n: c for n, c in rows.items() if (c.shapes is not None if isinstance(c, Ragged) else c.ndim > 1)}
         batch = {n: _objects(c) if isinstance(c, Ragged) else c for n, c in rows.items() if n not in aside}
         call = lambda: _columns(preprocessor.transform_batch(batch), allows_text=allows_text)
     else:
@@ -150,7 +149,6 @@ def load(folder: str) -> Any:
 
 def _dataset(source: Source) -> Any:
     """The rows of a source as a Ray Dataset."""
-    import pyarrow as pa
     import ray
 
     if hasattr(source, "dataset") and type(source.dataset).__module__.startswith("ray.data"):
@@ -158,12 +156,19 @@ def _dataset(source: Source) -> Any:
     if isinstance(source, ParquetSource):
         filesystem, path = open_filesystem(source.uri)
         return ray.data.read_parquet(path, filesystem=filesystem, columns=source.columns)
-    tables = []
+    return ray.data.from_arrow(list(_tables(source)))
+
+
+def _tables(source: Source) -> Iterator[Any]:
+    """The rows of a source as tables, without the columns of more than one dimension. NaN is null, as it was in a
+    file."""
+    import pyarrow as pa
+
     for start in range(0, source.num_rows, FITTED_ROWS):
         rows = source.read(np.arange(start, min(start + FITTED_ROWS, source.num_rows)))
-        flat = {n: list(c) if isinstance(c, Ragged) else c for n, c in rows.items()}
-        tables.append(pa.table({n: c for n, c in flat.items() if isinstance(c, list) or c.ndim == 1}))
-    return ray.data.from_arrow(tables)
+        flat = {n: list(c) if isinstance(c, Ragged) and c.shapes is None else c for n, c in rows.items()}
+        plain = {n: c for n, c in flat.items() if isinstance(c, list) or getattr(c, "ndim", 2) == 1}
+        yield pa.table({n: pa.array(c, from_pandas=not isinstance(c, list)) for n, c in plain.items()})
 
 
 def _columns(batch: Any, *, allows_text: bool) -> Mapping[str, Any]:

@@ -1,7 +1,8 @@
-"""Columns whose rows differ in length: all values one after another, and where each row begins.
+"""Columns whose rows differ in size: all values one after another, and where each row begins.
 
 Such a column is cut, indexed and joined like an array with the rows along dimension 0, without a Python object for each
-row, and travels through Ray's object store as two arrays.
+row, and travels through Ray's object store as two arrays, or three: of rows that differ in more than their length, as
+images do, it has the shape of each.
 """
 
 from __future__ import annotations
@@ -14,23 +15,36 @@ import numpy as np
 
 class Ragged:
     """Column of rows of unequal length. values: (total, ...), the rows one after another; offsets: int64 (n + 1,),
-    where each row begins, and the end."""
+    where each row begins, and the end. shapes: int64 (n, dimensions) of rows that differ in other dimensions than the
+    first, or None; values are then flat (total,)."""
 
-    def __init__(self, values: np.ndarray, offsets: np.ndarray) -> None:
+    def __init__(self, values: np.ndarray, offsets: np.ndarray, shapes: np.ndarray | None = None) -> None:
         self.values, self.offsets = np.asarray(values), np.asarray(offsets, dtype=np.int64)
+        self.shapes = None if shapes is None else np.asarray(shapes, dtype=np.int64)
 
     @classmethod
     def of(cls, rows: Sequence[Any]) -> Ragged:
-        """The column of these rows, arrays or lists that may differ in their first dimension alone."""
+        """The column of these rows, arrays or lists of as many dimensions."""
         arrays = [np.asarray(row) for row in rows]
-        lengths = [len(array) for array in arrays]
         full = [array for array in arrays if len(array)] or arrays[:1]  # an empty list has no type of its own
-        return cls(np.concatenate(full) if full else np.empty(0), np.concatenate([[0], np.cumsum(lengths, dtype=int)]))
+        shapes = np.array([array.shape for array in arrays]) if len({array.shape[1:] for array in full}) > 1 else None
+        sizes = [len(array) if shapes is None else array.size for array in arrays]
+        values = [array if shapes is None else array.reshape(-1) for array in full]
+        offsets = np.concatenate([[0], np.cumsum(sizes, dtype=int)])
+        return cls(np.concatenate(values) if values else np.empty(0), offsets, shapes)
 
     @property
     def lengths(self) -> np.ndarray:
-        """Length of each row, int64 (n,)."""
-        return np.diff(self.offsets)
+        """Length of each row along its first dimension, int64 (n,)."""
+        return np.diff(self.offsets) if self.shapes is None else self.shapes[:, 0]
+
+    @property
+    def sizes(self) -> str:
+        """The sizes of the rows, in words."""
+        if self.shapes is None:
+            return f"{int(self.lengths.min())} to {int(self.lengths.max())} values"
+        found = sorted({tuple(shape) for shape in self.shapes.tolist()})
+        return f"{' x '.join(map(str, found[0]))} to {' x '.join(map(str, found[-1]))} values"
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -39,36 +53,45 @@ class Ragged:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of values and offsets."""
-        return self.values.nbytes + self.offsets.nbytes
+        """Bytes of values, offsets and shapes."""
+        return self.values.nbytes + self.offsets.nbytes + (0 if self.shapes is None else self.shapes.nbytes)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        return (self.values[start:stop] for start, stop in zip(self.offsets[:-1], self.offsets[1:], strict=True))
+        return (self[row] for row in range(len(self)))
 
     def __getitem__(self, rows: Any) -> Any:
         """One row as an array; for a slice or an array of indices, the column of those rows."""
         if isinstance(rows, int | np.integer):
             row = range(len(self))[int(rows)]
-            return self.values[self.offsets[row] : self.offsets[row + 1]]
+            values = self.values[self.offsets[row] : self.offsets[row + 1]]
+            return values if self.shapes is None else values.reshape(self.shapes[row])
+        shapes = None if self.shapes is None else self.shapes[rows]
         if isinstance(rows, slice) and rows.step in (None, 1):
             start, stop, _ = rows.indices(len(self))
             offsets = self.offsets[start : max(start, stop) + 1]
-            return Ragged(self.values[offsets[0] : offsets[-1]], offsets - offsets[0])
+            return Ragged(self.values[offsets[0] : offsets[-1]], offsets - offsets[0], shapes)
         index = np.arange(len(self))[rows]
-        lengths = self.lengths[index]
+        lengths = np.diff(self.offsets)[index]
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         moved = np.repeat(self.offsets[index] - offsets[:-1], lengths)
-        return Ragged(self.values[np.arange(offsets[-1]) + moved], offsets)
+        return Ragged(self.values[np.arange(offsets[-1]) + moved], offsets, shapes)
+
+    def with_values(self, values: np.ndarray) -> Ragged:
+        """A column of these values, whose rows have the same sizes."""
+        return Ragged(values, self.offsets, self.shapes)
 
     def copy(self) -> Ragged:
         """The same column in memory of its own."""
-        return Ragged(np.array(self.values), np.array(self.offsets))
+        return Ragged(
+            np.array(self.values), np.array(self.offsets), None if self.shapes is None else np.array(self.shapes)
+        )
 
     def __repr__(self) -> str:
-        return f"Ragged({len(self)} rows of {self.values.dtype}{list(self.values.shape[1:])})"
+        of = list(self.values.shape[1:]) if self.shapes is None else f" of {self.sizes}"
+        return f"Ragged({len(self)} rows of {self.values.dtype}{of})"
 
 
 def as_ragged(column: Any) -> Ragged:
@@ -79,11 +102,28 @@ def as_ragged(column: Any) -> Ragged:
     return Ragged(column.reshape(-1, *column.shape[2:]), np.arange(len(column) + 1) * length)
 
 
+def with_shapes(column: Any) -> Ragged:
+    """A column, which may be an array, with the shape of each of its rows."""
+    if isinstance(column, Ragged) and column.shapes is not None:
+        return column
+    ragged = as_ragged(column)
+    inner = ragged.values.shape[1:]
+    shapes = np.array([(length, *inner) for length in ragged.lengths], dtype=np.int64).reshape(-1, 1 + len(inner))
+    return Ragged(ragged.values.reshape(-1), ragged.offsets * int(np.prod(inner, dtype=np.int64)), shapes)
+
+
 def is_list_of_unequal_rows(value: Any) -> bool:
-    """Whether a value is a list whose rows do not all have one length."""
+    """Whether a value is a list whose rows do not all have one size."""
     if not isinstance(value, list | tuple):
         return False
-    return len({len(row) if _has_length(row) else -1 for row in value}) > 1
+    return len({_size(row) for row in value}) > 1
+
+
+def _size(row: Any) -> Any:
+    shape = getattr(row, "shape", None)
+    if shape is not None:
+        return tuple(shape) or -1
+    return (len(row),) if _has_length(row) else -1
 
 
 def _has_length(row: Any) -> bool:
@@ -94,10 +134,12 @@ def concatenated(columns: Sequence[Any]) -> Any:
     """Columns of one name, arrays or ragged ones, one after another in memory of its own."""
     if not any(isinstance(column, Ragged) for column in columns):
         return np.concatenate(columns)
-    ragged = [as_ragged(column) for column in columns]
+    have_shapes = any(isinstance(column, Ragged) and column.shapes is not None for column in columns)
+    ragged = [with_shapes(column) if have_shapes else as_ragged(column) for column in columns]
     starts = np.cumsum([0, *(len(column.values) for column in ragged)])
     ends = [column.offsets[1:] + start for column, start in zip(ragged, starts[:-1], strict=True)]
-    return Ragged(np.concatenate([column.values for column in ragged]), np.concatenate([[0], *ends]))
+    shapes = np.concatenate([column.shapes for column in ragged]) if have_shapes else None  # type: ignore[misc]
+    return Ragged(np.concatenate([column.values for column in ragged]), np.concatenate([[0], *ends]), shapes)
 
 
 def joined(blocks: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -9,10 +9,15 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from scaleray.data.blocks import chunks, read_chunk
 from scaleray.data.part import Part
-from scaleray.data.sample_order import stream_key
+from scaleray.data.row_random import RowRandom
+from scaleray.data.sample_order import StepPlan, stream_key
 from scaleray.data.source import Columns, Source, as_column
+from scaleray.data.stream_source import seeds_of_values
+from scaleray.data.transformed import Step
 from scaleray.errors import ScaleRayError
 
 
@@ -38,13 +43,19 @@ def ray_blocks(
             under_way.append(read.remote([source_ref], part_ref, steps))
         if not under_way:
             return
-        try:
-            block: Columns = ray.get(under_way.popleft())
-        except ray.exceptions.RayTaskError as exc:
-            if isinstance(exc.cause, ScaleRayError):
-                raise exc.cause from None  # it says everything; of others Ray's text has the user's own line
-            raise
-        yield block
+        yield _result(under_way.popleft())
+
+
+def _result(reference: Any) -> Columns:
+    import ray
+
+    try:
+        block: Columns = ray.get(reference)
+    except ray.exceptions.RayTaskError as exc:
+        if isinstance(exc.cause, ScaleRayError):
+            raise exc.cause from None  # it says everything; of others Ray's text has the user's own line
+        raise
+    return block
 
 
 def _read_in_task(sources: list[Any], part: Part, steps: range) -> Columns:
@@ -61,8 +72,11 @@ def _source_in_task(reference: Any) -> Source:
     return source
 
 
-def stream_blocks(iterator: Any, part: Part, *, shuffle: bool, window_rows: int) -> Iterator[Columns]:
-    """A Ray Dataset's shard for this rank, epoch after epoch, in whatever order it comes."""
+def stream_blocks(
+    iterator: Any, part: Part, *, shuffle: bool, window_rows: int, allows_text: bool = False
+) -> Iterator[tuple[int, Columns]]:
+    """A Ray Dataset's shard for this rank, epoch after epoch, in whatever order it comes: the number of the epoch, and
+    rows of it. allows_text: of `as_column`."""
     batch_rows = max(1, part.plan.global_batch_size // part.world_size)
     first_epoch, passed = part.plan.place(part.first_step)
     skipped = passed // part.world_size  # read again and left out: a stream cannot start in the middle
@@ -82,10 +96,36 @@ def stream_blocks(iterator: Any, part: Part, *, shuffle: bool, window_rows: int)
             skipped -= wanted.start
             if wanted.stop > wanted.start:
                 rows = {name: values[wanted] for name, values in block.items()}
-                yield {n: as_column(n, values) if values.dtype == object else values for n, values in rows.items()}
+                is_plain = lambda column: column.dtype.kind in "biufc"
+                made = {n: c if is_plain(c) else as_column(n, c, allows_text=allows_text) for n, c in rows.items()}
+                yield epoch, made
             remaining -= min(length, remaining)
             if not remaining:
                 break
+
+
+def transformed_blocks(
+    blocks: Iterator[tuple[int, Columns]], transform: Step, plan: StepPlan, *, cpus: float
+) -> Iterator[Columns]:
+    """Rows of a stream, transformed by Ray tasks in order. cpus: of `ray_blocks`."""
+    import ray
+
+    change = ray.remote(_change_in_task).options(num_cpus=min(1.0, cpus), scheduling_strategy="SPREAD")
+    step = ray.put(transform)
+    under_way: deque[Any] = deque()
+    most = max(2, 2 * math.ceil(cpus))
+    for epoch, rows in blocks:
+        under_way.append(change.remote([step], rows, seeds_of_values(rows, plan, epoch)))
+        if len(under_way) >= most:
+            yield _result(under_way.popleft())
+    while under_way:
+        yield _result(under_way.popleft())
+
+
+def _change_in_task(transforms: list[Any], rows: Columns, seeds: np.ndarray) -> Columns:
+    transform: Any = _source_in_task(transforms[0])
+    changed: Columns = transform(rows, RowRandom(seeds))
+    return changed
 
 
 def starvation_reason() -> str | None:

@@ -205,5 +205,7 @@ def first_difference(reads: list[Columns]) -> str | None:
 
 def _bits(column: Any) -> tuple[Any, ...]:
     lengths = column.lengths.tobytes() if isinstance(column, Ragged) else b""
+    if isinstance(column, Ragged) and column.shapes is not None:
+        lengths += column.shapes.tobytes()
     values = flat_values(column)
     return values.dtype, values.shape, lengths, values.tobytes()

@@ -15,6 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from scaleray.data.rank_batch import TokenCuts
 from scaleray.scaling.recipe.shares import share_of
 
 ROUNDS = 6  # rounds of the Feistel network; with 4 and more, neighbouring positions show no correlation
@@ -106,6 +107,8 @@ class StepPlan:
     given_order: str = ""
     """Promise in words where rows can only be iterated: the source then decides on their order, and the plan on how
     many make up a step."""
+    is_dealt: bool = False
+    """Whether each worker iterates rows of its own, as many as the others."""
     name: str = field(default="train")
     origin: Origin | None = None
     """Place from which this plan holds, if the batch had another size before; None is the first step."""
@@ -122,7 +125,8 @@ class StepPlan:
         if self.is_streamed:
             return (
                 "weak: a Ray Dataset is streamed, so the order of the samples depends on the number of workers; "
-                "random numbers that its functions draw are not seeded"
+                "random numbers that its own functions draw are not seeded, those of transform(rows, rng) follow from "
+                "seed, epoch and the values of the row"
             )
         if self.given_order:
             return self.given_order
@@ -191,6 +195,18 @@ class StepPlan:
         part = self.rank_slice(step, rank, world_size, shares)
         start = epoch * self.num_samples + before
         return np.arange(start + part.start, start + part.stop, dtype=np.int64)
+
+    def token_cuts(self, step: int, rank: int, world_size: int) -> TokenCuts | None:
+        """A rank's micro-batches of a step, where they are counted in tokens; None where they are in rows."""
+        return None
+
+    def place_among_own(self, epoch: int, place: int, rank: int, world_size: int) -> int:
+        """Number of this rank's own rows of an epoch that come before the one at `place` of the whole epoch."""
+        begin = self.origin.sample if self.origin is not None and self.origin.epoch == epoch else 0
+        steps, inside = divmod(place - begin, self.global_batch_size)
+        before = begin + steps * self.global_batch_size
+        share, rest = divmod(min(self.global_batch_size, self.num_samples - before), world_size)
+        return max(0, before // world_size + inside - (rank * share + min(rank, rest)))
 
     def samples_at(self, positions: np.ndarray) -> np.ndarray:
         """Sample indices at positions of the endless sequence, int64 (n,). Many at once cost little more than one."""

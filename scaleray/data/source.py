@@ -64,21 +64,26 @@ def as_column(name: str, value: Any, *, allows_text: bool = False) -> Any:
     """Rows of numbers as an array, or as a Ragged column where their lengths differ. Raises DataError.
     allows_text: of `as_numbers`."""
     if isinstance(value, Ragged):
-        return Ragged(as_numbers(name, value.values), value.offsets)
+        return value.with_values(as_numbers(name, value.values))
     if isinstance(value, np.ndarray) and value.dtype == object and not (allows_text and _is_text(value)):
         value = list(value)
     if not is_list_of_unequal_rows(value):
         return as_numbers(name, value, allows_text=allows_text)
     rows = [as_numbers(name, row) for row in value]
-    shapes = {row.shape[1:] if row.ndim else None for row in rows if row.size or row.ndim != 1}
-    if len(shapes) > 1 or None in shapes:
-        raise DataError(
-            f"column {name}",
-            f"rows of shapes {sorted({row.shape for row in rows})[:4]}",
-            "rows may differ in their first dimension alone",
-            "resize or crop them to one shape",
-        )
+    check_dimensions(rows, f"column {name}")
     return Ragged.of(rows)
+
+
+def check_dimensions(rows: Sequence[np.ndarray], what: str) -> None:
+    """Raise DataError for rows that differ in their number of dimensions, or have none while they differ."""
+    dimensions = {row.ndim for row in rows if row.size or row.ndim != 1}
+    if len(dimensions) > 1 or 0 in dimensions:
+        raise DataError(
+            what,
+            f"rows of shapes {sorted({row.shape for row in rows})[:4]}",
+            "rows may differ in size, and need equally many dimensions",
+            "bring them to one form where they are read, such as grey images to colour",
+        )
 
 
 HASH_BLOCK_BYTES = 2**24

@@ -17,7 +17,16 @@ import numpy as np
 from scaleray.data.parquet import ParquetSource
 from scaleray.data.ragged import Ragged, flat_values
 from scaleray.data.row_values import generators_kept, look_at_rows, spread_rows
-from scaleray.data.source import HASH_LIMIT_BYTES, Columns, array_blocks, as_column, as_numbers, hash_blocks, hash_names
+from scaleray.data.source import (
+    HASH_LIMIT_BYTES,
+    Columns,
+    array_blocks,
+    as_column,
+    as_numbers,
+    check_dimensions,
+    hash_blocks,
+    hash_names,
+)
 from scaleray.errors import DataError
 from scaleray.reproducibility.seeding import seed_row
 from scaleray.workload import no_exit
@@ -66,6 +75,8 @@ class ArraySource:
                 yield f"{name}:{values.dtype.str}:{values.shape}".encode()
                 if isinstance(array, Ragged):
                     yield from array_blocks(array.offsets)
+                    if array.shapes is not None:
+                        yield from array_blocks(array.shapes)
                 if values.dtype == object:
                     yield "\0".join(map(str, values.tolist())).encode()
                 else:
@@ -135,8 +146,7 @@ class TokenSource:
 
 
 class DatasetSource:
-    """A map-style torch Dataset whose items are tuples or dicts of numbers, arrays or tensors, of one shape but for
-    their first dimension.
+    """A map-style torch Dataset whose items are tuples or dicts of numbers, arrays or tensors, of any size.
 
     Tuples arrive in the loss as tuples, dicts as dicts. Whether items draw random numbers is seen from a few of them.
     """
@@ -211,14 +221,7 @@ class DatasetSource:
         return {name: self._ragged(name, uneven[name]) if name in uneven else columns[name] for name in names}
 
     def _ragged(self, name: str, rows: list[np.ndarray]) -> Ragged:
-        shapes = {values.shape[1:] if values.ndim else None for values in rows}
-        if len(shapes) > 1 or None in shapes:
-            raise DataError(
-                f"column {name} of {type(self.dataset).__name__}",
-                f"shapes {sorted({values.shape for values in rows})[:4]}",
-                "rows may differ in their first dimension alone",
-                "resize or crop in __getitem__",
-            )
+        check_dimensions(rows, f"column {name} of {type(self.dataset).__name__}")
         return Ragged.of(rows)
 
     def describe(self) -> dict[str, Any]:

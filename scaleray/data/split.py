@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from scaleray.data.collating import CollateLook
 from scaleray.data.iterable import IterableSource
 from scaleray.data.length_order import Lengths
 from scaleray.data.row_values import AS_STORED, RowValues, row_values_of
-from scaleray.data.source import Source
+from scaleray.data.source import TRAIN, Source
 from scaleray.data.sources import IN_MEMORY
 from scaleray.data.stream_source import StreamSource
-from scaleray.data.transformed import under_transforms
+from scaleray.data.transformed import Step, under_transforms
 from scaleray.errors import DataError
 from scaleray.scaling.recipe.values import DataSize
 
+COLLATE_ADVICE = "make a batch of its rows alone, and draw random numbers in transform(rows, rng)"
 CHEAP_ROW_S = 50e-6  # a task hands a row over in about that time, and decoding takes several times as much
 
 
@@ -35,14 +38,24 @@ class Split:
     row_s: float | None = None
     """Seconds that reading a row took, where it was measured."""
     is_sequential: bool = False
-    """Whether its rows can only be iterated, so that every worker reads all of them."""
+    """Whether its rows can only be iterated, so that every worker reads all of them unless they are dealt out."""
+    dealt_by: str = ""
+    """How its rows are dealt out to the workers that train on them; "" where they are not."""
     lengths: Lengths | None = None
     """Lengths of the rows, where the source knows them."""
+    collate: CollateLook | None = None
+    """What a few rows showed of the workload's `collate`, if it has one."""
+    transform: Step | None = None
+    """What changes the rows of a Ray Dataset after Ray Data has read them."""
 
     @classmethod
-    def of(cls, name: str, source: Source) -> Split:
-        """Collect the facts of a source."""
+    def of(cls, name: str, source: Source, workload: Any = None) -> Split:
+        """Collect the facts of a source, and with a workload those of its `collate`, which is called for that."""
+        values, collate = row_values_of(source), CollateLook.at(workload, source)
+        if collate is not None and not collate.is_repeatable and not values.difference:
+            values = dataclasses.replace(values, difference=collate.why_in_turn, advice=COLLATE_ADVICE)
         return cls(
+            collate=collate,
             name=name,
             num_rows=source.num_rows,
             row_bytes=source.row_bytes,
@@ -50,9 +63,11 @@ class Split:
             group_sizes=source.group_sizes,
             gives_tuples=getattr(source, "gives_tuples", False),
             is_streamed=isinstance(source, StreamSource),
-            row_values=row_values_of(source),
+            transform=source.transform if isinstance(source, StreamSource) else None,
+            row_values=values,
             is_in_memory=type(source) in IN_MEMORY,
             is_sequential=isinstance(under_transforms(source), IterableSource),
+            dealt_by=getattr(under_transforms(source), "deals_by", "") if name == TRAIN else "",
             lengths=lengths_of(source),
             row_s=None if type(source) in IN_MEMORY else getattr(source, "row_s", None),
         )
@@ -77,8 +92,12 @@ class Split:
     def reading(self, readers: str) -> dict[str, Any]:
         """Who reads the rows under this value of `data.readers`, and what was measured of a row, for the run's
         record."""
-        measured = {} if self.row_s is None else {"row_us": round(1e6 * self.row_s, 1)}
-        return {"read_by": self.read_by(readers), **measured}
+        found: dict[str, Any] = {"read_by": self.read_by(readers)}
+        if self.row_s is not None:
+            found["row_us"] = round(1e6 * self.row_s, 1)
+        if self.collate is not None:
+            found["collated"] = self.collate.why_in_turn or "ahead of the training"
+        return found
 
 
 def lengths_of(source: Source) -> Lengths | None:

@@ -13,28 +13,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 from scaleray.data.blocks import LocalBlocks, close_blocks, rebatch
+from scaleray.data.collating import CollateAhead
 from scaleray.data.local_start import LOCAL_CHUNK_STEPS, Demand, put_while_wanted
 from scaleray.data.part import Part
+from scaleray.data.rank_batch import RankBatch
 from scaleray.data.source import Columns
 from scaleray.errors import InputStarvedError, ScaleRayError
 
 FIRST_EXPLANATION_S = 15.0  # a cold cluster takes about 5 s for its first batch
 GROUP_BYTES = 2**22  # small batches are handed over together: waking the other thread takes longer than cutting one
-
-
-@dataclass(frozen=True)
-class RankBatch:
-    """One rank's rows of one step. `num_rows` is 0 when a partial batch had none left for this rank.
-
-    Then the arrays hold one placeholder row, whose loss must not count: every rank has to run the step.
-    """
-
-    step: int
-    columns: Columns
-    num_rows: int
 
 
 Delivery = list[RankBatch] | BaseException | None
@@ -89,11 +78,12 @@ class StepStream:
         others_wait_s: Callable[[], float] = lambda: math.inf,
         explain_wait: Callable[[], str | None] = lambda: None,
         warn: Callable[[str], None] = lambda text: None,
+        collate: CollateAhead | None = None,
     ) -> None:
         self.waited_s = 0.0
         self._open_blocks, self._row_bytes, self._prefetch_bytes = open_blocks, row_bytes, prefetch_bytes
         self._timeout_s, self._others_wait_s = timeout_s, others_wait_s
-        self._explain_wait, self._warn = explain_wait, warn
+        self._explain_wait, self._warn, self._collate = explain_wait, warn, collate
         self._start(part)
 
     def cut(self, step: int, shares: tuple[int, ...] | None) -> None:
@@ -110,14 +100,15 @@ class StepStream:
     def _start(self, part: Part) -> None:
         """Start to read a part ahead, with a queue and a thread of its own."""
         self._part, self._is_finished = part, False
-        step_bytes = max(1, part.rows_per_step * self._row_bytes)
+        made_bytes = 0 if self._collate is None else self._collate.row_bytes
+        step_bytes = max(1, part.rows_per_step * (self._row_bytes + made_bytes))
         most = int(min(4096, max(2, self._prefetch_bytes // step_bytes)))
         deliveries = _Deliveries(maxsize=most)
         self._queue, self._demand = deliveries, Demand()
         self._ready: deque[RankBatch] = deque()
         self._demand.is_hungry = lambda: deliveries.qsize() < LOCAL_CHUNK_STEPS // 2
         group = int(min(most // 2, max(1, GROUP_BYTES // step_bytes)))
-        arguments = (self._open_blocks(part, self._demand), part, deliveries, self._demand, group)
+        arguments = (self._open_blocks(part, self._demand), part, deliveries, self._demand, group, self._collate)
         self._thread = threading.Thread(target=_fill, args=arguments, name="scaleray-input", daemon=True)
         self._thread.start()
 
@@ -173,11 +164,18 @@ class StepStream:
                     raise InputStarvedError(f"no input for {waited:.0f} s ({limit}): {reason}") from None
 
 
-def _fill(blocks: Iterable[Columns], part: Part, deliveries: queue.Queue[Delivery], demand: Demand, most: int) -> None:
+def _fill(
+    blocks: Iterable[Columns],
+    part: Part,
+    deliveries: queue.Queue[Delivery],
+    demand: Demand,
+    most: int,
+    collate: CollateAhead | None,
+) -> None:
     """Cut blocks into the batches of a part, and put these into the queue: at most `most` together, and none that is
-    here waits for one that has to be read and not just copied."""
+    here waits for one that has to be read or collated and not just copied."""
     reads_ahead = not (isinstance(blocks, LocalBlocks) and blocks.is_read_alone)
-    copies = isinstance(blocks, LocalBlocks) and blocks.is_in_memory
+    copies = isinstance(blocks, LocalBlocks) and blocks.is_in_memory and collate is None
     steps = range(part.first_step, part.last_step)
     delivered = part.first_step
     group: list[RankBatch] = []
@@ -192,7 +190,8 @@ def _fill(blocks: Iterable[Columns], part: Part, deliveries: queue.Queue[Deliver
             if piece is None:
                 break
             columns, rows_left = piece
-            group.append(RankBatch(step, columns, part.num_rows(step)))
+            batch = RankBatch(step, columns, part.num_rows(step), cuts=part.token_cuts(step))
+            group.append(batch if collate is None else collate(batch))
             delivered = step + 1
             is_early = copies and len(group) >= group[0].step - part.first_step  # the first batches come one by one
             if len(group) >= most or is_early or not (copies or rows_left >= part.rows_per_step):

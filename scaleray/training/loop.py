@@ -140,7 +140,7 @@ class _Run:
             plan, place.data_rank, place.data_parallel_size, self.first_step, job.recipe.total_steps, self.shares.now
         )
         # before the model: its first batch takes seconds on a cold cluster, and the model is built meanwhile
-        stream = self.input.open(job.splits[TRAIN], part)
+        stream = self.input.open(job.splits[TRAIN], part, self.micro_sizes.collate_ahead(lambda: self.job))
         setup: Setup | None = None
         try:
             with self._located():

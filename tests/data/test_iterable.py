@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +13,7 @@ from verified import judge
 
 from scaleray.data import IterableSource, Part, Split, StepPlan, as_source, iterable, load_sources
 from scaleray.data.blocks import LocalBlocks
-from scaleray.errors import DataError
+from scaleray.errors import ConfigError, DataError
 from scaleray.launch.verify.plan import Question, make_plan
 
 NUM = 26
@@ -149,6 +152,120 @@ def test_trainings_are_equal_on_two_workers_and_after_a_resume(gloo, tmp_path):
     train_alone(Streamed(Noisy()), {**flags, "deterministic": True}, folder=tmp_path, kill_at=5)
     assert train_alone(Streamed(Noisy()), {**flags, "deterministic": True}, folder=tmp_path).losses == whole.losses[5:]
     assert gloo.run(2, judge, Streamed(Stream()), {})[0].verdict == "equal"
+
+
+# rows that are dealt out
+
+
+class ByShard(Stream):
+    """Deals its rows out one by one; counts those that it has given."""
+
+    part, num_given = (0, 1), 0
+
+    def shard(self, rank, world_size):
+        one = copy.copy(self)
+        one.part = (rank, world_size)
+        return one
+
+    def __iter__(self):
+        for row in itertools.islice(super().__iter__(), self.part[0], None, self.part[1]):
+            type(self).num_given += 1
+            yield row
+
+
+class ByWorkerInfo(Stream):
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        yield from itertools.islice(super().__iter__(), info.id if info else 0, None, info.num_workers if info else 1)
+
+
+class OfAnotherLibrary(ByShard):
+    def shard(self, num_shards, index, contiguous=False):
+        return ByShard.shard(self, index, num_shards)
+
+
+class InHalves(ByShard):
+    """Deals out a third and two thirds."""
+
+    def __iter__(self):
+        rank, world_size = self.part
+        cut = len(self) // 3 if world_size > 1 else 0
+        return itertools.islice(Stream.__iter__(self), cut if rank else 0, None if rank or world_size == 1 else cut)
+
+
+def dealt(source, *, world_size=2, shuffle=False, first_step=0, steps=7, size=8):
+    """Rows by step, then by rank."""
+    usable = source.num_rows // world_size * world_size
+    plan = StepPlan(usable, size, seed=3, shuffle=shuffle, window_rows=7, given_order="any", is_dealt=True)
+    found = []
+    for rank in range(world_size):
+        part = Part(plan, rank, world_size, first_step, steps)
+        given = iter([row.tobytes() for block in LocalBlocks(source, part, chunk_bytes=99) for row in block["x"]])
+        found.append([list(itertools.islice(given, part.num_rows(step))) for step in range(first_step, steps)])
+    return list(zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("kind", [ByShard, ByWorkerInfo, OfAnotherLibrary])
+def test_each_worker_reads_its_own_part_of_a_dataset_that_deals_its_rows_out(kind):
+    source = as_source(kind(28), split="train")
+    assert source.deals_by == ("get_worker_info()" if kind is ByWorkerInfo else "shard()")
+    given = [row.tobytes() for row in rows(28)["x"]]
+    epoch = dealt(source, world_size=2, steps=4)  # of 8, 8, 8 and 4 rows
+    assert [len(own) for step in epoch for own in step] == [4, 4, 4, 4, 4, 4, 2, 2]
+    for rank in range(2):
+        assert [row for step in epoch for row in step[rank]] == given[rank::2]
+    assert torch.utils.data.get_worker_info() is None
+
+
+def test_what_a_worker_does_not_train_on_is_not_read_by_it():
+    source = as_source(ByShard(28), split="train")
+    ByShard.num_given = 0
+    dealt(source, world_size=4, steps=4)
+    assert ByShard.num_given == 28  # 112 where every worker reads all
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_parts_go_on_from_any_step_to_the_bit_and_every_epoch_has_all_rows(shuffle):
+    source = as_source(ByShard(28), split="train")
+    whole = dealt(source, shuffle=shuffle, steps=8)
+    assert dealt(source, shuffle=shuffle, first_step=5, steps=8) == whole[5:]
+    epochs = [sorted(row for step in whole[first : first + 4] for own in step for row in own) for first in (0, 4)]
+    assert epochs[0] == epochs[1] == sorted(row.tobytes() for row in rows(28)["x"])
+    assert (whole[:4] == whole[4:]) is not shuffle
+
+
+def test_a_dataset_that_deals_nothing_out_is_read_whole_as_before():
+    assert as_source(Stream(), split="train").deals_by == as_source(Noisy(), split="train").deals_by == ""
+    job, _ = make_job(Streamed(ByShard(28)))  # one worker has all rows
+    assert not job.train_plan().is_dealt and "the same for every number of workers" in job.sample_order
+
+
+def test_what_dealing_promises_and_refuses_is_said_by_name():
+    job, _ = make_job(Streamed(ByShard(27)), world_size=2)
+    assert job.sample_order.startswith("weak: as the IterableDataset deals them out by shard(), shuffled in a buffer")
+    assert "which rows make up a step depends on the number of workers" in job.sample_order
+    assert job.train_plan().num_samples == 26
+    for flags in ({"shares.by": "speed"}, {"scale.workers": {"min": 1, "max": 2}}):
+        with pytest.raises(ConfigError, match="this IterableDataset deals its rows out"):
+            make_job(Streamed(ByShard(28)), flags, world_size=2)
+
+
+def test_parts_of_unequal_size_end_in_one_clear_error():
+    with pytest.raises(
+        DataError, match=r"InHalves.shard for worker 0 of 2 with 9 rows in epoch 1, but of 28 rows each"
+    ):
+        dealt(as_source(InHalves(28), split="train"))
+
+
+def test_workers_train_on_dealt_rows_and_verify_on_whole_ones(gloo):
+    flags = {"stop.after": "8 steps", "data.shuffle": False, "batch.global_size": 4}
+    alone = train_alone(Streamed(ByWorkerInfo(28)), flags)
+    spread = gloo.run(2, train, Streamed(ByWorkerInfo(28)), flags)[0]
+    # dealt out one by one and not shuffled, the rows of a step are the same, on other workers
+    assert max(relative_differences(spread.losses, alone.losses)) < 1e-9
+    job, sources = make_job(Streamed(ByShard(28)), flags)
+    plan = make_plan(job.config, Question(strategies=("ddp",)), job.workload, sources)
+    assert not any(variant.job.splits["train"].dealt_by for group in plan.groups.values() for variant in group)
 
 
 def test_rows_are_transformed_and_may_be_tuples_of_unequal_length():

@@ -10,11 +10,13 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray
 import ray.data.preprocessors as rays
+from fitted_preprocessors import ROWS, fitted
 from small_runs import Classify, rows
 
 import scaleray
-from scaleray.data import Padding, ParquetSource, Ragged, load_sources, preprocessing
+from scaleray.data import ArraySource, Padding, ParquetSource, Ragged, load_sources, preprocessing
 from scaleray.data.loading import preprocessor_of
 from scaleray.data.plain_state import decoded, encoded
 from scaleray.errors import CheckpointError, ClusterError, DataError, RunFailedError, WorkloadError
@@ -209,11 +211,34 @@ def test_a_file_of_somebody_else_runs_nothing(content, words, tmp_path):
         preprocessing.load(str(tmp_path))
 
 
-def test_rays_preprocessors_are_fitted_by_ray_and_that_is_said_without_it():
+def test_rays_preprocessors_are_fitted_without_ray_to_what_their_names_say(monkeypatch):
+    monkeypatch.setattr(preprocessing, "FITTED_ROWS", 128)  # so that parts are put together
+    (standard,) = fitted("standard")
+    assert standard["mean(a)"] == pytest.approx(ROWS["a"].mean(), rel=1e-12)
+    assert standard["std(a)"] == pytest.approx(ROWS["a"].std(), rel=1e-12)
+    assert fitted("least and most") == [
+        {"min(a)": ROWS["a"].min(), "max(a)": ROWS["a"].max(), "min(b)": 0.0, "max(b)": 4.0}
+    ]
+    assert fitted("one hot") == fitted("ordinal") == [{"unique_values(c)": {"x": 0, "y": 1, "z": 2}}]
+    assert fitted("words")[0]["token_counts(t)"] == collections.Counter(" ".join(ROWS["t"]).split())
+    filled, scaled, _ = fitted("chain")
+    assert filled["mean(n)"] == pytest.approx(np.nanmean(ROWS["n"]), rel=1e-12)
+    whole = np.where(np.isnan(ROWS["n"]), np.nanmean(ROWS["n"]), ROWS["n"])
+    assert scaled["std(n)"] == pytest.approx(whole.std(), rel=1e-12)
+    assert not ray.is_initialized()
+
+
+def test_a_fit_that_asks_for_more_than_there_is_without_ray_says_so():
+    class Asking(rays.StandardScaler):
+        def _fit(self, dataset):
+            dataset.sort("a")
+
+    with pytest.raises(ClusterError, match="its fit asks for sort of a Ray Dataset, and this command runs without Ray"):
+        preprocessing.fit(Asking(["a"]), ArraySource(ROWS, allows_text=True))
+
+
+def test_what_is_no_preprocessor_is_refused():
     workload = Standardised()
-    workload.made = rays.StandardScaler(["a"])
-    with pytest.raises(ClusterError, match="this command runs without Ray"):
-        load_sources(workload)
     workload.made = 5
     with pytest.raises(WorkloadError, match=r"preprocessor\(\) is a int, but it must return one of ray.data"):
         load_sources(workload)

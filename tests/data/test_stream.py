@@ -157,11 +157,15 @@ class Shard:
             yield {"n": np.arange(start, min(start + 7, self.num_rows))}
 
 
+def rows_of(shard, part, **options):
+    return (rows for _, rows in stream_blocks(shard, part, **options))
+
+
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_streamed_shard_gives_each_epoch_its_share_of_rows_and_no_more(shuffle):
     plan = StepPlan(20, 4, seed=5, is_streamed=True)  # 21 rows, of which two workers use 10 each
     shard, part = Shard(11), Part(plan, 0, 2, 0, 15)
-    stream = StepStream(lambda part, demand: stream_blocks(shard, part, shuffle=shuffle, window_rows=50), part)
+    stream = StepStream(lambda part, demand: rows_of(shard, part, shuffle=shuffle, window_rows=50), part)
     batches = list(stream)
     assert [batch.num_rows for batch in batches] == [2] * 15
     epochs = np.concatenate([batch.columns["n"] for batch in batches]).reshape(3, 10)
@@ -173,7 +177,7 @@ def test_a_streamed_shard_gives_each_epoch_its_share_of_rows_and_no_more(shuffle
 def test_a_streamed_shard_starts_in_the_epoch_of_its_first_step():
     plan = StepPlan(20, 4, is_streamed=True)
     shard, part = Shard(10), Part(plan, 1, 2, 10, 15)
-    stream = StepStream(lambda part, demand: stream_blocks(shard, part, shuffle=False, window_rows=1), part)
+    stream = StepStream(lambda part, demand: rows_of(shard, part, shuffle=False, window_rows=1), part)
     assert len(list(stream)) == 5
     assert len(shard.asked) == 1
 

@@ -115,7 +115,7 @@ class _Check:
                 "checkpoint": self.config.checkpoint.model_copy(update=NOTHING_SAVED),
             }
         )
-        splits = {name: Split.of(name, source) for name, source in sources.items()}
+        splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
         recipe = derive(self.config, size_of(sources))
         job = TrainJob(config, replace(recipe, strategy="single", model_parallel_size=1), workload, splits, time.time())
         self.record.figures["global_batch_size"] = recipe.global_batch_size

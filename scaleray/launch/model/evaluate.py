@@ -171,7 +171,7 @@ def evaluation_config(parts: ModelParts, run: TrainedRun, workers: int) -> RunCo
 
 def evaluation_job(config: RunConfig, workload: Any, sources: Mapping[str, Source]) -> TrainJob:
     """A training of one step that nobody takes, which evaluates these sources. `train` may be among them."""
-    splits = {name: Split.of(name, source) for name, source in sources.items()}
+    splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
     if streamed := [name for name, split in splits.items() if split.is_streamed]:
         raise DataError(
             f"the {streamed[0]} data", "a Ray Dataset", "its rows have no numbers", "write it to files and give --data"

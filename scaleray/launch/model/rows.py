@@ -120,7 +120,7 @@ class Shape:
 
 def _as_type(values: Any, dtype: np.dtype) -> Any:
     if isinstance(values, Ragged):
-        return Ragged(values.values.astype(dtype, copy=False), values.offsets)
+        return values.with_values(values.values.astype(dtype, copy=False))
     return values.astype(dtype, copy=False)
 
 

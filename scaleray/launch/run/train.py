@@ -180,7 +180,7 @@ class _Run:
         self.before, self.base_dir, self.changed = before, request.base_dir, request.changed
         self.recipe = derive(config, size_of(sources))
         self.facts: dict[str, Any] = {"environment": environment(), "topology": topology}
-        splits = {name: Split.of(name, source) for name, source in sources.items()}
+        splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
         readers = "worker" if topology[0]["node"] == "local" else config.data.readers
         self.data = {
             name: {**source.describe(), **splits[name].reading(readers), **_notes_of(source)}

@@ -71,7 +71,7 @@ def make_rungs(
 ) -> dict[str, Rung]:
     """Every rung with its recipe, by name, in the order of the curves. cores: number of cores that workers share, where
     they have no devices; None marks none. Raises UsageError for what cannot be divided or does not fit together."""
-    splits = {name: Split.of(name, source) for name, source in sources.items()}
+    splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
     _check(config, question, splits)
     size = size_of(sources)
     rungs: dict[str, Rung] = {}

@@ -143,7 +143,7 @@ def all_args(base: RunConfig, space: Space) -> list[dict[str, Any]]:
 
 def make_material(workload: Any, sources: Mapping[str, Source]) -> Material:
     """The material of a workload and its data. Raises DataError for what trials cannot read."""
-    splits = {name: Split.of(name, source) for name, source in sources.items()}
+    splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
     streamed = [name for name, split in splits.items() if split.is_streamed]
     if streamed:
         raise DataError(

@@ -80,7 +80,9 @@ def make_plan(config: RunConfig, question: Question, workload: Any, sources: Map
 
     Raises UsageError.
     """
-    splits = {name: Split.of(name, source) for name, source in sources.items()}
+    splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
+    # rows that are dealt out are other ones on another number of workers: here every worker reads all and keeps its own
+    splits[TRAIN] = dataclasses.replace(splits[TRAIN], dealt_by="")
     _check_comparable(splits[TRAIN])
     size = size_of(sources)
     batch_size = derive(_spread(config, "auto", 1), size).global_batch_size
@@ -177,7 +179,12 @@ class _Trainings:
         spread = _spread(config, strategy, world_size)
         recipe = _recipe(spread, self.size, accumulation, at_most=at_most)
         # explicit, as if a file said so: what is resumed is compared with it
-        batch = spread.batch.model_copy(update={"micro_size": recipe.micro_batch_size})
+        a_sample = self.size.tokens_per_sample or 1 if spread.batch.unit == "tokens" else 1
+        # steps that are packed with tokens are cut by rows here, into so many parts
+        is_packed = self.size.packed_steps(spread) is not None
+        batch = spread.batch.model_copy(
+            update={"micro_size": None if is_packed else recipe.micro_batch_size * a_sample}
+        )
         spread = spread.model_copy(update={"batch": batch})
         return TrainJob(spread, recipe, self.workload, self.splits, time.time())
 
@@ -276,8 +283,9 @@ def _recipe(config: RunConfig, size: DataSize, accumulation: int, *, at_most: bo
             raise ConfigError("--accumulation", accumulation, f"each worker's step has {share} sample only")
         return recipe
     # what a config refuses, it refuses for any number of micro-batches above one
-    divisor = largest_divisor(share, at_most=micro_size) or 1
-    derive(config.model_copy(update={"batch": config.batch.model_copy(update={"micro_size": divisor})}), size)
+    divisor = (largest_divisor(share, at_most=micro_size) or 1) * (config.batch.global_size // recipe.global_batch_size)
+    if size.packed_steps(config) is None:
+        derive(config.model_copy(update={"batch": config.batch.model_copy(update={"micro_size": divisor})}), size)
     if recipe.strategy == "pipeline":
         check_schedule(config, -(-share // micro_size))
     return with_micro_size(recipe, micro_size, why=f"at most {accumulation} micro-batches in each step")

@@ -72,10 +72,10 @@ def model_parallel_size_of(config: RunConfig, workers: int, why: dict[str, str])
 
 
 def cut_batch(
-    config: RunConfig, global_batch_size: int, workers: int, why: dict[str, str], *, varies: bool
+    config: RunConfig, data: DataSize, global_batch_size: int, workers: int, why: dict[str, str]
 ) -> tuple[int, int, int]:
     """(samples of a worker, samples of a micro-batch, number of micro-batches). workers: those with samples of their
-    own. varies: from step to step, as the number of samples does. Raises ConfigError for sizes that do not divide."""
+    own. Where steps are packed with tokens, all three are averages. Raises ConfigError for sizes that do not divide."""
     if config.scale.is_elastic and config.scale.on_resize == "rescale" and config.batch.global_size % workers:
         near = " or ".join(str(n) for n in nearest_multiples(config.batch.global_size, workers))
         raise ConfigError(
@@ -84,11 +84,13 @@ def cut_batch(
             f"scale.on_resize rescale needs a multiple of {workers} workers",
             f"nearest: {near}",
         )
+    given = _micro_size_in_samples(config, data, why)
+    varies = data.packed_steps(config) is not None
     if config.scale.is_elastic or varies:  # shares may be uneven: sums and counts keep that exact
         per_worker = math.ceil(global_batch_size / workers)
-        micro_size = config.batch.micro_size or math.ceil(global_batch_size / config.scale.max_workers)
+        micro_size = given or math.ceil(global_batch_size / config.scale.max_workers)
         why["per_worker_batch_size"] = f"{global_batch_size} / {workers} workers, at most"
-        why["micro_batch_size"] = "batch.micro_size" if config.batch.micro_size else "the share at most workers"
+        why.setdefault("micro_batch_size", "batch.micro_size" if given else "the share at most workers")
         why["accumulation_steps"] = f"{per_worker} per worker / {micro_size}"
         return per_worker, micro_size, math.ceil(per_worker / micro_size)
     if global_batch_size % workers:
@@ -100,20 +102,39 @@ def cut_batch(
         )
     per_worker = global_batch_size // workers
     why["per_worker_batch_size"] = f"{global_batch_size} / {workers} workers"
-    micro_size = config.batch.micro_size or per_worker
-    if per_worker % micro_size:
+    size, a_sample = config.batch.micro_size, data.tokens_per_sample or 1 if config.batch.unit == "tokens" else 1
+    if size is not None and (size % a_sample or per_worker % (size // a_sample)):
         divisors = (
             [d for d in range(1, per_worker + 1) if per_worker % d == 0] if per_worker <= 10**6 else [1, per_worker]
         )
-        below = max((d for d in divisors if d < micro_size), default=1)
-        above = min((d for d in divisors if d > micro_size), default=per_worker)
+        below = max((d * a_sample for d in divisors if d * a_sample < size), default=a_sample)
+        above = min((d * a_sample for d in divisors if d * a_sample > size), default=per_worker * a_sample)
         near = " or ".join(str(n) for n in sorted({below, above}))
-        raise ConfigError(
-            "batch.micro_size", micro_size, f"it must divide the {per_worker} samples of one worker", f"nearest: {near}"
-        )
-    why["micro_batch_size"] = "batch.micro_size" if config.batch.micro_size else "the worker's whole share"
+        of_unit = f"{per_worker * a_sample} {config.batch.unit} of one worker"
+        whole = f" in whole samples of {a_sample}" if a_sample > 1 else ""
+        raise ConfigError("batch.micro_size", size, f"it must divide the {of_unit}{whole}", f"nearest: {near}")
+    micro_size = given or per_worker
+    why.setdefault("micro_batch_size", "batch.micro_size" if given else "the worker's whole share")
     why["accumulation_steps"] = f"{per_worker} per worker / {micro_size}"
     return per_worker, micro_size, per_worker // micro_size
+
+
+def _micro_size_in_samples(config: RunConfig, data: DataSize, why: dict[str, str]) -> int | None:
+    """Samples of `batch.micro_size`, about as many where they differ in length; None where it is not given. Raises
+    ConfigError."""
+    size = config.batch.micro_size
+    if size is None or config.batch.unit == "samples":
+        return size
+    if data.packed_steps(config) is None:
+        tokens = data.tokens_of("batch.unit")
+        why["micro_batch_size"] = f"{size} tokens / {tokens} tokens per sample"
+        return max(1, size // tokens)
+    if size < (data.longest or 0):
+        allowed = f"it counts tokens, as batch.unit says, and the longest row has {data.longest}"
+        raise ConfigError("batch.micro_size", size, allowed, f"use {data.longest} or more, or cut long rows")
+    mean = (data.total_tokens or 0) / data.num_samples
+    why["micro_batch_size"] = f"about as many samples as have {size} tokens, {mean:.4g} each on average"
+    return max(1, int(size / mean))
 
 
 def check_data_fills(config: RunConfig, data: DataSize, global_batch_size: int, workers: int) -> None:

@@ -50,10 +50,7 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
     global_batch_size = global_batch_size_of(config, data, why)
     model_parallel_size = model_parallel_size_of(config, workers, why)
     data_parallel_size = workers // model_parallel_size
-    varies = data.packed_steps(config) is not None
-    per_worker, micro_size, accumulation_steps = cut_batch(
-        config, global_batch_size, data_parallel_size, why, varies=varies
-    )
+    per_worker, micro_size, accumulation_steps = cut_batch(config, data, global_batch_size, data_parallel_size, why)
     why["evaluation_micro_batch_size"] = "evaluation.micro_size" if config.evaluation.micro_size else "that of training"
     check_data_fills(config, data, global_batch_size, workers)
     counter = StepCounter(config, data, global_batch_size, why)

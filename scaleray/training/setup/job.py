@@ -13,6 +13,7 @@ from scaleray.data import TRAIN, Split, StepPlan
 from scaleray.data.iterable import promise
 from scaleray.data.length_order import LengthPlan
 from scaleray.data.sample_order import Origin
+from scaleray.data.split import COLLATE_ADVICE
 from scaleray.errors import ConfigError, DataError
 from scaleray.records.trace_request import TraceRequest
 from scaleray.scaling.recipe.derive import derive
@@ -41,13 +42,20 @@ class TrainJob:
     """What is traced of its last steps, if anything."""
 
     def __post_init__(self) -> None:
-        by = self.config.shares.by
-        if by != "equal" and self.splits[TRAIN].is_streamed:
+        by, train = self.config.shares.by, self.splits[TRAIN]
+        if by != "equal" and (train.is_streamed or train.dealt_by):
             raise ConfigError(
                 "shares.by",
                 by,
-                "a Ray Dataset is dealt out once, in equal shares",
+                f"{'a Ray ' if train.is_streamed else 'this Iterable'}Dataset deals its rows out in equal shares",
                 "use equal shares, or data that can be read by index",
+            )
+        if train.dealt_by and self.config.scale.is_elastic:
+            raise ConfigError(
+                "scale.workers",
+                str(self.config.scale.workers),
+                f"this IterableDataset deals its rows out by {train.dealt_by}, for a fixed number of workers",
+                "give one number, or leave the dealing out: every worker then reads all rows and keeps its own",
             )
         check_row_lengths(self.config, self.splits[TRAIN])
         for split in self.splits.values():
@@ -66,12 +74,15 @@ class TrainJob:
         return f"{promise}; {'but ' if values.difference else ''}{values.promise}" if values.promise else promise
 
     def data_warnings(self) -> list[str]:
-        """Warnings for data that cannot be read again as it was."""
-        return [
-            f"the {split.name} data: {split.row_values.promise}; {split.row_values.advice}"
-            for split in self.splits.values()
-            if not split.row_values.are_repeatable
-        ]
+        """Warnings for data that cannot be read again as it was, and for batches that cannot be made ahead."""
+        found = []
+        for split in self.splits.values():
+            if not split.row_values.are_repeatable:
+                found.append(f"the {split.name} data: {split.row_values.promise}; {split.row_values.advice}")
+            elif split.collate is not None and split.collate.why_in_turn and not split.is_streamed:
+                why = f"{split.collate.why_in_turn}, so the training waits for each batch to be made"
+                found.append(f"the {split.name} data: {why}; {COLLATE_ADVICE}")
+        return found
 
     @property
     def world_size(self) -> int:
@@ -150,10 +161,13 @@ class TrainJob:
                 "lengths": split.lengths,
                 "bucket_batches": config.data.bucket_by_length,
                 "tokens_per_step": config.batch.global_size if is_packed else None,
+                "tokens_per_micro_batch": config.batch.micro_size if is_packed else None,
             }
+        dealt_by = split.dealt_by if self.data_parallel_size > 1 else ""
+        order = promise(config.data.shuffle, config.data.window_rows, dealt_by=dealt_by)
         return (LengthPlan if by_length else StepPlan)(
             **by_length,
-            num_samples=self._usable_rows(split),
+            num_samples=self._usable_rows(split, is_dealt=bool(dealt_by)),
             global_batch_size=self.recipe.global_batch_size,
             seed=self.config.seed,
             shuffle=self.config.data.shuffle,
@@ -161,7 +175,8 @@ class TrainJob:
             group_sizes=split.group_sizes,
             window_rows=self.config.data.window_rows,
             is_streamed=split.is_streamed,
-            given_order=promise(config.data.shuffle, config.data.window_rows) if split.is_sequential else "",
+            given_order=order if split.is_sequential else "",
+            is_dealt=bool(dealt_by),
             origin=self.origin,
         )
 
@@ -178,10 +193,10 @@ class TrainJob:
         """Every split but `train`."""
         return [split for name, split in self.splits.items() if name != TRAIN]
 
-    def _usable_rows(self, split: Split) -> int:
-        # a streamed dataset gives every worker the same number of rows and leaves out the rest
+    def _usable_rows(self, split: Split, *, is_dealt: bool = False) -> int:
+        # what is streamed or dealt out gives every worker the same number of rows, and leaves out the rest
         workers = self.data_parallel_size
-        return split.num_rows // workers * workers if split.is_streamed else split.num_rows
+        return split.num_rows // workers * workers if split.is_streamed or is_dealt else split.num_rows
 
 
 def rescaled(config: RunConfig, full: Recipe, workers: int) -> RunConfig:

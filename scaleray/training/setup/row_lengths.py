@@ -52,6 +52,17 @@ def check_row_lengths(config: RunConfig, train: Split) -> None:
             "under pipeline every step has the same micro-batches, and steps of tokens vary in their rows",
             "count in samples, or use ddp, fsdp or zero1",
         )
+    memory = config.memory
+    if config.batch.micro_size is not None and (memory.find_micro_size or memory.on_out_of_memory == "halve"):
+        key, value = "memory.find_micro_size", True
+        if not memory.find_micro_size:
+            key, value = "memory.on_out_of_memory", memory.on_out_of_memory
+        raise ConfigError(
+            key,
+            value,
+            "batch.micro_size counts tokens here, and other sizes are tried in rows",
+            "leave batch.micro_size out: a worker's share is then cut by rows, or leave this out",
+        )
     if config.batch.drop_last:
         raise ConfigError(
             "batch.drop_last",

@@ -10,39 +10,75 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from scaleray.data.collating import place_of_collate
 from scaleray.errors import WorkloadError
 from scaleray.training.setup.place import Place
 
 
-def structure(batch: Any, path: str = "") -> list[str]:
-    """Name, type and number of dimensions of every tensor of a batch, and the type of everything else."""
+def structure(batch: Any, path: str = "", *, with_sizes: bool = False) -> list[str]:
+    """Name, type and number of dimensions of every tensor of a batch, and the type of everything else. with_sizes: the
+    sizes of dimensions in place of their number."""
     if isinstance(batch, torch.Tensor):
-        return [f"{path or 'a tensor'}: {str(batch.dtype).removeprefix('torch.')}, {batch.ndim} dimensions"]
+        size = " x ".join(map(str, batch.shape)) if with_sizes else f"{batch.ndim} dimensions"
+        return [f"{path or 'a tensor'}: {str(batch.dtype).removeprefix('torch.')}, {size}"]
+    inner: list[tuple[str, Any]] | None = None
     if isinstance(batch, Mapping):
-        return [line for name in sorted(batch, key=str) for line in structure(batch[name], f"{path}[{name!r}]")]
-    if isinstance(batch, tuple | list):
-        return [line for place, value in enumerate(batch) for line in structure(value, f"{path}[{place}]")]
-    return [f"{path}: {type(batch).__name__}"]
+        inner = [(f"{path}[{name!r}]", batch[name]) for name in sorted(batch, key=str)]
+    elif isinstance(batch, tuple | list):
+        inner = [(f"{path}[{number}]", value) for number, value in enumerate(batch)]
+    if inner is None:
+        return [f"{path}: {type(batch).__name__}"]
+    return [line for below, value in inner for line in structure(value, below, with_sizes=with_sizes)]
 
 
-def check_same_structure(batch: Any, place: Place) -> None:
-    """Raise WorkloadError, on every rank, where the batches of ranks differ in structure. Collective."""
+def check_same_structure(batch: Any, place: Place, collate: Any) -> None:
+    """Raise WorkloadError, on every rank, where the batches that `collate` made differ between ranks: in their
+    structure, or among the workers of one replica, which have the same rows, in a size. Collective."""
     if place.world_size == 1:
         return
     lines = structure(batch)
     # four bytes: exact in whatever the numbers travel as
     digest = float(int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:4], "little"))
     largest, smallest = place.all_reduce_max([digest, -digest])
-    if largest == -smallest:
+    if largest != -smallest:
+        everyone = _gathered(lines, place)
+        other = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
+        raise _different(
+            collate,
+            (0, everyone[0]),
+            (other, everyone[other]),
+            "its batches must have the same names, types and numbers of dimensions for all rows",
+            "make every column for every micro-batch, whatever its rows hold; lengths may differ",
+        )
+    if place.model_parallel_size == 1:
         return
+    everyone = _gathered(structure(batch, with_sizes=True), place)
+    for rank, theirs in enumerate(everyone):
+        first = rank // place.model_parallel_size * place.model_parallel_size
+        if theirs != everyone[first]:
+            raise _different(
+                collate,
+                (first, everyone[first]),
+                (rank, theirs),
+                f"the {place.model_parallel_size} workers of a replica have the same rows, and need the same batch",
+                "make it of the rows alone, and not of the rank",
+            )
+
+
+def _gathered(lines: list[str], place: Place) -> list[list[str]]:
     everyone: list[Any] = [None] * place.world_size
     dist.all_gather_object(everyone, lines)
-    other = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
-    first, theirs = set(everyone[0]), set(everyone[other])
-    raise WorkloadError(
-        "collate()",
-        f"different on different workers: {'; '.join(sorted(first - theirs)) or 'nothing more'} on rank 0, "
-        f"{'; '.join(sorted(theirs - first)) or 'nothing more'} on rank {other}",
-        "its batches must have the same names, types and numbers of dimensions for all rows",
-        "make every column for every micro-batch, whatever its rows hold; lengths may differ",
+    return everyone
+
+
+def _different(
+    collate: Any, one: tuple[int, list[str]], other: tuple[int, list[str]], allowed: str, hint: str
+) -> WorkloadError:
+    (rank, lines), (other_rank, theirs) = one, other
+    return WorkloadError(
+        f"collate() at {place_of_collate(collate)}",
+        f"different on different workers: {'; '.join(sorted(set(lines) - set(theirs))) or 'nothing more'} on rank "
+        f"{rank}, {'; '.join(sorted(set(theirs) - set(lines))) or 'nothing more'} on rank {other_rank}",
+        allowed,
+        hint,
     )

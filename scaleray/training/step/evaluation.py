@@ -24,7 +24,7 @@ from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 from scaleray.training.step.best import Best
 from scaleray.training.step.metric_objects import MetricObjects
-from scaleray.training.step.micro_batches import user_batch
+from scaleray.training.step.micro_batches import collate_ahead, user_batch
 from scaleray.training.step.named_sums import NamedSums
 from scaleray.training.step.one_pass import OnePass
 from scaleray.training.step.own_evaluation import OwnEvaluation
@@ -98,14 +98,18 @@ class Evaluations:
     def _evaluator(self, job: TrainJob, split: Split) -> Evaluator:
         plan = job.evaluation_plan(split)
         part = Part(plan, self.place.data_rank, self.place.data_parallel_size, 0, plan.steps_per_epoch)
+        rank_bytes = split.num_rows * split.row_bytes // self.place.data_parallel_size
+        ahead = collate_ahead(job.workload, split, whole, may_draw=job.config.deterministic)
+        if rank_bytes <= KEPT_BYTES:
+            ahead = None  # kept batches are made anew each time, as a metric may change what it is given
         return Evaluator(
             split.name,
             job.workload,
             self.setup,
             self.place,
-            lambda: self.input.open(split, part),
+            lambda: self.input.open(split, part, ahead),
             gives_tuples=split.gives_tuples,
-            rank_bytes=split.num_rows * split.row_bytes // self.place.data_parallel_size,
+            rank_bytes=rank_bytes,
             own=self._own,
             enter=self.enter,
         )
@@ -198,8 +202,8 @@ class Evaluator:
             return {name: check_sum_and_count(pair, what=f"metrics()[{name!r}]") for name, pair in given.items()}
 
     def _rows(self, batch: RankBatch) -> Any:
-        dtype = self.setup.precision.input_dtype
-        return user_batch(self.workload, batch.columns, self.place.device, dtype, gives_tuples=self.gives_tuples)
+        rows, dtype = batch.take(*whole(batch)[0]) or batch.columns, self.setup.precision.input_dtype
+        return user_batch(self.workload, rows, self.place.device, dtype, gives_tuples=self.gives_tuples)
 
     def _with_rows(self) -> Iterator[Any]:
         """This rank's batches as the workload takes them, without placeholders."""
@@ -236,6 +240,11 @@ class Evaluator:
             return self._open_stream()
         self._kept = list(self._open_stream())
         return self._kept
+
+
+def whole(batch: RankBatch) -> list[tuple[int, int]]:
+    """Where the one micro-batch of an evaluation's batch begins and ends; a placeholder is one, too."""
+    return [(0, len(next(iter(batch.columns.values()))))]
 
 
 def check_split(key: str, text: str, job: TrainJob) -> None:

@@ -98,8 +98,8 @@ def _look_at_loss(
 ) -> float | None:
     look = _Look(workload, batch, setup, place, **sizes)
     with unchanged_model(workload, setup.parallel.module), same_random_numbers(place.device):
-        if own_method(workload, "collate") is not None:
-            check_same_structure(look.batch_of(np.arange(look.rows_with_gradients)), place)
+        if (collate := own_method(workload, "collate")) is not None:
+            check_same_structure(look.batch_of(np.arange(look.rows_with_gradients)), place, collate)
         count = look.as_in_training(config)
         look.whether_it_is_a_sum(config)
         if evaluated:

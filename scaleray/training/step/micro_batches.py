@@ -6,27 +6,43 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from scaleray.data import RankBatch
+from scaleray.data import TRAIN, RankBatch, Split
+from scaleray.data.collating import CollateAhead
 from scaleray.data.collation import collated, refuse_ragged
+from scaleray.data.rank_batch import Made
+from scaleray.several_losses import losses_of
 from scaleray.workload import own_method
 
 
-def micro_batches(batch: RankBatch, size: int, *, at_least: int = 1) -> Iterator[tuple[dict[str, Any], int]]:
-    """Slices of at most `size` rows with the number of rows that count: 0 for a placeholder.
+def micro_batches(batch: RankBatch, size: int, *, at_least: int = 1) -> Iterator[tuple[dict[str, Any] | Made, int]]:
+    """Slices of at most `size` rows with the number of rows that count: 0 for a placeholder. Those that `collate` has
+    made already come so.
 
     Placeholders come first, until there are `at_least` so many.
     """
-    for _ in range(at_least - math.ceil(batch.num_rows / size)):
+    edges = list(cuts_of(batch, size))
+    for _ in range(at_least - len(edges)):
         yield {name: values[:1] for name, values in batch.columns.items()}, 0
-    for start, stop in cuts(batch.num_rows, size):
-        yield {name: values[start:stop] for name, values in batch.columns.items()}, stop - start
+    for start, stop in edges:
+        rows = {name: values[start:stop] for name, values in batch.columns.items()}
+        yield batch.take(start, stop) or rows, stop - start
+
+
+def cuts_of(batch: RankBatch, size: int) -> Iterator[tuple[int, int]]:
+    """Where the micro-batches of a batch begin and end: of so many rows, or as its plan has counted them in tokens."""
+    return cuts(batch.num_rows, size) if batch.cuts is None else itertools.pairwise(batch.cuts.edges)
+
+
+def most_micro_batches(batch: RankBatch, size: int, *, num_rows: int, num_shares: int) -> int:
+    """Micro-batches of the rank that has most of them. num_rows: of the global batch, which has so many shares."""
+    return math.ceil(math.ceil(num_rows / num_shares) / size) if batch.cuts is None else batch.cuts.most
 
 
 def cuts(num_rows: int, size: int) -> Iterator[tuple[int, int]]:
@@ -37,19 +53,35 @@ def cuts(num_rows: int, size: int) -> Iterator[tuple[int, int]]:
     return itertools.pairwise(edges)
 
 
+def collate_ahead(
+    workload: Any, split: Split, cuts: Callable[[RankBatch], Iterable[tuple[int, int]]], *, may_draw: bool
+) -> CollateAhead | None:
+    """What makes a split's micro-batches ahead of the training; None where the training has to call `collate` itself.
+
+    cuts: gives where the micro-batches of a batch begin and end. may_draw: assume that it draws random numbers.
+    """
+    look = split.collate
+    if look is None or look.why_in_turn or may_draw or not getattr(workload, "collates_ahead", True):
+        return None
+    times = len(losses_of(workload) or [None]) if split.name == TRAIN else 1
+    return CollateAhead(own_method(workload, "collate"), split.gives_tuples, cuts, look.row_bytes, times)
+
+
 def user_batch(
-    workload: Any, rows: dict[str, Any], device: torch.device, dtype: torch.dtype | None, *, gives_tuples: bool
+    workload: Any, rows: dict[str, Any] | Made, device: torch.device, dtype: torch.dtype | None, *, gives_tuples: bool
 ) -> Any:
     """Rows as the workload's loss takes them, on `device`: its columns as tensors, or what its `collate` makes of them.
 
     dtype: of floating-point tensors, if it is given. Raises DataError for ragged rows that nothing collates.
     """
-    collate = own_method(workload, "collate")
-    if collate is None:
+    found: dict[str, Any] = {}
+    if isinstance(rows, Made):
+        made = _taken_out(rows.batch, found)
+    elif (collate := own_method(workload, "collate")) is None:
         refuse_ragged(rows, what="the data")
         return as_user_batch(to_device(rows, device, dtype), gives_tuples)
-    found: dict[str, Any] = {}
-    made = _taken_out(collated(collate, rows, gives_tuples=gives_tuples), found)
+    else:
+        made = _taken_out(collated(collate, rows, gives_tuples=gives_tuples), found)
     return _put_back(made, to_device(found, device, dtype))
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from scaleray.config import RunConfig
 from scaleray.data import RankBatch
+from scaleray.data.rank_batch import Made
 from scaleray.records.phases import Phase
 from scaleray.scaling.recipe.values import Recipe
 from scaleray.strategies.contract.numbers import Number, Truth, as_factor, choose, is_finite, ratio, together
@@ -28,7 +29,7 @@ from scaleray.training.setup.place import Place
 from scaleray.training.step.back_off import BackOff, MemoryRanOut
 from scaleray.training.step.guarded_update import GuardedUpdate
 from scaleray.training.step.launched import Figures, LaunchedStep
-from scaleray.training.step.micro_batches import micro_batches, user_batch
+from scaleray.training.step.micro_batches import micro_batches, most_micro_batches, user_batch
 from scaleray.training.step.sum_and_count import check_sum_and_count
 
 
@@ -211,9 +212,9 @@ class TrainStep:
         rank's sum of losses and count."""
         setup, parallel = self.setup, self.setup.parallel
         # where passes communicate, a rank with a row less may need a placeholder more
-        least = math.ceil(math.ceil(num_rows / self.place.data_parallel_size) / self.recipe.micro_batch_size)
-        at_least = least if parallel.forward_is_collective else 1
-        pieces = list(micro_batches(batch, self.recipe.micro_batch_size, at_least=at_least))
+        size, shares = self.recipe.micro_batch_size, self.place.data_parallel_size
+        most = most_micro_batches(batch, size, num_rows=num_rows, num_shares=shares)
+        pieces = list(micro_batches(batch, size, at_least=most if parallel.forward_is_collective else 1))
         pending: tuple[Any, torch.Tensor] | None = None
         own = self._totals
 
@@ -254,12 +255,12 @@ class TrainStep:
             self._totals = self._each(sums)
         return own[0], own[1]
 
-    def _on_device(self, arrays: dict[str, Any], weight: int) -> MicroBatch:
+    def _on_device(self, rows: dict[str, Any] | Made, weight: int) -> MicroBatch:
         """Move a micro-batch to the device, only when its turn comes, so that one micro-batch's rows are there at a
         time."""
         self.enter(Phase.COPY)
         dtype = self.setup.precision.input_dtype
-        batch = user_batch(self.workload, arrays, self.place.device, dtype, gives_tuples=self.gives_tuples)
+        batch = user_batch(self.workload, rows, self.place.device, dtype, gives_tuples=self.gives_tuples)
         return MicroBatch(batch, weight)
 
     def _objective(self, run: Run, piece: MicroBatch) -> torch.Tensor:

@@ -115,6 +115,8 @@ class Quieted:
     ) -> None:
         self._workload, self._what, self._masks, self._partition = workload, what, masks, partition
         self._keeps_statistics = partition is not None
+        self.collates_ahead = partition is None
+        """Whether a batch may be made before its step: what is cut into parts depends on `rows_of_step`."""
         self.found: list[str] = []
         self.loss_dtype = ""
         self.rows_of_step = 0

@@ -24,7 +24,7 @@ from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.optimizers import Schedule
 from scaleray.training.setup.place import Place
 from scaleray.training.setup.several_optimizers import SeveralOptimizers
-from scaleray.training.step.micro_batches import cuts
+from scaleray.training.step.micro_batches import cuts_of
 from scaleray.training.verify.compared_job import DueRates
 from scaleray.training.verify.gradient_parts import GradientParts
 from scaleray.training.verify.quieted import Masks, Quieted
@@ -106,7 +106,7 @@ class TraceProbe:
     def on_batch(self, batch: RankBatch) -> None:
         self.has_begun = True
         self._step, self._rows = batch.step + 1, _row_digests(batch)
-        self._num_pieces = sum(1 for _ in cuts(batch.num_rows, self.job.recipe.micro_batch_size))
+        self._num_pieces = sum(1 for _ in cuts_of(batch, self.job.recipe.micro_batch_size))
         self._updates.clear()
         self._gradients: np.ndarray | None = None
         if isinstance(self.job.workload, Quieted):

@@ -188,6 +188,26 @@ def test_in_tokens_the_nearest_batches_are_in_tokens_and_they_work(size, workers
         assert recipe(SEQUENCES, batch__global_size=other, **flags).global_batch_size == other // 128
 
 
+@given(micro=st.integers(1, 70 * 128), per_worker=st.integers(1, 64))
+def test_in_tokens_micro_batches_are_in_tokens_and_the_nearest_work(micro, per_worker):
+    flags = {"batch__unit": "tokens", "batch__global_size": 2 * per_worker * 128, "scale__workers": 2}
+    samples, rest = divmod(micro, 128)
+    if rest == 0 and per_worker % samples == 0:
+        assert recipe(SEQUENCES, batch__micro_size=micro, **flags).micro_batch_size == samples
+        return
+    error = refusal(SEQUENCES, batch__micro_size=micro, **flags)
+    assert error.what == "batch.micro_size" and error.found == micro
+    for other in suggested(error):
+        assert recipe(SEQUENCES, batch__micro_size=other, **flags).micro_batch_size == other // 128
+
+
+def test_micro_batches_of_rows_of_unequal_length_are_about_as_many_rows():
+    packed = DataSize(num_samples=1000, total_tokens=50_000, longest=80)
+    found = recipe(packed, batch__unit="tokens", batch__global_size=4000, batch__micro_size=1000)
+    assert (found.micro_batch_size, found.accumulation_steps) == (20, 4)
+    assert "1000 tokens, 50 each on average" in found.explanations["micro_batch_size"]
+
+
 @given(micro=st.integers(1, 80), per_worker=st.integers(1, 64))
 def test_an_error_names_the_nearest_micro_batches_and_they_work(micro, per_worker):
     assume(per_worker % micro)

@@ -109,6 +109,16 @@ def test_rows_that_turn_out_ragged_in_the_first_batch_are_refused_with_the_way_o
         train_alone(workload, {"seed": 0})
 
 
+class Deep(Sequences):
+    """Of three layers, for a pipeline, whose batches are as wide as their longest row."""
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 8), nn.Linear(8, 3))
+
+    def blocks(self, model):
+        return [model[0], model[1]]
+
+
 class OtherColumns(Sequences):
     """Leaves out a column on one of the ranks."""
 
@@ -120,14 +130,42 @@ class OtherColumns(Sequences):
 
 
 def test_a_collate_whose_batches_differ_between_ranks_is_one_clear_error(gloo):
-    with pytest.raises(WorkloadError, match=r"collate\(\) is different on different workers: \['real'\]: bool"):
+    message = r"collate\(\) at .*\.py:\d+ is different on different workers: \['real'\]: bool"
+    with pytest.raises(WorkloadError, match=message):
         gloo.run(2, train, OtherColumns(), {})
+
+
+class OtherLengths(Deep):
+    """As wide as the rank says."""
+
+    def collate(self, rows):
+        return padded(
+            rows, mask="real", to=9 + torch.distributed.get_rank() if torch.distributed.is_initialized() else 9
+        )
+
+
+def test_a_collate_whose_lengths_differ_by_rank_is_one_clear_error_where_ranks_share_their_rows(gloo):
+    flags = {**FLAGS, "batch.global_size": 8, "batch.micro_size": 2}
+    message = r"\['real'\]: bool, 2 x 9; .* on rank 0, \['real'\]: bool, 2 x 10; .* on rank 1.*workers of a replica"
+    with pytest.raises(WorkloadError, match=message):
+        gloo.run(2, train, OtherLengths(), {**flags, "strategy.name": "pipeline", "pipeline.size": 2})
+    alone = train_alone(OtherLengths(), flags)  # of other rows a batch may have other lengths
+    assert max(relative_differences(gloo.run(2, train, OtherLengths(), flags)[0].losses, alone.losses)) < 1e-9
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_pipeline_takes_batches_of_varying_width(gloo, world_size):
+    flags = {**FLAGS, "batch.global_size": 8, "batch.micro_size": 2}
+    alone = train_alone(Deep(), flags)
+    piped = gloo.run(world_size, train, Deep(), {**flags, "strategy.name": "pipeline", "pipeline.size": 2})[0]
+    assert max(relative_differences(piped.losses, alone.losses)) < 1e-9
+    assert piped.evaluations[-1].metrics == pytest.approx(alone.evaluations[-1].metrics, rel=1e-9)
 
 
 # order by length, and steps of tokens
 
 BY_LENGTH = {
-    "batch.unit": "tokens", "batch.global_size": 20, "batch.micro_size": 1, "data.bucket_by_length": 2,
+    "batch.unit": "tokens", "batch.global_size": 20, "batch.micro_size": 9, "data.bucket_by_length": 2,
     "stop.after": "3 epochs",
 }  # fmt: skip
 
@@ -140,6 +178,39 @@ def test_steps_of_tokens_train_alike_on_any_number_of_workers(gloo):
         spread = gloo.run(world_size, train, Sequences(), BY_LENGTH)[0]
         assert max(relative_differences(spread.losses, alone.losses)) < 1e-9
         assert spread.evaluations[-1].metrics == pytest.approx(alone.evaluations[-1].metrics, rel=1e-9)
+
+
+class Measured(Sequences):
+    """Notes the rows and tokens of each batch whose loss is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def loss(self, model, batch):
+        self.seen.append(batch["real"].sum(1).tolist())
+        return super().loss(model, batch)
+
+
+def test_micro_batches_of_tokens_are_as_many_rows_in_order_as_fit():
+    cut = Measured()
+    by_tokens = train_alone(cut, BY_LENGTH)
+    whole = train_alone(Sequences(), {**BY_LENGTH, "batch.micro_size": None})
+    assert max(relative_differences(by_tokens.losses, whole.losses)) < 1e-9
+    plan = make_job(Sequences(), BY_LENGTH)[0].train_plan()
+    trained = iter(cut.seen)
+    for step in range(len(whole.losses)):
+        lengths = plan.lengths.values[plan.global_indices(step)].tolist()
+        while lengths:
+            most = max(n for n in range(1, len(lengths) + 1) if sum(lengths[:n]) <= 9)
+            assert lengths[:most] in trained  # in this order; looks at the first batch and evaluations lie between
+            del lengths[:most]
+
+
+def test_micro_batches_of_tokens_are_equally_many_where_passes_communicate(gloo):
+    alone = train_alone(Sequences(), BY_LENGTH)
+    sharded = gloo.run(2, train, Sequences(), {**BY_LENGTH, "strategy.name": "fsdp"})[0]
+    assert max(relative_differences(sharded.losses, alone.losses)) < 1e-9
 
 
 def test_a_resumed_run_goes_on_with_its_steps_of_tokens_to_the_bit(tmp_path):
@@ -165,6 +236,8 @@ def test_verify_finds_steps_of_tokens_equal_on_two_workers(gloo):
         ({"data.shuffle": False}, "keeps the order of the file"),
         ({"batch.drop_last": True}, "no partial batch to drop"),
         ({"batch.global_size": 7}, "the longest row has 8 tokens"),
+        ({"batch.micro_size": 7}, "counts tokens, as batch.unit says, and the longest row has 8"),
+        ({"batch.micro_size": 9, "memory.on_out_of_memory": "halve"}, "other sizes are tried in rows"),
     ],
 )
 def test_what_steps_of_tokens_cannot_be_combined_with_is_refused_by_name(flags, words):
