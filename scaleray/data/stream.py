@@ -23,6 +23,7 @@ from scaleray.data.source import Columns
 from scaleray.errors import InputStarvedError, ScaleRayError
 
 FIRST_EXPLANATION_S = 15.0  # a cold cluster takes about 5 s for its first batch
+MADE_AHEAD = 16  # batches that are made ahead: more would be thrown away where micro-batches or shares change
 GROUP_BYTES = 2**22  # small batches are handed over together: waking the other thread takes longer than cutting one
 
 
@@ -102,7 +103,7 @@ class StepStream:
         self._part, self._is_finished = part, False
         made_bytes = 0 if self._collate is None else self._collate.row_bytes
         step_bytes = max(1, part.rows_per_step * (self._row_bytes + made_bytes))
-        most = int(min(4096, max(2, self._prefetch_bytes // step_bytes)))
+        most = int(min(4096 if self._collate is None else MADE_AHEAD, max(2, self._prefetch_bytes // step_bytes)))
         deliveries = _Deliveries(maxsize=most)
         self._queue, self._demand = deliveries, Demand()
         self._ready: deque[RankBatch] = deque()
@@ -179,7 +180,7 @@ def _fill(
     steps = range(part.first_step, part.last_step)
     delivered = part.first_step
     group: list[RankBatch] = []
-    if not reads_ahead:
+    if not reads_ahead or collate is not None:
         most = 1
     try:
         pieces = rebatch(blocks, (max(1, part.num_rows(step)) for step in steps))

@@ -10,11 +10,13 @@ import pytest
 import torch
 from small_runs import make_job, train_alone
 from torch import nn
+from waiting import wait_until
 
 from scaleray.data import Padding, Part, RankBatch, Split, StepPlan, StepStream, load_sources
 from scaleray.data.blocks import LocalBlocks
 from scaleray.data.collating import CollateAhead
 from scaleray.data.collation import batch_values, collated
+from scaleray.data.stream import MADE_AHEAD
 from scaleray.errors import DataError, WorkloadError
 from scaleray.training.step import micro_batches
 from scaleray.training.step.micro_batches import cuts
@@ -200,3 +202,12 @@ def test_a_run_records_who_makes_its_batches():
     assert found(Sequences()) == "ahead of the training" and "draws" in found(Drawing())
     padding = type("Padded", (Sequences,), {"collate": Padding()})()
     assert found(padding) == "ahead of the training"
+
+
+def test_batches_are_made_a_few_steps_ahead_and_no_further():
+    workload = Sequences()
+    stream = stream_of(workload, Part(StepPlan(26, 2), 0, 1, 0, 200), 2)
+    wait_until(lambda: len(workload.made) == MADE_AHEAD + 1)  # one that waits for its place
+    next(stream)
+    wait_until(lambda: len(workload.made) == MADE_AHEAD + 2)
+    stream.close(wait_s=9.0)
