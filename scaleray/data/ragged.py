@@ -138,7 +138,7 @@ def concatenated(columns: Sequence[Any]) -> Any:
     ragged = [with_shapes(column) if have_shapes else as_ragged(column) for column in columns]
     starts = np.cumsum([0, *(len(column.values) for column in ragged)])
     ends = [column.offsets[1:] + start for column, start in zip(ragged, starts[:-1], strict=True)]
-    shapes = np.concatenate([column.shapes for column in ragged]) if have_shapes else None  # type: ignore[misc]
+    shapes = np.concatenate([column.shapes for column in ragged]) if have_shapes else None
     return Ragged(np.concatenate([column.values for column in ragged]), np.concatenate([[0], *ends]), shapes)
 
 

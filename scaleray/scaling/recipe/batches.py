@@ -102,17 +102,17 @@ def cut_batch(
         )
     per_worker = global_batch_size // workers
     why["per_worker_batch_size"] = f"{global_batch_size} / {workers} workers"
-    size, a_sample = config.batch.micro_size, data.tokens_per_sample or 1 if config.batch.unit == "tokens" else 1
-    if size is not None and (size % a_sample or per_worker % (size // a_sample)):
+    asked, a_sample = config.batch.micro_size, data.tokens_per_sample or 1 if config.batch.unit == "tokens" else 1
+    if asked is not None and (asked % a_sample or per_worker % (asked // a_sample)):
         divisors = (
             [d for d in range(1, per_worker + 1) if per_worker % d == 0] if per_worker <= 10**6 else [1, per_worker]
         )
-        below = max((d * a_sample for d in divisors if d * a_sample < size), default=a_sample)
-        above = min((d * a_sample for d in divisors if d * a_sample > size), default=per_worker * a_sample)
+        below = max((d * a_sample for d in divisors if d * a_sample < asked), default=a_sample)
+        above = min((d * a_sample for d in divisors if d * a_sample > asked), default=per_worker * a_sample)
         near = " or ".join(str(n) for n in sorted({below, above}))
         of_unit = f"{per_worker * a_sample} {config.batch.unit} of one worker"
         whole = f" in whole samples of {a_sample}" if a_sample > 1 else ""
-        raise ConfigError("batch.micro_size", size, f"it must divide the {of_unit}{whole}", f"nearest: {near}")
+        raise ConfigError("batch.micro_size", asked, f"it must divide the {of_unit}{whole}", f"nearest: {near}")
     micro_size = given or per_worker
     why.setdefault("micro_batch_size", "batch.micro_size" if given else "the worker's whole share")
     why["accumulation_steps"] = f"{per_worker} per worker / {micro_size}"
