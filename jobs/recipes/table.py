@@ -143,7 +143,7 @@ def table(results: dict[str, Any]) -> str:
             else found["verdict"]
         )
         quality = [
-            f"{recipe.metric} {found['quality'][w]:.4g}" if isinstance(found["quality"].get(w), float) else ""
+            f"{recipe.metric} {found['quality'][w]:.5g}" if isinstance(found["quality"].get(w), float) else ""
             for w in ("1", "2")
         ]
         rows.append([f"[{recipe.what}](../jobs/recipes/{recipe.name}.yaml)", str(lines) if lines else "a config alone",

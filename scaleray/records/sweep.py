@@ -130,6 +130,25 @@ class SweepRecord(JsonRecord):
     mlflow_link: str = ""
     folder: str = ""
 
+    @property
+    def asked_sizes(self) -> dict[int, int]:
+        """Samples of a batch by its size as it was asked for, where that counts tokens; else nothing."""
+        if (self.config.get("batch") or {}).get("unit") != "tokens":
+            return {}
+        known = (t for t in self.trials if "batch.global_size" in t.settings and t.status != "never fits")
+        return dict(sorted((int(t.settings["batch.global_size"]), t.batch_size) for t in known))
+
+    @property
+    def reference_batch_size(self) -> int | None:
+        """The batch at which the config's learning rate was tuned, in samples, as trials count theirs."""
+        optimizer, batch = (self.config.get(key) or {} for key in ("optimizer", "batch"))
+        asked: int | None = optimizer.get("reference_batch_size") or batch.get("global_size")
+        sizes = self.asked_sizes
+        if asked is None or not sizes:
+            return asked
+        nearest = min(sizes, key=lambda size: abs(size - asked))
+        return max(1, round(asked / nearest * sizes[nearest]))
+
     def lines(self) -> list[str]:
         """How many trials ran, the conclusions, and where the sweep is."""
         counts = Counter(trial.status for trial in self.trials)

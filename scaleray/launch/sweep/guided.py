@@ -149,7 +149,8 @@ def _measuring(plan: SweepPlan, settings: Settings, cell: Cell) -> Settings:
     total = plan.job(settings).recipe.total_steps
     every = max(1, min(plan.base.noise_scale.every_steps, total // MEASUREMENTS))
     found: Settings = {"noise_scale.measure": "auto", "noise_scale.every_steps": every}
-    return {**found, "batch.micro_size": cell.micro_size} if cell.micro_size is not None else found
+    # half of the batch, in the unit in which that was asked for
+    return {**found, "batch.micro_size": int(settings[BATCH_SIZE]) // 2} if cell.micro_size is not None else found
 
 
 def _arm(settings: Settings) -> str:

@@ -281,7 +281,9 @@ class RunningSweep:
         )
         compared = with_common_target(record)
         words = sentences(
-            compared, has_own_target=config.stop.at is not None, reference_batch_size=plan.reference_batch_size
+            compared,
+            has_own_target=config.stop.at is not None,
+            reference_batch_size=compared.reference_batch_size or plan.reference_batch_size,
         )
         record = dataclasses.replace(compared, words=words)
         return self.guided.conclude(record) if self.guided is not None else record

@@ -10,7 +10,7 @@ from scaleray.text.tables import Table
 def rule_limits(record: SweepRecord) -> dict[str, RuleRange]:
     """The batch sizes at which each rule reached the target, from the reference on. Empty where no
     reference is known."""
-    reference = reference_batch_size(record)
+    reference = record.reference_batch_size
     if reference is None or not any(trial.samples_to_target is not None for trial in record.trials):
         return {}
     found = {
@@ -28,19 +28,13 @@ def ended_at(limit: RuleRange | None) -> int | None:
 
 def rule_table(record: SweepRecord) -> Table:
     """A row for each rule."""
-    reference, knee = reference_batch_size(record), find_knee(record)
+    reference, knee = record.reference_batch_size, find_knee(record)
     rows = []
     for rule, limit in rule_limits(record).items():
         held = "no batch size" if limit.held_up_to is None else f"{limit.held_up_to}"
         rows.append((rule, held, _ending(limit), f"{theory(record, rule, knee, reference or 0)}."))
     columns = ("rule", "reached the target up to batch", "what ended it", "in theory")
     return Table("Where each rule stopped holding", columns, tuple(rows))
-
-
-def reference_batch_size(record: SweepRecord) -> int | None:
-    """The batch at which the config's learning rate was tuned."""
-    optimizer, batch = (record.config.get(key) or {} for key in ("optimizer", "batch"))
-    return optimizer.get("reference_batch_size") or batch.get("global_size")
 
 
 def _ending(limit: RuleRange) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from scaleray.records.rows import as_columns
 from scaleray.records.settings import best, settings, trained
 from scaleray.records.sweep import SweepRecord
-from scaleray.reports.figures.rule_limits import reference_batch_size, rule_table
+from scaleray.reports.figures.rule_limits import rule_table
 from scaleray.reports.figures.sweep import sweep_drawings
 from scaleray.reports.page.page import Fact, Page, Section, write
 from scaleray.reports.records.study import facts, when, where
@@ -30,7 +30,7 @@ def write_sweep_report(record: SweepRecord, folder: str | Path) -> list[Path]:
 def sweep_page(record: SweepRecord) -> Page:
     """The page of a sweep."""
     drawings, rules = sweep_drawings(record), rule_table(record)
-    reference = reference_batch_size(record)
+    reference = record.reference_batch_size
     # a table says the same of the rules
     in_table = rule_sentences(record, reference_batch_size=reference) if rules.rows and reference else []
     ways = [d for d in drawings if d.name.startswith("map")]

@@ -91,6 +91,14 @@ def sentences(record: SweepRecord, *, has_own_target: bool, reference_batch_size
     knee = find_knee(record)
     if knee is not None:
         found.append(_knee_in_words(knee))
+    if record.asked_sizes:
+        pairs = (
+            f"{samples} {'samples' if samples > 1 else 'sample'} are {size} tokens"
+            for size, samples in record.asked_sizes.items()
+        )
+        found.append(
+            f"Batches are counted in samples here, on average where rows differ in length: {', '.join(pairs)}."
+        )
     if reached:
         found += rule_sentences(record, reference_batch_size=reference_batch_size)
         found += _resolution(record, reached)

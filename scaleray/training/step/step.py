@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from scaleray.config import RunConfig
 from scaleray.data import RankBatch
-from scaleray.data.rank_batch import Made
 from scaleray.records.phases import Phase
 from scaleray.scaling.recipe.values import Recipe
 from scaleray.strategies.contract.numbers import Number, Truth, as_factor, choose, is_finite, ratio, together
@@ -255,7 +254,7 @@ class TrainStep:
             self._totals = self._each(sums)
         return own[0], own[1]
 
-    def _on_device(self, rows: dict[str, Any] | Made, weight: int) -> MicroBatch:
+    def _on_device(self, rows: Any, weight: int) -> MicroBatch:
         """Move a micro-batch to the device, only when its turn comes, so that one micro-batch's rows are there at a
         time."""
         self.enter(Phase.COPY)

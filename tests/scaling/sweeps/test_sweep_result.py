@@ -206,3 +206,19 @@ def test_evaluations_far_apart_are_said(apart, is_coarse):
     curve = [(n * apart, float(n), 0.5 / n) for n in (1, 2, 3)]
     text = said(record([trial(32, samples=2000, curve=curve), trial(64, samples=2400, curve=curve)]))
     assert (f"Evaluations are {apart} samples apart, 41%" in text) == is_coarse
+
+
+def test_a_sweep_in_tokens_says_what_its_samples_are_and_finds_its_reference():
+    trials = [
+        dataclasses.replace(trial(size, samples=1000 * size), settings={"seed": 0, "batch.global_size": tokens})
+        for tokens, size in ((1000, 30), (2000, 60), (4000, 118))
+    ]
+    trials.append(dataclasses.replace(trial(9, status="never fits"), settings={"batch.global_size": 9}))
+    given = {"batch": {"unit": "tokens", "global_size": 2000}, "optimizer": {"reference_batch_size": 1000}}
+    found = record(trials, **given)
+    assert found.reference_batch_size == 30
+    assert dataclasses.replace(found, config={**given, "optimizer": {}}).reference_batch_size == 60
+    words = " ".join(sentences(found, has_own_target=True, reference_batch_size=30))
+    assert "30 samples are 1000 tokens, 60 samples are 2000 tokens, 118 samples are 4000 tokens." in words
+    plain = record(trials, batch={"unit": "samples", "global_size": 64})
+    assert plain.reference_batch_size == 64 and not plain.asked_sizes
