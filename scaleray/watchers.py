@@ -32,6 +32,7 @@ class Watcher(StrEnum):
     DISPLAY = "display"
     RECORDING = "recorded messages"
     RECORD = "record's extras"
+    STALLS = "dumps of hangs"
 
 
 RETRIED = frozenset({Watcher.MESSAGES, Watcher.DISPLAY, Watcher.RECORDING})

@@ -20,14 +20,16 @@ import torch
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.data import RaySources
 from scaleray.errors import WorkloadError
-from scaleray.records.run import Heartbeat, WorkerMessage, WorkerSummary
+from scaleray.records.run import EventRecord, Heartbeat, WorkerMessage, WorkerSummary
 from scaleray.records.start import PROCESSES, WORKER_IMPORTS, StartClock
 from scaleray.training import loop
 from scaleray.training.health.progress import HANG, WATCHDOG_SHARE, Progress, Tail, TailHandler, Watchdog
+from scaleray.training.health.stall_watch import StallWatch
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing, Control
 from scaleray.training.state.weights import save_weights
+from scaleray.watchers import Guard
 from scaleray.workload import no_exit
 
 BEAT_S = 0.5  # seconds between two signs of life
@@ -77,17 +79,26 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
         facts=assignment.facts,
         before_publishing=lambda: {"mlflow": sender.durable()},
     )
-    progress = Progress()
+    progress, interval_s = Progress(), max(BEAT_S, place.world_size / 100)
+    stalls = StallWatch(
+        progress,
+        place,
+        assignment.run_path,
+        collective_timeout_s=scale.collective_timeout_s,
+        look_every_s=interval_s,
+        guard=Guard(lambda text: sender(EventRecord(text, kind="warning"))),
+    )
     watchdog = Watchdog(
         progress,
-        interval_s=max(BEAT_S, place.world_size / 100),
+        interval_s=interval_s,
         beat=life.beat,
         limit_s=WATCHDOG_SHARE * scale.collective_timeout_s,
         on_leave=control.wants_leave.set,
         on_hang=lambda what: life.die(progress.step, what),
+        look=stalls.look,
     )
     try:
-        with watchdog, no_exit("the workload's code"):
+        with stalls, watchdog, no_exit("the workload's code"):
             return loop.run(
                 job,
                 place,

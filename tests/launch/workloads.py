@@ -37,8 +37,8 @@ class Line(Workload):
 
 
 class Failing(Line):
-    """Raises in the loss at one step of one rank (how: raise), or kills its process there (kill), or raises in the backward
-    pass (backward), which the look at the first batch has not; with `marker`, only the first time."""
+    """Raises in the loss at one step of one rank (how: raise), or kills its process there (kill), or sleeps there (sleep), or
+    raises in the backward pass (backward), which the look at the first batch has not; with `marker`, only the first time."""
 
     def __init__(
         self, rows: int = 64, *, how: str = "raise", at_call: int = 5, rank: int = 1, marker: str = ""
@@ -55,6 +55,8 @@ class Failing(Line):
                 Path(self.marker).touch()
             if self.how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "sleep":
+                time.sleep(600)  # others wait
             if self.how == "backward":
                 total, count = super().loss(model, batch)
                 total.register_hook(_raise)

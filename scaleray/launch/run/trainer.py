@@ -19,6 +19,7 @@ from scaleray.data import RaySources, Split
 from scaleray.data.source import Source
 from scaleray.errors import LeftEarly, RunFailedError, ScaleRayError
 from scaleray.launch.cluster.connection import alive_nodes, input_cpus, own_placement_groups, remove_placement_groups
+from scaleray.launch.workers.hang_reports import explain_hang
 from scaleray.launch.workers.lost_workers import (
     SILENT_S,
     cause_of,
@@ -140,7 +141,7 @@ def _fit_once(
             name="ray_train" if attempt == 1 else f"ray_train-{attempt}-{secrets.token_hex(2)}",
             storage_path=assignment.run_path,
             max_failures=scale.max_failures,
-            callbacks=[restart_callback(recorder.actor, scale.max_failures)],
+            callbacks=[restart_callback(recorder.actor, scale.max_failures, assignment.run_path)],
             datasets=streamed,
         )
         trainer.fit()
@@ -159,9 +160,9 @@ def _fit_once(
         return exc
 
 
-def restart_callback(recorder: Any, max_failures: int) -> Any:
+def restart_callback(recorder: Any, max_failures: int, run_path: str) -> Any:
     """Make the callback that Ray calls in its controller when workers fail: it says what happened, and refuses a
-    restart that cannot help."""
+    restart that cannot help. run_path: the run's folder, where workers have written what they were doing."""
     import ray
     from ray.train import UserCallback
 
@@ -186,7 +187,8 @@ def restart_callback(recorder: Any, max_failures: int) -> Any:
             self.failed_at = max([self.failed_at, *map(failed_step, worker_exceptions.values())])
             is_preempted = any(map(was_preempted, worker_exceptions.values()))
             self.restarts += not is_preempted
-            text = what_failed(worker_exceptions, heartbeats(worker_exceptions))
+            beats = heartbeats(worker_exceptions)
+            text = what_failed(worker_exceptions, beats, explain_hang(run_path, beats))
             if self.restarts > max_failures and not is_preempted:
                 logging.getLogger("ray.train.v2").setLevel(logging.CRITICAL)
                 raise RunFailedError(text)  # Ray would end the run too, but knows less

@@ -18,6 +18,7 @@ from scaleray.checkpoints.storage import Store
 from scaleray.config import RunConfig
 from scaleray.errors import ConfigError, StorageError
 from scaleray.filesystems import open_filesystem
+from scaleray.records.hangs import HANGS
 
 _LOCKS: dict[str, IO[str]] = {}
 
@@ -53,7 +54,7 @@ class RunFolder:
             filesystem, inner = open_filesystem(path)
             exists = filesystem.get_file_info(inner).type != pyarrow.fs.FileType.NotFound
             # killed before it had made anything of its own: nobody could continue it
-            exists = exists and any(name not in (".lock", "ray_train") for name in Store(path).names())
+            exists = exists and any(name not in (".lock", "ray_train", HANGS) for name in Store(path).names())
             copies = config.checkpoint.copy_path and Catalog.of_run(path, config.checkpoint.copy_path).stores[1].names()
             if not exists and not copies:
                 filesystem.create_dir(inner, recursive=True)

@@ -13,14 +13,16 @@ from scaleray.checkpoints.catalog import Catalog
 from scaleray.data.source import Source
 from scaleray.errors import DataError
 from scaleray.launch.workers.signals import on_sigterm
-from scaleray.records.run import Heartbeat, Show, WorkerMessage
+from scaleray.records.run import Emit, EventRecord, Heartbeat, Show, WorkerMessage
 from scaleray.tracking.recorder import Recorder
 from scaleray.training import loop
 from scaleray.training.health.progress import Progress, Watchdog
+from scaleray.training.health.stall_watch import StallWatch
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing, Control
 from scaleray.training.state.weights import save_weights
+from scaleray.watchers import Guard
 
 BEAT_S = 0.5  # seconds between two looks at what it does
 
@@ -44,14 +46,8 @@ def run_here(
         recorder.log([message])
         show([message])
 
-    def beat(step: int, phase: str, since_s: float) -> bool:
-        show([Heartbeat(0, "here", os.getpid(), step, phase, since_s)])
-        return False
-
     place, control, progress = Place(device=device), Control(), Progress()
-    life = Watchdog(
-        progress, interval_s=BEAT_S, limit_s=math.inf, beat=beat, on_leave=lambda: None, on_hang=lambda what: None
-    )
+    stalls, life = _watches(job, place, progress, run_path, emit=emit, show=show)
     checkpointing = Checkpointing(
         job,
         place,
@@ -65,7 +61,8 @@ def run_here(
     if device.type == "cpu":
         torch.set_num_threads(max(1, int(job.config.scale.cpus_per_worker)))
     try:
-        with life, on_sigterm(control.wants_leave.set, once=True):  # asks the loop to save and leave after its step
+        # SIGTERM asks the loop to save and leave after its step
+        with stalls, life, on_sigterm(control.wants_leave.set, once=True):
             loop.run(
                 job,
                 place,
@@ -78,3 +75,36 @@ def run_here(
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(was_deterministic)
+
+
+def _watches(
+    job: TrainJob, place: Place, progress: Progress, run_path: str, *, emit: Emit, show: Show
+) -> tuple[StallWatch, Watchdog]:
+    """What looks at the training from a thread of its own. It ends nothing: a debugger may stop for hours."""
+
+    def beat(step: int, phase: str, since_s: float) -> bool:
+        show([Heartbeat(0, "here", os.getpid(), step, phase, since_s)])
+        return False
+
+    def warn(text: str) -> None:
+        emit(EventRecord(text, kind="warning"))
+
+    stalls = StallWatch(
+        progress,
+        place,
+        run_path,
+        collective_timeout_s=job.config.scale.collective_timeout_s,
+        look_every_s=BEAT_S,
+        say=warn,
+        guard=Guard(warn),
+    )
+    life = Watchdog(
+        progress,
+        interval_s=BEAT_S,
+        limit_s=math.inf,
+        beat=beat,
+        on_leave=lambda: None,
+        on_hang=lambda what: None,
+        look=stalls.look,
+    )
+    return stalls, life

@@ -60,8 +60,17 @@ def explain(exc: BaseException, heartbeats: Sequence[Heartbeat] = ()) -> ScaleRa
     return RunFailedError(f"Ray could not run the training: {last_line(failure or exc)}")
 
 
-def what_failed(failures: Mapping[int, BaseException], heartbeats: Sequence[Heartbeat]) -> str:
-    """The failure that explains the others, with rank, node, step, cause and the worker's own last lines."""
+def what_failed(failures: Mapping[int, BaseException], heartbeats: Sequence[Heartbeat], explanation: str = "") -> str:
+    """The failure that explains the others, with rank, node, step, cause and the worker's own last lines.
+
+    explanation: what the ranks wrote down of their collectives before.
+    """
+    sentence, beat = _who_failed(failures, heartbeats)
+    return "\n  ".join(filter(None, [sentence, explanation])) + tail(beat)
+
+
+def _who_failed(failures: Mapping[int, BaseException], heartbeats: Sequence[Heartbeat]) -> tuple[str, Heartbeat | None]:
+    """A sentence, and the last sign of life of the worker that it is about."""
     # workers that lost their peer only echo that it is gone
     rank = min(failures, key=lambda r: (is_echo(failures[r]), r))
     error = cause_of(failures[rank])
@@ -70,16 +79,16 @@ def what_failed(failures: Mapping[int, BaseException], heartbeats: Sequence[Hear
         state = f"hangs or was lost in step {step}: no sign of life for {missed.silent_s:.0f} s"
         if missed.silent_s < SILENT_S:
             state = _held_up(missed)
-        return f"rank {missed.rank} on {missed.node} (process {missed.process}) {state}{tail(missed)}"
+        return f"rank {missed.rank} on {missed.node} (process {missed.process}) {state}", missed
     beat = next((b for b in heartbeats if b.rank == rank), None)
     if isinstance(error, ScaleRayError):
-        return f"{error}{tail(beat)}"
+        return str(error), beat
     if beat is None:
-        return f"rank {rank} was lost: {_death(error)}"
+        return f"rank {rank} was lost: {_death(error)}", None
     who = f"rank {rank} on {beat.node} (process {beat.process})"
     if beat.phase.startswith(HANG):
-        return f"{who} hangs: {beat.phase.removeprefix(HANG)}{tail(beat)}"
-    return f"{who} was lost in step {beat.step + 1}, in `{beat.phase}`: {_death(error)}{tail(beat)}"
+        return f"{who} hangs: {beat.phase.removeprefix(HANG)}", beat
+    return f"{who} was lost in step {beat.step + 1}, in `{beat.phase}`: {_death(error)}", beat
 
 
 def _held_up(beat: Heartbeat) -> str:

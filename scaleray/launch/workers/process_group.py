@@ -7,6 +7,7 @@ than a second of a core before the first worker starts.
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import ray
@@ -41,7 +42,8 @@ class _ProcessGroupBackend(Backend):
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         """Bring the workers into one group, by the address of rank 0."""
         address = worker_group.execute_single(0, _free_address)
-        worker_group.execute(_join, address, backend_config.backend, backend_config.timeout_s)
+        started_at = time.strftime("%Y%m%d-%H%M%S")
+        worker_group.execute(_join, address, backend_config.backend, backend_config.timeout_s, started_at)
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
         """Let the workers leave their group, as long as they answer."""
@@ -58,7 +60,7 @@ def _free_address() -> tuple[str, int]:
         return address, int(probe.getsockname()[1])
 
 
-def _join(address: tuple[str, int], backend: str, timeout_s: int) -> None:
+def _join(address: tuple[str, int], backend: str, timeout_s: int, started_at: str) -> None:
     """Make this worker a member, under the variables that torchrun sets."""
     from datetime import timedelta
 
@@ -66,8 +68,13 @@ def _join(address: tuple[str, int], backend: str, timeout_s: int) -> None:
     import torch.distributed as dist
     from ray.train.torch import get_device
 
+    from scaleray.training.health import flight_recorder
+    from scaleray.training.health.stall_watch import GROUP_VARIABLE
+
     context = ray.train.get_context()
+    flight_recorder.switch_on()
     os.environ |= {
+        GROUP_VARIABLE: started_at,
         "MASTER_ADDR": address[0],
         "MASTER_PORT": str(address[1]),
         "RANK": str(context.get_world_rank()),

@@ -67,7 +67,8 @@ class Watchdog:
     """Reports progress at an interval. beat: takes (step, phase, seconds in it), true when the run should leave.
 
     on_hang: called once with a sentence when the training thread has not left a watched phase for `limit_s`, or three
-    times that where it compiles or does something for the first time.
+    times that where it compiles or does something for the first time. look: called before that with the seconds in the
+    phase, and whether the training must not stay in it.
     """
 
     def __init__(
@@ -79,7 +80,9 @@ class Watchdog:
         beat: Callable[[int, str, float], bool],
         on_leave: Callable[[], None],
         on_hang: Callable[[str], None],
+        look: Callable[[float, bool], None] = lambda since_s, is_limited: None,
     ) -> None:
+        self.look = look
         self.progress, self.interval_s, self.limit_s = progress, interval_s, limit_s
         self.beat, self.on_leave, self.on_hang = beat, on_leave, on_hang
         self._stop = threading.Event()
@@ -100,6 +103,7 @@ class Watchdog:
             compiling = is_compiling(progress.thread_id)
             if compiling:
                 self._compiled_since = progress.since  # what was compiled must still run
+            self.look(since_s, phase in TIMED and not compiling)
             is_longer = progress.is_new(phase) or self._compiled_since == progress.since
             limit_s = self.limit_s * (FIRST_STEP_FACTOR if is_longer else 1.0)
             if waits_for_others(progress.thread_id):

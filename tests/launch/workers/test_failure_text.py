@@ -49,6 +49,25 @@ def test_a_killed_worker_is_named_once_with_its_last_lines(ray_session, tmp_path
 
 
 @pytest.mark.ray
+def test_a_worker_that_sleeps_is_named_with_the_collective_that_the_others_wait_in(ray_session, tmp_path):
+    options = {
+        "scale.max_failures": 0,
+        "scale.collective_timeout_s": 6,
+        "workload.args": {"how": "sleep", "at_call": 8},
+    }
+    with pytest.raises(RunFailedError) as caught:
+        scaleray.train(settings(tmp_path, "Failing", **options))
+    text = str(caught.value)
+    assert text.startswith("rank 1 on ") and "hangs: it has been in `forward` of step 8" in text
+    assert "rank 0 waits in collective " in text and " of group default_pg, all_reduce " in text
+    assert "rank 1 did not come" in text
+    assert text.count("time.sleep(600)  # others wait") == 2, "in the sentence, and where each rank stands"
+    (folder,) = (tmp_path / "runs").glob("*/hangs/*")
+    assert f"what each rank was doing: {folder}" in text
+    assert {path.name for path in folder.iterdir()} >= {"rank-00000.json", "rank-00001.json"}
+
+
+@pytest.mark.ray
 def test_an_error_of_the_workload_is_not_tried_again_unless_training_got_further(ray_session, tmp_path):
     said = []
     options = {"scale.max_failures": 3, "workload.args": {"at_call": 1, "how": "backward"}}

@@ -1,0 +1,122 @@
+"""What the ranks wrote down when a training stood still, put together into one explanation of its failure."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from scaleray.checkpoints.storage import Entry, Store
+from scaleray.profiling.desync import Kind, find
+from scaleray.profiling.desync_words import in_words, standing
+from scaleray.records.hangs import HANGS, RankDump
+from scaleray.records.run import Heartbeat
+from scaleray.training.health.progress import HANG
+from scaleray.training.health.stack_file import LOCKED, read_stacks
+
+FILE = re.compile(r"rank-(\d+)\.(json|txt)$")
+OTHERS_WRITE_S = 2.0  # seconds for what other ranks write when one was lost
+MISMATCHES = (Kind.OTHER_CALL, Kind.OTHER_SIZE, Kind.OTHER_TYPE)
+ENDED_IN_A_COLLECTIVE = (
+    "gloo ends a process that receives more than it has room for: compare sizes and dtypes of this call on all ranks"
+)
+
+
+@dataclass(frozen=True)
+class HangReport:
+    """Dumps of one group of workers that stood still."""
+
+    store: Store
+    dumps: Mapping[int, RankDump]
+
+    def explanation(self) -> str:
+        """Which collective it is, who did not come, where each rank stands, and where to read more; nothing where the
+        dumps say no more than that a worker is gone."""
+        found = find(self.dumps)
+        told = [dump for dump in self.dumps.values() if dump.calls is None]
+        if found is None and not told:
+            return ""
+        if found is not None and found.kind not in MISMATCHES and not told and not self._is_hang():
+            return ""
+        lines = [in_words(found, self.dumps)] if found is not None else standing(self.dumps)
+        if any(dump.why == "Aborted" for dump in told):
+            lines.append(ENDED_IN_A_COLLECTIVE)
+        return "\n  ".join([*lines, f"what each rank was doing: {self.store.path('')}".rstrip("/")])
+
+    def is_of_some(self, num_ranks: int) -> bool:
+        """Whether a process was ended by a signal, and some others have not written anything yet."""
+        return any(dump.calls is None and dump.why != LOCKED for dump in self.dumps.values()) and (
+            len(self.dumps) < num_ranks
+        )
+
+    def _is_hang(self) -> bool:
+        """Whether some rank stood still, rather than lose another one at once."""
+        return any(not dump.is_after_error for dump in self.dumps.values())
+
+
+def explain_hang(run_path: str, heartbeats: Sequence[Heartbeat]) -> str:
+    """What the dumps of a group of workers tell of its failure; nothing where they tell nothing, and then they go.
+
+    run_path: the run's folder. heartbeats: the last ones of these workers.
+    """
+    try:
+        report = read_report(run_path, heartbeats)
+        deadline = time.monotonic() + OTHERS_WRITE_S
+        # where one process was ended by a signal, the others meet that in the same moment
+        while report and report.is_of_some(len(heartbeats)) and time.monotonic() < deadline:
+            time.sleep(OTHERS_WRITE_S / 10)
+            report = read_report(run_path, heartbeats)
+        if report is None:
+            return ""
+        if not (text := report.explanation()):
+            report.store.parent.delete_folder(report.store.name)
+        return text
+    except Exception:  # it explains a failure, and must not take its place
+        logging.getLogger(__name__).warning("the dumps of a hang could not be read", exc_info=True)
+        return ""
+
+
+def read_report(run_path: str, heartbeats: Sequence[Heartbeat]) -> HangReport | None:
+    """Dumps of the workers whose last heartbeats these are; None where they left none."""
+    hangs = Store(run_path).child(HANGS)
+    newest = hangs.names()[-1:]  # named by the time of their start
+    if not newest:
+        return None
+    group = hangs.child(newest[0])
+    dumps = _dumps(group, {(beat.rank, beat.process): beat for beat in heartbeats})
+    return HangReport(group, dumps)
+
+
+def _dumps(store: Store, beats: Mapping[tuple[int, int], Heartbeat]) -> dict[int, RankDump]:
+    own: dict[int, RankDump] = {}
+    mute: dict[int, RankDump] = {}
+    known = {rank: beat for (rank, _), beat in beats.items()}
+    for entry in store.entries(""):
+        match = FILE.search(entry.name)
+        if match is None:
+            continue
+        rank = int(match[1])
+        dump = _read(store, entry, known.get(rank))
+        if dump is not None and (rank, dump.process) in beats:
+            (own if match[2] == "json" else mute)[rank] = dump
+    # what a process writes while it ends, or while it cannot speak, comes after its own account
+    return {**own, **{rank: dump for rank, dump in mute.items() if rank not in own or dump.why != LOCKED}}
+
+
+def _read(store: Store, entry: Entry, beat: Heartbeat | None) -> RankDump | None:
+    try:
+        content = store.read(entry.name)
+    except FileNotFoundError:  # its process has ended well meanwhile
+        return None
+    if entry.name.endswith(".txt"):
+        step, phase = (beat.step, beat.phase.removeprefix(HANG)) if beat is not None else (0, "")
+        text = content.decode(errors="replace")
+        return read_stacks(text, step=step, phase=phase, recorded_at=entry.changed_at)
+    try:
+        return RankDump.from_json(content)
+    except ValidationError:  # the disk was full, or the process ended while it wrote
+        return None

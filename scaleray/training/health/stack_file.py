@@ -1,0 +1,105 @@
+"""Where a process stands that cannot speak: a file into which the interpreter's fault handler writes its stacks.
+
+Two cases leave no other trace: a C++ loop that holds the interpreter's lock, so that no other thread of the process
+runs, and a process that ends by a signal, as gloo ends one that receives more than it has room for. The fault handler
+runs in C, without the lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import re
+import sys
+from pathlib import Path
+from traceback import FrameSummary, StackSummary
+
+from scaleray.records.hangs import LINES_KEPT, Line, RankDump
+from scaleray.user_code import user_frames
+
+HEADER = re.compile(r"rank (\d+) of (\d+) on (\S+), process (\d+), training thread (0x[0-9a-f]+)")
+THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)[^\n]*\n((?:  File .*\n?)*)", re.MULTILINE)
+FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+FATAL, LATE, LOOKED = "Fatal Python error: ", "Timeout (", "\nlooked again\n"
+LOCKED = "it holds Python's lock, so that no other thread of its process runs"
+
+
+class StackFile:
+    """The file of one rank. Only one can be in use in a process, as there is one fault handler."""
+
+    def __init__(self, path: Path, *, rank: int, world_size: int, node: str, process: int, thread_id: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self._was_enabled = path, faulthandler.is_enabled()
+        header = f"rank {rank} of {world_size} on {node}, process {process}, training thread 0x{thread_id:016x}\n"
+        path.write_text(header)
+        self._length = path.stat().st_size
+        self._file = open(path, "ab")  # noqa: SIM115 - the fault handler writes into it as long as the process lives
+        faulthandler.enable(self._file, all_threads=True)
+
+    def expect_look(self, within_s: float) -> None:
+        """Let the stacks be written unless this is called again within so many seconds. What was written before is
+        forgotten: whoever calls this runs, so nothing holds the lock."""
+        if os.fstat(self._file.fileno()).st_size > self._length:
+            os.write(self._file.fileno(), LOOKED.encode())  # the handler may be writing at this moment
+            self._length = os.fstat(self._file.fileno()).st_size
+        # takes the place of the one before; were that cancelled first, the lock could be gone before this line
+        faulthandler.dump_traceback_later(within_s, file=self._file)
+
+    def close(self) -> None:
+        """Let go of the file, and remove it, with the folders of hangs where nothing else is in them."""
+        faulthandler.cancel_dump_traceback_later()
+        faulthandler.disable()
+        if self._was_enabled:
+            with contextlib.suppress(OSError, ValueError):  # a stream without a file, as a notebook's
+                faulthandler.enable(sys.__stderr__ or sys.stderr, all_threads=False)  # as Ray does it
+        self._file.close()
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)
+            self.path.parent.rmdir()
+            self.path.parent.parent.rmdir()
+
+
+def read_stacks(text: str, *, step: int, phase: str, recorded_at: float) -> RankDump | None:
+    """What a rank's file says of it; None where nothing was written, or not by `StackFile`. step and phase: the last
+    that is known of the rank."""
+    header = HEADER.match(text)
+    _, fatal, body = text.rpartition(FATAL)
+    why = body.partition("\n")[0]
+    if not fatal:
+        why, (_, late, body) = LOCKED, text.rpartition(LOOKED)[2].rpartition(LATE)
+        if not late:
+            return None
+    if header is None:
+        return None
+    threads = {thread: _frames(frames) for thread, frames in THREAD.findall(body)}
+    training = next((stack for thread, stack in threads.items() if int(thread, 16) == int(header[5], 16)), None)
+    return RankDump(
+        rank=int(header[1]),
+        world_size=int(header[2]),
+        node=header[3],
+        process=int(header[4]),
+        why=why,
+        step=step,
+        phase=phase,
+        since_s=0.0,
+        recorded_at=recorded_at,
+        torch="",
+        stands_on=user_lines(training or StackSummary()),
+    )
+
+
+def user_lines(stack: StackSummary) -> tuple[Line, ...]:
+    """The innermost lines of a stack that are the user's own code, or the innermost of all. stack: outermost first."""
+    own = user_frames(stack) or stack[-1:]
+    return tuple(as_line(frame) for frame in own[: -LINES_KEPT - 1 : -1])
+
+
+def as_line(frame: FrameSummary) -> Line:
+    """A line of a stack, as a dump has it."""
+    return Line(frame.filename, frame.lineno or 0, frame.name, (frame.line or "").strip())
+
+
+def _frames(text: str) -> StackSummary:
+    found = [FrameSummary(file, int(number), name, line="") for file, number, name in FRAME.findall(text)]
+    return StackSummary.from_list(found[::-1])

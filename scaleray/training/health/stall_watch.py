@@ -1,0 +1,150 @@
+"""Notices that this worker stands still, and writes down what it is doing before anybody gives up.
+
+Every rank watches itself, by its own clock and without a word to the others: when a step hangs, all of them stand still
+within a moment of each other, and each writes its own account into the run's folder. The others' wait for a collective
+lasts longer than this watch's limit, so that the accounts are complete when the first one fails.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from scaleray.checkpoints.storage import Store
+from scaleray.errors import PeerLostError
+from scaleray.records.hangs import HANGS, Line, dump_name, place_of, stacks_name
+from scaleray.training.health.flight_recorder import entries_without_lines
+from scaleray.training.health.progress import Progress
+from scaleray.training.health.stack_file import StackFile, user_lines
+from scaleray.training.health.stall_dump import rank_dump
+from scaleray.training.setup.place import Place
+from scaleray.watchers import Guard, Watcher
+
+T = TypeVar("T")
+STALL_SHARE = 0.8  # of the time that others wait for this worker: before `progress.WATCHDOG_SHARE`, which ends it
+GROUP_VARIABLE = "WORKERS_STARTED_AT"
+"""Environment variable with the name of this group of workers, the same on all of them."""
+
+
+class StallWatch:
+    """Context of a training, whose `look` a thread calls again and again.
+
+    say: called once for each stall with where it is; for a worker that nobody else waits for.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        place: Place,
+        run_path: str,
+        *,
+        collective_timeout_s: float,
+        look_every_s: float,
+        say: Callable[[str], None] | None = None,
+        guard: Guard | None = None,
+    ) -> None:
+        self.progress, self.place, self.say = progress, place, say
+        self.collective_timeout_s, self.look_every_s = collective_timeout_s, look_every_s
+        self.store = (
+            Store(run_path).child(HANGS).child(os.environ.get(GROUP_VARIABLE) or time.strftime("%Y%m%d-%H%M%S"))
+        )
+        self.guard = guard or Guard()
+        self._stacks: StackFile | None = None
+        self._dumped_since, self._dumped_call = -1.0, 0
+        self._is_over = False
+        self._lock = threading.Lock()  # the training thread writes too, when it meets an error
+
+    def __enter__(self) -> StallWatch:
+        self._watched(self._begin)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        with self._lock:
+            self._is_over = True
+            if isinstance(error, PeerLostError):
+                self._watched(lambda: self._lost_a_peer(error))
+            elif self._dumped_since >= 0:
+                self._watched(self._forget)
+            if self._stacks is not None:
+                self._watched(self._stacks.close)
+
+    def look(self, since_s: float, may_tell: bool) -> None:
+        """Look once. since_s: how long the training has been in its phase; may_tell: whether it must not stay there."""
+        with self._lock:
+            if not self._is_over:
+                self._watched(lambda: self._look(since_s, may_tell=may_tell))
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds in one phase after which the training stands still."""
+        return STALL_SHARE * self.progress.others_wait_s(self.collective_timeout_s)
+
+    def _watched(self, act: Callable[[], None]) -> None:
+        self.guard(Watcher.STALLS, act, None)
+
+    def _begin(self) -> None:
+        place = self.place
+        if place.world_size > 1 and self.store.is_local:
+            self._stacks = StackFile(
+                Path(self.store.root) / stacks_name(place.rank),
+                rank=place.rank,
+                world_size=place.world_size,
+                node=place.node,
+                process=os.getpid(),
+                thread_id=self.progress.thread_id,
+            )
+            self._stacks.expect_look(self.limit_s + 2 * self.look_every_s)
+
+    def _look(self, since_s: float, *, may_tell: bool) -> None:
+        since, left_s = self.progress.since, self.limit_s - since_s
+        if self._dumped_since not in (-1.0, since):
+            self._forget()  # it went on
+        if self._stacks is not None:
+            # two looks later than the dump itself: it is needed only where that one cannot be written
+            self._stacks.expect_look(max(left_s, 0.0) + 2 * self.look_every_s)
+        if left_s <= 0 and self._dumped_since != since:
+            self._dumped_since, self._dumped_call = since, self._newest_call()
+            where = place_of(self._dump(f"it has been in one phase for {since_s:.0f} s"))
+            if self.say is not None and may_tell:
+                path = self.store.path(dump_name(self.place.rank))
+                self.say(
+                    f"no progress in step {self.progress.step + 1} for {since_s:.0f} s, at {where}; stacks: {path}"
+                )
+
+    def _lost_a_peer(self, error: PeerLostError) -> None:
+        if self._dumped_since == self.progress.since and self._newest_call() == self._dumped_call:
+            return  # what was pending then is told apart from what is done; after an error all looks done
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        self._dump("a collective failed", after_error=user_lines(traceback.extract_tb(cause.__traceback__)))
+
+    def _forget(self) -> None:
+        self._dumped_since = -1.0
+        self.store.delete(dump_name(self.place.rank))
+        if not self.store.names():
+            self.store.parent.delete_folder(self.store.name)
+
+    def _dump(self, why: str, *, after_error: tuple[Line, ...] = ()) -> tuple[Line, ...]:
+        """Write the account, and give the lines on which it stands. The first of its two parts needs nothing of
+        Python's state: looking up lines was seen to wait for locks."""
+        about = partial(rank_dump, self.progress, self.place, why=why, after_error=after_error, read=self._read)
+        for with_lines in (False, True):
+            dump = about(with_lines=with_lines)
+            self.store.write_text(dump_name(self.place.rank), dump.to_json())
+        return dump.stands_on
+
+    def _newest_call(self) -> int:
+        """When the newest collective was called; 0 where nobody knows."""
+        entries = self._read(entries_without_lines, None)
+        return int(entries[-1]["time_created_ns"]) if entries else 0
+
+    def _read(self, read: Callable[[], T], otherwise: T) -> T:
+        return self.guard(Watcher.STALLS, read, otherwise, part=read.__name__.replace("_", " "))
