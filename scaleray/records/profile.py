@@ -86,7 +86,7 @@ class MemoryPeak:
     step: int
     """Step in which it was, from 1."""
     phase: str
-    """Phase of it, as `scaleray.records.phases` names them."""
+    """Phase of it, as `scaleray.records.phases` names them; empty where only the step is known."""
     at_s: float
     """Seconds after the start of the run."""
 

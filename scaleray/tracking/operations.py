@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from scaleray.records.run import EventRecord
 from scaleray.tracking.chart_points import Point
+
+EVENT_TAG = "scaleray.event."
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,12 @@ class SetTags:
     """Tags of the run, of which the last value counts."""
 
     values: Mapping[str, Any]
+
+    @classmethod
+    def of_event(cls, number: int, event: EventRecord) -> SetTags:
+        """The tag of a run's nth event, from 1."""
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.recorded_at))
+        return cls({f"{EVENT_TAG}{number:03d}": f"{at} | {event.text}"[:4000]})
 
 
 @dataclass(frozen=True)

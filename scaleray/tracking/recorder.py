@@ -37,6 +37,7 @@ from scaleray.tracking.recording import Recording, RunIdentity
 from scaleray.tracking.recovery import Recovery
 from scaleray.tracking.run_description import RunDescription
 from scaleray.tracking.run_note import RunNote
+from scaleray.tracking.run_time import RunTime
 from scaleray.tracking.shown import ShownMessages
 from scaleray.tracking.signs_of_life import SignsOfLife
 from scaleray.tracking.spool import Spool
@@ -45,7 +46,6 @@ from scaleray.tracking.store import RunStore, run_link
 from scaleray.tracking.writer import STALLED_S, Marker, Writer
 from scaleray.watchers import Guard, Watcher
 
-EVENT_TAG = "scaleray.event."
 CHANGE_TAG = "scaleray.changed."
 
 
@@ -67,6 +67,7 @@ class Recorder(SignsOfLife):
         )
         self.recovery = Recovery(description, self.steps, self.points, self.spool, say=self._event)
         self.note = RunNote(description)
+        self._time = RunTime(description)
         # a slip in one message must not end the recording of all others
         self._look = partial(Guard(self._event), Watcher.RECORDING)
         self._writer = Writer[WorkerMessage | Operation](
@@ -110,7 +111,7 @@ class Recorder(SignsOfLife):
             self.note.try_to_write(self.spool.store)
         if d.continues is not None:
             known = self.recovery.ask_mlflow()
-            self._changes, self._events = known.tags(CHANGE_TAG), [t.partition(" | ")[2] for t in known.tags(EVENT_TAG)]
+            self._changes, self._events = known.tags(CHANGE_TAG), known.events()
             for operation in self.recovery.send_what_mlflow_lacks(known):
                 self._writer.put(operation)
         if not self._is_continued or not self.spool.store.is_described():
@@ -177,6 +178,7 @@ class Recorder(SignsOfLife):
             resumed_after=list(self._resumed_after.values()),
             last_step=self.steps.last_step,
             derived=dict(self._derived),
+            goodput=self._look(self._time.goodput, None, part="goodput"),
             unsent_file=self.spool.unsent_file(),
         )
 
@@ -266,6 +268,7 @@ class Recorder(SignsOfLife):
             self._look(partial(self._take, item), None, part=type(item).__name__)
 
     def _take(self, message: WorkerMessage) -> None:
+        self._look(partial(self._time.hear, message), None, part="goodput")
         if isinstance(message, StepRecord):
             if message.step != self._previous_step + 1:
                 self._go_on_after(message.step - 1)
@@ -301,10 +304,7 @@ class Recorder(SignsOfLife):
             if message.text in self._events:
                 return
             self._events.append(message.text)
-            number = f"{EVENT_TAG}{len(self._events):03d}"
-            at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(message.recorded_at))
-            text = f"{at} | {message.text}"[:4000]
-            self._writer.put(SetTags({number: text}))
+            self._writer.put(SetTags.of_event(len(self._events), message))
         self._shown.add(message)
 
     def _take_step(self, record: StepRecord, *, is_new: bool) -> None:

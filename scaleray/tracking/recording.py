@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from scaleray.records.profile import Goodput
 from scaleray.records.run import WorkerSummary
 
 
@@ -30,3 +31,4 @@ class Recording:
     unsent_file: str | None = None
     derived: dict[str, Any] = field(default_factory=dict)
     """Derived values as the workers said that they are in use."""
+    goodput: Goodput | None = None

@@ -18,7 +18,7 @@ from scaleray.errors import TrackingError, first_line
 from scaleray.parsing import load_yaml
 from scaleray.records.run import StepRecord
 from scaleray.tracking.chart_points import Point, Points
-from scaleray.tracking.operations import LogMetrics, Operation
+from scaleray.tracking.operations import EVENT_TAG, LogMetrics, Operation
 from scaleray.tracking.run_description import RunDescription
 from scaleray.tracking.spool import Spool
 from scaleray.tracking.steps_file import StepsFile, in_words
@@ -44,6 +44,10 @@ class KnownRun:
     def tags(self, prefix: str) -> list[str]:
         """Values of the tags whose names begin with `prefix`, in the order of their names."""
         return [text for name, text in sorted(self.all_tags.items()) if name.startswith(prefix)]
+
+    def events(self) -> list[str]:
+        """Texts of the run's events, in order."""
+        return [text.partition(" | ")[2] for text in self.tags(EVENT_TAG)]
 
 
 class Recovery:

@@ -95,10 +95,12 @@ class _Run:
         self.place, self.progress, self.first_step = place, progress, first_step
         self.save_weights, self.probe, self.checkpointing = save_weights, probe, checkpointing
         self.state = LoopState(job, first_step)
-        self.phases = PhaseTimes(place, first_step, progress.enter)
-        progress.on_enter = self.phases.marks.mark
-        self.clock = Clock(job.started_at, job.start_ends, self.phases)
         self.reporter = Reporter(job, place, emit, step=lambda: self.state.step, figures=lambda: self.noise.figures())
+        self.phases = PhaseTimes(
+            place, first_step, started_at=job.started_at, enter=progress.enter, emit=emit, guard=self.reporter.guard
+        )
+        progress.on_enter = self.phases.mark
+        self.clock = Clock(job.started_at, job.start_ends, self.phases)
         self.noise = NoiseWatch(self.reporter.guard)
         self.memory = MemoryReport(place.device, self.reporter.guard)
         self.compilation = CompilationWatch(self.reporter)

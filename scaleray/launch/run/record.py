@@ -152,7 +152,7 @@ def make_record(
         memory=[s.memory for s in summaries],
         start=summary.start if summary else {},
         best=_best(summary.best, folder) if summary else {},
-        profile=run_profile([s.profile for s in summaries if s.profile is not None]),
+        profile=run_profile([s.profile for s in summaries if s.profile is not None], goodput=recording.goodput),
         marks=[EMULATED] if summary and summary.model.get("is_emulated") else [],
     )
 

@@ -15,6 +15,7 @@ from scaleray.records.run import RunRecord
 from scaleray.reports.page import drawing
 from scaleray.reports.page.drawing import BLUE, ORANGE, VERMILION, Drawing, draw
 from scaleray.reports.page.page import BESIDE, Fact, Page, Section, write
+from scaleray.reports.records.run_profile import profile_section
 from scaleray.reports.records.study import sentence_case, where
 from scaleray.text.tables import Table
 from scaleray.text.units import figure, memory, seconds, shown
@@ -94,7 +95,7 @@ def run_page(
         ],
         marks=record.marks,
         figures=_facts(record),
-        sections=[s for s in sections if s.drawings] + events,
+        sections=[*(s for s in sections if s.drawings), *profile_section(record.profile), *events],
         facts={
             "Environment": record.environment,
             "Data": record.data,

@@ -4,18 +4,22 @@ marks is a part of the step."""
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
 import numpy as np
 
-from scaleray.profiling.run_profile import PAUSES, STEP
+from scaleray.profiling.run_profile import CLOSES_WITHIN, PAUSES, STEP
 from scaleray.profiling.step_rows import StepRows
-from scaleray.records.phases import PARTS, Enter
-from scaleray.records.profile import RankMeasurements
+from scaleray.records.phases import PARTS, Enter, Phase
+from scaleray.records.profile import MemoryNumbers, RankMeasurements
+from scaleray.records.run import Emit, EventRecord
 from scaleray.training.observer import Observer
 from scaleray.training.profile.marks import DeviceMarks, HostMarks, Marks
+from scaleray.training.profile.memory_curve import MemoryCurve
 from scaleray.training.profile.pauses import Pauses
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
+from scaleray.watchers import Guard, Watcher
 
 CHUNK = 64
 """Steps that are put into the table at a time: numpy's calls take longer than a step's marks."""
@@ -23,23 +27,46 @@ COLUMNS = (STEP, *PARTS, PAUSES)
 
 
 class PhaseTimes(Observer):
-    """Times the phases of which `marks.mark` is told. The first step of the process is left out, as it compiles and
+    """Times the phases of which `mark` is told. The first step of the process is left out, as it compiles and
     fills caches.
 
     enter: enters a phase inside a pass, where only the strategy knows of it. The training's clock calls `start` and
     `cut` where its own steps begin and end, so that the parts of a step can be held against what it has measured.
     """
 
-    def __init__(self, place: Place, first_step: int, enter: Enter, marks: Marks | None = None) -> None:
+    def __init__(
+        self,
+        place: Place,
+        first_step: int,
+        *,
+        started_at: float,
+        enter: Enter,
+        emit: Emit,
+        guard: Guard,
+        marks: Marks | None = None,
+    ) -> None:
         self.place, self.first_step, self._enter = place, first_step, enter
+        self._emit, self._guard = emit, guard
+        self.memory = MemoryCurve(place.device, started_at, first_step)
         self.marks = marks or (DeviceMarks() if place.device.type == "cuda" else HostMarks())
         self._table, self._chunk, self._pauses = StepRows(COLUMNS), array("d"), Pauses()
-        self._is_warm, self._outside_s = False, 0.0
+        self._is_warm, self._outside_s, self._num_steps = False, 0.0, 0
         self._misses_s, self._worst_gap = 0.0, 0.0
 
     def begin(self, setup: Setup) -> None:
         """Have the strategy tell of phases inside its passes."""
         setup.parallel.tell_phases(self._enter)
+
+    def mark(self, phase: Phase) -> None:
+        """Note that a phase begins, and the one before ends."""
+        self.marks.mark(phase)
+        if self.memory.is_looking:
+            self._look(lambda: self.memory.mark(phase))
+
+    def after_launch(self) -> None:
+        """Look at the memory, now that a step has it all."""
+        self._num_steps += 1
+        self._look(lambda: self.memory.end_step(self.first_step + self._num_steps))
 
     def start(self) -> None:
         """Begin to time. What was done since the last step was an evaluation."""
@@ -63,6 +90,10 @@ class PhaseTimes(Observer):
         self._take_known()
         self._fold()
         table, whole_s = self._table, float(self._table.totals[0])
+        gap = self._misses_s / whole_s if whole_s > 0 else None
+        if gap is not None and gap > CLOSES_WITHIN:
+            text = f"rank {self.place.rank}: parts of its steps miss them by {gap:.1%}, more than {CLOSES_WITHIN:.0%}"
+            self._emit(EventRecord(f"{text}: do not trust where its time went", kind="warning"))
         return RankMeasurements(
             rank=self.place.rank,
             node=self.place.node,
@@ -76,8 +107,16 @@ class PhaseTimes(Observer):
             series=table.series,
             bucket_width=table.bucket_width,
             worst_gap=self._worst_gap if table.num_steps else None,
-            gap=self._misses_s / whole_s if whole_s > 0 else None,
+            gap=gap,
+            memory=self._guard(Watcher.MEMORY, self._memory_numbers, MemoryNumbers(), part="over time"),
         )
+
+    def _memory_numbers(self) -> MemoryNumbers:
+        table = self._table
+        return self.memory.numbers(first_step=self.first_step + 2, width=table.bucket_width, count=len(table.series))
+
+    def _look(self, look: Callable[[], None]) -> None:
+        self._guard(Watcher.MEMORY, look, None, part="over time")
 
     def _take_known(self) -> None:
         pauses_s = self._pauses.since_last()  # a device's steps are known some steps later than its host's pauses

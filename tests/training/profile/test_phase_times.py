@@ -8,13 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_runs import Classify, train, train_alone
+from small_runs import Classify, WithDropout, train, train_alone
 
 from scaleray.profiling.run_profile import rank_profile
 from scaleray.records.phases import Phase
 from scaleray.training.health import clock as clock_module
 from scaleray.training.health.progress import Progress
 from scaleray.training.profile import marks as marks_module
+from scaleray.training.profile.phase_times import PhaseTimes
 
 
 class Clock:
@@ -110,8 +111,22 @@ def test_time_that_no_mark_saw_is_told_as_a_gap(still, monkeypatch):
         unmarked(marks, step_s + 0.35)  # as the clock would, if marks were of another one
 
     monkeypatch.setattr(marks_module.HostMarks, "end_step", loses_time)
-    measured, _ = profile_of(train_alone(OnAClock(32), {"stop.after": "4 steps"}))
+    finished = train_alone(OnAClock(32), {"stop.after": "4 steps"})
+    measured, _ = profile_of(finished)
     assert measured.gap == pytest.approx(0.35 / 3.85) and measured.worst_gap == measured.gap
+    assert any("rank 0: parts of its steps miss them by 9.1%" in event for event in finished.events)
+
+
+def test_with_and_without_a_profile_the_weights_are_the_same_to_the_bit(monkeypatch):
+    flags = {"stop.after": "6 steps", "evaluation.every": "2 steps", "batch.micro_size": 2}
+    watched = train_alone(WithDropout(32, num_val=8), flags)
+    for name in ("mark", "start", "cut", "after_launch", "begin"):
+        monkeypatch.setattr(PhaseTimes, name, lambda *args: None)
+    monkeypatch.setattr(PhaseTimes, "measurements", lambda self: None)
+    alone = train_alone(WithDropout(32, num_val=8), flags)
+    assert watched.summary.profile.num_steps == 5 and alone.summary.profile is None
+    assert watched.losses == alone.losses
+    assert all(torch.equal(watched.weights[name], alone.weights[name]) for name in alone.weights)
 
 
 def phases_of_steps(place, strategy, flags):

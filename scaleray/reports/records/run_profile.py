@@ -1,0 +1,45 @@
+"""What the page of a training says of where its time went: figures, and tables of what has none."""
+
+from __future__ import annotations
+
+from scaleray.records.profile import MemoryNumbers, RunProfile
+from scaleray.reports.figures.profile import profile_drawings
+from scaleray.reports.page.page import Section
+from scaleray.text.tables import Table
+from scaleray.text.units import memory, seconds
+
+MOST_ROWS = 64
+"""Ranks in a table; of more, the first."""
+
+
+def profile_section(profile: RunProfile | None) -> list[Section]:
+    """The section of a profile; none for a record of before there were any."""
+    if profile is None:
+        return []
+    tables = [_memory_table(profile)]
+    if profile.notes:
+        tables.append(Table("Not measured", ("what",), tuple((note,) for note in profile.notes)))
+    return [Section("Where the time went", drawings=profile_drawings(profile), tables=tables)]
+
+
+def _memory_table(profile: RunProfile) -> Table:
+    ranks = profile.ranks[:MOST_ROWS]
+    left = f", the first {len(ranks)} ranks of {len(profile.ranks)}" if len(ranks) < len(profile.ranks) else ""
+    return Table(
+        f"Memory that is held and not used, at the end, and the peak{left}",
+        ("rank", "rounding", "cached", "stranded", "largest hole", "resident", "peak", "in step", "phase", "after"),
+        tuple((str(rank.rank), *_cells(rank.memory)) for rank in ranks),
+    )
+
+
+def _cells(found: MemoryNumbers) -> tuple[str, ...]:
+    held = (
+        found.rounding_bytes,
+        found.cached_bytes,
+        found.stranded_bytes,
+        found.largest_hole_bytes,
+        found.resident_bytes,
+    )
+    peak = found.peak
+    moment = (memory(peak.num_bytes), str(peak.step), peak.phase or "?", seconds(peak.at_s)) if peak else ("?",) * 4
+    return (*("n/a" if value is None else memory(value) for value in held), *moment)
