@@ -47,6 +47,15 @@ INPUT_WAIT_SHARE = Metric(
     "perf/input_wait_share", "1", "share of step time that rank 0 waited for its input", "lower", "waits for input"
 )
 SENT_BYTES = Metric("perf/sent_bytes", "bytes", "bytes a step that rank 0 gave to collectives, each payload once")
+GOODPUT = Metric(
+    "profile/goodput", "1", "share of the run's time, over all attempts, that was steps that count", "higher"
+)
+PART_SHARE = Metric(
+    "profile/PART_share", "1", "share of a step that went to one part of it, by the part's name; the mean of all ranks"
+)
+PROFILE_GAP = Metric(
+    "profile/gap", "1", "how far the parts of a step miss it on the worst rank; above 0.01 they are not to be trusted"
+)
 CONSENSUS_DISTANCE = Metric(
     "train/consensus_distance", "1", "root mean square distance of the replicas from their mean, relative to its norm"
 )

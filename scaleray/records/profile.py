@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from scaleray import metric_names as names
+
 if TYPE_CHECKING:
     import numpy as np  # plans read records without it
 
@@ -194,6 +196,23 @@ class RunProfile:
     """What was not measured, and why."""
     steps_file: str | None = None
     """File beside the record with the phases of single steps, see `scaleray/profiling/step_rows.py`."""
+
+    def figures(self) -> dict[str, float]:
+        """One value for each metric of a profile, by its name in MLflow."""
+        whole = sum(rank.step.total for rank in self.ranks)
+        parts = dict.fromkeys((name for rank in self.ranks for name in rank.phases), 0.0)
+        for rank in self.ranks:
+            for name, spread in rank.phases.items():
+                parts[name] += spread.total
+        return {
+            **({names.PROFILE_GAP.name: self.gap} if self.gap is not None else {}),
+            **(
+                {names.GOODPUT.name: self.goodput.shares()["productive"]}
+                if self.goodput and self.goodput.elapsed_s
+                else {}
+            ),
+            **({names.PART_SHARE.name.replace("PART", part): s / whole for part, s in parts.items()} if whole else {}),
+        }
 
     @classmethod
     def of(cls, values: Mapping[str, Any] | None) -> RunProfile | None:

@@ -9,7 +9,7 @@ import pytest
 
 from scaleray.profiling.run_profile import run_profile, steps_in_buckets
 from scaleray.profiling.step_rows import StepRows
-from scaleray.records.profile import RankMeasurements, RunProfile
+from scaleray.records.profile import Goodput, RankMeasurements, RunProfile
 
 
 def measured(rank=0, *, parts=(0.01, 0.02), num_steps=500, gap=0.0, **more):
@@ -71,3 +71,14 @@ def test_a_profile_is_read_as_it_was_written_and_unknown_keys_do_not_matter():
 def test_the_last_bucket_may_have_fewer_steps():
     assert list(steps_in_buckets(10, 4)) == [4, 4, 2]
     assert list(steps_in_buckets(8, 4)) == [4, 4]
+
+
+def test_metrics_of_a_profile_are_shares_of_a_step_and_of_the_run():
+    goodput = Goodput(20.0, {"productive": 15.0, "start": 5.0})
+    found = run_profile([measured(0), measured(1, parts=(0.03, 0.0))], goodput=goodput).figures()
+    assert found == {
+        "profile/gap": 0.0,
+        "profile/goodput": 0.75,
+        "profile/input_share": pytest.approx(4 / 6),
+        "profile/forward_share": pytest.approx(2 / 6),
+    }

@@ -173,7 +173,8 @@ def point_metrics(record: RunRecord) -> dict[str, float]:
     """What MLflow shows of the whole run: one value each."""
     shown = (names.POINT_SAMPLES_PER_S, names.POINT_TOKENS_PER_S, names.TIME_TO_FIRST_STEP_S, names.PEAK_MEMORY_BYTES)
     rows = [Row(names.WORLD_SIZE, record.workers), *(row for row in record.rows() if row.metric in shown)]
-    return {row.name: float(row.value) for row in rows if row.value is not None and math.isfinite(row.value)}
+    found = {row.name: float(row.value) for row in rows if row.value is not None and math.isfinite(row.value)}
+    return {**found, **(record.profile.figures() if record.profile is not None else {})}
 
 
 def end_tags(record: RunRecord) -> dict[str, str]:
