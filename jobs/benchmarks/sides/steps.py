@@ -1,8 +1,8 @@
 """One worker of the benchmark of a step's cost: trains when it is told to, by hand or with scaleray's loop.
 
-python steps.py SIDE RANK WORLD_SIZE FILE     SIDE: plain or scaleray; FILE: where the workers of a group meet
+python steps.py SIDE RANK WORLD_SIZE FILE     SIDE: plain, scaleray or unprofiled; FILE: where the workers of a group meet
 
-Reads one task a line, `{"clips": true, "steps": 500, "warmup_steps": 100}`, and answers with one line each: the CPU time
+Reads one task a line, `{"clips": true, "steps": 500, "warmup_steps": 100}`, to which `width` may be added, and answers with one line each: the CPU time
 of its training thread and the time on the clock of every step, and the CPU time of the whole process. Both kinds of loop
 are timed at the same place, the call of the loss.
 """
@@ -28,6 +28,7 @@ from scaleray.data import TRAIN, Split, as_source
 from scaleray.scaling.recipe.derive import derive
 from scaleray.scaling.recipe.values import DataSize
 from scaleray.training import loop
+from scaleray.training.observer import Observer
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing
@@ -39,14 +40,20 @@ CLIP_NORM = 1.0
 
 
 class Toy:
-    """Three small layers: what a step costs beside them is most of it. Notes the times of each call of the loss."""
+    """Three layers: where they are small, what a step costs beside them is most of it. Notes the times of each call of
+    the loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
+        self.width = width
         self.at: list[tuple[float, float, float]] = []
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(
-            nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, NUM_CLASSES)
+            nn.Linear(WIDTH, self.width),
+            nn.Tanh(),
+            nn.Linear(self.width, self.width),
+            nn.Tanh(),
+            nn.Linear(self.width, NUM_CLASSES),
         )
 
     def datasets(self) -> dict[str, Any]:
@@ -102,7 +109,33 @@ def with_scaleray(workload: Toy, place: Place, *, clips: bool, steps: int) -> No
         loop.run(job, place, sources=sources, emit=records.append, checkpointing=saves)
 
 
-SIDES = {"plain": by_hand, "scaleray": with_scaleray}
+class Nothing(Observer):
+    """What measures nothing, in place of what measures a profile."""
+
+    def __init__(self, *args: Any, **options: Any) -> None: ...
+
+    def mark(self, phase: Any) -> None: ...
+
+    def start(self) -> None: ...
+
+    def cut(self, step_s: float) -> None: ...
+
+    def measurements(self) -> None: ...
+
+    def added_to(self, measured: None) -> None: ...
+
+
+def without_profile(workload: Toy, place: Place, *, clips: bool, steps: int) -> None:
+    """The same loop, without what measures phases, memory and arrivals."""
+    for name in PROFILES:
+        if hasattr(loop, name):
+            setattr(loop, name, Nothing)
+    with_scaleray(workload, place, clips=clips, steps=steps)
+
+
+PROFILES = ("PhaseTimes", "ArrivalTimes", "Profile")
+"""What measures a profile, by its names in the loop."""
+SIDES = {"plain": by_hand, "scaleray": with_scaleray, "unprofiled": without_profile}
 
 
 def measured(workload: Toy, steps: int, warmup_steps: int) -> dict[str, Any]:
@@ -122,7 +155,8 @@ def main() -> None:
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size)
     for line in sys.stdin:
-        task, workload = json.loads(line), Toy()
+        task = json.loads(line)
+        workload = Toy(task.get("width", WIDTH))
         SIDES[side](workload, place, clips=task["clips"], steps=task["steps"])
         print(json.dumps(measured(workload, task["steps"], task["warmup_steps"])), flush=True)
 
