@@ -44,8 +44,8 @@ def _with_lateness(rank: RankProfile, arrivals: Arrivals, late: np.ndarray, numb
     with np.errstate(invalid="ignore"):
         worst = np.nan_to_num(np.nanmax(late[number], axis=1))
     places, buckets = [], arrivals.places.buckets
-    of_backward, layers_of = late[:, :, arrivals.buckets], dict(zip(buckets, arrivals.places.backward, strict=True))
-    for bucket, layers in layers_of.items():
+    of_backward = late[:, :, arrivals.buckets]
+    for bucket, layers in enumerate(arrivals.places.bucket_layers):
         own_places = [place for place, its in enumerate(buckets) if its == bucket]
         everyone = np.nan_to_num(of_backward[:, :, own_places]).max(axis=2)
         own = everyone[number]
@@ -93,11 +93,11 @@ def _timed(
     if not carries_gradients or row.num_bytes < _largest(by_rank[row.rank].collectives):
         return with_bandwidth(row)
     with np.errstate(invalid="ignore"):
-        first = np.nanmin(arrivals.times[number, :, arrivals.buckets], axis=1)
+        first = arrivals.first_ready[number]
         last = np.nanmax(arrivals.times[number], axis=1)
     met = arrivals.met[number]
     seconds, alone = float(np.maximum(0.0, met - first).mean()), float(np.maximum(0.0, met - last).mean())
-    if seconds <= 0:
+    if not seconds > 0:
         return row
     timed = dataclasses.replace(row, seconds=seconds * num_steps, exposed_share=min(1.0, alone / seconds))
     together_s = float(in_flight_s(arrivals)[0].mean())

@@ -42,6 +42,15 @@ class Arrivals:
         return slice(1 + len(self.places.forward), None)
 
     @property
+    def first_ready(self) -> np.ndarray:
+        """Time at which each rank came to the first collective of the backward pass, float64 (ranks, rows)."""
+        first = [place for place, bucket in enumerate(self.places.buckets) if bucket == 0]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # a step without a gradient of it
+            ready: np.ndarray = np.nanmax(self.times[:, :, self.buckets][:, :, first], axis=2)
+        return ready
+
+    @property
     def late(self) -> np.ndarray:
         """Seconds after the first rank at which each rank came, float64 (ranks, rows, moments)."""
         with warnings.catch_warnings():
@@ -94,7 +103,7 @@ def in_flight_s(arrivals: Arrivals) -> tuple[np.ndarray, np.ndarray]:
     """Seconds from the moment when all ranks had come to the first collective of a step to the end of the last one,
     and those of them after the last arrival; float64 (rows,) each. Between two collectives a link may have been idle.
     """
-    first = np.nanmin(arrivals.times[:, :, arrivals.buckets], axis=2).max(axis=0)
+    first = arrivals.first_ready.max(axis=0)
     last, met = _last_arrival(arrivals).max(axis=0), np.median(arrivals.met, axis=0)
     return np.maximum(0.0, met - first), np.maximum(0.0, met - last)
 

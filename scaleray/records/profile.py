@@ -234,7 +234,9 @@ class Places:
     """Layers whose gradients are computed before each place of the backward pass."""
     buckets: tuple[int, ...]
     """Number of the group of gradients that each of these places belongs to: it has one where they are reduced, and
-    with FSDP one before they are computed."""
+    others on the way there."""
+    bucket_layers: tuple[str, ...]
+    """Layers of each group of gradients."""
     meets_once: bool
     """Whether a rank goes on computing while collectives run, and waits for all of them at the end of the pass, as in
     DDP; else it waits for each, as in FSDP."""

@@ -9,9 +9,14 @@ from scaleray.profiling.lateness import aligned, find_stragglers, in_flight_s, w
 from scaleray.records.profile import Places, RankArrivals
 
 STEP_S = 0.1
-DDP = Places((), ("head", "blocks.2-3", "blocks.0-1"), (0, 1, 2), meets_once=True)
+DDP = Places((), ("head", "blocks.2-3", "blocks.0-1"), (0, 1, 2), ("head", "blocks.2-3", "blocks.0-1"), meets_once=True)
 FSDP = Places(
-    ("", "blocks.0"), ("head", "blocks.1", "blocks.0"), (0, 1, 2), meets_once=False, end_of_forward="blocks.1"
+    ("", "blocks.0"),
+    ("head", "blocks.1", "blocks.0"),
+    (0, 1, 2),
+    ("head", "blocks.1", "blocks.0"),
+    meets_once=False,
+    end_of_forward="blocks.1",
 )
 
 

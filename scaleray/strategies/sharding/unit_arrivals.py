@@ -72,6 +72,7 @@ class UnitArrivals:
             forward=tuple(map(layer_range, forward)),
             backward=tuple(map(layer_range, backward)),
             buckets=tuple(buckets),
+            bucket_layers=tuple(layer_range(backward[buckets.index(bucket)]) for bucket in sorted(set(buckets))),
             meets_once=False,
             end_of_forward=layer_range(rest),
         )

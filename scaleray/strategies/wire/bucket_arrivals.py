@@ -7,9 +7,9 @@ bucket changes nothing of what DDP does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from scaleray.strategies.contract.arrivals import Note, drawn_together
 
 STEPS_BEFORE = 2
 """Steps after which DDP keeps the layout of its buckets: it lays them out anew at the begin of the second one."""
+LEAST_PLACES = 6
+"""Places of a pass that are watched at least, as far as there are parameters."""
 
 
 class BucketArrivals:
@@ -38,7 +40,8 @@ class BucketArrivals:
         self._steps = 0
 
     def settle(self, note: Note) -> Places | None:
-        """See `ArrivalSource`. In one step the order of all gradients is seen, then the last one of each bucket."""
+        """See `ArrivalSource`. In one step the order of all gradients is seen, then the last one of each part of a
+        bucket."""
         self._steps += 1
         if self._steps == STEPS_BEFORE:
             self._hook(range(len(self._parameters)), lambda number: partial(self._see, number))
@@ -46,19 +49,25 @@ class BucketArrivals:
             return None
         self.close()
         came = {number: place for place, number in enumerate(self._order)}
-        buckets = [bucket for bucket in self._buckets() if any(number in came for number in bucket)]
-        runs = drawn_together(len(buckets))
-        last = [max((n for n in buckets[run[-1]] if n in came), key=lambda n: came[n]) for run in runs]
-        place_of = {number: place for place, number in enumerate(last)}
+        runs = drawn_together(len(found := self._buckets()))
+        buckets = [[number for place in run for number in found[place]] for run in runs]
+        parts = [(number, part) for number, bucket in enumerate(buckets) for part in _parts(bucket, len(buckets))]
+        # what comes last is this rank's own business, the places are the same on all
+        last = [max((n for n in part if n in came), key=lambda n: came[n], default=None) for _, part in parts]
+        place_of = {number: place for place, number in enumerate(last) if number is not None}
 
         def noting(number: int) -> Callable[[torch.Tensor], None]:
             place = place_of[number]
             return lambda parameter: note(place)
 
-        self._hook(last, noting)
-        carried = [sorted(number for place in run for number in buckets[place]) for run in runs]
-        layers = tuple(layer_range(self._names[number] for number in numbers) for numbers in carried)
-        return Places((), layers, tuple(range(len(layers))), meets_once=True)
+        self._hook(place_of, noting)
+        return Places(
+            forward=(),
+            backward=tuple(self._layers(part) for _, part in parts),
+            buckets=tuple(number for number, _ in parts),
+            bucket_layers=tuple(map(self._layers, buckets)),
+            meets_once=True,
+        )
 
     def close(self) -> None:
         """See `ArrivalSource`."""
@@ -66,14 +75,17 @@ class BucketArrivals:
             hook.remove()
         self._hooks = []
 
-    def _hook(self, numbers: Any, hook_of: Callable[[int], Callable[[torch.Tensor], None]]) -> None:
+    def _layers(self, numbers: Iterable[int]) -> str:
+        return layer_range(self._names[number] for number in sorted(numbers))
+
+    def _hook(self, numbers: Iterable[int], hook_of: Callable[[int], Callable[[torch.Tensor], None]]) -> None:
         self._hooks = [self._parameters[n].register_post_accumulate_grad_hook(hook_of(n)) for n in numbers]
 
     def _see(self, number: int, parameter: torch.Tensor) -> None:
         self._order.append(number)
 
     def _buckets(self) -> list[list[int]]:
-        """Numbers of the parameters in each bucket, in the order in which buckets are reduced."""
+        """Numbers of the parameters in each bucket, both in the order in which gradients come."""
         data = self._wrapped._get_ddp_logging_data()
         if data.get("has_rebuilt_buckets") and data.get("rebuilt_per_bucket_param_indices"):
             text = str(data["rebuilt_per_bucket_param_indices"])
@@ -82,4 +94,11 @@ class BucketArrivals:
             static_graph=self._wrapped.static_graph, find_unused_parameters=self._wrapped.find_unused_parameters
         )
         found, _ = dist._compute_bucket_assignment_by_size(self._parameters, limits)
-        return [list(bucket) for bucket in reversed(found)]
+        return [list(reversed(bucket)) for bucket in reversed(found)]
+
+
+def _parts(bucket: list[int], num_buckets: int) -> list[list[int]]:
+    """A bucket in parts of which each is watched: where there are few buckets, they say little of the layers."""
+    count = max(1, min(len(bucket), LEAST_PLACES // num_buckets))
+    edges = [len(bucket) * part // count for part in range(count + 1)]
+    return [bucket[begin:end] for begin, end in itertools.pairwise(edges)]

@@ -83,6 +83,7 @@ FLAGS = {"batch.global_size": 4, "stop.after": f"{STEPS} steps", "strategy.bucke
 """A bucket for each block, of 2 KB."""
 STRATEGIES = {
     "ddp": ({}, "blocks.2"),
+    "one bucket": ({"strategy.bucket_size_mib": 25}, "blocks.2"),
     "zero1": ({"strategy.name": "zero1"}, "blocks.2"),
     "fsdp": ({"strategy.name": "fsdp"}, "blocks.2"),
     "compressed": ({"compression.name": "bf16", "precision.dtype": "fp32"}, "blocks.2-3"),
