@@ -101,7 +101,6 @@ def test_a_delay_in_the_backward_pass_of_a_rank_is_named_with_its_rank_and_layer
     profile = profile_of(gloo, "backward", flags)
     found = profile.stragglers[0]
     assert (found.rank, found.phase, found.layers) == (1, "backward", layers)
-    assert profile.ranks[1].lateness[found.bucket].layers == layers
     assert {one.rank for one in profile.stragglers} == {1}
     # who waits is the other one
     waits = [rank.phases[Phase.STRAGGLER].median for rank in profile.ranks]
