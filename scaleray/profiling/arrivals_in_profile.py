@@ -62,9 +62,9 @@ def _with_waits(
 ) -> RankProfile:
     """Divide exposed communication into the transfer and the wait for the slowest rank."""
     whole = rank.phases.get(Phase.COMMUNICATION)
-    if whole is None:
-        return rank
     width = steps_in_buckets(rank.steps, over.width)
+    if whole is None or len(whole.series) != over.count or len(width) != over.count:
+        return rank  # a rank that took another number of steps
     before = np.array(whole.series)
     waited = np.minimum(_means_over_time(steps, waits, over), before)
     total = float((waited * width).sum())
