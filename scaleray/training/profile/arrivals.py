@@ -50,7 +50,6 @@ class ArrivalTimes(Observer):
         self._stamps: HostStamps | DeviceStamps = DeviceStamps() if place.device.type == "cuda" else HostStamps()
         self._source: ArrivalSource | None = None
         self._places: Places | None = None
-        self._has_failed = False
         self._number = self._num_steps = 0
         self._is_before, self._has_begun = True, False
         """Whether the backward pass of a micro-batch has not begun yet; whether one has begun in this step."""
@@ -71,18 +70,8 @@ class ArrivalTimes(Observer):
         self._number = number
 
     def after_launch(self) -> None:
-        """Keep the moments of the step; before the places are known, let the strategy find them."""
-        if self._source is None or self._has_failed:
-            return
-        if self._places is None:
-            self._places = self.guard(Watcher.FIGURES, self._settled, None, part="arrivals")
-            return
-        if not self._has_begun:
-            return
-        came = self._kept + self._now[len(self._kept) :]
-        self._stamps.add(StepMoments(self._number, self._begun, self._met, came, self._earlier))
-        self._earlier, self._has_begun = [], False
-        self._take_known()
+        if self._source is not None:
+            self.guard(Watcher.FIGURES, self._look, None, part="arrivals")
 
     def close(self) -> None:
         if self._source is not None:
@@ -119,18 +108,25 @@ class ArrivalTimes(Observer):
             collectives=look(self._parallel.collectives, none, part="collectives"),
         )
 
-    def _settled(self) -> Places | None:
+    def _look(self) -> None:
+        """Keep the moments of the step; before the places are known, let the strategy find them."""
+        if self._places is None:
+            self._settle()
+        elif self._has_begun:
+            came = self._kept + self._now[len(self._kept) :]
+            self._stamps.add(StepMoments(self._number, self._begun, self._met, came, self._earlier))
+            self._earlier, self._has_begun = [], False
+            self._take_known()
+
+    def _settle(self) -> None:
         assert self._source is not None
-        self._has_failed = True  # unless it comes to its end: it is not tried again
         places = self._source.settle(self._note)
-        self._has_failed = False
         if places is not None:
             self._now = [math.nan] * (len(places.forward) + len(places.backward))
             self._num_forward, self._adds_passes = len(places.forward), places.meets_once
             self._rows = np.empty((0, 3 + len(self._now)))
             self._stamp, self._others = self._stamps.now, self.progress.on_enter
-            self.progress.on_enter = self._enter
-        return places
+            self._places, self.progress.on_enter = places, self._enter
 
     def _note(self, place: int) -> None:
         self._now[place] = self._stamp()
