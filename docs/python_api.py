@@ -26,6 +26,18 @@ ORDER = (
         ),
     ),
     ("Use a run's model", ("load", "predict", "evaluate")),
+    (
+        "Checkpoints",
+        (
+            "list_checkpoints",
+            "verify_checkpoints",
+            "prune_checkpoints",
+            "rebuild_checkpoint",
+            "export_weights",
+            "import_weights",
+        ),
+    ),
+    ("Configs, and MLflow", ("show_config", "config_keys", "config_schema", "replay", "tracking_ui")),
     ("What you bring", ("Workload", "Callback", "ArraySource", "ParquetSource", "TokenSource")),
     ("What comes back", ("RunRecord",)),
     ("What can be raised", ("ScaleRayError", "ConfigError")),

@@ -15,7 +15,7 @@ _HOMES = {
     "verify": "scaleray.api",
     "study": "scaleray.api",
     "sweep": "scaleray.api",
-    "plan": "scaleray.api",
+    "plan": "scaleray.api_plan",
     "compare": "scaleray.api",
     "profile": "scaleray.api",
     "report": "scaleray.api",
@@ -24,6 +24,17 @@ _HOMES = {
     "load": "scaleray.launch.model.load",
     "evaluate": "scaleray.launch.model.evaluate",
     "predict": "scaleray.launch.model.predict",
+    "show_config": "scaleray.api_looks",
+    "config_keys": "scaleray.api_looks",
+    "config_schema": "scaleray.api_looks",
+    "replay": "scaleray.api_looks",
+    "tracking_ui": "scaleray.api_looks",
+    "list_checkpoints": "scaleray.launch.model.stored_checkpoints",
+    "verify_checkpoints": "scaleray.launch.model.stored_checkpoints",
+    "prune_checkpoints": "scaleray.launch.model.stored_checkpoints",
+    "rebuild_checkpoint": "scaleray.launch.model.stored_checkpoints",
+    "export_weights": "scaleray.launch.model.stored_checkpoints",
+    "import_weights": "scaleray.launch.model.stored_checkpoints",
     "Workload": "scaleray.workload",
     "Callback": "scaleray.callbacks",
     "RunConfig": "scaleray.config",
@@ -48,22 +59,35 @@ __all__ = [
     "Workload",
     "check",
     "compare",
+    "config_keys",
+    "config_schema",
     "evaluate",
+    "export_weights",
+    "import_weights",
+    "list_checkpoints",
     "load",
     "load_config",
     "plan",
     "predict",
     "profile",
+    "prune_checkpoints",
+    "rebuild_checkpoint",
+    "replay",
     "report",
+    "show_config",
     "study",
     "sweep",
+    "tracking_ui",
     "train",
     "verify",
+    "verify_checkpoints",
     "write_project",
 ]
 
 if TYPE_CHECKING:
-    from scaleray.api import compare, plan, profile, report, study, sweep, train, verify
+    from scaleray.api import compare, profile, report, study, sweep, train, verify
+    from scaleray.api_looks import config_keys, config_schema, replay, show_config, tracking_ui
+    from scaleray.api_plan import plan
     from scaleray.callbacks import Callback
     from scaleray.config import RunConfig, load_config
     from scaleray.data import ArraySource, ParquetSource, TokenSource
@@ -72,6 +96,14 @@ if TYPE_CHECKING:
     from scaleray.launch.model.evaluate import evaluate
     from scaleray.launch.model.load import load
     from scaleray.launch.model.predict import predict
+    from scaleray.launch.model.stored_checkpoints import (
+        export_weights,
+        import_weights,
+        list_checkpoints,
+        prune_checkpoints,
+        rebuild_checkpoint,
+        verify_checkpoints,
+    )
     from scaleray.projects.write import write_project
     from scaleray.records.run import RunRecord
     from scaleray.workload import Workload

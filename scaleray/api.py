@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from scaleray.config import RunConfig, load_config
+from scaleray.errors import UsageError
 from scaleray.installed import names_what_is_missing
 from scaleray.records.run import RunRecord, Say, Show
 from scaleray.workload import make_workload, name_of
@@ -19,7 +20,6 @@ from scaleray.workload import make_workload, name_of
 if TYPE_CHECKING:
     from scaleray.launch.profile.profile import Profiled
     from scaleray.launch.verify.certificate import Certificate
-    from scaleray.planner.answers.advise import Advice
     from scaleray.records.study import StudyRecord
     from scaleray.records.sweep import SweepRecord
     from scaleray.reports.compare.comparison import Comparison
@@ -84,8 +84,8 @@ def verify(
     world_sizes: Sequence[int] = (1, 2),
     accumulation: Sequence[int] = (1, 3),
     steps: int = 20,
-    bound: float = 1e-9,
-    precision: str = "fp64",
+    bound: float | None = None,
+    precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp64",
     resume: bool = False,
     seed: int | None = None,
     local: bool = False,
@@ -95,18 +95,19 @@ def verify(
     certificate says it.
 
     strategies: names, or all. world_sizes: numbers of workers. accumulation: micro-batches in each worker's step.
-    bound: largest relative difference. precision: arithmetic of the check. resume: interrupt each at a random step
-    (drawn with `seed`) and resume it instead. local: in gloo processes on this machine, without Ray.
+    bound: largest relative difference; None is what fits the precision. precision: arithmetic of the check. resume:
+    interrupt each at a random step (drawn with `seed`) and resume it instead. local: in gloo processes on this machine,
+    without Ray.
     """
     from scaleray.launch.verify.plan import Question
     from scaleray.launch.verify.resume import verify_resumes
     from scaleray.launch.verify.verify import verify as run
 
-    resolved, base_dir, workload = _resolved(config, workload)
+    whole, base_dir, workload = resolved(config, workload)
     question = Question(list(strategies), list(world_sizes), list(accumulation), steps, bound, precision)
     if resume:
-        return verify_resumes(resolved, question, workload, seed=seed, local=local, say=say, base_dir=base_dir)
-    return run(resolved, question, workload, local=local, say=say, base_dir=base_dir)
+        return verify_resumes(whole, question, workload, seed=seed, local=local, say=say, base_dir=base_dir)
+    return run(whole, question, workload, local=local, say=say, base_dir=base_dir)
 
 
 @names_what_is_missing
@@ -121,6 +122,7 @@ def study(
     seconds: float = 3.0,
     to_target: bool = False,
     noise: bool = False,
+    relaunch: bool = False,
     force: bool = False,
     oversubscribe: bool = False,
     points_of: Sequence[str] = (),
@@ -132,14 +134,15 @@ def study(
 
     modes: strong (the global batch divided), weak (a batch that grows with the workers), or both. repeats: turns of
     each size, of at least so many steps and seconds. to_target: train each size to stop.at as well. noise: measure the
-    gradient noise scale. force: measure anew what is known. oversubscribe: although workers share cores. points_of:
-    folders of studies whose points stand on the same curves. local: in gloo processes, without Ray.
+    gradient noise scale. relaunch: launch each size on its own. force: measure anew what is known. oversubscribe:
+    although workers share cores. points_of: folders of studies whose points stand on the same curves. local: in gloo
+    processes, without Ray.
     """
     from scaleray.launch.study.plan import Question
     from scaleray.launch.study.study import study as run
     from scaleray.reports.records.study import write_study_report
 
-    resolved, base_dir, workload = _resolved(config, workload)
+    whole, base_dir, workload = resolved(config, workload)
     question = Question(
         world_sizes=list(world_sizes),
         modes=list(modes),
@@ -148,12 +151,13 @@ def study(
         seconds=seconds,
         to_target=to_target,
         noise=noise,
+        relaunch=relaunch,
         force=force,
         oversubscribe=oversubscribe,
         seed=seed,
     )
     return run(
-        resolved,
+        whole,
         question,
         workload,
         local=local,
@@ -166,54 +170,65 @@ def study(
 
 @names_what_is_missing
 def sweep(
-    config: Config,
+    config: Config | None,
     workload: Any = None,
     *,
+    batch_sizes: str | None = None,
+    rules: str | None = None,
+    learning_rates: str | None = None,
+    optimizers: str | None = None,
+    warmups: str | None = None,
+    vary: Sequence[str] = (),
+    seeds: int = 1,
+    trials: int | None = None,
+    workers_per_trial: int | None = None,
+    search: Literal["random", "grid", "optuna"] = "random",
+    scheduler: Literal["fifo", "asha", "hyperband", "median", "pbt"] = "fifo",
+    metric: str | None = None,
     guided_share: float | None = None,
+    against_grid: str | Path | None = None,
+    continue_folder: str | Path | None = None,
+    tracking_uri: str | None = None,
     say: Say = lambda text: None,
-    **space: Any,
 ) -> SweepRecord:
     """Train at many batch sizes and learning rates under Ray Tune, and write the report.
 
-    space: what is tried, as the options of `scaleray sweep` say it: batch_sizes="32..2048", rules="linear,sqrt",
-    learning_rates="1e-4..1e-2", optimizers, warmups, vary=["optimizer.weight_decay=0,0.01"], seeds, trials,
-    workers_per_trial, search, scheduler, metric. guided_share: run only what is worth it, within this share of the
-    grid's samples.
+    batch_sizes: such as "32..2048" or "32,64"; rules: "linear,sqrt"; learning_rates: "1e-4..1e-2"; vary:
+    ["optimizer.weight_decay=0,0.01"]; these and the others up to `metric` are the options of `scaleray sweep`.
+    guided_share: run only what is worth it, within this share of the grid's samples. against_grid: folder of a sweep of
+    the whole grid, to judge that choice by. continue_folder: of an interrupted sweep, which goes on as it was asked
+    for, with None as the config; tracking_uri: where MLflow is then.
     """
+    from scaleray.launch.sweep.folder import grid_record
     from scaleray.launch.sweep.sweep import sweep as run
     from scaleray.reports.records.sweep import write_sweep_report
+
+    against = grid_record(against_grid) if against_grid is not None else None
+    more: dict[str, Any] = {"say": say, "write_report": write_sweep_report, "against": against}
+    if continue_folder is not None:
+        return run(None, None, workload, continue_folder=str(continue_folder), tracking_uri=tracking_uri, **more)
     from scaleray.scaling.sweeps.question import question_of
 
-    resolved, base_dir, _ = _resolved(config, workload)  # its class, as trials may differ in arguments
-    question = question_of(resolved, guided_share=guided_share, **space)
-    return run(resolved, question, workload, say=say, base_dir=base_dir, write_report=write_sweep_report)
-
-
-@names_what_is_missing
-def plan(
-    model: str,
-    cluster: str,
-    *,
-    global_batch: int | None = None,
-    sequence: int | None = None,
-    precision: str | None = None,
-    strategies: Sequence[str] = ("ddp", "zero1", "fsdp", "hsdp", "tp", "pp", "ep"),
-    rank_by: str = "throughput",
-) -> Advice:
-    """Rank the layouts of a model on a cluster, by arithmetic alone; `.best` of the advice is the recommended one.
-
-    model: a name such as llama-3-8b, or a size such as gpt-13b. cluster: as in h100:8x16, or a YAML file. global_batch:
-    samples of a step over all GPUs. sequence: tokens of a sample. rank_by: throughput, cost, time or memory. Needs
-    neither torch nor Ray.
-    """
-    from scaleray.cli.plan_options import ClusterOptions, ModelOptions, RecipeOptions
-    from scaleray.cli.plan_question import question_of
-    from scaleray.planner.answers.advise import advise
-
-    recipe = RecipeOptions(
-        global_batch=global_batch, sequence=sequence, precision=precision, strategies=",".join(strategies)
+    if config is None:
+        raise UsageError("the config", None, "a sweep needs one, or continue_folder")
+    whole, base_dir, _ = resolved(config, workload)  # its class, as trials may differ in arguments
+    question = question_of(
+        whole,
+        batch_sizes=batch_sizes,
+        rules=rules,
+        learning_rates=learning_rates,
+        optimizers=optimizers,
+        warmups=warmups,
+        vary=vary,
+        seeds=seeds,
+        trials=trials,
+        workers_per_trial=workers_per_trial,
+        search=search,
+        scheduler=scheduler,
+        metric=metric,
+        guided_share=guided_share,
     )
-    return advise(question_of(ModelOptions(model=model), ClusterOptions(cluster=cluster), recipe, rank_by=rank_by))
+    return run(whole, question, workload, base_dir=base_dir, **more)
 
 
 @names_what_is_missing
@@ -251,10 +266,10 @@ def profile(
 
     if isinstance(what, str | Path) and Path(what).suffix not in (".yaml", ".yml"):
         return profile_run(str(what), uri=uri)
-    resolved, base_dir, workload = _resolved(what, workload)
+    whole, base_dir, workload = resolved(what, workload)
     wanted = trace_request(trace) if trace is not None else None
     return profile_training(
-        resolved, workload, steps=steps, local=local, trace=wanted, show=show, say=say, base_dir=base_dir
+        whole, workload, steps=steps, local=local, trace=wanted, show=show, say=say, base_dir=base_dir
     )
 
 
@@ -271,7 +286,7 @@ def report(run: str | Path, *, out: str | Path | None = None, uri: str | None = 
     return write_report(find_run(str(run), uri=uri), None if out is None else Path(out))
 
 
-def _resolved(config: Config, workload: Any) -> tuple[RunConfig, Path | None, Any]:
+def resolved(config: Config, workload: Any) -> tuple[RunConfig, Path | None, Any]:
     """A config that is whole, the folder that its paths begin in, and the workload that was given, as an object."""
     named = {"workload.name": name_of(workload)} if workload is not None else {}
     base_dir = None

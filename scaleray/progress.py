@@ -66,6 +66,11 @@ def shown_by(display: Display) -> Iterator[None]:
             _displays.remove(display)
 
 
+def are_shown() -> bool:
+    """Whether somebody shows the stages of this process."""
+    return bool(_displays)
+
+
 @contextlib.contextmanager
 def stage(name: str, *, total: float | None = None, unit: str = "") -> Iterator[Stage]:
     """A stage that lasts as long as the context. name: what is being done, such as `reading the data`."""

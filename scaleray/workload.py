@@ -104,6 +104,12 @@ class Workload:
         """
         return None
 
+    def read_data(self, path: str) -> Any:
+        """The rows of other data at a local path as `datasets()` gives those of a split, for the `--data` of `scaleray
+        predict` and `scaleray evaluate`: labels may be missing. Optional. None: files of tables are read.
+        """
+        return None
+
     def optimizer(
         self, model: nn.Module, settings: Any
     ) -> torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None:

@@ -19,7 +19,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from scaleray.launch.workers import gloo
+from scaleray.launch.workers import forks
 
 LARGEST_WORLD = 4
 HOST = "127.0.0.1"
@@ -27,7 +27,7 @@ COLLECTIVE_TIMEOUT_S = 60.0
 GRACE_S = 15.0
 # one forking process serves the product's groups and the commands of `forked_command` as well
 COMMANDS = ("scaleray.cli", "scaleray.launch.run.train", "mlflow.store.tracking.sqlalchemy_store")
-PRELOADED = (*gloo.PRELOADED, "hypothesis", *COMMANDS)
+PRELOADED = (*forks.PRELOADED, "hypothesis", *COMMANDS)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from scaleray.checkpoints.manifest import FILE_NAME, Chunk, Incomplete, Manifest
 from scaleray.checkpoints.retention import Retention
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import CheckpointError
+from scaleray.progress import Stage, stage
+from scaleray.text.units import MIB
 
 FOLDER = "checkpoints"  # name of the folder in a run folder
 
@@ -128,13 +130,19 @@ class Catalog:
         Returns what was found. A damage that `is_lost` leaves the checkpoint unusable.
         By default the manifests are compared as well.
         """
-        found = []
-        for name in sorted(manifest.files) if files is None else files:
-            expected = manifest.files[name]
-            problems = {store: problem_of(store, name, expected) for store in self.stores}
-            good = next((store for store, problem in problems.items() if problem is None), None)
-            for store, problem in problems.items():
-                if problem is not None:
+        found, names = [], sorted(manifest.files) if files is None else list(files)
+        size = sum(manifest.files[name].num_bytes for name in names) * len(self.stores) / MIB
+        with stage(f"reading step {manifest.step}", total=size, unit="MiB") as reading:
+            for name in names:
+                expected = manifest.files[name]
+                problems = {}
+                for store in self.stores:
+                    problems[store] = problem_of(store, name, expected)
+                    reading.advance(expected.num_bytes / MIB)
+                good = next((store for store, problem in problems.items() if problem is None), None)
+                for store, problem in problems.items():
+                    if problem is None:
+                        continue
                     found.append(
                         mended(store, name, problem, good, expected) if heal else damage_of(store, name, problem, good)
                     )
@@ -207,7 +215,9 @@ class Catalog:
                 order.append(chunk)
                 position += chunk.length + -chunk.length % ALIGNMENT
             tensors[name] = dataclasses.replace(tensor, chunks=tuple(chunks))
-        stored, _ = write_all(self.stores, file, lambda: _contents(self.stores, order))
+        size = sum(chunk.length for chunk in order) * len(self.stores) / MIB
+        with stage(f"writing step {manifest.step} anew", total=size, unit="MiB") as writing:
+            stored, _ = write_all(self.stores, file, lambda: _contents(self.stores, order, writing))
         full = dataclasses.replace(
             manifest, tensors=tensors, files={file: stored}, chain=0, bytes_written=stored.num_bytes
         )
@@ -247,7 +257,7 @@ def _read_or_none(store: Store, step: int) -> Manifest | None:
         return None
 
 
-def _contents(stores: list[Store], chunks: list[Chunk]) -> Iterator[Any]:
+def _contents(stores: list[Store], chunks: list[Chunk], writing: Stage) -> Iterator[Any]:
     import torch
 
     from scaleray.checkpoints.tensor_files import ALIGNMENT, read_chunk
@@ -255,6 +265,7 @@ def _contents(stores: list[Store], chunks: list[Chunk]) -> Iterator[Any]:
     for chunk in chunks:
         plain = dataclasses.replace(chunk, sizes=(chunk.length,))
         yield read_chunk(stores, plain, torch.uint8).numpy().data
+        writing.advance(chunk.length / MIB)
         if padding := -chunk.length % ALIGNMENT:
             yield bytes(padding)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Set
 from pathlib import Path
@@ -18,6 +19,8 @@ from scaleray.checkpoints.storage import Store
 from scaleray.checkpoints.tensor_files import dtype_of, new_file, read_tensor, write_tensors
 from scaleray.checkpoints.weight_files import opened_safetensors, opened_torch, safetensors_file, torch_file
 from scaleray.errors import CheckpointError, ScaleRayError
+from scaleray.progress import Stage, stage
+from scaleray.text.units import MIB
 
 PREFIX, AVERAGE = "model.", "averaging."  # of the names of a model's tensors in a checkpoint, and of their averages
 IMPORTED = "imported"
@@ -77,12 +80,25 @@ def write_file(
     if folder.size(name) is not None and not overwrite:
         raise CheckpointError("the file to export to", path, "it exists already", "name another, or add --overwrite")
     layout = safetensors_file if ending == ".safetensors" else torch_file
+    size = sum(math.prod(t.shape) * dtype_of(t).itemsize for t in tensors.values()) / MIB
     try:
-        return folder.write(name, layout(tensors, get, about))[1]
+        with stage("writing the weights", total=size, unit="MiB") as writing:
+            return folder.write(name, layout(tensors, counted(get, writing), about))[1]
     except Incomplete:
         if not folder.is_local:
             folder.delete(name)  # a bucket takes what there is so far for the whole
         raise
+
+
+def counted(get: Callable[[str], torch.Tensor], writing: Stage) -> Callable[[str], torch.Tensor]:
+    """`get`, which tells a stage in MiB how much it has given."""
+
+    def given(name: str) -> torch.Tensor:
+        tensor = get(name)
+        writing.advance(tensor.nbytes / MIB)
+        return tensor
+
+    return given
 
 
 def import_weights(path: str, run_path: str) -> Manifest:
@@ -112,7 +128,9 @@ def import_weights(path: str, run_path: str) -> Manifest:
         wrapper = next((w for w in WRAPPERS if names and all(name.startswith(w) for name in names)), "")
         file = new_file(folder_name(0), "imported")
         plain = {PREFIX + name.removeprefix(wrapper): name for name in names}
-        tensors, stored = write_tensors(catalog.stores, file, sorted(plain), lambda name: get(plain[name]))
+        with stage("copying the weights", total=Path(path).stat().st_size / MIB, unit="MiB") as copying:
+            read = counted(lambda name: get(plain[name]), copying)
+            tensors, stored = write_tensors(catalog.stores, file, sorted(plain), read)
     manifest = Manifest(
         0,
         1,

@@ -21,6 +21,10 @@ def check(*overrides: Overrides, config: ConfigFile = None, processes: bool = Tr
     from scaleray.config import load_config
 
     resolved = load_config(config, flags=overrides)
+    if processes:
+        from scaleray.launch.workers.forks import OF_A_CHECK, begin_imports
+
+        begin_imports(OF_A_CHECK)  # beside this process's own imports
     from scaleray.launch.check.check import check as run
     from scaleray.reports.terminal.check import show_check
 

@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
 
 from cyclopts import App
 
-from scaleray.cli import checkpoint_files
 from scaleray.cli.checkpoint_options import CopyPath, Json, Step, Where
-from scaleray.cli.checkpoint_path import chosen, empty, opened
-from scaleray.cli.output import print_json
-from scaleray.errors import CheckpointError, UsageError
+from scaleray.cli.output import print_json, with_stages
+from scaleray.cli.run_options import WhichWeights
 from scaleray.text.units import disk_space
-
-if TYPE_CHECKING:
-    from scaleray.checkpoints.catalog import Catalog
-    from scaleray.checkpoints.damage import Damage
-    from scaleray.checkpoints.manifest import Manifest
-    from scaleray.checkpoints.retention import Retention
 
 checkpoint_app = App(
     name="checkpoint", help="Look at stored checkpoints, prove and mend them.", help_format="plaintext"
 )
 
-LEFTOVER_S = 3600.0
-"""Seconds for which files that no manifest names stay: a run that is under way may be writing them."""
-
 
 @checkpoint_app.command(name="list")
 def list_(path: Where, *, copy_path: CopyPath = None, json: Json = False) -> int:
     """List what is stored: complete checkpoints, and what is left of others with the reason."""
-    with opened(path, copy_path) as (catalog, only):
-        rows = [_row(catalog, step) for step in catalog.steps() if only in (None, step)]
-        if not rows:
-            raise empty(path)
+    from scaleray.launch.model.stored_checkpoints import list_checkpoints
+
+    with with_stages():
+        rows = list_checkpoints(path, copy_path=copy_path)
     if json:
         print_json({"checkpoints": rows})
         return 0
@@ -50,7 +38,7 @@ def list_(path: Where, *, copy_path: CopyPath = None, json: Json = False) -> int
         else:
             table.append([str(row["step"]), f"not usable: {row['reason']}"])
     _print_table(table)
-    print(f"{sum(row['complete'] for row in rows)} complete of {len(rows)} in {catalog.stores[0].root}")
+    print(f"{sum(row['complete'] for row in rows)} complete of {len(rows)} in {rows[0]['folder']}")
     return 0
 
 
@@ -67,38 +55,13 @@ def verify(
     heal
         Replace a lost or damaged file by its second copy.
     """
-    from scaleray.checkpoints.catalog import require
-    from scaleray.checkpoints.manifest import Incomplete
+    from scaleray.launch.model.stored_checkpoints import verify_checkpoints
 
-    checked: list[dict[str, Any]] = []
-    unfinished: list[str] = []
-    with opened(path, copy_path) as (catalog, only):
-        step = only if step is None else step
-        manifests: list[Manifest] = []
-        if step is not None:
-            manifests = [require(catalog, step, where=path)]
-        else:
-            for number in catalog.steps():
-                try:
-                    manifests.append(catalog.read(number))
-                except Incomplete as exc:
-                    unfinished.append(str(exc))
-            if not manifests:
-                require(catalog, None, where=path)
-        for manifest in manifests:
-            damages = catalog.check(manifest, heal=heal)
-            left = [damage for damage in damages if damage.healed_from is None]
-            checked.append(
-                {
-                    "step": manifest.step,
-                    "files": len(manifest.files),
-                    "good": not left,
-                    "damages": [_told(d) for d in damages],
-                }
-            )
-    is_good = all(one["good"] for one in checked)
+    with with_stages():
+        found = verify_checkpoints(path, step=step, copy_path=copy_path, heal=heal)
+    is_good, checked = found["good"], found["checkpoints"]
     if json:
-        print_json({"good": is_good, "checkpoints": checked, "unfinished": unfinished})
+        print_json(found)
         return 0 if is_good else 1
     for one in checked:
         print(f"step {one['step']}: {'good' if one['good'] else 'DAMAGED'}, {one['files']} files")
@@ -106,7 +69,7 @@ def verify(
             outcome = "healed from" if damage["healed_from"] else "a good copy is" if damage["good_at"] else ""
             end = f"; {outcome} {damage['good_at']}" if outcome else "; there is no good copy"
             print(f"  {damage['file']}: {damage['problem']}{end}")
-    for reason in unfinished:
+    for reason in found["unfinished"]:
         print(f"not a checkpoint: {reason}")
     if not is_good and not heal and any(d["good_at"] for one in checked for d in one["damages"]):
         print("to take the copies: the same command with --heal")
@@ -140,110 +103,109 @@ def prune(
     dry_run
         Say what would go, and remove nothing.
     """
-    retention = _retention(keep_last, keep_best, best, keep_every)
-    with opened(path, copy_path) as (catalog, only):
-        if only is not None:
-            raise CheckpointError("the folder to prune", path, "it is a single checkpoint", "name the run folder")
-        complete = list(catalog.complete())
-        if not complete:
-            raise empty(path)
-        _require_measured(retention.best, complete)
-        done = catalog.prune(retention, spared_s=LEFTOVER_S, is_dry_run=dry_run)
-    kept = [m.step for m in complete if m.step not in done.steps]
+    from scaleray.launch.model.stored_checkpoints import prune_checkpoints
+
+    with with_stages():
+        done = prune_checkpoints(
+            path,
+            keep_last=keep_last,
+            keep_best=keep_best,
+            best=best,
+            keep_every=keep_every,
+            dry_run=dry_run,
+            copy_path=copy_path,
+        )
     if json:
-        print_json({"removed": done.steps, "kept": kept, "bytes": done.num_bytes, "dry_run": dry_run})
+        print_json(done)
         return 0
     verb = "would remove" if dry_run else "removed"
-    print(f"{verb} {len(done.steps)} checkpoints, {disk_space(done.num_bytes)}: steps {_numbers(done.steps)}")
-    print(f"kept: steps {_numbers(kept)}")
+    print(f"{verb} {len(done['removed'])} checkpoints, {disk_space(done['bytes'])}: steps {_numbers(done['removed'])}")
+    print(f"kept: steps {_numbers(done['kept'])}")
     return 0
 
 
 @checkpoint_app.command
 def rebuild(path: Where, *, step: Step = None, copy_path: CopyPath = None, json: Json = False) -> int:
     """Write an incremental checkpoint anew as a full one, which depends on no other."""
-    with chosen(path, step, copy_path) as (catalog, manifest):
-        full = catalog.rebuild(manifest) if manifest.chain or _borrows(manifest) else manifest
+    from scaleray.launch.model.stored_checkpoints import rebuild_checkpoint
+
+    with with_stages():
+        done = rebuild_checkpoint(path, step=step, copy_path=copy_path)
+    place = done.pop("checkpoint")
     if json:
-        is_new = full is not manifest
-        print_json(
-            {"step": full.step, "bytes_written": full.bytes_written if is_new else 0},
-            written={"checkpoint": f"{catalog.stores[0].root}/{full.name}"} if is_new else {},
-        )
-    elif full is manifest:
-        print(f"step {full.step} holds every byte itself already")
+        print_json(done, written={"checkpoint": place} if place else {})
+    elif place is None:
+        print(f"step {done['step']} holds every byte itself already")
     else:
-        print(f"step {full.step} depends on no other now: {disk_space(full.bytes_written)} written")
+        print(f"step {done['step']} depends on no other now: {disk_space(done['bytes_written'])} written")
     return 0
 
 
-checkpoint_app.command(checkpoint_files.export)
-checkpoint_app.command(checkpoint_files.import_, name="import")
+@checkpoint_app.command
+def export(
+    path: Where,
+    file: str,
+    *,
+    step: Step = None,
+    weights: WhichWeights = None,
+    adapter: bool = False,
+    overwrite: bool = False,
+    copy_path: CopyPath = None,
+    json: Json = False,
+) -> int:
+    """Write a checkpoint's weights, or the final ones of a run without checkpoints or of RUN/weights, to one plain
+    file: .pt or .safetensors. To a name without an ending: the final weights as a folder, as the model's own library
+    reads it.
+
+    Parameters
+    ----------
+    file
+        Where to; local or s3://. Its ending says the format; without one it is a folder, such as from_pretrained reads.
+    adapter
+        To a folder: the low-rank adapters alone, as the library peft reads them.
+    overwrite
+        Replace what exists.
+    """
+    from scaleray.launch.model.stored_checkpoints import export_weights
+
+    with with_stages():
+        done = export_weights(
+            path, file, step=step, weights=weights, adapter=adapter, overwrite=overwrite, copy_path=copy_path
+        )
+    source = done.pop("source")
+    if json:
+        kind = "folder" if "folder" in done else "file"
+        print_json({**done, kind: file}, written={"folder" if kind == "folder" else "weights": done[kind]})
+    elif "folder" in done:
+        print(f"wrote {source}, {disk_space(done['bytes'])}, to {file}")
+    else:
+        print(f"wrote {done['tensors']} tensors {source}, {disk_space(done['bytes'])}, to {file}")
+    return 0
 
 
-def _row(catalog: Catalog, step: int) -> dict[str, Any]:
-    from scaleray.checkpoints.manifest import Incomplete
+@checkpoint_app.command(name="import")
+def import_(file: str, path: str, *, json: Json = False) -> int:
+    """Make a checkpoint of a plain file of weights, to start a training from: --workload.weights PATH.
 
-    try:
-        found = catalog.read(step)
-    except Incomplete as exc:
-        return {"step": step, "complete": False, "reason": str(exc)}
-    except CheckpointError as exc:
-        return {"step": step, "complete": False, "reason": f"{exc.what} is {exc.found}, but {exc.allowed}"}
-    return {
-        "step": step,
-        "complete": True,
-        "created_at": found.created_at,
-        "world_size": found.world_size,
-        "strategy": found.strategy,
-        "bytes_written": found.bytes_written,
-        "total_bytes": found.total_bytes,
-        "chain": found.chain,
-        "metrics": found.metrics,
-        "evaluated_at": found.evaluated_at,
-    }
+    Parameters
+    ----------
+    file
+        A .pt file of torch.save with tensors only, or a .safetensors file.
+    path
+        New folder, local or s3://.
+    """
+    from scaleray.launch.model.stored_checkpoints import import_weights
 
-
-def _told(damage: Damage) -> dict[str, Any]:
-    import dataclasses
-
-    return dataclasses.asdict(damage)
-
-
-def _borrows(manifest: Manifest) -> bool:
-    return any(not name.startswith(f"{manifest.name}/") for name in manifest.files)
-
-
-def _retention(keep_last: int, keep_best: int, best: str | None, keep_every: int | None) -> Retention:
-    """What prune keeps. Raises UsageError for what cannot be meant."""
-    from scaleray.checkpoints.retention import Retention
-
-    metric, direction = _best(best)
-    for option, value, least in (
-        ("--keep-last", keep_last, 1),
-        ("--keep-best", keep_best, 0),
-        ("--keep-every", keep_every, 1),
-    ):
-        if value is not None and value < least:
-            raise UsageError(option, value, f"it must be at least {least}")
-    return Retention(keep_last, keep_best, metric, direction == "max", keep_every)
-
-
-def _require_measured(metric: str | None, complete: list[Manifest]) -> None:
-    """Refuse a metric that no checkpoint has of its own step: a slip would remove what it was meant to keep."""
-    measured = {name for manifest in complete for name in manifest.own_metrics}
-    if metric is not None and metric not in measured:
-        known = f"there are: {', '.join(sorted(measured)) or 'none'}"
-        raise UsageError("--best", metric, "no checkpoint was evaluated at its own step with that metric", known)
-
-
-def _best(text: str | None) -> tuple[str | None, str]:
-    if text is None:
-        return None, "min"
-    metric, _, direction = text.rpartition(" ")
-    if not metric or direction not in ("min", "max"):
-        raise UsageError("--best", text, "it must be a metric and min or max", 'for example "val/loss min"')
-    return metric, direction
+    with with_stages():
+        done = import_weights(file, path)
+    if json:
+        print_json(done, written={"checkpoint": done["path"]})
+    else:
+        print(
+            f"imported {done['tensors']} tensors, {disk_space(done['bytes'])}; "
+            f"start from them with --workload.weights {path}"
+        )
+    return 0
 
 
 def _numbers(steps: list[int]) -> str:

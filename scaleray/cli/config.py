@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from cyclopts import App
 
@@ -26,33 +26,20 @@ def show(*overrides: Overrides, config: ConfigFile = None, json: Json = False, d
     import yaml
 
     from scaleray.config import load_config
-    from scaleray.scaling.recipe.derive import derive
-    from scaleray.scaling.recipe.values import DataSize
+    from scaleray.launch.session.shown_config import shown_config
 
     resolved = load_config(config, flags=overrides)
-    size: DataSize | None = None
-    if data:
-        from scaleray.data import load_sources
-        from scaleray.launch.session.data import size_of
-        from scaleray.workload import load_workload
-
-        base_dir = config.resolve().parent if config else None
-        size = size_of(load_sources(load_workload(resolved.workload.name, resolved.workload.args, base_dir=base_dir)))
-    values: dict[str, Any] = {}
-    explanations: dict[str, str] = {}
-    if size is not None:
-        recipe = derive(resolved, size)
-        values, explanations = recipe.values(), recipe.explanations
+    shown = shown_config(resolved, data=data, base_dir=config.resolve().parent if config else None)
     if json:
-        shown = {"config": resolved.to_dict(), "hash": resolved.hash(), "derived": values, "how": explanations}
-        print_json(shown)
+        print_json({key: shown[key] for key in ("config", "hash", "derived", "how")})
         return 0
-    print(yaml.safe_dump(resolved.to_dict(), sort_keys=False), end="")
-    print(f"\n# config hash {resolved.hash()}")
-    if size is None:
+    values, explanations = shown["derived"], shown["how"]
+    print(yaml.safe_dump(shown["config"], sort_keys=False), end="")
+    print(f"\n# config hash {shown['hash']}")
+    if not data:
         print("# derived values need the data: leave out --no-data")
     else:
-        print(f"# derived, for {size.num_samples} training samples")
+        print(f"# derived, for {shown['rows']} training samples")
     width = max((len(name) for name in values), default=0)
     for name, value in values.items():
         text = (

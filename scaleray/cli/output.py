@@ -45,6 +45,22 @@ class Output:
         return contextlib.redirect_stdout(sys.stderr) if self._json else contextlib.nullcontext()
 
 
+@contextlib.contextmanager
+def with_stages() -> Iterator[None]:
+    """A context in which a command that prints its result as plain lines says on stderr what it is doing."""
+    from scaleray.progress import are_shown
+
+    if are_shown():
+        yield
+        return
+    from rich.console import Console
+
+    from scaleray.reports.terminal.stages import StageDisplay
+
+    with StageDisplay(Console(stderr=True)):
+        yield
+
+
 def print_json(values: Mapping[str, Any], *, written: Mapping[str, str] | None = None) -> None:
     """Print what `--json` promises of every command: one object with the version of its keys, and by name the absolute
     paths or URIs of what the command wrote."""

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from cyclopts import App
 
@@ -22,11 +20,6 @@ from scaleray.cli.plan_options import (
     RecipeOptions,
     TargetOptions,
 )
-from scaleray.errors import StorageError
-
-if TYPE_CHECKING:
-    from scaleray.planner.answers.advise import Advice
-    from scaleray.planner.answers.outlook import Outlook
 
 plan_app = App(
     name="plan",
@@ -49,44 +42,31 @@ def plan(
     """Rank the layouts of a model on a cluster."""
     from rich.console import Console
 
-    from scaleray.cli.plan_question import question_of
+    from scaleray.cli.plan_answer import answered
     from scaleray.cli.plan_record import plan_record
-    from scaleray.cli.plan_target import ways_and_samples
-    from scaleray.cli.plan_write import write_config
-    from scaleray.planner.answers.advise import advise
-    from scaleray.planner.answers.outlook import outlook
-    from scaleray.planner.cost.checkpoint_stalls import checkpoint_cost, is_asked
+    from scaleray.config.base import without_password
     from scaleray.reports.terminal.plan import plan_view
     from scaleray.reports.terminal.record import print_whole, width_of
     from scaleray.reports.terminal.tables import as_rich
     from scaleray.reports.words.plan_target import way_table
 
-    question = question_of(model, cluster, recipe, measured, rank_by=target.rank, config=config, overrides=overrides)
-    question, found = ways_and_samples(question, target, measured.from_run)
-    advice = advise(question)
-    kept = checkpoint_cost(
-        question.model,
-        advice.best.layout,
-        question.cluster,
-        interval_s=target.interval_s,
-        is_asynchronous=not target.waits_for_checkpoints,
-    )
-    shown = kept if is_asked(question.cluster, target.interval_s) or target.waits_for_checkpoints else None
-    seen = outlook(advice)
+    answer = answered(model, cluster, recipe, measured, target, config=config, overrides=overrides)
+    advice, seen, found, kept = answer.advice, answer.seen, answer.found, answer.checkpoints
     console = Console(stderr=output.json)
     width = width_of(console)
     if found.ways:
-        table = way_table(found.ways, num_gpus=question.cluster.num_gpus, words=found.words)
+        table = way_table(found.ways, num_gpus=advice.question.cluster.num_gpus, words=found.words)
         print_whole(console, as_rich(table, width=width))
-    print_whole(console, plan_view(advice, seen, rows=output.rows, width=width, num_samples=found.samples, kept=shown))
+    print_whole(console, plan_view(advice, seen, rows=output.rows, width=width, num_samples=found.samples, kept=kept))
     if output.write is not None:
-        for line in write_config(advice, config, output.write):
+        for line in answer.write_config(config, output.write):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
     if output.html is not None:
-        _write_page(output.html, advice, seen, rows=output.rows, kept=shown, ways=found.ways)
+        command = f"scaleray {shlex.join(map(without_password, sys.argv[1:]))}"
+        answer.write_page(output.html, command=command, rows=output.rows)
         console.print(f"page: {output.html}", highlight=False, markup=False, soft_wrap=True)
     if output.json:
-        record = plan_record(advice, seen, rows=output.rows, kept=shown, ways=found.ways)
+        record = plan_record(advice, seen, rows=output.rows, kept=kept, ways=found.ways)
         files = {"config": output.write, "page": output.html}
         print_json(record, written={name: str(path.absolute()) for name, path in files.items() if path is not None})
     return 0
@@ -140,14 +120,3 @@ def explain(
         lines = explain_hardware(what)
     print("\n".join(lines))
     return 0
-
-
-def _write_page(path: Path, advice: Advice, seen: Outlook, **shown: Any) -> None:
-    from scaleray.config.base import without_password
-    from scaleray.reports.records.plan import plan_page
-
-    page = plan_page(advice, seen, command=f"scaleray {shlex.join(map(without_password, sys.argv[1:]))}", **shown)
-    try:
-        path.write_text(page)
-    except OSError as exc:
-        raise StorageError("--html", str(path), f"it cannot be written: {exc.strerror}", "choose another file") from exc

@@ -6,7 +6,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -99,6 +99,7 @@ def sweep(
     output = Output(json=json, width=160)
     with output.running():
         with stage("importing"):
+            from scaleray.launch.sweep.folder import grid_record
             from scaleray.launch.sweep.sweep import sweep as run
             from scaleray.reports.records.sweep import write_sweep_report
             from scaleray.reports.terminal.record import show_record
@@ -112,7 +113,7 @@ def sweep(
             command=f"scaleray {shlex.join(map(without_password, sys.argv[1:]))}",
             base_dir=config.resolve().parent if config else None,
             write_report=write_sweep_report,
-            against=_grid(grid) if grid is not None else None,
+            against=grid_record(grid) if grid is not None else None,
         )
     show_record(output.console, record)
     if json:
@@ -145,14 +146,3 @@ def _given_again(folder: str, config: Path | None, overrides: tuple[str, ...]) -
             "leave them out; only --tracking.uri may be given again",
         )
     return tracking_uri
-
-
-def _grid(folder: str) -> Any:
-    """The record of a finished sweep. Raises ConfigError for a folder that holds none."""
-    from scaleray.config.base import absolute_path
-    from scaleray.launch.sweep.folder import finished_record
-
-    found = finished_record(absolute_path(folder), option="--against-grid")
-    if found is None:
-        raise ConfigError("--against-grid", folder, "there is no sweep's record", "give the folder of a finished sweep")
-    return found

@@ -23,22 +23,13 @@ def replay(file: Path, *, uri: str | None = None, json: Json = False) -> int:
     uri
         Tracking URI, if the server has moved or its address holds a password.
     """
-    if file.name == "record.json":
-        from scaleray.errors import TrackingError
-        from scaleray.tracking.study_runs import send_record
-
-        if lacks := send_record(file, uri=uri):
-            raise TrackingError("MLflow", "not complete", f"{lacks}", "run this again when it is back")
-        if json:
-            print_json({"complete": True})
-        else:
-            print(f"MLflow has everything of {file} now")
-        return 0
-    from scaleray.tracking.replay import replay as send
+    from scaleray.tracking.send import send
 
     count = send(file, uri=uri)
     if json:
-        print_json({"complete": True, "sent": count})
+        print_json({"complete": True} if count is None else {"complete": True, "sent": count})
+    elif count is None:
+        print(f"MLflow has everything of {file} now")
     else:
         print(f"sent {count} operations; {file} is no longer needed and has been removed")
     return 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from scaleray.config.base import Count, Duration, NonNegative, Positive, Settings, above_zero
+from scaleray.config.base import Count, Duration, NonNegative, Positive, Settings, above_zero, absolute_path
 
 NOTHING_SAVED: dict[str, Any] = {
     "save_final": False,
@@ -72,3 +73,9 @@ class CheckpointSettings(Settings):
         if (self.copies == 2) != (self.copy_path is not None):
             raise ValueError("checkpoint.copies 2 and checkpoint.copy_path belong together: give both or neither")
         return self
+
+
+def default_storage_path() -> str:
+    """Where runs lie that are looked for by their name: the environment's storage path, or the usual one; absolute."""
+    given = os.environ.get("SCALERAY_CHECKPOINT__STORAGE_PATH")
+    return absolute_path(given or CheckpointSettings().storage_path)

@@ -4,6 +4,7 @@ from scaleray.data.collation import Flattening, Padding, flattened, padded
 from scaleray.data.input import Input, RaySources, Sources
 from scaleray.data.iterable import IterableSource
 from scaleray.data.loading import as_source, load_sources
+from scaleray.data.not_finite import RowsOfStep
 from scaleray.data.part import Part
 from scaleray.data.ragged import Ragged
 from scaleray.data.rank_batch import RankBatch
@@ -30,6 +31,7 @@ __all__ = [
     "RankBatch",
     "RaySources",
     "RowRandom",
+    "RowsOfStep",
     "Sources",
     "Split",
     "StepPlan",

@@ -11,8 +11,10 @@ from scaleray.config.data import DataSettings
 from scaleray.data.blocks import LocalBlocks
 from scaleray.data.collating import CollateAhead
 from scaleray.data.local_start import LOCAL_CHUNK_STEPS, LOCAL_START_S, Demand, start_locally
+from scaleray.data.not_finite import RowsOfStep, look_at_step
 from scaleray.data.part import Part
 from scaleray.data.ray_blocks import ray_blocks, starvation_reason, stream_blocks, transformed_blocks
+from scaleray.data.sample_order import StepPlan
 from scaleray.data.source import TRAIN, Columns, Source
 from scaleray.data.split import Split
 from scaleray.data.stream import StepStream
@@ -64,6 +66,16 @@ class Input:
             warn=self.warn,
             collate=collate,
         )
+
+    def look_at_step(self, split: Split, plan: StepPlan, number: int) -> RowsOfStep | None:
+        """Whether the rows of a step, from 1, hold what is not finite; they are read anew. None where they cannot
+        be."""
+        if split.is_streamed:
+            return None
+        try:
+            return look_at_step(self._source(split.name), plan, number - 1)
+        except Exception:  # of a source that gives its rows once; there is an error to report already
+            return None
 
     def _reads_here(self, split: Split) -> bool:
         """Whether a thread of this process reads the rows, and no task."""

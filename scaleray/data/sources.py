@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ class ArraySource:
     """Seconds that reading a row takes: it is copied."""
     notes: tuple[str, ...] = ()
     """What the user should know of how these rows are read, for the start of a run and its record."""
+    beside: Mapping[str, Sequence[Any]] = {}
+    """Columns that no batch has and by which people know the rows, such as names of files."""
 
     def __init__(
         self, arrays: Mapping[str, Any], *, tokens_per_row: int | None = None, allows_text: bool = False

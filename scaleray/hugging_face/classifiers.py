@@ -12,18 +12,21 @@ from torch import nn
 from scaleray.data import TRAIN, ArraySource
 from scaleray.errors import DataError
 from scaleray.hugging_face import models, text_files
+from scaleray.hugging_face.label_kinds import ONE_CLASS, LabelKind, check_name, label_kind, named_classes
 from scaleray.hugging_face.language_models import TextWorkload
-from scaleray.hugging_face.workload import HuggingFaceWorkload
+from scaleray.hugging_face.workload import LABELS, HuggingFaceWorkload
 from scaleray.images.data import PIXELS, ImageData
-from scaleray.images.folder import ImageFolder
-from scaleray.images.workload import dtype_of
+from scaleray.images.folder import ImageFiles, ImageFolder
+from scaleray.images.workload import class_answers, dtype_of
 
 
 class SequenceClassification(TextWorkload):
-    """Sort texts, or pairs of texts, into classes.
+    """Sort texts, or pairs of texts, into classes, or learn numbers of them.
 
-    label: column of the class, a name or a number. pair: column of a second text. labels: names of the classes in the
-    order of the model's logits; None takes those of the training data, sorted.
+    label: column of the label. pair: column of a second text. labels: names of the classes in the order of the model's
+    logits; None takes those of the training data, sorted. problem_type: as transformers names it:
+    `single_label_classification`, `multi_label_classification` (a label is a list of classes) or `regression` (a number
+    or a list of them); None is what the model's config says, or else a single label.
     """
 
     auto_class = "AutoModelForSequenceClassification"
@@ -35,26 +38,58 @@ class SequenceClassification(TextWorkload):
         label: str = "label",
         pair: str | None = None,
         labels: Sequence[Any] | None = None,
+        problem_type: str | None = None,
         **more: Any,
     ) -> None:
         super().__init__(model, **more)
-        self.label, self.pair = label, pair
-        self.classes = None if labels is None else [str(name) for name in labels]
+        self.label, self.pair, self.stated_labels, self.problem_type = label, pair, labels, problem_type
+        if problem_type is not None:
+            check_name(problem_type)
+        self._kind: LabelKind | None = None
+
+    @property
+    def kind(self) -> LabelKind:
+        """What the labels of the training data are."""
+        if self._kind is None:
+            found = text_files.column(self.records()[TRAIN], self.label, what=TRAIN)
+            name = self.problem_type or getattr(models.read_config(self.model, {}), "problem_type", None) or ONE_CLASS
+            self._kind = label_kind(name, found, self.stated_labels)
+        return self._kind
 
     def config_changes(self) -> dict[str, Any]:
-        if self.classes is None:
-            records = self.records()[TRAIN]
-            self.classes = class_names(text_files.column(records, self.label, what=TRAIN))
-        return {**super().config_changes(), **named_classes(self.classes)}
+        return {**super().config_changes(), **self.kind.config_changes()}
 
     def datasets(self) -> dict[str, ArraySource]:
         self.check_length()
         return {name: self._rows(name, records) for name, records in self.records().items()}
 
-    def predict(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        """The most likely class of each row and its probability."""
-        probability, label = model(**self.inputs(batch)).logits.float().softmax(dim=-1).max(dim=-1)
-        return {"label": label, "probability": probability}
+    def read_data(self, path: str) -> ArraySource | None:
+        """Records with a text; labels may be missing."""
+        try:
+            records = list(text_files.read_records(path, what="--data"))
+        except DataError:
+            return None  # of no such format: it is for others to say what is
+        is_text = bool(records) and all(isinstance(record.get(self.text), str) for record in records)
+        if not is_text:
+            return None
+        rows = self._rows(path, records)
+        rows.beside = {name: [record.get(name) for record in records] for name in records[0]}
+        return rows
+
+    def labels(self, batch: Any) -> torch.Tensor:
+        labels: torch.Tensor = batch[LABELS]
+        return labels
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
+        return self.kind.loss(*self.predictions(model, batch))
+
+    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        return self.kind.metrics(*self.predictions(model, batch))
+
+    def predict(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        """The most likely class of each row, its name and its probability; or the classes of each row and their
+        probabilities; or its numbers."""
+        return self.kind.answers(model(**self.inputs(batch)).logits)
 
     def _rows(self, what: str, records: list[text_files.Record]) -> ArraySource:
         texts = [text_files.texts(records, name, what=what) for name in (self.text, self.pair) if name is not None]
@@ -62,38 +97,9 @@ class SequenceClassification(TextWorkload):
             *texts, truncation=True, padding="max_length", max_length=self.sequence_length, return_tensors="np"
         )
         columns = {name: values.astype(np.int32) for name, values in found.items()}
-        assert self.classes is not None
-        columns["labels"] = numbers_of(text_files.column(records, self.label, what=what), self.classes, what=what)
+        if what in self.data or all(record.get(self.label) is not None for record in records):
+            columns[LABELS] = self.kind.column(text_files.column(records, self.label, what=what), what=what)
         return ArraySource(columns)
-
-
-def class_names(found: Sequence[Any]) -> list[str]:
-    """Names of the classes that occur, numbers in their order and other names in that of letters."""
-    different = set(found)
-    return [str(name) for name in sorted(different, key=lambda v: (isinstance(v, str), v))]
-
-
-def named_classes(names: Sequence[str]) -> dict[str, Any]:
-    """What a config says of the classes of a model."""
-    return {
-        "num_labels": len(names),
-        "id2label": dict(enumerate(names)),
-        "label2id": {name: number for number, name in enumerate(names)},
-    }
-
-
-def numbers_of(found: Sequence[Any], names: Sequence[str], *, what: str) -> np.ndarray:
-    """The number of each row's class. Raises DataError for a class that is not among the names."""
-    numbers: Mapping[str, int] = {name: number for number, name in enumerate(names)}
-    unknown = next((value for value in found if str(value) not in numbers), None)
-    if unknown is not None:
-        raise DataError(
-            f"a label of the {what} data",
-            unknown,
-            f"the classes are {', '.join(names[:12])}",
-            "see workload.args.labels",
-        )
-    return np.array([numbers[str(value)] for value in found], np.int64)
 
 
 class ImageClassification(HuggingFaceWorkload):
@@ -130,13 +136,15 @@ class ImageClassification(HuggingFaceWorkload):
     def datasets(self) -> dict[str, ImageFolder]:
         return self.images.datasets()
 
+    def read_data(self, path: str) -> ImageFiles | None:
+        return self.images.at(path)
+
     def transform(self, rows: dict[str, Any], rng: Any, split: str) -> dict[str, Any]:  # type: ignore[override]
         return self.images.transform(rows, rng, split)
 
-    def predict(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        """The most likely class of each row and its probability."""
-        probability, label = self._logits(model, batch).float().softmax(dim=-1).max(dim=-1)
-        return {"label": label, "probability": probability}
+    def predict(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        """The most likely class of each row, its name, and its probability."""
+        return class_answers(self._logits(model, batch), self.images.classes)
 
     def predictions(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return self._logits(model, batch), self.labels(batch)

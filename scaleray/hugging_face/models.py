@@ -18,6 +18,7 @@ from scaleray.errors import WorkloadError, first_line
 from scaleray.hugging_face.libraries import LOCAL, transformers
 from scaleray.parsing import load_json
 
+RUN = "run.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -33,6 +34,13 @@ def absolute(model: Any) -> Any:
             model,
             "it must be a folder, a JSON file or a mapping with model_type: there is no such path here",
             "nothing is fetched from a hub: copy the model's folder to a place that every worker sees",
+        )
+    if (path / RUN).is_file() and not (path / CONFIG).is_file():
+        raise WorkloadError(
+            "workload.args.model",
+            model,
+            "it is a run of scaleray, which transformers does not read",
+            f"scaleray checkpoint export {model} FOLDER writes a folder that it reads: give that one",
         )
     return str(path)
 

@@ -17,7 +17,7 @@ import torch
 from scaleray.data import TRAIN
 from scaleray.errors import ConfigError, DataError
 from scaleray.images.decoding import MODES, Shape, central_box, decode, random_box
-from scaleray.images.folder import FILE, ImageFolder, class_names, file_names
+from scaleray.images.folder import FILE, ImageFiles, ImageFolder, class_names, file_names, images_at
 
 PIXELS = "pixel_values"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -77,6 +77,10 @@ class ImageData:
     def datasets(self) -> dict[str, ImageFolder]:
         """Sources by split: names of files, and labels."""
         return {name: ImageFolder(folder, self.classes) for name, folder in self.folders.items()}
+
+    def at(self, path: str) -> ImageFiles | None:
+        """The images in a folder that is none of the splits; None where there are none."""
+        return images_at(path, self.classes)
 
     def transform(self, rows: Mapping[str, Any], rng: Any, split: str) -> dict[str, Any]:
         """The rows with their images as `pixel_values`, uint8 (rows, channels, size, size), in place of files.

@@ -16,9 +16,36 @@ ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".
 FILE, LABELS = "file", "labels"
 
 
-class ImageFolder(ArraySource):
-    """Rows of a folder whose folders are the classes: `file`, the name as bytes (uint8, filled up with zeros), and
-    `labels`. Hidden files, and files with other endings, are left out. Raises DataError."""
+class ImageFiles(ArraySource):
+    """Rows of image files: `file`, the name as bytes (uint8, filled up with zeros), and `labels` where they have any.
+
+    files: names from `folder` on; in rows they are as `named` gives them.
+    """
+
+    def __init__(self, folder: Path, files: Sequence[str], labels: Sequence[int] | None, named: str = "") -> None:
+        sizes = [(file, (folder / file).stat().st_size) for file in files]
+        self.num_bytes, self.names_hash = sum(size for _, size in sizes), hash_names(sizes)
+        self.beside = {FILE: [f"{named}{file}" for file in files]}
+        names = [name.encode() for name in self.beside[FILE]]
+        width = max(map(len, names))
+        padded = np.frombuffer(b"".join(name.ljust(width, b"\0") for name in names), np.uint8)
+        columns = {FILE: padded.reshape(len(names), width)}
+        super().__init__(columns if labels is None else {**columns, LABELS: np.array(labels, np.int64)})
+
+    def describe(self) -> dict[str, Any]:
+        """Description for the record: names and sizes are hashed, as reading all files would delay every start."""
+        return {
+            "kind": "images",
+            "rows": self.num_rows,
+            "bytes": self.num_bytes,
+            "sha256": self.names_hash,
+            "hashed": "names and sizes",
+        }
+
+
+class ImageFolder(ImageFiles):
+    """Image files of a folder whose folders are the classes. Hidden files, and files with other endings, are left out.
+    Raises DataError."""
 
     def __init__(self, folder: str, classes: Sequence[str]) -> None:
         self.folder = folder
@@ -32,23 +59,19 @@ class ImageFolder(ArraySource):
             found += [(file, number) for file in _images(Path(folder), name)]
         if not found:
             raise DataError(f"the images in {folder}", "none", f"files end in {', '.join(ENDINGS)}")
-        names = [file.encode() for file, _ in found]
-        sizes = [(file, (Path(folder) / file).stat().st_size) for file, _ in found]
-        self.num_bytes, self.names_hash = sum(size for _, size in sizes), hash_names(sizes)
-        width = max(map(len, names))
-        files = np.frombuffer(b"".join(name.ljust(width, b"\0") for name in names), np.uint8)
-        labels = np.array([number for _, number in found], np.int64)
-        super().__init__({FILE: files.reshape(len(names), width), LABELS: labels})
+        super().__init__(Path(folder), [file for file, _ in found], [number for _, number in found])
 
-    def describe(self) -> dict[str, Any]:
-        """Description for the record: names and sizes are hashed, as reading all files would delay every start."""
-        return {
-            "kind": "images",
-            "rows": self.num_rows,
-            "bytes": self.num_bytes,
-            "sha256": self.names_hash,
-            "hashed": "names and sizes",
-        }
+
+def images_at(path: str, classes: Sequence[str]) -> ImageFiles | None:
+    """The images in and below a folder that is no split, by their whole paths, in the order of their names; with labels
+    where each lies in a folder of its class. None where there are none."""
+    folder = Path(path)
+    files = _images(folder, "")
+    if not files:
+        return None
+    numbers = {name: number for number, name in enumerate(classes)}
+    labels = [numbers.get(file.split("/")[0], -1) for file in files]
+    return ImageFiles(folder, files, None if min(labels) < 0 else labels, named=f"{folder.absolute()}/")
 
 
 def class_names(folder: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from scaleray.images import models
 from scaleray.images.data import PIXELS, ImageData
-from scaleray.images.folder import LABELS, ImageFolder
+from scaleray.images.folder import LABELS, ImageFiles, ImageFolder
 from scaleray.model_blocks import find_blocks
 from scaleray.workload import Workload
 
@@ -46,6 +46,9 @@ class ImageClassification(Workload):
     def datasets(self) -> dict[str, ImageFolder]:
         return self.images.datasets()
 
+    def read_data(self, path: str) -> ImageFiles | None:
+        return self.images.at(path)
+
     def transform(self, rows: dict[str, Any], rng: Any, split: str) -> dict[str, Any]:  # type: ignore[override]
         return self.images.transform(rows, rng, split)
 
@@ -57,10 +60,9 @@ class ImageClassification(Workload):
         loss = F.cross_entropy(logits, labels, reduction="sum")
         return {"loss": (loss, len(labels)), "accuracy": ((logits.argmax(dim=1) == labels).sum(), len(labels))}
 
-    def predict(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        """The most likely class of each row and its probability."""
-        probability, label = self.logits(model, batch).float().softmax(dim=1).max(dim=1)
-        return {"label": label, "probability": probability}
+    def predict(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        """The most likely class of each row, its name, and its probability."""
+        return class_answers(self.logits(model, batch), self.images.classes)
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return find_blocks(model)
@@ -69,6 +71,12 @@ class ImageClassification(Workload):
         """What the model says of a batch, float32 at least."""
         found: torch.Tensor = model(self.images.pixels(batch[PIXELS], dtype_of(model)))
         return found.to(torch.promote_types(found.dtype, torch.float32))
+
+
+def class_answers(logits: torch.Tensor, names: Sequence[str]) -> dict[str, Any]:
+    """The most likely class of each row, its name, and its probability."""
+    probability, label = logits.float().softmax(dim=-1).max(dim=-1)
+    return {"label": label, "class": [names[number] for number in label.tolist()], "probability": probability}
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:

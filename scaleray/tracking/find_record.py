@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.checkpoints.storage import Store
-from scaleray.config.base import absolute_path
-from scaleray.config.checkpoint import CheckpointSettings
+from scaleray.config.checkpoint import default_storage_path
 from scaleray.errors import TrackingError
 from scaleray.records.read import FILE, AnyRecord, parse_record
 from scaleray.records.run import RunRecord
@@ -68,7 +67,7 @@ def places_of(run: str) -> list[Store]:
     path = Path(run).expanduser().absolute()
     found = [Store(str(path.parent if path.name == FILE else path))]
     if "/" not in run and run not in (".", ".."):
-        found.append(Store(absolute_path(f"{CheckpointSettings().storage_path}/{run}")))
+        found.append(Store(f"{default_storage_path()}/{run}"))
     return found
 
 

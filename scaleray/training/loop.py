@@ -263,7 +263,7 @@ class _Run:
         signals: tuple[float, ...] = ()
         while (taken := self.under_way.next_known(knows_all=knows_all)) is not None:
             self.observers.after_step(taken)
-            if self.state.ends_with(taken):
+            if self.state.ends_with(taken, partial(self.input.look_at_step, self.job.splits[TRAIN], self.plan)):
                 self.under_way.forget()
             told = taken.result.signals
             signals = tuple(map(sum, zip(signals, told, strict=True))) if signals else told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import pickle
 import re
@@ -28,6 +29,71 @@ def test_every_public_function_has_typed_arguments_and_says_what_it_does():
 def test_every_public_name_is_on_the_page():
     page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
     assert set(re.findall(r"^### (\w+)", page, re.MULTILINE)) == set(scaleray.__all__) - {"RunConfig"}
+
+
+COMMANDS = {
+    "train": "train", "verify": "verify", "study": "study", "sweep": "sweep", "plan": "plan", "compare": "compare",
+    "profile": "profile", "report": "report", "evaluate": "evaluate", "predict": "predict", "check": "check", "init": "write_project",
+    "checkpoint list": "list_checkpoints", "checkpoint verify": "verify_checkpoints",
+    "checkpoint prune": "prune_checkpoints", "checkpoint rebuild": "rebuild_checkpoint",
+    "checkpoint export": "export_weights", "checkpoint import": "import_weights", "config show": "show_config",
+    "config keys": "config_keys", "config schema": "config_schema", "tracking replay": "replay", "tracking ui": "tracking_ui",
+}  # fmt: skip
+OTHER_NAMES = {
+    "mode": "modes", "rank": "rank_by", "path": ("run", "folder"), "run": "what", "config": "what", "from_": "kind", "continue_": "continue_folder",
+    "guided": "guided_share", "processes": "processes", "file": "out",
+}  # fmt: skip
+"""Options whose argument has another name in Python."""
+OF_A_COMMAND = {
+    "json", "rows", "open_browser", "max_minutes", "fail_if_slower", "expect_steps", "overrides", "interval_s", "report",
+}  # fmt: skip
+"""What is a matter of printing, of exit codes, or of strings on a command line."""
+
+
+def options_of(words):
+    """Names of the arguments of a command's function, those of its classes of options among them."""
+    from scaleray.cli.main import app
+
+    command = app
+    for word in words.split():
+        command = command[word]
+    function = command.default_command
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        kind = parameter.annotation
+        yield from [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else [name]
+
+
+ELSEWHERE = {"config schema": {"out"}, "profile": {"ranks", "memory"}}
+"""What a function gives in another way: the schema is returned, and options of `trace` are part of its argument."""
+
+
+def others(name):
+    given = OTHER_NAMES.get(name, ())
+    return (given,) if isinstance(given, str) else given
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_every_option_of_a_command_is_an_argument_in_python(words):
+    known = set(inspect.signature(getattr(scaleray, COMMANDS[words])).parameters)
+    missing = {name for name in options_of(words) if not {name, *others(name)} & known} - OF_A_COMMAND
+    assert not missing - ELSEWHERE.get(words, set())
+
+
+def test_every_command_has_a_function():
+    from scaleray.cli.main import app
+
+    def names(command, before=""):
+        for name in command:
+            if name.startswith("-"):
+                continue
+            inner = command[name]
+            full = f"{before}{name}"
+            if inner.default_command is not None:
+                yield full
+            yield from names(inner, f"{full} ")
+
+    # explain prints what the planner's figures are
+    assert set(names(app)) - {"plan explain"} == set(COMMANDS)
 
 
 def test_plans_are_made_by_arithmetic():

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from saved_runs import catalog_of, flip, make_newer, make_saver, save, shards, snapshot
 
+from scaleray import progress
 from scaleray.checkpoints.storage import Store
 from scaleray.cli.main import run_command
 from scaleray.strategies.contract.weight_shares import Placed, WeightShare
@@ -294,3 +295,26 @@ def test_a_finished_short_run_without_checkpoints_exports_its_final_weights(tmp_
 def test_a_run_with_checkpoints_exports_the_newest_of_these(run, tmp_path, capsys):
     torch.save({"body": BODY * 2}, run / "weights.pt")
     assert "of step 40" in command(capsys, "export", run, tmp_path / "w.pt")[1]
+
+
+def test_what_reads_or_writes_every_byte_says_how_much_of_it_is_done(run, capsys, tmp_path):
+    class Noting:
+        def __init__(self):
+            self.ended = []
+
+        def begin(self, stage):
+            pass
+
+        def end(self, stage):
+            self.ended.append((stage.name, stage.done, stage.total))
+
+    noting = Noting()
+    with progress.shown_by(noting):
+        assert command(capsys, "verify", run)[0] == 0
+        assert command(capsys, "export", run, tmp_path / "w.safetensors")[0] == 0
+        assert command(capsys, "import", tmp_path / "w.safetensors", tmp_path / "imported")[0] == 0
+        assert command(capsys, "rebuild", run)[0] == 0
+    names = [name for name, _, _ in noting.ended]
+    assert names == [*(f"reading step {step}" for step in (40, 30, 20, 10)), "writing the weights", "copying the weights", "writing step 40 anew"]  # fmt: skip
+    for name, done, total in noting.ended:  # a file has a header beside its tensors
+        assert done == pytest.approx(total, rel=0.01), name

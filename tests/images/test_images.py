@@ -135,6 +135,21 @@ def test_pieces_are_the_same_on_two_workers_as_on_one(gloo, folder):
     assert gloo.run(2, verdicts, small(folder))[0] == ["equal"]
 
 
+# other images
+
+
+def test_a_folder_that_is_no_split_is_read_with_whole_paths_and_with_labels_where_its_folders_are_classes(folder):
+    workload = small(folder)
+    for name in ("a", "b"):
+        write_images(folder.parent / "new" / name, 2)
+    loose, sorted_ones = (workload.read_data(str(folder.parent / name)) for name in ("new", "train"))
+    assert loose.arrays.keys() == {"file"} and sorted_ones.arrays["labels"].tolist() == [0, 0, 0, 1, 1, 1]
+    assert loose.beside["file"] == [str(folder.parent / "new" / f) for f in ("a/cat/0.png", "a/dog/1.png", "b/cat/0.png", "b/dog/1.png")]  # fmt: skip
+    assert workload.read_data(str(folder.parent / "nowhere")) is None
+    rows = workload.transform(loose.read(np.arange(4)), RowRandom(np.arange(4, dtype=np.uint64)), "predict")
+    assert rows["pixel_values"].shape == (4, 3, 8, 8)
+
+
 # models by name, of libraries that need not be there
 
 

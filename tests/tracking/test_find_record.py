@@ -5,7 +5,7 @@ from dataclasses import replace
 import study_examples
 
 from scaleray.tracking import store
-from scaleray.tracking.find_record import find_run
+from scaleray.tracking.find_record import find_run, places_of
 from scaleray.tracking.operations import LogMetrics
 
 
@@ -17,3 +17,8 @@ def test_the_course_of_evaluations_comes_from_mlflow_where_the_record_names_a_ru
     for known, course in ((record, {"val/loss": [(2, 0.5), (4, 0.25)]}), (replace(record, run_id=""), {})):
         (tmp_path / "record.json").write_text(known.to_json())
         assert find_run(str(tmp_path)).evaluations == course
+
+
+def test_a_name_is_looked_for_where_the_environment_says_that_runs_lie(tmp_path, monkeypatch):
+    monkeypatch.setenv("SCALERAY_CHECKPOINT__STORAGE_PATH", str(tmp_path))
+    assert places_of("mine")[-1].root == str(tmp_path / "mine")

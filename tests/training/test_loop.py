@@ -294,7 +294,31 @@ def test_raise_names_rank_node_and_step():
     with pytest.raises(NonFiniteLossError) as caught:
         train_alone(workload, flags)
     assert "rank 0 on local: the loss became nan at step 3" in str(caught.value)
+    assert "every number in the rows of that step is finite. Lower the learning rate" in str(caught.value)
     assert "optimizer.clip_norm" in str(caught.value) and "on_nonfinite" in str(caught.value)
+
+
+class WithGaps(Poisoned):
+    """A number is missing in a row of the third batch: in the data, or after the transform has divided by zero."""
+
+    def transform(self, rows, rng):
+        with np.errstate(all="ignore"):
+            return {**rows, "x": rows["x"] / (rows.pop("divisor")[:, None] if "divisor" in rows else 1)}
+
+
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [("x", "column x of row 19 of the train data holds nan. Clean"), ("divisor", r"column x of row 19 of the train data holds \w+, after WithGaps.transform, but not before. Clean")],
+)  # fmt: skip
+def test_a_number_that_is_missing_in_the_data_is_named_in_place_of_the_learning_rate(column, words):
+    workload, flags = poisoned()
+    data = {**workload.data, "divisor": np.ones(len(workload.data["x"]), np.float32)} if column == "divisor" else {**workload.data}  # fmt: skip
+    data[column] = data[column].copy()
+    data[column][19] = np.nan if column == "x" else 0
+    with pytest.raises(NonFiniteLossError, match=f"the loss became nan at step 3: {words}|the loss became inf at step 3: {words}"):  # fmt: skip
+        train_alone(WithGaps(data), flags)
+    verdict = train_alone(WithGaps(data), {**flags, "on_nonfinite": "stop"}).summary.verdict
+    assert verdict.startswith("stopped: the loss became") and "column x of row 19" in verdict
 
 
 def test_stop_keeps_the_weights_so_far():

@@ -21,7 +21,8 @@ from scaleray.launch.check.model_checks import ModelLook, built_alike
 from scaleray.launch.check.two_processes import two_processes
 from scaleray.launch.session.data import size_of
 from scaleray.launch.session.start import forbid_ray, with_absolute_paths
-from scaleray.launch.workers.gloo import UserCode, begin_imports
+from scaleray.launch.workers.forks import OF_A_CHECK, begin_imports
+from scaleray.launch.workers.gloo import UserCode
 from scaleray.progress import stage
 from scaleray.records.check import GOOD, WRONG, CheckRecord, Finding
 from scaleray.records.run import Say
@@ -66,7 +67,7 @@ class _Check:
     def run(self, *, processes: bool) -> CheckRecord:
         started = time.perf_counter()
         if processes:
-            begin_imports()
+            begin_imports(OF_A_CHECK)
         with same_switches():
             self._look(processes=processes)
         return replace(self.record, duration_s=time.perf_counter() - started)

@@ -24,7 +24,7 @@ from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.cluster.gpus import with_gpus_decided
 from scaleray.launch.model.load import ModelParts, find_parts
-from scaleray.launch.model.rows import Files, shape_of
+from scaleray.launch.model.rows import shape_of
 from scaleray.launch.model.table_source import as_source_of_split
 from scaleray.launch.model.trained_run import TrainedRun, find_trained
 from scaleray.launch.model.weights import Weights, fill
@@ -188,7 +188,8 @@ def evaluation_job(config: RunConfig, workload: Any, sources: Mapping[str, Sourc
 
 def _sources(parts: ModelParts, data: Any, split: str | None) -> dict[str, Source]:
     if data is not None:
-        name = Path(Files.at(data).uri).stem if isinstance(data, (str, Path)) else "data"
+        name = Path(str(data)).stem if isinstance(data, (str, Path)) else ""
+        name = "data" if name in ("", TRAIN) else name  # a transform treats the train split in its own way
         fitted = parts.preprocessor
         shape, _ = shape_of(parts.workload, wide=parts.config.precision.dtype == "fp64", fitted=fitted)
         return {name: as_source_of_split(data, shape, parts.workload, split=name, fitted=fitted)}
@@ -209,6 +210,8 @@ def _code(parts: ModelParts, run: TrainedRun, given: Any) -> UserCode:
     """How gloo processes find the workload: by its name, unless it was given as an object or class."""
     settings, base = parts.config.workload, run.about.get("base_dir")
     name = settings.name if given is None else given if isinstance(given, str) else None
+    if parts.weights.workload_state is not None:
+        name = None  # the object has it
     return UserCode(name, settings.args, Path(base) if base else None, parts.workload)
 
 

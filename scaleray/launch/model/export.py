@@ -14,6 +14,7 @@ from scaleray.checkpoints.peft_adapter import write_adapter
 from scaleray.errors import CheckpointError, StorageError, WorkloadError
 from scaleray.launch.model.trained_run import TrainedRun, find_trained, workload_of
 from scaleray.launch.model.weights import Weights, read_run_weights
+from scaleray.progress import stage
 from scaleray.training.setup import fine_tuning
 from scaleray.workload import call_user_code, own_method
 
@@ -59,7 +60,8 @@ def export_folder(
             chosen.tensors, place, alpha=settings.lora_alpha, base=base
         )
     else:
-        chosen = read_run_weights(trained, step, weights)
+        with stage("reading the weights"):
+            chosen = read_run_weights(trained, step, weights)
         has_adapters = bool(settings.lora_rank) and fine_tuning.has_adapters(chosen.tensors)
         tensors = fine_tuning.merged(chosen.tensors, settings) if has_adapters else chosen.tensors
         method = _export_of(workload)
@@ -103,7 +105,8 @@ def _write(write: Callable[[Path], None], target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as place:
             made = Path(place) / "new"
-            call_user_code(lambda: write(made), what="export()", doing="writing the folder")
+            with stage("writing the folder"):
+                call_user_code(lambda: write(made), what="export()", doing="writing the folder")
             if target.is_dir():
                 shutil.rmtree(target)
             made.rename(target)

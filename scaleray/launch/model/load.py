@@ -143,8 +143,9 @@ def load(
     number, `best` (by checkpoint.best), or a metric and its direction, such as `val/loss min`; None is the final
     weights, or the newest checkpoint of a run without. weights: `averaged` or `trained`, of a run that keeps an average
     of its weights (averaging.decay); None is the average, which evaluations measured. workload: a class or object, or
-    `file.py:Name`; None is the one in the run's config. device: where the model is put. uri: MLflow's tracking URI.
-    Nothing is unpickled.
+    `file.py:Name`; None is the one in the run's config. A workload with a `state_dict` gets its state back from a
+    checkpoint, for final weights from that of the last step. device: where the model is put. uri: MLflow's tracking
+    URI. Nothing is unpickled.
 
     Raises TrackingError for a run that is not there, CheckpointError for weights that are missing or do not fit, and
     WorkloadError for a workload that is not found again.
@@ -172,6 +173,9 @@ def find_parts(
     settings = found.config.fine_tuning
     if settings.lora_rank and settings.merge and fine_tuning.has_adapters(weights.tensors):
         weights = replace(weights, tensors=fine_tuning.merged(weights.tensors, settings))  # as final weights are
+    if weights.workload_state is not None and callable(getattr(made, "load_state_dict", None)):
+        state = weights.workload_state
+        call_user_code(lambda: made.load_state_dict(state), what="load_state_dict()", doing="restoring its state")
     return ModelParts(found.name, found.config, made, weights, preprocessor_of_run(found))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from scaleray.config import RunConfig
-from scaleray.data.loading import load_sources
+from scaleray.data.loading import for_workload, load_sources
 from scaleray.data.source import Source
 from scaleray.data.stream_source import StreamSource
 from scaleray.errors import DataError, ScaleRayError, UsageError
@@ -26,9 +26,9 @@ from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.cluster.gpus import with_gpus_decided
 from scaleray.launch.model.answers_file import check_out, opened
-from scaleray.launch.model.load import find_parts
-from scaleray.launch.model.predictor import FAILED, INDEX, Predictor, PredictorParts, RayPredictor
-from scaleray.launch.model.rows import Files, Shape, gives_tuples, shape_of
+from scaleray.launch.model.load import PREDICT, find_parts
+from scaleray.launch.model.predictor import FAILED, INDEX, Predictor, PredictorParts, RayPredictor, beside_of
+from scaleray.launch.model.rows import Files, Shape, gives_tuples, own_rows, shape_of
 from scaleray.launch.session.start import forbid_ray
 from scaleray.launch.workers.user_code import ship_user_code
 from scaleray.progress import stage
@@ -79,10 +79,11 @@ def predict(
     """What the model of a run says of rows, in their order.
 
     run, step, weights, workload, uri: as for `load`. data: a Parquet, CSV or JSON-lines file, a folder or s3:// URI of
-    such files, a mapping of arrays by column, or a pandas or Arrow table; or None with `split`, which names one of the
-    run's own. out: a .parquet or .jsonl file; None returns the answers. keep: columns of the data to write beside them.
-    workers: Ray actors, each with a model. local: in this process, without Ray, as is done for data that is in memory.
-    skip_failed: leave rows that fail out, and name them; otherwise the first of them end the prediction.
+    such files, a path that the workload reads itself (`read_data`: folders of images, records with a text), a mapping
+    of arrays by column, or a pandas or Arrow table; or None with `split`, which names one of the run's own. out: a
+    .parquet or .jsonl file; None returns the answers. keep: columns of the data to write beside them. workers: Ray
+    actors, each with a model. local: in this process, without Ray, as is done for data that is in memory. skip_failed:
+    leave rows that fail out, and name them; otherwise the first of them end the prediction.
 
     The answers are the workload's `predict(model, batch)`, or without one what the model returns to the loss. Raises
     UsageError for what the user can mend.
@@ -101,10 +102,15 @@ def predict(
         tuples = gives_tuples(source)
     else:
         shape, tuples = shape_of(parts.workload, wide=wide, fitted=parts.preprocessor)
+        if (own := own_rows(data, parts.workload)) is not None:
+            source = for_workload(own, parts.workload, split=PREDICT, fitted=parts.preprocessor)
+            tuples = gives_tuples(source)
     rows = source if source is not None else _rows_of(data)
     where = f"the {split} data" if split is not None else rows.uri if isinstance(rows, Files) else "the data"
     local = local or not isinstance(rows, (Files, Source))
     config = parts.config
+    if source is not None and not keep and "file" in beside_of(source):
+        keep = ("file",)  # answers for images are of no use without their names
     predictor = PredictorParts(parts, shape, tuples, tuple(keep), where)
     if local:
         forbid_ray()

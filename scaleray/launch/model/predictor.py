@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from scaleray.data.source import Source
+from scaleray.data.transformed import under_transforms
 from scaleray.errors import DataError, ScaleRayError, WorkloadError, first_line
 from scaleray.launch.model.load import ModelParts, TrainedModel
 from scaleray.launch.model.rows import Shape, columns_of
@@ -50,6 +51,7 @@ class Predictor:
         self.model = dataclasses.replace(model, gives_tuples=parts.gives_tuples)
         self.answers = self.model.answers()
         self.change = Unlabelled(self.model.changed, parts.shape.examples, parts.where)
+        self.beside = {} if source is None else beside_of(source)
         self._types: dict[str, Any] = {}  # of the answers, by column, once there were some
 
     def __call__(self, table: Any) -> Any:
@@ -109,11 +111,25 @@ class Predictor:
             raise
 
     def _kept(self, table: Any) -> Mapping[str, Any]:
-        missing = [name for name in self.parts.keep if name not in table.column_names]
-        if missing:
-            there = ", ".join(table.column_names)
-            raise DataError("--keep", missing[0], f"{self.parts.where} has no such column", f"there are: {there}")
-        return {name: table.column(name) for name in self.parts.keep}
+        import pyarrow as pa
+
+        there = [*table.column_names, *self.beside]
+        if missing := [name for name in self.parts.keep if name not in there]:
+            raise DataError(
+                "--keep", missing[0], f"{self.parts.where} has no such column", f"there are: {', '.join(there)}"
+            )
+        kept: dict[str, Any] = {name: table.column(name) for name in self.parts.keep if name not in self.beside}
+        if len(kept) < len(self.parts.keep):
+            rows = table.column(INDEX).to_pylist()
+            for name in (name for name in self.parts.keep if name in self.beside):
+                kept[name] = pa.array([self.beside[name][row] for row in rows])
+        return kept
+
+
+def beside_of(source: Source) -> Mapping[str, Sequence[Any]]:
+    """Columns by which people know the rows of a source and of which no batch is made, such as names of files."""
+    found: Mapping[str, Sequence[Any]] = getattr(under_transforms(source), "beside", {})
+    return found
 
 
 class RayPredictor(Predictor):

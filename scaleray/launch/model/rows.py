@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from scaleray.config.base import absolute_path, without_password
-from scaleray.data.loading import load_sources, reads_text
+from scaleray.data.loading import as_source, load_sources, reads_text
 from scaleray.data.parquet import column_to_numpy
 from scaleray.data.ragged import Ragged
 from scaleray.data.source import TRAIN, Columns, Source
 from scaleray.data.transformed import under_transforms
 from scaleray.errors import DataError, ScaleRayError, first_line
 from scaleray.filesystems import open_filesystem
+from scaleray.workload import call_user_code, own_method
 
 FORMATS = {".parquet": "parquet", ".pq": "parquet", ".csv": "csv", ".jsonl": "json", ".ndjson": "json", ".json": "json"}
 """Format of a file by its ending."""
@@ -74,6 +75,19 @@ class Files:
                     yield pa.Table.from_batches([batch])
         except (OSError, pa.ArrowException) as exc:
             raise DataError("--data", without_password(self.uri), f"it cannot be read: {first_line(exc)}") from exc
+
+
+def own_rows(data: Any, workload: Any) -> Source | None:
+    """The rows, under no transform yet, that the workload's `read_data` finds at a path; None where it has none. Raises
+    WorkloadError for an error of its own."""
+    method = own_method(workload, "read_data")
+    if method is None or not isinstance(data, (str, Path)) or "://" in str(data):
+        return None
+    path = Path(data).expanduser()
+    if not path.exists():
+        return None
+    found = call_user_code(lambda: method(str(path)), what="read_data()", doing="reading the data")
+    return None if found is None else as_source(found, split=path.stem, allows_text=reads_text(workload))
 
 
 @dataclass(frozen=True)

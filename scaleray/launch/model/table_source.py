@@ -13,7 +13,7 @@ from scaleray.data.ragged import joined
 from scaleray.data.source import Columns, Source
 from scaleray.data.sources import ArraySource
 from scaleray.errors import DataError
-from scaleray.launch.model.rows import Files, Shape, columns_of, types_of
+from scaleray.launch.model.rows import Files, Shape, columns_of, own_rows, types_of
 
 BATCH_ROWS = 65_536
 
@@ -24,6 +24,9 @@ def as_source_of_split(data: Any, shape: Shape, workload: Any, *, split: str, fi
     if not isinstance(data, (str, Path)):
         given = as_source(data, split=split, allows_text=shape.allows_text)
         return for_workload(given, workload, split=split, fitted=fitted)
+    if (own := own_rows(data, workload)) is not None:
+        _refuse_missing(own.read(np.arange(1)), shape, str(data))
+        return for_workload(own, workload, split=split, fitted=fitted)
     files = Files.at(data)
     if files.format == "parquet" and (stored := _as_stored(files, shape)) is not None:
         return for_workload(as_source(stored, split=split), workload, split=split, fitted=fitted)
@@ -34,14 +37,19 @@ def as_source_of_split(data: Any, shape: Shape, workload: Any, *, split: str, fi
         if problems:
             raise problems[0]
         parts.append(shape.fit(columns))
-    missing = [name for name in shape.columns if parts and name not in parts[0]]
-    if missing:
-        there = ", ".join(parts[0]) or "no column of numbers"
-        raise DataError(f"column {missing[0]} of {files.uri}", None, f"training had it; there are: {there}")
+    if parts:
+        _refuse_missing(parts[0], shape, files.uri)
     if not parts:
         raise DataError("--data", files.uri, "it has no row")
     rows = ArraySource(joined(parts), allows_text=shape.allows_text)
     return for_workload(rows, workload, split=split, fitted=fitted)
+
+
+def _refuse_missing(columns: Columns, shape: Shape, where: str) -> None:
+    """Raise DataError where a column of training's is missing, such as the labels."""
+    if missing := [name for name in shape.columns if name not in columns]:
+        there = ", ".join(columns) or "no column of numbers"
+        raise DataError(f"column {missing[0]} of {where}", None, f"training had it; there are: {there}")
 
 
 def _as_stored(files: Files, shape: Shape) -> ParquetSource | None:

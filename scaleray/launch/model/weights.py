@@ -8,6 +8,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,6 +30,7 @@ from scaleray.checkpoints.tensor_files import read_tensor
 from scaleray.errors import CheckpointError, UsageError
 from scaleray.launch.model.trained_run import TrainedRun
 from scaleray.tracking.model_files import fetch_model_files
+from scaleray.training.state.items import WORKLOAD, nested, tensors_of
 from scaleray.training.state.weights import read_weights
 
 BEST = "best"
@@ -37,11 +39,13 @@ BEST = "best"
 @dataclass(frozen=True)
 class Weights:
     """Tensors by the names of the model's state dict, on the CPU. step: optimizer steps after which they were so; None
-    where nobody knows. words: which ones they are, for people."""
+    where nobody knows. words: which ones they are, for people. workload_state: what the workload's `state_dict` gave
+    with them; None where it has none, or none was kept."""
 
     tensors: dict[str, torch.Tensor]
     step: int | None
     words: str
+    workload_state: dict[str, Any] | None = None
 
 
 def read_run_weights(run: TrainedRun, step: int | str | None = None, which: str | None = None) -> Weights:
@@ -58,7 +62,7 @@ def read_run_weights(run: TrainedRun, step: int | str | None = None, which: str 
     if step is None:
         final = _final(run, TRAINED_WEIGHTS if is_trained else FINAL_WEIGHTS)
         if final is not None:
-            return Weights(final, run.steps, f"the final {kind}weights")
+            return Weights(final, run.steps, f"the final {kind}weights", _state_beside_final(run))
     return _of_checkpoint(run, step, averaged=not is_trained, kind=kind)
 
 
@@ -135,6 +139,7 @@ def _of_checkpoint(run: TrainedRun, step: int | str | None, *, averaged: bool, k
             name: read_tensor(catalog.stores, tensor).clone()
             for name, tensor in model_tensors(manifest, averaged=averaged).items()
         }
+        state = _workload_state(catalog, manifest)
     except Incomplete as exc:
         raise CheckpointError(
             f"the checkpoint of step {manifest.step}",
@@ -142,7 +147,26 @@ def _of_checkpoint(run: TrainedRun, step: int | str | None, *, averaged: bool, k
             str(exc),
             f"scaleray checkpoint verify {run.where} looks for copies",
         ) from exc
-    return Weights(tensors, manifest.step, f"the {kind}weights after step {manifest.step}")
+    return Weights(tensors, manifest.step, f"the {kind}weights after step {manifest.step}", state)
+
+
+def _state_beside_final(run: TrainedRun) -> dict[str, Any] | None:
+    """The workload's state in the checkpoint of the last step, where there is one."""
+    try:
+        catalog = _catalog(run)
+        return None if run.steps is None else _workload_state(catalog, catalog.read(run.steps))
+    except (OSError, Incomplete, CheckpointError):
+        return None
+
+
+def _workload_state(catalog: Catalog, manifest: Manifest) -> dict[str, Any] | None:
+    """What the workload's `state_dict` gave when a checkpoint was made."""
+    tensors = {
+        name.removeprefix(f"{WORKLOAD}."): read_tensor(catalog.stores, tensor).clone()
+        for name, tensor in tensors_of(manifest, WORKLOAD).items()
+    }
+    values = manifest.values.get(WORKLOAD)
+    return nested({**(values or {}), **tensors}) if values or tensors else None
 
 
 def _best(run: TrainedRun, catalog: Catalog, text: str) -> Manifest:

@@ -16,7 +16,7 @@ from scaleray.checkpoints.storage import Store
 from scaleray.config import RunConfig, load_config
 from scaleray.config.base import absolute_path, without_password
 from scaleray.config.changes import Change, changes, training_values
-from scaleray.config.checkpoint import CheckpointSettings
+from scaleray.config.checkpoint import default_storage_path
 from scaleray.errors import CheckpointError, ConfigError, first_line
 from scaleray.parsing import load_json
 from scaleray.records.run import RunRecord
@@ -116,7 +116,7 @@ def find(
     if where != AUTO:
         path = absolute_path(where)
         if "/" not in where and not _exists(path):
-            storage = config.checkpoint.storage_path if config is not None else CheckpointSettings().storage_path
+            storage = config.checkpoint.storage_path if config is not None else default_storage_path()
             path = absolute_path(f"{storage}/{where}")
         return _open(path, config)
     if config is None:

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from scaleray.checkpoints.storage import Store
+from scaleray.config.base import absolute_path
 from scaleray.errors import ConfigError, first_line
 from scaleray.launch.session.folder import RunFolder
 from scaleray.parsing import load_json
@@ -99,6 +100,16 @@ def finished_record(path: str, *, option: str = "--continue") -> SweepRecord | N
         raise ConfigError(option, file, f"it is not a sweep's record: {first_line(exc)}") from exc
     except (OSError, ValueError):  # a URI of an unknown kind, of which `read_asked` says so
         return None
+
+
+def grid_record(folder: str | Path) -> SweepRecord:
+    """The record of a finished sweep of a whole grid. Raises ConfigError for a folder that holds none."""
+    found = finished_record(absolute_path(str(folder)), option="--against-grid")
+    if found is None:
+        raise ConfigError(
+            "--against-grid", str(folder), "there is no sweep's record", "give the folder of a finished sweep"
+        )
+    return found
 
 
 def read_asked(path: str) -> AskedSweep:

@@ -14,21 +14,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from scaleray.errors import PeerLostError, RunFailedError, ScaleRayError
 from scaleray.guarded import end_with_parent
+from scaleray.launch.workers.forks import PRELOADED, without_main
 from scaleray.training.setup.place import Place
 from scaleray.workload import load_workload, no_exit
 
 HOST = "127.0.0.1"
 GRACE_S = 10.0  # seconds after a rank's error for what the others have to say
-PRELOADED = ("scaleray.training.verify.variants", "scaleray.training.study.ladder", "scaleray.training.verify.resume")
-"""Modules that the processes run. They are imported once, by the process that the others are forked from: torch alone
-takes seconds."""
 
 
 @dataclass(frozen=True)
@@ -125,12 +122,6 @@ class GlooProcesses:
         return answers, failures
 
 
-def begin_imports() -> None:
-    """Let the process that others are forked from import what they need, beside what this one does meanwhile."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
-    forkserver.ensure_running()
-
-
 @contextmanager
 def gloo_processes(world_size: int, user_code: UserCode, *, timeout_s: float) -> Iterator[GlooProcesses]:
     """Start the processes, and end them by their own handles with the context.
@@ -152,7 +143,8 @@ def gloo_processes(world_size: int, user_code: UserCode, *, timeout_s: float) ->
                 name=f"scaleray-gloo-{rank}",
                 daemon=True,
             )
-            process.start()
+            with without_main():
+                process.start()
             theirs.close()
             processes.append(process)
             pipes.append(ours)

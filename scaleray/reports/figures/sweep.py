@@ -106,6 +106,7 @@ def curves(record: SweepRecord, against: str) -> Drawing:
                 color=shade[t.batch_size],
                 linewidth=1.2,
                 alpha=0.8,
+                marker="o" if len(few) == 1 else None,  # a trial that was evaluated once has no line
             )
         values = [row[2] for t in chosen for row in t.curve if math.isfinite(row[2])]
         if values and min(values) > 0 and max(values) / min(values) > 20:

@@ -12,7 +12,7 @@ from scaleray.training.observer import TakenStep
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.step.evaluation import Evaluations
 from scaleray.training.step.micro_sizes import MicroSizes
-from scaleray.training.step.nonfinite import stops_at, what_was_nonfinite
+from scaleray.training.step.nonfinite import Look, stops_at, verdict_of
 from scaleray.training.step.optimizer_step import OptimizerStep
 from scaleray.training.step.worker_shares import WorkerShares
 
@@ -29,14 +29,14 @@ class LoopState:
     verdict: str | None = None
     """Why the training has stopped for good before its end."""
 
-    def ends_with(self, taken: TakenStep) -> bool:
+    def ends_with(self, taken: TakenStep, look: Look) -> bool:
         """Count steps that were not finite; whether the training ends with this one, and then the verdict says why.
-        Raises NonFiniteLossError where it fails."""
+        look: at the rows of a step that ends it. Raises NonFiniteLossError where it fails."""
         result, policy = taken.result, self.job.config.on_nonfinite
         self.nonfinite_steps += result.nonfinite_steps
-        if not result.nonfinite_steps or not stops_at(taken.number, result, policy):
+        if not result.nonfinite_steps or not stops_at(taken.number, result, policy, look):
             return False
-        self.step, self.verdict = taken.number, f"stopped: {what_was_nonfinite(taken.number, result)}"
+        self.step, self.verdict = taken.number, verdict_of(taken.number, result, look)
         return True
 
 

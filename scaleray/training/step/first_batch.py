@@ -165,8 +165,17 @@ class _Look:
         made_elsewhere = self.gives_tuples or own_method(self.workload, "collate") is not None
         if made_elsewhere or not missing or not isinstance(missing[0], str) or missing[0] in self.columns:
             return
+        if not self.ranks_agree and not self._asks_for(missing[0]):
+            return  # a mapping of the user's own lacks the key; where ranks must do alike, nobody can look again
         allowed = f"the batch has {', '.join(map(repr, self.columns))}"
         raise WorkloadError("loss()", f"reading column {missing[0]!r}", allowed, error.hint) from error.__cause__
+
+    def _asks_for(self, name: str) -> bool:
+        """Whether the loss, computed once more, asks the batch itself for a column of that name."""
+        batch = _Noting(self.batch_of(np.arange(self.rows_with_gradients)))
+        with contextlib.suppress(Exception):
+            self.setup.parallel.run_alone(lambda model: self.workload.loss(self.model or model, batch))
+        return name in batch.missed
 
     def whether_it_is_a_sum(self, config: RunConfig) -> None:
         """Raise WorkloadError where the loss is a mean.
@@ -261,6 +270,18 @@ class _Look:
         if self.ranks_agree and self.place.all_reduce_max([float(found is None)])[0]:
             return None
         return found
+
+
+class _Noting(dict[str, Any]):
+    """A batch that notes for which columns it was asked in vain."""
+
+    def __init__(self, columns: Any) -> None:
+        super().__init__(columns)
+        self.missed: list[Any] = []
+
+    def __missing__(self, name: Any) -> Any:
+        self.missed.append(name)
+        raise KeyError(name)
 
 
 def _check_halves(

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
+from scaleray.data import RowsOfStep
 from scaleray.errors import NonFiniteLossError
 from scaleray.training.observer import StepResult
 
+Look = Callable[[int], RowsOfStep | None]
+"""What the rows of a step hold, by its number from 1; None where nobody knows."""
 MAX_SKIPPED_IN_A_ROW = 10  # with `skip`: a run that only skips is not training any more
 
 
-def stops_at(step: int, result: StepResult, policy: str) -> bool:
+def stops_at(step: int, result: StepResult, policy: str, look: Look) -> bool:
     """Whether the run ends in good order after a step that was not finite. Raises NonFiniteLossError where it fails."""
     if policy == "raise":
-        raise NonFiniteLossError(
-            f"{what_was_nonfinite(step, result)}. "
-            "Lower the learning rate, clip gradients (optimizer.clip_norm), or set on_nonfinite to skip or stop."
-        )
+        rows = look(step)
+        advice = "Lower the learning rate, clip gradients (optimizer.clip_norm), or set on_nonfinite to skip or stop."
+        if rows is not None and rows.bad is not None:
+            advice = "Clean the data or fill the gaps; with on_nonfinite skip such steps are left out."
+        raise NonFiniteLossError(f"{what_was_nonfinite(step, result)}{_in_rows(rows)}. {advice}")
     if policy == "stop":
         return True
     if result.nonfinite_in_a_row >= MAX_SKIPPED_IN_A_ROW:
@@ -25,6 +30,21 @@ def stops_at(step: int, result: StepResult, policy: str) -> bool:
             "the model is lost"
         )
     return False
+
+
+def verdict_of(step: int, result: StepResult, look: Look) -> str:
+    """Why a run has stopped in good order."""
+    rows = look(step)
+    because = f": {rows.bad}" if rows is not None and rows.bad is not None else ""
+    return f"stopped: {what_was_nonfinite(step, result)}{because}"
+
+
+def _in_rows(rows: RowsOfStep | None) -> str:
+    if rows is None:
+        return ""
+    if rows.bad is not None:
+        return f": {rows.bad}"
+    return ", and every number in the rows of that step is finite" if rows.is_whole else ""
 
 
 def what_was_nonfinite(step: int, result: StepResult) -> str:

@@ -48,7 +48,7 @@ def test_other_versions_are_said_with_both(monkeypatch):
 
 def test_a_ray_that_does_not_come_up_here_is_one_message_with_its_logs(monkeypatch):
     def start(*arguments):
-        raise RuntimeError("The current node timed out during startup.\nmore\nand more")
+        raise Exception("The current node timed out during startup.\nmore\nand more")  # as Ray's own node does
 
     monkeypatch.setattr(own_ray, "start", start)
     monkeypatch.setattr(own_ray, "stop", lambda: None)

@@ -215,3 +215,15 @@ def test_adapters_are_merged_or_kept_as_the_run_says(tmp_path, classes, empty_da
 def test_what_is_sent_to_other_processes_builds_the_same_model(run):
     parts = find_parts(run)
     assert_same(parts.build().module, dict(parts.weights.tensors))
+
+
+def test_a_workloads_own_state_comes_back_with_the_weights_of_its_step(trained, tmp_path):
+    config = {
+        **trained.config,
+        "workload": {**trained.config["workload"], "name": trained.config["workload"]["name"].replace(":Points", ":Counting")},
+        "checkpoint": {**trained.config["checkpoint"], "storage_path": str(tmp_path)},
+    }  # fmt: skip
+    run = scaleray.train(config, local=True).run_dir
+    early, last = scaleray.load(run, step=8).workload, scaleray.load(run).workload
+    assert (early.seen, last.seen) == (64, 192)  # batches of 8
+    assert last.mean.shape == (4,) and not torch.equal(early.mean, last.mean)

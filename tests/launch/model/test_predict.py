@@ -185,3 +185,32 @@ def test_actors_predict_what_one_process_does_in_the_same_order(ray_session, run
     assert np.allclose(split.columns["output"], expected(run, classes.Points().datasets()["val"]["x"]), rtol=1e-5)
     with pytest.raises(DataError, match="row 77: "):
         scaleray.predict(run, data, **{**options, "skip_failed": False})
+
+
+def test_a_folder_of_images_is_predicted_with_the_names_of_its_files_and_evaluated_where_it_has_classes(
+    tmp_path, mlflow_database, capsys
+):
+    from small_images import Small, write_images
+
+    data = {"train": str(write_images(tmp_path / "train", 8))}
+    config = {
+        "workload.args": {"data": data, "size": 8, "flip": False, "crop": None},
+        "batch.global_size": 4,
+        "optimizer.learning_rate": 0.02,
+        "stop.after": "40 epochs",
+        "checkpoint.storage_path": str(tmp_path / "runs"),
+        "tracking": {"uri": f"sqlite:///{mlflow_database}", "system_metrics": False},
+    }
+    run = scaleray.train(config, Small, local=True, progress=False).run_dir
+    (tmp_path / "new").mkdir()
+    for name, source in (("x.png", "cat/0.png"), ("y.png", "dog/1.png")):
+        (tmp_path / "new" / name).write_bytes((tmp_path / "train" / source).read_bytes())
+    out = tmp_path / "answers.jsonl"
+    assert run_command(["predict", run, "--data", str(tmp_path / "new"), "--out", str(out), "--local"]) == 0
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["file"], row["class"]) for row in found] == [(str(tmp_path / "new" / n), c) for n, c in (("x.png", "cat"), ("y.png", "dog"))]  # fmt: skip
+    assert scaleray.evaluate(run, data=tmp_path / "train", local=True, record=False).metrics["data/accuracy"] == 1
+    with pytest.raises(DataError, match="column labels of"):
+        scaleray.evaluate(run, data=tmp_path / "new", local=True, record=False)
+    with pytest.raises(DataError, match="there are: id, file"):
+        scaleray.predict(run, tmp_path / "new", keep=["name"], local=True)

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import sys
 import time
+import types
 
 import psutil
 
@@ -27,3 +29,18 @@ def test_a_process_that_hears_no_sigterm_is_ended_all_the_same():
     while time.monotonic() < deadline and runs(pid):
         time.sleep(0.05)
     assert not runs(pid)
+
+
+def number(place):
+    return place.rank
+
+
+def test_a_script_that_starts_them_at_its_top_level_is_not_run_once_more(tmp_path, monkeypatch):
+    script, mark = tmp_path / "script.py", tmp_path / "mark"
+    script.write_text(f"open({str(mark)!r}, 'w').close()")
+    main = types.ModuleType("__main__")
+    main.__file__, main.__spec__ = str(script), None
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    with gloo_processes(1, UserCode(None, {}, None), timeout_s=60) as processes:
+        assert processes.run(1, number, workload=None) == 0
+    assert not mark.exists() and main.__file__ == str(script)

@@ -212,3 +212,15 @@ def test_a_column_that_the_loss_wants_and_the_rows_lack_is_named_beside_those_th
     with pytest.raises(WorkloadError, match="reading column 'features', but the batch has 'x', 'y'") as caught:
         train_alone(Asking(), STEP)
     assert 'batch["features"]' in str(caught.value), "the user's line"
+
+
+def test_a_key_that_a_mapping_of_the_users_own_lacks_is_not_taken_for_a_column():
+    class Looking(Classify):
+        def loss(self, model, batch):
+            names = {}
+            names["one"]
+            return super().loss(model, batch)
+
+    with pytest.raises(WorkloadError, match="KeyError: 'one'") as caught:
+        train_alone(Looking(), STEP)
+    assert 'names["one"]' in str(caught.value) and "reading column" not in str(caught.value)

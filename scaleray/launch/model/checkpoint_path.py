@@ -1,9 +1,8 @@
-"""Which stored checkpoints a path on the command line means: a run folder, a run's name, or one checkpoint's folder."""
+"""Which stored checkpoints a path means that somebody gives: a run folder, a run's name, or one checkpoint's folder."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,10 +51,11 @@ def opened(path: str, copy_path: str | None) -> Iterator[tuple[Catalog, int | No
 
     from scaleray.checkpoints.catalog import FOLDER, Catalog
     from scaleray.config.base import absolute_path
+    from scaleray.config.checkpoint import default_storage_path
 
     where = _meant(path)
     if "://" not in where and not _exists(where):
-        raise CheckpointError("the path", path, "there is nothing", f"folders of runs lie in {_storage_path()}")
+        raise CheckpointError("the path", path, "there is nothing", f"folders of runs lie in {default_storage_path()}")
     try:
         catalog, step = Catalog.at(where)
         if copy_path is None and catalog.stores[0].name == FOLDER:
@@ -111,9 +111,10 @@ def empty(path: str) -> CheckpointError:
 def _meant(path: str) -> str:
     """The path or URI that is meant, or the folder of a run's name in the storage path."""
     from scaleray.config.base import absolute_path
+    from scaleray.config.checkpoint import default_storage_path
 
     where = absolute_path(path)
-    return f"{_storage_path()}/{path}" if "/" not in path and not Path(where).exists() else where
+    return f"{default_storage_path()}/{path}" if "/" not in path and not Path(where).exists() else where
 
 
 def _exists(where: str) -> bool:
@@ -131,13 +132,6 @@ def _copy_path_of(run: Any) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return found if isinstance(found, str) else None
-
-
-def _storage_path() -> str:
-    from scaleray.config.base import absolute_path
-    from scaleray.config.checkpoint import CheckpointSettings
-
-    return absolute_path(os.environ.get("SCALERAY_CHECKPOINT__STORAGE_PATH") or CheckpointSettings().storage_path)
 
 
 def _first_line(exc: BaseException) -> str:

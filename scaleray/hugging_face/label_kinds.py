@@ -1,0 +1,214 @@
+"""What a text is sorted by: one class of several, any number of classes, or numbers; the three losses of transformers'
+`problem_type`.
+
+Each kind says what the model's config needs to know, turns the labels of records into a column, and takes loss,
+metrics and answers from logits. Losses are sums over the rows; a row of several has their mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from scaleray.data import TRAIN
+from scaleray.errors import ConfigError, DataError
+from scaleray.images.workload import class_answers
+
+ONE_CLASS, SEVERAL_CLASSES, NUMBERS = "single_label_classification", "multi_label_classification", "regression"
+KINDS = (ONE_CLASS, SEVERAL_CLASSES, NUMBERS)
+LIKELY = 0.5  # probability from which a class of several is said to be one of the row's
+
+Pair = tuple[torch.Tensor, Any]
+
+
+class LabelKind(Protocol):
+    """One kind of labels."""
+
+    def config_changes(self) -> dict[str, Any]:
+        """What the model's config says of the labels."""
+
+    def column(self, found: Sequence[Any], *, what: str) -> np.ndarray:
+        """The labels of the rows, a row each. Raises DataError for what is no such label. what: name of the split."""
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> Pair:
+        """The sum of the rows' losses and the number of rows."""
+
+    def metrics(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, Pair]:
+        """Sums and counts by name."""
+
+    def answers(self, logits: torch.Tensor) -> dict[str, Any]:
+        """What is predicted of each row, by name."""
+
+
+def label_kind(name: str, found: Sequence[Any], classes: Sequence[Any] | None) -> LabelKind:
+    """The kind of that name. found: labels of the training data. classes: their names in order; None takes those that
+    occur, sorted. Raises ConfigError and DataError."""
+    check_name(name)
+    if name == NUMBERS:
+        if classes is not None:
+            raise ConfigError("workload.args.labels", list(classes), "a regression has no classes")
+        return Numbers(len(_numbers(found[0], 0, TRAIN)))
+    if name == SEVERAL_CLASSES:
+        occurring = [value for row, values in enumerate(found) for value in _several(values, row, TRAIN)]
+        return SeveralClasses(class_names(occurring) if classes is None else classes)
+    if classes is None:
+        _refuse_other_kinds(found)
+    return OneClass(class_names(found) if classes is None else classes)
+
+
+def check_name(name: str) -> None:
+    """Raise ConfigError for a name that transformers does not know either."""
+    if name not in KINDS:
+        raise ConfigError("workload.args.problem_type", name, f"it must be one of {', '.join(KINDS)}")
+
+
+class OneClass:
+    """A row is of one class."""
+
+    def __init__(self, names: Sequence[Any]) -> None:
+        self.names = [str(name) for name in names]
+
+    def config_changes(self) -> dict[str, Any]:
+        return named_classes(self.names)
+
+    def column(self, found: Sequence[Any], *, what: str) -> np.ndarray:
+        numbers = {name: number for number, name in enumerate(self.names)}
+        return np.array([_number_of(value, numbers, what) for value in found], np.int64)
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> Pair:
+        return F.cross_entropy(_wide(logits), labels.long(), reduction="sum"), len(labels)
+
+    def metrics(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, Pair]:
+        is_right = logits.argmax(dim=-1) == labels
+        return {"loss": self.loss(logits, labels), "accuracy": (is_right.sum(), len(labels))}
+
+    def answers(self, logits: torch.Tensor) -> dict[str, Any]:
+        return class_answers(logits, self.names)
+
+
+class SeveralClasses:
+    """A row is of any number of classes."""
+
+    def __init__(self, names: Sequence[Any]) -> None:
+        self.names = [str(name) for name in names]
+
+    def config_changes(self) -> dict[str, Any]:
+        return {"problem_type": SEVERAL_CLASSES, **named_classes(self.names)}
+
+    def column(self, found: Sequence[Any], *, what: str) -> np.ndarray:
+        numbers = {name: number for number, name in enumerate(self.names)}
+        column = np.zeros((len(found), len(self.names)), np.float32)
+        for row, values in enumerate(found):
+            for value in _several(values, row, what):
+                column[row, _number_of(value, numbers, what)] = 1
+        return column
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> Pair:
+        wide = _wide(logits)
+        total = F.binary_cross_entropy_with_logits(wide, labels.to(wide.dtype), reduction="sum")
+        return total / len(self.names), len(labels)
+
+    def metrics(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, Pair]:
+        is_right = (logits > 0) == (labels > 0)
+        return {
+            "loss": self.loss(logits, labels),
+            "accuracy": (is_right.all(dim=-1).sum(), len(labels)),  # of whole rows, as scikit-learn counts
+            "label_accuracy": (is_right.sum(), is_right.numel()),
+        }
+
+    def answers(self, logits: torch.Tensor) -> dict[str, Any]:
+        probability = logits.float().sigmoid()
+        return {"labels": (probability > LIKELY).long(), "probability": probability}
+
+
+class Numbers:
+    """A row has one number or several."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def config_changes(self) -> dict[str, Any]:
+        return {"problem_type": NUMBERS, "num_labels": self.size}
+
+    def column(self, found: Sequence[Any], *, what: str) -> np.ndarray:
+        rows = [_numbers(value, row, what) for row, value in enumerate(found)]
+        wrong = next((row for row, values in enumerate(rows) if len(values) != self.size), None)
+        if wrong is not None:
+            raise DataError(f"the label of record {wrong} of the {what} data", found[wrong], f"{self.size} are wanted")
+        return np.array(rows, np.float32)
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> Pair:
+        wide = _wide(logits)
+        return F.mse_loss(wide, labels.to(wide.dtype), reduction="sum") / self.size, len(labels)
+
+    def metrics(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, Pair]:
+        distance = (_wide(logits) - labels).abs().sum() / self.size
+        return {"loss": self.loss(logits, labels), "mean_absolute_error": (distance, len(labels))}
+
+    def answers(self, logits: torch.Tensor) -> dict[str, Any]:
+        return {"value": logits[:, 0] if self.size == 1 else logits}
+
+
+def class_names(found: Sequence[Any]) -> list[str]:
+    """Names of the classes that occur, numbers in their order and other names in that of letters."""
+    different = set(found)
+    return [str(name) for name in sorted(different, key=lambda v: (isinstance(v, str), v))]
+
+
+def named_classes(names: Sequence[str]) -> dict[str, Any]:
+    """What a config says of the classes of a model."""
+    return {
+        "num_labels": len(names),
+        "id2label": dict(enumerate(names)),
+        "label2id": {name: number for number, name in enumerate(names)},
+    }
+
+
+def _wide(logits: torch.Tensor) -> torch.Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _number_of(value: Any, numbers: Mapping[str, int], what: str) -> int:
+    if str(value) not in numbers:
+        known = ", ".join(list(numbers)[:12])
+        raise DataError(f"a label of the {what} data", value, f"the classes are {known}", "see workload.args.labels")
+    return numbers[str(value)]
+
+
+def _several(value: Any, row: int, what: str) -> list[Any]:
+    if not isinstance(value, (list, tuple)):
+        raise DataError(f"the label of record {row} of the {what} data", value, "it must be a list of classes")
+    return list(value)
+
+
+def _numbers(value: Any, row: int, what: str) -> list[float]:
+    """The numbers of a label; of text too, as CSV has nothing else."""
+    try:
+        numbers = [float(v) for v in (value if isinstance(value, (list, tuple)) else [value])]
+    except (TypeError, ValueError):
+        numbers = [np.nan]
+    if not numbers or not np.isfinite(numbers).all():
+        raise DataError(
+            f"the label of record {row} of the {what} data", value, "it must be a finite number, or several"
+        )
+    return numbers
+
+
+def _refuse_other_kinds(found: Sequence[Any]) -> None:
+    """Raise DataError for labels that look like those of another kind than one class a row."""
+    for row, value in enumerate(found):
+        if isinstance(value, (list, tuple)):
+            kind, is_other = SEVERAL_CLASSES, True
+        else:
+            kind, is_other = NUMBERS, isinstance(value, float) and not value.is_integer()
+        if is_other:
+            raise DataError(
+                f"the label of record {row} of the {TRAIN} data",
+                value,
+                "one class a row is wanted",
+                f"workload.args.problem_type: {kind}, or name the classes by workload.args.labels",
+            )

@@ -1,0 +1,38 @@
+"""The process that gloo processes are forked from, which imports what they need once: torch alone takes seconds.
+
+Imports nothing that takes time itself, so that a command may begin it before anything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import sys
+from collections.abc import Iterator, Sequence
+from multiprocessing import forkserver
+from typing import Any
+
+PRELOADED = ("scaleray.training.verify.variants", "scaleray.training.study.ladder", "scaleray.training.verify.resume")
+"""Modules that the processes run."""
+OF_A_CHECK = PRELOADED[:1]
+
+
+def begin_imports(modules: Sequence[str] = PRELOADED) -> None:
+    """Let that process import beside what this one does meanwhile; where it runs already, nothing happens."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
+    with without_main():
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def without_main() -> Iterator[None]:
+    """A time in which processes start without the main script, which they would run once more from its beginning: what
+    it defines reaches them by value."""
+    main = sys.modules["__main__"]
+    hidden: dict[str, Any] = {name: main.__dict__[name] for name in ("__file__", "__spec__") if name in main.__dict__}
+    try:
+        main.__dict__.pop("__file__", None)
+        main.__spec__ = None
+        yield
+    finally:
+        main.__dict__.update(hidden)
