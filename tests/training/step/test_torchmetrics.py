@@ -187,6 +187,7 @@ def test_an_own_evaluate_sees_every_row_once(gloo, strategy, world_size, num_val
         assert theirs == pytest.approx(ours, rel=1e-11)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("averaging", [None, 0.8])
 @pytest.mark.parametrize(("strategy", "world_size"), [("fsdp", 2), ("tensor", 4), ("pipeline", 4)])
 def test_an_own_evaluate_runs_as_many_passes_as_it_likes_on_a_model_that_is_shared_out(
