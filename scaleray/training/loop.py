@@ -28,9 +28,7 @@ from scaleray.training.health.summary import summary_of
 from scaleray.training.health.worker_errors import locating
 from scaleray.training.noise.watch import NoiseWatch
 from scaleray.training.observer import Observers, TakenStep
-from scaleray.training.profile.arrivals import ArrivalTimes
-from scaleray.training.profile.phase_times import PhaseTimes
-from scaleray.training.profile.trace import tracers
+from scaleray.training.profile.profile import Profile
 from scaleray.training.setup.compilation import eagerly
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup, prepare
@@ -95,23 +93,19 @@ class _Run:
         self.place, self.progress, self.first_step = place, progress, first_step
         self.save_weights, self.probe, self.checkpointing = save_weights, probe, checkpointing
         self.state = LoopState(job, first_step)
+        self.located = partial(locating, lambda: (self.job, self.state.step), place, progress)
         self.reporter = Reporter(job, place, emit, step=lambda: self.state.step, figures=lambda: self.noise.figures())
-        self.phases = PhaseTimes(
-            place, first_step, started_at=job.started_at, enter=progress.enter, emit=emit, guard=self.reporter.guard
-        )
-        progress.on_enter = self.phases.mark
-        self.clock = Clock(job.started_at, job.start_ends, self.phases)
+        self.profile = Profile(job, place, first_step, progress, self.reporter)
+        self.clock = Clock(job.started_at, job.start_ends, self.profile)
         self.noise = NoiseWatch(self.reporter.guard)
         self.memory = MemoryReport(place.device, self.reporter.guard)
         self.compilation = CompilationWatch(self.reporter)
-        with self._located():
+        with self.located():
             self.plan = job.train_plan()
             self.callbacks = Callbacks(job.workload, place, self.reporter.emit)
-        self.arrivals = ArrivalTimes(progress, place, self.reporter.guard)
         # the reporter tells what those before it have measured, and callbacks hear of a step that was told
-        traced = tracers(job, place, self.reporter)
-        watching = (self.phases, self.arrivals, self.memory, self.noise, self.compilation)
-        self.observers = Observers(*traced, *watching, self.reporter, self.callbacks)
+        watching = (self.memory, self.noise, self.compilation)
+        self.observers = Observers(*self.profile.observers, *watching, self.reporter, self.callbacks)
         self.micro_sizes = MicroSizes(job.config, place, self.reporter)
         self.limits = CollectiveLimits(progress, job.config.scale.collective_timeout_s)
         self.input = Input(
@@ -145,7 +139,7 @@ class _Run:
         stream = self.input.open(job.splits[TRAIN], part, self.micro_sizes.collate_ahead(lambda: self.job))
         setup: Setup | None = None
         try:
-            with self._located():
+            with self.located():
                 self.progress.enter(Phase.MODEL)
                 setup = prepare(
                     job.workload, job.config, job.recipe, place, is_resumed=self.first_step > 0, varied=job.varied
@@ -184,7 +178,7 @@ class _Run:
             memory={**self.memory.found, **self.micro_sizes.search},
             noise=self.noise.values(),
             best=self.evaluations.best.values(),
-            profile=lambda: self.arrivals.added_to(self.phases.measurements()),
+            profile=self.profile.measurements,
         )
         self.reporter.emit(summary)
         return summary
@@ -356,6 +350,3 @@ class _Run:
         self.progress.enter(Phase.END)
         hand_on_weights(setup, self.save_weights, self.job.config, reporter=self.reporter, step=self.state.step)
         return compiled
-
-    def _located(self) -> contextlib.AbstractContextManager[None]:
-        return locating(lambda: (self.job, self.state.step), self.place, self.progress)

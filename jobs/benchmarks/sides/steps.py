@@ -112,6 +112,8 @@ def with_scaleray(workload: Toy, place: Place, *, clips: bool, steps: int) -> No
 class Nothing(Observer):
     """What measures nothing, in place of what measures a profile."""
 
+    observers = ()
+
     def __init__(self, *args: Any, **options: Any) -> None: ...
 
     def mark(self, phase: Any) -> None: ...

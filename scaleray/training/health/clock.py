@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from scaleray.records.start import FIRST_STEP, StartClock
-from scaleray.training.profile.phase_times import PhaseTimes
+from scaleray.training.profile.profile import Profile
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Clock:
     """Times from step to step, records and all, without evaluation. Steps are counted from 0.
 
     started_at: wall clock when the run began. start_ends: when parts of its start have ended. first_step_s: seconds
-    from the beginning to the end of the first step. phases: times what each step is made of.
+    from the beginning to the end of the first step. profile: times what each step is made of.
     """
 
-    def __init__(self, started_at: float, start_ends: Mapping[str, float], phases: PhaseTimes) -> None:
-        self.phases = phases
+    def __init__(self, started_at: float, start_ends: Mapping[str, float], profile: Profile) -> None:
+        self.profile = profile
         self.begin = StartClock(started_at, start_ends)
         self.first_step_s = math.nan
         self.times, self.waits = array("d"), array("d")
@@ -41,7 +41,7 @@ class Clock:
     def start(self, waited_s: float) -> None:
         """Start timing: a step begins now. waited_s: seconds that the input has been waited for in all."""
         self._started, self._waited = time.perf_counter(), waited_s
-        self.phases.start()
+        self.profile.start()
 
     def tick(self, waited_s: float) -> tuple[float, float]:
         """(time since the last tick or start, of which waiting for input), in seconds."""
@@ -55,7 +55,7 @@ class Clock:
         self.times.append(step_s)
         self.waits.append(wait_s)
         self.total_s += step_s
-        self.phases.cut(step_s)
+        self.profile.cut(step_s)
         return step_s, wait_s
 
     def steady_state(self) -> SteadyState | None:

@@ -40,6 +40,8 @@ class Enters(Protocol):
 
     on_enter: Callable[[Phase], None]
 
+    def enter(self, phase: Phase) -> Phase: ...
+
 
 class ArrivalTimes(Observer):
     """Notes when this rank comes to the places of a step, the begin of its last backward pass, and the end of what it

@@ -179,7 +179,7 @@ LOOP_STATE = {"job", "step", "nonfinite_steps", "verdict"}
 LOOP_SAVED = {"state", "shares", "noise", "micro_sizes"}
 LOOP_STATELESS = {
     "place", "input", "save_weights", "probe", "checkpointing", "progress", "first_step", "clock", "limits",
-    "evaluations", "memory", "plan", "reporter", "compilation", "observers", "phases", "arrivals",
+    "evaluations", "memory", "plan", "reporter", "compilation", "observers", "profile", "located",
     "callbacks",  # an item of its own
     "under_way",  # empty whenever something is saved
 }  # fmt: skip

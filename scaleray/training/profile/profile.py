@@ -1,0 +1,38 @@
+"""All that a run measures of where its time goes, as the loop has it: one observer after another."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from scaleray.records.profile import RankMeasurements
+from scaleray.records.run import Emit
+from scaleray.training.observer import Observer
+from scaleray.training.profile.arrivals import ArrivalTimes, Enters
+from scaleray.training.profile.phase_times import PhaseTimes
+from scaleray.training.profile.trace import Tells, tracers
+from scaleray.training.setup.job import TrainJob
+from scaleray.training.setup.place import Place
+
+
+class Emits(Tells, Protocol):
+    """Whoever hands on what a worker tells."""
+
+    emit: Emit
+
+
+class Profile:
+    """Phases, memory and arrivals of this rank, and traces where they were asked for. progress: knows when the training
+    enters a phase. The training's clock calls `start` and `cut`, see `PhaseTimes`."""
+
+    def __init__(self, job: TrainJob, place: Place, first_step: int, progress: Enters, tells: Emits) -> None:
+        self.phases = PhaseTimes(
+            place, first_step, started_at=job.started_at, enter=progress.enter, emit=tells.emit, guard=tells.guard
+        )
+        progress.on_enter = self.phases.mark
+        self.arrivals = ArrivalTimes(progress, place, tells.guard)
+        self.start, self.cut = self.phases.start, self.phases.cut
+        self.observers: list[Observer] = [*tracers(job, place, tells), self.phases, self.arrivals]
+
+    def measurements(self) -> RankMeasurements:
+        """What was measured, see `RunProfile`. Waits for the device."""
+        return self.arrivals.added_to(self.phases.measurements())
