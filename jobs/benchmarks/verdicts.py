@@ -525,6 +525,24 @@ def describe(results: Sequence[dict[str, Any]]) -> tuple[str, list[dict[str, Any
     return "\n\n".join(texts), rows
 
 
+def compact(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The figures of each fault, strategy and size, by seed."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["fault"], row["strategy"], row["size"]), []).append(row)
+    lists = ("seed", "found", "class_right", "rank_right", "bucket_off", "impact", "what_if")
+    found = []
+    for (fault, strategy, size), here in groups.items():
+        columns = {name: [_short(row.get(name)) for row in here] for name in lists}
+        known = {name: values for name, values in columns.items() if any(value is not None for value in values)}
+        found.append({"fault": fault, "strategy": strategy, "size": size, **known})
+    return found
+
+
+def _short(value: Any) -> Any:
+    return round(value, 3) if isinstance(value, float) else value
+
+
 def _share(values: Sequence[bool]) -> str:
     return f"{sum(values)}/{len(values)} ({sum(values) / len(values):.1%})" if values else "-"
 
@@ -653,7 +671,7 @@ def main() -> None:
     if not is_complete:
         print(text)
         sys.exit("not all trainings are done: run the command again")
-    record = {"conditions": conditions, "arguments": harness.arguments_of(arguments), "rows": rows}
+    record = {"conditions": conditions, "arguments": harness.arguments_of(arguments), "trainings": compact(rows)}
     harness.write_report(
         "verdicts", title="Verdicts on planted faults", text=text, record=record, folder=arguments.results
     )

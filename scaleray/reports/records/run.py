@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleray import metric_names as names
+from scaleray.profiling.verdict.of_run import verdict_of_run
 from scaleray.records import start
 from scaleray.records.rows import by_metric
 from scaleray.records.run import RunRecord
@@ -88,7 +89,9 @@ def run_page(
         name=record.name,
         when=f"{record.status.lower()}, took {seconds(record.total_time_s)}",
         headline=headline,
-        verdicts=[text for text in (reason, f"At the end: {values}." if values else "") if text],
+        verdicts=[
+            text for text in (reason, f"At the end: {values}." if values else "", *_where_time_goes(record)) if text
+        ],
         words=[
             *(f"Resumed after step {step}." for step in record.resumed_after),
             *([f"{sentence_case(start.in_words(record.start))}."] if record.start else []),
@@ -105,6 +108,11 @@ def run_page(
         notes=where(record.mlflow_link, record.run_dir),
         closing=closing,
     )
+
+
+def _where_time_goes(record: RunRecord) -> list[str]:
+    """The verdict of the run's profile, where it has one."""
+    return [] if record.profile is None else [sentence_case(verdict_of_run(record).sentence)]
 
 
 def _facts(record: RunRecord) -> list[Fact]:

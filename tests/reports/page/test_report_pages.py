@@ -12,7 +12,9 @@ from xml.etree import ElementTree
 
 import pytest
 import study_examples
+from made_up_steps import measured
 
+from scaleray.profiling.run_profile import run_profile
 from scaleray.reports.figures.rule_limits import rule_table
 from scaleray.reports.figures.speedup import speedup
 from scaleray.reports.figures.sweep import MOST_LINES, noise
@@ -155,6 +157,12 @@ def test_a_page_says_where_a_trainings_compute_was_emulated():
     for marks in (["emulated"], []):
         page = render(run_page(study_examples.run_record(marks=marks), rows=[], evaluations={}))
         assert ("emulated" in page) == bool(marks)
+
+
+def test_the_page_of_a_training_says_what_limits_it():
+    profile = run_profile([measured(rank, num_steps=60, input=0.01) for rank in (0, 1)])
+    page = render(run_page(study_examples.run_record(profile=profile), rows=[], evaluations={}))
+    assert "The input is the limit: 40% of a step on 2 workers; rows that are always ready" in page
 
 
 def test_text_of_a_config_is_text_on_the_page_in_figures_and_files(tmp_path):
