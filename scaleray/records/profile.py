@@ -194,8 +194,6 @@ class RunProfile:
     goodput: Goodput | None = None
     notes: list[str] = field(default_factory=list)
     """What was not measured, and why."""
-    steps_file: str | None = None
-    """File beside the record with the phases of single steps, see `scaleray/profiling/step_rows.py`."""
 
     def figures(self) -> dict[str, float]:
         """One value for each metric of a profile, by its name in MLflow."""
