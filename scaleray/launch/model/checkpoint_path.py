@@ -104,7 +104,10 @@ def written(path: str) -> Iterator[None]:
 def empty(path: str) -> CheckpointError:
     """The refusal of a path under which no checkpoint is stored."""
     return CheckpointError(
-        "the path", path, "it holds no complete checkpoint", "name a run folder, or one checkpoint in it"
+        "the path",
+        path,
+        "it holds no complete checkpoint",
+        "name a run folder, or one checkpoint in it; scaleray checkpoint export takes final weights without one",
     )
 
 

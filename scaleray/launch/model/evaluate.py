@@ -97,7 +97,8 @@ def evaluate(
     parts = find_parts(run, step=step, which=weights, workload=workload, uri=uri)
     sources = _sources(parts, data, split)
     config = evaluation_config(parts, found, workers)
-    say(f"evaluating {parts.weights.words} of {parts.name} on {', '.join(sources)}, {workers} workers")
+    many = f"{workers} worker{'s' * (workers > 1)}"
+    say(f"evaluating {parts.weights.words} of {parts.name} on {', '.join(sources)}, {many}")
     with stage("evaluating"), connected_unless(config, local=local):
         config = _on_what_is_there(config, local=local, say=say)
         task = Task(evaluation_job(config, parts.workload, sources), parts.weights)
