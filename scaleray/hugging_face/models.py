@@ -6,6 +6,7 @@ Only safetensors is read, no code comes out of a folder, and nothing is fetched.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ def build(auto_class: str, config: Any, folder: str | None, *, attention: str | 
         if folder is None:
             model: nn.Module = factory.from_config(config, trust_remote_code=False, **options)
         else:
-            model = factory.from_pretrained(folder, config=config, use_safetensors=True, **LOCAL, **options)
+            model = _read(factory, folder, config=config, **options)
     except (ValueError, RuntimeError, OSError, ImportError, KeyError) as exc:
         if isinstance(exc, torch.OutOfMemoryError):
             raise
@@ -128,6 +129,24 @@ def build(auto_class: str, config: Any, folder: str | None, *, attention: str | 
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False  # a cache would be filled again when a block's pass is repeated
     return model.train()
+
+
+def _read(factory: Any, folder: str, **options: Any) -> nn.Module:
+    """The model with a folder's weights. What is drawn is said in a line, in place of transformers' table, which every
+    process would print each time."""
+    logging = transformers().logging
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        model, about = factory.from_pretrained(
+            folder, use_safetensors=True, output_loading_info=True, **LOCAL, **options
+        )
+    finally:
+        logging.set_verbosity(before)
+    if drawn := sorted(about.get("missing_keys", ())):
+        warnings.warn(f"drawn anew, as {folder} lacks them: {', '.join(drawn[:4])}", stacklevel=2)
+    found: nn.Module = model
+    return found
 
 
 def image_statistics(folder: str | None) -> dict[str, Any]:
