@@ -161,7 +161,7 @@ def test_a_flush_whose_messages_did_not_arrive_says_so(calls):
     assert not send.flush()
 
 
-def test_a_recorder_that_does_not_answer_in_time_does_not_end_the_run(monkeypatch):
+def test_a_recorder_that_does_not_answer_in_time_does_not_end_the_run(monkeypatch, tmp_path):
     class Busy:
         class heartbeats:
             @staticmethod
@@ -178,7 +178,7 @@ def test_a_recorder_that_does_not_answer_in_time_does_not_end_the_run(monkeypatc
 
     told = []
     monkeypatch.setattr(ray, "get", late)
-    restart = trainer.restart_callback(Busy, max_failures=3)
+    restart = trainer.restart_callback(Busy, max_failures=3, run_path=str(tmp_path))
     restart.after_exception(None, {0: RuntimeError("the worker died")})
     assert "starting again from the newest checkpoint, 1 of 3" in told[0].text
 
@@ -202,7 +202,7 @@ def restart_after(monkeypatch, failures):
             remote = staticmethod(told.extend)
 
     monkeypatch.setattr(ray, "get", lambda ref, timeout: ref)
-    trainer.restart_callback(Recorder, max_failures=3).after_exception(None, failures)
+    trainer.restart_callback(Recorder, max_failures=3, run_path="/no/run").after_exception(None, failures)
     return told[0].text
 
 
