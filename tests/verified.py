@@ -86,8 +86,8 @@ def every_rank_reads_the_same() -> Iterator[None]:
     """The forgotten DistributedSampler: all ranks read the part of rank 0."""
     opened = Input.open
 
-    def broken(self: Input, split: Split, part: Part) -> StepStream:
-        return opened(self, split, dataclasses.replace(part, rank=0))
+    def broken(self: Input, split: Split, part: Part, *more: Any) -> StepStream:
+        return opened(self, split, dataclasses.replace(part, rank=0), *more)
 
     with mock.patch.object(Input, "open", broken):
         yield

@@ -41,7 +41,7 @@ class Clock:
     def start(self, waited_s: float) -> None:
         """Start timing: a step begins now. waited_s: seconds that the input has been waited for in all."""
         self._started, self._waited = time.perf_counter(), waited_s
-        self.profile.start()
+        self.profile.start(self._started)
 
     def tick(self, waited_s: float) -> tuple[float, float]:
         """(time since the last tick or start, of which waiting for input), in seconds."""
@@ -55,7 +55,7 @@ class Clock:
         self.times.append(step_s)
         self.waits.append(wait_s)
         self.total_s += step_s
-        self.profile.cut(step_s)
+        self.profile.cut(step_s, now)
         return step_s, wait_s
 
     def steady_state(self) -> SteadyState | None:

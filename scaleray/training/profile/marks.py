@@ -29,11 +29,13 @@ class Marks(Protocol):
     def mark(self, phase: Phase) -> None:
         """Note that a phase begins, and the one before ends."""
 
-    def as_evaluation(self) -> float:
-        """Note that what was done since the last step was an evaluation; host seconds of it."""
+    def as_evaluation(self, now: float) -> float:
+        """Note that what was done since the last step was an evaluation; host seconds of it. now: reading of the
+        training's clock, `time.perf_counter`."""
 
-    def end_step(self, step_s: float) -> None:
-        """Note that a step ends, and the next one begins in the same phase."""
+    def end_step(self, step_s: float, now: float) -> None:
+        """Note that a step ends, and the next one begins in the same phase. now: as in `as_evaluation`: with a reading
+        of its own, a process that is held up between the two would miss that time."""
 
     def next_known(self) -> StepParts | None:
         """The next step whose times are known, in order; None while there is none."""
@@ -55,15 +57,15 @@ class HostMarks:
         self._spent[self._at] += now - self._since
         self._at, self._since = COLUMN_OF[phase], now
 
-    def as_evaluation(self) -> float:
-        self.mark(Phase.OTHER)
+    def as_evaluation(self, now: float) -> float:
+        self._spent[self._at] += now - self._since
+        self._at, self._since = OTHER, now
         whole_s = sum(self._spent)
         others_s, self._spent = self._spent[OTHER], [0.0] * len(PARTS)
         self._spent[OTHER], self._spent[EVALUATION] = others_s, whole_s - others_s
         return whole_s
 
-    def end_step(self, step_s: float) -> None:
-        now = time.perf_counter()
+    def end_step(self, step_s: float, now: float) -> None:
         self._spent[self._at] += now - self._since
         self._known, self._since = (step_s, self._spent), now
         self._spent = [0.0] * len(PARTS)
@@ -89,17 +91,16 @@ class DeviceMarks:
         self._at = COLUMN_OF[phase]
         self._open.append((self._at, self._recorded()))
 
-    def as_evaluation(self) -> float:
+    def as_evaluation(self, now: float) -> float:
         self._open = [(column if column == OTHER else EVALUATION, event) for column, event in self._open]
         self.mark(Phase.OTHER)
-        now = time.perf_counter()
         whole_s, self._since = now - self._since, now
         return whole_s
 
-    def end_step(self, step_s: float) -> None:
+    def end_step(self, step_s: float, now: float) -> None:
         end = self._recorded()
         self._under_way.append((step_s, self._open, end))
-        self._open, self._since = [(self._at, end)], time.perf_counter()
+        self._open, self._since = [(self._at, end)], now
 
     def next_known(self) -> StepParts | None:
         if not self._under_way or not self._under_way[0][2].query():

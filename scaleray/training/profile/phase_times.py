@@ -68,13 +68,13 @@ class PhaseTimes(Observer):
         self._num_steps += 1
         self._look(lambda: self.memory.end_step(self.first_step + self._num_steps))
 
-    def start(self) -> None:
-        """Begin to time. What was done since the last step was an evaluation."""
-        self._outside_s += self.marks.as_evaluation()
+    def start(self, now: float) -> None:
+        """Begin to time, `now` by the training's clock. What was done since the last step was an evaluation."""
+        self._outside_s += self.marks.as_evaluation(now)
 
-    def cut(self, step_s: float) -> None:
-        """End a step that took `step_s` by the training's clock, and begin the next one."""
-        self.marks.end_step(step_s + self._outside_s)
+    def cut(self, step_s: float, now: float) -> None:
+        """End a step that took `step_s` until `now` by the training's clock, and begin the next one."""
+        self.marks.end_step(step_s + self._outside_s, now)
         self._outside_s = 0.0
         self._take_known()
         if len(self._chunk) >= CHUNK * len(COLUMNS):

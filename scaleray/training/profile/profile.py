@@ -20,7 +20,7 @@ class Emits(Tells, Protocol):
     emit: Emit
 
 
-class Profile:
+class Profile(Observer):
     """Phases, memory and arrivals of this rank, and traces where they were asked for. progress: knows when the training
     enters a phase. The training's clock calls `start` and `cut`, see `PhaseTimes`."""
 
@@ -28,10 +28,16 @@ class Profile:
         self.phases = PhaseTimes(
             place, first_step, started_at=job.started_at, enter=progress.enter, emit=tells.emit, guard=tells.guard
         )
+        self._progress, self._on_enter = progress, progress.on_enter
         progress.on_enter = self.phases.mark
         self.arrivals = ArrivalTimes(progress, place, tells.guard)
         self.start, self.cut = self.phases.start, self.phases.cut
-        self.observers: list[Observer] = [*tracers(job, place, tells), self.phases, self.arrivals]
+        self.observers: list[Observer] = [*tracers(job, place, tells), self.phases, self.arrivals, self]
+
+    def close(self) -> None:
+        """Let go of whoever tells of phases. A strategy's hooks on gradients know it, and are known by the model: what
+        it led to, the whole training among it, would never be freed."""
+        self._progress.on_enter = self._on_enter
 
     def measurements(self) -> RankMeasurements:
         """What was measured, see `RunProfile`. Waits for the device."""

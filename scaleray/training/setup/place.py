@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,3 +52,11 @@ class Place:
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return [float(v) for v in tensor.tolist()]
+
+    def gathered(self, value: Any) -> list[Any]:
+        """A value of every worker, such as a few words, in the order of the ranks. Collective."""
+        if self.world_size == 1:
+            return [value]
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, value)
+        return everyone

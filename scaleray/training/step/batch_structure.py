@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from scaleray.data.collating import place_of_collate
 from scaleray.errors import WorkloadError
@@ -41,7 +40,7 @@ def check_same_structure(batch: Any, place: Place, collate: Any) -> None:
     digest = float(int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:4], "little"))
     largest, smallest = place.all_reduce_max([digest, -digest])
     if largest != -smallest:
-        everyone = _gathered(lines, place)
+        everyone = place.gathered(lines)
         other = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
         raise _different(
             collate,
@@ -52,7 +51,7 @@ def check_same_structure(batch: Any, place: Place, collate: Any) -> None:
         )
     if place.model_parallel_size == 1:
         return
-    everyone = _gathered(structure(batch, with_sizes=True), place)
+    everyone = place.gathered(structure(batch, with_sizes=True))
     for rank, theirs in enumerate(everyone):
         first = rank // place.model_parallel_size * place.model_parallel_size
         if theirs != everyone[first]:
@@ -63,12 +62,6 @@ def check_same_structure(batch: Any, place: Place, collate: Any) -> None:
                 f"the {place.model_parallel_size} workers of a replica have the same rows, and need the same batch",
                 "make it of the rows alone, and not of the rank",
             )
-
-
-def _gathered(lines: list[str], place: Place) -> list[list[str]]:
-    everyone: list[Any] = [None] * place.world_size
-    dist.all_gather_object(everyone, lines)
-    return everyone
 
 
 def _different(

@@ -28,6 +28,7 @@ from scaleray.training.step.micro_batches import user_batch
 from scaleray.training.step.on_one_worker import no_gradients_of_gradients, rehearsed
 from scaleray.training.step.several_losses import named
 from scaleray.training.step.sum_and_count import check_sum_and_count
+from scaleray.training.step.told_together import told_together
 from scaleray.training.step.unchanged import unchanged_model
 from scaleray.workload import call_user_code, own_method
 
@@ -61,7 +62,7 @@ def check_first_batch(
     loss will be wanted, in evaluation mode. Changes neither parameters nor buffers nor random numbers nor gradients.
     Collective. Raises DataError or WorkloadError.
     """
-    _check_finite(batch)
+    told_together(place, lambda: _check_finite(batch))
     sizes = {"gives_tuples": gives_tuples, "micro_batch_size": micro_batch_size}
     losses = losses_of(workload)
     if losses is None:
@@ -99,11 +100,14 @@ def _look_at_loss(
     look = _Look(workload, batch, setup, place, **sizes)
     with unchanged_model(workload, setup.parallel.module), same_random_numbers(place.device):
         if (collate := own_method(workload, "collate")) is not None:
-            check_same_structure(look.batch_of(np.arange(look.rows_with_gradients)), place, collate)
-        count = look.as_in_training(config)
-        look.whether_it_is_a_sum(config)
-        if evaluated:
-            look.whether_it_can_be_evaluated(evaluated)
+            made = told_together(place, lambda: look.batch_of(np.arange(look.rows_with_gradients)))
+            check_same_structure(made, place, collate)
+        # in passes that communicate, a rank that fails has left the others in one
+        count = (
+            look.at_all(config, evaluated)
+            if look.ranks_agree
+            else told_together(place, lambda: look.at_all(config, evaluated))
+        )
     counted, looked_at = place.all_reduce([count or 0.0, 0.0 if count is None else float(look.rows_with_gradients)])
     return counted / looked_at if 0 < counted < math.inf else None
 
@@ -124,6 +128,14 @@ class _Look:
         self.rows_with_gradients = min(rows, micro_batch_size)  # training needs memory for no more
         self.can_be_evaluated = True
         self.model: nn.Module | None = None  # for the user's code, where it is not the one of the set-up
+
+    def at_all(self, config: RunConfig, evaluated: Sequence[str]) -> float | None:
+        """Every look at the loss; what was counted, see `as_in_training`."""
+        count = self.as_in_training(config)
+        self.whether_it_is_a_sum(config)
+        if evaluated:
+            self.whether_it_can_be_evaluated(evaluated)
+        return count
 
     def as_in_training(self, config: RunConfig) -> float | None:
         """One pass in the mode of training, with gradients: what was counted, or None where memory ran out.

@@ -203,10 +203,10 @@ def test_a_choice_is_judged_by_the_grids_own_figures():
 
 
 def test_a_folder_without_a_record_is_no_grid(tmp_path):
-    from scaleray.cli.sweep import _grid
+    from scaleray.launch.sweep.folder import grid_record
 
     with pytest.raises(ConfigError, match="no sweep's record"):
-        _grid(str(tmp_path))
+        grid_record(str(tmp_path))
 
 
 def test_sweeps_of_another_training_are_not_compared():

@@ -76,8 +76,8 @@ def waits_of_a_run(place):
     job, sources = make_job(Classify(num_val=8), {**FLAGS, "data.timeout_s": 1000}, world_size=place.world_size)
     progress, opened, seen, real = Progress(), [], {}, Input.open
 
-    def open_and_keep(self, split, part):
-        opened.append(real(self, split, part))
+    def open_and_keep(self, split, part, *more):
+        opened.append(real(self, split, part, *more))
         return opened[-1]
 
     def emit(message):

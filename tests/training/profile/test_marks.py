@@ -58,7 +58,7 @@ def take(marks, clock, *spans):
     for phase, seconds in spans:
         marks.mark(phase)
         clock.now += seconds
-    marks.end_step(sum(seconds for _, seconds in spans))
+    marks.end_step(sum(seconds for _, seconds in spans), clock.now)
 
 
 def as_dict(known):
@@ -105,7 +105,7 @@ def test_an_evaluation_between_two_steps_is_one_part_of_the_next(clock, kind):
     for phase, seconds in [(Phase.OTHER, 0.5), (Phase.EVALUATION, 1.0), (Phase.INPUT, 2.0)]:
         marks.mark(phase)
         clock.now += seconds
-    assert marks.as_evaluation() == 3.5
+    assert marks.as_evaluation(clock.now) == 3.5
     take(marks, clock, *STEP)
     expected = {**PARTS_OF_STEP, Phase.EVALUATION: 3.0, Phase.OTHER: 0.75}
     assert as_dict(marks.next_known()) == expected

@@ -107,8 +107,8 @@ def test_the_passes_of_several_losses_are_summed(still):
 def test_time_that_no_mark_saw_is_told_as_a_gap(still, monkeypatch):
     unmarked = marks_module.HostMarks.end_step
 
-    def loses_time(marks, step_s):
-        unmarked(marks, step_s + 0.35)  # as the clock would, if marks were of another one
+    def loses_time(marks, step_s, now):
+        unmarked(marks, step_s + 0.35, now)  # as the clock would, if marks were of another one
 
     monkeypatch.setattr(marks_module.HostMarks, "end_step", loses_time)
     finished = train_alone(OnAClock(32), {"stop.after": "4 steps"})

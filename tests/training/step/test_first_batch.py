@@ -3,6 +3,7 @@
 import own_methods as own
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from small_runs import Classify, make_job, same_generators, train, train_alone
 from torch import nn
@@ -224,3 +225,21 @@ def test_a_key_that_a_mapping_of_the_users_own_lacks_is_not_taken_for_a_column()
     with pytest.raises(WorkloadError, match="KeyError: 'one'") as caught:
         train_alone(Looking(), STEP)
     assert 'names["one"]' in str(caught.value) and "reading column" not in str(caught.value)
+
+
+class FailsOnRank1(Classify):
+    """A loss that one rank alone cannot compute."""
+
+    def loss(self, model, batch):
+        assert not dist.is_initialized() or dist.get_rank() == 0, "only rank 0 can"
+        return super().loss(model, batch)
+
+
+def refused(place):
+    with pytest.raises(WorkloadError, match=r"(?s)loss\(\).*test_first_batch\.py.*only rank 0 can"):
+        train(place, FailsOnRank1(), STEP)
+    return True
+
+
+def test_an_error_of_one_rank_is_raised_by_all_and_leaves_nobody_in_a_collective(gloo):
+    assert gloo.run(2, refused) == [True, True]

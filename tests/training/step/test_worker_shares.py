@@ -355,7 +355,7 @@ def test_a_worker_that_is_really_slower_gets_less(gloo):
 def test_a_streamed_dataset_keeps_equal_shares():
     job, _ = make_job(Classify(), {"shares.by": "speed"}, world_size=2)
     streamed = {"train": dataclasses.replace(job.splits["train"], is_streamed=True)}
-    with pytest.raises(ConfigError, match="dealt out once"):
+    with pytest.raises(ConfigError, match="in equal shares"):
         dataclasses.replace(job, splits=streamed)
 
 

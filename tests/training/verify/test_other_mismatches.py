@@ -39,7 +39,7 @@ def test_ranks_that_read_the_same_rows_are_found_as_data_order(gloo):
 def another_order_in_the_second_epoch():
     opened = Input.open
 
-    def reseeded(self, split, part):
+    def reseeded(self, split, part, *more):
         from scaleray.data.sample_order import StepPlan
 
         class Later(StepPlan):
@@ -47,7 +47,7 @@ def another_order_in_the_second_epoch():
                 return super()._order(epoch + 7 * (epoch > 0), positions)
 
         plan = Later(**dataclasses.asdict(part.plan)) if part.world_size > 1 else part.plan
-        return opened(self, split, dataclasses.replace(part, plan=plan))
+        return opened(self, split, dataclasses.replace(part, plan=plan), *more)
 
     with mock.patch.object(Input, "open", reseeded):
         yield

@@ -30,11 +30,11 @@ def check(place, workload, folder, flags=None, *, plant=None, at=5, shift=0):
 
     opened = Input.open
 
-    def open_late(self, split, part):
+    def open_late(self, split, part, *more):
         if part.first_step and shift:  # the rows of another step under the right number
             late = dataclasses.replace(part, first_step=part.first_step + shift, last_step=part.last_step + shift)
-            return Renumbered(opened(self, split, late), shift)
-        return opened(self, split, part)
+            return Renumbered(opened(self, split, late, *more), shift)
+        return opened(self, split, part, *more)
 
     try:
         with same_generators(), mock.patch.object(Input, "open", open_late):

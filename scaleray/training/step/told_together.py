@@ -1,0 +1,27 @@
+"""Errors of one rank that all ranks raise, so that nobody waits in a collective for the one that has left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from scaleray.errors import DataError, WorkloadError
+from scaleray.training.setup.place import Place
+
+Result = TypeVar("Result")
+
+
+def told_together(place: Place, look: Callable[[], Result]) -> Result:
+    """What this rank's `look` gives. Where it raises DataError or WorkloadError on any rank, all raise: its own, or
+    that of the first rank that has one. Collective, around what is not.
+    """
+    result: list[Result] = []
+    error: Exception | None = None
+    try:
+        result.append(look())
+    except (DataError, WorkloadError) as exc:
+        error = exc
+    told = next((one for one in place.gathered(error) if one is not None), None)
+    if error is not None or told is not None:
+        raise error or told
+    return result[0]
