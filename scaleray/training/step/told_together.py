@@ -21,7 +21,8 @@ def told_together(place: Place, look: Callable[[], Result]) -> Result:
         result.append(look())
     except (DataError, WorkloadError) as exc:
         error = exc
-    told = next((one for one in place.gathered(error) if one is not None), None)
-    if error is not None or told is not None:
-        raise error or told
+    everyone: list[Exception | None] = place.gathered(error)
+    told = error or next((one for one in everyone if one is not None), None)
+    if told is not None:
+        raise told
     return result[0]
