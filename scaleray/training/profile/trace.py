@@ -215,7 +215,7 @@ class TraceRecorder(Observer):
 
 
 def expected_bytes(module: nn.Module, num_micro_batches: int, num_steps: int) -> int:
-    """Size of a trace as JSON, from the number of modules and parameters; of two jobs one had 0.6 of it, the other 1.7."""
+    """Size of a trace as JSON, from the number of modules and parameters. One job had 0.6 of it, another 1.7."""
     num_parts = sum(1 for part in module.modules() if next(part.children(), None) is None)
     num_parameters = sum(1 for parameter in module.parameters() if parameter.requires_grad)
     events = num_parts * EVENTS_OF_MODULE * num_micro_batches + num_parameters * EVENTS_OF_PARAMETER
