@@ -313,7 +313,7 @@ def test_other_damaged_files_of_a_run_are_named_kept_and_written_anew(tmp_path, 
     interrupted(world)
     folder = tmp_path / "run"
     (folder / "config.yaml").write_bytes(b"a: [\0")
-    head = {"tracking_uri": "sqlite:///none", "run_id": "0" * 32, "experiment_id": "1"}
+    head = {"tracking_uri": f"sqlite:///{tmp_path}/none.db", "run_id": "0" * 32, "experiment_id": "1"}
     whole = {"op": "metrics", "points": [["val/loss", 0.5, 5, 8]]}
     lines = [
         json.dumps(head),
@@ -339,7 +339,9 @@ def test_a_damaged_unsent_file_is_sent_as_far_as_it_can_be_read_and_says_what_is
     monkeypatch.setattr(store, "check_reachable", lambda uri: None)
     interrupted(world)
     (run,) = world.mlflow.active()
-    head = json.dumps({"tracking_uri": "sqlite:///none", "run_id": run.info.run_id, "experiment_id": "1"})
+    head = json.dumps(
+        {"tracking_uri": f"sqlite:///{tmp_path}/none.db", "run_id": run.info.run_id, "experiment_id": "1"}
+    )
     path = tmp_path / "copy.jsonl"
     path.write_text(
         head + '\n{"op": "metrics", "points": [["val/loss", 0.5, 5, 8]]}\n{"op": "metrics", "points": [[1]]}\n{"op"'

@@ -13,7 +13,7 @@ from scaleray.tracking.run_time import RunTime
 
 def described(tmp_path, started_at, *, continues=None):
     return RunDescription(
-        tracking_uri="sqlite:///none",
+        tracking_uri=f"sqlite:///{tmp_path}/none.db",
         experiment="tests",
         run_name="run",
         work_dir=str(tmp_path / "run"),
