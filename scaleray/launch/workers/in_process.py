@@ -11,8 +11,8 @@ import torch
 
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.data.source import Source
-from scaleray.errors import DataError
 from scaleray.launch.workers.signals import on_sigterm
+from scaleray.launch.workers.without_ray import refuse_streams
 from scaleray.records.run import Emit, EventRecord, Heartbeat, Show, WorkerMessage
 from scaleray.tracking.recorder import Recorder
 from scaleray.training import loop
@@ -37,9 +37,7 @@ def run_here(
     show: Show,
 ) -> None:
     """Train with one worker in this process and this thread."""
-    streamed = [name for name, split in job.splits.items() if split.is_streamed]
-    if streamed:
-        raise DataError(f"the {streamed[0]} data", "a Ray Dataset", "--local runs without Ray", "leave --local out")
+    refuse_streams(job)
     device = torch.device("cuda") if job.config.scale.gpus else torch.device("cpu")
 
     def emit(message: WorkerMessage) -> None:

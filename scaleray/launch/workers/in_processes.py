@@ -9,9 +9,9 @@ from typing import Any
 
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.data.source import Source
-from scaleray.errors import DataError
 from scaleray.launch.workers.gloo import TELL, UserCode, gloo_processes
 from scaleray.launch.workers.user_code import ship_user_code
+from scaleray.launch.workers.without_ray import refuse_streams
 from scaleray.records.run import Show, WorkerMessage
 from scaleray.tracking.recorder import Recorder
 from scaleray.training.setup.job import TrainJob
@@ -30,9 +30,7 @@ def run_in_processes(
     """Train with the workers of the config in processes that end with this call. Raises what a worker raised."""
     from ray import cloudpickle  # by value: user code that exists in the user's folder only
 
-    streamed = [name for name, split in job.splits.items() if split.is_streamed]
-    if streamed:
-        raise DataError(f"the {streamed[0]} data", "a Ray Dataset", "--local runs without Ray", "leave --local out")
+    refuse_streams(job)
 
     def take(messages: list[WorkerMessage]) -> None:
         recorder.log(messages)
