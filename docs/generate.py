@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import groupby
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from python_api import api_page
 
 from scaleray import metric_names
 from scaleray.config.reference import key_rows
+from scaleray.metric import RANK_LABELS, RUN_LABELS
 from scaleray.records.schemas import SCHEMAS
 
 FOLDER = Path(__file__).parent
@@ -63,11 +64,36 @@ def metrics_page() -> str:
         "and commit, `report.html` (not with `--no-report`), and units and meanings in its description. Studies and sweeps have data, commit and owner",
         "as well; what `Step` counts below an axis stands in the title of its section.",
     ]
+    lines += ["", *_in_prometheus()]
     ordered = sorted(metric_names.ALL, key=lambda metric: metric.name.partition("/")[0])
     for section, metrics in groupby(ordered, key=lambda metric: metric.name.partition("/")[0]):
         lines += ["", f"## {section}", "", "| metric | unit | meaning |", "|---|---|---|"]
         lines += [f"| `{metric.name}` | {_cell(metric.unit)} | {_cell(metric.help)} |" for metric in metrics]
     return "\n".join([*lines, ""])
+
+
+def _in_prometheus() -> list[str]:
+    lines = [
+        "## In Prometheus",
+        "",
+        "What is published of a run while it lives; [monitoring.md](monitoring.md) tells how. Every series has the labels",
+        f"{_codes(RUN_LABELS)}; one that every rank has also {_codes(RANK_LABELS)}.",
+        "",
+        "| metric | kind | series | further labels | unit | meaning | in MLflow |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, metric in metric_names.IN_PROMETHEUS.items():
+        series, in_mlflow = (
+            "a rank" if metric.is_by_rank else "a run",
+            f"`{metric.name}`" if metric.is_in_mlflow else "",
+        )
+        cells = (f"`{name}`", metric.kind, series, _codes(metric.labels), metric.unit, metric.help, in_mlflow)
+        lines.append(f"| {' | '.join(_cell(cell) for cell in cells)} |")
+    return lines
+
+
+def _codes(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _text_of(schema: Callable[[], dict[str, object]]) -> Callable[[], str]:

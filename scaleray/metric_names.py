@@ -1,54 +1,70 @@
-"""Every metric that scaleray records: its name, unit and meaning, once.
+"""Every metric that scaleray records or publishes: its name, unit and meaning, once.
 
-The part before the slash becomes a section in MLflow. Evaluation metrics are named `<split>/<metric>`
-and come from the workload. A record gives its values under them, see `records.rows`.
+The part before the slash becomes a section in MLflow. Evaluation metrics are named `<split>/<metric>` and come from the
+workload. A record gives its values under them, see `records.rows`. Names and labels in Prometheus are made of this
+table by `metric.prometheus_name` and `Metric.all_labels`; those that are there alone stand in `live_metrics.py`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
 
-Better = Literal["higher", "lower"]
+from scaleray import live_metrics
+from scaleray.metric import Metric, Where, prometheus_name
 
+ONCE: tuple[Where, ...] = ("mlflow", "run")
+RECORD: tuple[Where, ...] = ("record",)
 
-@dataclass(frozen=True)
-class Metric:
-    """A metric's name as recorded, its unit and one line of help."""
-
-    name: str
-    unit: str
-    help: str
-    better: Better | None = None
-    """Whether more or less of it is better; None where that depends, or neither is."""
-    label: str = ""
-    """Words for it beside a figure of a whole run."""
-    is_in_mlflow: bool = True
-    """Whether MLflow has it; else it is in record.json alone."""
-
-
-LOSS = Metric("train/loss", "loss per sample or token", "summed loss of the global batch divided by its count", "lower")
-LEARNING_RATE = Metric("train/learning_rate", "1", "learning rate used in this step")
-GRAD_NORM = Metric("train/grad_norm", "1", "global norm of the gradient before clipping")
-EPOCH = Metric("train/epoch", "epochs", "passes over the training data, with fraction")
-NONFINITE_STEPS = Metric(
-    "train/nonfinite_steps", "steps", "steps whose loss or gradient was NaN or infinite", "lower", "steps not finite"
+LOSS = Metric(
+    "train/loss",
+    "loss per sample or token",
+    "summed loss of the global batch divided by its count",
+    "lower",
+    published=ONCE,
 )
-LOSS_SCALE = Metric("train/loss_scale", "1", "dynamic loss scale of fp16")
+LEARNING_RATE = Metric("train/learning_rate", "1", "learning rate used in this step", published=ONCE)
+GRAD_NORM = Metric("train/grad_norm", "1", "global norm of the gradient before clipping", published=ONCE)
+EPOCH = Metric("train/epoch", "epochs", "passes over the training data, with fraction", published=ONCE)
+NONFINITE_STEPS = Metric(
+    "train/nonfinite_steps",
+    "steps",
+    "steps whose loss or gradient was NaN or infinite",
+    "lower",
+    "steps not finite",
+    published=ONCE,
+    kind="counter",
+)
+LOSS_SCALE = Metric("train/loss_scale", "1", "dynamic loss scale of fp16", published=ONCE)
 SAMPLES_PER_S = Metric(
-    "perf/samples_per_s", "samples/s", "samples of all workers per second since the last point", "higher"
+    "perf/samples_per_s",
+    "samples/s",
+    "samples of all workers per second since the last point",
+    "higher",
+    published=ONCE,
 )
 TOKENS_PER_S = Metric(
-    "perf/tokens_per_s", "tokens/s", "tokens of all workers per second since the last point", "higher"
+    "perf/tokens_per_s", "tokens/s", "tokens of all workers per second since the last point", "higher", published=ONCE
 )
-STEP_TIME_S = Metric("perf/step_time_s", "s", "mean time of a step since the last point", "lower")
+STEP_TIME_S = Metric(
+    "perf/step_time_s", "s", "mean time of a step since the last point", "lower", published=("mlflow", "rank")
+)
 INPUT_WAIT_SHARE = Metric(
-    "perf/input_wait_share", "1", "share of step time that rank 0 waited for its input", "lower", "waits for input"
+    "perf/input_wait_share",
+    "1",
+    "share of step time that rank 0 waited for its input",
+    "lower",
+    "waits for input",
+    published=ONCE,
 )
 SENT_BYTES = Metric("perf/sent_bytes", "bytes", "bytes a step that rank 0 gave to collectives, each payload once")
 GOODPUT = Metric(
-    "profile/goodput", "1", "share of the run's time, over all attempts, that was steps that count", "higher"
+    "profile/goodput",
+    "1",
+    "share of the run's time, over all attempts, that was steps that count",
+    "higher",
+    published=ONCE,
+    prometheus="goodput_ratio",
 )
 PART_SHARE = Metric(
     "profile/PART_share", "1", "share of a step that went to one part of it, by the part's name; the mean of all ranks"
@@ -73,7 +89,13 @@ NOISE_GRAD_SQ = Metric(
     "train/noise_grad_sq", "1", "average of the unbiased estimate of |G|^2, the squared norm of the gradient"
 )
 NOISE_TRACE = Metric("train/noise_trace", "1", "average of the trace of the covariance of one sample's gradient")
-WORKERS = Metric("perf/workers", "workers", "number of workers, which changes in an elastic run")
+WORKERS = Metric(
+    "perf/workers",
+    "workers",
+    "number of workers, which changes in an elastic run",
+    published=ONCE,
+    prometheus="world_size",
+)
 CHECKPOINT_STALL_S = Metric("checkpoint/stall_s", "s", "how long training waited for this checkpoint", "lower")
 CHECKPOINT_DURATION_S = Metric(
     "checkpoint/duration_s", "s", "from its beginning to its manifest, beside the training", "lower"
@@ -156,29 +178,22 @@ VERIFY_MISMATCHES = Metric(
     "verify/mismatches", "variants", "variants that are not the training that they promise to be", "lower"
 )
 
-RECORD_STEPS = Metric("record/steps", "steps", "optimizer steps of the run", None, "steps", is_in_mlflow=False)
+RECORD_STEPS = Metric("record/steps", "steps", "optimizer steps of the run", None, "steps", published=RECORD)
 RECORD_FINAL_LOSS = Metric(
-    "record/final_loss", "loss per sample or token", "loss of the last step", "lower", "final loss", is_in_mlflow=False
+    "record/final_loss", "loss per sample or token", "loss of the last step", "lower", "final loss", published=RECORD
 )
 RECORD_TRAINING_TIME_S = Metric(
-    "record/training_time_s",
-    "s",
-    "time of training, evaluations left out",
-    "lower",
-    "training time",
-    is_in_mlflow=False,
+    "record/training_time_s", "s", "time of training, evaluations left out", "lower", "training time", published=RECORD
 )
 RECORD_TOTAL_TIME_S = Metric(
-    "record/total_time_s", "s", "from the command's start to its end", "lower", "total time", is_in_mlflow=False
+    "record/total_time_s", "s", "from the command's start to its end", "lower", "total time", published=RECORD
 )
-RECORD_COMM_S = Metric(
-    "record/comm_s", "s", "time of a step's communication, hidden or not", "lower", is_in_mlflow=False
-)
+RECORD_COMM_S = Metric("record/comm_s", "s", "time of a step's communication, hidden or not", "lower", published=RECORD)
 RECORD_SENT_BYTES = Metric(
-    "record/sent_bytes", "bytes", "bytes a step that a worker gives to collectives", "lower", is_in_mlflow=False
+    "record/sent_bytes", "bytes", "bytes a step that a worker gives to collectives", "lower", published=RECORD
 )
 RECORD_TARGET_REACHED = Metric(
-    "record/target_reached", "1", "whether training reached the target", "higher", is_in_mlflow=False
+    "record/target_reached", "1", "whether training reached the target", "higher", published=RECORD
 )
 
 COMPRESSION_SHARES = tuple(
@@ -222,18 +237,48 @@ LOSS_OF = Metric(
 )
 GRAD_NORM_OF = Metric("train/grad_norm_NAME", "1", "norm of the gradient of each of several losses, before clipping")
 """Of a workload with several losses, MLflow has these for each, with its name in place of NAME."""
+SYSTEM = Metric(
+    "system/NODE/FIGURE",
+    "%, W or MB",
+    "use of a node's CPU, memory, disk, network and GPUs, as MLflow itself names them",
+)
 
-ALL = (
-    tuple(value for value in list(globals().values()) if isinstance(value, Metric) and value.is_in_mlflow)
+TABLE = (
+    tuple(value for value in list(globals().values()) if isinstance(value, Metric))
     + COMPRESSION_SHARES
     + CURVES
     + tuple(BY_RULE.values())
+    + live_metrics.ALL
 )
+"""Every metric, wherever it is published."""
+ALL = tuple(metric for metric in TABLE if metric.is_in_mlflow)
+"""Those of MLflow."""
+IN_PROMETHEUS = {prometheus_name(metric): metric for metric in TABLE if metric.is_in_prometheus}
+"""Those of Prometheus, by their name there."""
+
+_PLACEHOLDERS = re.compile("NAME|PART|RULE|NODE|FIGURE")
+_PATTERNS = [(re.compile(_PLACEHOLDERS.sub(".+", re.escape(metric.name))), metric) for metric in TABLE]
+
+
+def find(name: str) -> Metric | None:
+    """The metric that is recorded under this name; None for one that only user code knows, such as an evaluation's."""
+    exact = next((metric for metric in TABLE if metric.name == name), None)
+    return exact or next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
 
 
 def by_loss(metric: Metric, values: Mapping[str, float]) -> dict[str, float]:
     """Values of `LOSS_OF` or `GRAD_NORM_OF`, given by the name of the loss, under their own names."""
     return {metric.name.replace("NAME", name): value for name, value in values.items()}
+
+
+def of_system(node: str, values: Mapping[str, float]) -> dict[str, float]:
+    """Values of `SYSTEM` of one node, given by figure, under their own names."""
+    return {SYSTEM.name.replace("NODE", node).replace("FIGURE", figure): value for figure, value in values.items()}
+
+
+def of_user_code(name: str) -> str:
+    """Name of a value of a training step that user code has logged under `name`."""
+    return f"train/{name}"
 
 
 def evaluation(name: str) -> Metric:

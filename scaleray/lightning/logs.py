@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from scaleray.lightning.trainer import refused
+from scaleray.metric_names import of_user_code
 
 SHORT_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test",)}
 """First words of a logged name that say no more than its split does."""
@@ -134,7 +135,7 @@ def step_values(kept: Mapping[str, Logged]) -> dict[str, Any]:
     worker's last micro-batch. What scaleray knows of a step better, its loss over all rows, is left out."""
     shown = short_names(kept, "train")
     return {
-        f"train/{shown[name]}": partial(float, logged.value)
+        of_user_code(shown[name]): partial(float, logged.value)
         for name, logged in kept.items()
         if logged.on_step and not logged.is_metric and shown[name] not in KNOWN_OF_A_STEP
     }

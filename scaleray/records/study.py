@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
 from scaleray import metric_names as names
-from scaleray.metric_names import Metric
+from scaleray.metric import Metric
 from scaleray.records.json_record import JsonRecord
 from scaleray.records.printed import shortened
 from scaleray.records.rows import Row

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from scaleray import metric_names as names
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import TrackingError
 from scaleray.records.run import (
@@ -284,8 +285,7 @@ class Recorder(SignsOfLife):
                 return  # shown already
             self._last_evaluation = message.step
         elif isinstance(message, SystemRecord):
-            values = {f"system/{message.node}/{k}": v for k, v in message.metrics.items()}
-            self.points.add(values, message.step, at=message.recorded_at)
+            self.points.add(names.of_system(message.node, message.metrics), message.step, at=message.recorded_at)
         elif isinstance(message, CheckpointRecord):
             self.points.add_checkpoint(message)
         elif isinstance(message, DerivedRecord):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from scaleray import metric_names as names
-from scaleray.metric_names import Metric
+from scaleray.metric import Metric
 from scaleray.records.study import StudyRecord
 from scaleray.records.sweep import SweepRecord
 from scaleray.tracking.saved_views import Chart, View

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scaleray import metric_names as names
-from scaleray.metric_names import Metric
+from scaleray.metric import Metric
 from scaleray.records.rows import Row, by_metric
 from scaleray.records.run import RunRecord
 from scaleray.records.settings import best, settings
