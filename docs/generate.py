@@ -1,4 +1,4 @@
-"""Write docs/api.md, docs/config.md, docs/metrics.md and docs/schemas from the code, so that each fact stands once.
+"""Write docs/alerts.md, docs/api.md, docs/config.md, docs/metrics.md and docs/schemas from the code, so that each fact stands once.
 
 `make docs` runs it; a test fails where a page is out of date. Needs neither torch nor Ray.
 """
@@ -18,6 +18,7 @@ from python_api import api_page
 from scaleray import metric_names
 from scaleray.config.reference import key_rows
 from scaleray.metric import RANK_LABELS, RUN_LABELS
+from scaleray.monitoring.rules.table import RULES
 from scaleray.records.schemas import SCHEMAS
 
 FOLDER = Path(__file__).parent
@@ -92,6 +93,27 @@ def _in_prometheus() -> list[str]:
     return lines
 
 
+def alerts_page() -> str:
+    """Every rule, with what it costs to leave it alone and what to do."""
+    lines = [
+        "# Alerts",
+        "",
+        NOTE,
+        "",
+        "What is raised, by Prometheus from `dashboards/alerts.yaml` and, where the third column says so, by the run itself;",
+        "[monitoring.md](monitoring.md#alerts) tells how. Values from which on are those of the section `alerts` in [config.md](config.md).",
+        "",
+        "| rule | severity | by the run itself | what is seen | what it costs | what to do |",
+        "|---|---|---|---|---|---|",
+    ]
+    for rule in RULES:
+        seen = rule.summary.format(value="N", of="a GPU" if rule.name.startswith("gpu") else "a rank")
+        itself = "yes" if rule.predicate is not None else "no"
+        cells = (f"`{rule.name}`", rule.severity, itself, seen, rule.costs, rule.advice)
+        lines.append(f"| {' | '.join(map(_cell, cells))} |")
+    return "\n".join([*lines, ""])
+
+
 def _codes(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
@@ -101,6 +123,7 @@ def _text_of(schema: Callable[[], dict[str, object]]) -> Callable[[], str]:
 
 
 PAGES = {
+    "alerts.md": alerts_page,
     "api.md": lambda: api_page(NOTE),
     "config.md": config_page,
     "metrics.md": metrics_page,

@@ -44,7 +44,7 @@ def plan(
 
     from scaleray.cli.plan_answer import answered
     from scaleray.cli.plan_record import plan_record
-    from scaleray.config.base import without_password
+    from scaleray.config.alerts import without_secrets
     from scaleray.reports.terminal.plan import plan_view
     from scaleray.reports.terminal.record import print_whole, width_of
     from scaleray.reports.terminal.tables import as_rich
@@ -62,7 +62,7 @@ def plan(
         for line in answer.write_config(config, output.write):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
     if output.html is not None:
-        command = f"scaleray {shlex.join(map(without_password, sys.argv[1:]))}"
+        command = f"scaleray {shlex.join(without_secrets(sys.argv[1:]))}"
         answer.write_page(output.html, command=command, rows=output.rows)
         console.print(f"page: {output.html}", highlight=False, markup=False, soft_wrap=True)
     if output.json:

@@ -119,7 +119,7 @@ def study(
 
 def command_of(config: Path | None, overrides: tuple[str, ...], options: StudyOptions) -> str:
     """The command that repeats a study, without passwords: what is measured, and every other option that was given."""
-    from scaleray.config.base import without_password
+    from scaleray.config.alerts import without_secrets
 
     words = ["scaleray", "study", *(["-c", str(config)] if config else [])]
     words += ["--world-sizes", ",".join(map(str, options.sizes)), "--mode", ",".join(options.modes)]
@@ -131,4 +131,4 @@ def command_of(config: Path | None, overrides: tuple[str, ...], options: StudyOp
         each = value if isinstance(value, tuple) else (value,)
         for one in each:
             words += [option] if one is True else [option, one if isinstance(one, str) else f"{one:g}"]
-    return shlex.join([*words, *map(without_password, overrides)])
+    return shlex.join([*words, *without_secrets(overrides)])

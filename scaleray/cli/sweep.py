@@ -86,7 +86,7 @@ def sweep(
     json
         Print the record as JSON on stdout; everything else goes to stderr.
     """
-    from scaleray.config.base import without_password
+    from scaleray.config.alerts import without_secrets
 
     grid, is_guided = guidance.against_grid, guidance.guided
     if grid is not None and not is_guided and continue_ is None:
@@ -110,7 +110,7 @@ def sweep(
             continue_folder=continue_,
             tracking_uri=tracking_uri,
             say=output.say,
-            command=f"scaleray {shlex.join(map(without_password, sys.argv[1:]))}",
+            command=f"scaleray {shlex.join(without_secrets(sys.argv[1:]))}",
             base_dir=config.resolve().parent if config else None,
             write_report=write_sweep_report,
             against=grid_record(grid) if grid is not None else None,

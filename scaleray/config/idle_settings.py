@@ -74,6 +74,7 @@ OFF: dict[str, Callable[[RunConfig], bool]] = {
     "pruning": lambda config: config.pruning.method == "none",
     "shares": lambda config: config.shares.by == "equal",
     "study": lambda config: True,
+    "alerts": lambda config: True,
     "scale.on_resize": lambda config: not config.scale.is_elastic,
     "scale.resize_interval_s": lambda config: not config.scale.is_elastic,
     "optimizer.betas": lambda config: config.optimizer.name in ("sgd", "lars"),

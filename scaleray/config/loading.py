@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from scaleray.config.alerts import WEBHOOK, without_secret
 from scaleray.config.run import RunConfig
 from scaleray.config.synonyms import NOTES, meant_by
 from scaleray.errors import ConfigError
@@ -302,5 +303,7 @@ def _as_config_error(exc: ValidationError, entries: Mapping[str, Entry]) -> Conf
         return ConfigError(what, None, "it is required", help_text)
     default = known[key].default if key in known and len(problem["loc"]) < 2 else problem.get("input")
     found = entry.value if entry is not None else default
+    if key == WEBHOOK and isinstance(found, str):
+        found = without_secret(found)
     message = message[0].lower() + message[1:]
     return ConfigError(what, found, f"that is not allowed: {message.rstrip('.')}", help_text)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from scaleray.config.activations import ActivationSettings
+from scaleray.config.alerts import AlertSettings, without_secret
 from scaleray.config.averaging import AveragingSettings
 from scaleray.config.base import Settings, without_password
 from scaleray.config.batch import BatchSettings
@@ -67,6 +68,7 @@ class RunConfig(Settings):
     data: DataSettings = DataSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     tracking: TrackingSettings = TrackingSettings()
+    alerts: AlertSettings = AlertSettings()
     study: StudySettings = StudySettings()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the run; named streams for model, data and dropout are derived from it."""
@@ -145,8 +147,8 @@ class RunConfig(Settings):
         return self.precision.dtype if self.precision.dtype in ("bf16", "fp16") else None
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as plain values, as they would stand in a YAML file; passwords in URIs are stars, as
-        these values are stored."""
+        """The config as plain values, as they would stand in a YAML file; passwords in URIs, and a webhook but for its
+        host, are stars, as these values are stored."""
         values = self.model_dump(mode="json")
         secret = (
             ("tracking", "uri"),
@@ -157,6 +159,8 @@ class RunConfig(Settings):
         for section, key in secret:
             if values[section][key] is not None:
                 values[section][key] = without_password(values[section][key])
+        if self.alerts.webhook is not None:
+            values["alerts"]["webhook"] = without_secret(self.alerts.webhook)
         return values
 
     def hash(self) -> str:

@@ -166,7 +166,7 @@ def test_an_unknown_key_is_named_with_file_and_line_and_the_nearest_known_one(lo
         ({"flags": ["--epochs", "2"]}, ("flag epochs", "did you mean stop.after (with its unit")),
         ({"flags": ["--data.num-workers", "2"]}, ("data.num_workers", "scale.workers", "data.readers")),
         ({"flags": ["--learning-rate", "2"]}, ("flag learning_rate", "did you mean optimizer.learning_rate?")),
-        ({"flags": ["--qqq", "2"]}, ("flag qqq", "sections are activations, averaging, batch")),
+        ({"flags": ["--qqq", "2"]}, ("flag qqq", "sections are activations, alerts, averaging, batch")),
         ({"flags": ["--batch", "2"]}, ("flag batch", "a section with keys such as batch.global_size")),
         ({"environ": {"SCALERAY_SCALE_WORKERS": "2"}}, ("SCALERAY_SCALE_WORKERS", "did you mean scale.workers?")),
         ({"flags": {"batch": {"globl_size": 3}}}, ("override batch.globl_size", "did you mean batch.global_size?")),
@@ -337,6 +337,12 @@ CHANGES = {
     "compilation.what": "model", "compilation.backend": "eager", "compilation.dynamic": True, "compilation.mode": "max-autotune",
     "compilation.cache_dir": "x", "compilation.must_succeed": True, "memory.limit_gib": 1,
     "noise_scale.measure": "auto", "noise_scale.every_steps": 3, "noise_scale.averaging": 0.9, "noise_scale.preconditioned": True,
+    "alerts.watch": False, "alerts.without": ["loss_spike"], "alerts.webhook": "http://x/y", "alerts.command": ["x"], "alerts.timeout_s": 1,
+    "alerts.attempts": 2, "alerts.least": "critical", "alerts.action": {"critical": "stop"}, "alerts.no_progress_s": 1,
+    "alerts.no_progress_steps": 2, "alerts.straggler_share": 0.2, "alerts.link_ratio": 0.5, "alerts.throughput_ratio": 0.5,
+    "alerts.predicted_ratio": 0.5, "alerts.input_wait_share": 0.5, "alerts.loss_spike_mads": 9, "alerts.gradient_factor": 9,
+    "alerts.loss_scale_drop": 9, "alerts.memory_share": 0.5, "alerts.memory_creep_gib": 2, "alerts.disk_free_share": 0.5,
+    "alerts.checkpoint_intervals": 3, "alerts.restarts_an_hour": 9, "alerts.gpu_busy_share": 0.1, "alerts.gpu_throttled_share": 0.5,
     "memory.reserve": 0.1, "memory.on_out_of_memory": "halve",
 }  # fmt: skip
 ONLY_WITH = {
@@ -353,13 +359,19 @@ TOGETHER = {"fsdp.wrap_classes": {"fsdp.wrap": "class"}, "shares.speeds": {"shar
 
 
 def test_the_hash_changes_with_everything_but_where_a_run_is_kept_and_what_it_measures():
-    assert {*CHANGES, *ONLY_WITH, "stop.at", "stop.patience", "checkpoint.copies", "checkpoint.copy_path"} == set(
-        known_keys()
-    ), "a new key belongs into CHANGES"
+    assert {
+        *CHANGES,
+        *ONLY_WITH,
+        "stop.at",
+        "stop.patience",
+        "checkpoint.copies",
+        "checkpoint.copy_path",
+        "alerts.webhook_env",
+    } == set(known_keys()), "a new key belongs into CHANGES"
     plain = with_flags().hash()
     assert len(plain) == 16 and plain == with_flags().hash()
     for key, value in CHANGES.items():
-        is_storage = key.startswith(("tracking.", "checkpoint.", "noise_scale.", "study."))
+        is_storage = key.startswith(("tracking.", "checkpoint.", "noise_scale.", "study.", "alerts."))
         assert (with_flags(**{key: value}).hash() == plain) == is_storage, key
     for key, (others, value) in ONLY_WITH.items():
         given = {key: value, **TOGETHER.get(key, {})}

@@ -1,0 +1,109 @@
+"""Whether the GPUs work, and work at full speed, by NVIDIA's DCGM exporter.
+
+The exporter gives the counters of throttling and of memory errors only where its list of fields has them: they are
+commented out in the list that it comes with. A GPU counts as a run's where its exporter has the address of a node on
+which the run trains.
+"""
+
+from __future__ import annotations
+
+from scaleray import live_metrics as live
+from scaleray.config.alerts import AlertLimits
+from scaleray.metric import prometheus_name
+from scaleray.monitoring.rules.rule import OF_GPU, Found, Rule
+from scaleray.monitoring.rules.seen import Seen
+
+ACTIVE = "DCGM_FI_PROF_GR_ENGINE_ACTIVE"
+THROTTLED = ("DCGM_FI_DEV_POWER_VIOLATION", "DCGM_FI_DEV_THERMAL_VIOLATION")
+"""Microseconds of being slowed down. Newer drivers were said to count nanoseconds: assumption, not measured."""
+ECC = ("DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS")
+REMAP_FAILED = "DCGM_FI_DEV_ROW_REMAP_FAILURE"
+XID = "DCGM_FI_DEV_XID_ERRORS"
+APPLICATION_XIDS = (13, 31, 43, 45)
+"""Numbers that a slip in the application's own code gives: the run fails and says it itself. NVIDIA's Xid catalogue."""
+LOOK_BACK_S = 300.0
+IN_DCGM = "gpu, UUID, instance"
+
+
+def _idle_query(limits: AlertLimits) -> str:
+    busy = f"avg by ({IN_DCGM}) (avg_over_time({ACTIVE}[{LOOK_BACK_S:g}s])) < {limits.gpu_busy_share:g}"
+    with_node = f'label_replace({busy}, "node", "$1", "instance", "([^:]+)(:.*)?")'
+    trains = f"count by (node) ({prometheus_name(live.LAST_STEP_TIMESTAMP_S)} offset {LOOK_BACK_S:g}s)"
+    return f"{with_node} and on (node) {trains}"
+
+
+def _idle(seen: Seen, limits: AlertLimits) -> Found | None:
+    if not seen.knows_since(ACTIVE, LOOK_BACK_S):
+        return None
+    for gpu in seen.newest(ACTIVE):
+        busy = seen.past(ACTIVE, last_s=LOOK_BACK_S, of=gpu)
+        if len(busy) and busy.mean() < limits.gpu_busy_share:
+            return Found(float(busy.mean()), gpu)
+    return None
+
+
+def _throttled_query(limits: AlertLimits) -> str:
+    rates = (f"max by ({IN_DCGM}) (rate({counter}[{LOOK_BACK_S:g}s])) / 1e6" for counter in THROTTLED)
+    return " or ".join(f"{rate} > {limits.gpu_throttled_share:g}" for rate in rates)
+
+
+def _ecc_query(limits: AlertLimits) -> str:
+    grown = (f"max by ({IN_DCGM}) (increase({counter}[{LOOK_BACK_S:g}s])) > 0" for counter in ECC)
+    return " or ".join([*grown, f"max by ({IN_DCGM}) ({REMAP_FAILED}) > 0"])
+
+
+def _xid_query(limits: AlertLimits) -> str:
+    return f"max by ({IN_DCGM}) ({XID}) != 0 " + " ".join(f"!= {number}" for number in APPLICATION_XIDS)
+
+
+RULES = (
+    Rule(
+        "gpu_idle",
+        "warning",
+        "{of} did something in {value} of the last five minutes only",
+        "share",
+        "An idle GPU costs as much as a busy one.",
+        "scaleray profile RUN: input, host or communication. Small kernels: compilation.what blocks, or a larger "
+        "batch.micro_size.",
+        ("cluster", "GPU activity"),
+        _idle_query,
+        _idle,
+        of=OF_GPU,
+    ),
+    Rule(
+        "gpu_throttled",
+        "warning",
+        "{of} was slowed down by power or heat in {value} of the last five minutes",
+        "share",
+        "The slowest GPU sets the speed of all.",
+        "Look at its temperature and power limit, and at the node's cooling; leave the node out meanwhile "
+        "(scale.label_selector).",
+        ("cluster", "GPU throttling"),
+        _throttled_query,
+        for_s=30,
+        of=OF_GPU,
+    ),
+    Rule(
+        "gpu_ecc",
+        "critical",
+        "{of} has memory errors that cannot be corrected",
+        "count",
+        "Such an error ends the process that meets it; more of them follow.",
+        "Drain the node, reset the GPU, and have it replaced where rows cannot be remapped.",
+        ("cluster", "GPU errors"),
+        _ecc_query,
+        of=OF_GPU,
+    ),
+    Rule(
+        "gpu_xid",
+        "critical",
+        "{of} has reported Xid {value}",
+        "count",
+        "After most of them the GPU, or its links, cannot be used until it is reset: the run hangs or fails.",
+        "Look the number up in NVIDIA's Xid catalogue and at the node's kernel log; drain the node. 79 and 74 are a "
+        "GPU or link that is gone.",
+        ("cluster", "GPU errors"),
+        _xid_query,
+        of=OF_GPU,
+    ),
+)

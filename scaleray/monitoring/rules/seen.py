@@ -1,0 +1,60 @@
+"""What a run has told of late: a short past of every series, under its name in Prometheus, for rules to look at."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+MOST_POINTS = 4000
+"""Points that are kept of a series: more than the half hour that rules look back, a point every two seconds."""
+GONE_S = 15.0
+"""Seconds without a word after which a series is gone, as a gauge of Ray's is after two of its exports."""
+Values = npt.NDArray[np.float64]
+Points = deque[tuple[float, float]]
+
+
+@dataclass
+class Seen:
+    """The past of one run. now: the time at which rules look, on the clock of the points; before: when they looked
+    last."""
+
+    now: float = 0.0
+    before: float = -np.inf
+    series: dict[str, dict[str, Points]] = field(default_factory=dict)
+    """Points (time, value) by metric and, of a metric that every rank has, by rank; else by an empty name."""
+
+    def add(self, metric: str, value: float | None, *, at: float, of: str = "") -> None:
+        """Add a point; None is no point. of: rank or device that it is of."""
+        if value is not None:
+            points = self.series.setdefault(metric, {}).setdefault(of, deque(maxlen=MOST_POINTS))
+            points.append((at, float(value)))
+
+    def look(self, now: float) -> None:
+        """Move on to the next look."""
+        self.before, self.now = self.now, now
+
+    def newest(self, metric: str) -> dict[str, float]:
+        """The newest value of each rank or device that is not gone."""
+        found = self.series.get(metric, {})
+        return {of: points[-1][1] for of, points in found.items() if points and self.now - points[-1][0] <= GONE_S}
+
+    def last(self, metric: str) -> float | None:
+        """The newest value, the largest of all ranks; None where all are gone."""
+        return max(self.newest(metric).values(), default=None)
+
+    def past(self, metric: str, *, last_s: float, until_s: float = 0.0, of: str = "") -> Values:
+        """Values from `last_s` to `until_s` seconds ago, oldest first."""
+        points = self.series.get(metric, {}).get(of, ())
+        return np.array([value for at, value in points if self.now - last_s <= at <= self.now - until_s])
+
+    def newest_points(self, metric: str, count: int) -> tuple[Values, Values]:
+        """Times and values of the last points, oldest first."""
+        points = list(self.series.get(metric, {}).get("", ()))[-count:]
+        return np.array([at for at, _ in points]), np.array([value for _, value in points])
+
+    def knows_since(self, metric: str, seconds: float) -> bool:
+        """Whether there is a point that is at least so old."""
+        return any(points and self.now - points[0][0] >= seconds for points in self.series.get(metric, {}).values())

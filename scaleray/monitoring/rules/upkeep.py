@@ -1,0 +1,135 @@
+"""Whether what a run stands on holds: memory, disk, checkpoints, MLflow."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from scaleray import live_metrics as live
+from scaleray.config.alerts import AlertLimits
+from scaleray.metric import prometheus_name
+from scaleray.monitoring.rules.promql import RANK, of_rank, of_run, over
+from scaleray.monitoring.rules.rule import OF_RANK, Found, Rule
+from scaleray.monitoring.rules.seen import Seen
+
+USED = '{kind="used"}'
+CREEP_S, WITHIN_S = 1200.0, 300.0
+"""Seconds between the two times whose least memory is compared, and the length of each."""
+CREEP_SHARE = 0.05
+CHECKPOINT_SLACK_S = 60.0
+"""Seconds that a checkpoint may be late beside what is allowed: it is written beside the training."""
+GIB = 2.0**30
+MEMORY, MEMORY_LIMIT = prometheus_name(live.MEMORY_BYTES), prometheus_name(live.MEMORY_LIMIT_BYTES)
+AGE, INTERVAL = prometheus_name(live.CHECKPOINT_AGE_S), prometheus_name(live.CHECKPOINT_INTERVAL_S)
+SPOOLED, DISK_FREE = prometheus_name(live.RECORDER_SPOOLED_POINTS), prometheus_name(live.DISK_FREE)
+
+
+def _near_limit(seen: Seen, limits: AlertLimits) -> Found | None:
+    most = seen.newest(MEMORY_LIMIT)
+    shares = {of: used / most[of] for of, used in seen.newest(MEMORY).items() if most.get(of)}
+    rank = max(shares, key=lambda of: shares[of], default=None)
+    return Found(shares[rank], rank) if rank is not None and shares[rank] > limits.memory_share else None
+
+
+def _creeping_query(limits: AlertLimits) -> str:
+    now = f"max by ({RANK}) ({over('min_over_time', live.MEMORY_BYTES, WITHIN_S, where=USED)})"
+    before = f"max by ({RANK}) ({over('min_over_time', live.MEMORY_BYTES, WITHIN_S, where=USED, ago_s=CREEP_S)})"
+    growth = f"({now} - {before})"
+    return f"{growth} > {limits.memory_creep_gib * GIB:.0f} and {growth} > {CREEP_SHARE:g} * {before}"
+
+
+def _creeping(seen: Seen, limits: AlertLimits) -> Found | None:
+    for rank in seen.newest(MEMORY):
+        now = seen.past(MEMORY, last_s=WITHIN_S, of=rank)
+        before = seen.past(MEMORY, last_s=CREEP_S + WITHIN_S, until_s=CREEP_S, of=rank)
+        if len(now) and len(before):
+            growth, least = float(np.min(now) - np.min(before)), float(np.min(before))
+            if growth > max(limits.memory_creep_gib * GIB, CREEP_SHARE * least):
+                return Found(growth, rank)
+    return None
+
+
+def _checkpoint_too_old(seen: Seen, limits: AlertLimits) -> Found | None:
+    age, interval = seen.last(AGE), seen.last(INTERVAL)
+    if age is None or interval is None:
+        return None
+    return Found(age) if age > limits.checkpoint_intervals * interval + CHECKPOINT_SLACK_S else None
+
+
+def _recorder_spooling(seen: Seen, limits: AlertLimits) -> Found | None:
+    points = seen.last(SPOOLED)
+    return Found(points) if points else None
+
+
+def _disk_nearly_full(seen: Seen, limits: AlertLimits) -> Found | None:
+    share = min(seen.newest(DISK_FREE).values(), default=1.0)
+    return Found(share) if share < limits.disk_free_share else None
+
+
+RULES = (
+    Rule(
+        "memory_near_limit",
+        "warning",
+        "{of} uses {value} of the memory that it can have",
+        "share",
+        "The next allocation may end the run: an error on a GPU, the kernel's killer on a host.",
+        "A smaller batch.micro_size, activations.checkpointing, or a strategy that shards (fsdp); "
+        "memory.on_out_of_memory halve goes on with smaller micro-batches.",
+        ("ranks", "Memory"),
+        lambda limits: (
+            f"{of_rank(live.MEMORY_BYTES, USED)} / {of_rank(live.MEMORY_LIMIT_BYTES)} > {limits.memory_share:g}"
+        ),
+        _near_limit,
+        for_s=10,
+        of=OF_RANK,
+    ),
+    Rule(
+        "memory_creeping",
+        "warning",
+        "the least memory that {of} uses has grown by {value} in 20 minutes",
+        "bytes",
+        "Something is kept that should be freed; the run ends when the limit is reached.",
+        "Tensors that keep their graph (a loss summed without .item()), growing lists in a callback or a metric: "
+        "scaleray profile --trace shows who holds them.",
+        ("ranks", "Memory"),
+        _creeping_query,
+        _creeping,
+        of=OF_RANK,
+    ),
+    Rule(
+        "disk_nearly_full",
+        "critical",
+        "{value} of the disk with the run's folder is free",
+        "share",
+        "No checkpoint can be written any more: a failure loses everything since the last one.",
+        "scaleray checkpoint prune RUN, a smaller checkpoint.keep_last, or another checkpoint.storage_path.",
+        ("cluster", "Free disk"),
+        lambda limits: f"{of_run(live.DISK_FREE, 'min')} < {limits.disk_free_share:g}",
+        _disk_nearly_full,
+    ),
+    Rule(
+        "checkpoint_too_old",
+        "warning",
+        "the newest checkpoint is {value} old",
+        "seconds",
+        "A failure now loses all steps since then.",
+        "Look at the run's events: storage that is slow, full or away. checkpoint.every_minutes is what was asked for.",
+        ("run", "Age of the newest checkpoint"),
+        lambda limits: (
+            f"{of_run(live.CHECKPOINT_AGE_S)} > "
+            f"{limits.checkpoint_intervals:g} * {of_run(live.CHECKPOINT_INTERVAL_S)} + {CHECKPOINT_SLACK_S:g}"
+        ),
+        _checkpoint_too_old,
+    ),
+    Rule(
+        "recorder_spooling",
+        "warning",
+        "{value} points of charts wait for MLflow, which does not take them",
+        "count",
+        "Training goes on, and its curves cannot be seen; what is still unsent at the end must be replayed by hand.",
+        "Look after the MLflow server. What it misses is in the run folder's unsent.jsonl: scaleray tracking replay.",
+        ("run", "Points that wait for MLflow"),
+        lambda limits: f"{of_run(live.RECORDER_SPOOLED_POINTS)} > 0",
+        _recorder_spooling,
+        for_s=30,
+    ),
+)

@@ -1,0 +1,85 @@
+"""Alerts that a run raised of itself, as `alerts.jsonl` in its folder has them: a line for each that began or ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from scaleray.records.json_record import jsonable
+
+ALERTS_FILE = "alerts.jsonl"
+"""File of the run's folder."""
+State = Literal["firing", "resolved"]
+
+
+@dataclass(frozen=True)
+class Alert:
+    """An alert that begins, or one that is over."""
+
+    name: str
+    """Name of its rule, see docs/monitoring.md."""
+    severity: str
+    """`critical`, `warning` or `info`."""
+    state: State
+    since: float
+    """Wall clock at which it began, in seconds since 1970."""
+    value: float | None
+    """What was measured when it began, in the unit that the summary says."""
+    summary: str
+    action: str = "none"
+    """What was done: `stop`, `checkpoint` or `none`."""
+    recorded_at: float = field(default_factory=time.time, compare=False)
+
+    @property
+    def is_firing(self) -> bool:
+        """Whether it is not over."""
+        return self.state == "firing"
+
+    def to_line(self) -> str:
+        """The alert as one line of JSON, with its end."""
+        return json.dumps(jsonable(dataclasses.asdict(self))) + "\n"
+
+    def __str__(self) -> str:
+        told = {"stop": "; the run is stopped", "checkpoint": "; a checkpoint is made"}.get(self.action, "")
+        if not self.is_firing:
+            return f"alert {self.name} is over"
+        return f"alert {self.name} ({self.severity}): {self.summary}{told}"
+
+
+def parse_alerts(text: str) -> list[Alert]:
+    """Alerts of an `alerts.jsonl`, oldest first. Lines that are no alert are left out: a last one may be half
+    written, and a newer version may write others."""
+    return [alert for line in text.splitlines() if (alert := _parse(line)) is not None]
+
+
+def firing(alerts: Iterable[Alert]) -> list[Alert]:
+    """Those of them that are not over, in the order in which they began."""
+    newest: dict[str, Alert] = {}
+    for alert in alerts:
+        newest.pop(alert.name, None)
+        if alert.is_firing:
+            newest[alert.name] = alert
+    return list(newest.values())
+
+
+def raised(alerts: Iterable[Alert]) -> dict[str, int]:
+    """How often each alert began, the first one first."""
+    counts: dict[str, int] = {}
+    for alert in alerts:
+        if alert.is_firing:
+            counts[alert.name] = counts.get(alert.name, 0) + 1
+    return counts
+
+
+def _parse(line: str) -> Alert | None:
+    known = {one.name for one in dataclasses.fields(Alert)}
+    try:
+        values: Any = json.loads(line)
+        alert = Alert(**{key: value for key, value in values.items() if key in known})
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return None
+    return alert if alert.state in ("firing", "resolved") else None
