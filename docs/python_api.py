@@ -37,6 +37,7 @@ ORDER = (
             "import_weights",
         ),
     ),
+    ("Clusters", ("write_cluster_files", "check_manifests")),
     ("Configs, and MLflow", ("show_config", "config_keys", "config_schema", "replay", "tracking_ui")),
     ("What you bring", ("Workload", "Callback", "ArraySource", "ParquetSource", "TokenSource")),
     ("What comes back", ("RunRecord",)),

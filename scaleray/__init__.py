@@ -20,6 +20,8 @@ _HOMES = {
     "profile": "scaleray.api",
     "report": "scaleray.api",
     "write_project": "scaleray.projects.write",
+    "write_cluster_files": "scaleray.manifests.files",
+    "check_manifests": "scaleray.manifests.rules.read",
     "check": "scaleray.launch.check.check",
     "load": "scaleray.launch.model.load",
     "evaluate": "scaleray.launch.model.evaluate",
@@ -58,6 +60,7 @@ __all__ = [
     "TokenSource",
     "Workload",
     "check",
+    "check_manifests",
     "compare",
     "config_keys",
     "config_schema",
@@ -81,6 +84,7 @@ __all__ = [
     "train",
     "verify",
     "verify_checkpoints",
+    "write_cluster_files",
     "write_project",
 ]
 
@@ -104,6 +108,8 @@ if TYPE_CHECKING:
         rebuild_checkpoint,
         verify_checkpoints,
     )
+    from scaleray.manifests.files import write_cluster_files
+    from scaleray.manifests.rules.read import check_manifests
     from scaleray.projects.write import write_project
     from scaleray.records.run import RunRecord
     from scaleray.workload import Workload

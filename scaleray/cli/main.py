@@ -13,6 +13,7 @@ from cyclopts import App, CycloptsError
 from scaleray import __version__
 from scaleray.cli.check import check
 from scaleray.cli.checkpoint import checkpoint_app
+from scaleray.cli.cluster import cluster_app
 from scaleray.cli.compare import compare
 from scaleray.cli.config import config_app
 from scaleray.cli.evaluate import evaluate
@@ -54,6 +55,7 @@ for command in (
     check,
     profile,
     init,
+    cluster_app,
 ):
     app.command(command)
 

@@ -1,0 +1,59 @@
+"""Manifests of files and folders, and their faults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from scaleray.errors import UsageError
+from scaleray.manifests.rules.check import CHECKED, broken_rules, too_new_fields
+from scaleray.manifests.rules.kuberay import Manifest
+from scaleray.manifests.versions import KUBERAY, as_numbers
+
+
+def check_manifests(*paths: str | Path, kuberay: str = KUBERAY) -> dict[str, Any]:
+    """What the rules of the KubeRay operator, and those of a locked door, have against manifests of Kubernetes.
+
+    paths: YAML files, or folders with such. kuberay: release of the operator that runs on the cluster. Gives
+    `manifests`, how many RayClusters and RayJobs were found, and `faults`, each with file, manifest, rule and fault.
+    Raises UsageError.
+    """
+    if len(as_numbers(kuberay)) < 2:
+        raise UsageError("--kuberay", kuberay, f"it is a release such as {KUBERAY}")
+    if not paths:
+        raise UsageError("scaleray cluster check", None, "it needs files or folders", "such as cluster/kubernetes")
+    faults, num_manifests = [], 0
+    for path, manifest in _manifests([Path(path) for path in paths]):
+        num_manifests += 1
+        name = f"{manifest['kind']} {(manifest.get('metadata') or {}).get('name', 'without a name')}"
+        try:
+            found = broken_rules(manifest)
+        except (AttributeError, TypeError, KeyError) as exc:  # a list where a mapping belongs, and the like
+            found = [("schema", f"its parts are not what the schema asks for ({type(exc).__name__}: {exc})")]
+        if newer := too_new_fields(manifest, kuberay):
+            oldest = max(newer.values(), key=as_numbers)
+            said = f"KubeRay {kuberay} does not know {', '.join(newer)}: upgrade the operator to {oldest} or newer"
+            found.append(("kuberay", said))
+        faults += [{"file": str(path), "manifest": name, "rule": rule, "fault": fault} for rule, fault in found]
+    return {"manifests": num_manifests, "faults": faults}
+
+
+def _manifests(paths: Sequence[Path]) -> Iterator[tuple[Path, Manifest]]:
+    for path in paths:
+        inside = sorted({*path.rglob("*.yaml"), *path.rglob("*.yml")}) if path.is_dir() else [path]
+        for file in inside:
+            for document in _documents(file):
+                if isinstance(document, dict) and document.get("kind") in CHECKED:
+                    yield file, document
+
+
+def _documents(file: Path) -> list[Any]:
+    try:
+        return list(yaml.safe_load_all(file.read_text()))
+    except OSError as exc:
+        raise UsageError("a manifest", str(file), f"it cannot be read: {exc.strerror}") from exc
+    except (yaml.YAMLError, UnicodeDecodeError) as exc:
+        raise UsageError("a manifest", str(file), f"it is no YAML: {' '.join(str(exc).split())[:200]}") from exc

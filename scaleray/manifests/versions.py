@@ -1,0 +1,32 @@
+"""The versions that every file of `cluster/` has: stated here once, and held equal to constraints.txt by a test.
+
+Image, Ray, Python and torch of a cluster must be those of who submits to it: Ray refuses another version of itself.
+"""
+
+from __future__ import annotations
+
+import re
+
+from scaleray import __version__
+
+SCALERAY = __version__
+RAY = "2.60.0"
+PYTHON = "3.11"
+TORCH = "2.13.0"
+CUDA = "13.0"
+"""What torch's wheel on PyPI brings, with cuDNN and NCCL: the machine has only the driver."""
+DRIVER = "580.65.06"
+"""The oldest driver of NVIDIA that CUDA 13.0 runs on."""
+DEBIAN = "bookworm"
+KUBERAY = "1.7.0"
+"""The operator whose schema and rules the manifests are checked against."""
+KUEUE = "0.19.2"
+PYTHON_IMAGE = f"python:{PYTHON}-slim-{DEBIAN}"
+IMAGE = f"scaleray:{SCALERAY}-ray{RAY}-py{PYTHON.replace('.', '')}-cu{CUDA.replace('.', '')}"
+CPU_IMAGE = f"scaleray:{SCALERAY}-ray{RAY}-py{PYTHON.replace('.', '')}-cpu"
+
+
+def as_numbers(version: str) -> tuple[int, ...]:
+    """A version to compare: 1.10.0 is newer than 1.9.1; what follows the numbers is left out."""
+    found = re.match(r"v?(\d+(?:\.\d+)*)", version)
+    return tuple(map(int, found[1].split("."))) if found else ()

@@ -1,0 +1,69 @@
+"""The files of `cluster/` as tests read them: documents of YAML, their schemas, and edits of them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CLUSTER = ROOT / "cluster"
+SCHEMAS = Path(__file__).parent / "schemas"
+GONE = object()
+"""In an edit: take the key away."""
+
+
+@functools.cache
+def validators() -> dict[str, jsonschema.Draft202012Validator]:
+    """A validator for each kind of Kubernetes object that a schema is here for."""
+    found = {}
+    for path in SCHEMAS.glob("*.json"):
+        if path.name != "skypilot.json":
+            whole = json.loads(path.read_text())
+            for kind in whole.keys() - {"$defs"}:
+                found[kind] = jsonschema.Draft202012Validator({**whole[kind], "$defs": whole["$defs"]})
+    return found
+
+
+def schema_faults(document: dict[str, Any]) -> list[str]:
+    """What the schema of a document's kind has against it."""
+    validator = validators().get(str(document.get("kind")))
+    if validator is None:
+        return [f"there is no kind {document.get('kind')}"]
+    return [f"{error.json_path}: {error.message[:200]}" for error in validator.iter_errors(document)]
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    """The documents of a YAML file."""
+    return [document for document in yaml.safe_load_all(path.read_text()) if document]
+
+
+def edited(document: dict[str, Any], edits: dict[str, Any]) -> dict[str, Any]:
+    """A copy with values set or taken away at dotted paths; a number is a place in a list, `a/b` a key with a dot."""
+    result = copy.deepcopy(document)
+    for path, value in edits.items():
+        node: Any = result
+        *before, last = [part.replace("~", ".") for part in path.split(".")]
+        for part in before:
+            node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
+        if value is GONE:
+            del node[int(last) if isinstance(node, list) else last]
+        elif isinstance(node, list):
+            node[int(last)] = value
+        else:
+            node[last] = value
+    return result
+
+
+def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every key of a document."""
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        if isinstance(node, dict):
+            yield (*path, key)
+        yield from places(value, (*path, key))
