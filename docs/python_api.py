@@ -21,6 +21,8 @@ ORDER = (
             "check",
             "compare",
             "report",
+            "watch",
+            "live_state",
             "load_config",
             "write_project",
         ),

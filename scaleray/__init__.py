@@ -30,6 +30,8 @@ _HOMES = {
     "config_keys": "scaleray.api_looks",
     "config_schema": "scaleray.api_looks",
     "replay": "scaleray.api_looks",
+    "watch": "scaleray.api_looks",
+    "live_state": "scaleray.api_looks",
     "tracking_ui": "scaleray.api_looks",
     "list_checkpoints": "scaleray.launch.model.stored_checkpoints",
     "verify_checkpoints": "scaleray.launch.model.stored_checkpoints",
@@ -68,6 +70,7 @@ __all__ = [
     "export_weights",
     "import_weights",
     "list_checkpoints",
+    "live_state",
     "load",
     "load_config",
     "plan",
@@ -84,13 +87,14 @@ __all__ = [
     "train",
     "verify",
     "verify_checkpoints",
+    "watch",
     "write_cluster_files",
     "write_project",
 ]
 
 if TYPE_CHECKING:
     from scaleray.api import compare, profile, report, study, sweep, train, verify
-    from scaleray.api_looks import config_keys, config_schema, replay, show_config, tracking_ui
+    from scaleray.api_looks import config_keys, config_schema, live_state, replay, show_config, tracking_ui, watch
     from scaleray.api_plan import plan
     from scaleray.callbacks import Callback
     from scaleray.config import RunConfig, load_config

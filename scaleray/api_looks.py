@@ -1,12 +1,17 @@
-"""What `scaleray config` and `scaleray tracking` do, as functions."""
+"""What `scaleray watch`, `scaleray config` and `scaleray tracking` do, as functions."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from scaleray.api import Config, resolved
 from scaleray.installed import names_what_is_missing
+
+if TYPE_CHECKING:
+    from scaleray.records.live import LiveState
 
 
 @names_what_is_missing
@@ -34,8 +39,9 @@ def config_keys(section: str | None = None) -> list[dict[str, str]]:
     return [dataclasses.asdict(row) for row in (key_rows() if section is None else rows_of(section))]
 
 
-def config_schema(what: Literal["config", "run", "study", "sweep"] = "config") -> dict[str, Any]:
-    """The JSON schema of the config, for editors, or of the record.json of a run, study or sweep."""
+def config_schema(what: Literal["config", "run", "study", "sweep", "live"] = "config") -> dict[str, Any]:
+    """The JSON schema of the config, for editors, of the record.json of a run, study or sweep, or of what
+    `scaleray watch --json` prints of one that lives."""
     from scaleray.records.schemas import SCHEMAS
 
     return dict(SCHEMAS[what]())
@@ -63,3 +69,30 @@ def tracking_ui(*, uri: str | None = None, port: int = 5000) -> int:
     from scaleray.tracking.ui import serve
 
     return serve(uri, port=port)
+
+
+@names_what_is_missing
+def live_state(run: str | Path, *, uri: str | None = None) -> LiveState:
+    """What is known of a run now: how far it is, its loss, speed, phases, ranks and alerts, or how it ended.
+
+    run: its folder, its name in the storage path or in the cluster of RAY_ADDRESS, or its id or name in MLflow at
+    `uri`. Disturbs nothing.
+    """
+    from scaleray.launch.watch.find import find_watched
+
+    with contextlib.ExitStack() as stack:
+        return find_watched(str(run), stack, uri=uri).look()
+
+
+@names_what_is_missing
+def watch(
+    run: str | Path | None = None, *, interval: float = 2.0, uri: str | None = None
+) -> Iterator[LiveState | list[LiveState]]:
+    """A run as it goes on: its state again and again, until it has ended.
+
+    run: as for `live_state`; None gives all runs of this machine and of the cluster of RAY_ADDRESS that live or ended
+    within the last hour, and never ends. interval: seconds between two looks.
+    """
+    from scaleray.launch.watch.find import states_of
+
+    yield from states_of(None if run is None else str(run), interval_s=interval, uri=uri)

@@ -76,6 +76,7 @@ def imported_by(words, modules):
                 "predict",
                 "check",
                 "profile",
+                "watch",
             )
         ),
         *(f"{name} --help" for name in ("checkpoint", "config", "tracking", "plan explain", "checkpoint list")),

@@ -78,7 +78,7 @@ def keys(section: str | None = None, *, json: Json = False) -> int:
 
 
 @config_app.command
-def schema(what: Literal["config", "run", "study", "sweep"] = "config", *, out: Path | None = None) -> int:
+def schema(what: Literal["config", "run", "study", "sweep", "live"] = "config", *, out: Path | None = None) -> int:
     """Print the JSON schema of the config, for editors, or of a record.
 
     Parameters

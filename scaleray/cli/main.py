@@ -27,6 +27,7 @@ from scaleray.cli.sweep import sweep
 from scaleray.cli.tracking import tracking_app
 from scaleray.cli.train import train
 from scaleray.cli.verify import verify
+from scaleray.cli.watch import watch
 from scaleray.errors import ScaleRayError
 from scaleray.installed import missing_library
 
@@ -54,6 +55,7 @@ for command in (
     predict,
     check,
     profile,
+    watch,
     init,
     cluster_app,
 ):

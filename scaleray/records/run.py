@@ -15,6 +15,7 @@ from typing import Any, Self
 from scaleray import metric_names as names
 from scaleray.parsing import load_json
 from scaleray.records.json_record import JsonRecord
+from scaleray.records.live import RecentSteps
 from scaleray.records.printed import figures
 from scaleray.records.profile import RankMeasurements, RunProfile
 from scaleray.records.rows import Row
@@ -122,6 +123,8 @@ class Heartbeat:
     world_size: int = 1
     silent_s: float = 0.0
     """Seconds since the sign of life came, at the time when somebody asks."""
+    recent: RecentSteps | None = None
+    """What its last steps took; None before the second one."""
 
 
 @dataclass(frozen=True)

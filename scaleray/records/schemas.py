@@ -17,6 +17,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
 from scaleray.config.run import RunConfig
+from scaleray.records.live import LiveState
 from scaleray.records.run import RunRecord
 from scaleray.records.study import StudyRecord
 from scaleray.records.sweep import SweepRecord
@@ -48,6 +49,7 @@ SCHEMAS: dict[str, Callable[[], dict[str, Any]]] = {
     "run": lambda: record_schema(RunRecord),
     "study": lambda: record_schema(StudyRecord),
     "sweep": lambda: record_schema(SweepRecord),
+    "live": lambda: record_schema(LiveState),
 }
 """Every schema by the name of what it is of."""
 

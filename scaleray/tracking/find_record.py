@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,23 +82,8 @@ def _read(place: Store, text: bytes) -> FoundRun:
 
 
 def _in_mlflow(run: str, uri: str) -> FoundRun:
-    shown = without_password(uri)
-    unknown = TrackingError(
-        "RUN",
-        run,
-        f"there is no folder with a {FILE} and no run of this id or name in MLflow at {shown}",
-        "give a run's folder, or the database that it is in with --uri",
-    )
-    if uri.startswith("sqlite:///") and not sqlite_path(uri).exists():
-        raise unknown  # looking must not make a database
-    check_reachable(uri)
-    import_mlflow()
-    try:
-        client = open_client(uri)
-        known = _candidates(client, run)
-        found = [one for one in known if PARENT_TAG not in one.data.tags]
-        if not found:
-            raise _part_of_another(client, run, known[0]) if known else unknown
+    with reading_mlflow(run, uri):
+        client, found = runs_in_mlflow(run, uri)
         chosen = found[0].info.run_id
         with tempfile.TemporaryDirectory() as folder:
             names = {file.path for file in client.list_artifacts(chosen)}
@@ -116,12 +101,40 @@ def _in_mlflow(run: str, uri: str) -> FoundRun:
                 if STEPS in names
                 else None
             )
+    where = f"MLflow run {chosen}" + (f", the newest of {len(found)} with this name" if len(found) > 1 else "")
+    return FoundRun(record_of(text, where=where), where, None, steps)
+
+
+@contextlib.contextmanager
+def reading_mlflow(run: str, uri: str) -> Iterator[None]:
+    """A context in which whatever MLflow raises is a TrackingError that names the run."""
+    try:
+        yield
     except (TrackingError, ModuleNotFoundError):  # without MLflow the command says what to install
         raise
     except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
+        shown = without_password(uri)
         raise TrackingError("MLflow at", shown, f"the run {run} cannot be read: {_first_line(exc)}") from exc
-    where = f"MLflow run {chosen}" + (f", the newest of {len(found)} with this name" if len(found) > 1 else "")
-    return FoundRun(record_of(text, where=where), where, None, steps)
+
+
+def runs_in_mlflow(run: str, uri: str) -> tuple[Any, list[Any]]:
+    """MLflow's client, and the runs of this id or name, the newest first: at least one. Raises TrackingError."""
+    unknown = TrackingError(
+        "RUN",
+        run,
+        f"there is no folder with a {FILE} and no run of this id or name in MLflow at {without_password(uri)}",
+        "give a run's folder, or the database that it is in with --uri",
+    )
+    if uri.startswith("sqlite:///") and not sqlite_path(uri).exists():
+        raise unknown  # looking must not make a database
+    check_reachable(uri)
+    import_mlflow()
+    client = open_client(uri)
+    known = _candidates(client, run)
+    found = [one for one in known if PARENT_TAG not in one.data.tags]
+    if not found:
+        raise _part_of_another(client, run, known[0]) if known else unknown
+    return client, found
 
 
 def _candidates(client: Any, run: str) -> Sequence[Any]:

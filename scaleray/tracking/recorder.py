@@ -17,6 +17,7 @@ from typing import Any
 from scaleray import metric_names as names
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import TrackingError
+from scaleray.records.live import LiveState
 from scaleray.records.run import (
     CheckpointRecord,
     DerivedRecord,
@@ -31,8 +32,10 @@ from scaleray.records.run import (
     WorkerSummary,
 )
 from scaleray.tracking.chart_points import Points, in_ms
+from scaleray.tracking.described import CHANGE_TAG, Described
+from scaleray.tracking.live_run import LiveFile, LiveRun
 from scaleray.tracking.logged_files import LoggedFiles
-from scaleray.tracking.operations import EndRun, LogArtifact, LogDataset, LogMetrics, LogParams, Operation, SetTags
+from scaleray.tracking.operations import EndRun, LogArtifact, LogMetrics, LogParams, Operation, SetTags
 from scaleray.tracking.published_steps import PublishedSteps
 from scaleray.tracking.recording import Recording, RunIdentity
 from scaleray.tracking.recovery import Recovery
@@ -46,8 +49,6 @@ from scaleray.tracking.steps_file import StepsFile
 from scaleray.tracking.store import RunStore, run_link
 from scaleray.tracking.writer import STALLED_S, Marker, Writer
 from scaleray.watchers import Guard, Watcher
-
-CHANGE_TAG = "scaleray.changed."
 
 
 class Recorder(SignsOfLife):
@@ -69,11 +70,14 @@ class Recorder(SignsOfLife):
         self.recovery = Recovery(description, self.steps, self.points, self.spool, say=self._event)
         self.note = RunNote(description)
         self._time = RunTime(description)
+        self._live = LiveRun(description)
+        self._live_file = LiveFile(self.work_dir, self.live)
         # a slip in one message must not end the recording of all others
         self._look = partial(Guard(self._event), Watcher.RECORDING)
         self._writer = Writer[WorkerMessage | Operation](
             self.spool, self._take_item, self._flush_guarded, name="scaleray-recorder"
         )
+        self._described = Described(description, self._writer.put)
         self._logged = LoggedFiles(self.work_dir, Store(elsewhere) if elsewhere else None, self._writer.put)
         self._shown = ShownMessages()
         self._last_evaluation = -1
@@ -84,7 +88,6 @@ class Recorder(SignsOfLife):
         self._resumed_after: dict[float, int] = {}
         self._previous_step = -1
         self._is_continued = self._has_new_steps = False
-        self._changes: list[str] = []
         self._started = threading.Event()
 
     def start(self) -> RunIdentity:
@@ -97,6 +100,7 @@ class Recorder(SignsOfLife):
         before = d.continues or {}
         if d.continues is None:
             self.note.try_to_write(None)
+        self._live_file.start()
         if before.get("run_id"):
             self.spool.store = RunStore.reopen(d.tracking_uri, before["run_id"], before["experiment_id"])
             self._is_continued = True  # run.json stays as it is until training has really gone on
@@ -112,14 +116,15 @@ class Recorder(SignsOfLife):
             self.note.try_to_write(self.spool.store)
         if d.continues is not None:
             known = self.recovery.ask_mlflow()
-            self._changes, self._events = known.tags(CHANGE_TAG), known.events()
+            self._described.changes, self._events = known.tags(CHANGE_TAG), known.events()
             for operation in self.recovery.send_what_mlflow_lacks(known):
                 self._writer.put(operation)
         if not self._is_continued or not self.spool.store.is_described():
-            self._describe()
+            self._described.write()
         self._writer.start()
         self._started.set()
-        return self.identity()
+        self._live.identity = self.identity()
+        return self._live.identity
 
     def durable(self, timeout_s: float = 60.0) -> dict[str, str]:
         """Return when everything that has arrived is in MLflow or on the disk, with the run's identity.
@@ -156,8 +161,13 @@ class Recorder(SignsOfLife):
         number, messages = self._shown.after(after)
         return number, [*messages, *(replace(beat, tail=()) for beat in self.heartbeats()[:1])]
 
+    def live(self) -> LiveState:
+        """What is known of the run now, for whoever looks at it from the outside."""
+        return self._live.state(self.heartbeats(), time=self._time.so_far(), waiting=len(self.spool.points()))
+
     def mark_killed(self) -> None:
         """End the run as KILLED now, before the driver does so in good order, which it may not live long enough for."""
+        self._live.end("KILLED")
         self._writer.put(EndRun("KILLED", in_ms(time.time())))
 
     def close(self) -> None:
@@ -213,33 +223,12 @@ class Recorder(SignsOfLife):
                 f"MLflow has taken nothing for {STALLED_S / 60:.0f} minutes; what was still to be written is lost"
             )
         self._writer.close()
+        self._live.end(status, tags.get("scaleray.verdict", ""))
+        self._live_file.end()
         if self.note.key is not None:
             with contextlib.suppress(Exception):  # whatever MLflow raises: the run itself is complete
                 self._require_store().remove_twins(self.note.key)
         return self.spool.unsent_file()
-
-    def _describe(self) -> None:
-        """Write what is known of the run before it has a step. Written twice, it is the same."""
-        d = self.description
-        self._writer.put(LogParams(dict(d.params)))
-        for dataset in d.datasets:
-            self._writer.put(LogDataset(**dataset))
-        for name, text in d.files.items():
-            path = self.work_dir / name
-            path.write_text(text)
-            self._writer.put(LogArtifact(str(path)))
-
-    def _note_changes(self) -> None:
-        """Note what a run that goes on was told to do otherwise, and its whole config, beside those before."""
-        text = "; ".join(self.description.changes)[:4000]
-        if not text or text in self._changes[-1:]:  # noted by a recorder before this one
-            return
-        number = 1 + len(self._changes)
-        self._writer.put(SetTags({f"{CHANGE_TAG}{number:03d}": text}))
-        config = self.work_dir / f"config-{number}.yaml"
-        with contextlib.suppress(OSError):  # on a full disk the tag is enough
-            config.write_text(self.description.files.get("config.yaml", ""))
-            self._writer.put(LogArtifact(str(config)))
 
     def _publish(self) -> str | None:
         """Bring what a resumed run needs to the run's folder, with each checkpoint; gives what went wrong."""
@@ -270,6 +259,7 @@ class Recorder(SignsOfLife):
 
     def _take(self, message: WorkerMessage) -> None:
         self._look(partial(self._time.hear, message), None, part="goodput")
+        self._look(partial(self._live.hear, message), None, part="live state")
         if isinstance(message, StepRecord):
             if message.step != self._previous_step + 1:
                 self._go_on_after(message.step - 1)
@@ -314,7 +304,7 @@ class Recorder(SignsOfLife):
         """
         if self._is_continued and not self._has_new_steps:
             self.note.try_to_write(self.spool.store)  # where it fails, the next checkpoint tries again
-            self._note_changes()
+            self._described.note_changes()
         self._has_new_steps = True
         if is_new:
             self.steps.add(record)

@@ -32,5 +32,8 @@ class RunDescription:
     """Folder from which a relative workload file was found."""
     continues: Mapping[str, Any] | None = None
     """What `run.json` says of the interrupted run that this one continues."""
+    strategy: str = ""
+    total_steps: int | None = None
+    """Steps of the whole training."""
     changes: Sequence[str] = ()
     """What differs from the config of that run, a line each. Params of an MLflow run are written once and stay."""

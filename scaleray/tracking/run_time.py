@@ -57,6 +57,10 @@ class RunTime:
             self.save()
         return self._ledger.goodput(time.time())
 
+    def so_far(self) -> Goodput | None:
+        """The time until now, in any thread; None before the first step."""
+        return self._ledger.goodput(time.time()) if self._has_steps else None
+
     def _kept(self) -> dict | None:
         for root in reversed(self._roots):  # the run's own folder first: this one may be of another machine
             with contextlib.suppress(OSError, ValueError):

@@ -68,7 +68,8 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
     if not uses_gpu:
         torch.set_num_threads(max(1, int(scale.cpus_per_worker)))
     sender = Sender(assignment.recorder, interval_s=job.config.tracking.interval_s)
-    life = SignsOfLife(assignment.recorder, place, sender, tail=_keep_tail())
+    progress = Progress()
+    life = SignsOfLife(assignment.recorder, place, sender, progress, tail=_keep_tail())
     control = Control(notice=_nodes_to_go if assignment.can_be_preempted else None)
     checkpointing = Checkpointing(
         job,
@@ -79,7 +80,7 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
         facts=assignment.facts,
         before_publishing=lambda: {"mlflow": sender.durable()},
     )
-    progress, interval_s = Progress(), max(BEAT_S, place.world_size / 100)
+    interval_s = max(BEAT_S, place.world_size / 100)
     stalls = StallWatch(
         progress,
         place,
@@ -156,8 +157,8 @@ def _nodes_to_go() -> frozenset[str]:
 class SignsOfLife:
     """What a worker tells the recorder of its own state: where it is in a step, and that it hangs."""
 
-    def __init__(self, recorder: Any, place: Place, sender: Sender, *, tail: deque[str]) -> None:
-        self.recorder, self.place, self.sender, self.tail = recorder, place, sender, tail
+    def __init__(self, recorder: Any, place: Place, sender: Sender, progress: Progress, *, tail: deque[str]) -> None:
+        self.recorder, self.place, self.sender, self.progress, self.tail = recorder, place, sender, progress, tail
 
     def beat(self, step: int, phase: str, since_s: float) -> bool:
         """Tell of this worker's phase; whether the recorder answers that the run should leave."""
@@ -165,7 +166,15 @@ class SignsOfLife:
 
         place = self.place
         heartbeat = Heartbeat(
-            place.rank, place.node, os.getpid(), step, phase, since_s, tuple(self.tail), place.world_size
+            place.rank,
+            place.node,
+            os.getpid(),
+            step,
+            phase,
+            since_s,
+            tuple(self.tail),
+            place.world_size,
+            recent=self.progress.recent,
         )
         return bool(ray.get(self.recorder.beat.remote(heartbeat), timeout=30))
 

@@ -38,7 +38,7 @@ COMMANDS = {
     "checkpoint prune": "prune_checkpoints", "checkpoint rebuild": "rebuild_checkpoint",
     "checkpoint export": "export_weights", "checkpoint import": "import_weights", "config show": "show_config",
     "config keys": "config_keys", "config schema": "config_schema", "tracking replay": "replay", "tracking ui": "tracking_ui",
-    "cluster write": "write_cluster_files", "cluster check": "check_manifests",
+    "watch": "watch", "cluster write": "write_cluster_files", "cluster check": "check_manifests",
 }  # fmt: skip
 OTHER_NAMES = {
     "mode": "modes", "rank": "rank_by", "path": ("run", "folder"), "run": "what", "config": "what", "from_": "kind", "continue_": "continue_folder",
@@ -46,7 +46,7 @@ OTHER_NAMES = {
 }  # fmt: skip
 """Options whose argument has another name in Python."""
 OF_A_COMMAND = {
-    "json", "rows", "open_browser", "max_minutes", "fail_if_slower", "expect_steps", "overrides", "interval_s", "report",
+    "json", "once", "all_", "rows", "open_browser", "max_minutes", "fail_if_slower", "expect_steps", "overrides", "interval_s", "report",
 }  # fmt: skip
 """What is a matter of printing, of exit codes, or of strings on a command line."""
 

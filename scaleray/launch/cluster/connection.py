@@ -131,8 +131,9 @@ def _importing(modules: Sequence[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def joined(address: str) -> Iterator[list[Node]]:
-    """The alive nodes of a running cluster, to look at; a connection that the caller already has is used.
+def joined(address: str, *, name: str = "--address") -> Iterator[list[Node]]:
+    """The alive nodes of a running cluster, to look at; a connection that the caller already has is used. name: what
+    the address was given as.
 
     Raises ClusterError.
     """
@@ -144,7 +145,7 @@ def joined(address: str) -> Iterator[list[Node]]:
     if ray.is_initialized():
         yield alive_nodes()
         return
-    _connect(address, name="--address")
+    _connect(address, name=name)
     try:
         yield alive_nodes()
     finally:

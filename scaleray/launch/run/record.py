@@ -69,7 +69,7 @@ def describe(
         work_dir=folder.work_dir,
         every_steps=config.tracking.every_steps,
         params={k: v for k, v in params.items() if v is not None},
-        tags=_start_tags(job, facts),
+        tags=_start_tags(job, facts, folder),
         files={
             "config.yaml": as_yaml(config.to_dict()),
             "derived.yaml": as_yaml({"values": recipe.values(), "how": how}),
@@ -82,14 +82,17 @@ def describe(
         base_dir=str(base_dir) if base_dir else None,
         continues=continues,
         changes=changes,
+        strategy=recipe.strategy,
+        total_steps=recipe.total_steps,
     )
 
 
-def _start_tags(job: TrainJob, facts: Mapping[str, Any]) -> dict[str, str]:
+def _start_tags(job: TrainJob, facts: Mapping[str, Any], folder: RunFolder) -> dict[str, str]:
     tags = {
         "scaleray.kind": "train",
         "scaleray.config_hash": job.config.hash(),
         "scaleray.strategy": job.recipe.strategy,
+        "scaleray.run_dir": without_password(folder.path),
         **source_tags(job.config.workload.name, facts["environment"]["git"]),
     }
     if job_id := os.environ.get("RAY_JOB_SUBMISSION_ID"):

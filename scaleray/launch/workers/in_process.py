@@ -45,7 +45,7 @@ def run_here(
         show([message])
 
     place, control, progress = Place(device=device), Control(), Progress()
-    stalls, life = _watches(job, place, progress, run_path, emit=emit, show=show)
+    stalls, life = _watches(job, place, progress, run_path, emit=emit, show=show, recorder=recorder)
     checkpointing = Checkpointing(
         job,
         place,
@@ -76,12 +76,14 @@ def run_here(
 
 
 def _watches(
-    job: TrainJob, place: Place, progress: Progress, run_path: str, *, emit: Emit, show: Show
+    job: TrainJob, place: Place, progress: Progress, run_path: str, *, emit: Emit, show: Show, recorder: Recorder
 ) -> tuple[StallWatch, Watchdog]:
     """What looks at the training from a thread of its own. It ends nothing: a debugger may stop for hours."""
 
     def beat(step: int, phase: str, since_s: float) -> bool:
-        show([Heartbeat(0, "here", os.getpid(), step, phase, since_s)])
+        heartbeat = Heartbeat(0, "here", os.getpid(), step, phase, since_s, recent=progress.recent)
+        recorder.beat(heartbeat)
+        show([heartbeat])
         return False
 
     def warn(text: str) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,9 @@ from scaleray.launch.workers.lost_workers import cause_of
 from scaleray.parsing import load_json
 from scaleray.records.run import Heartbeat, WorkerMessage
 from scaleray.tracking.run_description import RunDescription
+
+NAMESPACE, NAMES = "scaleray", "recorder-"
+"""Ray's namespace of recorders, and what their names begin with: whoever watches a cluster finds them by it."""
 
 if TYPE_CHECKING:
     from scaleray.tracking.recording import Recording, RunIdentity
@@ -43,9 +47,20 @@ def spawn_recorder(description: RunDescription) -> Any:
                 gc.freeze()  # what was imported stays, and later collections need not look at it
                 gc.enable()
 
+        def live_text(self) -> str:
+            """The state of the run as JSON, which any version of a reader takes."""
+            return self.live().to_json()
+
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     # several calls at once: workers' messages must not wait while the run is being made
-    actor = ray.remote(PoliteRecorder).options(num_cpus=0, scheduling_strategy=here, max_concurrency=8)
+    actor = ray.remote(PoliteRecorder).options(
+        num_cpus=0,
+        scheduling_strategy=here,
+        max_concurrency=8,
+        namespace=NAMESPACE,
+        # two runs may have one name, and a lost recorder's is taken for a moment
+        name=f"{NAMES}{description.run_name}-{secrets.token_hex(4)}",
+    )
     return actor.remote(description)
 
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TextIO
 
+from scaleray.records.live import RecentSteps
 from scaleray.records.phases import TIMED, Phase
 from scaleray.workload import user_frames
 
@@ -40,6 +41,8 @@ class Progress:
         self.thread_id = threading.get_ident()
         self.on_enter: Callable[[Phase], None] = lambda phase: None
         """Called with every phase that is entered."""
+        self.recent: RecentSteps | None = None
+        """What the last steps took; None before the second one."""
 
     def enter(self, phase: Phase) -> Phase:
         """Enter the next phase, and give the one that was left."""
@@ -48,6 +51,10 @@ class Progress:
         self.phase, self.since = phase, time.monotonic()
         self.on_enter(phase)
         return left
+
+    def hear(self, recent: RecentSteps) -> None:
+        """Take note of what the last steps took."""
+        self.recent = recent
 
     def finish_step(self, step: int) -> None:
         """Take note that so many steps are complete."""

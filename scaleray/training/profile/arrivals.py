@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from scaleray.records.live import RecentSteps
 from scaleray.records.phases import Phase
 from scaleray.records.profile import CollectiveRow, Places, RankArrivals, RankMeasurements
 from scaleray.strategies.contract.arrivals import ArrivalSource
@@ -41,6 +42,8 @@ class Enters(Protocol):
     on_enter: Callable[[Phase], None]
 
     def enter(self, phase: Phase) -> Phase: ...
+
+    def hear(self, recent: RecentSteps) -> None: ...
 
 
 class ArrivalTimes(Observer):

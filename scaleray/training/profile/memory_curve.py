@@ -52,6 +52,12 @@ class MemoryCurve:
             self._looked_at, self.is_looking = now, True
             self._sample(now)
 
+    def now(self) -> dict[str, int]:
+        """The newest numbers, by name, and the peak so far."""
+        newest = self.samples[-1][1] if self.samples else {}
+        known = {name: value for name, value in newest.items() if value is not None}
+        return {**known, **({"peak_bytes": self.peak.num_bytes} if self.peak is not None else {})}
+
     def numbers(self, *, first_step: int, width: int, count: int) -> MemoryNumbers:
         """What was found, over time in `count` buckets of `width` steps."""
         self._snapshot_at = -1e9

@@ -26,7 +26,13 @@ class Profile(Observer):
 
     def __init__(self, job: TrainJob, place: Place, first_step: int, progress: Enters, tells: Emits) -> None:
         self.phases = PhaseTimes(
-            place, first_step, started_at=job.started_at, enter=progress.enter, emit=tells.emit, guard=tells.guard
+            place,
+            first_step,
+            started_at=job.started_at,
+            enter=progress.enter,
+            emit=tells.emit,
+            guard=tells.guard,
+            tell=progress.hear,
         )
         self._progress, self._on_enter = progress, progress.on_enter
         progress.on_enter = self.phases.mark

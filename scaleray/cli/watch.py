@@ -1,0 +1,138 @@
+"""`scaleray watch`: a run, or all of them, as they go on."""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_library
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from scaleray.cli.options import Flag
+from scaleray.cli.output import print_json
+from scaleray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from scaleray.records.live import LiveState
+
+LEAST_S = 0.2
+PIPE_S = 10.0
+"""Seconds between two lines in a pipe."""
+
+
+def watch(
+    run: str | None = None,
+    *,
+    all_: Annotated[bool, Parameter(name="--all", negative="")] = False,
+    once: Flag = False,
+    json: Annotated[bool, Parameter(name="--json", negative="", help="Print the state as JSON on stdout.")] = False,
+    interval: float | None = None,
+    uri: str | None = None,
+) -> int:
+    """Watch a run: progress, loss, speed, phases, lateness and memory of each rank, alerts.
+
+    Looks at its folder on this machine, at its recorder in the cluster of RAY_ADDRESS, or at MLflow, and disturbs
+    nothing. Ends with the run, or by Ctrl-C, which leaves the run alone. In a pipe it prints a line now and then.
+
+    Parameters
+    ----------
+    run
+        Folder of the run, its name in the default storage path or in the cluster, or its id or name in MLflow.
+    all_
+        All runs of this machine and of the cluster that live, or ended within the last hour.
+    once
+        Look once, and end.
+    interval
+        Seconds between two looks; 2 on a terminal, 10 in a pipe.
+    uri
+        MLflow's tracking URI, for a run that is found there.
+    """
+    if (run is None) == (not all_):
+        raise ConfigError("RUN", run, "it is one run, or --all", "for example: scaleray watch digits-w002")
+    if interval is not None and not LEAST_S <= interval < float("inf"):
+        raise ConfigError("--interval", interval, f"it must be at least {LEAST_S} seconds")
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode
+    with contextlib.ExitStack() as stack:
+        try:
+            look, where, least_s = _what_to_look_at(run, stack, uri)
+            if once:
+                return _print_once(look(), where, json=json)
+            is_terminal = sys.stdout.isatty() and not json
+            every_s = max(least_s, interval or (2.0 if is_terminal else PIPE_S))
+            if is_terminal:
+                return _show(look, where, every_s)
+            return _print_lines(look, every_s, json=json)
+        except KeyboardInterrupt:
+            print("watching has ended; the run goes on" if run else "watching has ended", file=sys.stderr)
+            return 0
+
+
+Look = Callable[[], "LiveState | list[LiveState]"]
+
+
+def _what_to_look_at(run: str | None, stack: contextlib.ExitStack, uri: str | None) -> tuple[Look, str, float]:
+    from scaleray.launch.watch.find import find_watched, watched_runs
+
+    if run is None:
+        return watched_runs(stack), "", 0.0
+    found = find_watched(run, stack, uri=uri)
+    return found.look, found.where, found.least_s
+
+
+def _print_once(seen: LiveState | list[LiveState], where: str, *, json: bool) -> int:
+    if json:
+        print_json(_as_json(seen))
+        return 0
+    from rich.console import Console
+
+    console = Console()
+    console.print(_view(seen, where, console.width))
+    return 0
+
+
+def _as_json(seen: LiveState | list[LiveState]) -> dict[str, Any]:
+    return {"runs": [state.to_dict() for state in seen]} if isinstance(seen, list) else seen.to_dict()
+
+
+def _view(seen: LiveState | list[LiveState], where: str, width: int) -> Any:
+    from scaleray.reports.terminal.watch_lines import runs_table
+    from scaleray.reports.terminal.watch_page import watch_page
+
+    return runs_table(seen, width=width) if isinstance(seen, list) else watch_page(seen, width=width, where=where)
+
+
+def _show(look: Look, where: str, every_s: float) -> int:
+    """The page on a terminal, which changes in place and stays at the end."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        while True:
+            seen = look()
+            live.update(_view(seen, where, console.width), refresh=True)
+            if not isinstance(seen, list) and seen.has_ended:
+                return 0
+            time.sleep(every_s)
+
+
+def _print_lines(look: Look, every_s: float, *, json: bool) -> int:
+    """Lines in a pipe, one for every look at a run that has gone on."""
+    from scaleray.reports.terminal.watch_lines import state_line
+
+    before: dict[str, str] = {}
+    while True:
+        seen = look()
+        for state in seen if isinstance(seen, list) else [seen]:
+            line = state_line(state)
+            if before.get(state.name) != line:
+                before[state.name] = line
+                print(json_library.dumps(state.to_dict()) if json else line, flush=True)
+        if not isinstance(seen, list) and seen.has_ended:
+            return 0
+        sys.stdout.flush()
+        time.sleep(every_s)

@@ -1,0 +1,1 @@
+"""Looking at runs while they live, without disturbing them: `scaleray watch`."""

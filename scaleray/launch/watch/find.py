@@ -1,0 +1,183 @@
+"""Which run is watched, and how it is asked: by its folder on this machine, by its recorder in a cluster, or by what
+MLflow has of it.
+
+The folder comes first, as it needs neither Ray nor MLflow, and nothing of the run has to answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from scaleray.checkpoints.storage import Store
+from scaleray.config.base import without_password
+from scaleray.config.checkpoint import default_storage_path
+from scaleray.errors import ClusterError, TrackingError
+from scaleray.launch.watch.cluster_runs import RecorderGone, cluster_runs
+from scaleray.parsing import load_json
+from scaleray.records.live import FILE, LOST, LiveState
+from scaleray.tracking.find_record import places_of
+from scaleray.tracking.live_folder import as_lost, runs_in, state_in_folder
+from scaleray.tracking.live_mlflow import find_in_mlflow, state_in_mlflow
+from scaleray.tracking.store import resolve_uri
+
+MLFLOW_EVERY_S = 5.0
+"""Seconds between two looks at MLflow at least: it has a point in so many steps."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A run that is watched. where: what it is asked by, in words. least_s: seconds between two looks at least."""
+
+    look: Callable[[], LiveState]
+    where: str
+    least_s: float = 0.0
+
+
+def find_watched(run: str, stack: contextlib.ExitStack, *, uri: str | None = None) -> Watched:
+    """The run that `run` names: a folder or bucket, a name in the storage path or in the cluster of RAY_ADDRESS, or an
+    id or name in MLflow. stack: holds the connection to the cluster. Raises UsageError."""
+    known = _in_folders(run)
+    if known is not None and not known.look().has_ended:
+        return known
+    problem: ClusterError | None = None
+    if os.environ.get("RAY_ADDRESS", "local") != "local":
+        try:
+            if (found := _in_cluster(run, stack)) is not None:
+                return found
+        except ClusterError as exc:
+            problem = exc
+    if known is not None:
+        return known
+    try:
+        return _in_mlflow(run, resolve_uri(uri))
+    except TrackingError as exc:
+        if exc.what != "RUN":
+            raise
+        raise problem or _unknown(run, exc) from exc
+
+
+def watched_runs(stack: contextlib.ExitStack) -> Callable[[], list[LiveState]]:
+    """A function that gives all runs of this machine's storage path and of the cluster of RAY_ADDRESS that live, or
+    ended within the last hour. stack: holds the connection. Raises ClusterError."""
+    in_cluster = stack.enter_context(cluster_runs()) if os.environ.get("RAY_ADDRESS", "local") != "local" else list
+
+    def look() -> list[LiveState]:
+        here = runs_in()
+        known = {(state.name, state.run_id) for state in here}
+        return [*here, *(state for state, _ in in_cluster() if (state.name, state.run_id) not in known)]
+
+    return look
+
+
+def states_of(run: str | None, *, interval_s: float, uri: str | None = None) -> Iterator[LiveState | list[LiveState]]:
+    """The state of a run again and again until it has ended, or those of all without an end. Raises UsageError."""
+    with contextlib.ExitStack() as stack:
+        if run is None:
+            look: Callable[[], LiveState | list[LiveState]] = watched_runs(stack)
+        else:
+            found = find_watched(run, stack, uri=uri)
+            look, interval_s = found.look, max(interval_s, found.least_s)
+        while True:
+            seen = look()
+            yield seen
+            if isinstance(seen, LiveState) and seen.has_ended:
+                return
+            time.sleep(interval_s)
+
+
+def _in_folders(run: str) -> Watched | None:
+    for place in places_of(run):
+        if "://" in place.root:
+            return _in_bucket(place)
+        folder = Path(place.root)
+        if state_in_folder(folder) is not None:
+            return Watched(lambda folder=folder: _of_folder(folder), f"folder {folder}")  # type: ignore[misc]
+    folder = Path(run).expanduser()
+    if folder.is_dir() and ("/" in run or run in (".", "..")):
+        inside = [state.name for state in runs_in(str(folder))]
+        raise TrackingError(
+            "RUN",
+            run,
+            f"this folder is not one of a run: it has no run.json, {FILE} or record.json",
+            f"runs in it: {', '.join(inside[:5])}" if inside else "give a run's folder, name or id; --all shows all",
+        )
+    return None
+
+
+def _of_folder(folder: Path) -> LiveState:
+    state = state_in_folder(folder)
+    if state is None:
+        raise TrackingError("the run folder", str(folder), "it is gone", "it was moved or removed while it was watched")
+    return state
+
+
+def _in_bucket(place: Store) -> Watched | None:
+    """A run whose folder is elsewhere: it has a state once it has ended; before, MLflow has."""
+    where = without_password(place.root)
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        state = LiveState.from_json(place.read(FILE))
+        return Watched(lambda: state, where)
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        about = load_json(place.read("run.json"))
+        return _in_mlflow(about["run_id"], resolve_uri(about["tracking_uri"]))
+    raise TrackingError("RUN", where, "there is no run of this version", "give a run's folder, name or id in MLflow")
+
+
+def _in_cluster(run: str, stack: contextlib.ExitStack) -> Watched | None:
+    found = [(state, ask) for state, ask in stack.enter_context(cluster_runs())() if run in (state.name, state.run_id)]
+    if len(found) > 1:
+        ids = ", ".join(f"{state.run_id or 'not yet in MLflow'} ({state.run_dir})" for state, _ in found)
+        raise TrackingError("RUN", run, f"{len(found)} runs of the cluster have this name: {ids}", "give the id of one")
+    if not found:
+        return None
+    last, ask = found[0]
+
+    def look() -> LiveState:
+        nonlocal last
+        try:
+            last = ask()
+        except RecorderGone:
+            last = _after_its_recorder(last)
+        return last
+
+    return Watched(look, f"cluster {os.environ['RAY_ADDRESS']}")
+
+
+def _after_its_recorder(last: LiveState) -> LiveState:
+    """How a run ended whose recorder is gone: a recorder ends with its run."""
+    here = Path(last.run_dir)
+    if (state := state_in_folder(here) if here.is_absolute() else None) is not None and state.name == last.name:
+        return state
+    if not last.has_ended and last.run_id:
+        with contextlib.suppress(TrackingError, ModuleNotFoundError):
+            of_mlflow = state_in_mlflow(last.run_id, resolve_uri(None))
+            return dataclasses.replace(last, status=of_mlflow.status, verdict=of_mlflow.verdict, left_s=None)
+    silent_s = time.time() - (last.seen_at or 0.0)
+    return dataclasses.replace(as_lost(last), status=LOST) if silent_s > 5.0 and not last.has_ended else last
+
+
+def _in_mlflow(run: str, uri: str) -> Watched:
+    run_id, folder, notes = find_in_mlflow(run, uri)
+    if folder is not None and (state := state_in_folder(folder)) is not None and state.run_id == run_id:
+        return Watched(lambda: dataclasses.replace(_of_folder(folder), notes=notes), f"folder {folder}")
+    where = f"MLflow at {without_password(uri)}"
+    return Watched(lambda: state_in_mlflow(run_id, uri, notes), where, MLFLOW_EVERY_S)
+
+
+def _unknown(run: str, exc: TrackingError) -> TrackingError:
+    places = [f"a folder of this name here or in {default_storage_path()}"]
+    if os.environ.get("RAY_ADDRESS", "local") != "local":
+        places.append(f"a live run of the cluster at {os.environ['RAY_ADDRESS']}")
+    reason = exc.allowed.partition(" and no run ")[2] or "of this id or name in MLflow"
+    return TrackingError(
+        "RUN",
+        run,
+        f"there is neither {' nor '.join(places)} nor a run {reason}",
+        "scaleray watch --all shows what lives",
+    )

@@ -1,0 +1,225 @@
+"""The live state of a run from its folder on this machine, whatever has become of it: it starts, trains, has ended, or
+was killed; also of runs from before there was a live.json, and of studies and sweeps."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from scaleray.config.checkpoint import default_storage_path
+from scaleray.parsing import load_json
+from scaleray.records.live import FILE, LOST, LOST_S, RUNNING, STARTING, LiveState, RankNow
+from scaleray.records.profile import RunProfile
+from scaleray.records.read import FILE as RECORD
+from scaleray.records.read import AnyRecord, parse_record
+from scaleray.records.run import RunRecord
+from scaleray.tracking.alerts_file import alerts_in
+from scaleray.tracking.live_run import Curve
+
+RUN, STEPS, LOCK = "run.json", "steps.csv", ".lock"
+ASKED = {"sweep.json": "sweep", "study.json": "study"}
+
+
+def state_in_folder(folder: Path) -> LiveState | None:
+    """What the folder tells of its run now; None where it is not one of a run, study or sweep."""
+    live, record = _live(folder), _record(folder)
+    if live is not None and record is not None and not live.has_ended:
+        written_at = (folder / RECORD).stat().st_mtime
+        live = live if (live.seen_at or 0.0) > written_at else None  # a run that goes on has the record of its end
+    if live is not None:
+        return _with_alerts(as_lost(live), folder)
+    if record is not None:
+        return _with_alerts(of_record(record, folder), folder)
+    return _without_either(folder)
+
+
+def as_lost(state: LiveState) -> LiveState:
+    """The state as LOST, if nothing has been heard of the run for too long."""
+    silent_s = time.time() - state.seen_at if state.seen_at is not None else 0.0
+    if state.has_ended or silent_s < LOST_S:
+        return state
+    return dataclasses.replace(state, status=LOST, left_s=None)
+
+
+def runs_in(storage: str | None = None, *, ended_within_s: float = 3600.0) -> list[LiveState]:
+    """The runs of a storage path that have not ended, or did so within this time; the newest first."""
+    root, found = Path(storage or default_storage_path()), []
+    with contextlib.suppress(OSError):
+        for folder in root.iterdir():
+            if not folder.is_dir() or time.time() - _touched_at(folder) > ended_within_s:
+                continue
+            if (state := state_in_folder(folder)) is not None:
+                found.append(state)
+    return sorted(found, key=lambda state: (state.status not in (STARTING, RUNNING), -(state.started_at or 0.0)))
+
+
+def of_record(record: AnyRecord, folder: Path) -> LiveState:
+    """What the record of something that has ended tells, as a look while it lived would have."""
+    ended_at = (folder / RECORD).stat().st_mtime
+    if not isinstance(record, RunRecord):
+        first, *words = record.lines()
+        return LiveState(
+            name=record.name,
+            kind=first.partition(" ")[0],
+            status="FINISHED",
+            run_id=record.run_id,
+            mlflow_link=record.mlflow_link,
+            run_dir=str(folder),
+            started_at=record.started_at,
+            seen_at=record.started_at + record.duration_s,
+            notes=words,
+        )
+    profile = record.profile
+    return LiveState(
+        name=record.name,
+        status=record.status,
+        verdict=record.verdict,
+        run_id=record.run_id,
+        mlflow_link=record.mlflow_link,
+        run_dir=str(folder),
+        strategy=record.strategy,
+        workers=record.workers,
+        started_at=ended_at - record.total_time_s,
+        seen_at=ended_at,
+        step=record.steps,
+        total_steps=record.derived.get("total_steps"),
+        loss=record.final_loss,
+        curve=_curve(folder),
+        step_time_s=record.step_time_s,
+        samples_per_s=record.samples_per_s,
+        tokens_per_s=record.tokens_per_s,
+        input_wait_share=record.input_wait_share,
+        metrics=dict(record.metrics),
+        nonfinite_steps=record.nonfinite_steps,
+        goodput=profile.goodput.shares().get("productive") if profile and profile.goodput else None,
+        phases=_phases(profile) if profile else {},
+        ranks=_ranks(profile, record.steps) if profile else [],
+        events=record.events[-20:],
+    )
+
+
+def _without_either(folder: Path) -> LiveState | None:
+    """A run of which there is no live.json yet, or never was, and no record."""
+    name = folder.name
+    about = _json(folder / RUN)
+    if about is None or not isinstance(about.get("name"), str):
+        for asked, kind in ASKED.items():
+            if (folder / asked).exists():
+                return LiveState(name=name, kind=kind, status=RUNNING, run_dir=str(folder), seen_at=_touched_at(folder))
+        if (folder / LOCK).exists() and set(_names(folder)) <= {LOCK, "ray_train"}:
+            return as_lost(LiveState(name=name, run_dir=str(folder), seen_at=_touched_at(folder)))
+        return None
+    curve, last = _curve(folder), _last_row(folder)
+    state = LiveState(
+        name=about["name"],
+        status=RUNNING if last else STARTING,
+        run_id=str(about.get("run_id") or ""),
+        run_dir=str(folder),
+        started_at=about.get("started_at"),
+        seen_at=_touched_at(folder),
+        step=int(last.get("step") or 0),
+        loss=last.get("loss"),
+        learning_rate=last.get("learning_rate"),
+        epoch=last.get("epoch"),
+        curve=curve,
+    )
+    return _with_alerts(as_lost(state), folder)
+
+
+def _live(folder: Path) -> LiveState | None:
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return LiveState.read(folder / FILE)
+    return None
+
+
+def _record(folder: Path) -> AnyRecord | None:
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return parse_record((folder / RECORD).read_bytes())
+    return None
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    with contextlib.suppress(OSError, ValueError):
+        values = load_json(path.read_bytes())
+        return values if isinstance(values, dict) else None
+    return None
+
+
+def _with_alerts(state: LiveState, folder: Path) -> LiveState:
+    found = alerts_in(folder)
+    return dataclasses.replace(state, alerts=found) if found else state
+
+
+def _names(folder: Path) -> list[str]:
+    with contextlib.suppress(OSError):
+        return [entry.name for entry in folder.iterdir()]
+    return []
+
+
+def _touched_at(folder: Path) -> float:
+    """When a file of the folder was last written."""
+    times = [folder]
+    with contextlib.suppress(OSError):
+        times += list(folder.iterdir())
+    found = 0.0
+    for path in times:
+        with contextlib.suppress(OSError):
+            found = max(found, path.stat().st_mtime)
+    return found
+
+
+def _rows(folder: Path) -> list[dict[str, str]]:
+    with contextlib.suppress(OSError), open(folder / STEPS, newline="") as file:
+        return list(csv.DictReader(file))
+    return []
+
+
+def _curve(folder: Path) -> list[tuple[float, float | None]]:
+    curve = Curve()
+    for row in _rows(folder):
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            curve.add(int(row["step"]), float(row["loss"]))
+    return curve.points
+
+
+def _last_row(folder: Path) -> Mapping[str, float]:
+    for row in reversed(_rows(folder)):
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            return {name: float(row[name]) for name in ("step", "loss", "learning_rate", "epoch")}
+    return {}
+
+
+def _phases(profile: RunProfile) -> dict[str, float]:
+    whole = [(rank.steps, rank.phases) for rank in profile.ranks if rank.steps]
+    names = dict.fromkeys(name for _, phases in whole for name in phases)
+    return {
+        name: sum(phases[name].total / steps for steps, phases in whole if name in phases) / len(whole)
+        for name in names
+    }
+
+
+def _ranks(profile: RunProfile, step: int) -> list[RankNow]:
+    return [
+        RankNow(
+            rank=rank.rank,
+            node=rank.node,
+            step=step,
+            phase="end",
+            since_s=0.0,
+            silent_s=0.0,
+            step_time_s=rank.step.median,
+            late_s=rank.late_s.median if rank.late_s is not None else None,
+            memory=_memory(rank.memory),
+        )
+        for rank in profile.ranks
+    ]
+
+
+def _memory(memory: Any) -> dict[str, int]:
+    known = {"resident_bytes": memory.resident_bytes, "peak_bytes": memory.peak.num_bytes if memory.peak else None}
+    return {name: int(value) for name, value in known.items() if value is not None}
