@@ -41,6 +41,7 @@ ORDER = (
     ),
     ("Clusters", ("write_cluster_files", "check_manifests")),
     ("Configs, and MLflow", ("show_config", "config_keys", "config_schema", "replay", "tracking_ui")),
+    ("Dashboards", ("write_dashboards", "install_dashboards")),
     ("What you bring", ("Workload", "Callback", "ArraySource", "ParquetSource", "TokenSource")),
     ("What comes back", ("RunRecord",)),
     ("What can be raised", ("ScaleRayError", "ConfigError")),

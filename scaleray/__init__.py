@@ -39,6 +39,8 @@ _HOMES = {
     "rebuild_checkpoint": "scaleray.launch.model.stored_checkpoints",
     "export_weights": "scaleray.launch.model.stored_checkpoints",
     "import_weights": "scaleray.launch.model.stored_checkpoints",
+    "write_dashboards": "scaleray.reports.grafana.written",
+    "install_dashboards": "scaleray.reports.grafana.api",
     "Workload": "scaleray.workload",
     "Callback": "scaleray.callbacks",
     "RunConfig": "scaleray.config",
@@ -69,6 +71,7 @@ __all__ = [
     "evaluate",
     "export_weights",
     "import_weights",
+    "install_dashboards",
     "list_checkpoints",
     "live_state",
     "load",
@@ -89,6 +92,7 @@ __all__ = [
     "verify_checkpoints",
     "watch",
     "write_cluster_files",
+    "write_dashboards",
     "write_project",
 ]
 
@@ -116,6 +120,8 @@ if TYPE_CHECKING:
     from scaleray.manifests.rules.read import check_manifests
     from scaleray.projects.write import write_project
     from scaleray.records.run import RunRecord
+    from scaleray.reports.grafana.api import install_dashboards
+    from scaleray.reports.grafana.written import write_dashboards
     from scaleray.workload import Workload
 
 

@@ -16,6 +16,7 @@ from scaleray.cli.checkpoint import checkpoint_app
 from scaleray.cli.cluster import cluster_app
 from scaleray.cli.compare import compare
 from scaleray.cli.config import config_app
+from scaleray.cli.dashboards import dashboards_app
 from scaleray.cli.evaluate import evaluate
 from scaleray.cli.init import init
 from scaleray.cli.plan import plan_app
@@ -56,6 +57,7 @@ for command in (
     check,
     profile,
     watch,
+    dashboards_app,
     init,
     cluster_app,
 ):

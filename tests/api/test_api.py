@@ -39,6 +39,7 @@ COMMANDS = {
     "checkpoint export": "export_weights", "checkpoint import": "import_weights", "config show": "show_config",
     "config keys": "config_keys", "config schema": "config_schema", "tracking replay": "replay", "tracking ui": "tracking_ui",
     "watch": "watch", "cluster write": "write_cluster_files", "cluster check": "check_manifests",
+    "dashboards write": "write_dashboards", "dashboards install": "install_dashboards",
 }  # fmt: skip
 OTHER_NAMES = {
     "mode": "modes", "rank": "rank_by", "path": ("run", "folder"), "run": "what", "config": "what", "from_": "kind", "continue_": "continue_folder",

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from scaleray.config.alerts import AlertLimits
+from scaleray.monitoring.dashboards.files import panel_path
 from scaleray.monitoring.rules.rule import Rule
 from scaleray.monitoring.rules.table import RULES
 
@@ -47,6 +48,5 @@ def words(rule: Rule, summary: str, *, run: str) -> dict[str, str]:
 
 
 def panel_link(rule: Rule, run: str) -> str:
-    """Path in Grafana of the dashboard that shows it."""
-    dashboard, panel = rule.panel
-    return f"/d/scaleray-{dashboard}?var-run={run}#{panel}"
+    """Path in Grafana of the panel that shows it."""
+    return f"{panel_path(*rule.panel)}&var-run={run}"

@@ -10,15 +10,16 @@ from __future__ import annotations
 from scaleray import live_metrics as live
 from scaleray.config.alerts import AlertLimits
 from scaleray.metric import prometheus_name
+from scaleray.monitoring import foreign
 from scaleray.monitoring.rules.rule import OF_GPU, Found, Rule
 from scaleray.monitoring.rules.seen import Seen
 
-ACTIVE = "DCGM_FI_PROF_GR_ENGINE_ACTIVE"
-THROTTLED = ("DCGM_FI_DEV_POWER_VIOLATION", "DCGM_FI_DEV_THERMAL_VIOLATION")
+ACTIVE = foreign.GPU_ENGINE_ACTIVE.name
+THROTTLED = tuple(metric.name for metric in foreign.GPU_THROTTLED[:2])
 """Microseconds of being slowed down. Newer drivers were said to count nanoseconds: assumption, not measured."""
-ECC = ("DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS")
-REMAP_FAILED = "DCGM_FI_DEV_ROW_REMAP_FAILURE"
-XID = "DCGM_FI_DEV_XID_ERRORS"
+ECC = (foreign.GPU_ECC_DOUBLE_BIT.name, foreign.GPU_REMAPPED_ROWS.name)
+REMAP_FAILED = foreign.GPU_REMAP_FAILURE.name
+XID = foreign.GPU_XID.name
 APPLICATION_XIDS = (13, 31, 43, 45)
 """Numbers that a slip in the application's own code gives: the run fails and says it itself. NVIDIA's Xid catalogue."""
 LOOK_BACK_S = 300.0

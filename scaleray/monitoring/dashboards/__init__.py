@@ -1,0 +1,1 @@
+"""Dashboards as data, and the files that Grafana and Prometheus read."""

@@ -1,0 +1,121 @@
+"""What a dashboard is made of, free of Grafana's form: panels with their queries, in rows, below variables.
+
+`grafana.py` gives them the form that Grafana reads; tests ask a Prometheus the queries of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["timeseries", "stat", "gauge", "heatmap", "bargauge", "table"]
+Needs = Literal["", "GPU", "fp16", "prediction", "Ray", "Ray Dataset"]
+"""What a panel shows nothing without. Empty where a run alone fills it."""
+COLUMNS = 24
+"""Width of Grafana's grid."""
+
+
+@dataclass(frozen=True)
+class Query:
+    """One expression of PromQL. legend: name of its series, with labels in double braces."""
+
+    expr: str
+    legend: str = ""
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A value from which on a colour holds."""
+
+    value: float
+    colour: str
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way from a panel to somewhere else; the address may hold labels of the series that was clicked on."""
+
+    title: str
+    url: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One picture. description: what is normal, and what to do where it is not.
+
+    unit: one of Grafana's names of units. words: what stands in place of a value. columns: of a table, the labels that
+    it shows, with their headers.
+    """
+
+    title: str
+    description: str
+    queries: tuple[Query, ...]
+    unit: str
+    kind: Kind = "timeseries"
+    needs: Needs = ""
+    width: int = 8
+    height: int = 8
+    minimum: float | None = None
+    maximum: float | None = None
+    decimals: int | None = None
+    thresholds: tuple[Threshold, ...] = ()
+    words: tuple[tuple[str, str, str], ...] = ()
+    """Value, word and colour, where a value stands for a state."""
+    is_stacked: bool = False
+    low_is_bad: bool = False
+    """Of a heat map, that small values are those to look at."""
+    columns: tuple[tuple[str, str], ...] = ()
+    links: tuple[Link, ...] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """Panels under one heading, laid out from left to right."""
+
+    title: str
+    panels: tuple[Panel, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variable:
+    """A choice above the panels. query: what gives the values; of kind textbox, what stands in it at first."""
+
+    name: str
+    label: str
+    query: str
+    kind: Literal["query", "textbox", "datasource"] = "query"
+    description: str = ""
+    all_value: str = ".*"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """A mark on the time axis of every panel, where its query has a value."""
+
+    title: str
+    expr: str
+    text: str
+    colour: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dashboard:
+    """One page. name: of its file; its panels are numbered by their order, which links to them use."""
+
+    name: str
+    title: str
+    description: str
+    variables: tuple[Variable, ...]
+    rows: tuple[Row, ...]
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def uid(self) -> str:
+        """What Grafana knows the dashboard by, whatever its title."""
+        return f"scaleray-{self.name}"
+
+    def panels(self) -> Iterator[Panel]:
+        """All panels in reading order."""
+        for row in self.rows:
+            yield from row.panels

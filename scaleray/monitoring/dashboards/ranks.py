@@ -1,0 +1,209 @@
+"""Who is late, and which link is slow: one line of a heat map for every rank."""
+
+from __future__ import annotations
+
+from scaleray import live_metrics as live
+from scaleray import metric_names as names
+from scaleray.monitoring.dashboards import variables
+from scaleray.monitoring.dashboards.panels import Dashboard, Panel, Query, Row, Threshold
+from scaleray.monitoring.dashboards.queries import (
+    NODE,
+    RANK,
+    RUN_NAME,
+    by_rank,
+    in_order_of_ranks,
+    once,
+    over,
+    select,
+    where,
+)
+
+OF_ROW = "{{row}}"
+OF_RANK = f"rank {{{{{RANK}}}}} on {{{{{NODE}}}}}"
+MOST = 10
+"""How many ranks a list of the worst has."""
+
+LATE = Row(
+    "Who is late",
+    (
+        Panel(
+            title="Lateness",
+            description="How long after the first rank each one came to the collectives of a step: all others wait "
+            "that long. Normal: a few per cent of the step, and now one, now another rank. One line that stays dark is "
+            "a straggler: compare its node's GPUs (dashboard Cluster) and its phases below.",
+            queries=(Query(in_order_of_ranks(by_rank(live.LATENESS_S)), OF_ROW),),
+            unit="s",
+            kind="heatmap",
+            width=16,
+            height=12,
+        ),
+        Panel(
+            title="Latest ranks",
+            description="The ten ranks that others wait for longest, now. Normal: all alike. One far ahead of the "
+            "second is the straggler.",
+            queries=(Query(f"topk({MOST}, {by_rank(live.LATENESS_S)})", OF_RANK),),
+            unit="s",
+            kind="bargauge",
+            minimum=0,
+            width=8,
+            height=12,
+        ),
+        Panel(
+            title="Latest nodes",
+            description="Mean lateness of a node's ranks. Normal: all alike. A node whose ranks are all late has a "
+            "cause of its own: heat, power, a neighbour on its network, a slow disk.",
+            queries=(
+                Query(
+                    f"avg by ({RUN_NAME}, {NODE}) ({select(live.LATENESS_S)})", f"{{{{{NODE}}}}} of {{{{{RUN_NAME}}}}}"
+                ),
+            ),
+            unit="s",
+            minimum=0,
+        ),
+        Panel(
+            title="Lateness of the worst rank",
+            description="Over time, beside the median rank. Normal: close together. Apart since a moment: see what "
+            "changed then, in the events of the node.",
+            queries=(
+                Query(over(live.LATENESS_S, "max"), f"worst of {{{{{RUN_NAME}}}}}"),
+                Query(f"quantile by ({RUN_NAME}) (0.5, {select(live.LATENESS_S)})", f"median of {{{{{RUN_NAME}}}}}"),
+            ),
+            unit="s",
+            minimum=0,
+        ),
+        Panel(
+            title="Workers that tell of themselves",
+            description="Ranks with a series of their own, beside the number of workers. Normal: equal. Fewer: a "
+            "worker is gone, or its node's agent; the run restarts, or will fail with the name of that rank.",
+            queries=(
+                Query(over(live.LAST_STEP_TIMESTAMP_S, "count"), f"heard of {{{{{RUN_NAME}}}}}"),
+                Query(once(names.WORKERS), f"workers of {{{{{RUN_NAME}}}}}"),
+            ),
+            unit="none",
+            minimum=0,
+            decimals=0,
+        ),
+        Panel(
+            title="Since the last step, by rank",
+            description="Normal: all alike. In a hang, ranks that still stand in an earlier step, or whose line has "
+            "ended, are those that the others wait for.",
+            queries=(Query(in_order_of_ranks(f"time() - {by_rank(live.LAST_STEP_TIMESTAMP_S)}"), OF_ROW),),
+            unit="s",
+            kind="heatmap",
+        ),
+    ),
+)
+
+LINKS = Row(
+    "Which link",
+    (
+        Panel(
+            title="Link",
+            description="Bytes a second of the collectives that a rank waits for, over the best that it has had in "
+            "this run. Normal: above 0.7. One red line: that rank's link, cable or switch port; lines of one node: its "
+            "network card; all of them: somebody else uses the network.",
+            queries=(Query(in_order_of_ranks(by_rank(live.LINK_RATIO)), OF_ROW),),
+            unit="percentunit",
+            kind="heatmap",
+            low_is_bad=True,
+            width=16,
+            height=12,
+        ),
+        Panel(
+            title="Slowest links",
+            description="The ten ranks whose collectives are slowest against their own best, now. Normal: above 0.7. "
+            "Only one below, while it is not late: its link; late as well: first mend what makes it late.",
+            queries=(Query(f"bottomk({MOST}, {by_rank(live.LINK_RATIO)})", OF_RANK),),
+            unit="percentunit",
+            kind="bargauge",
+            minimum=0,
+            maximum=1,
+            thresholds=(Threshold(float("-inf"), "red"), Threshold(0.7, "green")),
+            width=8,
+            height=12,
+        ),
+    ),
+)
+
+WORK = Row(
+    "What each rank does",
+    (
+        Panel(
+            title="Step time by rank",
+            description="Normal: alike, as each step waits for the last rank. Apart only where ranks train apart "
+            "between meetings (local_sgd, diloco, gossip, async_sgd).",
+            queries=(Query(in_order_of_ranks(by_rank(names.STEP_TIME_S)), OF_ROW),),
+            unit="s",
+            kind="heatmap",
+            width=12,
+            height=10,
+        ),
+        *(
+            Panel(
+                title=title,
+                description=description,
+                queries=(Query(in_order_of_ranks(by_rank(live.PHASE_S, where("phase", phase))), OF_ROW),),
+                unit="s",
+                kind="heatmap",
+                width=12,
+                height=10,
+            )
+            for title, phase, description in (
+                (
+                    "Input by rank",
+                    "input",
+                    "Normal: near 0. One line: that node's disk or network; all lines: the input as a whole, see "
+                    "the dashboard Cluster.",
+                ),
+                (
+                    "Forward by rank",
+                    "forward",
+                    "Normal: alike. One line darker: a slower device, or more work a row (rows of unequal length: "
+                    "data.bucket_by_length).",
+                ),
+                (
+                    "Backward by rank",
+                    "backward",
+                    "Normal: alike; it has the wait for communication that is hidden behind it. One line darker "
+                    "and late above: a slower device.",
+                ),
+            )
+        ),
+        Panel(
+            title="Memory",
+            description="In use now. Normal: alike. One rank far above the others will be the first to run out: first "
+            "and last stage of a pipeline, or rows of unequal length.",
+            queries=(Query(in_order_of_ranks(by_rank(live.MEMORY_BYTES, where("kind", "used"))), OF_ROW),),
+            unit="bytes",
+            kind="heatmap",
+            width=12,
+            height=10,
+        ),
+        Panel(
+            title="Memory over its limit",
+            description="Peak of each rank over what it can have. Normal: below 0.9. Above: a smaller micro-batch, "
+            "activation checkpointing, or fsdp; `scaleray plan` says what would fit.",
+            queries=(
+                Query(
+                    in_order_of_ranks(
+                        f"{by_rank(live.MEMORY_BYTES, where('kind', 'peak'))} / {by_rank(live.MEMORY_LIMIT_BYTES)}"
+                    ),
+                    OF_ROW,
+                ),
+            ),
+            unit="percentunit",
+            kind="heatmap",
+            width=12,
+            height=10,
+        ),
+    ),
+)
+
+DASHBOARD = Dashboard(
+    name="ranks",
+    title="scaleray: ranks",
+    description="Who is late, which link is slow, and what each rank does.",
+    variables=variables.RANKS,
+    rows=(LATE, LINKS, WORK),
+    notes=(variables.FIRING, variables.RESTARTED),
+)

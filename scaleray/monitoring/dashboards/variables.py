@@ -1,0 +1,77 @@
+"""The choices above the panels, the same on every dashboard that has them, so that links carry them along."""
+
+from __future__ import annotations
+
+from scaleray import live_metrics, metric_names
+from scaleray.monitoring import foreign
+from scaleray.monitoring.dashboards.panels import Link, Note, Variable
+from scaleray.monitoring.dashboards.queries import NODE, RANK, RUN_ID, RUN_NAME, as_scraped, firing, once, values_of
+
+DATASOURCE = Variable(name="datasource", label="Data source", query="prometheus", kind="datasource")
+JOB = Variable(
+    name="job",
+    label="Job",
+    query=values_of(foreign.UP, "job"),
+    description="The job of Prometheus that scrapes; Ray's own file for service discovery calls it ray.",
+    all_value=".+",
+)
+INSTANCE = Variable(
+    name="instance",
+    label="Instance",
+    query=values_of(foreign.UP, "instance", 'job=~"$job"'),
+    description="The address that was scraped: one a node with Ray, one a run without it.",
+    all_value=".+",
+)
+RUN = Variable(name="run", label="Run", query=values_of(live_metrics.STEPS_PLANNED, RUN_NAME, 'job=~"$job"'))
+ID = Variable(
+    name=RUN_ID,
+    label="Run id",
+    query=values_of(live_metrics.STEPS_PLANNED, RUN_ID, 'job=~"$job"', f'{RUN_NAME}=~"$run"'),
+    description="Tells runs of one name apart.",
+)
+OF_RANK = Variable(
+    name=RANK, label="Rank", query=values_of(metric_names.STEP_TIME_S, RANK, 'job=~"$job"', f'{RUN_NAME}=~"$run"')
+)
+OF_NODE = Variable(
+    name=NODE,
+    label="Node",
+    query=values_of(metric_names.STEP_TIME_S, NODE, 'job=~"$job"', f'{RUN_NAME}=~"$run"'),
+    description="Address of a node as Ray knows it.",
+)
+NODE_OF_RAY = Variable(
+    name=NODE,
+    label="Node",
+    query=values_of(foreign.NODE_CPU, foreign.NODE_CPU.node_label, 'job=~"$job"'),
+    description="Address of a node as Ray knows it; it does not choose GPUs, which DCGM knows by host name.",
+)
+PRICE = Variable(
+    name="price",
+    label="Price of a worker-hour",
+    query="1",
+    kind="textbox",
+    description="What one worker costs an hour, in whatever currency.",
+)
+
+TARGETS = (DATASOURCE, JOB, INSTANCE)
+RUNS = (*TARGETS, RUN, ID)
+RANKS = (*RUNS, OF_NODE, OF_RANK)
+
+ABOUT_RUNS = (
+    (RUN_NAME, "run"),
+    (RUN_ID, "id"),
+    *((as_scraped(label), label) for label in live_metrics.RUN_INFO.labels),
+)
+"""Columns of a table of runs: labels of what says of each what it is, and their headers."""
+PAGES = tuple(
+    Link(title, f"${{__data.fields.{label}:raw}}")
+    for title, label in zip(("MLflow", "HTML report"), live_metrics.RUN_INFO.labels[:2], strict=True)
+)
+"""Ways from a line of a table of runs to the run's pages, whose addresses are labels."""
+
+RESTARTED = Note(
+    title="training went on after a loss",
+    expr=f"changes({once(live_metrics.RESTARTS)}[$__interval:]) > 0",
+    text=f"{{{{{RUN_NAME}}}}}",
+    colour="orange",
+)
+FIRING = Note(title="alert", expr=firing(), text="{{alertname}} {{ray_train_run_name}} {{rank}}", colour="red")

@@ -1,0 +1,1 @@
+"""The files of dashboards and rules, and their way into a Grafana."""

@@ -1,0 +1,151 @@
+"""Dashboards into a Grafana by its HTTP API, with one clear message for each way in which it refuses.
+
+Source: grafana.com/docs, HTTP API, Dashboard and Folder. Tried against a stand-in server alone: no Grafana was at hand.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from scaleray.errors import RunFailedError, UsageError
+from scaleray.monitoring.dashboards.files import DASHBOARDS
+from scaleray.monitoring.dashboards.grafana import as_grafana
+
+TIMEOUT_S = 30.0
+SHOWN = 300
+"""Characters of a server's answer that a message has."""
+
+
+def install_dashboards(grafana: str, *, token_env: str = "GRAFANA_TOKEN", folder: str = "scaleray") -> dict[str, str]:
+    """Import the dashboards by the HTTP API of a Grafana, over those that are there; gives the page of each by name.
+
+    grafana: its address. token_env: the environment variable with the token of a service account. folder: within
+    Grafana, made where there is none. Raises UsageError or RunFailedError, without the token in any message.
+    """
+    server = Grafana(grafana, token_env)
+    uid = server.folder(folder)
+    return {name: server.install(as_grafana(dashboard), folder=uid) for name, dashboard in DASHBOARDS.items()}
+
+
+class Grafana:
+    """A Grafana at an address, with the token that stands in an environment variable.
+
+    The token goes into the header of requests alone: no message, record or command line ever has it.
+    """
+
+    def __init__(self, address: str, token_env: str) -> None:
+        hint = "such as http://127.0.0.1:3000"
+        try:
+            parts = urllib.parse.urlsplit(address)
+        except ValueError as exc:
+            raise UsageError("--grafana", address.rpartition("@")[2], f"that is no address: {exc}", hint) from None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UsageError("--grafana", _without_secrets(parts), "it must be an http or https address", hint)
+        if parts.username or parts.password or parts.query:
+            raise UsageError(
+                "--grafana",
+                _without_secrets(parts),
+                "an address holds neither user nor password nor key",
+                f"put a token into the environment variable {token_env}",
+            )
+        token = os.environ.get(token_env, "").strip()
+        if not token or not (token.isascii() and token.isprintable()):  # what is no header would be quoted in an error
+            raise UsageError(
+                f"the environment variable {token_env}",
+                "not a token" if token else None,
+                "it must hold the token of a service account",
+                "Grafana makes one under Administration, Service accounts; --token-env names another variable",
+            )
+        self._address, self._token_env = address.rstrip("/"), token_env
+
+    def folder(self, title: str) -> str:
+        """The uid of the folder with this title, made if there is none."""
+        found = self._ask("GET", "/api/folders?limit=1000")
+        uid = next((one["uid"] for one in found if one.get("title") == title), None)
+        return str(uid or self._ask("POST", "/api/folders", {"title": title})["uid"])
+
+    def install(self, dashboard: Mapping[str, Any], *, folder: str) -> str:
+        """Import a dashboard, over the one of the same uid, and give the address of its page."""
+        body = {"dashboard": {**dashboard, "id": None}, "folderUid": folder, "overwrite": True}
+        body["message"] = "scaleray dashboards install"
+        return self._address + str(self._ask("POST", "/api/dashboards/db", body).get("url", f"/d/{dashboard['uid']}"))
+
+    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        request = urllib.request.Request(
+            self._address + path,
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={
+                "Authorization": f"Bearer {os.environ[self._token_env].strip()}",
+                "Content-Type": "application/json",
+                "Accept": "application/json",
+            },
+        )
+        try:
+            with _opener().open(request, timeout=TIMEOUT_S) as answer:
+                return json.loads(answer.read())
+        except urllib.error.HTTPError as exc:
+            raise self._refused(exc, path) from None  # what it came from has the headers
+        except (OSError, http.client.HTTPException) as exc:
+            reason = getattr(exc, "reason", None) or str(exc) or type(exc).__name__
+            raise UsageError(
+                "--grafana", self._address, f"it does not answer: {reason}", "is it running, and is this its port?"
+            ) from None
+        except ValueError:
+            raise UsageError(
+                "--grafana", self._address, f"what answers {path} is no Grafana: its answer is no JSON"
+            ) from None
+
+    def _refused(self, exc: urllib.error.HTTPError, path: str) -> Exception:
+        said = _message_of(exc).replace(os.environ[self._token_env].strip(), "***")
+        where = f"Grafana at {self._address}"
+        if exc.code in (401, 403):
+            want = "a valid token" if exc.code == 401 else "a token that may edit dashboards and folders"
+            hint = f"the role Editor is enough; Grafana says: {said}"
+            return UsageError(f"the token in {self._token_env}", f"refused ({exc.code})", f"{where} wants {want}", hint)
+        if 300 <= exc.code < 400:
+            to = urllib.parse.urlsplit(exc.headers.get("Location", ""))
+            hint = f"it points to {_without_secrets(to)}: give the address that it ends at"
+            return UsageError("--grafana", self._address, f"it sends elsewhere ({exc.code})", hint)
+        if exc.code == 404:
+            return UsageError("--grafana", self._address, f"nothing is at {path} there", "is a path missing, /grafana?")
+        if exc.code in (400, 412):
+            hint = (
+                "a dashboard that was provisioned from files is changed there; else Grafana may be too old: 9 and newer"
+            )
+            return RunFailedError(f"{where} does not take the dashboard ({exc.code}): {said}.\n  {hint}")
+        return RunFailedError(f"{where} failed ({exc.code}): {said}.\n  Its own log says more; try again later")
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Follows nothing: a POST would become a GET, and the token would go to whatever host an answer names."""
+
+    def redirect_request(self, *args: Any, **more: Any) -> None:
+        return None
+
+
+def _opener() -> urllib.request.OpenerDirector:
+    return urllib.request.build_opener(_NoRedirect)
+
+
+def _message_of(exc: urllib.error.HTTPError) -> str:
+    """What the server says, as one short line."""
+    try:
+        text = exc.read(65536).decode(errors="replace")
+        said = json.loads(text)
+        text = said.get("message", text) if isinstance(said, dict) else text
+    except (ValueError, OSError):
+        pass
+    return " ".join(str(text).split())[:SHOWN] or exc.reason
+
+
+def _without_secrets(parts: urllib.parse.SplitResult) -> str:
+    host = parts.netloc.rpartition("@")[2]
+    return urllib.parse.urlunsplit((parts.scheme, host, parts.path, "", ""))
