@@ -1,91 +1,115 @@
-"""What a profile costs a step: the loop with and without what measures phases, memory and arrivals, turn by turn.
+"""What a profile costs a step: one training, in which everything that measures phases, memory and arrivals is taken away
+and put back every 24 steps.
 
-A toy model, whose steps take less than a millisecond, and one of about 8 ms a step, alone and on two gloo workers. The
-workers of both sides stay up and take turns in random order.
+A toy model, whose steps take less than a millisecond, and one of about 8 ms a step, alone and on two gloo workers.
 
-    python jobs/benchmarks/profile_cost.py
+    chrt -f 20 python jobs/benchmarks/profile_cost.py [--pairs 200,100]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import statistics
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import harness
-from step_cost import OURS, WORLD_SIZES, turn, workers
+import numpy as np
 
-WITHOUT = "unprofiled"
+from scaleray.guarded import guarded
+
 AIM_MS, AIM_SHARE = 0.05, 0.01
+SCRIPT = Path(__file__).resolve().parent / "sides" / "switched.py"
+WORLD_SIZES = (1, 2)
+FIGURES = {"thread_ms": "CPU of the training thread", "process_ms": "CPU of the process", "clock_ms": "on the clock"}
 RULES = """\
-Three layers, 32 rows a worker, one thread; {turns} turns of each side in random order (seed {seed}), by workers that stay
-up, the first steps of each left out. Milliseconds of a step, of the slower worker: the time on the clock (median of a
-turn), the CPU time of the training thread (median) and of the whole process (mean). `more`: with the profile less
-without it in the same round. Median (smallest-largest). Load of the machine before: {before:.1f}, after: {after:.1f}.
+Three layers, 32 rows a worker, one thread. Steps come in blocks of 24, of which the first 4 are left out; each pair of
+blocks has one with the profile and one without, in random order. Milliseconds of a step: the CPU time of the training
+thread and the time on the clock (median of a block), and the CPU time of the whole process (mean). `more`: with the
+profile less without it in the same pair; median of all pairs [95 % of 2,000 draws of pairs anew], of the worker for which
+that is more. Load of the machine before: {before:.1f}, after: {after:.1f}.
 Aim: at most {aim_ms} ms, and at most {aim:.0%} of a step of 8 ms."""
 
 
-def describe(found: list[harness.Measurement], arguments: argparse.Namespace, loads: tuple[float, float]) -> str:
+def measured(width: int, world_size: int, pairs: int, folder: str) -> list[list[dict[str, Any]]]:
+    """The blocks of each worker of a training."""
+    places = [harness.REPOSITORY, SCRIPT.parent]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, places))}
+    meeting = Path(folder) / f"{width}-{world_size}"
+    group = [
+        subprocess.Popen(
+            guarded([sys.executable, *map(str, (SCRIPT, rank, world_size, meeting, width, pairs))]),
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    answers = [worker.communicate()[0] for worker in group]
+    if any(worker.returncode for worker in group):
+        raise RuntimeError("a worker ended; its error stands above")
+    return [json.loads(answer.splitlines()[-1]) for answer in answers]
+
+
+def more(blocks: list[dict[str, Any]], figure: str) -> tuple[float, float, float]:
+    """What the profile adds to a figure: the median of all pairs, and the ends of its interval."""
+    pairs = [sorted(pair, key=lambda block: block["is_on"]) for pair in zip(blocks[::2], blocks[1::2], strict=True)]
+    differences = np.array([on[figure] - off[figure] for off, on in pairs])
+    draws = np.random.default_rng(0).integers(0, len(differences), (2000, len(differences)))
+    low, high = np.percentile(np.median(differences[draws], axis=1), [2.5, 97.5])
+    return float(np.median(differences)), float(low), float(high)
+
+
+def row_of(training: dict[str, Any]) -> list[str]:
+    """A training in the table."""
+    workers = training["workers"]
+    off = {name: [np.median([b[name] for b in worker if not b["is_on"]]) for worker in workers] for name in FIGURES}
+    step_ms = max(off["clock_ms"])
+    cells = [str(training["width"]), str(training["world_size"]), str(len(workers[0]) // 2), f"{step_ms:.2f}"]
+    for name in FIGURES:
+        median, low, high = max(more(worker, name) for worker in workers)
+        cells.append(f"{median:+.4f} [{low:+.4f}, {high:+.4f}]")
+        if name != "process_ms":
+            cells.append(f"{median / step_ms:+.2%} [{low / step_ms:+.2%}, {high / step_ms:+.2%}]")
+    return cells
+
+
+def describe(found: list[dict[str, Any]], loads: tuple[float, float]) -> str:
     """The rules and the table."""
-    rows = []
-    for width in arguments.widths:
-        for size in WORLD_SIZES:
-            own = [m for m in found if m["width"] == width and m["world_size"] == size]
-            base = {m["round"]: m for m in own if m["side"] == WITHOUT}
-            ours = [m for m in own if m["side"] == OURS]
-            more = {
-                key: [m[key] - base[m["round"]][key] for m in ours] for key in ("clock_ms", "thread_ms", "process_ms")
-            }
-            ratios = [m["clock_ms"] / base[m["round"]]["clock_ms"] for m in ours]
-            without = statistics.median(m["clock_ms"] for m in base.values())
-            rows.append(
-                [
-                    f"{width}",
-                    str(size),
-                    f"{without:.3f}",
-                    harness.show(more["clock_ms"], "{:+.3f}"),
-                    harness.show(ratios, "{:.4f}"),
-                    harness.show(more["thread_ms"], "{:+.4f}"),
-                    harness.show(more["process_ms"], "{:+.4f}"),
-                    f"{statistics.median(more['thread_ms']) / without:+.2%}",
-                ]
-            )
-    rules = RULES.format(
-        turns=arguments.repeats, seed=arguments.seed, before=loads[0], after=loads[1], aim_ms=AIM_MS, aim=AIM_SHARE
-    )
-    header = [
-        "width", "workers", "step without, ms", "more on the clock", "ratio", "more CPU of the thread",
-        "more CPU of the process", "thread's share of a step",
-    ]  # fmt: skip
-    return f"{rules}\n\n{harness.table(header, rows)}"
+    rules = RULES.format(before=loads[0], after=loads[1], aim_ms=AIM_MS, aim=AIM_SHARE)
+    header = ["width", "workers", "pairs", "step without, ms"]
+    for name, title in FIGURES.items():
+        header += [f"more {title}, ms"] if name == "process_ms" else [f"more {title}, ms", "of a step"]
+    return f"{rules}\n\n{harness.table(header, [row_of(training) for training in found])}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--widths", type=int, nargs="*", default=[64, 1100])
-    parser.add_argument("--seconds", type=float, default=0.9, help="of a turn, as far as it can be told before")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--widths", default="64,1100")
+    parser.add_argument("--pairs", default="200,100", help="of blocks, for each width")
     parser.add_argument("--results", type=Path, default=harness.RESULTS, help="folder for the report")
     arguments = parser.parse_args()
     conditions = harness.conditions(["torch", "numpy"])
-    sides = {OURS: harness.REPOSITORY, WITHOUT: harness.REPOSITORY}
-    settings = [f"{width} {size}" for width in arguments.widths for size in WORLD_SIZES]
-    found: list[harness.Measurement] = []
+    settings = list(zip(map(int, arguments.widths.split(",")), map(int, arguments.pairs.split(",")), strict=True))
+    found: list[dict[str, Any]] = []
     before = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory() as folder, workers(sides, folder) as groups:
-        for number, setting in harness.interleaved(settings, repeats=arguments.repeats + 1, seed=arguments.seed):
-            width, size = (int(part) for part in setting.split())
-            steps = max(60, int(arguments.seconds * 1e3 / (0.9 if width <= 64 else 8.0)))
-            task = {"clips": False, "steps": steps, "warmup_steps": steps // 5, "width": width}
-            for _, side in harness.interleaved(list(sides), repeats=1, seed=len(found) + arguments.seed):
-                figures = turn(groups[side, size], task)
-                if number:  # the first round fills caches
-                    found.append({"round": number, "side": side, "world_size": size, "width": width, **figures})
+    with tempfile.TemporaryDirectory() as folder:
+        for width, pairs in settings:
+            for world_size in WORLD_SIZES:
+                workers = measured(width, world_size, pairs, folder)
+                found.append({"width": width, "world_size": world_size, "workers": workers})
+                harness.log(" | ".join(row_of(found[-1])))
+    text = describe(found, (before, os.getloadavg()[0]))
+    for training in found:  # each block in three figures
+        training["workers"] = [
+            [[block["is_on"], *(round(block[name], 4) for name in FIGURES)] for block in worker]
+            for worker in training["workers"]
+        ]
     record = {"conditions": conditions, "arguments": harness.arguments_of(arguments), "measurements": found}
-    text = describe(found, arguments, (before, os.getloadavg()[0]))
     harness.write_report(
         "profile_cost", title="What a profile costs a step", text=text, record=record, folder=arguments.results
     )

@@ -26,7 +26,6 @@ import harness
 from scaleray.guarded import guarded
 
 BASELINE, OURS = "plain", "scaleray"
-KINDS = (BASELINE, OURS, "unprofiled")
 SCRIPT = Path(__file__).resolve().parent / "sides" / "steps.py"
 WORLD_SIZES = (1, 2)
 RULES = """\
@@ -43,7 +42,7 @@ class Worker:
     """A process that trains when it is told to."""
 
     def __init__(self, side: str, rank: int, world_size: int, source: Path, meeting: Path) -> None:
-        kind = side if side in KINDS else OURS
+        kind = side if side == BASELINE else OURS
         places = [source, harness.REPOSITORY / "jobs" / "benchmarks"]
         self.process = subprocess.Popen(
             guarded([sys.executable, str(SCRIPT), kind, str(rank), str(world_size), str(meeting)]),

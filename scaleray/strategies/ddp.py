@@ -5,17 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.variable import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from scaleray.config import RunConfig
 from scaleray.config.strategy import StrategySettings
-from scaleray.records.phases import Enter, Phase
 from scaleray.records.profile import CollectiveRow
 from scaleray.strategies.compression.hook import Compression
 from scaleray.strategies.contract.parallel import OnModel, Parallel
@@ -42,21 +38,6 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     def count(step: int) -> None:
         nonlocal num_steps
         num_steps += 1
-
-    def tell_phases(enter: Enter) -> None:
-        def at_loss(module: nn.Module, args: Any, result: Any) -> None:
-            for tensor in tree_leaves(result):
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad and wrapped.require_backward_grad_sync:
-                    tensor.register_hook(when_backward_begins)
-
-        def when_computed() -> None:
-            enter(Phase.COMMUNICATION)
-
-        def when_backward_begins(gradient: torch.Tensor) -> None:
-            # called when all gradients are computed: before DDP's own, which waits for the last buckets
-            Variable._execution_engine.queue_callback(when_computed)
-
-        wrapped.register_forward_hook(at_loss)
 
     def abandon() -> None:
         # a rank whose last forward pass was complete waits for gradients, and would communicate those of the next pass
@@ -93,7 +74,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         before_evaluation=share_buffers,
         weights=weights,
         after_update=count,
-        tell_phases=tell_phases,
+        tell_phases=arrivals.tell_phases,
         bytes_sent=lambda: float(num_steps * sent_a_step),
         collectives=collectives,
         arrivals=arrivals,

@@ -1,6 +1,6 @@
 """One worker of the benchmark of a step's cost: trains when it is told to, by hand or with scaleray's loop.
 
-python steps.py SIDE RANK WORLD_SIZE FILE     SIDE: plain, scaleray or unprofiled; FILE: where the workers of a group meet
+python steps.py SIDE RANK WORLD_SIZE FILE     SIDE: plain or scaleray; FILE: where the workers of a group meet
 
 Reads one task a line, `{"clips": true, "steps": 500, "warmup_steps": 100}`, to which `width` may be added, and answers with one line each: the CPU time
 of its training thread and the time on the clock of every step, and the CPU time of the whole process. Both kinds of loop
@@ -28,7 +28,6 @@ from scaleray.data import TRAIN, Split, as_source
 from scaleray.scaling.recipe.derive import derive
 from scaleray.scaling.recipe.values import DataSize
 from scaleray.training import loop
-from scaleray.training.observer import Observer
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing
@@ -109,35 +108,7 @@ def with_scaleray(workload: Toy, place: Place, *, clips: bool, steps: int) -> No
         loop.run(job, place, sources=sources, emit=records.append, checkpointing=saves)
 
 
-class Nothing(Observer):
-    """What measures nothing, in place of what measures a profile."""
-
-    observers = ()
-
-    def __init__(self, *args: Any, **options: Any) -> None: ...
-
-    def mark(self, phase: Any) -> None: ...
-
-    def start(self, now: float) -> None: ...
-
-    def cut(self, step_s: float, now: float) -> None: ...
-
-    def measurements(self) -> None: ...
-
-    def added_to(self, measured: None) -> None: ...
-
-
-def without_profile(workload: Toy, place: Place, *, clips: bool, steps: int) -> None:
-    """The same loop, without what measures phases, memory and arrivals."""
-    for name in PROFILES:
-        if hasattr(loop, name):
-            setattr(loop, name, Nothing)
-    with_scaleray(workload, place, clips=clips, steps=steps)
-
-
-PROFILES = ("PhaseTimes", "ArrivalTimes", "Profile")
-"""What measures a profile, by its names in the loop."""
-SIDES = {"plain": by_hand, "scaleray": with_scaleray, "unprofiled": without_profile}
+SIDES = {"plain": by_hand, "scaleray": with_scaleray}
 
 
 def measured(workload: Toy, steps: int, warmup_steps: int) -> dict[str, Any]:

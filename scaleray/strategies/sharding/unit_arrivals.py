@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from torch import nn
 
 from scaleray.profiling.layer_names import layer_range
 from scaleray.records.profile import Places
-from scaleray.strategies.contract.arrivals import Note, drawn_together
+from scaleray.strategies.contract.arrivals import Moments, drawn_together
 from scaleray.strategies.sharding.counted_collectives import CountedAllGather, CountedReduceScatter
 from scaleray.strategies.sharding.fsdp_units import Units
 
@@ -32,7 +31,7 @@ class UnitArrivals:
         """Take the collectives of a unit."""
         self._collectives[unit] = gather, scatter
 
-    def settle(self, note: Note) -> Places:
+    def settle(self, moments: Moments) -> Places:
         """See `ArrivalSource`. The places are known at once.
 
         In the forward pass a unit is gathered before the unit `distance` in front of it computes: whoever comes late
@@ -66,7 +65,7 @@ class UnitArrivals:
             backward.append(names)
             buckets.append(bucket)
         for place, collective in enumerate(chosen):
-            collective.on_arrival.append(partial(note, place))
+            collective.on_arrival.append(moments.noting(place))
         rest = [name for names in self._names[max(0, len(modules) - ahead - 1) :] for name in names]
         return Places(
             forward=tuple(map(layer_range, forward)),

@@ -1,25 +1,27 @@
-"""When each bucket of DDP is full: seen at the gradient that comes last in it.
+"""When each bucket of DDP is full: seen at the gradient that comes last in it. And when all of them are.
 
 A communication hook in Python would see it too, and cost ten times as much: DDP would hand it every bucket instead of
 reducing it in C++, and a thread that reads rows could keep it waiting for the interpreter. A hook of one parameter a
-bucket changes nothing of what DDP does.
+bucket changes nothing of what DDP does. A hook of the loss would see the end of a pass alone, and cost as much as six.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C import _current_autograd_node, _current_graph_task_id
+from torch.autograd.variable import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from scaleray.profiling.layer_names import layer_range
+from scaleray.records.phases import Enter, Phase
 from scaleray.records.profile import Places
-from scaleray.strategies.contract.arrivals import Note, drawn_together
+from scaleray.strategies.contract.arrivals import Moments, drawn_together
 
 STEPS_BEFORE = 2
 """Steps after which DDP keeps the layout of its buckets: it lays them out anew at the begin of the second one."""
@@ -38,13 +40,23 @@ class BucketArrivals:
         self._hooks: list[RemovableHandle] = []
         self._order: list[int] = []
         self._steps = 0
+        self._enter: Enter | None = None
+        self._pass = -1  # torch's number of the backward pass that runs, or has run
 
-    def settle(self, note: Note) -> Places | None:
+    def tell_phases(self, enter: Enter) -> None:
+        """See `Parallel.tell_phases`: what follows the last gradient of a step is exposed communication."""
+        self._enter = enter
+        if not self._hooks:  # until the places are known, the one that should come first speaks for all
+            last = len(self._parameters) - 1
+            self._hook([last], lambda number: lambda parameter: self._begin(_current_graph_task_id()))
+
+    def settle(self, moments: Moments) -> Places | None:
         """See `ArrivalSource`. In one step the order of all gradients is seen, then the last one of each part of a
         bucket."""
         self._steps += 1
         if self._steps == STEPS_BEFORE:
-            self._hook(range(len(self._parameters)), lambda number: partial(self._see, number))
+            self.close()
+            self._hook(range(len(self._parameters)), self._seeing)
         if self._steps <= STEPS_BEFORE:
             return None
         self.close()
@@ -55,10 +67,17 @@ class BucketArrivals:
         # what comes last is this rank's own business, the places are the same on all
         last = [max((n for n in part if n in came), key=lambda n: came[n], default=None) for _, part in parts]
         place_of = {number: place for place, number in enumerate(last) if number is not None}
+        now, stamp = moments.now, moments.stamp
 
         def noting(number: int) -> Callable[[torch.Tensor], None]:
             place = place_of[number]
-            return lambda parameter: note(place)
+
+            def note(parameter: torch.Tensor) -> None:
+                now[place] = stamp()
+                if (running := _current_graph_task_id()) != self._pass:
+                    self._begin(running)
+
+            return note
 
         self._hook(place_of, noting)
         return Places(
@@ -81,8 +100,24 @@ class BucketArrivals:
     def _hook(self, numbers: Iterable[int], hook_of: Callable[[int], Callable[[torch.Tensor], None]]) -> None:
         self._hooks = [self._parameters[n].register_post_accumulate_grad_hook(hook_of(n)) for n in numbers]
 
-    def _see(self, number: int, parameter: torch.Tensor) -> None:
-        self._order.append(number)
+    def _seeing(self, number: int) -> Callable[[torch.Tensor], None]:
+        def see(parameter: torch.Tensor) -> None:
+            self._order.append(number)
+            if (running := _current_graph_task_id()) != self._pass:
+                self._begin(running)
+
+        return see
+
+    def _begin(self, running: int) -> None:
+        """Have the end of this backward pass told, at its first gradient: before DDP's own callback, which waits."""
+        self._pass = running
+        if self._enter is not None and self._wrapped.require_backward_grad_sync:
+            Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        # a pass within another one is a checkpoint that is computed again: the whole goes on
+        if self._enter is not None and _current_autograd_node() is None:
+            self._enter(Phase.COMMUNICATION)
 
     def _buckets(self) -> list[list[int]]:
         """Numbers of the parameters in each bucket, both in the order in which gradients come."""

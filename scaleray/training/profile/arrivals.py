@@ -12,18 +12,16 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from scaleray.records.live import RecentSteps
 from scaleray.records.phases import Phase
 from scaleray.records.profile import CollectiveRow, Places, RankArrivals, RankMeasurements
-from scaleray.strategies.contract.arrivals import ArrivalSource
+from scaleray.strategies.contract.arrivals import ArrivalSource, Moments
 from scaleray.training.observer import Observer
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
@@ -36,23 +34,14 @@ CHUNK = 64
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Enters(Protocol):
-    """Whoever knows when the training enters a phase."""
-
-    on_enter: Callable[[Phase], None]
-
-    def enter(self, phase: Phase) -> Phase: ...
-
-    def hear(self, recent: RecentSteps) -> None: ...
-
-
 class ArrivalTimes(Observer):
     """Notes when this rank comes to the places of a step, the begin of its last backward pass, and the end of what it
-    waits for after that."""
+    waits for after that. at_phase: what is called when a phase begins."""
 
-    def __init__(self, progress: Enters, place: Place, guard: Guard) -> None:
-        self.progress, self.place, self.guard = progress, place, guard
+    def __init__(self, at_phase: dict[Phase, Callable[[], None]], place: Place, guard: Guard) -> None:
+        self.at_phase, self.place, self.guard = at_phase, place, guard
         self._stamps: HostStamps | DeviceStamps = DeviceStamps() if place.device.type == "cuda" else HostStamps()
+        self._moments = Moments(self._stamps.now)
         self._source: ArrivalSource | None = None
         self._places: Places | None = None
         self._number = self._num_steps = 0
@@ -60,9 +49,9 @@ class ArrivalTimes(Observer):
         """Whether the backward pass of a micro-batch has not begun yet; whether one has begun in this step."""
         self._begun: Any = None
         self._met: Any = None
-        self._now: list[Any] = []
         self._kept: list[Any] = []
-        """Moments of places: those of this pass, and of the forward pass before it."""
+        """Moments of the forward pass before this one."""
+        self._never: list[Any] = []
         self._earlier: list[Pass] = []
         self._rows, self._every, self._chunk = np.empty((0, 0)), 1, array("d")
 
@@ -75,7 +64,7 @@ class ArrivalTimes(Observer):
         self._number = number
 
     def after_launch(self) -> None:
-        if self._source is not None:
+        if self._has_begun or (self._places is None and self._source is not None):
             self.guard(Watcher.FIGURES, self._look, None, part="arrivals")
 
     def close(self) -> None:
@@ -118,38 +107,38 @@ class ArrivalTimes(Observer):
         if self._places is None:
             self._settle()
         elif self._has_begun:
-            came = self._kept + self._now[len(self._kept) :]
+            came = self._kept + self._moments.now[len(self._kept) :]
             self._stamps.add(StepMoments(self._number, self._begun, self._met, came, self._earlier))
             self._earlier, self._has_begun = [], False
             self._take_known()
 
     def _settle(self) -> None:
         assert self._source is not None
-        places = self._source.settle(self._note)
+        places = self._source.settle(self._moments)
         if places is not None:
-            self._now = [math.nan] * (len(places.forward) + len(places.backward))
+            self._never = [math.nan] * (len(places.forward) + len(places.backward))
+            self._moments.now[:] = self._never
             self._num_forward, self._adds_passes = len(places.forward), places.meets_once
-            self._rows = np.empty((0, 3 + len(self._now)))
-            self._stamp, self._others = self._stamps.now, self.progress.on_enter
-            self._places, self.progress.on_enter = places, self._enter
+            self._rows = np.empty((0, 3 + len(self._never)))
+            self._places = places
+            self.at_phase[Phase.FORWARD] = self._at_forward
+            self.at_phase[Phase.BACKWARD] = self._at_backward
+            self.at_phase[Phase.OPTIMIZER] = self._at_optimizer
 
-    def _note(self, place: int) -> None:
-        self._now[place] = self._stamp()
+    def _at_forward(self) -> None:
+        if self._adds_passes and not self._is_before and self._has_begun:
+            self._earlier.append((self._begun, self._moments.stamp(), self._moments.now.copy()))
+        self._is_before = True
 
-    def _enter(self, phase: Phase) -> None:
-        self._others(phase)
-        if phase is Phase.BACKWARD:
-            if self._is_before:  # and not when a wait within the pass has ended
-                self._begun, self._is_before, self._has_begun = self._stamp(), False, True
-                # FSDP gathers again in the backward pass, and passes of other micro-batches came by the same places
-                self._kept = self._now[: self._num_forward]
-                self._now = [math.nan] * len(self._now)
-        elif phase is Phase.FORWARD:
-            if self._adds_passes and not self._is_before and self._has_begun:
-                self._earlier.append((self._begun, self._stamp(), self._now))
-            self._is_before = True
-        elif phase is Phase.OPTIMIZER:
-            self._met = self._stamp()
+    def _at_backward(self) -> None:
+        if self._is_before:  # and not when a wait within the pass has ended
+            self._begun, self._is_before, self._has_begun = self._moments.stamp(), False, True
+            # FSDP gathers again in the backward pass, and passes of other micro-batches came by the same places
+            self._kept = self._moments.now[: self._num_forward]
+            self._moments.now[:] = self._never
+
+    def _at_optimizer(self) -> None:
+        self._met = self._moments.stamp()
 
     def _take_known(self) -> None:
         while (row := self._stamps.next_known()) is not None:
@@ -164,6 +153,7 @@ class ArrivalTimes(Observer):
             return
         values = np.array(self._chunk).reshape(-1, self._rows.shape[1])
         self._chunk = array("d")
+        values[:, 2:] -= values[:, 1:2]
         first = self._num_steps - len(values)
         numbers = np.arange(first, self._num_steps)
         self._rows = np.concatenate([self._rows, values[numbers % self._every == 0]])
@@ -176,8 +166,7 @@ Pass = tuple[Any, Any, list[Any]]
 """An earlier backward pass of a step: its begin, its end, and the moments of places."""
 
 
-@dataclass(frozen=True)
-class StepMoments:
+class StepMoments(NamedTuple):
     """Moments of a step, as the stamps give them; NaN for a place that it did not come by."""
 
     number: int
@@ -187,8 +176,8 @@ class StepMoments:
     earlier: list[Pass]
 
     def row(self, seconds: Callable[[Any, Any], float], met_at: float) -> list[float]:
-        """Number, begin, and seconds from there to the end and to each place. seconds: from one moment to another one;
-        met_at: time of the end.
+        """Number, and times of the begin, the end and each place. seconds: from one moment to another one; met_at: time
+        of the end.
 
         Passes of micro-batches before the last one, in which nobody waits, are counted as if each had taken place
         together with it, part by part: a delay in some layers is then late at these.
@@ -201,12 +190,14 @@ class StepMoments:
                 if not isinstance(moment, float) or moment == moment:
                     passed = seconds(begun, moment)
                 before[place] += passed
-        whole_s = earlier_s + seconds(self.begun, self.met)
-        after = [
-            seconds(self.begun, moment) + own if not isinstance(moment, float) or moment == moment else math.nan
+        begun_at = met_at - earlier_s - seconds(self.begun, self.met)
+        came_at = [
+            begun_at + seconds(self.begun, moment) + own
+            if not isinstance(moment, float) or moment == moment
+            else math.nan
             for moment, own in zip(self.came, before, strict=True)
         ]
-        return [self.number, met_at - whole_s, whole_s, *after]
+        return [self.number, begun_at, met_at, *came_at]
 
 
 class HostStamps:
@@ -214,7 +205,7 @@ class HostStamps:
 
     def __init__(self) -> None:
         self.now: Callable[[], Any] = time.perf_counter
-        self._step: StepMoments | None = None
+        self._row: list[float] | None = None
 
     def clock(self, rank: int) -> str:
         """Name of the clock: that of the running kernel, which containers share."""
@@ -222,12 +213,15 @@ class HostStamps:
 
     def add(self, step: StepMoments) -> None:
         """Keep the moments of a step."""
-        self._step = step
+        if step.earlier:
+            self._row = step.row(lambda begin, end: end - begin, step.met)
+        else:
+            self._row = [step.number, step.begun, step.met, *step.came]
 
     def next_known(self) -> list[float] | None:
         """The row of the next step in order; None while it is not known."""
-        step, self._step = self._step, None
-        return None if step is None else step.row(lambda begin, end: end - begin, step.met)
+        row, self._row = self._row, None
+        return row
 
     def wait(self) -> None:
         """Wait until all are known."""

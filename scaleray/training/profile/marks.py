@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -23,8 +23,14 @@ StepParts = tuple[float, list[float]]
 """Seconds of a step by the clock of the training, and of its parts."""
 
 
+Told = Mapping[Phase, Callable[[], None]]
+"""What is called when a phase begins, beside the mark: a call in every phase would cost as much as the marks."""
+
+
 class Marks(Protocol):
     """Times between marks, step by step."""
+
+    told: Told
 
     def mark(self, phase: Phase) -> None:
         """Note that a phase begins, and the one before ends."""
@@ -51,11 +57,14 @@ class HostMarks:
         self._spent = [0.0] * len(PARTS)
         self._at, self._since = OTHER, time.perf_counter()
         self._known: StepParts | None = None
+        self.told: Told = {}
 
     def mark(self, phase: Phase) -> None:
         now = time.perf_counter()
         self._spent[self._at] += now - self._since
         self._at, self._since = COLUMN_OF[phase], now
+        if phase in self.told:
+            self.told[phase]()
 
     def as_evaluation(self, now: float) -> float:
         self._spent[self._at] += now - self._since
@@ -86,10 +95,13 @@ class DeviceMarks:
         self._open: list[tuple[int, Any]] = []
         self._under_way: deque[tuple[float, list[tuple[int, Any]], Any]] = deque()
         self._at, self._since = OTHER, time.perf_counter()
+        self.told: Told = {}
 
     def mark(self, phase: Phase) -> None:
         self._at = COLUMN_OF[phase]
         self._open.append((self._at, self._recorded()))
+        if phase in self.told:
+            self.told[phase]()
 
     def as_evaluation(self, now: float) -> float:
         self._open = [(column if column == OTHER else EVALUATION, event) for column, event in self._open]

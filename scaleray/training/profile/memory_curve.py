@@ -1,8 +1,8 @@
 """Memory of a worker over time, and the moment when it had most.
 
 A look at the allocator's books costs a tenth of a millisecond, so that most steps have none. The CPU has no books, only
-what the system counts for the whole process: its peak is asked for after every step, in a microsecond. The half for
-CUDA has been reviewed, not run.
+what the system counts for the whole process: its peak is asked for after a step, in ten microseconds, and after short
+steps not each time. The half for CUDA has been reviewed, not run.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from scaleray.records.phases import Phase
 from scaleray.records.profile import MemoryNumbers, MemoryPeak
 
 LOOK_EVERY_S = 1.0
+PEAK_EVERY_S = 0.1
+"""Of steps that come closer after each other, the last one stands for all."""
 SNAPSHOT_EVERY_S = 60.0
 """A snapshot goes through every block: on a large model that takes a tenth of a second."""
 
@@ -33,16 +35,21 @@ class MemoryCurve:
         self.peak: MemoryPeak | None = None
         self.samples: list[Sample] = []
         self._phase, self._step = Phase.OTHER, first_step
-        self._looked_at = self._snapshot_at = -1e9
+        self._looked_at = self._snapshot_at = self._asked_at = -1e9
 
     def mark(self, phase: Phase) -> None:
         """A phase begins. Whatever is more than before was needed in the one that ends."""
         self._see_peak(self._phase)
         self._phase = phase
 
+    def is_due(self) -> bool:
+        """Whether the end of this step is to be told."""
+        return self.is_looking or time.monotonic() - self._asked_at >= PEAK_EVERY_S
+
     def end_step(self, step: int) -> None:
         """Look once in a while."""
-        now = time.monotonic()
+        self._asked_at = now = time.monotonic()
+        self._step = step - 1
         if self.is_looking or self.device.type == "cpu":
             grew = self._see_peak(self._phase if self.is_looking else None)
             # where the peak grows in one step, it may in the next, whose phases are then told

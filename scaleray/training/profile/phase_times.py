@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -29,12 +30,12 @@ COLUMNS = (STEP, *PARTS, PAUSES)
 
 
 class PhaseTimes(Observer):
-    """Times the phases of which `mark` is told. The first step of the process is left out, as it compiles and
+    """Times the phases of which `marks.mark` is told. The first step of the process is left out, as it compiles and
     fills caches.
 
     enter: enters a phase inside a pass, where only the strategy knows of it. tell: hears of the last steps about once a
-    second. The training's clock calls `start` and
-    `cut` where its own steps begin and end, so that the parts of a step can be held against what it has measured.
+    second. The training's clock calls `start` and `cut` where its own steps begin and end, so that the parts of a step
+    can be held against what it has measured.
     """
 
     def __init__(
@@ -54,6 +55,10 @@ class PhaseTimes(Observer):
         self.memory = MemoryCurve(place.device, started_at, first_step)
         self.marks = marks or (DeviceMarks() if place.device.type == "cuda" else HostMarks())
         self._table, self._chunk, self._pauses = StepRows(COLUMNS), array("d"), Pauses()
+        self.at_phase: dict[Phase, Callable[[], None]] = {}
+        """What is called when a phase begins, beside the mark."""
+        self._also_looking = {phase: partial(self._look_at_phase, phase) for phase in Phase}
+        self.marks.told = self._also_looking
         self._is_warm, self._outside_s, self._num_steps = False, 0.0, 0
         self._misses_s, self._worst_gap = 0.0, 0.0
         self._recent = Recent(tell, self.memory.now)
@@ -62,16 +67,12 @@ class PhaseTimes(Observer):
         """Have the strategy tell of phases inside its passes."""
         setup.parallel.tell_phases(self._enter)
 
-    def mark(self, phase: Phase) -> None:
-        """Note that a phase begins, and the one before ends."""
-        self.marks.mark(phase)
-        if self.memory.is_looking:
-            self._look(lambda: self.memory.mark(phase))
-
     def after_launch(self) -> None:
-        """Look at the memory, now that a step has it all."""
+        """Look at the memory once in a while, now that a step has it all."""
         self._num_steps += 1
-        self._look(lambda: self.memory.end_step(self.first_step + self._num_steps))
+        if self.memory.is_due():
+            self._look(lambda: self.memory.end_step(self.first_step + self._num_steps))
+            self.marks.told = self._also_looking if self.memory.is_looking else self.at_phase
 
     def start(self, now: float) -> None:
         """Begin to time, `now` by the training's clock. What was done since the last step was an evaluation."""
@@ -82,7 +83,8 @@ class PhaseTimes(Observer):
         self.marks.end_step(step_s + self._outside_s, now)
         self._outside_s = 0.0
         self._take_known()
-        self._look(lambda: self._recent.tell(self.first_step + self._num_steps))
+        if self._recent.is_due(now):
+            self._look(lambda: self._recent.tell(self.first_step + self._num_steps, now))
         if len(self._chunk) >= CHUNK * len(COLUMNS):
             self._fold()
 
@@ -117,6 +119,11 @@ class PhaseTimes(Observer):
             memory=self._guard(Watcher.MEMORY, self._memory_numbers, MemoryNumbers(), part="over time"),
         )
 
+    def _look_at_phase(self, phase: Phase) -> None:
+        if phase in self.at_phase:
+            self.at_phase[phase]()
+        self._look(lambda: self.memory.mark(phase))
+
     def _memory_numbers(self) -> MemoryNumbers:
         table = self._table
         return self.memory.numbers(first_step=self.first_step + 2, width=table.bucket_width, count=len(table.series))
@@ -131,7 +138,7 @@ class PhaseTimes(Observer):
                 self._chunk.append(known[0])
                 self._chunk.extend(known[1])
                 self._chunk.append(pauses_s)
-                self._recent.add(*known)
+                self._recent.add(known)
                 pauses_s = 0.0
             self._is_warm = True
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
+from scaleray.records.live import RecentSteps
+from scaleray.records.phases import Phase
 from scaleray.records.profile import RankMeasurements
 from scaleray.records.run import Emit
 from scaleray.training.observer import Observer
-from scaleray.training.profile.arrivals import ArrivalTimes, Enters
+from scaleray.training.profile.arrivals import ArrivalTimes
 from scaleray.training.profile.phase_times import PhaseTimes
 from scaleray.training.profile.trace import Tells, tracers
 from scaleray.training.setup.job import TrainJob
@@ -18,6 +21,16 @@ class Emits(Tells, Protocol):
     """Whoever hands on what a worker tells."""
 
     emit: Emit
+
+
+class Enters(Protocol):
+    """Whoever knows when the training enters a phase."""
+
+    on_enter: Callable[[Phase], None]
+
+    def enter(self, phase: Phase) -> Phase: ...
+
+    def hear(self, recent: RecentSteps) -> None: ...
 
 
 class Profile(Observer):
@@ -35,8 +48,8 @@ class Profile(Observer):
             tell=progress.hear,
         )
         self._progress, self._on_enter = progress, progress.on_enter
-        progress.on_enter = self.phases.mark
-        self.arrivals = ArrivalTimes(progress, place, tells.guard)
+        progress.on_enter = self.phases.marks.mark
+        self.arrivals = ArrivalTimes(self.phases.at_phase, place, tells.guard)
         self.start, self.cut = self.phases.start, self.phases.cut
         self.observers: list[Observer] = [*tracers(job, place, tells), self.phases, self.arrivals, self]
 

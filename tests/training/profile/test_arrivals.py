@@ -175,9 +175,9 @@ def test_events_of_a_device_are_read_when_it_has_passed_them_and_used_again():
     stamps.add(StepMoments(7, begun, met, [ready, math.nan], []))
     assert stamps.next_known() is None
     stamps.wait()
-    number, begin, whole, *came = stamps.next_known()
+    number, begin, met, *came = stamps.next_known()
     # milliseconds of events become seconds, and the end of the step is moment 0
-    assert (number, begin, whole, came[0]) == (7, -0.01, 0.01, 0.004)
+    assert (number, begin, met, came[0]) == (7, -0.01, 0.0, -0.006)
     assert math.isnan(came[1])
     assert stamps.now() in (begun, ready, met)
 
@@ -185,8 +185,8 @@ def test_events_of_a_device_are_read_when_it_has_passed_them_and_used_again():
 def test_passes_of_earlier_micro_batches_count_with_the_layers_in_which_they_took_their_time():
     earlier = [(10.0, 10.5, [10.1, 10.4]), (11.0, 11.5, [math.nan, 11.4])]
     step = StepMoments(3, 12.0, 13.0, [12.2, 12.6], earlier)
-    number, begun, whole, first, second = step.row(lambda begin, end: end - begin, 13.0)
+    number, begun, met, first, second = step.row(lambda begin, end: end - begin, 13.0)
     assert number == 3
     # two passes of half a second before the last one, of which 0.1 and 0.4 + 0.4 seconds passed before the places
-    assert (begun, whole) == (11.0, 2.0)
-    assert (first, second) == (pytest.approx(0.3), pytest.approx(1.4))
+    assert (begun, met) == (11.0, 13.0)
+    assert (first, second) == (pytest.approx(11.3), pytest.approx(12.4))

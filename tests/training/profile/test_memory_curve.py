@@ -76,6 +76,22 @@ def test_most_steps_cost_one_question(process):
     assert process.asked - before == 100
 
 
+def test_of_steps_that_come_close_after_each_other_few_are_told(process):
+    curve, told = MemoryCurve(torch.device("cpu"), started_at=1000.0), []
+    curve.end_step(1)
+    curve.end_step(2)
+    for step in range(3, 103):
+        process.now += 0.01
+        if step == 50:
+            process.peak += 1
+        if curve.is_due():
+            told.append(step)
+            curve.end_step(step)
+    after = min(step for step in told if step >= 50)
+    assert len(told) == 10 and curve.peak.step == after
+    assert after + 1 in told, "the peak may grow again in the next step"
+
+
 def test_books_of_a_device_are_read_at_most_once_a_second(process, monkeypatch):
     stats, calls = {"reserved_bytes.all.current": 8, "active_bytes.all.current": 3}, []
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
