@@ -18,6 +18,7 @@ from scaleray.cli.compare import compare
 from scaleray.cli.config import config_app
 from scaleray.cli.dashboards import dashboards_app
 from scaleray.cli.evaluate import evaluate
+from scaleray.cli.gate import gate
 from scaleray.cli.init import init
 from scaleray.cli.plan import plan_app
 from scaleray.cli.predict import predict
@@ -58,6 +59,7 @@ for command in (
     profile,
     watch,
     dashboards_app,
+    gate,
     init,
     cluster_app,
 ):

@@ -1,0 +1,76 @@
+"""`scaleray gate`: whether a training may go into production, by evidence that was recorded."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from scaleray.cli.output import print_json
+from scaleray.errors import ConfigError
+
+EXIT_CODES = {"pass": 0, "fail": 1, "inconclusive": 3}
+
+
+def gate(
+    *runs: str,
+    against: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    policy: Path | None = None,
+    study: str | None = None,
+    certificate: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    gates: str | None = None,
+    uri: str | None = None,
+    json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> int:
+    """Ask the gates about a training: fingerprint, equality, scaling, convergence and operations.
+
+    Each answers pass, fail or inconclusive, with its numbers and what to do next. Missing evidence never passes. Runs
+    of the same but the seed in the folders beside the candidate and the baseline count as their repeats where only one
+    of them is given; certificates and studies there are found as well.
+
+    Exit code 0 when all pass, 1 when one fails, 3 when one is inconclusive and none fails, 2 for bad usage.
+
+    Parameters
+    ----------
+    runs
+        The candidate: folder or bucket of a training, its name in the default storage path, or its id or name in
+        MLflow. More runs are repeats of it with other seeds.
+    against
+        Runs of the baseline.
+    policy
+        YAML file of what is asked; by default every key has its own default.
+    study
+        Scaling study of the candidate's training.
+    certificate
+        Folders or files of certificates of `scaleray verify`.
+    gates
+        Only these gates, with commas between them.
+    uri
+        MLflow's tracking URI, for runs that are found there.
+    json
+        Print the answers as JSON on stdout; everything else goes to stderr.
+    """
+    if not runs:
+        raise ConfigError("RUN", "missing", "a gate judges a training", "scaleray gate RUN --against BASELINE")
+    from rich.console import Console
+
+    from scaleray.launch.gate.gate import GATES, judge
+    from scaleray.reports.terminal.gates import show_gates
+
+    record = judge(
+        runs,
+        against=against or (),
+        policy=policy,
+        study=study,
+        certificates=certificate or (),
+        gates=gates.replace(" ", "").split(",") if gates else GATES,
+        uri=uri,
+        command=shlex.join(["scaleray", *sys.argv[1:]]),
+    )
+    show_gates(Console(stderr=json), record)
+    if json:
+        print_json(record.to_dict())
+    return EXIT_CODES[record.answer]

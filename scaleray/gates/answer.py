@@ -1,0 +1,53 @@
+"""The three answers of a gate, and how the answers of its checks make one.
+
+Missing evidence is `inconclusive`, which never counts as passed: a gate without a single check is inconclusive too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Answer = Literal["pass", "fail", "inconclusive"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One check of a gate: what was asked, the answer in a word and in a sentence, and the numbers behind it."""
+
+    what: str
+    answer: Answer
+    words: str
+    numbers: dict[str, float] = field(default_factory=dict)
+    power: float | None = None
+    """Probability that the check passes with as many runs where nothing is worse. None for a check without noise."""
+    runs_needed: int | None = None
+    """Runs of each side with which that probability reaches `POWER`. None for a check without noise, and where nothing
+    is known of the noise."""
+    remedy: str = ""
+    """Command or key to go on with, where the check did not pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateResult:
+    """The answer of one gate. command: what repeats it from the same evidence."""
+
+    gate: str
+    answer: Answer
+    checks: list[Check]
+    command: str = ""
+
+
+def together(answers: Iterable[Answer]) -> Answer:
+    """One answer for several: `fail` where one fails, else `inconclusive` where one is or there is none."""
+    found = list(answers)
+    if "fail" in found:
+        return "fail"
+    return "inconclusive" if not found or "inconclusive" in found else "pass"
+
+
+def gate_of(gate: str, checks: Sequence[Check], *, command: str = "") -> GateResult:
+    """The gate's answer from its checks."""
+    answer = together(check.answer for check in checks)
+    return GateResult(gate=gate, answer=answer, checks=list(checks), command=command)

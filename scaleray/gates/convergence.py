@@ -1,0 +1,154 @@
+"""The gate `convergence`: a candidate learns as well as the baseline, from as many samples, and not suspiciously fast.
+
+Runs of one side repeat each other with other seeds. A run's effort is the number of samples up to the first evaluation
+that reached the target, so that it is known in steps of the evaluations' distance only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scaleray.config.base import Target
+from scaleray.gates.answer import Check, GateResult, gate_of
+from scaleray.gates.convergence_points import LEAST_REFERENCE, ReferencePoint, olympic
+from scaleray.gates.noisy_means import Better, Margin, MarginTest, Runs, equal, not_worse
+from scaleray.gates.policy import ConvergencePolicy
+
+GATE = "convergence"
+COARSEST = 0.5
+"""Largest distance of two evaluations, as a share of the margin: a coarser one hides what the margin is about."""
+
+
+@dataclass(frozen=True)
+class Learning:
+    """How one run learned. samples_to_target: None where it ended without the target; value: of its last evaluation,
+    None where there was none; every_samples: samples between two evaluations, 0 where that is not known."""
+
+    samples_to_target: float | None
+    value: float | None
+    every_samples: float = 0.0
+
+
+def convergence_gate(
+    candidates: Sequence[Learning], baselines: Sequence[Learning], *, target: Target | None, policy: ConvergencePolicy
+) -> GateResult:
+    """The gate's checks: runs enough, the target reached, effort, the last value, and not faster than chance."""
+    few = _enough(candidates, baselines, policy.min_runs)
+    if not baselines or not candidates:
+        return gate_of(GATE, [few])
+    checks = [few]
+    if target is None:
+        words = "there is no target whose samples could be compared"
+        key = "convergence.target in the policy, or stop.at in the config"
+        checks.append(Check(what="samples to the target", answer="inconclusive", words=words, remedy=key))
+    else:
+        reached = _reached(candidates, baselines, policy.may_miss)
+        checks.append(reached)
+        if reached.answer == "pass":
+            checks += _efforts(candidates, baselines, policy)
+    better: Better = "lower" if target is not None and target.comparison == "<=" else "higher"
+    checks.append(_last_values(candidates, baselines, policy, better))
+    return gate_of(GATE, checks)
+
+
+def _enough(candidates: Sequence[Learning], baselines: Sequence[Learning], least: int) -> Check:
+    numbers = {"candidates": float(len(candidates)), "baselines": float(len(baselines))}
+    shown = f"{len(candidates)} of the candidate, {len(baselines)} of the baseline"
+    what = "repeated runs"
+    if min(len(candidates), len(baselines)) >= least:
+        return Check(what=what, answer="pass", words=shown, numbers=numbers)
+    remedy = "train more with other seeds: scaleray train -c FILE --seed N"
+    words = f"{shown}; the policy asks for {least} of each"
+    return Check(what=what, answer="inconclusive", words=words, numbers=numbers, remedy=remedy)
+
+
+def _reached(candidates: Sequence[Learning], baselines: Sequence[Learning], may_miss: int) -> Check:
+    missed = [sum(run.samples_to_target is None for run in side) for side in (candidates, baselines)]
+    numbers = {"candidates that missed it": float(missed[0]), "baselines that missed it": float(missed[1])}
+    what = "the target is reached"
+    if missed[1]:
+        words = f"{missed[1]} of {len(baselines)} baselines ended without the target: it is no baseline for it"
+        remedy = "train the baseline longer, or lower the target"
+        return Check(what=what, answer="inconclusive", words=words, numbers=numbers, remedy=remedy)
+    words = f"{len(candidates) - missed[0]} of {len(candidates)} candidates reached it"
+    if missed[0] > may_miss:
+        remedy = "convergence.may_miss says how many may end without it"
+        return Check(what=what, answer="fail", words=words, numbers=numbers, remedy=remedy)
+    return Check(what=what, answer="pass", words=words, numbers=numbers)
+
+
+def _efforts(candidates: Sequence[Learning], baselines: Sequence[Learning], policy: ConvergencePolicy) -> list[Check]:
+    sides = [[r.samples_to_target for r in side if r.samples_to_target is not None] for side in (candidates, baselines)]
+    efforts = [[float(value) for value in side] for side in sides]
+    resolution = max(run.every_samples for run in (*candidates, *baselines))
+    allowed = policy.margin * sum(efforts[1]) / len(efforts[1])
+    runs = [Runs.of(side, resolution=resolution) for side in efforts]
+    checks = []
+    if resolution > COARSEST * allowed:
+        words = f"evaluations are {resolution:,.0f} samples apart, more than half of the margin's {allowed:,.0f}"
+        remedy = "evaluate more often (evaluation.every) or give a wider convergence.margin"
+        checks.append(Check(what="fine enough evaluations", answer="inconclusive", words=words, remedy=remedy))
+    test = _test(runs[0], runs[1], Margin(policy.margin, is_relative=True), "lower", policy)
+    what = f"samples to the target: {policy.ask_for}, within {100 * policy.margin:g} %"
+    checks.append(_check(what, test, runs, f"{100 * policy.margin:g} % more samples", policy))
+    if policy.not_faster_than_chance:
+        checks.append(_not_faster(efforts[0], efforts[1], policy.alpha))
+    return checks
+
+
+def _last_values(
+    candidates: Sequence[Learning], baselines: Sequence[Learning], policy: ConvergencePolicy, better: Better
+) -> Check:
+    sides = [[run.value for run in side if run.value is not None and math.isfinite(run.value)] for side in
+             (candidates, baselines)]  # fmt: skip
+    what = f"last value of the metric: {policy.ask_for}, within {policy.metric_margin:g}"
+    if missing := len(candidates) + len(baselines) - sum(map(len, sides)):
+        words = f"{missing} runs have no evaluation of it"
+        return Check(what=what, answer="inconclusive", words=words, remedy="convergence.metric names the metric")
+    runs = [Runs.of(side) for side in sides]
+    test = _test(runs[0], runs[1], Margin(policy.metric_margin, is_relative=False), better, policy)
+    return _check(what, test, runs, f"{policy.metric_margin:g} worse", policy)
+
+
+def _test(
+    candidate: Runs, baseline: Runs, margin: Margin, better: Better, policy: ConvergencePolicy
+) -> MarginTest | None:
+    ask = equal if policy.ask_for == "equal" else not_worse
+    return ask(candidate, baseline, margin, better=better, alpha=policy.alpha)
+
+
+def _check(what: str, test: MarginTest | None, runs: Sequence[Runs], margin: str, policy: ConvergencePolicy) -> Check:
+    means = {"candidate": runs[0].mean, "baseline": runs[1].mean}
+    shown = f"{runs[0].mean:.6g} against {runs[1].mean:.6g}"
+    if test is None:
+        words = f"{shown}; one run says nothing of its noise"
+        return Check(what=what, answer="inconclusive", words=words, numbers=means, runs_needed=policy.min_runs)
+    sure = f"{100 * (1 - policy.alpha):g} %"
+    words = f"{shown}: worse by {test.worse:.3g} ({test.low:.3g} to {test.high:.3g}, each end with {sure})"
+    needed = "" if test.runs_needed is None else f"about {test.runs_needed} runs of each side would tell"
+    if test.answer == "inconclusive":
+        too_narrow = f"the margin of {margin} is too narrow for this noise"
+        words += f"; {needed or too_narrow}"
+    elif test.answer == "fail":
+        words += f"; beyond the margin of {margin}" if policy.ask_for == "not worse" else "; not within the margin"
+    numbers = {**means, "worse": test.worse, "low": test.low, "high": test.high, "p_value": test.p_value}
+    return Check(
+        what=what, answer=test.answer, words=words, numbers=numbers, power=test.power, runs_needed=test.runs_needed
+    )
+
+
+def _not_faster(candidates: Sequence[float], baselines: Sequence[float], alpha: float) -> Check:
+    what = "not faster than chance explains (MLPerf)"
+    if min(len(candidates), len(baselines)) < LEAST_REFERENCE:
+        words = f"it takes {LEAST_REFERENCE} runs of each side, as the best and the worst are left out"
+        return Check(what=what, answer="inconclusive", words=words, runs_needed=LEAST_REFERENCE)
+    point = ReferencePoint.of(0, baselines)
+    slowest, mean = point.slowest_allowed(len(candidates) - 2, alpha=alpha), olympic(candidates)
+    numbers = {"candidate": mean, "baseline": point.mean, "least allowed": slowest}
+    words = f"{mean:,.0f} samples; the baseline's {point.mean:,.0f} allow {slowest:,.0f}"
+    if mean >= slowest:
+        return Check(what=what, answer="pass", words=words, numbers=numbers)
+    remedy = "see whether data, target or recipe differ: scaleray compare BASELINE RUN"
+    return Check(what=what, answer="fail", words=words, numbers=numbers, remedy=remedy)

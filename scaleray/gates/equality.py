@@ -1,0 +1,112 @@
+"""The gate `equality`: a certificate of `scaleray verify` says that the candidate's kind of training equals that of one
+process, and the certificate is of this config, this number of workers and this environment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from scaleray.config.decides import Decides, decides
+from scaleray.gates.answer import Answer, Check, GateResult, gate_of
+from scaleray.gates.fingerprint import facts_of_environment, unlike
+from scaleray.gates.policy import EqualityPolicy
+from scaleray.records.json_record import jsonable, leaves
+from scaleray.records.run import RunRecord
+
+GATE = "equality"
+DAY_S = 86400.0
+NOT_OF_THE_STEP = ("seed", "stop.", "schedule.", "evaluation.")
+"""Keys that say how long a training is or with which random numbers it begins: the equality of a step does not hang on
+them."""
+
+
+@dataclass(frozen=True)
+class CertificateFacts:
+    """What a certificate says, as far as the gate reads it. date: seconds since 1970."""
+
+    name: str
+    passed: bool
+    verdict: str
+    bound: float
+    date: float
+    strategies: tuple[str, ...]
+    world_sizes: tuple[int, ...]
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], *, name: str) -> CertificateFacts:
+        """The facts in a certificate.json. Raises KeyError, TypeError or ValueError for anything else."""
+        return cls(
+            name,
+            bool(values["passed"]),
+            str(values["verdict"]),
+            float(values["bound"]),
+            datetime.strptime(values["date"], "%Y-%m-%dT%H:%M:%S%z").timestamp(),
+            tuple(values["strategies"]),
+            tuple(map(int, values["world_sizes"])),
+            dict(values["config"]),
+            dict(values["environment"]),
+        )
+
+
+def equality_gate(
+    run: RunRecord,
+    certificates: Sequence[CertificateFacts],
+    *,
+    policy: EqualityPolicy,
+    may_differ: Sequence[str] = (),
+    now: float | None = None,
+) -> GateResult:
+    """The gate's check, by the certificate that fits best. now: seconds since 1970, by default this moment."""
+    what = f"{run.strategy} on {run.workers} workers equals one process"
+    remedy = f"scaleray verify -c {run.run_dir}/config.yaml --strategies {run.strategy} --workers {run.workers}"
+    if not certificates:
+        words = "there is no certificate"
+        return gate_of(GATE, [Check(what=what, answer="inconclusive", words=words, remedy=remedy)])
+    moment = time.time() if now is None else now
+    newest_first = sorted(certificates, key=lambda one: -one.date)
+    reasons = {one.name: _why_not(one, run, policy, may_differ, moment) for one in newest_first}
+    fitting = [one for one in newest_first if not reasons[one.name]]
+    if not fitting:
+        name, why = min(reasons.items(), key=lambda item: len(item[1]))
+        words = f"none of {len(certificates)} certificates belongs to it; {name}: {'; '.join(why[:3])}"
+        return gate_of(GATE, [Check(what=what, answer="inconclusive", words=words, remedy=remedy)])
+    chosen = fitting[0]
+    answer: Answer = "pass" if chosen.passed else "fail"
+    words = f"{chosen.name}: {chosen.verdict}"
+    age = (moment - chosen.date) / DAY_S
+    numbers = {"bound": chosen.bound, "age in days": age}
+    return gate_of(
+        GATE, [Check(what=what, answer=answer, words=words, numbers=numbers, remedy="" if chosen.passed else remedy)]
+    )
+
+
+def _why_not(
+    one: CertificateFacts, run: RunRecord, policy: EqualityPolicy, may_differ: Sequence[str], now: float
+) -> list[str]:
+    """Reasons for which a certificate does not count; none where it does."""
+    reasons = []
+    if run.strategy not in one.strategies:
+        reasons.append(f"it is of {', '.join(one.strategies)}")
+    if run.workers not in one.world_sizes:
+        reasons.append(f"it is of {', '.join(map(str, one.world_sizes))} workers")
+    if one.bound > policy.max_bound:
+        reasons.append(f"its bound {one.bound:g} is above equality.max_bound {policy.max_bound:g}")
+    age = (now - one.date) / DAY_S
+    if policy.max_age_days is not None and age > policy.max_age_days:
+        reasons.append(f"it is {age:.0f} days old, and equality.max_age_days is {policy.max_age_days:g}")
+    reasons += unlike(_trained(one.config), _trained(run.config), may_differ)
+    mine = facts_of_environment(run.environment.get("environment") or {})
+    return reasons + unlike(facts_of_environment(one.environment), mine, may_differ)
+
+
+def _trained(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        f"config.{key}": value
+        for key, value in leaves(jsonable(config))
+        if decides(key) is Decides.RESULT and not key.startswith(NOT_OF_THE_STEP)
+    }

@@ -1,0 +1,170 @@
+"""Tests of two means with three answers, how likely they are to pass, and how many runs that takes.
+
+Each asks whether a candidate is worse than a baseline by less than a margin: non-inferiority (FDA, Non-Inferiority
+Clinical Trials to Establish Effectiveness, 2016), and equivalence by two one-sided tests (Schuirmann 1987). A relative
+margin is a linear contrast of the two means, so that the baseline's own noise counts (Sasabuchi 1988; Hauschke et al.
+1999). Variances may differ (Welch). Each one-sided test errs with at most `alpha` at its margin.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from scipy.stats import nct, t
+
+from scaleray.gates.answer import Answer
+
+ALPHA = 0.05
+POWER = 0.9
+"""Power that the number of needed runs aims at: a candidate as good as the baseline passes 9 times of 10."""
+MOST_RUNS = 1000
+"""Largest number of runs that is looked at; beyond it the margin is too narrow for the noise."""
+Better = Literal["higher", "lower"]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Mean, standard deviation (of a sample, n - 1) and number of repeated runs."""
+
+    mean: float
+    stdev: float
+    number: int
+
+    @classmethod
+    def of(cls, values: Sequence[float], *, resolution: float = 0.0) -> Runs:
+        """The runs with these values. resolution: the step in which a value can be seen, such as the samples between
+        two evaluations: where all runs fall into one step, they still differ by its rounding, resolution / sqrt(12)."""
+        spread = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
+        rounding = resolution / math.sqrt(12)
+        return cls(float(np.mean(values)), max(spread, rounding) if len(values) > 1 else math.nan, len(values))
+
+
+@dataclass(frozen=True)
+class Margin:
+    """How much worse a candidate may be: an absolute amount, or a share of the baseline's mean."""
+
+    size: float
+    is_relative: bool
+
+    def factor(self, better: Better) -> float:
+        """Multiple of the baseline's mean at which the margin ends; 1 for an absolute one."""
+        if not self.is_relative:
+            return 1.0
+        return 1 - self.size if better == "higher" else 1 + self.size
+
+    def amount(self, baseline: float) -> float:
+        """The margin in the unit of the means."""
+        return self.size * abs(baseline) if self.is_relative else self.size
+
+
+@dataclass(frozen=True)
+class MarginTest:
+    """A test of one margin. worse: the candidate's mean minus the baseline's, above 0 where it is worse."""
+
+    answer: Answer
+    worse: float
+    low: float
+    high: float
+    """`low` to `high`: where `worse` lies, each end with confidence 1 - alpha."""
+    p_value: float
+    """Probability of such runs where the candidate is worse by just the margin."""
+    power: float
+    """Probability to pass with as many runs of the same noise where the two are equal."""
+    runs_needed: int | None
+    """Runs of each side for a power of `POWER`; None: more than `MOST_RUNS`."""
+
+
+def not_worse(
+    candidate: Runs, baseline: Runs, margin: Margin, *, better: Better, alpha: float = ALPHA
+) -> MarginTest | None:
+    """Whether the candidate is worse by less than the margin: `pass` where that is shown, `fail` where more than the
+    margin is shown. None where a side has fewer than two runs, which say nothing of their noise."""
+    if min(candidate.number, baseline.number) < 2:
+        return None
+    sign, factor = (1 if better == "lower" else -1), margin.factor(better)
+    beyond = sign * (candidate.mean - factor * baseline.mean) - (0.0 if margin.is_relative else margin.size)
+    error, freedom = _error(candidate, baseline, factor)
+    worse = sign * (candidate.mean - baseline.mean)
+    if error == 0:  # nothing moves at all: the means are known exactly
+        answer: Answer = "pass" if beyond < 0 else "fail"
+        return MarginTest(answer, worse, worse, worse, float(beyond >= 0), 1.0, 2)
+    p_value, critical = float(t.cdf(beyond / error, freedom)), float(t.ppf(1 - alpha, freedom))
+    own_error, own_freedom = _error(candidate, baseline, 1.0)
+    half = float(t.ppf(1 - alpha, own_freedom)) * own_error
+    answer = "pass" if p_value <= alpha else "fail" if beyond / error > critical else "inconclusive"
+    return MarginTest(
+        answer,
+        worse,
+        worse - half,
+        worse + half,
+        p_value,
+        _power(candidate, baseline, margin, better, alpha),
+        _runs_needed(candidate, baseline, margin, better, alpha),
+    )
+
+
+def equal(
+    candidate: Runs, baseline: Runs, margin: Margin, *, better: Better, alpha: float = ALPHA
+) -> MarginTest | None:
+    """Whether the candidate is neither worse nor better by the margin (two one-sided tests, each at `alpha`).
+
+    None where a side has fewer than two runs. Its power is that of both tests together, from below (Bonferroni).
+    """
+    turned: Better = "higher" if better == "lower" else "lower"
+    worse = not_worse(candidate, baseline, margin, better=better, alpha=alpha)
+    best = not_worse(candidate, baseline, margin, better=turned, alpha=alpha)
+    if worse is None or best is None:
+        return None
+    answers = {worse.answer, best.answer}
+    answer: Answer = "fail" if "fail" in answers else "inconclusive" if "inconclusive" in answers else "pass"
+    needed = [_runs_needed(candidate, baseline, margin, way, alpha, power=(1 + POWER) / 2) for way in (better, turned)]
+    return MarginTest(
+        answer,
+        worse.worse,
+        worse.low,
+        worse.high,
+        max(worse.p_value, best.p_value),
+        max(0.0, worse.power + best.power - 1),
+        None if None in needed else max(n for n in needed if n is not None),
+    )
+
+
+def _error(candidate: Runs, baseline: Runs, factor: float) -> tuple[float, float]:
+    """Standard error of candidate - factor * baseline, and its degrees of freedom (Welch and Satterthwaite)."""
+    parts = [candidate.stdev**2 / candidate.number, (factor * baseline.stdev) ** 2 / baseline.number]
+    whole = sum(parts)
+    if whole == 0:
+        return 0.0, math.inf
+    doubt = sum(part**2 / (runs.number - 1) for part, runs in zip(parts, (candidate, baseline), strict=True))
+    return math.sqrt(whole), whole**2 / doubt
+
+
+def _power(candidate: Runs, baseline: Runs, margin: Margin, better: Better, alpha: float) -> float:
+    """Probability to pass where the candidate's true mean is the baseline's (the noncentral t distribution)."""
+    error, freedom = _error(candidate, baseline, margin.factor(better))
+    if error == 0:
+        return 1.0
+    critical = float(t.ppf(1 - alpha, freedom))
+    return float(nct.sf(critical, freedom, margin.amount(baseline.mean) / error))
+
+
+def _runs_needed(
+    candidate: Runs, baseline: Runs, margin: Margin, better: Better, alpha: float, *, power: float = POWER
+) -> int | None:
+    """Smallest equal number of runs of each side with which `_power` is reached; None: more than MOST_RUNS."""
+
+    def enough(number: int) -> bool:
+        sides = [Runs(side.mean, side.stdev, number) for side in (candidate, baseline)]
+        return _power(sides[0], sides[1], margin, better, alpha) >= power
+
+    if not enough(MOST_RUNS):
+        return None
+    low, high = 1, MOST_RUNS
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if middle > 1 and enough(middle) else (middle, high)
+    return high

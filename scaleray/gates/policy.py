@@ -1,0 +1,91 @@
+"""What a team asks of a model before it goes into production: one section for each gate.
+
+A key that is left out keeps its default; None switches a check off. What is asked for and not known makes a gate
+inconclusive, never passed.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from scaleray.config.base import Settings, Target
+from scaleray.gates.noisy_means import ALPHA
+
+
+class FingerprintPolicy(Settings):
+    """What candidate and baseline must have in common."""
+
+    may_differ: tuple[str, ...] = ("environment.memory_gib", "environment.cpu.cores", "environment.cpu.threads")
+    """Beginnings of keys that may differ, of `code.`, `environment.` and `data.`."""
+    allow_uncommitted: bool = False
+    """Whether runs of changes that no commit holds may pass."""
+
+
+class EqualityPolicy(Settings):
+    """Which certificate of `scaleray verify` counts."""
+
+    max_age_days: Annotated[float | None, Field(gt=0)] = 90.0
+    """Oldest certificate that counts, in days."""
+    max_bound: Annotated[float, Field(gt=0)] = 1e-6
+    """Largest bound that a certificate may have been given with."""
+
+
+class ScalingPolicy(Settings):
+    """How efficient the candidate's number of workers must be, by a study."""
+
+    min_efficiency: Annotated[float, Field(gt=0, le=1)] = 0.7
+    """Smallest efficiency; the lower end of its interval must be above it."""
+    mode: Literal["strong", "weak"] = "strong"
+    """Curve that is looked at."""
+    min_launches: Annotated[int, Field(ge=2)] = 3
+    """Fewest turns of a number of workers: of one, nobody knows how much the next would differ."""
+
+
+class ConvergencePolicy(Settings):
+    """How much worse than the baseline the candidate may learn, and how that is shown."""
+
+    target: Target | None = None
+    """Target whose samples are compared, such as `test/accuracy >= 0.97`; None: the config's own `stop.at`."""
+    margin: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """Largest share by which the candidate may need more samples to the target."""
+    metric: str | None = None
+    """Metric of the last evaluation that is compared as well; None: the target's."""
+    metric_margin: Annotated[float, Field(gt=0)] = 0.01
+    """Largest amount by which the candidate's metric may be worse, in the metric's own unit."""
+    ask_for: Literal["not worse", "equal"] = "not worse"
+    """Whether the candidate may be better by more than the margin."""
+    not_faster_than_chance: bool = True
+    """Whether a candidate that needs suspiciously few samples fails, by MLPerf's test."""
+    alpha: Annotated[float, Field(gt=0, lt=0.5)] = ALPHA
+    """Probability to pass at the margin, of each test."""
+    min_runs: Annotated[int, Field(ge=2)] = 5
+    """Fewest runs of each side."""
+    may_miss: Annotated[int, Field(ge=0)] = 0
+    """Number of candidates that may end without the target."""
+
+
+class OperationsPolicy(Settings):
+    """How the candidate must have run."""
+
+    min_goodput: Annotated[float | None, Field(gt=0, le=1)] = None
+    """Smallest share of a run's time that was steps that count."""
+    max_checkpoint_interval_s: Annotated[float | None, Field(gt=0)] = None
+    """Longest time between two checkpoints, in s: work that a lost worker costs."""
+    min_memory_headroom: Annotated[float | None, Field(ge=0, lt=1)] = None
+    """Smallest share of a device's memory that was left at the peak."""
+    max_nonfinite_steps: Annotated[int | None, Field(ge=0)] = 0
+    """Most steps whose loss or gradient was not finite."""
+    no_alerts_of: tuple[str, ...] = ("critical",)
+    """Severities of which no alert may have been raised."""
+
+
+class Policy(Settings):
+    """The whole policy, as its YAML file holds it."""
+
+    fingerprint: FingerprintPolicy = FingerprintPolicy()
+    equality: EqualityPolicy = EqualityPolicy()
+    scaling: ScalingPolicy = ScalingPolicy()
+    convergence: ConvergencePolicy = ConvergencePolicy()
+    operations: OperationsPolicy = OperationsPolicy()

@@ -1,0 +1,33 @@
+"""The record of one call of the gates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from scaleray.gates.answer import Answer, GateResult
+from scaleray.records.json_record import JsonRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateRecord(JsonRecord):
+    """The answers of the gates, readable without the code that gave them."""
+
+    answer: Answer
+    gates: list[GateResult]
+    run: str
+    candidates: list[str]
+    baselines: list[str]
+    policy: dict[str, Any]
+    notes: list[str]
+    date: str
+    command: str
+    """Command that asks again."""
+
+    def lines(self) -> list[str]:
+        """The answer, each gate's, and what did not pass."""
+        found = [f"{self.answer}: {self.run}"]
+        for gate in self.gates:
+            found.append(f"{gate.gate}: {gate.answer}")
+            found += [f"  {check.what}: {check.words}" for check in gate.checks if check.answer != "pass"]
+        return found

@@ -1,0 +1,176 @@
+"""Evidence for the gates: a run and its repeats, a baseline's runs, certificates and a study, by folder or name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scaleray.config.base import Target
+from scaleray.config.decides import Decides, decides
+from scaleray.errors import TrackingError, UsageError
+from scaleray.gates.convergence import Learning
+from scaleray.gates.equality import CertificateFacts
+from scaleray.gates.fingerprint import facts_of_environment
+from scaleray.launch.session.conditions import digest, training_of
+from scaleray.parsing import load_json
+from scaleray.records.json_record import jsonable, leaves
+from scaleray.records.read import FILE, read_record
+from scaleray.records.run import RunRecord
+from scaleray.records.study import StudyRecord
+from scaleray.tracking.find_record import FoundRun, find_run
+
+CERTIFICATE = "certificate.json"
+ALERTS = "alerts.jsonl"
+MOST_NEIGHBOURS = 500
+"""Most folders beside a run's own that are looked at for its repeats, certificates and studies, the newest first."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the gates look at. The first candidate is the one that is judged; others repeat it."""
+
+    candidates: list[FoundRun]
+    baselines: list[FoundRun]
+    certificates: list[CertificateFacts]
+    study: StudyRecord | None = None
+    notes: list[str] = field(default_factory=list)
+    """What was found without being named."""
+
+    @property
+    def run(self) -> RunRecord:
+        """The record of the run that is judged."""
+        return training(self.candidates[0])
+
+
+def training(found: FoundRun) -> RunRecord:
+    """The record of a training. Raises UsageError for one of a study or a sweep."""
+    if not isinstance(found.record, RunRecord):
+        kind = "a study" if isinstance(found.record, StudyRecord) else "a sweep"
+        raise UsageError(found.where, kind, "a gate judges trainings", "give a study with --study")
+    return found.record
+
+
+def collect(
+    runs: Sequence[str],
+    *,
+    against: Sequence[str] = (),
+    study: str | None = None,
+    certificates: Sequence[str] = (),
+    uri: str | None = None,
+) -> Evidence:
+    """The evidence of these runs. What is not named is looked for in the folders beside the first run's own.
+
+    Raises UsageError for what is of the wrong kind, TrackingError for what is not there.
+    """
+    candidates, baselines = ([find_run(name, uri=uri) for name in names] for names in (runs, against))
+    for one in (*candidates, *baselines):
+        training(one)
+    if twice := {one.where for one in candidates} & {one.where for one in baselines}:
+        raise UsageError("a run", min(twice), "it is either the candidate or the baseline")
+    notes: list[str] = []
+    beside = _neighbours(candidates[0])
+    for side, what in ((candidates, "candidate"), (baselines, "baseline")):
+        if len(side) == 1 and (more := _repeats(side[0], beside)):
+            side += more
+            notes.append(f"{what}: {len(more)} other runs of the same but the seed were found beside it")
+    found_study = _study(study, beside, training(candidates[0]), uri)
+    facts = [_certificate(Path(name)) for name in certificates] or _certificates(beside)
+    return Evidence(candidates, baselines, facts, found_study, notes)
+
+
+def learning(found: FoundRun, target: Target | None, metric: str | None) -> Learning:
+    """How a run learned. metric: whose last value counts; None: the target's."""
+    record = training(found)
+    batch = float(record.derived.get("global_batch_size") or 0)
+    points = found.evaluations.get(target.metric, []) if target else []
+    reached = next((step for step, value in points if target and target.is_reached({target.metric: value})), None)
+    steps = [step for step, _ in points]
+    every = max((b - a for a, b in zip([0, *steps], steps, strict=False)), default=0)
+    name = metric or (target.metric if target else None)
+    value = record.metrics.get(name) if name else None
+    return Learning(None if reached is None else reached * batch, value, every * batch)
+
+
+def target_of(run: RunRecord) -> Target | None:
+    """The target of a run's own config."""
+    with contextlib.suppress(ValueError):
+        return Target.parse((run.config.get("stop") or {}).get("at"))
+    return None
+
+
+def alerts_of(found: FoundRun) -> list[dict[str, Any]] | None:
+    """The alerts that a run raised; None where it recorded none, not even that there were none."""
+    if found.folder is None or not (path := found.folder / ALERTS).is_file():
+        return None
+    lines = path.read_text(errors="replace").splitlines()
+    return [value for line in lines if line.strip() and isinstance(value := load_json(line), dict)]
+
+
+def _neighbours(found: FoundRun) -> list[Path]:
+    """The folders beside a run's own, newest first; none for what is not in a local folder."""
+    if found.folder is None:
+        return []
+    with contextlib.suppress(OSError):
+        folders = [p for p in found.folder.parent.iterdir() if p.is_dir() and p != found.folder]
+        return sorted(folders, key=lambda p: -p.stat().st_mtime)[:MOST_NEIGHBOURS]
+    return []
+
+
+def _repeats(found: FoundRun, beside: Sequence[Path]) -> list[FoundRun]:
+    """Other runs of the same but the seed, which have finished."""
+    mine, repeats = _identity(training(found)), []
+    for folder in beside:
+        with contextlib.suppress(OSError, ValueError, TypeError, TrackingError):
+            if not (folder / FILE).is_file():
+                continue
+            record = read_record(folder)
+            if isinstance(record, RunRecord) and record.status == "FINISHED" and _identity(record) == mine:
+                repeats.append(find_run(str(folder)))
+    return repeats
+
+
+def _identity(run: RunRecord) -> str:
+    """A key that runs share which differ in their seed and in nothing that could change their result or their speed."""
+    config = {k: v for k, v in leaves(jsonable(run.config)) if k != "seed" and decides(k) is not Decides.NOTHING}
+    facts = facts_of_environment(run.environment.get("environment") or {})
+    data = {split: facts.get("sha256") for split, facts in run.data.items()}
+    return digest([config, facts, data, run.workers])
+
+
+def _certificate(path: Path) -> CertificateFacts:
+    """The certificate in a folder or a file. Raises TrackingError for anything else."""
+    file = path / CERTIFICATE if path.is_dir() else path
+    try:
+        return CertificateFacts.of(load_json(file.read_bytes()), name=file.parent.name)
+    except (OSError, KeyError, TypeError, ValueError) as exc:
+        allowed = f"it holds no {CERTIFICATE} of `scaleray verify`: {type(exc).__name__} {exc}"
+        raise TrackingError("--certificate", str(path), allowed) from exc
+
+
+def _certificates(beside: Sequence[Path]) -> list[CertificateFacts]:
+    found = []
+    for folder in beside:
+        if (folder / CERTIFICATE).is_file():
+            with contextlib.suppress(TrackingError):  # a certificate of `verify --resume` is of another kind
+                found.append(_certificate(folder))
+    return found
+
+
+def _study(name: str | None, beside: Sequence[Path], run: RunRecord, uri: str | None) -> StudyRecord | None:
+    if name is not None:
+        record = find_run(name, uri=uri).record
+        if not isinstance(record, StudyRecord):
+            raise UsageError("--study", name, "it must be a scaling study", "scaleray study -c FILE makes one")
+        return record
+    own = digest(training_of(run.config))
+    for folder in beside:
+        with contextlib.suppress(OSError, ValueError, TypeError, json.JSONDecodeError):
+            if (folder / FILE).is_file() and isinstance(record := read_record(folder), StudyRecord):
+                sizes = {one.point.workers for curve in record.curves for one in curve.points}
+                if run.workers in sizes and record.conditions.config_hash == own:
+                    return record
+    return None

@@ -1,0 +1,127 @@
+"""The gates of a training: what each answers, and one answer of all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from scaleray.errors import ConfigError
+from scaleray.gates import convergence, equality, fingerprint, operations, scaling
+from scaleray.gates.answer import Check, GateResult, gate_of, together
+from scaleray.gates.policy import Policy
+from scaleray.gates.record import GateRecord
+from scaleray.launch.gate.evidence import Evidence, alerts_of, collect, learning, target_of, training
+from scaleray.launch.gate.policy_file import read_policy
+from scaleray.launch.session.conditions import digest, training_of
+from scaleray.tracking.same_in_mlflow import differences_from_mlflow
+
+GATES = (fingerprint.GATE, equality.GATE, scaling.GATE, convergence.GATE, operations.GATE)
+"""The gates, in the order in which they are asked."""
+
+
+def judge(
+    runs: Sequence[str],
+    *,
+    against: Sequence[str] = (),
+    policy: str | Path | None = None,
+    study: str | None = None,
+    certificates: Sequence[str] = (),
+    gates: Sequence[str] = GATES,
+    uri: str | None = None,
+    command: str = "",
+) -> GateRecord:
+    """Ask the gates about a training. runs: the candidate, and runs that repeat it with other seeds; against: the
+    baseline's; gates: only these.
+
+    Raises ConfigError for a policy or gate that is not known, TrackingError for a run that is not there.
+    """
+    for name in gates:
+        if name not in GATES:
+            raise ConfigError("--gates", name, f"gates are {', '.join(GATES)}")
+    held = read_policy(policy)
+    evidence = collect(runs, against=against, study=study, certificates=certificates, uri=uri)
+    asked = {
+        fingerprint.GATE: _fingerprint,
+        equality.GATE: _equality,
+        scaling.GATE: _scaling,
+        convergence.GATE: _convergence,
+        operations.GATE: _operations,
+    }
+    results = [asked[name](evidence, held) for name in GATES if name in gates]
+    return GateRecord(
+        answer=together(result.answer for result in results),
+        gates=results,
+        run=evidence.run.name,
+        candidates=[one.where for one in evidence.candidates],
+        baselines=[one.where for one in evidence.baselines],
+        policy=held.model_dump(mode="json"),
+        notes=evidence.notes,
+        date=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        command=command,
+    )
+
+
+def _fingerprint(evidence: Evidence, policy: Policy) -> GateResult:
+    runs = [[training(one) for one in side] for side in (evidence.candidates, evidence.baselines)]
+    result = fingerprint.fingerprint_gate(runs[0], runs[1], policy=policy.fingerprint)
+    return gate_of(result.gate, [*result.checks, _as_recorded(evidence)])
+
+
+def _as_recorded(evidence: Evidence) -> Check:
+    """Whether the records say what MLflow was told."""
+    what = "records as MLflow has them"
+    unknown = []
+    for found in (*evidence.candidates, *evidence.baselines):
+        record = training(found)
+        differs = differences_from_mlflow(record)
+        if differs:
+            words = f"{record.name} is not what MLflow was told: {', '.join(differs[:4])}"
+            return Check(what=what, answer="fail", words=words, numbers={"differences": float(len(differs))})
+        if differs is None:
+            unknown.append(record.name)
+    if unknown:
+        words = f"MLflow has no copy of {', '.join(unknown[:4])}, or is away"
+        return Check(what=what, answer="inconclusive", words=words)
+    return Check(what=what, answer="pass", words=f"{len(evidence.candidates) + len(evidence.baselines)} runs")
+
+
+def _equality(evidence: Evidence, policy: Policy) -> GateResult:
+    may_differ = policy.fingerprint.may_differ
+    return equality.equality_gate(evidence.run, evidence.certificates, policy=policy.equality, may_differ=may_differ)
+
+
+def _scaling(evidence: Evidence, policy: Policy) -> GateResult:
+    run, study = evidence.run, evidence.study
+    result = scaling.scaling_gate(study, workers=run.workers, policy=policy.scaling)
+    if study is None:
+        return result
+    facts = [
+        fingerprint.facts_of_environment(found)
+        for found in (study.conditions.environment, run.environment.get("environment") or {})
+    ]
+    differs = fingerprint.unlike(facts[0], facts[1], policy.fingerprint.may_differ)
+    if study.conditions.config_hash != digest(training_of(run.config)):
+        differs.insert(0, "its config decides another training")
+    what = "the study is of this training, code and environment"
+    if differs:
+        remedy = f"scaleray study -c {run.run_dir}/config.yaml"
+        words = f"study {study.name}: {'; '.join(differs[:3])}"
+        return gate_of(
+            result.gate, [*result.checks, Check(what=what, answer="inconclusive", words=words, remedy=remedy)]
+        )
+    return gate_of(result.gate, [*result.checks, Check(what=what, answer="pass", words=study.name)])
+
+
+def _convergence(evidence: Evidence, policy: Policy) -> GateResult:
+    target = policy.convergence.target or target_of(evidence.run)
+    sides = [
+        [learning(one, target, policy.convergence.metric) for one in side]
+        for side in (evidence.candidates, evidence.baselines)
+    ]
+    return convergence.convergence_gate(sides[0], sides[1], target=target, policy=policy.convergence)
+
+
+def _operations(evidence: Evidence, policy: Policy) -> GateResult:
+    alerts = alerts_of(evidence.candidates[0])
+    return operations.operations_gate(evidence.run, alerts=alerts, policy=policy.operations)

@@ -1,0 +1,60 @@
+"""A policy from its YAML file, or one error that names the key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from scaleray.errors import ConfigError
+from scaleray.gates.policy import Policy
+from scaleray.parsing import TooLarge, load_yaml, near_words
+
+
+def read_policy(path: str | Path | None) -> Policy:
+    """The policy in a file; None: the defaults. Raises ConfigError for a key or value that a policy cannot have."""
+    if path is None:
+        return Policy()
+    place = Path(path)
+    try:
+        values = load_yaml(place.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError("policy file", str(path), "it does not exist", "--policy names a YAML file") from None
+    except (OSError, ValueError, TooLarge, yaml.YAMLError) as exc:
+        problem = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
+        raise ConfigError("policy file", str(path), f"it cannot be read: {problem}") from exc
+    return policy_of(values, where=str(path))
+
+
+def policy_of(values: Any, *, where: str) -> Policy:
+    """The policy in plain values, sections with keys. where: name of their source in messages."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"policy {where}", "no mapping", f"it holds sections: {', '.join(Policy.model_fields)}")
+    try:
+        return Policy.model_validate(values)
+    except ValidationError as exc:
+        problem = exc.errors(include_url=False)[0]
+        words = [str(part) for part in problem["loc"]]
+        key = ".".join(words)
+        if problem["type"] == "extra_forbidden":
+            known = _known_keys()
+            near = near_words(key, known)
+            hint = f"did you mean {near[0]}?" if near else f"keys are {', '.join(known)}"
+            raise ConfigError(f"policy {where} {key}", "an unknown key", "only known keys are allowed", hint) from exc
+        message = problem["msg"].removeprefix("Value error, ").rstrip(".")
+        allowed = f"that is not allowed: {message[0].lower()}{message[1:]}"
+        raise ConfigError(f"policy {where} {key}", problem.get("input"), allowed) from exc
+
+
+def _known_keys() -> list[str]:
+    return [
+        *Policy.model_fields,
+        *(
+            f"{section}.{key}"
+            for section, info in Policy.model_fields.items()
+            if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
+            for key in info.annotation.model_fields
+        ),
+    ]
