@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from scaleray.config.base import Target
 from scaleray.gates.answer import Check, GateResult, gate_of
 from scaleray.gates.convergence_points import LEAST_REFERENCE, ReferencePoint, olympic
-from scaleray.gates.noisy_means import Better, Margin, MarginTest, Runs, equal, not_worse
+from scaleray.gates.noisy_means import POWER, Better, Margin, Runs, equal, not_worse, power, power_of_both, runs_needed
 from scaleray.gates.policy import ConvergencePolicy
 
 GATE = "convergence"
@@ -90,9 +90,8 @@ def _efforts(candidates: Sequence[Learning], baselines: Sequence[Learning], poli
         words = f"evaluations are {resolution:,.0f} samples apart, more than half of the margin's {allowed:,.0f}"
         remedy = "evaluate more often (evaluation.every) or give a wider convergence.margin"
         checks.append(Check(what="fine enough evaluations", answer="inconclusive", words=words, remedy=remedy))
-    test = _test(runs[0], runs[1], Margin(policy.margin, is_relative=True), "lower", policy)
-    what = f"samples to the target: {policy.ask_for}, within {100 * policy.margin:g} %"
-    checks.append(_check(what, test, runs, f"{100 * policy.margin:g} % more samples", policy))
+    margin = Margin(policy.margin, is_relative=True)
+    checks.append(_compared("samples to the target", runs, margin, "lower", policy))
     if policy.not_faster_than_chance:
         checks.append(_not_faster(efforts[0], efforts[1], policy.alpha))
     return checks
@@ -103,40 +102,39 @@ def _last_values(
 ) -> Check:
     sides = [[run.value for run in side if run.value is not None and math.isfinite(run.value)] for side in
              (candidates, baselines)]  # fmt: skip
-    what = f"last value of the metric: {policy.ask_for}, within {policy.metric_margin:g}"
+    what = "last value of the metric"
     if missing := len(candidates) + len(baselines) - sum(map(len, sides)):
         words = f"{missing} runs have no evaluation of it"
         return Check(what=what, answer="inconclusive", words=words, remedy="convergence.metric names the metric")
-    runs = [Runs.of(side) for side in sides]
-    test = _test(runs[0], runs[1], Margin(policy.metric_margin, is_relative=False), better, policy)
-    return _check(what, test, runs, f"{policy.metric_margin:g} worse", policy)
+    margin = Margin(policy.metric_margin, is_relative=False)
+    return _compared("last value of the metric", [Runs.of(side) for side in sides], margin, better, policy)
 
 
-def _test(
-    candidate: Runs, baseline: Runs, margin: Margin, better: Better, policy: ConvergencePolicy
-) -> MarginTest | None:
-    ask = equal if policy.ask_for == "equal" else not_worse
-    return ask(candidate, baseline, margin, better=better, alpha=policy.alpha)
-
-
-def _check(what: str, test: MarginTest | None, runs: Sequence[Runs], margin: str, policy: ConvergencePolicy) -> Check:
-    means = {"candidate": runs[0].mean, "baseline": runs[1].mean}
-    shown = f"{runs[0].mean:.6g} against {runs[1].mean:.6g}"
-    if test is None:
+def _compared(what: str, runs: Sequence[Runs], margin: Margin, better: Better, policy: ConvergencePolicy) -> Check:
+    candidate, baseline = runs
+    allowed = f"{100 * margin.size:g} %" if margin.is_relative else f"{margin.size:g}"
+    what = f"{what}: {policy.ask_for}, within {allowed}"
+    test, chance = (equal, power_of_both) if policy.ask_for == "equal" else (not_worse, power)
+    found = test(candidate, baseline, margin, better=better, alpha=policy.alpha)
+    shown = f"{candidate.mean:.6g} against {baseline.mean:.6g}"
+    numbers = {"candidate": candidate.mean, "baseline": baseline.mean}
+    if found is None:
         words = f"{shown}; one run says nothing of its noise"
-        return Check(what=what, answer="inconclusive", words=words, numbers=means, runs_needed=policy.min_runs)
-    sure = f"{100 * (1 - policy.alpha):g} %"
-    words = f"{shown}: worse by {test.worse:.3g} ({test.low:.3g} to {test.high:.3g}, each end with {sure})"
-    needed = "" if test.runs_needed is None else f"about {test.runs_needed} runs of each side would tell"
-    if test.answer == "inconclusive":
-        too_narrow = f"the margin of {margin} is too narrow for this noise"
-        words += f"; {needed or too_narrow}"
-    elif test.answer == "fail":
-        words += f"; beyond the margin of {margin}" if policy.ask_for == "not worse" else "; not within the margin"
-    numbers = {**means, "worse": test.worse, "low": test.low, "high": test.high, "p_value": test.p_value}
-    return Check(
-        what=what, answer=test.answer, words=words, numbers=numbers, power=test.power, runs_needed=test.runs_needed
-    )
+        return Check(what=what, answer="inconclusive", words=words, numbers=numbers, runs_needed=policy.min_runs)
+
+    def enough(number: int) -> bool:
+        sides = candidate.repeated(number), baseline.repeated(number)
+        return chance(*sides, margin, better=better, alpha=policy.alpha) >= POWER
+
+    needed, sure = runs_needed(enough), f"{100 * (1 - policy.alpha):g} %"
+    words = f"{shown}: worse by {found.worse:.3g} ({found.low:.3g} to {found.high:.3g}, each end with {sure})"
+    if found.answer == "inconclusive" and needed is None:
+        words += f"; a margin of {allowed} is too narrow for this noise"
+    elif found.answer == "fail":
+        words += f"; that is beyond the margin of {allowed}"
+    numbers |= {"worse": found.worse, "low": found.low, "high": found.high, "p_value": found.p_value}
+    likely = chance(candidate, baseline, margin, better=better, alpha=policy.alpha)
+    return Check(what=what, answer=found.answer, words=words, numbers=numbers, power=likely, runs_needed=needed)
 
 
 def _not_faster(candidates: Sequence[float], baselines: Sequence[float], alpha: float) -> Check:

@@ -9,7 +9,7 @@ margin is a linear contrast of the two means, so that the baseline's own noise c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,6 +33,10 @@ class Runs:
     mean: float
     stdev: float
     number: int
+
+    def repeated(self, number: int) -> Runs:
+        """As many runs of the same noise."""
+        return Runs(self.mean, self.stdev, number)
 
     @classmethod
     def of(cls, values: Sequence[float], *, resolution: float = 0.0) -> Runs:
@@ -72,10 +76,6 @@ class MarginTest:
     """`low` to `high`: where `worse` lies, each end with confidence 1 - alpha."""
     p_value: float
     """Probability of such runs where the candidate is worse by just the margin."""
-    power: float
-    """Probability to pass with as many runs of the same noise where the two are equal."""
-    runs_needed: int | None
-    """Runs of each side for a power of `POWER`; None: more than `MOST_RUNS`."""
 
 
 def not_worse(
@@ -91,46 +91,56 @@ def not_worse(
     worse = sign * (candidate.mean - baseline.mean)
     if error == 0:  # nothing moves at all: the means are known exactly
         answer: Answer = "pass" if beyond < 0 else "fail"
-        return MarginTest(answer, worse, worse, worse, float(beyond >= 0), 1.0, 2)
+        return MarginTest(answer, worse, worse, worse, float(beyond >= 0))
     p_value, critical = float(t.cdf(beyond / error, freedom)), float(t.ppf(1 - alpha, freedom))
     own_error, own_freedom = _error(candidate, baseline, 1.0)
     half = float(t.ppf(1 - alpha, own_freedom)) * own_error
     answer = "pass" if p_value <= alpha else "fail" if beyond / error > critical else "inconclusive"
-    return MarginTest(
-        answer,
-        worse,
-        worse - half,
-        worse + half,
-        p_value,
-        _power(candidate, baseline, margin, better, alpha),
-        _runs_needed(candidate, baseline, margin, better, alpha),
-    )
+    return MarginTest(answer, worse, worse - half, worse + half, p_value)
 
 
 def equal(
     candidate: Runs, baseline: Runs, margin: Margin, *, better: Better, alpha: float = ALPHA
 ) -> MarginTest | None:
-    """Whether the candidate is neither worse nor better by the margin (two one-sided tests, each at `alpha`).
+    """Whether the candidate is neither worse nor better by the margin: two one-sided tests, each at `alpha`.
 
-    None where a side has fewer than two runs. Its power is that of both tests together, from below (Bonferroni).
+    None where a side has fewer than two runs.
     """
-    turned: Better = "higher" if better == "lower" else "lower"
     worse = not_worse(candidate, baseline, margin, better=better, alpha=alpha)
-    best = not_worse(candidate, baseline, margin, better=turned, alpha=alpha)
+    best = not_worse(candidate, baseline, margin, better=_turned(better), alpha=alpha)
     if worse is None or best is None:
         return None
     answers = {worse.answer, best.answer}
     answer: Answer = "fail" if "fail" in answers else "inconclusive" if "inconclusive" in answers else "pass"
-    needed = [_runs_needed(candidate, baseline, margin, way, alpha, power=(1 + POWER) / 2) for way in (better, turned)]
-    return MarginTest(
-        answer,
-        worse.worse,
-        worse.low,
-        worse.high,
-        max(worse.p_value, best.p_value),
-        max(0.0, worse.power + best.power - 1),
-        None if None in needed else max(n for n in needed if n is not None),
-    )
+    return MarginTest(answer, worse.worse, worse.low, worse.high, max(worse.p_value, best.p_value))
+
+
+def power(candidate: Runs, baseline: Runs, margin: Margin, *, better: Better, alpha: float = ALPHA) -> float:
+    """Probability that runs of this noise are shown to be not worse where the true means are equal: a tail of the
+    noncentral t distribution."""
+    error, freedom = _error(candidate, baseline, margin.factor(better))
+    if error == 0:
+        return 1.0
+    critical = float(t.ppf(1 - alpha, freedom))
+    return float(nct.sf(critical, freedom, margin.amount(baseline.mean) / error))
+
+
+def power_of_both(candidate: Runs, baseline: Runs, margin: Margin, *, better: Better, alpha: float = ALPHA) -> float:
+    """Probability that `equal` passes where the true means are equal, from below: what both tests miss is added."""
+    ways = (better, _turned(better))
+    return max(0.0, sum(power(candidate, baseline, margin, better=way, alpha=alpha) for way in ways) - 1)
+
+
+def runs_needed(enough: Callable[[int], bool]) -> int | None:
+    """Smallest number of runs of each side that is enough, where more than enough is enough too; None: more than
+    MOST_RUNS."""
+    if not enough(MOST_RUNS):
+        return None
+    low, high = 1, MOST_RUNS
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
 
 
 def _error(candidate: Runs, baseline: Runs, factor: float) -> tuple[float, float]:
@@ -143,28 +153,5 @@ def _error(candidate: Runs, baseline: Runs, factor: float) -> tuple[float, float
     return math.sqrt(whole), whole**2 / doubt
 
 
-def _power(candidate: Runs, baseline: Runs, margin: Margin, better: Better, alpha: float) -> float:
-    """Probability to pass where the candidate's true mean is the baseline's (the noncentral t distribution)."""
-    error, freedom = _error(candidate, baseline, margin.factor(better))
-    if error == 0:
-        return 1.0
-    critical = float(t.ppf(1 - alpha, freedom))
-    return float(nct.sf(critical, freedom, margin.amount(baseline.mean) / error))
-
-
-def _runs_needed(
-    candidate: Runs, baseline: Runs, margin: Margin, better: Better, alpha: float, *, power: float = POWER
-) -> int | None:
-    """Smallest equal number of runs of each side with which `_power` is reached; None: more than MOST_RUNS."""
-
-    def enough(number: int) -> bool:
-        sides = [Runs(side.mean, side.stdev, number) for side in (candidate, baseline)]
-        return _power(sides[0], sides[1], margin, better, alpha) >= power
-
-    if not enough(MOST_RUNS):
-        return None
-    low, high = 1, MOST_RUNS
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if middle > 1 and enough(middle) else (middle, high)
-    return high
+def _turned(better: Better) -> Better:
+    return "higher" if better == "lower" else "lower"

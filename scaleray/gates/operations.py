@@ -53,9 +53,9 @@ def _checkpoint_interval_s(run: RunRecord) -> float | None:
 def _headroom(run: RunRecord) -> float | None:
     """Share of the memory that was left on the worker with least; None where a capacity is not known, as on CPUs."""
     left = [
-        1 - peak / part["capacity_bytes"]
+        1 - peak / part["device_bytes"]
         for peak, part in zip(run.peak_memory_bytes, run.memory, strict=False)
-        if part.get("capacity_bytes")
+        if part.get("device_bytes")
     ]
     return min(left) if left and len(left) == run.workers else None
 

@@ -125,7 +125,7 @@ def _repeats(found: FoundRun, beside: Sequence[Path]) -> list[FoundRun]:
     mine, repeats = _identity(training(found)), []
     for folder in beside:
         with contextlib.suppress(OSError, ValueError, TypeError, TrackingError):
-            if not (folder / FILE).is_file():
+            if folder == found.folder or not (folder / FILE).is_file():
                 continue
             record = read_record(folder)
             if isinstance(record, RunRecord) and record.status == "FINISHED" and _identity(record) == mine:

@@ -94,6 +94,7 @@ def _on_cpu(setup: Setup, live: LiveTensors | None) -> dict[str, Any]:
         "peak_bytes": total + activations if activations is not None else None,
         "peak_resident_bytes": _peak_resident_bytes(),
         "fragmentation_share": None,
+        "device_bytes": None,  # what a worker may have of a node's memory is not known
         "is_counted": True,
     }
 
@@ -108,6 +109,7 @@ def _on_cuda(setup: Setup, device: torch.device) -> dict[str, Any]:
         "allocated_bytes": stats["allocated_bytes.all.current"],
         "reserved_bytes": reserved,
         "peak_bytes": peak,
+        "device_bytes": torch.cuda.get_device_properties(device).total_memory,
         "peak_resident_bytes": _peak_resident_bytes(),
         "fragmentation_share": stats["inactive_split_bytes.all.current"] / reserved if reserved else 0.0,
         "is_counted": False,

@@ -1,0 +1,272 @@
+"""What each gate answers, on records with planted faults: nothing passes that lacks its evidence."""
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+
+from scaleray.config.base import Target
+from scaleray.gates.answer import together
+from scaleray.gates.convergence import Learning, convergence_gate
+from scaleray.gates.equality import DAY_S, CertificateFacts, equality_gate
+from scaleray.gates.fingerprint import fingerprint_gate
+from scaleray.gates.operations import operations_gate
+from scaleray.gates.policy import (
+    ConvergencePolicy,
+    EqualityPolicy,
+    FingerprintPolicy,
+    OperationsPolicy,
+    Policy,
+    ScalingPolicy,
+)
+from scaleray.gates.scaling import scaling_gate
+from scaleray.records.profile import Goodput, RunProfile
+from scaleray.records.study import Estimate
+from tests import study_examples
+
+ENVIRONMENT = {
+    "git": {"commit": "0123456789abcdef", "is_dirty": False, "diff_sha256": None},
+    "python": "3.12.1",
+    "packages": {"torch": "2.13.0", "ray": "2.60.0"},
+    "os": "Linux-6.1",
+    "cpu": {"model": "EPYC", "cores": 64},
+    "accelerators": {"names": ["H100"], "cuda": "13.0", "cudnn": 91200, "nccl": "2.28", "driver": "580.1"},
+}
+CONFIG = {
+    "workload": {"name": "jobs/digits.py:Digits"}, "batch": {"global_size": 64}, "optimizer": {"learning_rate": 0.1},
+    "seed": 0, "stop": {"after": "20 epochs"}, "scale": {"workers": 2},
+}  # fmt: skip
+DATA = {"train": {"rows": 1437, "sha256": "aa", "hashed": "content", "read_by": "worker"}}
+NOW = 1.8e9
+
+
+def a_run(name="candidate", *, environment=None, config=None, data=None, **more):
+    facts = {"environment": {**copy.deepcopy(ENVIRONMENT), **(environment or {})}}
+    values = {"config": {**CONFIG, **(config or {})}, "data": data or DATA, "environment": facts}
+    return study_examples.run_record(name=name, **values, **more)
+
+
+def a_certificate(**more):
+    values = {
+        "name": "verify-1", "passed": True, "verdict": "the same training", "bound": 1e-9, "date": NOW - 5 * DAY_S,
+        "strategies": ("ddp",), "world_sizes": (1, 2), "config": CONFIG, "environment": ENVIRONMENT,
+    }  # fmt: skip
+    return CertificateFacts(**{**values, **more})
+
+
+def words_of(result):
+    return " | ".join(f"{check.answer}: {check.words}" for check in result.checks)
+
+
+def test_missing_evidence_never_passes():
+    assert together([]) == "inconclusive"
+    assert together(["pass", "inconclusive"]) == "inconclusive"
+    assert together(["inconclusive", "fail", "pass"]) == "fail"
+    run, policy = a_run(), Policy()
+    results = [
+        fingerprint_gate([run], [], policy=policy.fingerprint),
+        equality_gate(run, [], policy=policy.equality),
+        scaling_gate(None, workers=2, policy=policy.scaling),
+        convergence_gate([Learning(100, 0.9)], [], target=Target.parse("a/b >= 1"), policy=policy.convergence),
+        operations_gate(run, alerts=None, policy=policy.operations),
+    ]
+    assert [result.answer for result in results] == ["inconclusive"] * 5
+
+
+class TestFingerprint:
+    def test_runs_of_the_same_code_environment_and_data_pass_although_batches_differ(self):
+        baseline = a_run("baseline", config={"batch": {"global_size": 32}, "scale": {"workers": 1}}, workers=1)
+        assert fingerprint_gate([a_run()], [baseline], policy=FingerprintPolicy()).answer == "pass"
+
+    @pytest.mark.parametrize(
+        ("planted", "named"),
+        [
+            ({"environment": {"accelerators": {**ENVIRONMENT["accelerators"], "cudnn": 91300}}}, "cudnn is 91300"),
+            ({"environment": {"packages": {"torch": "2.14.0", "ray": "2.60.0"}}}, "torch is 2.14.0"),
+            ({"environment": {"os": "Linux-6.2"}}, "os is Linux-6.2"),
+            ({"environment": {"git": {"commit": "feed", "is_dirty": False}}}, "commit is feed"),
+            ({"data": {"train": {**DATA["train"], "sha256": "bb"}}}, "sha256 is bb"),
+            ({"config": {"workload": {"name": "jobs/other.py:Digits"}}}, "jobs/other.py"),
+        ],
+    )
+    def test_what_differs_fails_and_is_named(self, planted, named):
+        result = fingerprint_gate([a_run(**planted)], [a_run("baseline")], policy=FingerprintPolicy())
+        assert result.answer == "fail" and named in words_of(result)
+
+    def test_what_may_differ_by_the_policy_passes(self):
+        other = a_run(environment={"accelerators": {**ENVIRONMENT["accelerators"], "cudnn": 91300}})
+        policy = FingerprintPolicy(may_differ=("environment.accelerators.cudnn",))
+        assert fingerprint_gate([other], [a_run("baseline")], policy=policy).answer == "pass"
+
+    def test_changes_that_no_commit_holds_fail_unless_they_are_allowed(self):
+        git = {"commit": "feed", "is_dirty": True, "diff_sha256": "cc"}
+        runs = [[a_run(name, environment={"git": git})] for name in ("a", "b")]
+        assert "no commit holds" in words_of(fingerprint_gate(*runs, policy=FingerprintPolicy()))
+        assert fingerprint_gate(*runs, policy=FingerprintPolicy(allow_uncommitted=True)).answer == "pass"
+
+    def test_runs_outside_a_checkout_are_inconclusive(self):
+        runs = [[a_run(name, environment={"git": {}})] for name in ("a", "b")]
+        assert fingerprint_gate(*runs, policy=FingerprintPolicy()).answer == "inconclusive"
+
+
+class TestEquality:
+    def test_a_certificate_of_the_config_the_workers_and_the_environment_passes(self):
+        run = a_run(config={"seed": 7, "stop": {"after": "3 epochs"}})
+        assert equality_gate(run, [a_certificate()], policy=EqualityPolicy(), now=NOW).answer == "pass"
+
+    def test_a_failed_certificate_fails(self):
+        bad = a_certificate(passed=False, verdict="not the same training")
+        assert equality_gate(a_run(), [bad], policy=EqualityPolicy(), now=NOW).answer == "fail"
+
+    @pytest.mark.parametrize(
+        ("planted", "named"),
+        [
+            ({"date": NOW - 100 * DAY_S}, "100 days old"),
+            ({"strategies": ("fsdp",)}, "it is of fsdp"),
+            ({"world_sizes": (1, 4)}, "it is of 1, 4 workers"),
+            ({"bound": 1e-3}, "max_bound"),
+            ({"config": {**CONFIG, "optimizer": {"learning_rate": 0.2}}}, "learning_rate is 0.2"),
+            ({"environment": {**ENVIRONMENT, "python": "3.11.0"}}, "python is 3.11.0"),
+        ],
+    )
+    def test_a_certificate_of_something_else_does_not_count(self, planted, named):
+        result = equality_gate(a_run(), [a_certificate(**planted)], policy=EqualityPolicy(), now=NOW)
+        assert result.answer == "inconclusive" and named in words_of(result)
+
+    def test_the_newest_certificate_that_belongs_to_the_run_counts(self):
+        old, new = a_certificate(passed=False), a_certificate(name="verify-2", date=NOW - DAY_S)
+        other = a_certificate(name="verify-3", date=NOW, world_sizes=(8,), passed=False)
+        assert equality_gate(a_run(), [old, other, new], policy=EqualityPolicy(), now=NOW).answer == "pass"
+
+
+class TestScaling:
+    def a_study(self, low, high, *, turns=5, marks=()):
+        study = study_examples.study(modes=("strong",))
+        points = []
+        for one in study.curves[0].points:
+            point = dataclasses.replace(one.point, turns=[[0.1] * 9] * turns, marks=list(marks))
+            points.append(
+                dataclasses.replace(one, point=point, efficiency=Estimate((low + high) / 2, low, high))
+                if one.point.workers == 4
+                else one
+            )
+        return dataclasses.replace(study, curves=[dataclasses.replace(study.curves[0], points=points)])
+
+    @pytest.mark.parametrize(
+        ("low", "high", "answer"), [(0.75, 0.8, "pass"), (0.65, 0.8, "inconclusive"), (0.5, 0.6, "fail")]
+    )
+    def test_the_whole_interval_decides(self, low, high, answer):
+        assert scaling_gate(self.a_study(low, high), workers=4, policy=ScalingPolicy()).answer == answer
+
+    def test_an_efficiency_of_one_lucky_turn_is_inconclusive(self):
+        result = scaling_gate(self.a_study(0.9, 0.95, turns=1), workers=4, policy=ScalingPolicy())
+        assert result.answer == "inconclusive" and "asks for 3" in words_of(result)
+
+    def test_emulated_and_oversubscribed_points_say_nothing(self):
+        study = self.a_study(0.9, 0.95, marks=["oversubscribed"])
+        assert scaling_gate(study, workers=4, policy=ScalingPolicy()).answer == "inconclusive"
+
+    @pytest.mark.parametrize(("workers", "named"), [(16, "measured 1, 2, 4, 8"), (1, "by definition")])
+    def test_a_size_that_was_not_measured_beside_another_says_nothing(self, workers, named):
+        result = scaling_gate(self.a_study(0.9, 0.95), workers=workers, policy=ScalingPolicy())
+        assert result.answer == "inconclusive" and named in words_of(result)
+
+
+class TestConvergence:
+    target = Target.parse("test/accuracy >= 0.97")
+
+    def runs(self, number, *, samples=20_000.0, value=0.975, seed=0, spread=200.0, every=100.0):
+        random = np.random.default_rng(seed)
+        efforts, values = random.normal(samples, spread, number), random.normal(value, 0.001, number)
+        return [Learning(float(a), float(b), every) for a, b in zip(efforts, values, strict=True)]
+
+    def answer(self, candidates, baselines, **policy):
+        return convergence_gate(candidates, baselines, target=self.target, policy=ConvergencePolicy(**policy))
+
+    def test_as_good_a_run_passes(self):
+        assert self.answer(self.runs(6, seed=1), self.runs(6, seed=2)).answer == "pass"
+
+    def test_a_run_that_needs_more_samples_than_the_margin_fails_with_both_numbers(self):
+        result = self.answer(self.runs(6, samples=23_000, seed=1), self.runs(6, seed=2))
+        assert result.answer == "fail" and "beyond the margin of 5 %" in words_of(result)
+
+    def test_a_quietly_worse_value_at_the_end_fails_although_the_target_is_reached_as_soon(self):
+        result = self.answer(self.runs(6, value=0.960, seed=1), self.runs(6, seed=2))
+        failed = [check.what for check in result.checks if check.answer == "fail"]
+        assert failed == ["last value of the metric: not worse, within 0.01"]
+
+    def test_without_repeats_nothing_is_said_and_the_number_of_runs_is(self):
+        result = self.answer(self.runs(1, seed=1), self.runs(1, seed=2))
+        assert result.answer == "inconclusive" and "asks for 5 of each" in words_of(result)
+        assert not any(check.answer == "fail" for check in result.checks)
+
+    def test_noise_that_hides_the_margin_says_how_many_runs_it_takes(self):
+        result = self.answer(self.runs(5, spread=1500, seed=1), self.runs(5, spread=1500, seed=2))
+        efforts = next(check for check in result.checks if check.what.startswith("samples to the target"))
+        assert efforts.answer == "inconclusive" and efforts.power is not None and efforts.power < 0.5
+        assert efforts.runs_needed is not None and efforts.runs_needed > 10
+
+    def test_a_candidate_that_misses_the_target_fails_and_such_a_baseline_is_none(self):
+        missing = [*self.runs(5, seed=1), Learning(None, 0.9, 100.0)]
+        assert self.answer(missing, self.runs(6, seed=2)).answer == "fail"
+        assert self.answer(missing, self.runs(6, seed=2), may_miss=1, metric_margin=0.2).answer == "pass"
+        assert self.answer(self.runs(6, seed=2), missing).answer == "inconclusive"
+
+    def test_suspiciously_few_samples_fail_by_mlperfs_test_unless_that_is_not_asked(self):
+        fast = self.runs(6, samples=15_000, seed=1)
+        result = self.answer(fast, self.runs(6, seed=2))
+        failed = [check.what for check in result.checks if check.answer == "fail"]
+        assert failed == ["not faster than chance explains (MLPerf)"]
+        assert self.answer(fast, self.runs(6, seed=2), not_faster_than_chance=False).answer == "pass"
+
+    def test_asked_for_equal_what_is_better_by_the_margin_fails_as_well(self):
+        fast = self.runs(6, samples=15_000, seed=1)
+        result = self.answer(fast, self.runs(6, seed=2), ask_for="equal", not_faster_than_chance=False)
+        assert result.answer == "fail"
+
+    def test_evaluations_further_apart_than_half_the_margin_are_too_coarse(self):
+        coarse = [dataclasses.replace(run, every_samples=800.0) for run in self.runs(6, seed=1)]
+        result = self.answer(coarse, self.runs(6, seed=2))
+        assert result.answer == "inconclusive" and "800 samples apart" in words_of(result)
+
+    def test_where_less_is_better_a_higher_loss_is_worse(self):
+        target = Target.parse("test/loss <= 0.3")
+        worse = [dataclasses.replace(run, value=0.35) for run in self.runs(6, seed=1)]
+        same = [dataclasses.replace(run, value=0.30) for run in self.runs(6, seed=2)]
+        assert convergence_gate(worse, same, target=target, policy=ConvergencePolicy()).answer == "fail"
+        assert convergence_gate(same, same, target=target, policy=ConvergencePolicy()).answer == "pass"
+
+
+class TestOperations:
+    def a_profile(self, productive):
+        goodput = Goodput(100.0, {"productive": productive, "start": 100.0 - productive})
+        return RunProfile(buckets=None, ranks=[], closes=True, gap=None, goodput=goodput)  # type: ignore[arg-type]
+
+    def test_a_run_that_finished_without_alerts_passes(self):
+        assert operations_gate(a_run(), alerts=[], policy=OperationsPolicy()).answer == "pass"
+
+    @pytest.mark.parametrize(
+        ("run", "alerts", "policy"),
+        [
+            ({"status": "FAILED"}, [], {}),
+            ({"nonfinite_steps": 3}, [], {}),
+            ({}, [{"name": "loss spike", "severity": "critical"}], {}),
+            ({"derived": {"checkpoint_every_steps": 1000}, "step_time_s": 2.0}, [], {"max_checkpoint_interval_s": 600}),
+            ({"peak_memory_bytes": [75, 79], "memory": [{"device_bytes": 80}] * 2}, [], {"min_memory_headroom": 0.05}),
+        ],
+    )
+    def test_each_fault_fails(self, run, alerts, policy):
+        assert operations_gate(a_run(**run), alerts=alerts, policy=OperationsPolicy(**policy)).answer == "fail"
+
+    def test_goodput_is_held_against_the_policy(self):
+        for productive, answer in ((90.0, "pass"), (70.0, "fail")):
+            run = a_run(profile=self.a_profile(productive))
+            assert operations_gate(run, alerts=[], policy=OperationsPolicy(min_goodput=0.8)).answer == answer
+
+    @pytest.mark.parametrize(
+        "policy", [{"min_goodput": 0.5}, {"min_memory_headroom": 0.1}, {"max_checkpoint_interval_s": 60}]
+    )
+    def test_what_was_not_measured_is_inconclusive(self, policy):
+        run = a_run(peak_memory_bytes=[1, 2], memory=[{"device_bytes": None}] * 2)
+        assert operations_gate(run, alerts=[], policy=OperationsPolicy(**policy)).answer == "inconclusive"

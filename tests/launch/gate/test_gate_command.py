@@ -1,0 +1,131 @@
+"""`scaleray gate` on folders of recorded runs: what it finds by itself, its exit codes, and bad input."""
+
+import dataclasses
+import json
+import time
+
+import pytest
+
+from scaleray.cli.gate import gate
+from scaleray.errors import ConfigError, TrackingError, UsageError
+from scaleray.gates.policy import Policy
+from scaleray.launch.gate.evidence import collect
+from scaleray.launch.gate.gate import judge
+from scaleray.launch.gate.policy_file import policy_of, read_policy
+from tests import study_examples
+from tests.gates.test_gates import CONFIG, ENVIRONMENT, a_run
+
+
+def write(folder, record):
+    folder.mkdir(parents=True)
+    (folder / "record.json").write_text(record.to_json())
+    return str(folder)
+
+
+def a_folder_of_runs(root, name, *, number=3, **more):
+    return [
+        write(root / f"{name}{seed}", a_run(f"{name}{seed}", config={"seed": seed, **more.pop("config", {})}, **more))
+        for seed in range(number)
+    ]
+
+
+def test_runs_of_the_same_but_the_seed_beside_the_run_are_its_repeats(tmp_path):
+    candidates = a_folder_of_runs(tmp_path, "candidate")
+    baselines = a_folder_of_runs(tmp_path, "baseline", number=2, workers=1)
+    write(tmp_path / "failed", a_run("failed", status="FAILED"))
+    evidence = collect(candidates[:1], against=baselines[:1])
+    assert sorted(one.record.name for one in evidence.candidates) == ["candidate0", "candidate1", "candidate2"]
+    assert sorted(one.record.name for one in evidence.baselines) == ["baseline0", "baseline1"]
+    assert len(evidence.notes) == 2
+
+
+def test_runs_that_are_named_are_all_there_are(tmp_path):
+    candidates = a_folder_of_runs(tmp_path, "candidate")
+    assert len(collect(candidates[:2]).candidates) == 2
+
+
+def test_a_certificate_beside_the_run_is_found_and_one_of_another_kind_is_passed_over(tmp_path):
+    (run,) = a_folder_of_runs(tmp_path, "candidate", number=1)
+    for name, more in (("verify-1", {"strategies": ["ddp"], "world_sizes": [1, 2]}), ("verify-resume", {})):
+        (tmp_path / name).mkdir()
+        values = {
+            "passed": True, "verdict": "the same training", "bound": 1e-9, "config": CONFIG, "environment": ENVIRONMENT,
+            "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }  # fmt: skip
+        (tmp_path / name / "certificate.json").write_text(json.dumps({**values, **more}))
+    record = judge([run], gates=["equality"])
+    assert record.answer == "pass", record.lines()
+
+
+def test_the_exit_code_and_the_json_say_the_same(tmp_path, capsys):
+    runs = a_folder_of_runs(tmp_path, "candidate", number=1)
+    (tmp_path / "candidate0" / "alerts.jsonl").write_text("")
+    assert gate(*runs, gates="operations", json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["answer"], [one["gate"] for one in found["gates"]]) == ("pass", ["operations"])
+    assert gate(*runs, gates="operations,convergence") == 3
+    failed = write(tmp_path / "failed", a_run("failed", status="FAILED"))
+    assert gate(failed, gates="operations,convergence") == 1
+    assert "FAIL  the run has finished" in capsys.readouterr().out
+
+
+def test_a_run_on_both_sides_is_refused(tmp_path):
+    (run,) = a_folder_of_runs(tmp_path, "candidate", number=1)
+    with pytest.raises(UsageError, match="either the candidate or the baseline"):
+        collect([run], against=[run])
+
+
+def test_a_study_as_run_is_refused_and_a_run_as_study(tmp_path):
+    (run,) = a_folder_of_runs(tmp_path, "candidate", number=1)
+    study = write(tmp_path / "study", study_examples.study())
+    with pytest.raises(UsageError, match="a gate judges trainings"):
+        collect([study])
+    with pytest.raises(UsageError, match="it must be a scaling study"):
+        collect([run], study=run)
+
+
+def test_an_unknown_gate_and_no_run_name_what_there_is(tmp_path):
+    with pytest.raises(ConfigError, match="gates are fingerprint, equality"):
+        judge([str(tmp_path)], gates=["fingerprints"])
+    with pytest.raises(ConfigError, match="a gate judges a training"):
+        gate()
+
+
+def test_a_file_that_is_no_certificate_is_one_error(tmp_path):
+    (run,) = a_folder_of_runs(tmp_path, "candidate", number=1)
+    with pytest.raises(TrackingError, match=r"it holds no certificate\.json"):
+        collect([run], certificates=[run])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("convergence: {margn: 0.1}", r"convergence.margn.*unknown key(?s:.*)did you mean convergence.margin"),
+        ("convergense: {}", r"convergense.*unknown key(?s:.*)did you mean convergence"),
+        ("scaling: {min_efficiency: 7}", r"scaling.min_efficiency.*is 7"),
+        ("convergence: {target: high}", r"convergence.target.*a metric, >= or <=, and a number"),
+        ("- a", "it holds sections: fingerprint"),
+        ("{", "it cannot be read"),
+    ],
+)
+def test_a_policy_with_a_slip_is_one_error_that_names_the_key(tmp_path, text, message):
+    file = tmp_path / "policy.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_policy(file)
+
+
+def test_a_policy_keeps_the_defaults_of_what_it_leaves_out(tmp_path):
+    assert read_policy(None) == Policy()
+    found = policy_of({"convergence": {"target": "test/accuracy >= 0.97", "margin": 0.1}}, where="here")
+    assert found.convergence.margin == 0.1 and found.scaling == Policy().scaling
+    with pytest.raises(ConfigError, match="does not exist"):
+        read_policy(tmp_path / "nowhere.yaml")
+
+
+def test_a_study_of_another_training_does_not_count(tmp_path):
+    (run,) = a_folder_of_runs(tmp_path, "candidate", number=1)
+    study = study_examples.study(modes=("strong",))
+    study = dataclasses.replace(study, conditions=dataclasses.replace(study.conditions, config_hash="another"))
+    record = judge([run], study=write(tmp_path / "study", study), gates=["scaling"])
+    assert record.answer == "inconclusive" and "its config decides another training" in " ".join(record.lines())
