@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -68,7 +66,6 @@ def gate(
         certificates=certificate or (),
         gates=gates.replace(" ", "").split(",") if gates else GATES,
         uri=uri,
-        command=shlex.join(["scaleray", *sys.argv[1:]]),
     )
     show_gates(Console(stderr=json), record)
     if json:

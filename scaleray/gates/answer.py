@@ -31,7 +31,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class GateResult:
-    """The answer of one gate. command: what repeats it from the same evidence."""
+    """The answer of one gate. command: what asks it again of the same evidence."""
 
     gate: str
     answer: Answer
@@ -47,7 +47,6 @@ def together(answers: Iterable[Answer]) -> Answer:
     return "inconclusive" if not found or "inconclusive" in found else "pass"
 
 
-def gate_of(gate: str, checks: Sequence[Check], *, command: str = "") -> GateResult:
+def gate_of(gate: str, checks: Sequence[Check]) -> GateResult:
     """The gate's answer from its checks."""
-    answer = together(check.answer for check in checks)
-    return GateResult(gate=gate, answer=answer, checks=list(checks), command=command)
+    return GateResult(gate=gate, answer=together(check.answer for check in checks), checks=list(checks))

@@ -21,8 +21,6 @@ class GateRecord(JsonRecord):
     policy: dict[str, Any]
     notes: list[str]
     date: str
-    command: str
-    """Command that asks again."""
 
     def lines(self) -> list[str]:
         """The answer, each gate's, and what did not pass."""

@@ -16,6 +16,10 @@ UNREAL = {"emulated": "its compute was a timed sleep", "oversubscribed": "its wo
 
 def scaling_gate(study: StudyRecord | None, *, workers: int, policy: ScalingPolicy) -> GateResult:
     """The gate's check. workers: number of workers of the candidate."""
+    if workers == 1:
+        return gate_of(
+            GATE, [Check(what="efficiency", answer="pass", words="one worker is what others are compared with")]
+        )
     what = f"efficiency of {workers} workers ({policy.mode}) above {policy.min_efficiency:g}"
     ask = f"scaleray study -c FILE --workers 1,{workers}"
     if study is None:

@@ -167,10 +167,17 @@ class TestScaling:
         study = self.a_study(0.9, 0.95, marks=["oversubscribed"])
         assert scaling_gate(study, workers=4, policy=ScalingPolicy()).answer == "inconclusive"
 
-    @pytest.mark.parametrize(("workers", "named"), [(16, "measured 1, 2, 4, 8"), (1, "by definition")])
-    def test_a_size_that_was_not_measured_beside_another_says_nothing(self, workers, named):
-        result = scaling_gate(self.a_study(0.9, 0.95), workers=workers, policy=ScalingPolicy())
+    @pytest.mark.parametrize(
+        ("sizes", "workers", "named"), [((1, 2, 4), 16, "measured 1, 2, 4 workers"), ((2, 4), 2, "by definition")]
+    )
+    def test_a_size_that_was_not_measured_beside_another_says_nothing(self, sizes, workers, named):
+        study = study_examples.study(modes=("strong",), sizes=sizes)
+        result = scaling_gate(study, workers=workers, policy=ScalingPolicy())
         assert result.answer == "inconclusive" and named in words_of(result)
+
+    def test_one_worker_has_nothing_to_scale_and_is_one_process(self):
+        assert scaling_gate(None, workers=1, policy=ScalingPolicy()).answer == "pass"
+        assert equality_gate(a_run(workers=1), [], policy=EqualityPolicy()).answer == "pass"
 
 
 class TestConvergence:

@@ -62,7 +62,7 @@ def collect(
     certificates: Sequence[str] = (),
     uri: str | None = None,
 ) -> Evidence:
-    """The evidence of these runs. What is not named is looked for in the folders beside the first run's own.
+    """The evidence of these runs. What is not named is looked for in the folders beside the runs' own.
 
     Raises UsageError for what is of the wrong kind, TrackingError for what is not there.
     """
@@ -74,7 +74,7 @@ def collect(
     notes: list[str] = []
     beside = _neighbours(candidates[0])
     for side, what in ((candidates, "candidate"), (baselines, "baseline")):
-        if len(side) == 1 and (more := _repeats(side[0], beside)):
+        if len(side) == 1 and (more := _repeats(side[0])):
             side += more
             notes.append(f"{what}: {len(more)} other runs of the same but the seed were found beside it")
     found_study = _study(study, beside, training(candidates[0]), uri)
@@ -120,12 +120,12 @@ def _neighbours(found: FoundRun) -> list[Path]:
     return []
 
 
-def _repeats(found: FoundRun, beside: Sequence[Path]) -> list[FoundRun]:
-    """Other runs of the same but the seed, which have finished."""
+def _repeats(found: FoundRun) -> list[FoundRun]:
+    """Finished runs beside a run that are the same but for the seed."""
     mine, repeats = _identity(training(found)), []
-    for folder in beside:
+    for folder in _neighbours(found):
         with contextlib.suppress(OSError, ValueError, TypeError, TrackingError):
-            if folder == found.folder or not (folder / FILE).is_file():
+            if not (folder / FILE).is_file():
                 continue
             record = read_record(folder)
             if isinstance(record, RunRecord) and record.status == "FINISHED" and _identity(record) == mine:
@@ -145,7 +145,7 @@ def _certificate(path: Path) -> CertificateFacts:
     """The certificate in a folder or a file. Raises TrackingError for anything else."""
     file = path / CERTIFICATE if path.is_dir() else path
     try:
-        return CertificateFacts.of(load_json(file.read_bytes()), name=file.parent.name)
+        return CertificateFacts.of(load_json(file.read_bytes()), name=str(file.parent))
     except (OSError, KeyError, TypeError, ValueError) as exc:
         allowed = f"it holds no {CERTIFICATE} of `scaleray verify`: {type(exc).__name__} {exc}"
         raise TrackingError("--certificate", str(path), allowed) from exc

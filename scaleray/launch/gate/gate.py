@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +16,7 @@ from scaleray.gates.record import GateRecord
 from scaleray.launch.gate.evidence import Evidence, alerts_of, collect, learning, target_of, training
 from scaleray.launch.gate.policy_file import read_policy
 from scaleray.launch.session.conditions import digest, training_of
+from scaleray.tracking.find_record import FoundRun
 from scaleray.tracking.same_in_mlflow import differences_from_mlflow
 
 GATES = (fingerprint.GATE, equality.GATE, scaling.GATE, convergence.GATE, operations.GATE)
@@ -29,7 +32,6 @@ def judge(
     certificates: Sequence[str] = (),
     gates: Sequence[str] = GATES,
     uri: str | None = None,
-    command: str = "",
 ) -> GateRecord:
     """Ask the gates about a training. runs: the candidate, and runs that repeat it with other seeds; against: the
     baseline's; gates: only these.
@@ -48,7 +50,11 @@ def judge(
         convergence.GATE: _convergence,
         operations.GATE: _operations,
     }
-    results = [asked[name](evidence, held) for name in GATES if name in gates]
+    results = [
+        dataclasses.replace(asked[name](evidence, held), command=_command(evidence, policy, study, name))
+        for name in GATES
+        if name in gates
+    ]
     return GateRecord(
         answer=together(result.answer for result in results),
         gates=results,
@@ -58,8 +64,24 @@ def judge(
         policy=held.model_dump(mode="json"),
         notes=evidence.notes,
         date=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        command=command,
     )
+
+
+def _command(evidence: Evidence, policy: str | Path | None, study: str | None, gate: str) -> str:
+    """The command that asks one gate again of the same evidence."""
+    words = ["scaleray", "gate", *(_name(one) for one in evidence.candidates)]
+    if evidence.baselines:
+        words += ["--against", *(_name(one) for one in evidence.baselines)]
+    words += ["--policy", str(policy)] if policy is not None else []
+    if evidence.study is not None:
+        words += ["--study", study or evidence.study.folder]
+    for certificate in evidence.certificates:
+        words += ["--certificate", certificate.name]
+    return shlex.join([*words, "--gates", gate])
+
+
+def _name(found: FoundRun) -> str:
+    return str(found.folder or training(found).run_id or found.where)
 
 
 def _fingerprint(evidence: Evidence, policy: Policy) -> GateResult:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 import time
 
 import pytest
@@ -37,6 +38,16 @@ def test_runs_of_the_same_but_the_seed_beside_the_run_are_its_repeats(tmp_path):
     assert sorted(one.record.name for one in evidence.candidates) == ["candidate0", "candidate1", "candidate2"]
     assert sorted(one.record.name for one in evidence.baselines) == ["baseline0", "baseline1"]
     assert len(evidence.notes) == 2
+
+
+def test_the_command_of_a_gate_asks_it_again_of_the_same_runs(tmp_path):
+    candidates, baselines = (a_folder_of_runs(tmp_path / side, side) for side in ("candidate", "baseline"))
+    first = judge(candidates[:1], against=baselines[:1], gates=["convergence", "operations"])
+    words = shlex.split(first.gates[0].command)
+    assert words[:2] == ["scaleray", "gate"] and words[-2:] == ["--gates", "convergence"]
+    split = words.index("--against")
+    again = judge(words[2:split], against=words[split + 1 : -2], gates=[words[-1]])
+    assert again.gates[0].checks == first.gates[0].checks
 
 
 def test_runs_that_are_named_are_all_there_are(tmp_path):

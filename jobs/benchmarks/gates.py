@@ -1,0 +1,147 @@
+"""How often the gates pass what is worse by their margin, and refuse what is as good, on the noise of real runs.
+
+    python jobs/benchmarks/gates.py --runs FOLDER [--study FOLDER] [--trials 2000]
+
+FOLDER holds trainings that differ in their seed alone (and their records); the study's folder a scaling study. Each
+trial draws runs (or turns) with replacement, moves one side so that the truth is known, and asks the gate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from scaleray.config.base import Target
+from scaleray.gates.answer import GateResult
+from scaleray.gates.convergence import Learning, convergence_gate
+from scaleray.gates.policy import ConvergencePolicy, ScalingPolicy
+from scaleray.gates.scaling import scaling_gate
+from scaleray.launch.gate.evidence import learning
+from scaleray.records.read import FILE, read_record
+from scaleray.records.study import StudyRecord
+from scaleray.scaling.curves.efficiency import curve_points
+from scaleray.tracking.find_record import find_run
+
+Draw = Callable[[np.random.Generator], GateResult]
+
+
+def rates(draw: Draw, *, trials: int, seed: int) -> dict[str, float]:
+    """Share of each answer."""
+    random = np.random.default_rng(seed)
+    found = Counter(draw(random).answer for _ in range(trials))
+    return {answer: found[answer] / trials for answer in ("pass", "fail", "inconclusive")}
+
+
+def pool_of(folder: Path, target: Target) -> list[Learning]:
+    """How each training in the folder learned; those that never reached the target are left out, and counted."""
+    runs = [learning(find_run(str(path.parent)), target, None) for path in sorted(folder.glob(f"*/{FILE}"))]
+    reached = [run for run in runs if run.samples_to_target is not None]
+    print(f"{len(runs)} trainings, {len(reached)} reached {target}")
+    efforts = [run.samples_to_target for run in reached if run.samples_to_target is not None]
+    print(f"samples to it: mean {statistics.mean(efforts):.0f}, standard deviation {statistics.stdev(efforts):.0f}, "
+          f"evaluations {reached[0].every_samples:.0f} apart")  # fmt: skip
+    return reached
+
+
+def convergence(pool: list[Learning], target: Target, policy: ConvergencePolicy, number: int, *, effort: float,
+                value: float) -> Draw:  # fmt: skip
+    """Trials of the gate `convergence`. effort: true samples of the candidate over the baseline's; value: by how much
+    its metric is truly worse."""
+    worse = -value if target.comparison == ">=" else value
+    assert all(run.value is not None for run in pool)
+
+    def draw(random: np.random.Generator) -> GateResult:
+        sides = [[pool[i] for i in random.integers(len(pool), size=number)] for _ in range(2)]
+        candidates = [
+            dataclasses.replace(run, samples_to_target=run.samples_to_target * effort, value=run.value + worse)  # type: ignore[operator]
+            for run in sides[0]
+        ]
+        return convergence_gate(candidates, sides[1], target=target, policy=policy)
+
+    return draw
+
+
+def scaling(study: StudyRecord, policy: ScalingPolicy, *, efficiency: float, turns: int) -> Draw:
+    """Trials of the gate `scaling` on the largest point of the study, whose true efficiency is given: turns are drawn
+    with replacement, those of the larger point with their time scaled."""
+    curve = next(one for one in study.curves if one.mode == policy.mode)
+    base, largest = curve.points[0].point, curve.points[-1].point
+    pooled = [statistics.median(step for turn in one.turns for step in turn) for one in (base, largest)]
+    factor = pooled[0] * base.workers / largest.workers / efficiency / pooled[1]
+
+    def draw(random: np.random.Generator) -> GateResult:
+        points = [
+            dataclasses.replace(
+                one,
+                turns=[[step * scale for step in one.turns[i]] for i in random.integers(len(one.turns), size=turns)],
+                rounds=[],
+                marks=[],
+            )
+            for one, scale in ((base, 1.0), (largest, factor))
+        ]
+        drawn = dataclasses.replace(study, curves=[dataclasses.replace(curve, points=curve_points(points))])
+        return scaling_gate(drawn, workers=largest.workers, policy=policy)
+
+    return draw
+
+
+def main() -> None:
+    """Simulate and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=Path, required=True)
+    parser.add_argument("--study", type=Path)
+    parser.add_argument("--target", type=Target.parse, default=Target.parse("test/accuracy >= 0.95"))
+    parser.add_argument("--margin", type=float, default=0.2)
+    parser.add_argument("--metric-margin", type=float, default=0.02)
+    parser.add_argument("--numbers", type=int, nargs="+", default=[5, 10, 20])
+    parser.add_argument("--trials", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    pool = pool_of(options.runs, options.target)
+    policy = ConvergencePolicy(margin=options.margin, metric_margin=options.metric_margin, not_faster_than_chance=False)
+    both = policy.model_copy(update={"not_faster_than_chance": True})
+    print("| gate | truth | runs or turns | pass | fail | inconclusive |\n|---|---|---|---|---|---|")
+
+    def show(gate: str, truth: str, number: int, draw: Draw, trials: int = options.trials) -> None:
+        share = rates(draw, trials=trials, seed=options.seed)
+        print(
+            f"| {gate} | {truth} | {number} | " + " | ".join(f"{100 * share[a]:.1f} %" for a in share) + " |",
+            flush=True,
+        )
+
+    at = 1 + options.margin
+    for number in options.numbers:
+        one = lambda n=number, rule=both, **truth: convergence(pool, options.target, rule, n, **truth)
+        show("convergence", "as good", number, one(effort=1.0, value=0.0))
+        show("convergence", f"{options.margin:.0%} more samples", number, one(rule=policy, effort=at, value=0.0))
+        show(
+            "convergence",
+            f"{options.metric_margin:g} worse at the end",
+            number,
+            one(effort=1.0, value=options.metric_margin),
+        )
+        show(
+            "convergence",
+            f"{2 * options.margin:.0%} more samples",
+            number,
+            one(effort=1 + 2 * options.margin, value=0.0),
+        )
+    if options.study:
+        study = read_record(options.study)
+        assert isinstance(study, StudyRecord), json.dumps(str(options.study))
+        limit = ScalingPolicy()
+        for turns in (3, 5, 10):
+            for efficiency in (limit.min_efficiency, limit.min_efficiency + 0.1, limit.min_efficiency - 0.1):
+                draw = scaling(study, limit, efficiency=efficiency, turns=turns)
+                show("scaling", f"efficiency {efficiency:g}, asked {limit.min_efficiency:g}", turns, draw)
+
+
+if __name__ == "__main__":
+    main()
