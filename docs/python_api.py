@@ -20,6 +20,7 @@ ORDER = (
             "plan",
             "check",
             "compare",
+            "gate",
             "report",
             "watch",
             "live_state",

@@ -17,6 +17,7 @@ _HOMES = {
     "sweep": "scaleray.api",
     "plan": "scaleray.api_plan",
     "compare": "scaleray.api",
+    "gate": "scaleray.api",
     "profile": "scaleray.api",
     "report": "scaleray.api",
     "write_project": "scaleray.projects.write",
@@ -70,6 +71,7 @@ __all__ = [
     "config_schema",
     "evaluate",
     "export_weights",
+    "gate",
     "import_weights",
     "install_dashboards",
     "list_checkpoints",
@@ -99,6 +101,8 @@ __all__ = [
 if TYPE_CHECKING:
     from scaleray.api import compare, profile, report, study, sweep, train, verify
     from scaleray.api_looks import config_keys, config_schema, live_state, replay, show_config, tracking_ui, watch
+    from scaleray.api import compare, gate, profile, report, study, sweep, train, verify
+    from scaleray.api_looks import config_keys, config_schema, replay, show_config, tracking_ui
     from scaleray.api_plan import plan
     from scaleray.callbacks import Callback
     from scaleray.config import RunConfig, load_config

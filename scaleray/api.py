@@ -18,6 +18,7 @@ from scaleray.records.run import RunRecord, Say, Show
 from scaleray.workload import make_workload, name_of
 
 if TYPE_CHECKING:
+    from scaleray.gates.record import GateRecord
     from scaleray.launch.profile.profile import Profiled
     from scaleray.launch.verify.certificate import Certificate
     from scaleray.records.study import StudyRecord
@@ -241,6 +242,35 @@ def compare(*runs: str | Path, uri: str | None = None) -> Comparison:
     from scaleray.tracking.find_record import find_run
 
     return compare_records([find_run(str(run), uri=uri) for run in runs])
+
+
+@names_what_is_missing
+def gate(
+    *runs: str | Path,
+    against: Sequence[str | Path] = (),
+    policy: str | Path | Mapping[str, Any] | None = None,
+    study: str | None = None,
+    certificates: Sequence[str | Path] = (),
+    gates: Sequence[str] | None = None,
+    uri: str | None = None,
+) -> GateRecord:
+    """Whether a training may go into production: `.answer` is pass, fail or inconclusive, `.gates` has what was asked.
+
+    runs: the candidate, and runs that repeat it with other seeds: folders, names in the storage path, or ids or names
+    in MLflow at `uri`. against: runs of the baseline. policy: a YAML file, or its sections as a mapping. study: a
+    scaling study of the candidate's training. certificates: folders of `verify`. gates: names of some; None is all.
+    """
+    from scaleray.launch.gate.gate import GATES, judge
+
+    return judge(
+        [str(run) for run in runs],
+        against=[str(run) for run in against],
+        policy=policy,
+        study=study,
+        certificates=[str(one) for one in certificates],
+        gates=GATES if gates is None else gates,
+        uri=uri,
+    )
 
 
 @names_what_is_missing

@@ -71,6 +71,7 @@ def imported_by(words, modules):
                 "sweep",
                 "verify",
                 "compare",
+                "gate",
                 "report",
                 "evaluate",
                 "predict",

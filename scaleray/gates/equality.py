@@ -63,7 +63,7 @@ def equality_gate(
 ) -> GateResult:
     """The gate's check, by the certificate that fits best. now: seconds since 1970, by default this moment."""
     what = f"{run.strategy} on {run.workers} worker{'s' if run.workers > 1 else ''} equals one process"
-    remedy = f"scaleray verify -c {run.run_dir}/config.yaml --strategies {run.strategy} --workers {run.workers}"
+    remedy = f"scaleray verify -c {run.run_dir}/config.yaml --strategies {run.strategy} --world-sizes {run.workers}"
     if run.workers == 1:
         return gate_of(GATE, [Check(what=what, answer="pass", words="one worker is one process")])
     if not certificates:

@@ -21,7 +21,7 @@ def scaling_gate(study: StudyRecord | None, *, workers: int, policy: ScalingPoli
             GATE, [Check(what="efficiency", answer="pass", words="one worker is what others are compared with")]
         )
     what = f"efficiency of {workers} workers ({policy.mode}) above {policy.min_efficiency:g}"
-    ask = f"scaleray study -c FILE --workers 1,{workers}"
+    ask = f"scaleray study -c FILE --world-sizes 1,{workers}"
     if study is None:
         words = "there is no scaling study"
         return gate_of(GATE, [Check(what=what, answer="inconclusive", words=words, remedy=f"{ask}, then --study NAME")])
@@ -47,7 +47,7 @@ def _check(what: str, found: CurvePoint, study: StudyRecord, policy: ScalingPoli
         return Check(what=what, answer="inconclusive", words=f"{shown}; {why}", numbers=numbers)
     if len(point.turns) < policy.min_launches:
         words = f"{shown}; the policy asks for {policy.min_launches}"
-        remedy = f"scaleray study --study.repeats {policy.min_launches}"
+        remedy = f"scaleray study -c FILE --repeats {policy.min_launches}"
         return Check(
             what=what,
             answer="inconclusive",

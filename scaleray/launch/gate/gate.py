@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from scaleray.errors import ConfigError
 from scaleray.gates import convergence, equality, fingerprint, operations, scaling
@@ -27,7 +28,7 @@ def judge(
     runs: Sequence[str],
     *,
     against: Sequence[str] = (),
-    policy: str | Path | None = None,
+    policy: str | Path | Mapping[str, Any] | None = None,
     study: str | None = None,
     certificates: Sequence[str] = (),
     gates: Sequence[str] = GATES,
@@ -67,12 +68,12 @@ def judge(
     )
 
 
-def _command(evidence: Evidence, policy: str | Path | None, study: str | None, gate: str) -> str:
+def _command(evidence: Evidence, policy: str | Path | Mapping[str, Any] | None, study: str | None, gate: str) -> str:
     """The command that asks one gate again of the same evidence."""
     words = ["scaleray", "gate", *(_name(one) for one in evidence.candidates)]
     if evidence.baselines:
         words += ["--against", *(_name(one) for one in evidence.baselines)]
-    words += ["--policy", str(policy)] if policy is not None else []
+    words += ["--policy", str(policy)] if isinstance(policy, (str, Path)) else []
     if evidence.study is not None:
         words += ["--study", study or evidence.study.folder]
     for certificate in evidence.certificates:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from scaleray.gates.policy import Policy
 from scaleray.parsing import TooLarge, load_yaml, near_words
 
 
-def read_policy(path: str | Path | None) -> Policy:
-    """The policy in a file; None: the defaults. Raises ConfigError for a key or value that a policy cannot have."""
+def read_policy(path: str | Path | Mapping[str, Any] | None) -> Policy:
+    """The policy in a file, or of sections in a mapping; None: the defaults. Raises ConfigError for a key or value that
+    a policy cannot have."""
     if path is None:
         return Policy()
+    if isinstance(path, Mapping):
+        return policy_of(dict(path), where="given")
     place = Path(path)
     try:
         values = load_yaml(place.read_text(encoding="utf-8"))
