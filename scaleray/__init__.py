@@ -99,10 +99,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from scaleray.api import compare, profile, report, study, sweep, train, verify
-    from scaleray.api_looks import config_keys, config_schema, live_state, replay, show_config, tracking_ui, watch
     from scaleray.api import compare, gate, profile, report, study, sweep, train, verify
-    from scaleray.api_looks import config_keys, config_schema, replay, show_config, tracking_ui
+    from scaleray.api_looks import config_keys, config_schema, live_state, replay, show_config, tracking_ui, watch
     from scaleray.api_plan import plan
     from scaleray.callbacks import Callback
     from scaleray.config import RunConfig, load_config
