@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json as json_library
 import sys
 import time
 from collections.abc import Callable
@@ -131,7 +130,10 @@ def _print_lines(look: Look, every_s: float, *, json: bool) -> int:
             line = state_line(state)
             if before.get(state.name) != line:
                 before[state.name] = line
-                print(json_library.dumps(state.to_dict()) if json else line, flush=True)
+                if json:
+                    print_json(state.to_dict(), in_a_line=True)
+                else:
+                    print(line, flush=True)
         if not isinstance(seen, list) and seen.has_ended:
             return 0
         sys.stdout.flush()
