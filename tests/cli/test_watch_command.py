@@ -134,7 +134,17 @@ def on_a_terminal(storage):
     made = []
 
     def start():
-        made.append(subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=environment, close_fds=True))
+        made.append(
+            subprocess.Popen(
+                command,
+                stdin=its,
+                stdout=its,
+                stderr=its,
+                env=environment,
+                # tests that a shell started in the background ignore Ctrl-C, and so would their children
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            )
+        )
         return made[-1], own
 
     yield start
