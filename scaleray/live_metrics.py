@@ -24,7 +24,8 @@ LATENESS_S = Metric(
 LINK_RATIO = Metric(
     "rank/link_ratio",
     "1",
-    "bytes a second of the collectives that this rank waits for, over the best that it has had in this run",
+    "speed of the collectives that a step waits for when all ranks have come, over their best in this run; alike on "
+    "all ranks, as they end together",
     "higher",
     published=RANK,
 )
@@ -69,7 +70,7 @@ STEPS = Metric("live/steps", "steps", "number of the newest step, over all attem
 STEPS_REPEATED = Metric(
     "live/steps_repeated",
     "steps",
-    "steps that were taken again after a loss of workers or a resume",
+    "steps that were taken again, after a loss of workers or a resume",
     "lower",
     published=RUN,
     kind="counter",
@@ -90,7 +91,7 @@ CHECKPOINT_INTERVAL_S = Metric(
 RESTARTS = Metric(
     "live/restarts",
     "restarts",
-    "times that the training went on after it had lost workers",
+    "times that the training went on, after a loss of workers or a resume",
     "lower",
     published=RUN,
     kind="counter",
@@ -127,8 +128,10 @@ RUN_INFO = Metric(
     published=RUN,
     labels=("mlflow_run", "report", "strategy", "job"),
 )
-RUN_FINISHED = Metric("live/run_finished", "1", "whether the run has ended as planned", published=RUN)
-RUN_FAILED = Metric("live/run_failed", "1", "whether the run has failed, or was stopped", published=RUN)
+RUN_FINISHED = Metric(
+    "live/run_finished", "1", "1 once the run has ended as planned, or its user has stopped it", published=RUN
+)
+RUN_FAILED = Metric("live/run_failed", "1", "1 once the run has failed", published=RUN)
 EVAL = Metric(
     "live/eval", "unit of the metric", "last value of an evaluation metric", published=RUN, labels=("split", "metric")
 )

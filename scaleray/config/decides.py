@@ -27,7 +27,7 @@ BY_PREFIX = {
     "fine_tuning.merge": Decides.COURSE, "data.chunk_mib": Decides.COURSE, "data.prefetch_mib": Decides.COURSE,
     "data.readers": Decides.COURSE, "data.reserved_cpus": Decides.COURSE, "data.timeout_s": Decides.COURSE,
     "checkpoint.": Decides.NOTHING, "tracking.": Decides.NOTHING, "noise_scale.": Decides.NOTHING,
-    "study.": Decides.NOTHING, "alerts.": Decides.NOTHING,
+    "study.": Decides.NOTHING, "alerts.": Decides.NOTHING, "monitoring.": Decides.NOTHING,
 }  # fmt: skip
 """What a key decides, by the beginning of the dotted key. A key that is not here decides the result. Two strategies
 that are not both exact differ in their result all the same: `Change.alters_training` knows."""

@@ -23,6 +23,7 @@ from scaleray.config.fsdp import FsdpSettings
 from scaleray.config.gossip import GossipSettings
 from scaleray.config.local_sgd import LocalSgdSettings
 from scaleray.config.memory import MemorySettings
+from scaleray.config.monitoring import MonitoringSettings
 from scaleray.config.noise_scale import NoiseScaleSettings
 from scaleray.config.optimizer import OptimizerSettings
 from scaleray.config.pipeline import PipelineSettings
@@ -68,6 +69,7 @@ class RunConfig(Settings):
     data: DataSettings = DataSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     tracking: TrackingSettings = TrackingSettings()
+    monitoring: MonitoringSettings = MonitoringSettings()
     alerts: AlertSettings = AlertSettings()
     study: StudySettings = StudySettings()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0

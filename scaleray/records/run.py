@@ -18,6 +18,7 @@ from scaleray.records.json_record import JsonRecord
 from scaleray.records.live import RecentSteps
 from scaleray.records.printed import figures
 from scaleray.records.profile import RankMeasurements, RunProfile
+from scaleray.records.published import RankSample
 from scaleray.records.rows import Row
 
 EMULATED = "emulated"
@@ -201,6 +202,7 @@ WorkerMessage = (
     | LoggedMetrics
     | LoggedFile
     | WorkerSummary
+    | RankSample
 )
 Emit = Callable[[WorkerMessage], None]
 """Function that takes a message of a worker."""

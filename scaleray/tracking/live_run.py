@@ -182,6 +182,7 @@ class LiveRun:
                 loss_scale=last.loss_scale if last is not None else None,
                 curve=list(self._curve.points),
                 best_samples_per_s=self._window.best,
+                expected_samples_per_s=d.published.expected_samples_per_s,
                 metrics=dict(self._metrics),
                 nonfinite_steps=self._nonfinite,
                 attempts=time.attempts if time is not None else 1,

@@ -18,6 +18,7 @@ from scaleray import metric_names as names
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import TrackingError
 from scaleray.records.live import LiveState
+from scaleray.records.published import RankSample
 from scaleray.records.run import (
     CheckpointRecord,
     DerivedRecord,
@@ -36,6 +37,7 @@ from scaleray.tracking.described import CHANGE_TAG, Described
 from scaleray.tracking.live_run import LiveFile, LiveRun
 from scaleray.tracking.logged_files import LoggedFiles
 from scaleray.tracking.operations import EndRun, LogArtifact, LogMetrics, LogParams, Operation, SetTags
+from scaleray.tracking.published_metrics import PublishedMetrics
 from scaleray.tracking.published_steps import PublishedSteps
 from scaleray.tracking.recording import Recording, RunIdentity
 from scaleray.tracking.recovery import Recovery
@@ -72,6 +74,7 @@ class Recorder(SignsOfLife):
         self._time = RunTime(description)
         self._live = LiveRun(description)
         self._live_file = LiveFile(self.work_dir, self.live)
+        self.publishing = PublishedMetrics(description, self._time, self.steps, self.spool)
         # a slip in one message must not end the recording of all others
         self._look = partial(Guard(self._event), Watcher.RECORDING)
         self._writer = Writer[WorkerMessage | Operation](
@@ -124,6 +127,7 @@ class Recorder(SignsOfLife):
         self._writer.start()
         self._started.set()
         self._live.identity = self.identity()
+        self.publishing.begin(self._live.identity.link)
         return self._live.identity
 
     def durable(self, timeout_s: float = 60.0) -> dict[str, str]:
@@ -171,7 +175,8 @@ class Recorder(SignsOfLife):
         self._writer.put(EndRun("KILLED", in_ms(time.time())))
 
     def close(self) -> None:
-        """Do nothing: the counterpart of an actor's end."""
+        """Serve no metrics any more: the counterpart of an actor's end."""
+        self.publishing.close()
 
     def log_files(self, paths: Sequence[str], folder: str | None = None) -> None:
         """Add local files to the run's artifacts."""
@@ -216,6 +221,7 @@ class Recorder(SignsOfLife):
         for name, text in files.items():
             (self.work_dir / name).write_text(text)
         self.log_files([str(self.work_dir / name) for name in ("steps.csv", *files)])
+        self.publishing.end(status)
         self._writer.put(EndRun(status, now))
         self.spool.retry_now()  # a last time
         if not self._writer.wait_until_written():
@@ -260,6 +266,7 @@ class Recorder(SignsOfLife):
     def _take(self, message: WorkerMessage) -> None:
         self._look(partial(self._time.hear, message), None, part="goodput")
         self._look(partial(self._live.hear, message), None, part="live state")
+        self._look(partial(self.publishing.hear, message), None, part="published metrics")
         if isinstance(message, StepRecord):
             if message.step != self._previous_step + 1:
                 self._go_on_after(message.step - 1)
@@ -295,7 +302,8 @@ class Recorder(SignsOfLife):
                 return
             self._events.append(message.text)
             self._writer.put(SetTags.of_event(len(self._events), message))
-        self._shown.add(message)
+        if not isinstance(message, RankSample):
+            self._shown.add(message)
 
     def _take_step(self, record: StepRecord, *, is_new: bool) -> None:
         """Take the record of a step.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from scaleray.records.published import PublishedFacts
 
 
 @dataclass(frozen=True)
@@ -35,5 +38,13 @@ class RunDescription:
     strategy: str = ""
     total_steps: int | None = None
     """Steps of the whole training."""
+    published: PublishedFacts = field(default_factory=PublishedFacts)
+    key: str = field(default_factory=lambda: secrets.token_hex(8))
+    """What the run is known by before MLflow has given it an id, where it does not continue another one."""
     changes: Sequence[str] = ()
     """What differs from the config of that run, a line each. Params of an MLflow run are written once and stay."""
+
+    @property
+    def run_id(self) -> str:
+        """What tells this run apart from others of its name, in all its attempts."""
+        return str((self.continues or {}).get("key") or self.key)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import secrets
 
 from scaleray.checkpoints.storage import Store
 from scaleray.tracking.run_description import RunDescription
@@ -18,7 +17,7 @@ class RunNote:
     def __init__(self, description: RunDescription) -> None:
         self.description = description
         before = description.continues
-        self.key: str | None = secrets.token_hex(8) if before is None else before.get("key")
+        self.key: str | None = description.key if before is None else before.get("key")
         self.is_complete = False
 
     def write(self, store: RunStore | None) -> None:

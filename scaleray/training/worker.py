@@ -25,6 +25,7 @@ from scaleray.records.start import PROCESSES, WORKER_IMPORTS, StartClock
 from scaleray.training import loop
 from scaleray.training.health.progress import HANG, WATCHDOG_SHARE, Progress, Tail, TailHandler, Watchdog
 from scaleray.training.health.stall_watch import StallWatch
+from scaleray.training.ray_metrics import RankPublisher
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing, Control
@@ -47,6 +48,8 @@ class Assignment:
     run_path: str
     facts: Mapping[str, Any]
     """What every checkpoint says of the run beside its state."""
+    published_as: tuple[str, str] | None = None
+    """Name and id of the run in the metrics of Ray's nodes; None where these publish none."""
     can_be_preempted: bool = False
     """Whether the cluster may announce that it takes a node away."""
 
@@ -80,6 +83,13 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
         facts=assignment.facts,
         before_publishing=lambda: {"mlflow": sender.durable()},
     )
+    publisher = RankPublisher(*assignment.published_as) if assignment.published_as else None
+
+    def emit(message: WorkerMessage) -> None:
+        sender(message)
+        if publisher is not None:
+            publisher.hear(message)
+
     interval_s = max(BEAT_S, place.world_size / 100)
     stalls = StallWatch(
         progress,
@@ -99,12 +109,12 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
         look=stalls.look,
     )
     try:
-        with stalls, watchdog, no_exit("the workload's code"):
+        with stalls, watchdog, publisher or contextlib.nullcontext(), no_exit("the workload's code"):
             return loop.run(
                 job,
                 place,
                 sources=assignment.sources,
-                emit=sender,
+                emit=emit,
                 checkpointing=checkpointing,
                 progress=progress,
                 save_weights=lambda share, name: save_weights(share, assignment.run_path, name, rank=place.rank),

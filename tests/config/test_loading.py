@@ -344,6 +344,7 @@ CHANGES = {
     "alerts.loss_scale_drop": 9, "alerts.memory_share": 0.5, "alerts.memory_creep_gib": 2, "alerts.disk_free_share": 0.5,
     "alerts.checkpoint_intervals": 3, "alerts.restarts_an_hour": 9, "alerts.gpu_busy_share": 0.1, "alerts.gpu_throttled_share": 0.5,
     "memory.reserve": 0.1, "memory.on_out_of_memory": "halve",
+    "monitoring.port": 0, "monitoring.every_s": 1, "monitoring.expected_samples_per_s": 9.0, "monitoring.flops_per_sample": 9.0,
 }  # fmt: skip
 ONLY_WITH = {
     "compression.start_step": ({"compression.name": "bf16"}, 3), "compression.rank": ({"compression.name": "powersgd"}, 2),
@@ -371,7 +372,7 @@ def test_the_hash_changes_with_everything_but_where_a_run_is_kept_and_what_it_me
     plain = with_flags().hash()
     assert len(plain) == 16 and plain == with_flags().hash()
     for key, value in CHANGES.items():
-        is_storage = key.startswith(("tracking.", "checkpoint.", "noise_scale.", "study.", "alerts."))
+        is_storage = key.startswith(("tracking.", "checkpoint.", "noise_scale.", "study.", "alerts.", "monitoring."))
         assert (with_flags(**{key: value}).hash() == plain) == is_storage, key
     for key, (others, value) in ONLY_WITH.items():
         given = {key: value, **TOGETHER.get(key, {})}

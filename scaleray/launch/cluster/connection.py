@@ -76,6 +76,12 @@ def is_own() -> bool:
     return _own_cluster
 
 
+def publishes_metrics(config: RunConfig) -> bool:
+    """Whether the nodes of the connected Ray take metrics: one that was started here without a dashboard has no agent
+    that would."""
+    return not _own_cluster or config.scale.dashboard
+
+
 @contextlib.contextmanager
 def connected(config: RunConfig, *, meanwhile: Sequence[str] = ()) -> Iterator[str]:
     """A connection to the cluster of RAY_ADDRESS, or to a local one that lives as long as the context; gives its

@@ -9,6 +9,7 @@ from scaleray.config import RunConfig
 from scaleray.data import TRAIN
 from scaleray.launch.run.resume import Request
 from scaleray.launch.session.folder import RunFolder
+from scaleray.tracking.metrics_endpoint import HOST
 from scaleray.training.setup.job import TrainJob
 from scaleray.workload import brings_optimizer, brings_schedule
 
@@ -16,9 +17,15 @@ READERS = {"worker": "the workers themselves", "ray": "Ray tasks"}
 
 
 def announcement(
-    request: Request, job: TrainJob, *, data: Mapping[str, Mapping[str, Any]], folder: RunFolder, local: bool
+    request: Request,
+    job: TrainJob,
+    *,
+    data: Mapping[str, Mapping[str, Any]],
+    folder: RunFolder,
+    local: bool,
+    port: int | None = None,
 ) -> list[str]:
-    """The run in lines. data: facts of each split. local: on this machine, without Ray."""
+    """The run in lines. data: facts of each split. local: on this machine, without Ray. port: of its metrics."""
     r, config, before = job.recipe, request.config, request.before
     here = "this process" if config.scale.max_workers == 1 else "gloo processes of this machine"
     start = "run"
@@ -36,6 +43,7 @@ def announcement(
         f"  rows are read by {READERS[data[TRAIN]['read_by']]}",
         *(f"  the {name} data: {note}" for name, facts in data.items() for note in facts.get("notes", ())),
         *([f"  in {here}, without Ray"] if local else []),
+        *([f"  metrics for Prometheus: http://{HOST}:{port}/metrics"] if port is not None else []),
         *(f"  changed: {change}" for change in request.changed),
     ]
 

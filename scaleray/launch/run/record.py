@@ -23,6 +23,7 @@ from scaleray.errors import CheckpointError
 from scaleray.launch.session.folder import RunFolder
 from scaleray.profiling.run_profile import run_profile
 from scaleray.records.json_record import leaves
+from scaleray.records.published import PublishedFacts
 from scaleray.records.rows import Row
 from scaleray.records.run import EMULATED, RunRecord
 from scaleray.reproducibility.fingerprint import environment_hash
@@ -33,6 +34,8 @@ from scaleray.tracking.run_description import RunDescription
 from scaleray.training.setup.job import TrainJob
 from scaleray.workload import brings_optimizer, brings_schedule
 
+RAYS_JOB = "RAY_JOB_SUBMISSION_ID"
+"""Variable of Ray's in the driver of a job."""
 EXPLAINED = (
     names.LOSS, names.LEARNING_RATE, names.GRAD_NORM, names.EPOCH, names.SAMPLES_PER_S, names.TOKENS_PER_S,
     names.STEP_TIME_S, names.INPUT_WAIT_SHARE, names.SENT_BYTES, names.POINT_SAMPLES_PER_S, names.TIME_TO_FIRST_STEP_S,
@@ -51,9 +54,10 @@ def describe(
     base_dir: Path | None,
     continues: Mapping[str, Any] | None,
     changes: Sequence[str],
+    port: int | None = None,
 ) -> RunDescription:
     """The run for the recorder. data: facts of each split. facts: environment and topology. continues: run.json of the
-    interrupted run, changes: what differs from it, a line each."""
+    interrupted run, changes: what differs from it, a line each. port: of its metrics, None is none."""
     config, recipe = job.config, job.recipe
     params: dict[str, Any] = dict(leaves(used_settings(config, recipe.strategy), of_lists=False))
     # what an optimizer or a schedule of the workload's own makes of them, its workers say
@@ -84,6 +88,22 @@ def describe(
         changes=changes,
         strategy=recipe.strategy,
         total_steps=recipe.total_steps,
+        published=_published_facts(job, port),
+    )
+
+
+def _published_facts(job: TrainJob, port: int | None) -> PublishedFacts:
+    config, minutes = job.config, job.config.checkpoint.every_minutes
+    peak = config.study.peak_tflops
+    return PublishedFacts(
+        port=port,
+        job=os.environ.get(RAYS_JOB, ""),
+        checkpoint_every_steps=job.recipe.checkpoint_every_steps,
+        checkpoint_every_s=60.0 * minutes if minutes is not None else None,
+        expected_samples_per_s=config.monitoring.expected_samples_per_s,
+        flops_per_sample=config.monitoring.flops_per_sample,
+        peak_flops_per_s=peak * 1e12 if peak is not None else None,
+        precision="tf32" if config.precision.tf32 and config.precision.dtype == "fp32" else config.precision.dtype,
     )
 
 
@@ -95,7 +115,7 @@ def _start_tags(job: TrainJob, facts: Mapping[str, Any], folder: RunFolder) -> d
         "scaleray.run_dir": without_password(folder.path),
         **source_tags(job.config.workload.name, facts["environment"]["git"]),
     }
-    if job_id := os.environ.get("RAY_JOB_SUBMISSION_ID"):
+    if job_id := os.environ.get(RAYS_JOB):
         tags["scaleray.ray_job_id"] = job_id
     return tags
 

@@ -41,6 +41,7 @@ from scaleray.records.trace_request import TraceRequest
 from scaleray.reproducibility.fingerprint import environment
 from scaleray.scaling.recipe.derive import derive, resolve_strategy
 from scaleray.tracking import store
+from scaleray.tracking.metrics_endpoint import chosen_port
 from scaleray.tracking.model_files import ARTIFACTS
 from scaleray.tracking.recorder import Recorder
 from scaleray.training.setup.job import TrainJob, rescaled
@@ -99,6 +100,7 @@ def train(
     _check_number_of_workers(config, local=local and not in_processes)
     tracking_uri = store.resolve_uri(config.tracking.uri)
     store.check_reachable(tracking_uri)
+    port = chosen_port(config.monitoring.port)
     workload = make_workload(workload, config.workload.name, config.workload.args, base_dir=request.base_dir)
     check_learning_rate(config, workload)
     folder = RunFolder.reserve(config) if before is None else RunFolder.reopen(before.path)
@@ -107,11 +109,11 @@ def train(
             request = dataclasses.replace(request, config=config)
             start.end(RAY)
             sources = load_sources(workload, fitted=preprocessing.load(folder.path) if before else None)
-            run = _Run(request, workload, sources, folder, tracking_uri, topology, show, start)
+            run = _Run(request, workload, sources, folder, tracking_uri, topology, show, start, port)
             if trace is not None:
                 run.job = dataclasses.replace(run.job, trace=trace.into(folder.path))
             expect_steps(run.recipe.total_steps)
-            for line in announcement(request, run.job, data=run.data, folder=folder, local=local):
+            for line in announcement(request, run.job, data=run.data, folder=folder, local=local, port=port):
                 say(line)
             return run.train(local=local)
     except BaseException:
@@ -173,12 +175,13 @@ class _Run:
         topology: list[dict[str, Any]],
         show: Show,
         start: StartClock,
+        port: int | None,
     ) -> None:
         config, before = request.config, request.before
         self.config, self.sources, self.folder = config, sources, folder
         self.tracking_uri, self.topology, self.show = tracking_uri, topology, show
         self.before, self.base_dir, self.changed = before, request.base_dir, request.changed
-        self.recipe = derive(config, size_of(sources))
+        self.recipe, self.port = derive(config, size_of(sources)), port
         self.facts: dict[str, Any] = {"environment": environment(), "topology": topology}
         splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
         readers = "worker" if topology[0]["node"] == "local" else config.data.readers
@@ -220,6 +223,7 @@ class _Run:
             base_dir=self.base_dir,
             continues=self.before.about if self.before else None,
             changes=self._changes(),
+            port=self.port,
         )
         facts = checkpoint_facts(self.folder.name, self.config, self.data, self.facts)
         recorder: Recorder | RemoteRecorder
@@ -238,7 +242,7 @@ class _Run:
         else:
             with stage("preparing the launch"):
                 ship_user_code(self.job.workload)
-                recorder = remote = RemoteRecorder(description)
+                recorder = remote = RemoteRecorder(description, publishes=cluster.publishes_metrics(self.config))
             # one node alone has no other to go on with
             can_be_preempted = len(self.topology) > 1
             work = lambda: fit(

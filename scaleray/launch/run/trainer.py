@@ -116,6 +116,7 @@ def _assignment(
         recorder=recorder.actor,
         run_path=run_path,
         facts=facts,
+        published_as=recorder.published_as,
         can_be_preempted=preempted,
     )
 
@@ -131,15 +132,16 @@ def _fit_once(
     from scaleray.training.worker import train_worker
 
     config, scale = assignment.job.config, assignment.job.config.scale
+    # a folder of its own each time: from an old one Ray would try to restore its snapshot
+    folder = "ray_train" if attempt == 1 else f"ray_train-{attempt}-{secrets.token_hex(2)}"
     try:
         trainer = torch_trainer(
             config,
             train_worker,
             dataclasses.replace(assignment, recorder=recorder.actor),
             num_workers=(scale.min_workers, scale.max_workers) if scale.is_elastic else scale.max_workers,
-            # a name of its own each time: under an old one Ray would try to restore its snapshot
-            name="ray_train" if attempt == 1 else f"ray_train-{attempt}-{secrets.token_hex(2)}",
-            storage_path=assignment.run_path,
+            name=recorder.description.run_name,  # which Ray's own metrics of the run have as a label
+            storage_path=f"{assignment.run_path}/{folder}",
             max_failures=scale.max_failures,
             callbacks=[restart_callback(recorder.actor, scale.max_failures, assignment.run_path)],
             datasets=streamed,

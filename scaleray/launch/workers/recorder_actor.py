@@ -23,13 +23,15 @@ if TYPE_CHECKING:
     from scaleray.tracking.recording import Recording, RunIdentity
 
 
-def spawn_recorder(description: RunDescription) -> Any:
-    """The recorder as an actor on the driver's node, where an SQLite file and the run's local folder are."""
+def spawn_recorder(description: RunDescription, *, publishes: bool = False) -> Any:
+    """The recorder as an actor on the driver's node, where an SQLite file and the run's local folder are. publishes:
+    Ray's nodes take metrics."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from scaleray.tracking.light_import import import_mlflow
     from scaleray.tracking.recorder import Recorder
+    from scaleray.training.ray_metrics import RayMetrics
 
     class PoliteRecorder(Recorder):
         """Gives way to workers on the same cores, while they start as much as while they train."""
@@ -37,6 +39,8 @@ def spawn_recorder(description: RunDescription) -> Any:
         def __init__(self, description: RunDescription) -> None:
             os.nice(19)  # the most there is: Linux gives 19 a seventh of the share of 10
             super().__init__(description)
+            if publishes:
+                self.publishing.publish = RayMetrics().publish
 
         def start(self) -> RunIdentity:
             gc.disable()  # an eighth of the CPU time of MLflow's import and of opening its store
@@ -65,14 +69,19 @@ def spawn_recorder(description: RunDescription) -> Any:
 
 
 class RemoteRecorder:
-    """The recorder actor, called like the plain object."""
+    """The recorder actor, called like the plain object. publishes: Ray's nodes take metrics."""
 
-    def __init__(self, description: RunDescription) -> None:
-        self.description = description
+    def __init__(self, description: RunDescription, *, publishes: bool = False) -> None:
+        self.description, self.publishes = description, publishes
         self._spawn(description)
 
+    @property
+    def published_as(self) -> tuple[str, str] | None:
+        """Name and id of the run in the metrics of Ray's nodes; None where these publish none."""
+        return (self.description.run_name, self.description.run_id) if self.publishes else None
+
     def _spawn(self, description: RunDescription) -> None:
-        self.actor = spawn_recorder(description)
+        self.actor = spawn_recorder(description, publishes=self.publishes)
         # at once, beside the workers' start: after the first step MLflow's 2.5 CPU seconds would be taken from the
         # training, on 2 cores for 2 workers 13 % of its speed for 10 s
         self.started = self.actor.start.remote()

@@ -29,6 +29,8 @@ from scaleray.watchers import Guard, Watcher
 
 MOST_ROWS = 500
 """Steps that are kept: their number tells a steady delay from chance, and is small enough for a thousand ranks."""
+MOST_RECENT = 64
+"""Steps that a sample of the running training looks back."""
 CHUNK = 64
 """Steps that are put into the table at a time."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -54,6 +56,7 @@ class ArrivalTimes(Observer):
         self._never: list[Any] = []
         self._earlier: list[Pass] = []
         self._rows, self._every, self._chunk = np.empty((0, 0)), 1, array("d")
+        self._recent: deque[list[float]] = deque(maxlen=MOST_RECENT)
 
     def begin(self, setup: Setup) -> None:
         """Look for the strategy's collectives."""
@@ -91,6 +94,12 @@ class ArrivalTimes(Observer):
             came=rows[:, 3:].astype(np.float32),
             met=rows[:, 2].astype(np.float32),
         )
+
+    def take_recent(self) -> list[list[float]]:
+        """Rows of the last steps since this was asked before: number, begin, seconds to the end, and to each place."""
+        rows = list(self._recent)
+        self._recent.clear()
+        return rows
 
     def added_to(self, measured: RankMeasurements) -> RankMeasurements:
         """What this rank measured, with its arrivals, and the strategy's own count of its collectives."""
@@ -143,6 +152,7 @@ class ArrivalTimes(Observer):
     def _take_known(self) -> None:
         while (row := self._stamps.next_known()) is not None:
             self._chunk.extend(row)
+            self._recent.append(row)
             self._num_steps += 1
         if len(self._chunk) >= CHUNK * self._rows.shape[1]:
             self._fold()

@@ -92,6 +92,16 @@ class PhaseTimes(Observer):
         """Leave the garbage collector as it was."""
         self._pauses.close()
 
+    @property
+    def num_known(self) -> int:
+        """Steps whose parts are known."""
+        return self._table.num_steps + len(self._chunk) // len(COLUMNS)
+
+    def totals(self) -> tuple[tuple[str, ...], int, np.ndarray]:
+        """Names of the columns, number of the steps whose parts are known, and seconds in all of these."""
+        self._fold()
+        return COLUMNS, self._table.num_steps, self._table.totals.copy()
+
     def measurements(self) -> RankMeasurements:
         """What was measured. Waits for the device."""
         self.marks.wait()

@@ -12,6 +12,7 @@ from scaleray.records.run import Emit
 from scaleray.training.observer import Observer
 from scaleray.training.profile.arrivals import ArrivalTimes
 from scaleray.training.profile.phase_times import PhaseTimes
+from scaleray.training.profile.rank_samples import RankSamples
 from scaleray.training.profile.trace import Tells, tracers
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
@@ -34,8 +35,10 @@ class Enters(Protocol):
 
 
 class Profile(Observer):
-    """Phases, memory and arrivals of this rank, and traces where they were asked for. progress: knows when the training
-    enters a phase. The training's clock calls `start` and `cut`, see `PhaseTimes`."""
+    """Phases, memory and arrivals of this rank, samples of them, and traces where they were asked for.
+
+    progress: knows when the training enters a phase. The training's clock calls `start` and `cut`, see `PhaseTimes`.
+    """
 
     def __init__(self, job: TrainJob, place: Place, first_step: int, progress: Enters, tells: Emits) -> None:
         self.phases = PhaseTimes(
@@ -51,7 +54,9 @@ class Profile(Observer):
         progress.on_enter = self.phases.marks.mark
         self.arrivals = ArrivalTimes(self.phases.at_phase, place, tells.guard)
         self.start, self.cut = self.phases.start, self.phases.cut
-        self.observers: list[Observer] = [*tracers(job, place, tells), self.phases, self.arrivals, self]
+        every_s = job.config.monitoring.every_s
+        samples = RankSamples(place, self.phases, self.arrivals, every_s=every_s, emit=tells.emit, guard=tells.guard)
+        self.observers: list[Observer] = [*tracers(job, place, tells), self.phases, self.arrivals, samples, self]
 
     def close(self) -> None:
         """Let go of whoever tells of phases. A strategy's hooks on gradients know it, and are known by the model: what

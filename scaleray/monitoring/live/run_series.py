@@ -1,0 +1,189 @@
+"""Series that a run has once, from what its recorder hears; and those of its ranks, where they do not publish them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from scaleray import live_metrics as live
+from scaleray import metric_names as names
+from scaleray.metric import Metric
+from scaleray.monitoring.live.rank_series import ComparedRanks, rank_series
+from scaleray.monitoring.live.series import Series, run_labels, series_of
+from scaleray.records.profile import Goodput
+from scaleray.records.published import PublishedFacts, RankSample
+from scaleray.records.run import CheckpointRecord, EvaluationRecord, EventRecord, StepRecord, WorkerMessage
+
+WINDOW_S = 30.0
+"""Rates are means over the last steps, of so many seconds."""
+MOST_STEPS = 1000
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What the recorder knows beside the messages, at the moment when somebody asks. None: not known."""
+
+    now: float
+    goodput: Goodput | None = None
+    nonfinite_steps: int = 0
+    spooled_points: int | None = None
+    disk_free: float | None = None
+    links: Mapping[str, str] = field(default_factory=dict)
+    """Where the run is to be seen: `mlflow_run`, `report`."""
+    status: str = ""
+    """Status in MLflow's words of a run that has ended."""
+
+
+class RunSeries:
+    """Hears a run's messages and gives its series. Not for several threads at once.
+
+    peak_of: gives the peak of a device in FLOP/s by its name, where the facts have none.
+    """
+
+    def __init__(
+        self,
+        facts: PublishedFacts,
+        *,
+        run_name: str,
+        run_id: str,
+        strategy: str = "",
+        total_steps: int | None = None,
+        tokens_per_sample: int | None = None,
+        peak_of: Callable[[str], float | None] = lambda device: None,
+    ) -> None:
+        self.facts, self.tokens_per_sample, self._peak_of = facts, tokens_per_sample, peak_of
+        self.strategy, self.total_steps = strategy, total_steps
+        self.named = {"run_name": run_name, "run_id": run_id}
+        self.ranks = ComparedRanks()
+        self._steps: deque[StepRecord] = deque(maxlen=MOST_STEPS)
+        self._last: StepRecord | None = None
+        self._newest_step = 0
+        self._grad_norm: float | None = None
+        self._sent_bytes = 0.0
+        self._metrics: dict[str, float] = {}
+        self._begun_at: float | None = None
+        self._checkpoint_at: float | None = None
+
+    def hear(self, message: WorkerMessage) -> None:
+        """Take what says something of the run now, and ignore everything else."""
+        if isinstance(message, RankSample):
+            self.ranks.hear(message)
+        elif isinstance(message, StepRecord):
+            self._hear_step(message)
+        elif isinstance(message, EvaluationRecord):
+            self._metrics.update(message.metrics)
+        elif isinstance(message, CheckpointRecord):
+            self._checkpoint_at = message.recorded_at
+        elif isinstance(message, EventRecord) and message.kind == "resumed":
+            self._steps.clear()
+            self.ranks.forget()
+            self._newest_step = max(self._newest_step, message.step or 0)
+
+    def of_ranks(self) -> list[Series]:
+        """What the ranks say of themselves."""
+        return [one for sample in self.ranks.samples.values() for one in rank_series(sample, **self.named)]
+
+    def of_run(self, beside: Beside) -> list[Series]:
+        """What there is once a run, and what only a comparison of its ranks tells."""
+        return [
+            *self._of_steps(),
+            *self._of_speed(),
+            *self._of_course(beside),
+            *self._of_end(beside),
+            *self.ranks.series(**self.named),
+        ]
+
+    def _hear_step(self, record: StepRecord) -> None:
+        if self._last is not None and record.step == self._last.step:
+            return  # a message that came twice
+        self._last = record
+        self._newest_step = max(self._newest_step, record.step)
+        self._steps.append(record)
+        while len(self._steps) > 1 and record.recorded_at - self._steps[0].recorded_at > WINDOW_S:
+            self._steps.popleft()
+        if record.grad_norm is not None:
+            self._grad_norm = record.grad_norm
+        self._sent_bytes += record.sent_bytes
+        self._begun_at = self._begun_at or record.recorded_at
+
+    def _one(self, metric: Metric, value: float | None, /, **labels: object) -> list[Series]:
+        return series_of(metric, run_labels(**self.named), value, **labels)
+
+    def _of_steps(self) -> list[Series]:
+        last = self._last
+        found: list[Series] = []
+        if last is not None:
+            found += self._one(names.LOSS, last.loss)
+            found += self._one(names.LEARNING_RATE, last.learning_rate)
+            found += self._one(names.LOSS_SCALE, last.loss_scale)
+            found += self._one(names.EPOCH, last.epoch)
+            found += self._one(names.WORKERS, last.world_size)
+            found += self._one(live.SENT_BYTES_TOTAL, self._sent_bytes)
+        found += self._one(names.GRAD_NORM, self._grad_norm)
+        for name, value in self._metrics.items():
+            split, _, metric = name.partition("/")
+            found += self._one(live.EVAL, value, split=split, metric=metric)
+        return found
+
+    def _of_speed(self) -> list[Series]:
+        seconds = sum(record.step_time_s for record in self._steps)
+        rate = sum(record.num_samples for record in self._steps) / seconds if seconds > 0 else None
+        tokens = rate * self.tokens_per_sample if rate is not None and self.tokens_per_sample else None
+        waited = sum(record.input_wait_s for record in self._steps) / seconds if seconds > 0 else None
+        expected = self.facts.expected_samples_per_s
+        return [
+            *self._one(names.SAMPLES_PER_S, rate),
+            *self._one(names.TOKENS_PER_S, tokens),
+            *self._one(names.INPUT_WAIT_SHARE, waited),
+            *self._one(live.EXPOSED_COMMUNICATION_SHARE, self.ranks.exposed_share()),
+            *self._one(live.MFU, self._mfu(rate)),
+            *self._one(live.EXPECTED_SAMPLES_PER_S, expected),
+            *self._one(live.EFFICIENCY_OVER_PREDICTION, rate / expected if rate is not None and expected else None),
+        ]
+
+    def _mfu(self, samples_per_s: float | None) -> float | None:
+        flops, peak = self.facts.flops_per_sample, self.facts.peak_flops_per_s
+        device = next((sample.device for sample in self.ranks.samples.values()), "")
+        peak = peak or (self._peak_of(device) if device else None)
+        if samples_per_s is None or not flops or not peak or self._last is None:
+            return None
+        return samples_per_s * flops / (peak * self._last.world_size)
+
+    def _of_course(self, beside: Beside) -> list[Series]:
+        goodput, share = beside.goodput, None
+        if goodput is not None and goodput.elapsed_s > 0:
+            share = goodput.seconds["productive"] / goodput.elapsed_s
+        return [
+            *self._one(live.STEPS, self._newest_step),
+            *self._one(live.STEPS_REPEATED, goodput.repeated_steps if goodput else None),
+            *self._one(live.STEPS_PLANNED, self.total_steps),
+            *self._one(live.RESTARTS, goodput.attempts - 1 if goodput else None),
+            *self._one(names.NONFINITE_STEPS, beside.nonfinite_steps),
+            *self._one(names.GOODPUT, share),
+            *self._of_checkpoints(beside.now),
+            *self._one(live.RECORDER_SPOOLED_POINTS, beside.spooled_points),
+            *self._one(live.DISK_FREE, beside.disk_free),
+        ]
+
+    def _of_checkpoints(self, now: float) -> list[Series]:
+        every_steps, every_s = self.facts.checkpoint_every_steps, self.facts.checkpoint_every_s
+        begun_at = self._checkpoint_at or self._begun_at
+        if (every_steps is None and every_s is None) or begun_at is None:
+            return []
+        intervals = [every_s] if every_s is not None else []
+        if every_steps is not None and self._steps:
+            step_s = sum(record.step_time_s for record in self._steps) / len(self._steps)
+            intervals.append(every_steps * step_s)
+        return [
+            *self._one(live.CHECKPOINT_AGE_S, max(0.0, now - begun_at)),
+            *self._one(live.CHECKPOINT_INTERVAL_S, min(intervals) if intervals else None),
+        ]
+
+    def _of_end(self, beside: Beside) -> list[Series]:
+        links = {"mlflow_run": "", "report": "", **beside.links}
+        return [
+            *self._one(live.RUN_INFO, 1.0, **links, strategy=self.strategy, job=self.facts.job),
+            *self._one(live.RUN_FINISHED, beside.status in ("FINISHED", "KILLED")),
+            *self._one(live.RUN_FAILED, beside.status == "FAILED"),
+        ]

@@ -1,0 +1,50 @@
+"""What the published metrics of a run are made of: facts from before its start, and samples of its workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class PublishedFacts:
+    """What a run publishes of itself from its start on, and how."""
+
+    port: int | None = None
+    """Port on 127.0.0.1 where its metrics are served; None is nowhere."""
+    job: str = ""
+    """Submission of Ray's job, where it is one."""
+    checkpoint_every_steps: int | None = None
+    checkpoint_every_s: float | None = None
+    expected_samples_per_s: float | None = None
+    flops_per_sample: float | None = None
+    peak_flops_per_s: float | None = None
+    """Dense peak of one worker's device; None where it is not known before the workers are."""
+    precision: str = "fp32"
+
+
+@dataclass(frozen=True)
+class RankSample:
+    """How one worker is doing, over the steps since its last sample. What could not be measured is None or missing."""
+
+    rank: int
+    node: str
+    world_size: int
+    step: int
+    """Number of its last step."""
+    step_at: float
+    """Wall clock at the end of that step, in seconds since 1970."""
+    step_time_s: float | None = None
+    """Mean time of a step."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Mean seconds of a step in each of its parts, by the values of `Phase`."""
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by kind: `used`, `resident`, `peak`, `rounding`, `cached`, `stranded`, `largest_hole`."""
+    memory_limit_bytes: int | None = None
+    ahead_s: tuple[float, ...] = ()
+    """Median seconds from its arrival at each place of a step where workers meet to the end of the step's collectives:
+    the worker with fewest came last."""
+    device: str = ""
+    """Name of its GPU; empty on a CPU."""
+    recorded_at: float = field(default_factory=time.time, compare=False)

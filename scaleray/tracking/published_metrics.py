@@ -1,0 +1,120 @@
+"""A run's metrics while it lives: kept from what the recorder hears, served on 127.0.0.1 where a port was given, and
+handed at intervals to whoever publishes them elsewhere."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import time as wall_clock
+
+from scaleray.config.base import without_password
+from scaleray.errors import UsageError
+from scaleray.monitoring.live.run_series import Beside, RunSeries
+from scaleray.monitoring.live.series import Series
+from scaleray.planner.hardware.catalogue import find_gpu
+from scaleray.records.run import WorkerMessage
+from scaleray.tracking.metrics_endpoint import MetricsEndpoint
+from scaleray.tracking.run_description import RunDescription
+from scaleray.tracking.run_time import RunTime
+from scaleray.tracking.spool import Spool
+from scaleray.tracking.steps_file import StepsFile
+
+PUBLISH_EVERY_S = 5.0
+
+
+class PublishedMetrics:
+    """Everything that is published of a run. time, steps, spool: the recorder's own.
+
+    publish: takes the series that a run has once, in a thread; None is nobody.
+    """
+
+    publish: Callable[[Sequence[Series]], None] | None = None
+
+    def __init__(self, description: RunDescription, time: RunTime, steps: StepsFile, spool: Spool) -> None:
+        d = self.description = description
+        self._time, self._steps, self._spool = time, steps, spool
+        self._series = RunSeries(
+            d.published,
+            run_name=d.run_name,
+            run_id=d.run_id,
+            strategy=d.strategy,
+            total_steps=d.total_steps,
+            tokens_per_sample=d.tokens_per_sample,
+            peak_of=partial(_peak_of, precision=d.published.precision),
+        )
+        self._links = {"report": without_password(d.run_path or d.work_dir)}
+        self._status = ""
+        self._lock = threading.Lock()  # the recorder's thread hears; others ask
+        self._has_ended = threading.Event()
+        self._endpoint: MetricsEndpoint | None = None
+
+    def begin(self, mlflow_link: str) -> None:
+        """Begin to serve and to publish. Raises ConfigError for a port in use."""
+        self._links["mlflow_run"] = without_password(mlflow_link)
+        if self.description.published.port is not None and self._endpoint is None:
+            self._endpoint = MetricsEndpoint(self.description.published.port, self.series)
+        if self.publish is not None:
+            threading.Thread(target=self._publish_on, name="scaleray-metrics", daemon=True).start()
+
+    def hear(self, message: WorkerMessage) -> None:
+        """Take what the run says of itself."""
+        with self._lock:
+            self._series.hear(message)
+
+    def series(self) -> list[Series]:
+        """All series of the run and of its ranks, as they are now."""
+        beside = self._beside()
+        with self._lock:
+            return [*self._series.of_run(beside), *self._series.of_ranks()]
+
+    def end(self, status: str) -> None:
+        """Publish that the run has ended, for as long as anybody looks. status: in MLflow's words."""
+        self._status = status
+        self._has_ended.set()
+        if self.publish is not None:
+            self._publish_now()
+
+    def close(self) -> None:
+        """Serve no more."""
+        self._has_ended.set()
+        if self._endpoint is not None:
+            self._endpoint.close()
+            self._endpoint = None
+
+    def _publish_on(self) -> None:
+        self._publish_now()
+        while not self._has_ended.wait(PUBLISH_EVERY_S):
+            self._publish_now()
+
+    def _publish_now(self) -> None:
+        assert self.publish is not None
+        beside = self._beside()
+        with self._lock:
+            found = self._series.of_run(beside)
+        self.publish(found)
+
+    def _beside(self) -> Beside:
+        try:
+            usage = shutil.disk_usage(self.description.work_dir)
+            free: float | None = usage.free / usage.total
+        except (OSError, ZeroDivisionError):
+            free = None
+        return Beside(
+            now=wall_clock(),
+            goodput=self._time.so_far(),
+            nonfinite_steps=self._steps.num_nonfinite,
+            spooled_points=len(self._spool.points()),
+            disk_free=free,
+            links=dict(self._links),
+            status=self._status,
+        )
+
+
+def _peak_of(device: str, *, precision: str) -> float | None:
+    """Dense peak of a GPU in FLOP/s, where the catalogue knows it."""
+    try:
+        return None if precision == "fp64" else find_gpu(device).peak_flops(precision)
+    except UsageError:
+        return None

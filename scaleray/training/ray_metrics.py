@@ -1,0 +1,84 @@
+"""Series of metrics on their way to the metrics of Ray's nodes, which Prometheus scrapes.
+
+To set a value costs two microseconds, and nothing waits: Ray's core exports them every ten seconds in a thread of its
+own. It forgets a gauge that was not set for two of these intervals, so that those of a finished run vanish.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from scaleray.metric import Metric, prometheus_name
+from scaleray.monitoring.live.rank_series import rank_series
+from scaleray.monitoring.live.series import Series
+from scaleray.records.published import RankSample
+from scaleray.records.run import WorkerMessage
+
+PUBLISH_EVERY_S = 5.0
+RAYS_PREFIX = "ray_"
+"""What Ray puts before every name by itself."""
+
+
+class RayMetrics:
+    """Publishes series from this process. make: makes a metric of Ray's, given its kind, name, help and labels."""
+
+    def __init__(self, make: Callable[..., Any] | None = None) -> None:
+        self._make = make or _make
+        self._made: dict[Metric, Any] = {}
+        self._counted: dict[tuple[Metric, tuple[str, ...]], float] = {}
+
+    def publish(self, series: Sequence[Series]) -> None:
+        """Set all gauges, and let counters grow to their values. What is not finite Ray leaves out."""
+        for metric, labels, value in series:
+            if not math.isfinite(value):
+                continue
+            if metric not in self._made:
+                name = prometheus_name(metric).removeprefix(RAYS_PREFIX)
+                self._made[metric] = self._make(metric.kind, name, metric.help, metric.all_labels)
+            made, tags = self._made[metric], dict(labels)
+            if metric.kind == "gauge":
+                made.set(value, tags)
+                continue
+            key = metric, tuple(labels[name] for name in metric.all_labels)
+            more = value - self._counted.get(key, 0.0)
+            if more > 0:  # Ray refuses 0
+                made.inc(more, tags)
+                self._counted[key] = value
+
+
+def _make(kind: str, name: str, help: str, labels: tuple[str, ...]) -> Any:
+    from ray.util.metrics import Counter, Gauge
+
+    return (Counter if kind == "counter" else Gauge)(name, description=help, tag_keys=labels)
+
+
+class RankPublisher:
+    """Publishes this rank's newest sample every `PUBLISH_EVERY_S`, in a thread: also while a step hangs, so that its
+    last one stays to be seen."""
+
+    def __init__(self, run_name: str, run_id: str, to: Callable[[Sequence[Series]], None] | None = None) -> None:
+        self._run_name, self._run_id, self._to = run_name, run_id, to or RayMetrics().publish
+        self._series: Sequence[Series] = ()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._publish_on, name="scaleray-metrics", daemon=True)
+
+    def __enter__(self) -> RankPublisher:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+
+    def hear(self, message: WorkerMessage) -> None:
+        """Take a sample, and ignore everything else."""
+        if isinstance(message, RankSample):
+            self._series = rank_series(message, run_name=self._run_name, run_id=self._run_id)
+
+    def _publish_on(self) -> None:
+        while not self._stop.wait(PUBLISH_EVERY_S):
+            with contextlib.suppress(Exception):  # a training does not end for what only watches it
+                self._to(self._series)

@@ -1,0 +1,104 @@
+"""Series that a run has once."""
+
+import pytest
+
+from scaleray import live_metrics as live
+from scaleray import metric_names as names
+from scaleray.monitoring.live.run_series import Beside, RunSeries
+from scaleray.records.profile import Goodput
+from scaleray.records.published import PublishedFacts, RankSample
+from scaleray.records.run import CheckpointRecord, EvaluationRecord, EventRecord, StepRecord
+
+
+def step(number, **more):
+    values = {
+        "step": number, "loss": 2.0, "count": 8.0, "num_samples": 8, "learning_rate": 0.1, "grad_norm": 0.5,
+        "step_time_s": 0.5, "input_wait_s": 0.1, "epoch": number / 10, "recorded_at": 1000.0 + number,
+    }  # fmt: skip
+    return StepRecord(**{**values, **more})
+
+
+def run_of(facts=None, *messages, **options):
+    run = RunSeries(facts or PublishedFacts(), run_name="a", run_id="1", **options)
+    for message in messages:
+        run.hear(message)
+    return run
+
+
+def value(run, metric, beside=None):
+    found = [one.value for one in run.of_run(beside or Beside(now=2000.0)) if one.metric is metric]
+    return found[0] if found else None
+
+
+def test_a_run_without_a_step_says_what_it_is_and_nothing_that_was_not_measured():
+    known = {one.metric for one in run_of(None, total_steps=9).of_run(Beside(now=1.0))}
+    assert known == {
+        live.STEPS, live.STEPS_PLANNED, names.NONFINITE_STEPS, live.RUN_INFO, live.RUN_FINISHED, live.RUN_FAILED
+    }  # fmt: skip
+
+
+def test_rates_are_means_over_the_last_half_minute():
+    old, new = [step(n, step_time_s=9.0) for n in (1, 2)], [step(n, recorded_at=1100.0 + n) for n in (3, 4)]
+    run = run_of(None, *old, *new, tokens_per_sample=10)
+    assert value(run, names.SAMPLES_PER_S) == pytest.approx(16.0)
+    assert value(run, names.TOKENS_PER_S) == pytest.approx(160.0)
+    assert value(run, names.INPUT_WAIT_SHARE) == pytest.approx(0.2)
+
+
+def test_a_prediction_is_what_efficiency_is_held_against():
+    run = run_of(PublishedFacts(expected_samples_per_s=32.0), step(1))
+    assert value(run, live.EXPECTED_SAMPLES_PER_S) == 32.0
+    assert value(run, live.EFFICIENCY_OVER_PREDICTION) == pytest.approx(0.5)
+    assert value(run_of(None, step(1)), live.EFFICIENCY_OVER_PREDICTION) is None
+
+
+def test_mfu_needs_the_flops_of_a_sample_and_the_peak_of_the_devices():
+    facts = PublishedFacts(flops_per_sample=1e12, peak_flops_per_s=16e12)
+    assert value(run_of(facts, step(1, world_size=2)), live.MFU) == pytest.approx(0.5)
+    assert value(run_of(PublishedFacts(flops_per_sample=1e12), step(1)), live.MFU) is None
+    by_name = run_of(PublishedFacts(flops_per_sample=1e12), step(1), peak_of={"a GPU": 32e12}.get)
+    by_name.hear(RankSample(0, "n", 1, 1, 1.0, device="a GPU"))
+    assert value(by_name, live.MFU) == pytest.approx(0.5)
+
+
+def test_steps_are_the_newest_one_and_repeated_ones_do_not_go_back():
+    run = run_of(None, *(step(n) for n in (1, 2, 3)), EventRecord("", kind="resumed", step=1), step(2))
+    assert value(run, live.STEPS) == 3
+    told = Beside(now=2000.0, goodput=Goodput(10.0, {"productive": 4.0}, attempts=2, repeated_steps=1))
+    assert value(run, live.STEPS_REPEATED, told) == 1 and value(run, live.RESTARTS, told) == 1
+    assert value(run, names.GOODPUT, told) == pytest.approx(0.4)
+
+
+def test_a_message_that_came_twice_counts_once():
+    run = run_of(None, step(1, sent_bytes=7.0), step(1, sent_bytes=7.0), step(2, sent_bytes=7.0))
+    assert value(run, live.SENT_BYTES_TOTAL) == 14.0
+
+
+def test_lost_workers_samples_are_forgotten():
+    run = run_of(None, RankSample(0, "n", 1, 1, 1.0), EventRecord("", kind="resumed", step=1))
+    assert run.of_ranks() == []
+
+
+def test_a_checkpoint_has_an_age_where_any_are_made():
+    facts = PublishedFacts(checkpoint_every_steps=10, checkpoint_every_s=600.0)
+    run = run_of(facts, step(1))
+    assert value(run, live.CHECKPOINT_AGE_S) == pytest.approx(999.0), "since the first step, before there is one"
+    assert value(run, live.CHECKPOINT_INTERVAL_S) == pytest.approx(5.0)
+    run.hear(CheckpointRecord(1, "p", 1, 1, 0.1, 0.1, recorded_at=1990.0))
+    assert value(run, live.CHECKPOINT_AGE_S) == pytest.approx(10.0)
+    assert value(run_of(None, step(1)), live.CHECKPOINT_AGE_S) is None
+
+
+def test_an_evaluation_is_split_into_its_labels():
+    run = run_of(None, EvaluationRecord(1, {"val/top/5": 0.9}, 0.1))
+    (found,) = [one for one in run.of_run(Beside(now=1.0)) if one.metric is live.EVAL]
+    assert (found.labels["split"], found.labels["metric"], found.value) == ("val", "top/5", 0.9)
+
+
+@pytest.mark.parametrize(
+    ("status", "marks"), [("", (0, 0)), ("FINISHED", (1, 0)), ("KILLED", (1, 0)), ("FAILED", (0, 1))]
+)
+def test_a_run_that_has_ended_is_marked(status, marks):
+    beside = Beside(now=1.0, status=status)
+    run = run_of()
+    assert (value(run, live.RUN_FINISHED, beside), value(run, live.RUN_FAILED, beside)) == marks
