@@ -14,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))  # for the page beside this file
 
 from python_api import api_page
+from tested_files import tested_files_page
 
 from scaleray import metric_names
 from scaleray.config.reference import key_rows
@@ -125,6 +126,7 @@ def _text_of(schema: Callable[[], dict[str, object]]) -> Callable[[], str]:
 PAGES = {
     "alerts.md": alerts_page,
     "api.md": lambda: api_page(NOTE),
+    "cluster_files.md": lambda: tested_files_page(NOTE),
     "config.md": config_page,
     "metrics.md": metrics_page,
     **{f"schemas/{name}.schema.json": _text_of(schema) for name, schema in SCHEMAS.items()},

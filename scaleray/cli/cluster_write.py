@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from scaleray.cli.output import print_json
 
-Kind = Literal["all", "kubernetes"]
+Kind = Literal["all", "kubernetes", "slurm", "ray-up", "image", "skypilot"]
 FOLDER = Path("cluster")
 
 
@@ -61,7 +61,7 @@ def write(
 
 
 def check(*paths: Path, kuberay: str | None = None, json: bool = False) -> int:
-    """Check manifests of Kubernetes against the operator's rules and those of a locked door. Exit code 1 for faults.
+    """Check RayClusters, RayJobs and files for `ray up` against rules. Exit code 1 for faults.
 
     Parameters
     ----------
@@ -80,5 +80,5 @@ def check(*paths: Path, kuberay: str | None = None, json: bool = False) -> int:
     else:
         for fault in found["faults"]:
             print(f"{fault['file']}: {fault['manifest']}: {fault['fault']} [{fault['rule']}]")
-        print(f"{len(found['faults'])} faults in {found['manifests']} RayClusters and RayJobs")
+        print(f"{len(found['faults'])} faults in {found['manifests']} manifests")
     return 1 if found["faults"] else 0

@@ -9,16 +9,16 @@ from typing import Any
 import yaml
 
 from scaleray.errors import UsageError
-from scaleray.manifests.rules.check import CHECKED, broken_rules, too_new_fields
+from scaleray.manifests.rules.check import broken_rules, kind_of, too_new_fields
 from scaleray.manifests.rules.kuberay import Manifest
 from scaleray.manifests.versions import KUBERAY, as_numbers
 
 
 def check_manifests(*paths: str | Path, kuberay: str = KUBERAY) -> dict[str, Any]:
-    """What the rules of the KubeRay operator, and those of a locked door, have against manifests of Kubernetes.
+    """What the operator's rules and those of a locked door have against RayClusters, RayJobs and files for `ray up`.
 
     paths: YAML files, or folders with such. kuberay: release of the operator that runs on the cluster. Gives
-    `manifests`, how many RayClusters and RayJobs were found, and `faults`, each with file, manifest, rule and fault.
+    `manifests`, how many were found, and `faults`, each with file, manifest, rule and fault.
     Raises UsageError.
     """
     if len(as_numbers(kuberay)) < 2:
@@ -28,7 +28,8 @@ def check_manifests(*paths: str | Path, kuberay: str = KUBERAY) -> dict[str, Any
     faults, num_manifests = [], 0
     for path, manifest in _manifests([Path(path) for path in paths]):
         num_manifests += 1
-        name = f"{manifest['kind']} {(manifest.get('metadata') or {}).get('name', 'without a name')}"
+        given = manifest.get("cluster_name") or (manifest.get("metadata") or {}).get("name", "without a name")
+        name = f"{kind_of(manifest)} {given}"
         try:
             found = broken_rules(manifest)
         except (AttributeError, TypeError, KeyError) as exc:  # a list where a mapping belongs, and the like
@@ -46,7 +47,7 @@ def _manifests(paths: Sequence[Path]) -> Iterator[tuple[Path, Manifest]]:
         inside = sorted({*path.rglob("*.yaml"), *path.rglob("*.yml")}) if path.is_dir() else [path]
         for file in inside:
             for document in _documents(file):
-                if isinstance(document, dict) and document.get("kind") in CHECKED:
+                if isinstance(document, dict) and kind_of(document) is not None:
                     yield file, document
 
 

@@ -1,0 +1,114 @@
+#!/bin/bash
+# `ray up` of on_premise.yaml for real: two machines of one's own making on this one, each with a network, a process table, a
+# home, a /tmp and an ssh server of its own, which only a new key opens. Root and openssh-server are needed.
+#
+#   cluster/ray_up/try_on_one_machine.sh        about 3 minutes on 2 cores; ends with `all is well`
+#
+# It starts and ends only processes of its own; nothing is left behind.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+project=$(cd "$here/../.." && pwd)
+environment=$(dirname "$(dirname "$(command -v python)")")
+for program in ip nsenter unshare ssh ssh-keygen rsync python ray; do
+  command -v "$program" >/dev/null || { echo "skipped: $program is not installed"; exit 75; }
+done
+sshd=$(command -v sshd || echo /usr/sbin/sshd)
+[ -x "$sshd" ] || { echo "skipped: sshd is not installed"; exit 75; }
+[ "$(id -u)" = 0 ] || { echo "skipped: network namespaces need root"; exit 75; }
+
+work=$(mktemp -d /var/tmp/scaleray-up.XXXXXX)
+name=su$$
+network=10.214.$(($$ % 250))
+started=()
+clean_up() {
+  set +e
+  for node in n1 n2; do
+    for process in $(ip netns pids "$name-$node" 2>/dev/null); do kill -9 "$process" 2>/dev/null; done
+  done
+  if [ "${#started[@]}" != 0 ]; then kill -9 "${started[@]}" 2>/dev/null; fi
+  for node in n1 n2; do ip netns delete "$name-$node" 2>/dev/null; done
+  ip link delete "$name" 2>/dev/null
+  wait 2>/dev/null
+  if [ -z "${KEEP:-}" ]; then rm -rf "$work"; else echo "kept: $work"; fi
+}
+trap clean_up EXIT
+trap 'exit 130' INT TERM
+
+ip link add "$name" type bridge 2>/dev/null || { echo "skipped: no network can be made here"; exit 75; }
+ip address add "$network.1/24" dev "$name"
+ip link set "$name" up
+mkdir -p "$work/home/.ssh" "$work/home/.ray" /run/sshd
+ssh-keygen -q -t ed25519 -N '' -f "$work/key"
+ssh-keygen -q -t ed25519 -N '' -f "$work/host_key"
+start_machine() { # name, last number of its address
+  ip netns add "$name-$1"
+  ip link add "$name$1" type veth peer name eth0 netns "$name-$1"
+  ip link set "$name$1" master "$name" up
+  ip -n "$name-$1" address add "$network.$2/24" dev eth0
+  ip -n "$name-$1" link set eth0 up
+  ip -n "$name-$1" link set lo up
+  mkdir -p "$work/$1/home/.ssh" "$work/$1/tmp"
+  cp "$work/key.pub" "$work/$1/home/.ssh/authorized_keys"
+  chmod -R go= "$work/$1/home/.ssh"
+  ln -s "$environment" "$work/$1/home/scaleray"
+  printf 'export PYTHONPATH=/opt/scaleray OMP_NUM_THREADS=1\n' >"$work/$1/home/.bashrc"
+  cp "$work/$1/home/.bashrc" "$work/$1/home/.profile"
+  # shellcheck disable=SC2016 # for the shell inside
+  nsenter --net="/run/netns/$name-$1" unshare --pid --fork --mount-proc --uts bash -c '
+    set -e
+    hostname "$1"
+    mkdir -p /opt/scaleray && mount --bind "$3" /opt/scaleray
+    mount --bind "$2/$1/home" /root
+    mount --bind "$2/$1/tmp" /tmp
+    mount -t tmpfs -o size=8g tmpfs /dev/shm
+    "$4" -D -e -f /dev/null -h "$2/host_key" -o ListenAddress="$5" -o PasswordAuthentication=no -o UsePAM=no \
+      -o PermitRootLogin=prohibit-password -o StrictModes=no -o PidFile=none &
+    wait' machine "$1" "$work" "$project" "$sshd" "$network.$2" >"$work/$1/out" 2>&1 &
+  started+=("$!")
+}
+start_machine n1 11
+start_machine n2 12
+
+# who runs `ray up` has a home of its own too, with a token
+export HOME=$work/home RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 PYTHONPATH=$project
+ray get-auth-token --generate >/dev/null 2>&1
+sed -e "s/10\.0\.0\.1\$/$network.11/" -e "s/worker_ips: .*/worker_ips: [$network.12]/" -e 's/ssh_user: .*/ssh_user: root/' \
+  -e "s#ssh_private_key: .*#ssh_private_key: $work/key#" -e 's/^min_workers: .*/min_workers: 1/' -e 's/^max_workers: .*/max_workers: 1/' \
+  -e 's/--disable-usage-stats/--disable-usage-stats --num-cpus=3/' "$here/on_premise.yaml" >"$work/up.yaml"
+for _ in $(seq 50); do
+  ssh -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR -i "$work/key" "root@$network.11" true 2>/dev/null && break
+  sleep 0.2
+done
+ray up --yes --no-config-cache "$work/up.yaml" >"$work/up.log" 2>&1 || { tail -n 40 "$work/up.log" "$work/n1/out"; exit 1; }
+echo "ok   ray up"
+
+on_head() { ssh -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR -i "$work/key" "root@$network.11" "$1"; }
+nodes() { on_head 'RAY_AUTH_MODE=token ~/scaleray/bin/python -c "import ray; ray.init(address=\"auto\", logging_level=\"ERROR\"); print(sum(n[\"Alive\"] for n in ray.nodes()))"' 2>/dev/null | tail -n 1; }
+for _ in $(seq 30); do
+  [ "$(nodes)" = 2 ] && break
+  sleep 3
+done
+[ "$(nodes)" = 2 ] || { echo "failed: the second machine did not come" >&2; tail -n 30 "$work"/n1/tmp/ray/session_latest/logs/monitor.{log,out}; exit 1; }
+echo "ok   two machines, the second one started by the first over ssh"
+
+[ "$(stat -c %a "$work/n1/home/.ray/auth_token")$(stat -c %a "$work/n2/home/.ray/auth_token")" = 600600 ]
+code=$(on_head "curl -s -o /dev/null -w '%{http_code}' http://127.0.0.1:8265/api/jobs/" || true)
+[ "$code" = 401 ] || { echo "failed: without a token the dashboard says $code, and should 401" >&2; exit 1; }
+if (exec 3<>"/dev/tcp/$network.11/8265") 2>/dev/null; then echo "failed: the dashboard is reached from another machine" >&2; exit 1; fi
+echo "ok   the token's file is for its owner, and the dashboard lets nobody in without it"
+
+on_head "cd /opt/scaleray && RAY_AUTH_MODE=token RAY_ADDRESS=$network.11:6379 GLOO_SOCKET_IFNAME=eth0 ~/scaleray/bin/python -m scaleray train -c jobs/digits.yaml \
+  --scale.workers 2 --scale.cpus-per-worker 2 --scale.gpus-per-worker 0 --stop.after '1 epoch' --checkpoint.storage-path $work/runs --checkpoint.save-final false" \
+  >"$work/train.log" 2>&1 || { tail -n 40 "$work/train.log"; exit 1; }
+grep -q "accuracy" "$work/train.log"
+echo "ok   a training on both"
+
+ray down --yes "$work/up.yaml" >"$work/down.log" 2>&1 || { tail -n 40 "$work/down.log"; exit 1; }
+for _ in $(seq 30); do
+  left=$(for node in n1 n2; do ip netns pids "$name-$node"; done | xargs -r -n1 ps -o comm= -p 2>/dev/null | grep -Ec 'raylet|gcs_server' || true)
+  [ "$left" = 0 ] && break
+  sleep 1
+done
+[ "$left" = 0 ] || { echo "failed: $left processes of Ray are left" >&2; exit 1; }
+echo "ok   ray down"
+echo "all is well"

@@ -1,0 +1,269 @@
+#!/bin/bash
+# Runs the batch scripts beside this file on a Slurm of two nodes on this machine: each node has a network, a process
+# table, a host name and a /tmp of its own. Root, and Debian's slurm-wlm, munge and iproute2, are needed.
+#
+#   cluster/slurm/try_on_one_machine.sh        about 4 minutes on 2 cores; ends with `all is well`
+#
+# It starts and ends only processes of its own; nothing is left behind.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+project=$(cd "$here/../.." && pwd)
+python=$(command -v python)
+export VIRTUAL_ENV=${VIRTUAL_ENV:-$(dirname "$(dirname "$python")")}
+export PYTHONPATH=$project${PYTHONPATH:+:$PYTHONPATH}
+
+for program in slurmctld slurmd sbatch scontrol munged ip nsenter unshare ray; do
+  command -v "$program" >/dev/null || { echo "skipped: $program is not installed"; exit 75; }
+done
+[ "$(id -u)" = 0 ] || { echo "skipped: network namespaces need root"; exit 75; }
+
+work=$(mktemp -d /var/tmp/scaleray-slurm.XXXXXX)
+name=sr$$
+network=10.213.$(($$ % 250))
+started=()
+
+clean_up() {
+  set +e
+  if [ "${#started[@]}" != 0 ]; then kill "${started[@]}" 2>/dev/null; fi
+  sleep 1
+  if [ "${#started[@]}" != 0 ]; then kill -9 "${started[@]}" 2>/dev/null; fi
+  for node in n1 n2; do
+    # what a process table still holds ends with its first process
+    if [ -s "$work/$node/init" ]; then kill -9 "$(cat "$work/$node/init")" 2>/dev/null; fi
+    ip netns delete "$name-$node" 2>/dev/null
+  done
+  ip link delete "$name" 2>/dev/null
+  wait 2>/dev/null
+  if [ -z "${KEEP:-}" ]; then rm -rf "$work"; else echo "kept: $work"; fi
+}
+trap clean_up EXIT
+trap 'exit 130' INT TERM
+
+ip link add "$name" type bridge 2>/dev/null || { echo "skipped: no network can be made here"; exit 75; }
+ip address add "$network.1/24" dev "$name"
+ip link set "$name" up
+add_network() { # node, last number of its address
+  ip netns add "$name-$1"
+  ip link add "$name$1" type veth peer name eth0 netns "$name-$1"
+  ip link set "$name$1" master "$name" up
+  ip -n "$name-$1" address add "$network.$2/24" dev eth0
+  ip -n "$name-$1" link set eth0 up
+  ip -n "$name-$1" link set lo up
+  mkdir -p "$work/$1/tmp"
+}
+add_network n1 11
+add_network n2 12
+printf '127.0.0.1 localhost\n%s.11 n1\n%s.12 n2\n' "$network" "$network" >"$work/hosts"
+
+mkdir -p "$work/state" "$work/munge"
+chmod 711 "$work" "$work/munge"
+(umask 077 && head -c 128 /dev/urandom >"$work/munge/key")
+munged --foreground --force --key-file="$work/munge/key" --socket="$work/munge/socket" --pid-file="$work/munge/pid" \
+  --log-file="$work/munge/log" --seed-file="$work/munge/seed" >"$work/munge/out" 2>&1 &
+started+=("$!")
+cat >"$work/slurm.conf" <<END
+ClusterName=one-machine
+SlurmctldHost=$(hostname -s)($network.1)
+SlurmctldPort=16817
+SlurmdPort=16818
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket=$work/munge/socket
+StateSaveLocation=$work/state
+SlurmdSpoolDir=$work/%n/spool
+SlurmctldPidFile=$work/controller.pid
+SlurmdPidFile=$work/%n/slurmd.pid
+SlurmctldLogFile=$work/controller.log
+SlurmdLogFile=$work/%n/slurmd.log
+SlurmctldDebug=info
+SlurmdDebug=info
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait=10
+MessageTimeout=30
+GresTypes=gpu
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+NodeName=n1 NodeAddr=$network.11 CPUs=192 RealMemory=4000 Gres=gpu:h100:8 State=UNKNOWN
+NodeName=n2 NodeAddr=$network.12 CPUs=192 RealMemory=4000 Gres=gpu:h100:8 State=UNKNOWN
+PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=15
+PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+END
+# GPUs in name alone: Slurm counts devices, and these are /dev/null
+for number in $(seq 0 7); do mknod "$work/gpu$number" c 1 3; done
+echo "Name=gpu Type=h100 File=$work/gpu[0-7]" >"$work/gres.conf"
+export SLURM_CONF=$work/slurm.conf
+
+slurmctld -D -i >"$work/controller.out" 2>&1 &
+started+=("$!")
+start_node() {
+  mkdir -p "$work/$1/spool" "$work/$1/shm"
+  # shellcheck disable=SC2016 # for the shell inside
+  nsenter --net="/run/netns/$name-$1" unshare --pid --fork --mount-proc --uts bash -c '
+    hostname "$1"
+    mount --bind "$2/hosts" /etc/hosts
+    mount --bind "$2/$1/tmp" /tmp
+    mount -t tmpfs -o size=8g tmpfs /dev/shm
+    slurmd -D -N "$1" -f "$2/slurm.conf" & # not by exec: the first process of a table must reap the others
+    wait' node "$1" "$work" >"$work/$1/out" 2>&1 &
+  started+=("$!")
+  sleep 1
+  pgrep -P "$!" -f 'slurmd|bash' | head -n 1 >"$work/$1/init" || true
+}
+start_node n1
+start_node n2
+
+num_idle() { sinfo --noheader --Node --partition=low --format=%t 2>/dev/null | grep -c '^idle$'; }
+for _ in $(seq 60); do
+  if [ "$(num_idle)" = 2 ]; then break; fi
+  sleep 1
+done
+if [ "$(num_idle)" != 2 ]; then
+  scontrol show node n1
+  tail -n 20 "$work/controller.log" "$work"/n?/slurmd.log "$work"/n?/out
+  echo "failed: the two nodes did not come up" >&2
+  exit 1
+fi
+
+# the scripts as they are, but for the CPUs that this machine does not have
+cd "$project"
+export SCALERAY_CHECKPOINT__STORAGE_PATH=$work/runs SCALERAY_TRACKING__URI=sqlite:///$work/mlflow.db
+export SLURM_SCRIPTS=$here MLFLOW_ENABLE_ASYNC_LOGGING=false OMP_NUM_THREADS=1
+export HOME=$work/home
+mkdir -p "$work/runs" "$HOME"
+small=(--parsable --cpus-per-task=2 --mem=1000 --output="$work/%j.out" --no-requeue)
+training=(-c jobs/digits.yaml --scale.workers 2 --scale.cpus-per-worker 2 --data.reserved-cpus 0 --scale.gpus-per-worker 0)
+training+=(--checkpoint.every "40 steps" --tracking.interval-s 1)
+
+state_of() { scontrol show job "$1" --oneliner | grep -o 'JobState=[A-Z]*' | cut -d= -f2; }
+code_of() { scontrol show job "$1" --oneliner | grep -o ' ExitCode=[0-9]*' | cut -d= -f2; }
+show() { sed "s/^/    /" "$work/$1.out" 2>/dev/null | tail -n 40; }
+until_state() { # job, seconds, state ...
+  local job=$1 end=$((SECONDS + $2)) now
+  shift 2
+  while [ "$SECONDS" -lt "$end" ]; do
+    now=$(state_of "$job")
+    for wanted in "$@"; do [ "$now" = "$wanted" ] && return 0; done
+    sleep 1
+  done
+  echo "failed: job $job is $now, and should be $*" >&2
+  show "$job"
+  return 1
+}
+until_line() { # job, seconds, pattern
+  local end=$((SECONDS + $2))
+  while [ "$SECONDS" -lt "$end" ]; do
+    grep -Eq "$3" "$work/$1.out" 2>/dev/null && return 0
+    sleep 0.5
+  done
+  echo "failed: job $1 did not say: $3" >&2
+  show "$1"
+  return 1
+}
+passed() { echo "ok   $1"; }
+
+records() { # what the records of runs say: status, after which steps they went on, and where their workers were
+  "$python" - "$1" <<'END'
+import json, pathlib, sys
+for path in sorted(pathlib.Path(sys.argv[1]).rglob("record.json")):
+    record = json.loads(path.read_text())
+    print(record["status"], "steps", record["steps"], "resumed after", record["resumed_after"], "workers", record["workers"])
+END
+}
+ended_with() { # job, seconds, exit code
+  until_state "$1" "$2" COMPLETED FAILED
+  [ "$(code_of "$1")" = "$3" ] && return 0
+  echo "failed: job $1 ended with $(code_of "$1"), and should with $3" >&2
+  show "$1"
+  return 1
+}
+
+try_training() {
+  local job
+  job=$(sbatch "${small[@]}" "$here/train.sbatch" "${training[@]}" --stop.after "2 epochs")
+  ended_with "$job" 240 0
+  records "$work/runs" | grep -q '^FINISHED .* workers 2$'
+  grep -q 'On worker node' "$work/$job.out"
+  # where its workers were, by the run's own account
+  [ "$(grep -Eoh "$network\.1[12]" "$work"/runs/digits-*/environment.yaml | sort -u | wc -l)" = 2 ]
+  passed "a training on two workers of two nodes ended with 0"
+}
+
+try_exit_code() {
+  local job
+  printf '%s\n' '#!/bin/bash' 'set -euo pipefail' "source $here/settings.sh" "source $here/ray_on_all_nodes.sh" \
+    "run_on_all_nodes bash -c 'exit 7'" >"$work/seven.sbatch"
+  job=$(sbatch "${small[@]}" --nodes=2 --ntasks-per-node=1 "$work/seven.sbatch")
+  ended_with "$job" 180 7
+  passed "exit code 7 of the command is the job's"
+}
+
+try_leave_and_preemption() {
+  local job other
+  job=$(sbatch "${small[@]}" --requeue "$here/train.sbatch" "${training[@]}" --stop.after "150 epochs")
+  until_line "$job" 180 'step +[0-9]{3,}'
+  scancel --signal=USR1 --batch "$job" # as Slurm does before the time is up
+  until_line "$job" 60 'queued again'
+  until_state "$job" 60 PENDING
+  scontrol update "jobid=$job" starttime=now 2>/dev/null || true
+  until_line "$job" 240 'resum|going on|goes on'
+  passed "asked to leave, a training saves, is queued again and goes on"
+  until_state "$job" 60 RUNNING
+  sleep 25 # some steps more
+  if [ "$(state_of "$job")" = RUNNING ]; then
+    other=$(sbatch --parsable --partition=high --nodes=2 --exclusive --output="$work/%j.out" --wrap 'sleep 1')
+    until_state "$other" 120 COMPLETED
+    until_state "$job" 60 PENDING RUNNING
+    scontrol update "jobid=$job" starttime=now 2>/dev/null || true
+    passed "a job of more priority takes the nodes, and the training is queued again"
+  fi
+  ended_with "$job" 300 0
+  records "$work/runs"
+  records "$work/runs" | grep -q '^FINISHED .*resumed after \[[0-9]'
+  passed "it ended with 0 where it was to end"
+}
+
+try_cancel() {
+  local job left
+  job=$(sbatch "${small[@]}" "$here/train.sbatch" "${training[@]}" --stop.after "1000 epochs" --seed 7)
+  until_line "$job" 180 'step +[0-9]+'
+  scancel "$job"
+  until_state "$job" 90 CANCELLED
+  for _ in $(seq 60); do
+    left=$(for node in n1 n2; do ip netns pids "$name-$node"; done | xargs -r -n1 ps -o comm= -p 2>/dev/null | grep -Ec 'raylet|gcs_server' || true)
+    [ "$left" = 0 ] && break
+    sleep 1
+  done
+  [ "$left" = 0 ] || { echo "failed: $left processes of Ray are left" >&2; return 1; }
+  passed "a job that is cancelled leaves no process of Ray on its nodes"
+}
+
+try_without_shared_folder() {
+  local job
+  job=$(SCALERAY_CHECKPOINT__STORAGE_PATH=/tmp/runs sbatch "${small[@]}" "$here/train.sbatch" "${training[@]}")
+  ended_with "$job" 60 1
+  grep -q '/tmp/runs is not seen by every node' "$work/$job.out"
+  passed "a folder that is not shared is one message"
+}
+
+try_sweep() {
+  local job
+  printf '%s\n' '--optimizer.learning-rate 1e-3' '--optimizer.learning-rate 3e-3' >"$work/sweep.txt"
+  job=$(SWEEP=$work/sweep.txt sbatch --parsable --cpus-per-task=2 --mem=1000 --no-requeue --nodes=1 --array=1-2 \
+    --output="$work/%A-%a.out" "$here/sweep.sbatch" "${training[@]:0:2}" --scale.gpus-per-worker 0 --stop.after "1 epoch")
+  ended_with "${job}_1" 240 0
+  ended_with "${job}_2" 240 0
+  [ "$(records "$work/runs/sweep-$job-1" | wc -l)$(records "$work/runs/sweep-$job-2" | wc -l)" = 11 ]
+  passed "an array trains each line of a file, with a folder each"
+}
+
+for try in ${TRIES:-try_training try_exit_code try_without_shared_folder try_leave_and_preemption try_cancel try_sweep}; do
+  "$try"
+done
+echo "all is well"

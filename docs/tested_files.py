@@ -1,0 +1,92 @@
+"""The page docs/cluster_files.md: every file of `cluster/`, and the tests that look at it."""
+
+from __future__ import annotations
+
+import fnmatch
+from pathlib import Path
+
+from scaleray.manifests.files import files
+from scaleray.manifests.wanted import Wanted
+
+TESTS = "tests/manifests/"
+WRITTEN = (
+    "as written by the table of versions",
+    "test_files.py::test_the_repositorys_files_are_what_is_written_by_default",
+)
+SHELL = ("shellcheck, 0 findings", "test_slurm.py::test_shellcheck_finds_nothing_in_any_script")
+SCHEMA = ("schema of its kind", "test_kubernetes.py::test_an_object_keeps_the_schema_of_its_kind")
+RULES = ("14 rules of the operator, 9 of ours", "test_kubernetes.py::test_a_ray_cluster_keeps_every_rule")
+PLANTED = (
+    "planted faults, all found",
+    "test_kubernetes.py::test_every_planted_fault_is_found_by_the_rule_that_it_was_planted_for",
+)
+SLIPS = ("slips of the pen, 99 % found", "test_kubernetes.py::test_at_least_19_of_20_slips_of_the_pen_are_found")
+BUILT = (
+    "built by kubectl kustomize",
+    "test_kubernetes.py::test_kustomize_builds_a_folder_whose_objects_keep_schemas_and_rules",
+)
+ON_SLURM = ("**run** on a Slurm of two nodes (slow)", "test_slurm.py::test_the_scripts_run_on_a_slurm_of_two_nodes")
+OVER_SSH = (
+    "**run** over ssh on two machines of one's own making (slow)",
+    "test_ray_up.py::test_ray_up_starts_two_machines_over_ssh_and_ends_them",
+)
+BY_RAY = (
+    "Ray's `prepare_config` and schema",
+    "test_ray_up.py::test_ray_itself_takes_the_file_and_refuses_one_without_a_provider",
+)
+UP_RULES = ("6 rules of ours", "test_ray_up.py::test_it_keeps_every_rule")
+UP_PLANTED = ("planted faults, all found", "test_ray_up.py::test_every_planted_fault_is_found_by_its_rule")
+IN_A_ROOT = (
+    "its steps **run** in a clean Debian (slow)",
+    "test_image.py::test_the_steps_of_the_image_run_in_a_clean_root",
+)
+ENTRY = ("**run**", "test_image.py::test_the_entry_point_starts_scaleray_unless_told_otherwise")
+HADOLINT = ("hadolint, 0 findings", "test_image.py::test_hadolint_finds_nothing")
+COPIED = ("what is copied is there, and nothing else", "test_image.py::test_what_is_copied_is_there_and_not_ignored")
+SKY = ("schema of a task", "test_skypilot.py::test_the_task_keeps_skypilots_schema")
+SKY_PLANTED = ("planted faults, all found", "test_skypilot.py::test_planted_faults_are_found")
+
+LEVELS: dict[str, tuple[tuple[str, str], ...]] = {
+    "kubernetes/**/kustomization.yaml": (BUILT,),
+    "kubernetes/*/ray*.yaml": (SCHEMA, RULES, PLANTED, SLIPS, BUILT),
+    "kubernetes/**.yaml": (SCHEMA, SLIPS, BUILT),
+    "slurm/*.sbatch": (SHELL, ON_SLURM),
+    "slurm/*.sh": (SHELL, ON_SLURM),
+    "ray_up/on_premise.yaml": (BY_RAY, UP_RULES, UP_PLANTED, OVER_SSH),
+    "ray_up/*.yaml": (BY_RAY, UP_RULES, UP_PLANTED),
+    "ray_up/*.sh": (SHELL, OVER_SSH),
+    "image/Dockerfile": (HADOLINT, IN_A_ROOT),
+    "image/Dockerfile.dockerignore": (COPIED,),
+    "image/entrypoint.sh": (SHELL, ENTRY),
+    "image/*.sh": (SHELL, IN_A_ROOT),
+    "skypilot/*.yaml": (SKY, SKY_PLANTED),
+}
+"""Files -> what is done to them, and by which test; the first pattern that fits counts."""
+
+
+def tests_of(name: str) -> tuple[tuple[str, str], ...]:
+    """What looks at a file, in words and by the name of a test."""
+    for pattern, levels in LEVELS.items():
+        if fnmatch.fnmatch(name, pattern):
+            return (*levels, WRITTEN)
+    raise LookupError(f"nothing tests cluster/{name}: name what does in {Path(__file__).name}")
+
+
+def tested_files_page(note: str) -> str:
+    """The whole page. note: line that says where it comes from."""
+    lines = [
+        "# How the files of a cluster were tested",
+        "",
+        note,
+        "",
+        "Every file is also compared with what the table of versions gives (`scaleray cluster write --check`). What is not said to have been run was not:",
+        "there was no Kubernetes, no cloud, no Docker daemon and no GPU. [cluster.md](cluster.md) tells how the files are used.",
+        "",
+        "| file of `cluster/` | how it was tested |",
+        "|---|---|",
+    ]
+    lines += [
+        f"| `{name}` | {'; '.join(words for words, test in tests_of(name) if test != WRITTEN[1])} |"
+        for name in files(Wanted())
+    ]
+    return "\n".join([*lines, ""])

@@ -1,0 +1,119 @@
+"""The batch scripts of Slurm: what can be seen without a Slurm, and, slow, all of it on two nodes of this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cluster_files import CLUSTER, ROOT
+
+from scaleray.manifests.files import files, write
+from scaleray.manifests.wanted import Wanted
+
+SCRIPTS = sorted(path for path in CLUSTER.rglob("*") if path.suffix in (".sh", ".sbatch") and "local" not in path.parts)
+BATCH = sorted((CLUSTER / "slurm").glob("*.sbatch"))
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck_finds_nothing_in_any_script():
+    found = subprocess.run(["shellcheck", *map(str, SCRIPTS)], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, found.stdout
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_script_is_one_that_bash_can_read_and_stops_at_errors(path):
+    assert subprocess.run(["bash", "-n", str(path)], timeout=30).returncode == 0
+    text = path.read_text()
+    if text.startswith("#!"):
+        assert "set -euo pipefail" in text and os.access(path, os.X_OK)
+
+
+def options(path: Path) -> dict[str, str]:
+    return dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", path.read_text(), re.M))
+
+
+@pytest.mark.parametrize("path", BATCH, ids=lambda path: path.name)
+def test_a_batch_script_asks_for_the_nodes_of_the_table_and_is_queued_again(path, tmp_path):
+    asked = options(path)
+    assert asked["nodes"] == "2" and asked["gpus-per-node"] == "h100:8" and asked["ntasks-per-node"] == "1"
+    assert (
+        {"requeue", "exclusive"} <= set(asked)
+        and asked["signal"].startswith("B:USR1@")
+        and asked["open-mode"] == "append"
+    )
+    assert "--resume auto" in path.read_text()
+    write(tmp_path, files(Wanted(gpus="4xl4", nodes=9), ["slurm"]))
+    other = options(tmp_path / "slurm" / path.name)
+    assert other["nodes"] == "9" and other["gpus-per-node"] == "l4:4"
+
+
+def sourced(tmp_path: Path, body: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What bash says after the common part was sourced, with a `srun` and a `ray` of ours before all others."""
+    tools = tmp_path / "tools"
+    tools.mkdir(exist_ok=True)
+    for name, text in {
+        "srun": 'while case "$1" in -*) true ;; *) false ;; esac; do shift; done; exec "$@"',
+        "ray": 'echo "ray $*" >>"$OUT"; while [ "$1" != -- ]; do shift; done; shift; [ -z "${DEAD:-}" ] || exit 0; exec "$@"',
+    }.items():
+        (tools / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tools / name).chmod(0o755)
+    variables = {
+        **os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "OUT": str(tmp_path / "out"), "SLURM_JOB_ID": "41234", "SLURM_JOB_NUM_NODES": "2",
+        "SCALERAY_CHECKPOINT__STORAGE_PATH": str(tmp_path), "INTERFACE": "", **environment,
+    }  # fmt: skip
+    script = f"set -euo pipefail\nsource {CLUSTER / 'slurm' / 'ray_on_all_nodes.sh'}\naddress_of_this_node() {{ echo 10.0.0.9; }}\n{body}"
+    return subprocess.run(["bash", "-c", script], env=variables, capture_output=True, text=True, timeout=60)
+
+
+def test_the_exit_code_of_the_command_is_that_of_the_job_and_nothing_stays(tmp_path):
+    done = sourced(tmp_path, "run_on_all_nodes bash -c 'exit 7'")
+    assert done.returncode == 7, done.stderr
+    said = (tmp_path / "out").read_text()
+    assert "symmetric-run --address 10.0.0.9:21234 --min-nodes 2" in said  # a port by the job's number
+    assert list((tmp_path / ".slurm").iterdir()) == []
+    assert sourced(tmp_path, "run_on_all_nodes true").returncode == 0
+
+
+def test_a_ray_that_does_not_start_is_a_failure_though_symmetric_run_ends_with_0(tmp_path):
+    done = sourced(tmp_path, "run_on_all_nodes true", DEAD="1")
+    assert done.returncode == 1 and "Ray did not start on 10.0.0.9:21234" in done.stderr
+
+
+def test_the_token_is_new_long_and_for_its_owner_alone(tmp_path):
+    look = 'run_on_all_nodes bash -c \'stat -c %a "$RAY_AUTH_TOKEN_PATH"; cat "$RAY_AUTH_TOKEN_PATH"; echo; echo $RAY_AUTH_MODE\''
+    first, second = (sourced(tmp_path, look).stdout.split() for _ in range(2))
+    assert first[0] == "600" and re.fullmatch("[0-9a-f]{64}", first[1]) and first[2] == "token"
+    assert first[1] != second[1] and first[1] not in (tmp_path / "out").read_text()
+
+
+def test_asked_to_leave_the_command_alone_gets_sigterm(tmp_path):
+    command = tmp_path / "command.sh"
+    command.write_text(
+        "trap 'echo asked; exit 1' TERM\nkill -USR1 $SHELL_OF_THE_JOB\nfor i in $(seq 300); do sleep 0.1; done\n"
+    )
+    done = sourced(
+        tmp_path,
+        f'export SHELL_OF_THE_JOB=$$\nrun_on_all_nodes bash {command} || code=$?\necho "left $asked_to_leave code $code"',
+    )
+    assert "asked" in done.stdout and "left 1 code 1" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("slurmctld") is None, reason="needs root and Debian's slurm-wlm")
+def test_the_scripts_run_on_a_slurm_of_two_nodes():
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    script = CLUSTER / "slurm" / "try_on_one_machine.sh"
+    done = subprocess.run(
+        [str(script)], cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=1700
+    )
+    if done.returncode == 75:
+        pytest.skip(done.stdout.strip())
+    assert done.returncode == 0 and done.stdout.strip().endswith("all is well"), (
+        done.stdout[-4000:] + done.stderr[-4000:]
+    )
