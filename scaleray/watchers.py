@@ -33,6 +33,7 @@ class Watcher(StrEnum):
     RECORDING = "recorded messages"
     RECORD = "record's extras"
     STALLS = "dumps of hangs"
+    ALERTS = "alerts"
 
 
 RETRIED = frozenset({Watcher.MESSAGES, Watcher.DISPLAY, Watcher.RECORDING})

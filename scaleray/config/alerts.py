@@ -39,7 +39,7 @@ class AlertLimits(Settings):
     straggler_share: Positive = 0.1
     """Share of a step by which one rank comes later than the others."""
     link_ratio: Positive = 0.7
-    """Bandwidth of a rank's collectives over the expected, or its own best, below which its link is slow."""
+    """Bandwidth of a rank's collectives over its usual one, below which its link is slow."""
     throughput_ratio: Positive = 0.8
     """Samples per second over the median of the half hour before, below which a run has become slower."""
     predicted_ratio: Positive = 0.8

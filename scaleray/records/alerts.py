@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from scaleray.config.alerts import Severity
 from scaleray.records.json_record import jsonable
 
 ALERTS_FILE = "alerts.jsonl"
@@ -22,8 +24,7 @@ class Alert:
 
     name: str
     """Name of its rule, see docs/monitoring.md."""
-    severity: str
-    """`critical`, `warning` or `info`."""
+    severity: Severity
     state: State
     since: float
     """Wall clock at which it began, in seconds since 1970."""
@@ -66,13 +67,9 @@ def firing(alerts: Iterable[Alert]) -> list[Alert]:
     return list(newest.values())
 
 
-def raised(alerts: Iterable[Alert]) -> dict[str, int]:
-    """How often each alert began, the first one first."""
-    counts: dict[str, int] = {}
-    for alert in alerts:
-        if alert.is_firing:
-            counts[alert.name] = counts.get(alert.name, 0) + 1
-    return counts
+def counted(names: Iterable[str]) -> str:
+    """Names of alerts in one line, the first one first, each with how often it began."""
+    return ", ".join(name if times == 1 else f"{name} ({times} times)" for name, times in Counter(names).items())
 
 
 def _parse(line: str) -> Alert | None:

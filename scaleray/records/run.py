@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from scaleray import metric_names as names
 from scaleray.parsing import load_json
+from scaleray.records.alerts import counted
 from scaleray.records.json_record import JsonRecord
 from scaleray.records.live import RecentSteps
 from scaleray.records.printed import figures
@@ -266,6 +267,8 @@ class RunRecord(JsonRecord):
     that is kept. Empty in older records."""
     profile: RunProfile | None = None
     """Where the time went, on every rank. None in older records, and where no step was measured."""
+    alerts: list[dict[str, Any]] = field(default_factory=list)
+    """Alerts that began, see `records/alerts.py`. Empty in older records."""
     unsent_file: str | None = None
     """Metrics that MLflow did not take; `scaleray tracking replay FILE` sends them."""
 
@@ -297,11 +300,16 @@ class RunRecord(JsonRecord):
             figures(dict(sorted(self.metrics.items()))),
             f"{steady}, {1e3 * self.step_time_s:.4g} ms a step" if steady and self.step_time_s else steady,
             f"events: {len(self.events)}, the last: {self.events[-1].splitlines()[0]}" if self.events else "",
+            f"alerts: {self.alerts_in_words()}" if self.alerts else "",
             f"status: {self.status}",
             f"MLflow: {self.mlflow_link}" if self.mlflow_link else "",
             f"folder: {self.run_dir}",
         ]
         return [line for line in lines if line]
+
+    def alerts_in_words(self) -> str:
+        """How often each alert began, in one line; empty without any."""
+        return counted(str(alert.get("name")) for alert in self.alerts)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:

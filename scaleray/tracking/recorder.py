@@ -41,6 +41,7 @@ from scaleray.tracking.published_metrics import PublishedMetrics
 from scaleray.tracking.published_steps import PublishedSteps
 from scaleray.tracking.recording import Recording, RunIdentity
 from scaleray.tracking.recovery import Recovery
+from scaleray.tracking.run_alerts import RunAlerts
 from scaleray.tracking.run_description import RunDescription
 from scaleray.tracking.run_note import RunNote
 from scaleray.tracking.run_time import RunTime
@@ -83,6 +84,9 @@ class Recorder(SignsOfLife):
         self._described = Described(description, self._writer.put)
         self._logged = LoggedFiles(self.work_dir, Store(elsewhere) if elsewhere else None, self._writer.put)
         self._shown = ShownMessages()
+        self.alerts = RunAlerts(
+            description, series=self.publishing.series, beats=self.heartbeats, tell=self._writer.put, act=self.act_on
+        )
         self._last_evaluation = -1
         self._metrics: dict[str, float] = {}
         self._summaries: dict[int, WorkerSummary] = {}
@@ -128,6 +132,7 @@ class Recorder(SignsOfLife):
         self._started.set()
         self._live.identity = self.identity()
         self.publishing.begin(self._live.identity.link)
+        self.alerts.begin(self._live.identity.link)
         return self._live.identity
 
     def durable(self, timeout_s: float = 60.0) -> dict[str, str]:
@@ -196,6 +201,7 @@ class Recorder(SignsOfLife):
             derived=dict(self._derived),
             goodput=self._look(self._time.goodput, None, part="goodput"),
             unsent_file=self.spool.unsent_file(),
+            alerts=list(self.alerts.raised),
         )
 
     def finish(
@@ -222,6 +228,7 @@ class Recorder(SignsOfLife):
             (self.work_dir / name).write_text(text)
         self.log_files([str(self.work_dir / name) for name in ("steps.csv", *files)])
         self.publishing.end(status)
+        self.alerts.end()
         self._writer.put(EndRun(status, now))
         self.spool.retry_now()  # a last time
         if not self._writer.wait_until_written():
@@ -267,6 +274,7 @@ class Recorder(SignsOfLife):
         self._look(partial(self._time.hear, message), None, part="goodput")
         self._look(partial(self._live.hear, message), None, part="live state")
         self._look(partial(self.publishing.hear, message), None, part="published metrics")
+        self._look(partial(self.alerts.hear, message), None, part="alerts")
         if isinstance(message, StepRecord):
             if message.step != self._previous_step + 1:
                 self._go_on_after(message.step - 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from scaleray.records.alerts import Alert
 from scaleray.records.profile import Goodput
 from scaleray.records.run import WorkerSummary
 
@@ -32,3 +33,5 @@ class Recording:
     derived: dict[str, Any] = field(default_factory=dict)
     """Derived values as the workers said that they are in use."""
     goodput: Goodput | None = None
+    alerts: list[Alert] = field(default_factory=list)
+    """Alerts that began."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scaleray.records.published import PublishedFacts
+from scaleray.config.alerts import AlertSettings
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,9 @@ class RunDescription:
     published: PublishedFacts = field(default_factory=PublishedFacts)
     key: str = field(default_factory=lambda: secrets.token_hex(8))
     """What the run is known by before MLflow has given it an id, where it does not continue another one."""
+    alerts: AlertSettings = field(default_factory=lambda: AlertSettings(watch=False))
+    webhook: str | None = field(default=None, repr=False)
+    """Address for alerts, with its secret; that of `alerts` is not looked at."""
     changes: Sequence[str] = ()
     """What differs from the config of that run, a line each. Params of an MLflow run are written once and stay."""
 

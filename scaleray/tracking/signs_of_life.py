@@ -6,22 +6,30 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from scaleray.records.alerts import Alert
 from scaleray.records.run import Heartbeat
+from scaleray.records.wishes import Wish
 
 
 class SignsOfLife:
     """The heartbeats of all ranks, each answered with what was asked of the workers."""
 
     def __init__(self) -> None:
-        self._stop_requested = False
+        self._stop_requested = self._save_requested = False
+        self._stopped_by = ""
         self._heartbeats: dict[int, tuple[float, Heartbeat]] = {}
         self._beaten_at = time.monotonic()
 
-    def beat(self, heartbeat: Heartbeat) -> bool:
-        """Take a sign of life; true when the workers should save and leave."""
+    def beat(self, heartbeat: Heartbeat) -> Wish:
+        """Take a sign of life; gives what the worker should do."""
         self._beaten_at = time.monotonic()
         self._heartbeats[heartbeat.rank] = self._beaten_at, heartbeat
-        return self._stop_requested
+        if self._stop_requested:
+            return Wish.LEAVE
+        if heartbeat.rank == 0 and self._save_requested:  # the others follow it
+            self._save_requested = False
+            return Wish.SAVE
+        return Wish.NOTHING
 
     def heartbeats(self) -> list[Heartbeat]:
         """The last sign of life of every rank."""
@@ -37,3 +45,15 @@ class SignsOfLife:
     def request_stop(self) -> None:
         """Ask the workers to save and leave."""
         self._stop_requested = True
+
+    def act_on(self, alert: Alert) -> None:
+        """Ask the workers for what an alert asks for."""
+        if alert.action == "stop":
+            self._stopped_by = self._stopped_by or f"stopped by the {alert}"
+            self.request_stop()
+        elif alert.action == "checkpoint":
+            self._save_requested = True
+
+    def stopped_by(self) -> str:
+        """The alert that stopped the run, in words; empty where none did."""
+        return self._stopped_by

@@ -22,6 +22,7 @@ from scaleray.data import RaySources
 from scaleray.errors import WorkloadError
 from scaleray.records.run import EventRecord, Heartbeat, WorkerMessage, WorkerSummary
 from scaleray.records.start import PROCESSES, WORKER_IMPORTS, StartClock
+from scaleray.records.wishes import Wish
 from scaleray.training import loop
 from scaleray.training.health.progress import HANG, WATCHDOG_SHARE, Progress, Tail, TailHandler, Watchdog
 from scaleray.training.health.stall_watch import StallWatch
@@ -105,6 +106,7 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
         beat=life.beat,
         limit_s=WATCHDOG_SHARE * scale.collective_timeout_s,
         on_leave=control.wants_leave.set,
+        on_save=control.wants_save.set,
         on_hang=lambda what: life.die(progress.step, what),
         look=stalls.look,
     )
@@ -170,8 +172,8 @@ class SignsOfLife:
     def __init__(self, recorder: Any, place: Place, sender: Sender, progress: Progress, *, tail: deque[str]) -> None:
         self.recorder, self.place, self.sender, self.progress, self.tail = recorder, place, sender, progress, tail
 
-    def beat(self, step: int, phase: str, since_s: float) -> bool:
-        """Tell of this worker's phase; whether the recorder answers that the run should leave."""
+    def beat(self, step: int, phase: str, since_s: float) -> Wish:
+        """Tell of this worker's phase; gives what the recorder asks of it."""
         import ray
 
         place = self.place
@@ -186,7 +188,7 @@ class SignsOfLife:
             place.world_size,
             recent=self.progress.recent,
         )
-        return bool(ray.get(self.recorder.beat.remote(heartbeat), timeout=30))
+        return Wish(ray.get(self.recorder.beat.remote(heartbeat), timeout=30))
 
     def die(self, step: int, what: str) -> None:
         """Tell that the worker hangs, and end its process."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from scaleray.records.alerts import Alert, firing, parse_alerts, raised
+from scaleray.records.alerts import Alert, counted, firing, parse_alerts
 
 SPIKE = Alert("loss_spike", "warning", "firing", 5.0, 9.5, "the loss is 9.5 ...", recorded_at=6.0)
 OVER = Alert("loss_spike", "warning", "resolved", 5.0, 9.5, "the loss is 9.5 ...", recorded_at=80.0)
@@ -30,7 +30,7 @@ def test_a_value_that_is_not_finite_becomes_null():
 
 def test_what_fires_is_what_is_not_over_and_each_beginning_counts():
     assert firing([SPIKE, HANG, OVER]) == [HANG] and firing([SPIKE, OVER, SPIKE]) == [SPIKE]
-    assert raised([SPIKE, OVER, HANG, SPIKE]) == {"loss_spike": 2, "no_progress": 1}
+    assert counted(["loss_spike", "no_progress", "loss_spike"]) == "loss_spike (2 times), no_progress"
 
 
 def test_an_alert_reads_as_a_line():

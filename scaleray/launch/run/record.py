@@ -4,6 +4,7 @@ files."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import time
@@ -20,6 +21,7 @@ from scaleray.config.base import without_password
 from scaleray.config.idle_settings import used_settings
 from scaleray.data import TRAIN
 from scaleray.errors import CheckpointError
+from scaleray.launch.run.alerts import alert_settings
 from scaleray.launch.session.folder import RunFolder
 from scaleray.profiling.run_profile import run_profile
 from scaleray.records.json_record import leaves
@@ -59,6 +61,7 @@ def describe(
     """The run for the recorder. data: facts of each split. facts: environment and topology. continues: run.json of the
     interrupted run, changes: what differs from it, a line each. port: of its metrics, None is none."""
     config, recipe = job.config, job.recipe
+    alerts, webhook = alert_settings(config.alerts)
     params: dict[str, Any] = dict(leaves(used_settings(config, recipe.strategy), of_lists=False))
     # what an optimizer or a schedule of the workload's own makes of them, its workers say
     whose = "optimizer()" if brings_optimizer(job.workload) else "schedule()"
@@ -85,6 +88,8 @@ def describe(
         config=config.to_dict(),
         base_dir=str(base_dir) if base_dir else None,
         continues=continues,
+        alerts=alerts,
+        webhook=webhook,
         changes=changes,
         strategy=recipe.strategy,
         total_steps=recipe.total_steps,
@@ -176,6 +181,7 @@ def make_record(
         start=summary.start if summary else {},
         best=_best(summary.best, folder) if summary else {},
         profile=run_profile([s.profile for s in summaries if s.profile is not None], goodput=recording.goodput),
+        alerts=[dataclasses.asdict(alert) for alert in recording.alerts],
         marks=[EMULATED] if summary and summary.model.get("is_emulated") else [],
     )
 
@@ -210,6 +216,7 @@ def end_tags(record: RunRecord) -> dict[str, str]:
         "input wait": f"{record.input_wait_share:.2%}" if record.input_wait_share is not None else "",
         **{name: f"{value:.4g}" for name, value in record.metrics.items()},
         "sample order": record.sample_order,
+        **({"alerts": record.alerts_in_words()} if record.alerts else {}),
         "files": f"`{record.run_dir}`",
     }
     note = "| | |\n|---|---|\n" + "\n".join(f"| {key} | {value} |" for key, value in rows.items())

@@ -24,6 +24,7 @@ from scaleray.errors import ClusterError, ConfigError, LeftEarly, TrackingError
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster.capacity import check_capacity
 from scaleray.launch.cluster.gpus import with_gpus_decided
+from scaleray.launch.run.alerts import why_stopped
 from scaleray.launch.run.announcement import announcement
 from scaleray.launch.run.checkpoint_facts import checkpoint_facts
 from scaleray.launch.run.record import as_yaml, describe, end_tags, make_record, point_metrics
@@ -265,10 +266,11 @@ class _Run:
             if self.config.checkpoint.save_final:
                 weights = self._complete_weights()  # every worker has ended, and nobody waits for this
         except (Interrupted, KeyboardInterrupt, LeftEarly) as exc:
-            self._end(recorder, "KILLED", "stopped by the user")
+            alert = why_stopped(recorder)
+            self._end(recorder, "KILLED", alert or "stopped by the user")
             self._say_how_to_continue()
             recorder.close()
-            raise KeyboardInterrupt from exc
+            raise (LeftEarly(alert) if alert else KeyboardInterrupt()) from exc
         except BaseException as exc:
             self._end(recorder, "FAILED", str(exc) or type(exc).__name__)
             self._say_how_to_continue()

@@ -26,6 +26,7 @@ from scaleray.errors import PeerLostError, RunFailedError, ScaleRayError
 from scaleray.launch.sweep.plan import SweepPlan, material_key
 from scaleray.launch.workers.ray_train import collective_backend, worker_resources
 from scaleray.records.run import WorkerMessage, WorkerSummary
+from scaleray.records.wishes import Wish
 from scaleray.reproducibility.seeding import same_switches
 from scaleray.scaling.sweeps.search_space import Settings
 from scaleray.training import loop
@@ -74,7 +75,7 @@ def train_rank(
         progress,
         interval_s=BEAT_S,
         limit_s=WATCHDOG_SHARE * job.config.scale.collective_timeout_s,
-        beat=lambda step, phase, since_s: False,
+        beat=lambda step, phase, since_s: Wish.NOTHING,
         on_leave=lambda: None,
         on_hang=on_hang,
     )

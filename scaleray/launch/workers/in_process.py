@@ -14,6 +14,7 @@ from scaleray.data.source import Source
 from scaleray.launch.workers.signals import on_sigterm
 from scaleray.launch.workers.without_ray import refuse_streams
 from scaleray.records.run import Emit, EventRecord, Heartbeat, Show, WorkerMessage
+from scaleray.records.wishes import Wish
 from scaleray.tracking.recorder import Recorder
 from scaleray.training import loop
 from scaleray.training.health.progress import Progress, Watchdog
@@ -44,8 +45,9 @@ def run_here(
         recorder.log([message])
         show([message])
 
+    recorder.alerts.show = lambda event: show([event])
     place, control, progress = Place(device=device), Control(), Progress()
-    stalls, life = _watches(job, place, progress, run_path, emit=emit, show=show, recorder=recorder)
+    stalls, life = _watches(job, place, progress, run_path, emit=emit, show=show, recorder=recorder, control=control)
     checkpointing = Checkpointing(
         job,
         place,
@@ -76,15 +78,22 @@ def run_here(
 
 
 def _watches(
-    job: TrainJob, place: Place, progress: Progress, run_path: str, *, emit: Emit, show: Show, recorder: Recorder
+    job: TrainJob,
+    place: Place,
+    progress: Progress,
+    run_path: str,
+    *,
+    emit: Emit,
+    show: Show,
+    recorder: Recorder,
+    control: Control,
 ) -> tuple[StallWatch, Watchdog]:
     """What looks at the training from a thread of its own. It ends nothing: a debugger may stop for hours."""
 
-    def beat(step: int, phase: str, since_s: float) -> bool:
+    def beat(step: int, phase: str, since_s: float) -> Wish:
         heartbeat = Heartbeat(0, "here", os.getpid(), step, phase, since_s, recent=progress.recent)
-        recorder.beat(heartbeat)
         show([heartbeat])
-        return False
+        return recorder.beat(heartbeat)
 
     def warn(text: str) -> None:
         emit(EventRecord(text, kind="warning"))
@@ -103,7 +112,8 @@ def _watches(
         interval_s=BEAT_S,
         limit_s=math.inf,
         beat=beat,
-        on_leave=lambda: None,
+        on_leave=control.wants_leave.set,
+        on_save=control.wants_save.set,
         on_hang=lambda what: None,
         look=stalls.look,
     )

@@ -36,6 +36,7 @@ def run_in_processes(
         recorder.log(messages)
         show(messages)
 
+    recorder.alerts.show = lambda event: show([event])
     ship_user_code(job.workload)
     assignment = cloudpickle.dumps((job, sources, run_path, facts))
     workers, scale = job.config.scale.max_workers, job.config.scale

@@ -135,6 +135,10 @@ class RemoteRecorder:
         """See `Recorder.silent_s`."""
         return float(self._ask(self.actor.silent_s.remote()))
 
+    def stopped_by(self) -> str:
+        """See `Recorder.stopped_by`."""
+        return str(self._ask(self.actor.stopped_by.remote()))
+
     def identity(self) -> RunIdentity:
         """See `Recorder.identity`."""
         identity: RunIdentity = self._ask(self.actor.identity.remote())

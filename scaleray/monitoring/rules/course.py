@@ -11,6 +11,8 @@ from scaleray.monitoring.rules.rule import Found, Rule
 from scaleray.monitoring.rules.seen import Seen
 
 HOUR_S = 3600.0
+BEGAN_AGAIN_S = 60.0
+"""Seconds for which a loss of workers is told that were started again before they were missed."""
 LAST_STEP, STEP_TIME = prometheus_name(live.LAST_STEP_TIMESTAMP_S), prometheus_name(names.STEP_TIME_S)
 WORLD_SIZE = prometheus_name(names.WORKERS)
 
@@ -34,7 +36,9 @@ def _worker_lost_query(limits: AlertLimits) -> str:
     last = prometheus_name(live.LAST_STEP_TIMESTAMP_S)
     telling = f"count by ({RUN}) (count by ({RUN}, rank) ({last}))"
     all_gone = f"{remembered(names.WORKERS)} and {remembered(live.LAST_STEP_TIMESTAMP_S)} unless {telling}"
-    return f"(({of_run(names.WORKERS)} - {telling} > 0) or ({all_gone})) unless ({ended()})"
+    missing = f"{of_run(names.WORKERS)} - {telling} > 0"
+    began_again = f"{grown(live.RESTARTS, BEGAN_AGAIN_S, known_by=live.STEPS)} > 0"
+    return f"(({missing}) or ({all_gone}) or ({began_again})) unless ({ended()})"
 
 
 def _worker_lost(seen: Seen, limits: AlertLimits) -> Found | None:
@@ -42,6 +46,8 @@ def _worker_lost(seen: Seen, limits: AlertLimits) -> Found | None:
     if not known or _has_ended(seen):
         return None
     missing = (seen.last(WORLD_SIZE) or known) - telling
+    if missing <= 0 and seen.knows_since(prometheus_name(live.STEPS), BEGAN_AGAIN_S):
+        missing = grown_in(seen, live.RESTARTS, BEGAN_AGAIN_S)
     return Found(missing) if missing > 0 else None
 
 
@@ -86,7 +92,7 @@ RULES = (
     Rule(
         "worker_lost",
         "critical",
-        "{value} of the run's workers tell nothing any more",
+        "{value} of the run's workers are lost, or were a minute ago",
         "count",
         "The others wait until their collectives fail; then the run starts again from its newest checkpoint, or ends.",
         "Look at the events of the run and at the node's own logs: memory, preemption, a lost machine. Where it comes "

@@ -8,7 +8,7 @@ from scaleray import live_metrics as live
 from scaleray import metric_names as names
 from scaleray.config.alerts import AlertLimits
 from scaleray.metric import prometheus_name
-from scaleray.monitoring.rules.promql import RUN, of_rank, of_run, over
+from scaleray.monitoring.rules.promql import RANK, RUN, of_rank, of_run, over
 from scaleray.monitoring.rules.rule import OF_RANK, Found, Rule
 from scaleray.monitoring.rules.seen import Seen
 
@@ -16,7 +16,11 @@ LEAST_LATENESS_S = 0.001
 """Less is what a host's scheduler costs, as `profiling/lateness.py` has it."""
 RECENT_S, PAST_S, LEAST_PAST_S = 60.0, 1800.0, 120.0
 """Seconds whose mean is compared with the median of those before, and how many of these there must be."""
+LINK_PAST_S, LINK_RECENT_S, LEAST_EXPOSED = 3600.0, 30.0, 0.1
+"""A link is compared with its own median of the last hour, as on a shared machine its best moment says little; and it
+is told of where steps stand still for communication in such a share of their time."""
 LATENESS, STEP_TIME = prometheus_name(live.LATENESS_S), prometheus_name(names.STEP_TIME_S)
+EXPOSED = prometheus_name(live.EXPOSED_COMMUNICATION_SHARE)
 LINK_RATIO, WORLD_SIZE = prometheus_name(live.LINK_RATIO), prometheus_name(names.WORKERS)
 SAMPLES_PER_S, INPUT_WAIT = prometheus_name(names.SAMPLES_PER_S), prometheus_name(names.INPUT_WAIT_SHARE)
 OVER_PREDICTION = prometheus_name(live.EFFICIENCY_OVER_PREDICTION)
@@ -38,10 +42,23 @@ def _straggler(seen: Seen, limits: AlertLimits) -> Found | None:
     return Found(share, rank) if share > limits.straggler_share else None
 
 
+def _slow_link_query(limits: AlertLimits) -> str:
+    usual = over("quantile_over_time", live.LINK_RATIO, LINK_PAST_S, first="0.5", ago_s=LINK_RECENT_S)
+    slower = f"{LINK_RATIO} / ({usual} and {LINK_RATIO} offset {2 * LINK_RECENT_S:g}s) < {limits.link_ratio:g}"
+    costs = f"{of_run(live.EXPOSED_COMMUNICATION_SHARE)} > {LEAST_EXPOSED:g}"
+    return f"min by ({RANK}) ({slower}) and on ({RUN}) {costs}"
+
+
 def _slow_link(seen: Seen, limits: AlertLimits) -> Found | None:
-    ratios = seen.newest(LINK_RATIO)
-    rank = min(ratios, key=lambda of: ratios[of], default=None)
-    return Found(ratios[rank], rank) if rank is not None and ratios[rank] < limits.link_ratio else None
+    ratios = {}
+    for rank, ratio in seen.newest(LINK_RATIO).items():
+        usual = seen.past(LINK_RATIO, last_s=LINK_PAST_S + LINK_RECENT_S, until_s=LINK_RECENT_S, of=rank)
+        if len(usual) and seen.knows_since(LINK_RATIO, 2 * LINK_RECENT_S):
+            ratios[rank] = ratio / max(float(np.median(usual)), 1e-9)
+    slowest = min(ratios, key=lambda of: ratios[of], default=None)
+    if slowest is None or (seen.last(EXPOSED) or 0.0) <= LEAST_EXPOSED:
+        return None
+    return Found(ratios[slowest], slowest) if ratios[slowest] < limits.link_ratio else None
 
 
 def _slower_than_before_query(limits: AlertLimits) -> str:
@@ -92,13 +109,13 @@ RULES = (
     Rule(
         "slow_link",
         "warning",
-        "the link of {of} carries {value} of what it could",
+        "the link of {of} carries {value} of what it usually does",
         "share",
         "Collectives end with the slowest link: all workers wait for it.",
         "Look at the node's network errors and neighbours. Fewer bytes help meanwhile: compression.name bf16, or "
         "local_sgd.",
         ("ranks", "Link"),
-        lambda limits: f"min by ({RUN}, rank, node) ({LINK_RATIO}) < {limits.link_ratio:g}",
+        _slow_link_query,
         _slow_link,
         for_s=20,
         of=OF_RANK,

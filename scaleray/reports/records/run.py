@@ -94,6 +94,7 @@ def run_page(
         ],
         words=[
             *(f"Resumed after step {step}." for step in record.resumed_after),
+            *([f"Alerts: {record.alerts_in_words()}."] if record.alerts else []),
             *([f"{sentence_case(start.in_words(record.start))}."] if record.start else []),
         ],
         marks=record.marks,

@@ -13,6 +13,7 @@ from typing import TextIO
 
 from scaleray.records.live import RecentSteps
 from scaleray.records.phases import TIMED, Phase
+from scaleray.records.wishes import Wish
 from scaleray.workload import user_frames
 
 HANG = "a hang: "  # begins the phase of a worker that is about to end itself
@@ -71,7 +72,8 @@ class Progress:
 
 
 class Watchdog:
-    """Reports progress at an interval. beat: takes (step, phase, seconds in it), true when the run should leave.
+    """Reports progress at an interval. beat: takes (step, phase, seconds in it), gives what is asked of the worker,
+    for which on_leave and on_save are called.
 
     on_hang: called once with a sentence when the training thread has not left a watched phase for `limit_s`, or three
     times that where it compiles or does something for the first time. look: called before that with the seconds in the
@@ -84,14 +86,15 @@ class Watchdog:
         *,
         interval_s: float,
         limit_s: float,
-        beat: Callable[[int, str, float], bool],
+        beat: Callable[[int, str, float], Wish],
         on_leave: Callable[[], None],
+        on_save: Callable[[], None] = lambda: None,
         on_hang: Callable[[str], None],
         look: Callable[[float, bool], None] = lambda since_s, is_limited: None,
     ) -> None:
         self.look = look
         self.progress, self.interval_s, self.limit_s = progress, interval_s, limit_s
-        self.beat, self.on_leave, self.on_hang = beat, on_leave, on_hang
+        self.beat, self.on_leave, self.on_save, self.on_hang = beat, on_leave, on_save, on_hang
         self._stop = threading.Event()
         self._waited_since = self._compiled_since = -1.0
         self._thread = threading.Thread(target=self._watch, name="scaleray-watchdog", daemon=True)
@@ -121,8 +124,11 @@ class Watchdog:
                 )
                 return
             try:
-                if self.beat(step, Phase.COMPILING if compiling else phase, since_s):
+                wish = self.beat(step, Phase.COMPILING if compiling else phase, since_s)
+                if wish is Wish.LEAVE:
                     self.on_leave()
+                elif wish is Wish.SAVE:
+                    self.on_save()
             except Exception:  # nobody listens for the moment, which is no reason to stop training
                 continue
 

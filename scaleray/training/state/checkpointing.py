@@ -40,12 +40,14 @@ NUM_SIGNALS = 3
 
 @dataclass
 class Control:
-    """What reaches one worker from outside. wants_leave: save and end in good order, because somebody asked for it.
+    """What reaches one worker from outside. wants_leave: save and end in good order, because somebody asked for it;
+    wants_save: save, and go on.
 
     notice: the nodes of workers that the cluster will take away soon; collective, None where nobody can know.
     """
 
     wants_leave: threading.Event = field(default_factory=threading.Event)
+    wants_save: threading.Event = field(default_factory=threading.Event)
     notice: Callable[[], frozenset[str]] | None = None
 
 
@@ -162,7 +164,8 @@ class Checkpointing:
         """What this rank wants after the step that runs, to be summed over all ranks."""
         now = time.monotonic()
         minutes = self.job.config.checkpoint.every_minutes
-        wants_save = self.place.rank == 0 and minutes is not None and now - self.saved_at > minutes * 60
+        is_time = minutes is not None and now - self.saved_at > minutes * 60
+        wants_save = self.place.rank == 0 and (is_time or self.control.wants_save.is_set())
         wants_ask = self.place.rank == 0 and self.control.notice is not None and now - self.asked_at > NOTICE_INTERVAL_S
         return float(wants_save), float(self.control.wants_leave.is_set()), float(wants_ask)
 
@@ -216,6 +219,7 @@ class Checkpointing:
             step, tensors, volatile=volatile, values=values, facts={**self.facts, **evaluation_facts(values[PROGRESS])}
         )
         self.saved_at = time.monotonic()
+        self.control.wants_save.clear()
 
     def finish(self, step: int) -> None:
         """Finish after the last step and its evaluation: save the state where checkpoints are asked for or it is among

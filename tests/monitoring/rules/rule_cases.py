@@ -98,6 +98,29 @@ def _course() -> list[Case]:
         ),
         Case("worker_lost", "one of two", {**_both(live.LAST_STEP_TIMESTAMP_S, goes_on, lost), **size}, True),
         Case("worker_lost", "all", {**_both(live.LAST_STEP_TIMESTAMP_S, lost, lost), **size}, True),
+        Case(
+            "worker_lost",
+            "one, and they were started again at once",
+            {
+                **_both(live.LAST_STEP_TIMESTAMP_S, goes_on, goes_on),
+                **size,
+                **of(live.STEPS, [float(n) for n in range(20)]),
+                **of(live.RESTARTS, rising(20, at=15)),
+            },
+            True,
+        ),
+        Case(
+            "worker_lost",
+            "a run that goes on counts the attempts before",
+            {
+                **_both(live.LAST_STEP_TIMESTAMP_S, goes_on, goes_on),
+                **size,
+                **of(live.STEPS, [float(n) for n in range(20)]),
+                **of(live.RESTARTS, still(1, 20)),
+            },
+            False,
+            at=8,
+        ),
         Case("worker_lost", "none", {**_both(live.LAST_STEP_TIMESTAMP_S, goes_on, goes_on), **size}, False),
         Case(
             "worker_lost",
@@ -119,6 +142,11 @@ def _speed() -> list[Case]:
     grows = of(names.WORKERS, [*still(4, 60), *still(2, 30)])
     slower = of(names.SAMPLES_PER_S, [*before, *after])
     rank_1 = {"rank": "1", "node": "here"}
+    link = _both(live.LINK_RATIO, still(0.9, 30), [*noisy(0.8, 20), *still(0.4, 10)])
+
+    def waits(share: float) -> Series:
+        return of(live.EXPOSED_COMMUNICATION_SHARE, still(share, 30))
+
     late = _both(live.LATENESS_S, still(0.0, 12), still(0.03, 12))
     return [
         Case("straggler", "three tenths of a step", {**late, **STEP}, True, rank_1, at=11),
@@ -130,8 +158,9 @@ def _speed() -> list[Case]:
             False,
             at=11,
         ),
-        Case("slow_link", "half", _both(live.LINK_RATIO, still(0.95, 12), still(0.5, 12)), True, rank_1),
-        Case("slow_link", "as ever", _both(live.LINK_RATIO, still(0.95, 12), still(0.8, 12)), False),
+        Case("slow_link", "half", {**link, **waits(0.3)}, True, rank_1),
+        Case("slow_link", "half, hidden behind the backward pass", {**link, **waits(0.02)}, False),
+        Case("slow_link", "as ever", {**_both(live.LINK_RATIO, still(0.9, 30), noisy(0.5, 30)), **waits(0.3)}, False),
         Case("slower_than_before", "six tenths", {**slower, **of(names.WORKERS, still(4, 90))}, True),
         Case("slower_than_before", "fewer workers", {**slower, **grows}, False),
         Case("slower_than_before", "as ever", of(names.SAMPLES_PER_S, noisy(100, 90, spread=15)), False),

@@ -1,0 +1,339 @@
+"""Alerts delivered live: planted faults, Prometheus, Alertmanager, and a receiver of webhooks.
+
+    python jobs/benchmarks/alerts.py [--only straggler,hang] [--healthy-s 300] [--at-once 3] [--results FILE]
+
+Starts Debian's `prometheus` and `prometheus-alertmanager` and a receiver on 127.0.0.1, and then trainings of scaleray on two
+gloo processes (the lost worker: on Ray) with `monitoring.port`. In each of them one fault is planted after three quarters of
+a minute. Compute is a timed sleep (`scaleray.emulation`); everything else is real. Printed is how many seconds after the
+fault its alert was delivered: by Prometheus and Alertmanager, and by the run itself (`alerts.webhook`). The healthy training
+must raise none but its end. The full disk is a small tmpfs, which takes root. All that is started ends with the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.server
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+RULES = HERE.parents[1] / "dashboards" / "alerts.yaml"
+sys.path.insert(0, str(HERE))
+from harness import free_port, table  # noqa: E402
+
+WATCHED_S, START_S = 100.0, 240.0
+"""Seconds that a training is watched after its fault, and that it may take to begin."""
+PROMETHEUS = """global: {{scrape_interval: 5s, evaluation_interval: 5s}}
+rule_files: [{rules}]
+alerting: {{alertmanagers: [{{static_configs: [{{targets: ["127.0.0.1:{alertmanager}"]}}]}}]}}
+scrape_configs: [{{job_name: scaleray, file_sd_configs: [{{files: [{targets}]}}]}}]
+"""
+ALERTMANAGER = """route: {{receiver: hook, group_by: [alertname, run_id], group_wait: 1s, group_interval: 5s}}
+receivers: [{{name: hook, webhook_configs: [{{url: "http://127.0.0.1:{receiver}/prometheus", send_resolved: true}}]}}]
+"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, the rule that must tell of it, and what of the training's config it needs."""
+
+    name: str
+    rule: str
+    planted: str
+    flags: dict[str, Any] = field(default_factory=dict)
+    on_ray: bool = False
+    healthy_s: float = 45.0
+    """Seconds of training before the fault."""
+
+
+FAULTS = (
+    Fault("healthy", "", "nothing"),
+    Fault("straggler", "straggler", "the backward pass of rank 1 takes 40 ms longer"),
+    Fault("nan", "nonfinite", "one loss is NaN", {"on_nonfinite": "skip"}),
+    # Prometheus needs twenty scrapes to know what is usual
+    Fault("spike", "loss_spike", "losses are ten times as large", healthy_s=120.0),
+    Fault("hang", "no_progress", "rank 1 sleeps in its forward pass", {"scale.collective_timeout_s": 190}),
+    Fault("starvation", "input_starved", "each row takes 60 ms to read"),
+    Fault("slow link", "slow_link", "each collective ends 60 ms later"),
+    Fault("dead worker", "worker_lost", "SIGKILL for one of two Ray workers", {"scale.max_failures": 2}, on_ray=True),
+    Fault("full disk", "disk_nearly_full", "the run's disk, a tmpfs, is filled"),
+)
+BY_NAME = {fault.name: fault for fault in FAULTS}
+
+
+@dataclass
+class Delivered:
+    """What arrived at the receiver: (seconds since 1970, by whom, run, rule, status)."""
+
+    alerts: list[tuple[float, str, str, str, str]] = field(default_factory=list)
+
+    def first(self, by: str, run: str, rule: str, since: float) -> float | None:
+        """Seconds from `since` to the first alert of this rule for a run; None where there is none."""
+        return next((at - since for at, *of in self.alerts if of == [by, run, rule, "firing"] and at > since), None)
+
+    def rules(self, by: str, run: str, until: float) -> list[str]:
+        """Rules that told of a run, but for its end."""
+        found = [
+            rule for at, who, of, rule, status in self.alerts if (who, of, status) == (by, run, "firing") and at < until
+        ]
+        return list(dict.fromkeys(rule for rule in found if rule not in ("run_finished", "run_failed")))
+
+
+@contextlib.contextmanager
+def receiver(delivered: Delivered) -> Iterator[int]:
+    """The port of a receiver of webhooks: of Alertmanager at /prometheus, of the runs themselves at /itself."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            for alert in body["alerts"]:
+                labels = alert["labels"]
+                run = labels.get("ray_train_run_name", "")
+                delivered.alerts.append((time.time(), self.path[1:], run, labels["rule"], alert["status"]))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *about: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextlib.contextmanager
+def running(command: list[str], log: Path, **more: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A process, and all that it starts, for as long as the context lasts."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, **more)
+        try:
+            yield process
+        finally:
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=15)
+
+
+@contextlib.contextmanager
+def monitoring(folder: Path, receiver_port: int) -> Iterator[dict[str, int]]:
+    """Prometheus and Alertmanager, and their ports. Targets are read from targets.json of the folder."""
+    ports = {"prometheus": free_port(), "alertmanager": free_port()}
+    config = PROMETHEUS.format(rules=RULES, targets=folder / "targets.json", alertmanager=ports["alertmanager"])
+    (folder / "prometheus.yml").write_text(config)
+    (folder / "alertmanager.yml").write_text(ALERTMANAGER.format(receiver=receiver_port))
+    (folder / "targets.json").write_text("[]")
+    alertmanager = [
+        "prometheus-alertmanager", f"--config.file={folder / 'alertmanager.yml'}", f"--storage.path={folder / 'am'}",
+        f"--web.listen-address=127.0.0.1:{ports['alertmanager']}", "--cluster.listen-address=",
+    ]  # fmt: skip
+    prometheus = [
+        "prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'tsdb'}",
+        f"--web.listen-address=127.0.0.1:{ports['prometheus']}", "--log.level=warn",
+    ]  # fmt: skip
+    with running(alertmanager, folder / "alertmanager.log"), running(prometheus, folder / "prometheus.log"):
+        yield ports
+
+
+def config_of(fault: Fault, folder: Path, port: int, hook: str, seconds: float) -> dict[str, Any]:
+    """The config of a training with a fault."""
+    return {
+        "workload.name": "planted_faults.py:Planted",
+        "workload.args": {"fault": fault.name, "folder": str(folder)},
+        "batch.global_size": 8,
+        "optimizer.learning_rate": 1e-3,
+        "stop.after": f"{int(seconds / 0.065)} steps",
+        "scale.workers": 2,
+        "scale.gpus_per_worker": 0,
+        "strategy.name": "ddp",
+        "strategy.bucket_size_mib": 1 / 64,
+        "data.readers": "worker",
+        "data.chunk_mib": 0.001,
+        "data.prefetch_mib": 0.002,
+        "tracking.uri": f"sqlite:///{folder}/mlflow.db",
+        "tracking.run_name": fault.name.replace(" ", "-"),
+        "tracking.interval_s": 1,
+        "checkpoint.storage_path": str(folder / "runs"),
+        "monitoring.port": port,
+        "alerts.webhook": hook,
+        **fault.flags,
+    }
+
+
+def train_here(path: Path) -> None:
+    """The training that a file describes, in this process and those that it starts."""
+    from scaleray.config import load_config
+    from scaleray.launch.run.train import train
+
+    given = json.loads(path.read_text())
+    config = load_config(flags=given["flags"], environ={})
+    train(config, base_dir=HERE, local=not given["on_ray"], in_processes=not given["on_ray"], say=print)
+
+
+class Run:
+    """One training with a fault, and what came of it."""
+
+    def __init__(self, fault: Fault, folder: Path, hook: str, seconds: float) -> None:
+        self.fault, self.folder, self.port = fault, folder / fault.name.replace(" ", "-"), free_port()
+        (self.folder / "runs").mkdir(parents=True)
+        flags = config_of(fault, self.folder, self.port, hook, seconds)
+        self.config = self.folder / "config.json"
+        self.config.write_text(json.dumps({"flags": flags, "on_ray": fault.on_ray}))
+        self.planted_at: float | None = None
+        self.ended_at = float("inf")
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def watch(self, delivered: Delivered, healthy_s: float) -> None:
+        """Train, plant the fault, and wait for its alerts."""
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, __file__, "--train", str(self.config)]
+        with self.disk(), running(command, self.folder / "log", env=environment) as process:
+            if not self.wait_for_steps(process):
+                return log(f"{self.fault.name}: did not begin, see {self.folder / 'log'}")
+            if not self.fault.rule:
+                process.wait(timeout=healthy_s + START_S)
+                time.sleep(15)
+                return
+            time.sleep(self.fault.healthy_s)
+            self.plant()
+            until = time.time() + WATCHED_S
+            while time.time() < until and None in self.seconds(delivered):
+                time.sleep(0.5)
+            log(f"{self.fault.name}: {self.seconds(delivered)}")
+            self.ended_at = time.time()
+
+    def seconds(self, delivered: Delivered) -> list[float | None]:
+        """Seconds from the fault to its alert, by Prometheus and by the run itself."""
+        since = self.planted_at or time.time()
+        return [delivered.first(by, self.name, self.fault.rule, since) for by in ("prometheus", "itself")]
+
+    def wait_for_steps(self, process: subprocess.Popen[bytes]) -> bool:
+        """Wait until steps are published; false when they never are."""
+        until = time.time() + START_S
+        while time.time() < until and process.poll() is None:
+            with contextlib.suppress(OSError):
+                page = urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=5).read().decode()
+                if "ray_scaleray_last_step_timestamp_seconds{" in page:
+                    return True
+            time.sleep(1)
+        return False
+
+    def plant(self) -> None:
+        """Begin the fault."""
+        self.planted_at = time.time()
+        if self.fault.name == "dead worker":
+            os.kill(int((self.folder / "process-1").read_text()), signal.SIGKILL)
+        elif self.fault.name == "full disk":
+            free = shutil.disk_usage(self.folder / "runs")
+            (self.folder / "runs" / "filler").write_bytes(bytes(int(free.free - 0.02 * free.total)))
+        else:
+            (self.folder / "planted").touch()
+
+    @contextlib.contextmanager
+    def disk(self) -> Iterator[None]:
+        """A small disk for the run, where its fault is a full one."""
+        if self.fault.name != "full disk":
+            yield
+            return
+        place = str(self.folder / "runs")
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", place], check=True)
+        try:
+            yield
+        finally:
+            subprocess.run(["umount", "-l", place], check=True)
+
+
+def log(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def report(runs: list[Run], delivered: Delivered) -> str:
+    """A row for each fault."""
+    rows = []
+    for run in runs:
+        also = [
+            f"{by}: {', '.join(found)}"
+            for by in ("prometheus", "itself")
+            if (found := [r for r in delivered.rules(by, run.name, run.ended_at) if r != run.fault.rule])
+        ]
+        if run.fault.rule:
+            times = ["not" if second is None else f"{second:.0f} s" for second in run.seconds(delivered)]
+        else:
+            times = [
+                ", ".join(delivered.rules(by, run.name, run.ended_at)) or "none" for by in ("prometheus", "itself")
+            ]
+        rows.append(
+            [
+                run.fault.name,
+                run.fault.planted,
+                run.fault.rule or "none",
+                *times,
+                "; ".join(also) if run.fault.rule else "",
+            ]
+        )
+    return table(["fault", "planted", "rule", "by Prometheus", "by the run itself", "other alerts"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(BY_NAME), help="faults, with commas between them")
+    parser.add_argument("--healthy-s", type=float, default=300.0, help="length of the healthy training")
+    parser.add_argument("--at-once", type=int, default=3, help="trainings side by side")
+    parser.add_argument(
+        "--hold-s", type=float, default=0.0, help="go on so long after the last one, for a look at the pages"
+    )
+    parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.train is not None:
+        return train_here(options.train)
+    for program in ("prometheus", "prometheus-alertmanager"):
+        if shutil.which(program) is None:
+            sys.exit(f"{program} is not installed: apt-get install prometheus prometheus-alertmanager")
+    delivered = Delivered()
+    with tempfile.TemporaryDirectory(prefix="alerts-", ignore_cleanup_errors=True) as name, receiver(delivered) as port:
+        folder, hook = Path(name), f"http://127.0.0.1:{port}/itself"
+        with monitoring(folder, port) as ports:
+            log(
+                f"Prometheus at http://127.0.0.1:{ports['prometheus']}, Alertmanager at http://127.0.0.1:{ports['alertmanager']}, {folder}"
+            )
+            lengths = {"healthy": options.healthy_s}
+            runs = [
+                Run(BY_NAME[one], folder, hook, lengths.get(one, BY_NAME[one].healthy_s + 2 * WATCHED_S))
+                for one in options.only.split(",")
+            ]
+            targets = [{"targets": [f"127.0.0.1:{run.port}" for run in runs]}]
+            (folder / "new.json").write_text(json.dumps(targets))
+            os.replace(folder / "new.json", folder / "targets.json")
+            with ThreadPoolExecutor(options.at_once) as pool:
+                list(pool.map(lambda run: run.watch(delivered, options.healthy_s), runs))
+            time.sleep(options.hold_s)
+            for run in runs:
+                if run.planted_at is None and run.fault.rule:
+                    log((run.folder / "log").read_text()[-2000:])
+        print(report(runs, delivered))
+
+
+if __name__ == "__main__":
+    main()

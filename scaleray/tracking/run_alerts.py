@@ -1,0 +1,197 @@
+"""Judges a run while it lives, in a thread beside its recorder, and tells whoever is to know of its alerts.
+
+It sees every step's loss and gradient norm, and the series that the run publishes, at each look. A training without a
+recorder beside it (studies, sweeps) is not judged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from scaleray import live_metrics as live
+from scaleray import metric_names as names
+from scaleray.config.alerts import HIDDEN, SEVERITIES
+from scaleray.metric import Metric, prometheus_name
+from scaleray.monitoring.live.series import Series
+from scaleray.monitoring.rules import gpus
+from scaleray.monitoring.rules.course import LAST_STEP
+from scaleray.monitoring.rules.judge import Judge
+from scaleray.monitoring.rules.rule import Found, Rule
+from scaleray.monitoring.rules.seen import MOST_POINTS, Seen
+from scaleray.monitoring.rules.webhook_body import webhook_body
+from scaleray.records.alerts import ALERTS_FILE, Alert
+from scaleray.records.phases import Phase
+from scaleray.records.run import EventRecord, Heartbeat, StepRecord, SystemRecord, WorkerMessage
+from scaleray.tracking.alert_delivery import Delivery, to_command, to_webhook, webhook_named
+from scaleray.tracking.operations import LogArtifact, Operation, SetTags
+from scaleray.tracking.run_description import RunDescription
+from scaleray.watchers import Guard, Watcher
+
+LOOK_EVERY_S = 2.0
+END_WAIT_S = 10.0
+"""Seconds for which the end of a run waits for its last alerts to be taken."""
+SILENT_S = 10.0
+"""Seconds without a sign of life after which a rank's figures are none of a living worker's."""
+LONG_PHASES, LONGEST_PHASE_S = (Phase.EVALUATION, Phase.CHECKPOINT, Phase.COMPILING, Phase.END), 600.0
+"""Phases that rightly take longer than many steps, and how long one may last before it counts as no progress."""
+BY_STEP = (names.LOSS, names.GRAD_NORM)
+ENDS = ("run_failed", "run_finished")
+"""Rules of which everybody but a webhook knows already."""
+ALERT_TAG, NOTE = "scaleray.alert.", "mlflow.note.content"
+
+
+class RunAlerts:
+    """The alerts of one run. series and beats: what is published of it now, and its workers' signs of life. tell: takes
+    events and tags. act: does what an alert asks for, and is given the action and the alert."""
+
+    def __init__(
+        self,
+        description: RunDescription,
+        *,
+        series: Callable[[], Sequence[Series]],
+        beats: Callable[[], Sequence[Heartbeat]],
+        tell: Callable[[EventRecord | Operation], None],
+        act: Callable[[Alert], None],
+    ) -> None:
+        self.description, self.settings = description, description.alerts
+        self._series, self._beats, self._tell, self._act = series, beats, tell, act
+        self.show: Callable[[EventRecord], None] = lambda event: None
+        """Takes alerts where nobody polls the recorder: in the process that trains."""
+        self.raised: list[Alert] = []
+        """Those that began, but for the run's own end."""
+        self._file = Path(description.work_dir) / ALERTS_FILE
+        self._heard: deque[tuple[str, float | None, float, str]] = deque(maxlen=4 * MOST_POINTS)
+        self._seen = Seen()
+        self._guard = Guard(self._warn)
+        self._judge = Judge(self.settings, without=self.settings.without, guarded=self._guarded)
+        self._deliveries: list[Delivery] = []
+        self._link = ""
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, link: str) -> None:
+        """Begin to look. link: the run's page in MLflow."""
+        if not self.settings.watch:
+            return
+        self._link, settings, address = link, self.settings, self.description.webhook
+        if address is not None and address.endswith(HIDDEN):
+            self._warn("alerts.webhook was stored without its secret: give it again, or use alerts.webhook_env")
+        elif address is not None:
+            send = to_webhook(address, timeout_s=settings.timeout_s)
+            self._deliver_to(webhook_named(address), send)
+        if settings.command:
+            self._deliver_to("alerts.command", to_command(settings.command, timeout_s=settings.timeout_s))
+        for metric, _, value in self._series():
+            if metric in (names.NONFINITE_STEPS, live.RESTARTS):  # what a run that goes on has counted before
+                self._seen.add(prometheus_name(metric), value, at=-math.inf)
+        self._thread = threading.Thread(target=self._look_on, name="scaleray-alerts", daemon=True)
+        self._thread.start()
+
+    def hear(self, message: WorkerMessage) -> None:
+        """Take what is to be seen of every step, and what a node says of its GPUs. Never waits."""
+        if not self.settings.watch:
+            return
+        now = time.time()
+        if isinstance(message, StepRecord):
+            self._heard.append((prometheus_name(names.LOSS), message.loss, now, ""))
+            self._heard.append((prometheus_name(names.GRAD_NORM), message.grad_norm, now, ""))
+        elif isinstance(message, SystemRecord):
+            for name, value in message.metrics.items():
+                if name.startswith("gpu_") and name.endswith("_utilization_percentage"):
+                    gpu = f"GPU {name.split('_')[1]} of {message.node}"
+                    self._heard.append((gpus.ACTIVE, value / 100, now, gpu))
+
+    def end(self) -> None:
+        """Look a last time, at a run that has ended, and deliver what is left."""
+        self._is_over.set()
+        if self._thread is None:
+            return
+        self._thread.join(timeout=END_WAIT_S)
+        self._guard(Watcher.ALERTS, lambda: self.look(time.time()), None)
+        if self.raised:
+            self._tell(LogArtifact(str(self._file)))
+        until = time.monotonic() + END_WAIT_S
+        for delivery in self._deliveries:
+            delivery.close(max(0.0, until - time.monotonic()))
+
+    def look(self, now: float) -> None:
+        """Judge the run as it is. now: wall clock."""
+        seen = self._seen
+        while self._heard:
+            name, heard, at, of = self._heard.popleft()
+            seen.add(name, heard, at=at, of=of)
+        beats = self._beats()
+        silent = {str(beat.rank) for beat in beats if beat.silent_s > max(SILENT_S, 0.03 * beat.world_size)}
+        for metric, labels, value in self._series():
+            if metric in BY_STEP or labels.get("kind", "used") != "used" or labels.get("rank") in silent:
+                continue
+            rank = f"rank {labels['rank']} on {labels['node']}" if "rank" in labels else ""
+            seen.add(prometheus_name(metric), self._progress(metric, value, beats, now), at=now, of=rank)
+        seen.look(now)
+        for alert in self._judge.look(seen):
+            self._raise(alert)
+
+    def _progress(self, metric: Metric, value: float, beats: Sequence[Heartbeat], now: float) -> float:
+        """The value; of the last step's end it is now, where the first worker does what rightly takes long."""
+        first = beats[0] if beats else None
+        is_busy = first is not None and first.phase in LONG_PHASES and first.since_s < LONGEST_PHASE_S
+        return now if is_busy and prometheus_name(metric) == LAST_STEP else value
+
+    def _look_on(self) -> None:
+        while not self._is_over.wait(LOOK_EVERY_S):
+            self._guard(Watcher.ALERTS, lambda: self.look(time.time()), None)
+
+    def _guarded(self, rule: Rule, look: Callable[[], Found | None]) -> Found | None:
+        found: Found | None = self._guard(Watcher.ALERTS, look, None, part=rule.name)
+        return found
+
+    def _raise(self, alert: Alert) -> None:
+        actions, is_end = self.settings.action, alert.name in ENDS
+        action = actions.get(alert.name, actions.get(alert.severity, "none"))
+        if alert.is_firing and not is_end and action != "none":
+            alert = dataclasses.replace(alert, action=action)
+            self._act(alert)
+        self._keep(alert)
+        if SEVERITIES.index(alert.severity) <= SEVERITIES.index(self.settings.least):
+            about = {"run_name": self.description.run_name, "run_id": self.description.run_id, "link": self._link}
+            body = json.dumps(webhook_body(alert, **about)).encode()
+            for delivery in self._deliveries:
+                delivery.put(alert.name, body)
+        if is_end:
+            return
+        if alert.is_firing:
+            self.raised.append(alert)
+        self._say(EventRecord(str(alert), kind="warning" if alert.is_firing else "info"))
+        self._tell(SetTags({f"{ALERT_TAG}{alert.name}": f"{alert.state}: {alert.summary}"[:500], NOTE: self._note()}))
+
+    def _note(self) -> str:
+        """The run's description in MLflow while it lives."""
+        firing = self._judge.firing
+        if not firing:
+            return "no alert"
+        rows = [f"| {alert.name} | {alert.severity} | {alert.summary} |" for alert in firing]
+        return "\n".join(["| alert | severity | |", "|---|---|---|", *rows])
+
+    def _keep(self, alert: Alert) -> None:
+        try:
+            with self._file.open("a") as file:
+                file.write(alert.to_line())
+        except OSError as exc:  # such as a full disk, of which an alert tells
+            self._warn(f"{ALERTS_FILE} cannot be written ({exc.strerror})")
+
+    def _deliver_to(self, name: str, send: Callable[[bytes], None]) -> None:
+        self._deliveries.append(Delivery(name, send, attempts=self.settings.attempts, say=self._warn))
+
+    def _warn(self, text: str) -> None:
+        self._say(EventRecord(text, kind="warning"))
+
+    def _say(self, event: EventRecord) -> None:
+        self._tell(event)
+        self.show(event)
