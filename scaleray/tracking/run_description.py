@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from scaleray.records.published import PublishedFacts
 from scaleray.config.alerts import AlertSettings
+from scaleray.records.published import PublishedFacts
 
 
 @dataclass(frozen=True)
