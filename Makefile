@@ -14,7 +14,7 @@ PARTS := unit-training unit-launch unit-others unit-strategies
 OF_LAUNCH := tests/launch tests/tracking tests/cli
 WITHOUT_RAY := $(BIN)/python -m pytest -m 'not ray and not gpu and not slow'
 
-.PHONY: demo test lint types floors unit on-ray without-ray wheel $(PARTS) coverage slow docs ui clean
+.PHONY: demo watch test lint types floors unit on-ray without-ray wheel $(PARTS) coverage slow docs ui clean
 .DEFAULT_GOAL := test
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -24,6 +24,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: $(INSTALLED)  ## the main job on an embedded default: SQLite MLflow and a local Ray head
 	$(BIN)/python jobs/demo.py
+
+watch: $(INSTALLED)  ## a training with Prometheus and Alertmanager on this machine, until Ctrl-C
+	$(BIN)/python jobs/watch.py
 
 test: $(INSTALLED)  ## everything that CI checks, three of these at a time: each waits much of its time
 	$(MAKE) --jobs=3 --output-sync=target lint types floors unit

@@ -6,6 +6,7 @@ metrics of a run its name, its id and, where there is a series for every rank, r
 
 from __future__ import annotations
 
+from scaleray.live_metrics import STEPS_PLANNED
 from scaleray.metric import RANK_LABELS, RUN_LABELS, Metric, prometheus_name
 from scaleray.monitoring.foreign import ALERTS, ForeignMetric
 
@@ -51,6 +52,11 @@ def once(metric: Metric, *labels: str) -> str:
     The largest: for a minute after a restart both the old worker's series and the new one's are there.
     """
     return over(metric, "max", *labels)
+
+
+def so_far(counter: Metric) -> str:
+    """How often something has happened in a run: 0 until the first time, of which Ray publishes no counter."""
+    return f"{once(counter)} or 0 * {once(STEPS_PLANNED)}"
 
 
 def over(metric: Metric, how: str, *labels: str) -> str:

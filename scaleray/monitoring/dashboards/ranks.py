@@ -99,9 +99,9 @@ LINKS = Row(
     (
         Panel(
             title="Link",
-            description="Bytes a second of the collectives that a rank waits for, over the best that it has had in "
-            "this run. Normal: above 0.7. One red line: that rank's link, cable or switch port; lines of one node: its "
-            "network card; all of them: somebody else uses the network.",
+            description="Speed of the collectives when all ranks have come, over their best in this run. Normal: above "
+            "0.7. Ranks that meet end together, and so are alike: all of them red is their slowest link, or somebody "
+            "else on the network. The network of the nodes (dashboard Cluster) shows which one carries less.",
             queries=(Query(in_order_of_ranks(by_rank(live.LINK_RATIO)), OF_ROW),),
             unit="percentunit",
             kind="heatmap",
@@ -111,8 +111,8 @@ LINKS = Row(
         ),
         Panel(
             title="Slowest links",
-            description="The ten ranks whose collectives are slowest against their own best, now. Normal: above 0.7. "
-            "Only one below, while it is not late: its link; late as well: first mend what makes it late.",
+            description="The ten ranks whose collectives are slowest against their best, now. Normal: above 0.7. Below "
+            "while nobody is late: the link; with a late rank: first mend what makes it late.",
             queries=(Query(f"bottomk({MOST}, {by_rank(live.LINK_RATIO)})", OF_RANK),),
             unit="percentunit",
             kind="bargauge",

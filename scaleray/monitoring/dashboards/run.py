@@ -6,7 +6,7 @@ from scaleray import live_metrics as live
 from scaleray import metric_names as names
 from scaleray.monitoring.dashboards import variables
 from scaleray.monitoring.dashboards.panels import Dashboard, Panel, Query, Row, Threshold
-from scaleray.monitoring.dashboards.queries import RUN_NAME, firing, once, over, per_second, select, since
+from scaleray.monitoring.dashboards.queries import RUN_NAME, firing, once, over, per_second, select, since, so_far
 
 EACH_RUN = f"{{{{{RUN_NAME}}}}}"
 """Legend of a series that a run has one of."""
@@ -119,6 +119,7 @@ SPEED = Row(
             description="Of all workers, where the workload counts its loss by tokens. Normal: flat.",
             queries=(Query(once(names.TOKENS_PER_S), EACH_RUN),),
             unit="short",
+            needs="tokens",
             minimum=0,
         ),
         Panel(
@@ -238,7 +239,7 @@ LEARNING = Row(
             title="Steps that were not finite",
             description="Steps whose loss or gradient was NaN or infinite, so far. Normal: 0, or a few with fp16. The "
             "run's log names the row of the data that holds them.",
-            queries=(Query(once(names.NONFINITE_STEPS), EACH_RUN),),
+            queries=(Query(so_far(names.NONFINITE_STEPS), EACH_RUN),),
             unit="none",
             minimum=0,
             decimals=0,
@@ -264,7 +265,7 @@ SAFETY = Row(
             title="Restarts",
             description="How often the training went on after it had lost workers. Normal: 0 on own machines. In a "
             "row: the run's log names the node and the reason.",
-            queries=(Query(once(live.RESTARTS), EACH_RUN),),
+            queries=(Query(so_far(live.RESTARTS), EACH_RUN),),
             unit="none",
             minimum=0,
             decimals=0,
@@ -273,7 +274,7 @@ SAFETY = Row(
             title="Steps repeated",
             description="Steps that were taken again after a loss of workers or a resume. Normal: below the steps from "
             "one checkpoint to the next, for each restart; checkpoint.every makes them fewer.",
-            queries=(Query(once(live.STEPS_REPEATED), EACH_RUN),),
+            queries=(Query(so_far(live.STEPS_REPEATED), EACH_RUN),),
             unit="none",
             minimum=0,
             decimals=0,
