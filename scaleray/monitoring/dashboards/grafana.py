@@ -84,15 +84,10 @@ def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
     if panel.kind == "table":
         shown = dict(panel.columns)
         result["transformations"] = [
-            {"id": "labelsToFields", "options": {"mode": "columns"}},
-            {"id": "merge", "options": {}},
+            {"id": "filterFieldsByName", "options": {"include": {"names": [*shown, *panel.links_from]}}},
             {
                 "id": "organize",
-                "options": {
-                    "renameByName": shown,
-                    "indexByName": {name: index for index, name in enumerate(shown)},
-                    "includeByName": dict.fromkeys(shown, True),
-                },
+                "options": {"renameByName": shown, "indexByName": {name: index for index, name in enumerate(shown)}},
             },
         ]
     return result

@@ -67,6 +67,8 @@ class Panel:
     """Of a heat map, that small values are those to look at."""
     columns: tuple[tuple[str, str], ...] = ()
     links: tuple[Link, ...] = ()
+    links_from: tuple[str, ...] = ()
+    """Of a table, labels with addresses that its links lead to, where no column shows them."""
 
 
 @dataclass(frozen=True)

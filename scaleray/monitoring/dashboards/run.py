@@ -308,13 +308,14 @@ SAFETY = Row(
         ),
         Panel(
             title="Which runs",
-            description="What each run is. A click on a line opens its page in MLflow, or the HTML report that lies in "
-            "its folder.",
-            queries=(Query(select(live.RUN_INFO)),),
+            description="What each run is. A click on a line opens its page in MLflow, or its HTML report there; the "
+            "column report says in which folder it lies too.",
+            queries=(Query(variables.runs(select(live.RUN_INFO))),),
             unit="none",
             kind="table",
             columns=variables.ABOUT_RUNS,
             links=variables.PAGES,
+            links_from=variables.LINK_LABELS,
         ),
     ),
 )

@@ -118,11 +118,12 @@ HISTORY = Row(
             title="Runs and what they were",
             description="Every run of the time range, with its strategy and job. Prometheus keeps 15 days unless told "
             "otherwise; MLflow keeps all of them, with the curves of studies and sweeps.",
-            queries=(Query(f"last_over_time({select(live.RUN_INFO)}[$__range])"),),
+            queries=(Query(variables.runs(f"last_over_time({select(live.RUN_INFO)}[$__range])")),),
             unit="none",
             kind="table",
             columns=variables.ABOUT_RUNS,
             links=variables.PAGES,
+            links_from=variables.LINK_LABELS,
             width=12,
         ),
         Panel(

@@ -62,11 +62,26 @@ ABOUT_RUNS = (
     *((as_scraped(label), label) for label in live_metrics.RUN_INFO.labels),
 )
 """Columns of a table of runs: labels of what says of each what it is, and their headers."""
+LINK_LABELS = ("mlflow_page", "report_page")
+"""Labels that `runs` makes: the addresses of a run's page in MLflow, and of the HTML report among its artifacts."""
 PAGES = tuple(
-    Link(title, f"${{__data.fields.{label}:raw}}")
-    for title, label in zip(("MLflow", "HTML report"), live_metrics.RUN_INFO.labels[:2], strict=True)
+    Link(title, f"${{__data.fields.{label}}}")
+    for title, label in zip(("MLflow", "HTML report"), LINK_LABELS, strict=True)
 )
-"""Ways from a line of a table of runs to the run's pages, whose addresses are labels."""
+"""Ways from a line of a table of runs to the run's pages."""
+
+
+def runs(info: str) -> str:
+    """What tells of each run what it is, with the addresses of its pages as labels.
+
+    The report lies in a folder that no browser reaches; MLflow has it too, and its page of an artifact is the run's
+    page with the artifact's path, before the question mark (seen with MLflow 3.17).
+    """
+    page, report = LINK_LABELS
+    link = live_metrics.RUN_INFO.labels[0]
+    with_page = f'label_replace({info}, "{page}", "$1", "{link}", "(.+)")'
+    return f'label_replace({with_page}, "{report}", "$1/artifactPath/report.html$2", "{link}", "([^?]+)(.*)")'
+
 
 RESTARTED = Note(
     title="training went on after a loss",
