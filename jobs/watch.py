@@ -73,8 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         FOLDER.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             stack.enter_context(ending_like_ctrl_c())
-            _start(stack, *programs)
-            _wait(seconds)
+            _wait(_start(stack, *programs), seconds)
     except ScaleRayError as exc:
         print(f"{type(exc).__name__}: {exc}", file=sys.stderr)
         return exc.exit_code
@@ -95,7 +94,8 @@ def found(program: Program) -> str:
     return path
 
 
-def _start(stack: contextlib.ExitStack, prometheus_path: str, alertmanager_path: str) -> None:
+def _start(stack: contextlib.ExitStack, prometheus_path: str, alertmanager_path: str) -> subprocess.Popen[bytes]:
+    """Everything, each with its end in the stack; gives the training."""
     print("starting a Ray head of its own, Prometheus and Alertmanager on this machine ...", flush=True)
     write_dashboards(FOLDER)
     head = stack.enter_context(local_head(num_cpus=CPUS))
@@ -116,7 +116,7 @@ def _start(stack: contextlib.ExitStack, prometheus_path: str, alertmanager_path:
     print(f"Alertmanager  {alerts}  alerts are shown below as well")
     print(f"throughput    {address}/graph?{shown}")
     print(f"dashboards    scaleray dashboards install --grafana URL, with {address} as data source", flush=True)
-    stack.enter_context(training(head, FOLDER))
+    return stack.enter_context(training(head, FOLDER))
 
 
 def service_discovery(head: Head) -> Path:
@@ -252,13 +252,15 @@ def _port(usual: int) -> int:
     return usual
 
 
-def _wait(seconds: float | None) -> None:
-    """Until so long is over; without a time until Ctrl-C."""
-    if seconds is not None:
-        time.sleep(seconds)
-        return
-    while True:
-        time.sleep(3600)
+def _wait(run: subprocess.Popen[bytes], seconds: float | None) -> None:
+    """Until so long is over; without a time until Ctrl-C, also where the training has ended."""
+    deadline = None if seconds is None else time.monotonic() + seconds
+    has_ended = False
+    while deadline is None or time.monotonic() < deadline:
+        if not has_ended and run.poll() is not None:
+            has_ended = True
+            print("the training has ended; Prometheus has its course until Ctrl-C", flush=True)
+        time.sleep(0.5)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def as_yaml() -> str:
 
     values = config(
         ray_targets=[RAY_TARGETS],
-        run_targets=["127.0.0.1:9400"],
+        run_targets=["127.0.0.1:9464"],
         gpu_targets=["127.0.0.1:9400"],
         alertmanagers=["127.0.0.1:9093"],
         rules=["alerts.yaml"],

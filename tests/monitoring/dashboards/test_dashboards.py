@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 from itertools import combinations
 from pathlib import Path
 
@@ -196,3 +198,11 @@ def test_the_address_of_a_panel_leads_to_it():
         uid, number = re.fullmatch(r"/d/([\w-]{8,40})\?viewPanel=(\d+)", panel_path(name, panel.title)).groups()
         assert BOARDS[name]["uid"] == uid
         assert [one["title"] for one in BOARDS[name]["panels"] if one["id"] == int(number)] == [panel.title]
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian's prometheus has it)")
+def test_promtool_takes_the_configuration_and_the_rules_beside_it():
+    command = ["promtool", "check", "config", str(ROOT / "dashboards" / "prometheus.yml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(RULES)} rules found" in done.stdout
