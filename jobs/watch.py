@@ -1,7 +1,7 @@
 """A training that is watched: Ray, a run with its metrics, Prometheus and Alertmanager on this machine, until Ctrl-C.
 
-Run by `make watch`. Prometheus and Alertmanager are those of the machine (Debian's packages have them); everything
-listens on 127.0.0.1, lies below .demo/watch, and ends with this program.
+Run by `make watch`. Prometheus and Alertmanager are those of the machine (Debian's packages have them); both listen on
+127.0.0.1 alone. What all of it writes lies below .demo/watch, and everything ends with this program.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +43,7 @@ START_TIMEOUT_S = 60.0
 HOST = "127.0.0.1"
 TRAINING = (
     "train", "-c", "jobs/digits.yaml", "--scale.workers", "2", "--stop.after", "20000 epochs",
-    "--evaluation.every", "200 epochs", "--checkpoint.every-minutes", "1", "--tracking.experiment", "watch",
+    "--evaluation.every", "100 epochs", "--checkpoint.every-minutes", "1", "--tracking.experiment", "watch",
 )  # fmt: skip
 
 
@@ -112,7 +113,8 @@ def _start(stack: contextlib.ExitStack, prometheus_path: str, alertmanager_path:
     )
     graph = once(SAMPLES_PER_S).replace("$job", ".+").replace("$instance", ".+").replace("$run_id", ".*")
     shown = urllib.parse.urlencode({"g0.expr": graph.replace("$run", ".*"), "g0.tab": 0, "g0.range_input": "10m"})
-    print(f"Prometheus    {address}  targets: {address}/targets  rules: {address}/rules  alerts: {address}/alerts")
+    pages = f"{address}{_pages(address)}"
+    print(f"Prometheus    {address}  targets: {pages}/targets  rules: {pages}/rules  alerts: {pages}/alerts")
     print(f"Alertmanager  {alerts}  alerts are shown below as well")
     print(f"throughput    {address}/graph?{shown}")
     print(f"dashboards    scaleray dashboards install --grafana URL, with {address} as data source", flush=True)
@@ -232,6 +234,15 @@ def _is_ready(address: str) -> bool:
             return bool(answer.status == 200)
     except OSError:
         return False
+
+
+def _pages(address: str) -> str:
+    """Where a Prometheus has its pages: Debian's package has those of older versions, below a folder."""
+    try:
+        urllib.request.urlopen(f"{address}/targets", timeout=10).close()
+    except urllib.error.HTTPError:
+        return "/classic"
+    return ""
 
 
 def ask(address: str, path: str, parameters: Mapping[str, Any] | None = None) -> Any:

@@ -77,6 +77,6 @@ def test_it_starts_says_where_everything_is_and_leaves_nothing_behind():
     )
     assert done.returncode == 0, done.stderr
     assert "Prometheus    http://127.0.0.1:" in done.stdout and "Alertmanager  http://127.0.0.1:" in done.stdout
-    assert "samples/s" in done.stdout and "ended, with everything" in done.stdout
+    assert "/targets  rules: " in done.stdout and "samples/s" in done.stdout and "ended, with everything" in done.stdout
     names = ("raylet", "gcs_server", "prometheus", "prometheus-alertmanager")
     assert [p.name() for p in psutil.process_iter() if p.pid not in before and p.name() in names] == []

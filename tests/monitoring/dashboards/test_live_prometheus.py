@@ -33,6 +33,8 @@ EXPECTED = (
     "5000",
     "--checkpoint.every-minutes",
     "0.2",
+    "--evaluation.every",
+    "10 epochs",
     "--monitoring.every-s",
     "1",
 )
