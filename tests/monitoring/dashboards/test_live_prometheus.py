@@ -53,7 +53,7 @@ def values_of(address, expr):
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    """A Prometheus that has scraped until all panels had values, or for as long as there is patience."""
+    """A Prometheus that scrapes two runs."""
     folder, port = tmp_path_factory.mktemp("watched"), free_port()
     (folder / "alerts.yaml").write_text(rules.files()["alerts.yaml"])
     with contextlib.ExitStack() as stack:
@@ -67,23 +67,22 @@ def address(tmp_path_factory):
         (folder / "local").mkdir()
         alone = ("--scale.workers", "1", "--monitoring.port", str(port))
         stack.enter_context(watch.training(None, folder / "local", *EXPECTED, *alone))
-        deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline and any(map(len, empty_queries(found).values())):
-            time.sleep(5)
         yield found
 
 
-def empty_queries(address):
-    """The queries without values of each panel that should have some."""
-    return {
-        (name, panel.title): [query.expr for query in panel.queries if not values_of(address, query.expr)]
+def test_every_query_has_values(address):
+    """At some moment: what Ray's nodes tell is gone for seconds where a loaded machine is late with it."""
+    waiting = {
+        (name, panel.title, query.expr)
         for name, panel in PANELS
+        for query in panel.queries
         if panel.needs not in EMPTY_WITHOUT
     }
-
-
-def test_every_query_has_values(address):
-    assert {place: exprs for place, exprs in empty_queries(address).items() if exprs} == {}
+    deadline = time.monotonic() + PATIENCE_S
+    while waiting and time.monotonic() < deadline:
+        time.sleep(2)
+        waiting = {one for one in waiting if not values_of(address, one[2])}
+    assert waiting == set()
 
 
 @pytest.mark.parametrize(("name", "panel"), [pytest.param(*one, id=f"{one[0]}: {one[1].title}") for one in PANELS])
