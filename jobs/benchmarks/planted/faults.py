@@ -223,6 +223,16 @@ class Planted:
     def callbacks(self) -> list[Callback]:
         return [Waits(self)]
 
+    def link(self) -> EmulatedLink | None:
+        """The slow link between the ranks; None where none is planted."""
+        if self.name != "slow link, emulated":
+            return None
+        # a bucket that takes no longer than a layer's backward pass is hidden behind it, but for the last one
+        count = self.settings["layers"]
+        hidden_s = 2 * FORWARD_S / count
+        bucket_s = min(self.delay_s, (self.delay_s + (count - 1) * hidden_s) / count)
+        return EmulatedLink(bytes_per_s=1e12, latency_s=max(bucket_s, min(self.delay_s, hidden_s)))
+
 
 class Waits(Callback):
     """What sleeps between two steps."""
@@ -267,13 +277,8 @@ def planted_around(planted: Planted, place: Place) -> Iterator[None]:
 
         setattr(micro_batches, "to_device", to_device)  # noqa: B010 - the types differ in their names alone
         undo.append(lambda: setattr(micro_batches, "to_device", copied))
-    if planted.name == "slow link, emulated":
+    if (link := planted.link()) is not None:
         real = ddp._wrapped
-        # a bucket that takes no longer than a layer's backward pass is hidden behind it, but for the last one
-        count = planted.settings["layers"]
-        hidden_s = 2 * FORWARD_S / count
-        bucket_s = min(planted.delay_s, (planted.delay_s + (count - 1) * hidden_s) / count)
-        link = EmulatedLink(bytes_per_s=1e12, latency_s=max(bucket_s, min(planted.delay_s, hidden_s)))
 
         def wrapped(*arguments: Any) -> Any:
             model = real(*arguments)
