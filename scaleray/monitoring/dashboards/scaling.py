@@ -98,7 +98,7 @@ COSTS = Row(
 )
 
 HISTORY = Row(
-    "Runs of the time range, those of studies and sweeps among them",
+    "Runs of the time range",
     (
         Panel(
             title="Throughput, run by run",
@@ -116,8 +116,9 @@ HISTORY = Row(
         ),
         Panel(
             title="Runs and what they were",
-            description="Every run of the time range, with its strategy and job. Prometheus keeps 15 days unless told "
-            "otherwise; MLflow keeps all of them, with the curves of studies and sweeps.",
+            description="Every run of the time range, with its strategy and job. Studies and sweeps publish nothing "
+            "here: a click on a line leads to its experiment in MLflow too, which has their curves. Prometheus keeps "
+            "15 days unless told otherwise.",
             queries=(Query(variables.runs(f"last_over_time({select(live.RUN_INFO)}[$__range])")),),
             unit="none",
             kind="table",
@@ -128,8 +129,8 @@ HISTORY = Row(
         ),
         Panel(
             title="Last loss, run by run",
-            description="The last loss of each run in the time range, for the trials of a sweep. Lower is better among "
-            "runs of one model and one batch size alone.",
+            description="The last loss of each run in the time range. Lower is better among runs of one model and one "
+            "batch size alone.",
             queries=(
                 Query(f"max by ({RUN_NAME}, {RUN_ID}) (last_over_time({select(names.LOSS)}[$__range]))", EACH_RUN),
             ),
@@ -156,7 +157,7 @@ HISTORY = Row(
 DASHBOARD = Dashboard(
     name="scaling",
     title="scaleray: scaling",
-    description="Efficiency against prediction, cost, and the runs of studies and sweeps over time.",
+    description="Efficiency against prediction, cost, and the runs of the last weeks.",
     variables=(*variables.RUNS, variables.PRICE),
     rows=(PREDICTION, COSTS, HISTORY),
     notes=(variables.FIRING,),

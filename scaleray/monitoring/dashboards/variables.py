@@ -62,11 +62,12 @@ ABOUT_RUNS = (
     *((as_scraped(label), label) for label in live_metrics.RUN_INFO.labels),
 )
 """Columns of a table of runs: labels of what says of each what it is, and their headers."""
-LINK_LABELS = ("mlflow_page", "report_page")
-"""Labels that `runs` makes: the addresses of a run's page in MLflow, and of the HTML report among its artifacts."""
+LINK_LABELS = ("mlflow_page", "report_page", "experiment_page")
+"""Labels that `runs` makes: the addresses of a run's page in MLflow, of the HTML report among its artifacts, and of its
+experiment, which has the studies and sweeps too."""
 PAGES = tuple(
     Link(title, f"${{__data.fields.{label}}}")
-    for title, label in zip(("MLflow", "HTML report"), LINK_LABELS, strict=True)
+    for title, label in zip(("MLflow", "HTML report", "Experiment, with studies and sweeps"), LINK_LABELS, strict=True)
 )
 """Ways from a line of a table of runs to the run's pages."""
 
@@ -77,10 +78,11 @@ def runs(info: str) -> str:
     The report lies in a folder that no browser reaches; MLflow has it too, and its page of an artifact is the run's
     page with the artifact's path, before the question mark (seen with MLflow 3.17).
     """
-    page, report = LINK_LABELS
-    link = live_metrics.RUN_INFO.labels[0]
-    with_page = f'label_replace({info}, "{page}", "$1", "{link}", "(.+)")'
-    return f'label_replace({with_page}, "{report}", "$1/artifactPath/report.html$2", "{link}", "([^?]+)(.*)")'
+    link, expr = live_metrics.RUN_INFO.labels[0], info
+    addresses = (("$1", "(.+)"), ("$1/artifactPath/report.html$2", "([^?]+)(.*)"), ("$1", "(.+/experiments/[^/]+)/.*"))
+    for label, (address, pattern) in zip(LINK_LABELS, addresses, strict=True):
+        expr = f'label_replace({expr}, "{label}", "{address}", "{link}", "{pattern}")'
+    return expr
 
 
 RESTARTED = Note(
