@@ -1,5 +1,6 @@
 """What a folder tells of its run, whatever has become of it."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -9,8 +10,10 @@ import pytest
 import study_examples
 from live_states import live_state, step
 
+from scaleray.progress import Stage
 from scaleray.records.live import LOST_S
 from scaleray.tracking.live_folder import runs_in, state_in_folder
+from scaleray.tracking.live_stage import written_while
 from scaleray.tracking.steps_file import StepsFile
 
 
@@ -130,3 +133,22 @@ def test_all_runs_are_those_that_live_and_then_those_that_ended_of_late(tmp_path
     age(tmp_path / "old", 7200)
     assert [state.name for state in runs_in(str(tmp_path))] == ["lives", "ended"]
     assert runs_in(str(tmp_path / "not-there")) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(KeyboardInterrupt, "KILLED"), (ValueError, "FAILED"), (None, "RUNNING")]
+)
+def test_a_study_or_sweep_says_how_far_it_is_and_how_it_was_left(folder, error, status):
+    turns = Stage("measuring", total=8, unit="turns")
+    asked = {"kind": "study", "name": "mine", "run_id": "abc", "started_at": 5.0}
+    with contextlib.suppress(error or ()), written_while(lambda: turns, folder, **asked):
+        first = state_in_folder(folder)
+        turns.advance(3)
+        if error is not None:
+            raise error
+    last = state_in_folder(folder)
+    assert (first.kind, first.status, first.done, first.total, first.unit) == ("study", "RUNNING", 0, 8, "turns")
+    assert (last.status, last.done, last.run_id, last.started_at) == (status, 3, "abc", 5.0)
+    record = study_examples.study()
+    (folder / "record.json").write_text(record.to_json())  # which comes after a good end
+    assert state_in_folder(folder).status == (status if error else "FINISHED")

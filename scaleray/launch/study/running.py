@@ -35,6 +35,7 @@ from scaleray.records.study import Conditions, Curve, Mode, NoiseCourse, StudyRe
 from scaleray.records.workload_profile import WorkloadProfile
 from scaleray.scaling.curves.curves import as_curve
 from scaleray.tracking import store
+from scaleray.tracking.live_stage import written_while
 from scaleray.tracking.provenance import dataset, source_tags
 from scaleray.tracking.study_runs import ParentRun
 from scaleray.training.model_profile import profile_workload
@@ -109,6 +110,17 @@ class RunningStudy:
         except BaseException:
             self._leave("FAILED")
             raise
+
+    def shown_in_its_folder(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which the folder says how far the measuring is."""
+        return written_while(
+            lambda: self.measuring,
+            Path(self.folder.work_dir),
+            kind="study",
+            name=self.folder.name,
+            run_id=self.mlflow.run_id,
+            started_at=self.started_at,
+        )
 
     def begin(self) -> list[list[Rung]]:
         """Say what will be measured, take over what is known, and give the rest: in one group of workers, or each rung

@@ -102,7 +102,10 @@ def study(
             climb = partial(climb_in_processes, code) if local else partial(climb_under_ray, folder.path)
             with running.kept_to_its_end():
                 groups = running.begin()
-                with stage("measuring", total=running.total, unit="turns") as running.measuring:
+                with (
+                    stage("measuring", total=running.total, unit="turns") as running.measuring,
+                    running.shown_in_its_folder(),
+                ):
                     for group in groups:
                         climb(group, question.seed, running.keep, spread, sources)
                         check_one_kind(rungs.values())

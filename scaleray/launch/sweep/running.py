@@ -26,6 +26,7 @@ from scaleray.records.run import Say
 from scaleray.records.sweep import SweepRecord, Trial
 from scaleray.reproducibility.fingerprint import git_state
 from scaleray.scaling.sweeps.result import DIVERGED, FAILED, NOT_STARTED, common_causes, sentences, with_common_target
+from scaleray.tracking.live_stage import written_while
 from scaleray.tracking.provenance import dataset, source_tags
 from scaleray.tracking.study_runs import ParentRun
 
@@ -185,9 +186,20 @@ class RunningSweep:
             raise KeyboardInterrupt
 
     def _fit(self, **options: Any) -> set[int]:
-        with stage("trials", total=self._num_planned(), unit="trials") as self.running:
+        folder, asked = self.files.folder, self.asked
+        with (
+            stage("trials", total=self._num_planned(), unit="trials") as self.running,
+            written_while(
+                lambda: self.running,
+                Path(folder.work_dir),
+                kind="sweep",
+                name=folder.name,
+                run_id=asked.run_id,
+                started_at=asked.started_at,
+            ),
+        ):
             self.running.advance(sum(trial.status != NOT_STARTED for trial in self.trials))
-            return run_experiment(self.plan, self.nodes, folder=self.files.folder.path, on_trial=self._keep, **options)
+            return run_experiment(self.plan, self.nodes, folder=folder.path, on_trial=self._keep, **options)
 
     def _keep(self, trial: Trial, *, is_said: bool = True) -> None:
         """Keep a trial's record: on disk first, then in MLflow, then on the terminal."""

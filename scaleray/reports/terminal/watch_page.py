@@ -227,15 +227,18 @@ class Legend:
         self.phases = phases
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        whole, text = sum(self.phases.values()), Text()
+        whole, line = sum(self.phases.values()), Text()
         for name, seconds in sorted(self.phases.items(), key=lambda pair: -pair[1]):
             if seconds / whole < LEAST_SHARE:
                 continue
-            text.append("  " if text else "")
-            text.append("# " if options.ascii_only else "■\u00a0", style=_colour(name))
             words = PART_IN_WORDS.get(Phase(name), name) if name in set(Phase) else name
-            text.append(f"{words} {seconds / whole:.0%}")
-        yield text
+            mark = "#" if options.ascii_only else "■"
+            part = Text.assemble((mark, _colour(name)), f" {words} {seconds / whole:.0%}")
+            if line and len(line) + 2 + len(part) > options.max_width:  # a part is not torn from its colour
+                yield line
+                line = Text()
+            line.append_text(Text("  ") + part if line else part)
+        yield line
 
 
 class Spark:
