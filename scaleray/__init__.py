@@ -32,6 +32,10 @@ _HOMES = {
     "config_schema": "scaleray.api_looks",
     "replay": "scaleray.api_looks",
     "watch": "scaleray.api_looks",
+    "submit": "scaleray.api_jobs",
+    "list_jobs": "scaleray.api_jobs",
+    "job_logs": "scaleray.api_jobs",
+    "stop_job": "scaleray.api_jobs",
     "live_state": "scaleray.api_looks",
     "tracking_ui": "scaleray.api_looks",
     "list_checkpoints": "scaleray.launch.model.stored_checkpoints",
@@ -74,7 +78,9 @@ __all__ = [
     "gate",
     "import_weights",
     "install_dashboards",
+    "job_logs",
     "list_checkpoints",
+    "list_jobs",
     "live_state",
     "load",
     "load_config",
@@ -86,7 +92,9 @@ __all__ = [
     "replay",
     "report",
     "show_config",
+    "stop_job",
     "study",
+    "submit",
     "sweep",
     "tracking_ui",
     "train",
@@ -100,6 +108,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from scaleray.api import compare, gate, profile, report, study, sweep, train, verify
+    from scaleray.api_jobs import job_logs, list_jobs, stop_job, submit
     from scaleray.api_looks import config_keys, config_schema, live_state, replay, show_config, tracking_ui, watch
     from scaleray.api_plan import plan
     from scaleray.callbacks import Callback

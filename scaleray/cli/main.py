@@ -20,11 +20,13 @@ from scaleray.cli.dashboards import dashboards_app
 from scaleray.cli.evaluate import evaluate
 from scaleray.cli.gate import gate
 from scaleray.cli.init import init
+from scaleray.cli.jobs import jobs_app
 from scaleray.cli.plan import plan_app
 from scaleray.cli.predict import predict
 from scaleray.cli.profile import profile
 from scaleray.cli.report import report
 from scaleray.cli.study import study
+from scaleray.cli.submit import submit
 from scaleray.cli.sweep import sweep
 from scaleray.cli.tracking import tracking_app
 from scaleray.cli.train import train
@@ -60,6 +62,8 @@ for command in (
     watch,
     dashboards_app,
     gate,
+    submit,
+    jobs_app,
     init,
     cluster_app,
 ):

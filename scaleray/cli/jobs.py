@@ -1,0 +1,99 @@
+"""`scaleray jobs`: the jobs of a cluster, what they print, and their end."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+
+from scaleray.cli.options import Flag, Json
+from scaleray.cli.output import print_json
+
+jobs_app = App(name="jobs", help="Jobs of a Ray cluster that is elsewhere.", help_format="plaintext")
+To = Annotated[
+    str | None,
+    Parameter(
+        help="The cluster's dashboard, http://HOST:8265, or a name of ~/.config/scaleray/clusters.yaml; by default "
+        "that of RAY_API_SERVER_ADDRESS."
+    ),
+]
+
+
+@jobs_app.command(name="list")
+def list_(*, to: To = None, json: Json = False) -> int:
+    """List the jobs that were submitted to a cluster, the newest first."""
+    found = _jobs(to).list()
+    if json:
+        print_json({"jobs": [dataclasses.asdict(job) for job in found]})
+        return 0
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from scaleray.reports.terminal.stages import duration
+
+    if not found:
+        print("no job was submitted to this cluster")
+        return 0
+    rows = []
+    for job in found:
+        began = time.strftime("%m-%d %H:%M", time.localtime(job.started_at)) if job.started_at else ""
+        took = duration((job.ended_at or time.time()) - job.started_at) if job.started_at else ""
+        rows.append((job.name, job.status, began, took, job.entrypoint))
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for number, name in enumerate(("job", "status", "began", "took")):
+        table.add_column(name, no_wrap=True, min_width=max(len(row[number]) for row in rows))
+    table.add_column("command", no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console().print(table)
+    return 0
+
+
+@jobs_app.command
+def logs(job: str, *, to: To = None, follow: Flag = False) -> int:
+    """Print what a job has printed.
+
+    Parameters
+    ----------
+    follow
+        Go on until it has ended; exit code 1 if it failed. Ctrl-C leaves it alone.
+    """
+    jobs = _jobs(to)
+    if not follow:
+        sys.stdout.write(jobs.logs(job))
+        return 0
+
+    def write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    try:
+        ended = jobs.follow(job, write, lambda text: print(text, file=sys.stderr))
+    except KeyboardInterrupt:
+        print(f"job {job} goes on", file=sys.stderr)
+        return 0
+    return 0 if ended.status == "SUCCEEDED" else 1
+
+
+@jobs_app.command
+def stop(job: str, *, to: To = None, json: Json = False) -> int:
+    """Ask a job to end: a training saves its state first, and can be resumed."""
+    jobs = _jobs(to)
+    jobs.stop(job)
+    now = jobs.job(job)
+    if json:
+        print_json(dataclasses.asdict(now))
+    else:
+        print(f"job {job} is asked to stop; it is {now.status}")
+    return 0
+
+
+def _jobs(to: str | None) -> Any:
+    from scaleray.launch.submit.jobs_api import jobs_of
+
+    return jobs_of(to)

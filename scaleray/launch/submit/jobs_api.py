@@ -1,0 +1,263 @@
+"""A cluster's dashboard as jobs are submitted to it: Ray's own client, behind a check that nothing can hang in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import logging
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scaleray.errors import ClusterError, first_line
+from scaleray.launch.cluster.connection import set_auth_mode
+from scaleray.launch.submit.clusters import dashboard_of
+from scaleray.launch.submit.versions import PROBE, SIGN, Versions, normalised
+
+ANSWER_S = 10.0
+PROBE_S = 120.0
+"""Seconds within which a cluster tells its versions: it starts a process for that."""
+PROBE_NAME = "scaleray-probe-"
+ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
+GIVE_UP_S = 1800.0
+"""Seconds after which a connection that was lost is given up; the job goes on."""
+
+
+@dataclass(frozen=True)
+class JobNow:
+    """A job as the cluster knows it."""
+
+    name: str
+    status: str
+    message: str = ""
+    entrypoint: str = ""
+    started_at: float | None = None
+    ended_at: float | None = None
+    exit_code: int | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more is to come."""
+        return self.status in ENDED
+
+
+class Jobs:
+    """Jobs of one cluster. url: its dashboard. Every method raises ClusterError."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        set_auth_mode(url)
+        self.ray_version, self.python_version = _check(url)
+        self._probes: list[str] = []
+        self._written: dict[str, int] = {}
+        """Characters of each log that `follow` has written."""
+        self._client = self._asked(lambda: _client_of(url))
+
+    def versions(self) -> Versions:
+        """The cluster's versions, from a job that does nothing else and is forgotten at once."""
+        name = self.submit(f'python -c "{PROBE}"', name=f"{PROBE_NAME}{time.time_ns():x}", runtime_env={})
+        try:
+            deadline = time.monotonic() + PROBE_S
+            while not (job := self.job(name)).has_ended:
+                if time.monotonic() > deadline:
+                    self.stop(name)
+                    raise ClusterError(
+                        "the cluster", self.url, f"it started no job within {PROBE_S:.0f} s", job.message
+                    )
+                time.sleep(0.3)
+            lines = [line for line in self.logs(name).splitlines() if line.startswith(SIGN)]
+            if not lines:
+                problem = job.message or "it printed nothing"
+                raise ClusterError(
+                    "the cluster's Python", "not usable", f"a job that asks for its versions failed: {problem}"
+                )
+            values = json.loads(lines[-1].removeprefix(SIGN))
+            return Versions(str(values["python"]), {**normalised(values["packages"]), "ray": self.ray_version})
+        finally:
+            self._probes.append(name)
+            self.forget_probes()
+
+    def forget_probes(self) -> None:
+        """Let the cluster forget what it was asked. Called again later: what watches a job in Ray may write its end
+        down once more after it was deleted."""
+        for name in self._probes:
+            with contextlib.suppress(ClusterError):
+                self._asked(functools.partial(self._client.delete_job, name))
+
+    def submit(
+        self, entrypoint: str, *, name: str, runtime_env: Mapping[str, Any], metadata: Mapping[str, str] | None = None
+    ) -> str:
+        """Start a job; its name."""
+        given: str = self._asked(
+            lambda: self._client.submit_job(
+                entrypoint=entrypoint, submission_id=name, runtime_env=dict(runtime_env), metadata=dict(metadata or {})
+            )
+        )
+        return given
+
+    def job(self, name: str) -> JobNow:
+        """What the cluster knows of a job."""
+        return _job_now(self._asked(lambda: self._client.get_job_info(name), name=name))
+
+    def list(self) -> list[JobNow]:
+        """All jobs that were submitted, the newest first."""
+        every = [_job_now(one) for one in self._asked(self._client.list_jobs) if one.submission_id]
+        found = [job for job in every if not job.name.startswith(PROBE_NAME)]
+        return sorted(found, key=lambda job: -(job.started_at or 0.0))
+
+    def logs(self, name: str) -> str:
+        """All that a job has printed so far."""
+        text: str = self._asked(lambda: self._client.get_job_logs(name), name=name)
+        return text
+
+    def stop(self, name: str) -> None:
+        """Ask a job to end, as `ray job stop` does."""
+        self._asked(lambda: self._client.stop_job(name), name=name)
+
+    def follow(self, name: str, write: Callable[[str], None], say: Callable[[str], None]) -> JobNow:
+        """Write what a job prints until it has ended. A connection that is lost is tried again, and nothing is written
+        twice. say: takes lines on that."""
+        lost_at = None
+        while True:
+            try:
+                asyncio.run(self._tail(name, write))
+                if (job := self.job(name)).has_ended:
+                    return job
+                lost_at = None
+                time.sleep(1.0)
+            except ClusterError as exc:
+                if "no job" in exc.allowed:
+                    raise
+                if lost_at is None:
+                    lost_at = time.monotonic()
+                    say(f"the connection to {self.url} is lost; the job goes on, trying again ...")
+                if time.monotonic() - lost_at > GIVE_UP_S:
+                    raise
+                time.sleep(2.0)
+
+    async def _tail(self, name: str, write: Callable[[str], None]) -> None:
+        """Write what is new in a log until the connection ends."""
+        passed = 0
+        try:
+            async for text in self._client.tail_job_logs(name):
+                begin, passed = passed, passed + len(text)
+                written = self._written.get(name, 0)
+                if passed > written:  # every connection tells the whole log again
+                    write(text[max(0, written - begin) :])
+                    self._written[name] = passed
+        except Exception as exc:  # aiohttp's, and RuntimeErrors of Ray
+            if not _is_lost(exc):
+                raise self._problem(exc, name) from exc
+
+    def _asked(self, ask: Callable[[], Any], *, name: str = "") -> Any:
+        try:
+            return ask()
+        except ClusterError:
+            raise
+        except Exception as exc:  # requests', and RuntimeErrors of Ray with what the server said
+            raise self._problem(exc, name) from exc
+
+    def _problem(self, exc: Exception, name: str) -> ClusterError:
+        text = str(exc)
+        if name and ("does not exist" in text or "404" in text):
+            return ClusterError("JOB", name, f"the cluster at {self.url} has no job of this name", "scaleray jobs list")
+        if type(exc).__name__ == "AuthenticationError":
+            return _refused(self.url)
+        return ClusterError("the cluster", self.url, f"it answers: {first_line(exc)[:300]}")
+
+
+def jobs_of(to: str | None) -> Jobs:
+    """The jobs of a cluster by its name or address. Raises UsageError."""
+    return Jobs(dashboard_of(to))
+
+
+def _client_of(url: str) -> Any:
+    from ray.job_submission import JobSubmissionClient
+
+    client = JobSubmissionClient(url)
+    for name in ("dashboard_sdk", "job.sdk"):  # what they say of packages and connections, this command says itself
+        logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.WARNING)
+    return client
+
+
+def _job_now(job: Any) -> JobNow:
+    return JobNow(
+        name=job.submission_id or job.job_id,
+        status=str(getattr(job.status, "value", job.status)),
+        message=(job.message or "").strip(),
+        entrypoint=job.entrypoint or "",
+        started_at=job.start_time / 1000 if job.start_time else None,
+        ended_at=job.end_time / 1000 if job.end_time else None,
+        exit_code=job.driver_exit_code,
+    )
+
+
+def _is_lost(exc: Exception) -> bool:
+    """Whether an error is that of a connection, after which the job may go on."""
+    return isinstance(exc, OSError) or "WebSocket" in str(exc) or type(exc).__module__.startswith("aiohttp")
+
+
+def _check(url: str) -> tuple[str, str]:
+    """Versions of Ray and Python that a dashboard tells; the latter may be empty. Raises ClusterError."""
+    version = str(_get(url, "/api/version").get("ray_version", ""))
+    if not version:
+        raise ClusterError(
+            "--to", url, "whatever answers there is no Ray dashboard", "check host and port; 8265 is usual"
+        )
+    with contextlib.suppress(ClusterError):
+        about = _get(url, "/api/v0/cluster_metadata").get("data") or {}
+        return version, str(about.get("pythonVersion", ""))
+    return version, ""
+
+
+def _get(url: str, path: str) -> dict[str, Any]:
+    request = urllib.request.Request(url + path, headers=_headers())
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+            values = json.loads(answer.read())
+            return values if isinstance(values, dict) else {}
+    except urllib.error.HTTPError as exc:
+        if exc.code in (401, 403):
+            raise _refused(url) from exc
+        if exc.code == 404:
+            return {}
+        raise ClusterError("--to", url, f"it answers with {exc.code} {exc.reason}", "look at the head's logs") from exc
+    except json.JSONDecodeError:
+        return {}
+    except (OSError, ValueError) as exc:
+        reason = getattr(exc, "reason", exc)
+        what = (
+            "nothing answers there"
+            if not isinstance(reason, TimeoutError)
+            else f"it does not answer within {ANSWER_S:g} s"
+        )
+        raise ClusterError(
+            "--to", url, f"{what}: {reason}", "check the address, and that the head is up and can be reached from here"
+        ) from exc
+
+
+def _headers() -> dict[str, str]:
+    """Ray's own header with the token of this user, where clients use one."""
+    if os.environ.get("RAY_AUTH_MODE") != "token":
+        return {}
+    token = os.environ.get("RAY_AUTH_TOKEN", "")
+    with contextlib.suppress(OSError):
+        token = token or Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token").read_text()
+    return {"Authorization": f"Bearer {token.strip()}"} if token.strip() else {}
+
+
+def _refused(url: str) -> ClusterError:
+    has_token = bool(_headers())
+    return ClusterError(
+        "the token",
+        "not accepted" if has_token else None,
+        f"the cluster at {url} asks for {'another one' if has_token else 'one'}",
+        "put the cluster's token into RAY_AUTH_TOKEN, or its file's path into RAY_AUTH_TOKEN_PATH",
+    )

@@ -1,0 +1,161 @@
+"""The working directory of a job as one file: what is in it, what is left out, and whether it is small enough.
+
+Left out is what `.gitignore` and `.rayignore` say, in any folder, and what no job needs. The file is the same for the
+same contents, so that a cluster that has it is not sent it again.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from scaleray.errors import ConfigError
+from scaleray.text.units import disk_space
+
+IGNORE_FILES = (".gitignore", ".rayignore")
+NEVER = (
+    ".git",
+    ".hg",
+    ".svn",
+    "__pycache__",
+    ".venv",
+    "venv",
+    "node_modules",
+    ".mypy_cache",
+    ".pytest_cache",
+    ".ruff_cache",
+)
+MOST_FILES = 100_000
+FIRST_MOMENT = (1980, 1, 1, 0, 0, 0)
+"""The earliest time that a zip file can hold: times of files would make another file of the same contents."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What travels. files: paths relative to `folder` and their bytes. left_out: how many files and folders do not."""
+
+    folder: Path
+    files: dict[str, int]
+    left_out: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files together, before they are packed."""
+        return sum(self.files.values())
+
+    def largest(self, count: int = 5) -> list[tuple[str, int]]:
+        """Folders and files at the top that have most bytes."""
+        sizes: Counter[str] = Counter()
+        for name, num_bytes in self.files.items():
+            top, slash, _ = name.partition("/")
+            sizes[top + slash] += num_bytes
+        return sizes.most_common(count)
+
+    def in_words(self) -> str:
+        """What travels, in a line."""
+        largest = ", ".join(f"{name} {disk_space(num_bytes)}" for name, num_bytes in self.largest())
+        left_out = (
+            f"; {self.left_out} left out by {' and '.join(IGNORE_FILES)} or as no job needs them"
+            if self.left_out
+            else ""
+        )
+        return f"{len(self.files)} files, {disk_space(self.num_bytes)} ({largest}){left_out}"
+
+
+def contents_of(folder: Path, *, max_mib: float) -> Contents:
+    """What of a folder travels. Raises ConfigError where it is too much, before anything is read."""
+    if not folder.is_dir():
+        raise ConfigError("--working-dir", str(folder), "it is not a folder", "give the folder that your code is in")
+    files: dict[str, int] = {}
+    left_out, total = 0, 0
+    for path, is_in in _walk(folder.resolve()):
+        if not is_in:
+            left_out += 1
+            continue
+        size = path.stat().st_size
+        files[path.relative_to(folder.resolve()).as_posix()] = size
+        total += size
+        if len(files) > MOST_FILES:
+            raise ConfigError("--working-dir", str(folder), f"it has more than {MOST_FILES:,} files", _advice([]))
+    found = Contents(folder.resolve(), files, left_out)
+    if total > max_mib * 2**20:
+        raise ConfigError(
+            "--working-dir",
+            str(folder),
+            f"it holds {disk_space(total)} that would travel, more than --max-mib {max_mib:g}",
+            _advice(found.largest()),
+        )
+    return found
+
+
+def check_is_in(contents: Contents, path: Path, *, what: str) -> str:
+    """The name of a file in the folder. Raises ConfigError where it lies outside, or does not travel."""
+    inside = path.resolve()
+    if not inside.is_relative_to(contents.folder):
+        raise ConfigError(
+            what,
+            str(path),
+            f"it lies outside of the working directory {contents.folder}, which is all that travels",
+            "put it there, or name a folder that holds both with --working-dir",
+        )
+    name = inside.relative_to(contents.folder).as_posix()
+    if name not in contents.files:
+        missing = "it does not exist" if not inside.exists() else f"it is left out by one of {', '.join(IGNORE_FILES)}"
+        raise ConfigError(
+            what, str(path), missing, "a line `!NAME` in .rayignore brings it back" if inside.exists() else ""
+        )
+    return name
+
+
+def pack(contents: Contents, target: Path) -> None:
+    """Write the contents to a zip file."""
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
+        for name in sorted(contents.files):
+            path = contents.folder / name
+            about = zipfile.ZipInfo(name, FIRST_MOMENT)
+            about.compress_type = zipfile.ZIP_DEFLATED
+            about.external_attr = (path.stat().st_mode & 0o777) << 16
+            file.writestr(about, path.read_bytes())
+
+
+def _walk(folder: Path) -> Iterator[tuple[Path, bool]]:
+    """Every file, and whether it travels; of a folder that does not, the folder alone."""
+    from pathspec import GitIgnoreSpec
+
+    specs: list[tuple[Path, GitIgnoreSpec]] = []
+    for root, folders, names in os.walk(folder):
+        here = Path(root)
+        specs = [(base, spec) for base, spec in specs if here.is_relative_to(base)]
+        for ignore in IGNORE_FILES:
+            if ignore in names:
+                lines = (here / ignore).read_text(errors="replace").splitlines()
+                specs.append((here, GitIgnoreSpec.from_lines(lines)))
+        for name in sorted(folders):
+            if name in NEVER or _is_ignored(here / name, specs, is_folder=True):
+                folders.remove(name)
+                yield here / name, False
+        folders.sort()
+        for name in sorted(names):
+            path = here / name
+            if path.is_file():  # neither sockets nor links that lead nowhere
+                yield path, not _is_ignored(path, specs, is_folder=False)
+
+
+def _is_ignored(path: Path, specs: list, *, is_folder: bool) -> bool:
+    """Whether the last word of all ignore files above says so."""
+    ignored = False
+    for base, spec in specs:
+        name = path.relative_to(base).as_posix() + ("/" if is_folder else "")
+        if (said := spec.check_file(name).include) is not None:
+            ignored = said
+    return ignored
+
+
+def _advice(largest: list[tuple[str, int]]) -> str:
+    named = ", ".join(f"{name} {disk_space(num_bytes)}" for name, num_bytes in largest)
+    told = f"largest: {named}\n  " if named else ""
+    return f"{told}name what need not travel in .rayignore, and keep data in a bucket or on a shared file system"
