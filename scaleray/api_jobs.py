@@ -64,7 +64,7 @@ def list_jobs(to: str | None = None) -> list[JobNow]:
 
 @names_what_is_missing
 def job_logs(job: str, *, to: str | None = None) -> str:
-    """All that a job has printed so far. job: its name. to: as for `submit`."""
+    """All that a job has printed so far, whether it has ended or not. job: its name. to: as for `submit`."""
     from scaleray.launch.submit.jobs_api import jobs_of
 
     return jobs_of(to).logs(job)
