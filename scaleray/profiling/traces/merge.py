@@ -44,6 +44,7 @@ def merge(
         mover = _Mover(rank, place, trace.base_ns - clocks.ahead_ns.get(rank, 0) - first, sink)
         read_object(file, trace.file, "traceEvents", mover.move)
         mover.arrows_of(trace, meetings)
+        mover.name_the_rest()
     write("\n]}\n")
 
 
@@ -64,6 +65,7 @@ class _Mover:
         self.rank, self.place, self.shift_ns, self.sink = rank, place, shift_ns, sink
         self.processes: dict[Any, int] = {}
         self.seen: dict[tuple[Any, Any], None] = {}
+        self.named: set[Any] = set()
 
     def move(self, event: dict[str, Any]) -> None:
         """Write an event of this rank at its place."""
@@ -102,6 +104,14 @@ class _Mover:
             }
             self.sink.put(arrow if is_first else {**arrow, "bp": "e"})
 
+    def name_the_rest(self) -> None:
+        """Name processes of which the trace itself says nothing."""
+        for process in self.processes:
+            if process not in self.named:
+                event = {"ph": "M", "name": "process_name", "pid": self._process(process), "tid": 0, "args": {}}
+                self._name(event, process)
+                self.sink.put(event)
+
     def _process(self, process: Any) -> int:
         return self.place * PROCESSES_PER_RANK + self.processes.setdefault(process, len(self.processes))
 
@@ -110,6 +120,7 @@ class _Mover:
 
     def _name(self, event: dict[str, Any], process: Any) -> None:
         if event["name"] == "process_name":
+            self.named.add(process)
             what = "GPU" if isinstance(process, int) and process < PROCESSES_PER_RANK else "host"
             name = (event.get("args") or {}).get("name", "")
             of_device = f" {process}" if what == "GPU" else ""

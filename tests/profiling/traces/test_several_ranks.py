@@ -112,8 +112,8 @@ def test_the_merged_file_is_one_that_perfetto_opens_with_ranks_apart_and_on_one_
         processes = {event["pid"] // 1000 for event in same}
         assert processes == {0, 1} and len({event["ts"] for event in same}) == len(same) / 2
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
-        "rank 0: host python", "rank 1: host python",
-    }  # fmt: skip
+        "rank 0: host python", "rank 1: host python", "rank 0: GPU 0", "rank 1: GPU 0",
+    }, "devices are named too, of which these traces say nothing"  # fmt: skip
     assert len({event["id"] for event in events if event.get("cat") == "ac2g"}) == 2
 
 
