@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from time import time as wall_clock
 
@@ -22,19 +23,24 @@ from scaleray.tracking.spool import Spool
 from scaleray.tracking.steps_file import StepsFile
 
 PUBLISH_EVERY_S = 5.0
+LOOKED_S, LAST_LOOK_S = 30.0, 6.0
+"""Seconds within which somebody must have looked at the page for its end to wait for a last look, and how long it waits
+then: who never hears of a run's end takes it for lost."""
 
 
 class PublishedMetrics:
-    """Everything that is published of a run. time, steps, spool: the recorder's own.
+    """Everything that is published of a run. run_time, steps, spool: the recorder's own.
 
     publish: takes the series that a run has once, in a thread; None is nobody.
     """
 
     publish: Callable[[Sequence[Series]], None] | None = None
+    silent: Callable[[], Collection[int]] = frozenset
+    """Gives the ranks that are lost: their newest samples say nothing any more."""
 
-    def __init__(self, description: RunDescription, time: RunTime, steps: StepsFile, spool: Spool) -> None:
+    def __init__(self, description: RunDescription, run_time: RunTime, steps: StepsFile, spool: Spool) -> None:
         d = self.description = description
-        self._time, self._steps, self._spool = time, steps, spool
+        self._time, self._steps, self._spool = run_time, steps, spool
         self._series = RunSeries(
             d.published,
             run_name=d.run_name,
@@ -49,12 +55,14 @@ class PublishedMetrics:
         self._lock = threading.Lock()  # the recorder's thread hears; others ask
         self._has_ended = threading.Event()
         self._endpoint: MetricsEndpoint | None = None
+        self._looked_at = -LOOKED_S
+        self._has_seen_end = threading.Event()
 
     def begin(self, mlflow_link: str) -> None:
         """Begin to serve and to publish. Raises ConfigError for a port in use."""
         self._links["mlflow_run"] = without_password(mlflow_link)
         if self.description.published.port is not None and self._endpoint is None:
-            self._endpoint = MetricsEndpoint(self.description.published.port, self.series)
+            self._endpoint = MetricsEndpoint(self.description.published.port, self._shown)
         if self.publish is not None:
             threading.Thread(target=self._publish_on, name="scaleray-metrics", daemon=True).start()
 
@@ -66,8 +74,18 @@ class PublishedMetrics:
     def series(self) -> list[Series]:
         """All series of the run and of its ranks, as they are now."""
         beside = self._beside()
+        silent = {str(rank) for rank in self.silent()}
         with self._lock:
-            return [*self._series.of_run(beside), *self._series.of_ranks()]
+            found = [*self._series.of_run(beside), *self._series.of_ranks()]
+        return [one for one in found if one.labels.get("rank") not in silent]
+
+    def _shown(self) -> list[Series]:
+        """What whoever looks at the page is shown."""
+        self._looked_at, has_ended = time.monotonic(), bool(self._status)
+        found = self.series()
+        if has_ended:
+            self._has_seen_end.set()
+        return found
 
     def end(self, status: str) -> None:
         """Publish that the run has ended, for as long as anybody looks. status: in MLflow's words."""
@@ -80,6 +98,9 @@ class PublishedMetrics:
         """Serve no more."""
         self._has_ended.set()
         if self._endpoint is not None:
+            is_looked_at = self._status and time.monotonic() - self._looked_at < LOOKED_S
+            if is_looked_at and self._has_seen_end.wait(LAST_LOOK_S):
+                time.sleep(0.2)  # the answer is still on its way
             self._endpoint.close()
             self._endpoint = None
 

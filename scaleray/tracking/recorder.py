@@ -84,6 +84,7 @@ class Recorder(SignsOfLife):
         self._described = Described(description, self._writer.put)
         self._logged = LoggedFiles(self.work_dir, Store(elsewhere) if elsewhere else None, self._writer.put)
         self._shown = ShownMessages()
+        self.publishing.silent = lambda: self.silent_ranks(self._summaries)
         self.alerts = RunAlerts(
             description, series=self.publishing.series, beats=self.heartbeats, tell=self._writer.put, act=self.act_on
         )

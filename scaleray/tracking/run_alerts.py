@@ -37,8 +37,6 @@ from scaleray.watchers import Guard, Watcher
 LOOK_EVERY_S = 2.0
 END_WAIT_S = 10.0
 """Seconds for which the end of a run waits for its last alerts to be taken."""
-SILENT_S = 10.0
-"""Seconds without a sign of life after which a rank's figures are none of a living worker's."""
 LONG_PHASES, LONGEST_PHASE_S = (Phase.EVALUATION, Phase.CHECKPOINT, Phase.COMPILING, Phase.END), 600.0
 """Phases that rightly take longer than many steps, and how long one may last before it counts as no progress."""
 BY_STEP = (names.LOSS, names.GRAD_NORM)
@@ -128,9 +126,8 @@ class RunAlerts:
             name, heard, at, of = self._heard.popleft()
             seen.add(name, heard, at=at, of=of)
         beats = self._beats()
-        silent = {str(beat.rank) for beat in beats if beat.silent_s > max(SILENT_S, 0.03 * beat.world_size)}
         for metric, labels, value in self._series():
-            if metric in BY_STEP or labels.get("kind", "used") != "used" or labels.get("rank") in silent:
+            if metric in BY_STEP or labels.get("kind", "used") != "used":
                 continue
             rank = f"rank {labels['rank']} on {labels['node']}" if "rank" in labels else ""
             seen.add(prometheus_name(metric), self._progress(metric, value, beats, now), at=now, of=rank)

@@ -4,11 +4,16 @@ stop."""
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import replace
 
 from scaleray.records.alerts import Alert
+from scaleray.records.phases import Phase
 from scaleray.records.run import Heartbeat
 from scaleray.records.wishes import Wish
+
+SILENT_S, SILENT_S_A_RANK = 10.0, 0.03
+"""Seconds without a sign of life after which a rank is lost; of many ranks each gives fewer signs."""
 
 
 class SignsOfLife:
@@ -37,6 +42,16 @@ class SignsOfLife:
         _, newest = max(known.values(), key=lambda pair: pair[0], default=(0.0, None))
         beats = [replace(beat, silent_s=now - at) for _, (at, beat) in sorted(known.items())]
         return [beat for beat in beats if newest and beat.rank < newest.world_size]  # others are of a larger group
+
+    def silent_ranks(self, ended: Collection[int] = ()) -> frozenset[int]:
+        """Ranks that have given no sign of life for too long to be alive. ended: those that said that they are done."""
+        return frozenset(
+            beat.rank
+            for beat in self.heartbeats()
+            if beat.silent_s > max(SILENT_S, SILENT_S_A_RANK * beat.world_size)
+            and beat.phase != Phase.END
+            and beat.rank not in ended
+        )
 
     def silent_s(self) -> float:
         """Seconds since the last sign of life of any worker."""

@@ -3,6 +3,7 @@
 import shutil
 import socket
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -21,6 +22,7 @@ from scaleray.launch.run import train as run
 from scaleray.metric import prometheus_name
 from scaleray.records.published import PublishedFacts, RankSample
 from scaleray.records.run import EvaluationRecord
+from scaleray.tracking import published_metrics
 from scaleray.tracking.metrics_endpoint import HOST, MetricsEndpoint, chosen_port
 from scaleray.tracking.recorder import Recorder
 from scaleray.tracking.store import open_client
@@ -112,6 +114,28 @@ def serving(tmp_path, uri):
     for recorder in made:
         recorder.close()
         recorder.finish("FINISHED", metrics={}, tags={}, files={})
+
+
+def test_the_end_of_a_run_that_is_looked_at_waits_for_a_last_look(serving, monkeypatch):
+    """Who never hears of a run's end takes it for lost."""
+    url, recorder = serving(step(1))
+    scraped(url)
+    recorder.finish("FINISHED", metrics={}, tags={}, files={})
+    monkeypatch.setattr(published_metrics, "LAST_LOOK_S", 600)
+    closing = threading.Thread(target=recorder.close)
+    closing.start()
+    assert [value for name, _, value, *_ in samples_of(scraped(url)) if name == prometheus_name(live.RUN_FINISHED)] == [
+        1.0
+    ]
+    closing.join(60)
+    assert not closing.is_alive()
+
+
+def test_the_end_of_a_run_that_nobody_looks_at_waits_for_nobody(serving, monkeypatch):
+    _, recorder = serving(step(1))
+    recorder.finish("FINISHED", metrics={}, tags={}, files={})
+    monkeypatch.setattr(recorder.publishing, "_has_seen_end", None)  # it is not asked
+    recorder.close()
 
 
 def test_labels_may_hold_any_text(serving):

@@ -16,6 +16,7 @@ import pytest
 from gloo_pool import PRELOADED
 
 from scaleray.errors import TrackingError
+from scaleray.records.published import RankSample
 from scaleray.records.run import CheckpointRecord, EvaluationRecord, EventRecord, Heartbeat, StepRecord, SystemRecord
 from scaleray.tracking import store
 from scaleray.tracking.operations import SetTags
@@ -444,3 +445,19 @@ def test_tries_come_further_and_further_apart_while_mlflow_is_away(tmp_path, mon
         now[0] += 1
         spool.send_kept()
     assert tried == [100, 102, 106, 114, 130, 160, 190]
+
+
+def test_a_rank_without_a_sign_of_life_is_published_no_more_unless_it_is_done(uri, tmp_path, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("scaleray.tracking.signs_of_life.time", SimpleNamespace(monotonic=lambda: now[0]))
+    recorder = Recorder(describe(uri, tmp_path))
+    for rank, phase in enumerate(("forward", "forward", "end", "forward")):
+        recorder.beat(Heartbeat(rank, "a", 1, 5, phase, 0.0, world_size=4))
+        recorder.publishing.hear(RankSample(rank=rank, node="a", world_size=4, step=5, step_at=1.0, step_time_s=0.1))
+    now[0] += 30
+    recorder.beat(Heartbeat(0, "a", 1, 6, "forward", 0.0, world_size=4))
+    assert recorder.silent_ranks(ended={3}) == {1}
+    assert {one.labels.get("rank") for one in recorder.publishing.series()} - {None} == {
+        "0",
+        "2",
+    }  # rank 3 has no summary

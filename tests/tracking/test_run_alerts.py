@@ -143,17 +143,14 @@ def test_an_evaluation_of_minutes_is_no_hang_and_a_step_of_minutes_is(tmp_path, 
         assert [alert.name for alert in run.written] == ([] if phase == "evaluation" else ["no_progress"])
 
 
-def test_a_rank_that_is_silent_is_lost(tmp_path, monkeypatch):
+def test_a_rank_that_publishes_nothing_any_more_is_lost(tmp_path, monkeypatch):
     run = Run(tmp_path, monkeypatch)
     run.has(names.WORKERS, 2)
     for number in range(12):
         for rank in (0, 1):
             run.has(live.LAST_STEP_TIMESTAMP_S, run.now + 5, rank)
-        silent_s = max(0.0, 5.0 * (number - 2))
-        run.beats = [
-            Heartbeat(0, "a", 1, 5, "forward", 0.0, world_size=2),
-            Heartbeat(1, "a", 2, 5, "forward", 0.0, world_size=2, silent_s=silent_s),
-        ]
+        if number > 2:
+            del run.figures[live.LAST_STEP_TIMESTAMP_S, 1]
         run.looks()
     assert [alert.name for alert in run.written] == ["worker_lost"]
 
