@@ -32,6 +32,12 @@ def write_config(advice: Advice, config: Path | None, path: Path) -> list[str]:
     given = load_yaml(config.read_text()) if config else {}
     in_tokens = (given.get("batch") or {}).get("unit") == "tokens"
     keys = config_keys(chosen.layout, tokens_per_sample=advice.question.model.tokens_per_sample if in_tokens else None)
+    # what the run is held against while it lives
+    held_against = {
+        "expected_samples_per_s": chosen.samples_per_s,
+        "flops_per_sample": advice.question.model.train_flops,
+    }
+    keys["monitoring"] = {name: float(f"{value:.6g}") for name, value in held_against.items()}
     for section, values in keys.items():
         given[section] = {**(given.get(section) or {}), **values}
     text = yaml.safe_dump(given, sort_keys=False)

@@ -72,6 +72,7 @@ class RankPublisher:
 
     def __exit__(self, *error: object) -> None:
         self._stop.set()
+        self._publish()  # what ends before it was published is seen all the same: Ray exports it with the process's end
 
     def hear(self, message: WorkerMessage) -> None:
         """Take a sample, and ignore everything else."""
@@ -80,5 +81,8 @@ class RankPublisher:
 
     def _publish_on(self) -> None:
         while not self._stop.wait(PUBLISH_EVERY_S):
-            with contextlib.suppress(Exception):  # a training does not end for what only watches it
-                self._to(self._series)
+            self._publish()
+
+    def _publish(self) -> None:
+        with contextlib.suppress(Exception):  # a training does not end for what only watches it
+            self._to(self._series)

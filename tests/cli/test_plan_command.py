@@ -77,6 +77,11 @@ def test_the_written_config_is_one_that_train_loads(capsys, tmp_path):
     assert code == 0 and str(path) in out
     config = load_config(path, environ={})
     assert (config.strategy.name, config.scale.workers, config.batch.global_size) == ("fsdp", 8, 64)
+    planned = json.loads(run(capsys, *SMALL, "-c", "jobs/digits.yaml", "--strategies", "fsdp", "--json")[1])["choices"][
+        0
+    ]
+    assert config.monitoring.expected_samples_per_s == pytest.approx(planned["samples_per_s"], rel=1e-5)
+    assert config.monitoring.flops_per_sample > 0
     assert yaml.safe_load(path.read_text())["workload"] == {"name": "jobs/digits.py:Digits"}
 
 
