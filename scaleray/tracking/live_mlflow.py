@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from scaleray import metric_names as names
+from scaleray.monitoring.rules.table import RULES
+from scaleray.records.alerts import Alert, State
 from scaleray.records.live import FILE, RUNNING, STARTING, LiveState
 from scaleray.tracking.find_record import reading_mlflow, runs_in_mlflow
 from scaleray.tracking.live_run import MOST_EVENTS, Curve
 from scaleray.tracking.operations import EVENT_TAG
+from scaleray.tracking.run_alerts import ALERT_TAG
 from scaleray.tracking.store import run_link
 
 FOLDER_TAG, KIND_TAG, STRATEGY_TAG, VERDICT_TAG = (
     f"scaleray.{name}" for name in ("run_dir", "kind", "strategy", "verdict")
 )
+
+STATES: dict[str, State] = {"firing": "firing", "resolved": "resolved"}
 
 
 def find_in_mlflow(run: str, uri: str) -> tuple[str, Path | None, list[str]]:
@@ -84,8 +89,20 @@ def _state(run: Any, losses: Sequence[Any], uri: str, notes: Sequence[str]) -> L
         nonfinite_steps=int(values.get(names.NONFINITE_STEPS.name, 0)),
         goodput=values.get(names.GOODPUT.name),
         events=[value for key, value in sorted(data.tags.items()) if key.startswith(EVENT_TAG)][-MOST_EVENTS:],
+        alerts=_alerts(data.tags),
         notes=["as MLflow has it: without ranks and phases, and some seconds old", *notes],
     )
+
+
+def _alerts(tags: Mapping[str, str]) -> list[Alert]:
+    """The newest state of each alert, as the run's tags have it: without its value and the moment at which it began."""
+    severities = {rule.name: rule.severity for rule in RULES}
+    found = []
+    for key, text in sorted(tags.items()):
+        name, (state, _, summary) = key.removeprefix(ALERT_TAG), text.partition(": ")
+        if key.startswith(ALERT_TAG) and state in STATES:
+            found.append(Alert(name, severities.get(name, "warning"), STATES[state], 0.0, None, summary))
+    return found
 
 
 def _left_s(losses: Sequence[Any], total: float | None) -> float | None:

@@ -107,6 +107,14 @@ def test_mlflow_is_asked_for_a_run_that_is_nowhere_else(found, tmp_path, uri):
     ).least_s == find.MLFLOW_EVERY_S
 
 
+def test_alerts_of_a_run_are_read_from_its_tags_where_mlflow_alone_is_asked(found, tmp_path, uri):
+    told = {"scaleray.alert.straggler": "firing: rank 1 is late: 30 ms", "scaleray.alert.hang": "resolved: over"}
+    run_id = recorded(uri, tmp_path, tags={"scaleray.kind": "train", **told, "scaleray.alert.odd": "?"})
+    state = found(run_id).look()
+    assert [(one.name, one.state) for one in state.alerts] == [("hang", "resolved"), ("straggler", "firing")]
+    assert state.firing[0].summary == "rank 1 is late: 30 ms" and state.firing[0].severity in ("warning", "critical")
+
+
 def test_of_several_runs_of_one_name_in_mlflow_the_one_that_runs_is_taken_and_the_others_named(found, tmp_path, uri):
     running = recorded(uri, tmp_path, status=None, name="a")
     ended = recorded(uri, tmp_path, name="b")
