@@ -18,7 +18,7 @@ from pathlib import Path
 from scaleray import live_metrics as live
 from scaleray import metric_names as names
 from scaleray.config.alerts import HIDDEN, SEVERITIES
-from scaleray.metric import Metric, prometheus_name
+from scaleray.metric import prometheus_name
 from scaleray.monitoring.live.series import Series
 from scaleray.monitoring.rules import gpus
 from scaleray.monitoring.rules.course import LAST_STEP
@@ -39,7 +39,20 @@ END_WAIT_S = 10.0
 """Seconds for which the end of a run waits for its last alerts to be taken."""
 LONG_PHASES, LONGEST_PHASE_S = (Phase.EVALUATION, Phase.CHECKPOINT, Phase.COMPILING, Phase.END), 600.0
 """Phases that rightly take longer than many steps, and how long one may last before it counts as no progress."""
-BY_STEP = (names.LOSS, names.GRAD_NORM)
+SHARE_OF_A_CORE = 0.05
+"""Most that looking may cost: of a thousand ranks a look takes the better part of a second, and comes less often."""
+LOOKED_AT = {
+    id(metric): prometheus_name(metric)
+    for metric in (
+        live.LAST_STEP_TIMESTAMP_S, live.STEPS, live.STEPS_PLANNED, live.RUN_FINISHED, live.RUN_FAILED, live.RESTARTS,
+        live.LATENESS_S, live.LINK_RATIO, live.EFFICIENCY_OVER_PREDICTION, live.EXPOSED_COMMUNICATION_SHARE,
+        live.MEMORY_BYTES, live.MEMORY_LIMIT_BYTES, live.CHECKPOINT_AGE_S, live.CHECKPOINT_INTERVAL_S,
+        live.RECORDER_SPOOLED_POINTS, live.DISK_FREE, names.STEP_TIME_S, names.WORKERS, names.SAMPLES_PER_S,
+        names.INPUT_WAIT_SHARE, names.NONFINITE_STEPS, names.LOSS_SCALE,
+    )
+}  # fmt: skip
+"""Metrics that rules look at, which are a few of all series, by their identity: each is one object of the table. Loss
+and gradient norm are heard of with every step."""
 ENDS = ("run_failed", "run_finished")
 """Rules of which everybody but a webhook knows already."""
 ALERT_TAG, NOTE = "scaleray.alert.", "mlflow.note.content"
@@ -127,23 +140,27 @@ class RunAlerts:
             seen.add(name, heard, at=at, of=of)
         beats = self._beats()
         for metric, labels, value in self._series():
-            if metric in BY_STEP or labels.get("kind", "used") != "used":
+            published = LOOKED_AT.get(id(metric))
+            if published is None or labels.get("kind", "used") != "used":
                 continue
             rank = f"rank {labels['rank']} on {labels['node']}" if "rank" in labels else ""
-            seen.add(prometheus_name(metric), self._progress(metric, value, beats, now), at=now, of=rank)
+            seen.add(published, self._progress(published, value, beats, now), at=now, of=rank)
         seen.look(now)
         for alert in self._judge.look(seen):
             self._raise(alert)
 
-    def _progress(self, metric: Metric, value: float, beats: Sequence[Heartbeat], now: float) -> float:
+    def _progress(self, published: str, value: float, beats: Sequence[Heartbeat], now: float) -> float:
         """The value; of the last step's end it is now, where the first worker does what rightly takes long."""
         first = beats[0] if beats else None
         is_busy = first is not None and first.phase in LONG_PHASES and first.since_s < LONGEST_PHASE_S
-        return now if is_busy and prometheus_name(metric) == LAST_STEP else value
+        return now if is_busy and published == LAST_STEP else value
 
     def _look_on(self) -> None:
-        while not self._is_over.wait(LOOK_EVERY_S):
+        took_s = 0.0
+        while not self._is_over.wait(max(LOOK_EVERY_S, took_s / SHARE_OF_A_CORE)):
+            began = time.monotonic()
             self._guard(Watcher.ALERTS, lambda: self.look(time.time()), None)
+            took_s = time.monotonic() - began
 
     def _guarded(self, rule: Rule, look: Callable[[], Found | None]) -> Found | None:
         found: Found | None = self._guard(Watcher.ALERTS, look, None, part=rule.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from receiver import receiving
 from waiting import wait_until
@@ -11,6 +12,10 @@ from waiting import wait_until
 from scaleray import live_metrics as live
 from scaleray import metric_names as names
 from scaleray.config.alerts import AlertSettings
+from scaleray.metric import prometheus_name
+from scaleray.monitoring.rules.gpus import ACTIVE
+from scaleray.monitoring.rules.seen import Seen
+from scaleray.monitoring.rules.table import RULES
 from scaleray.records.alerts import parse_alerts
 from scaleray.records.run import EventRecord, Heartbeat, StepRecord, SystemRecord
 from scaleray.tracking import run_alerts
@@ -257,3 +262,24 @@ def test_what_is_switched_off_is_not_judged(settings, tmp_path, monkeypatch):
         run.looks(3)
     run.alerts.end()
     assert run.written == []
+
+
+def test_whatever_the_rules_look_at_is_taken_from_the_series(tmp_path, monkeypatch):
+    """A metric that a predicate reads and nobody hands over would keep its rule silent for ever."""
+    asked = set()
+
+    class Asked(Seen):
+        def newest(self, metric):
+            asked.add(metric)
+            return {"": 1.0}
+
+        def past(self, metric, **window):
+            asked.add(metric)
+            return np.ones(3)
+
+    for rule in RULES:
+        if rule.predicate is not None:
+            rule.predicate(Asked(now=1e4), AlertSettings())
+    assert len(asked) > 10
+    heard = {prometheus_name(names.LOSS), prometheus_name(names.GRAD_NORM), ACTIVE}
+    assert asked <= {*run_alerts.LOOKED_AT.values(), *heard}

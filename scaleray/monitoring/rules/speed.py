@@ -50,15 +50,17 @@ def _slow_link_query(limits: AlertLimits) -> str:
 
 
 def _slow_link(seen: Seen, limits: AlertLimits) -> Found | None:
-    ratios = {}
+    ratios: dict[str, float] = {}
+    if (seen.last(EXPOSED) or 0.0) <= LEAST_EXPOSED:
+        return None
     for rank, ratio in seen.newest(LINK_RATIO).items():
         usual = seen.past(LINK_RATIO, last_s=LINK_PAST_S + LINK_RECENT_S, until_s=LINK_RECENT_S, of=rank)
         if len(usual) and seen.knows_since(LINK_RATIO, 2 * LINK_RECENT_S):
             ratios[rank] = ratio / max(float(np.median(usual)), 1e-9)
     slowest = min(ratios, key=lambda of: ratios[of], default=None)
-    if slowest is None or (seen.last(EXPOSED) or 0.0) <= LEAST_EXPOSED:
+    if slowest is None or ratios[slowest] >= limits.link_ratio:
         return None
-    return Found(ratios[slowest], slowest) if ratios[slowest] < limits.link_ratio else None
+    return Found(ratios[slowest], slowest)
 
 
 def _slower_than_before_query(limits: AlertLimits) -> str:
