@@ -56,7 +56,6 @@ NODE_RECEIVED = _agent("node_network_receive_speed", "bytes a second received, a
 NODES = ForeignMetric("ray_cluster_active_nodes", "Ray", "nodes that are alive, by type")
 RESOURCES = _ray("resources", "logical resources by name and state (USED, AVAILABLE)")
 TASKS = _ray("tasks", "tasks by state and name")
-ACTORS = _ray("gcs_actors_count", "actors by state")
 INFEASIBLE = _ray("internal_num_infeasible_scheduling_classes", "kinds of tasks that no node could ever run")
 FAILED_STARTS = _ray("scheduler_failed_worker_startup_total", "worker processes that did not start, by reason")
 OBJECT_STORE_USED = _ray("object_store_used_memory", "bytes of the object store in use")

@@ -126,15 +126,6 @@ RAY = Row(
             minimum=0,
         ),
         Panel(
-            title="Actors",
-            description="By state. Normal: one a worker, and a few of Ray Train. Growing without end: a driver starts "
-            "actors and drops none.",
-            queries=(Query(f"sum by (State) ({foreign(of.ACTORS)})", "{{State}}"),),
-            unit="none",
-            needs="Ray",
-            minimum=0,
-        ),
-        Panel(
             title="Work that no node can do",
             description="Kinds of tasks and actors that ask for more than any node has, and worker processes that did "
             "not start. Normal: 0. Else: ask for less, or add such a node; the node's log has the reason.",
