@@ -25,9 +25,16 @@ BUILT = (
     "built by kubectl kustomize",
     "test_kubernetes.py::test_kustomize_builds_a_folder_whose_objects_keep_schemas_and_rules",
 )
-ON_SLURM = ("**run** on a Slurm of two nodes (slow)", "test_slurm.py::test_the_scripts_run_on_a_slurm_of_two_nodes")
+ON_SLURM = (
+    "**run** on a Slurm of two nodes (slow): training, exit codes, leaving, preemption",
+    "test_slurm.py::test_the_scripts_run_on_a_slurm_of_two_nodes",
+)
+SWEPT = (
+    "a slow test runs it on that Slurm; not run yet",
+    "test_slurm.py::test_the_scripts_run_on_a_slurm_of_two_nodes",
+)
 OVER_SSH = (
-    "**run** over ssh on two machines of one's own making (slow)",
+    "a slow test runs it over ssh on two machines of one's own making; seen as far as the first one's setup",
     "test_ray_up.py::test_ray_up_starts_two_machines_over_ssh_and_ends_them",
 )
 BY_RAY = (
@@ -50,6 +57,7 @@ LEVELS: dict[str, tuple[tuple[str, str], ...]] = {
     "kubernetes/**/kustomization.yaml": (BUILT,),
     "kubernetes/*/ray*.yaml": (SCHEMA, RULES, PLANTED, SLIPS, BUILT),
     "kubernetes/**.yaml": (SCHEMA, SLIPS, BUILT),
+    "slurm/sweep.sbatch": (SHELL, SWEPT),
     "slurm/*.sbatch": (SHELL, ON_SLURM),
     "slurm/*.sh": (SHELL, ON_SLURM),
     "ray_up/on_premise.yaml": (BY_RAY, UP_RULES, UP_PLANTED, OVER_SSH),

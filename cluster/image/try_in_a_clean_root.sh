@@ -19,7 +19,7 @@ trap clean_up EXIT
 trap 'exit 130' INT TERM
 
 echo "== FROM: Debian bookworm with Python 3.11"
-mirror=$(grep -hoE 'https?://[^ ]+' /etc/apt/sources.list /etc/apt/sources.list.d/* 2>/dev/null | head -n 1)
+mirror=$(grep -hv '^#' /etc/apt/sources.list /etc/apt/sources.list.d/* 2>/dev/null | grep -oE 'https?://[^ ]+' | head -n 1)
 debootstrap --variant=minbase --include=python3.11,python3-venv,ca-certificates bookworm "$root" "${MIRROR:-$mirror}" >"$root.log" 2>&1 ||
   { tail -n 5 "$root.log"; exit 1; }
 rm -f "$root.log"

@@ -51,19 +51,19 @@ start_machine() { # name, last number of its address
   cp "$work/key.pub" "$work/$1/home/.ssh/authorized_keys"
   chmod -R go= "$work/$1/home/.ssh"
   ln -s "$environment" "$work/$1/home/scaleray"
-  printf 'export PYTHONPATH=/opt/scaleray OMP_NUM_THREADS=1\n' >"$work/$1/home/.bashrc"
+  sed "s#^\(root:[^:]*:0:0:[^:]*\):[^:]*#\1:$work/$1/home#" /etc/passwd >"$work/$1/passwd" # the home that ssh leads to
+  printf 'export PYTHONPATH=%s OMP_NUM_THREADS=1\n' "$project" >"$work/$1/home/.bashrc"
   cp "$work/$1/home/.bashrc" "$work/$1/home/.profile"
   # shellcheck disable=SC2016 # for the shell inside
   nsenter --net="/run/netns/$name-$1" unshare --pid --fork --mount-proc --uts bash -c '
     set -e
     hostname "$1"
-    mkdir -p /opt/scaleray && mount --bind "$3" /opt/scaleray
-    mount --bind "$2/$1/home" /root
+    mount --bind "$2/$1/passwd" /etc/passwd
     mount --bind "$2/$1/tmp" /tmp
     mount -t tmpfs -o size=8g tmpfs /dev/shm
-    "$4" -D -e -f /dev/null -h "$2/host_key" -o ListenAddress="$5" -o PasswordAuthentication=no -o UsePAM=no \
+    "$3" -D -e -f /dev/null -h "$2/host_key" -o ListenAddress="$4" -o PasswordAuthentication=no -o UsePAM=no \
       -o PermitRootLogin=prohibit-password -o StrictModes=no -o PidFile=none &
-    wait' machine "$1" "$work" "$project" "$sshd" "$network.$2" >"$work/$1/out" 2>&1 &
+    wait' machine "$1" "$work" "$sshd" "$network.$2" >"$work/$1/out" 2>&1 &
   started+=("$!")
 }
 start_machine n1 11
@@ -97,7 +97,7 @@ code=$(on_head "curl -s -o /dev/null -w '%{http_code}' http://127.0.0.1:8265/api
 if (exec 3<>"/dev/tcp/$network.11/8265") 2>/dev/null; then echo "failed: the dashboard is reached from another machine" >&2; exit 1; fi
 echo "ok   the token's file is for its owner, and the dashboard lets nobody in without it"
 
-on_head "cd /opt/scaleray && RAY_AUTH_MODE=token RAY_ADDRESS=$network.11:6379 GLOO_SOCKET_IFNAME=eth0 ~/scaleray/bin/python -m scaleray train -c jobs/digits.yaml \
+on_head "cd $project && RAY_AUTH_MODE=token RAY_ADDRESS=$network.11:6379 GLOO_SOCKET_IFNAME=eth0 ~/scaleray/bin/python -m scaleray train -c jobs/digits.yaml \
   --scale.workers 2 --scale.cpus-per-worker 2 --scale.gpus-per-worker 0 --stop.after '1 epoch' --checkpoint.storage-path $work/runs --checkpoint.save-final false" \
   >"$work/train.log" 2>&1 || { tail -n 40 "$work/train.log"; exit 1; }
 grep -q "accuracy" "$work/train.log"

@@ -184,6 +184,11 @@ ended_with() { # job, seconds, exit code
   return 1
 }
 
+now() { # do not wait the two minutes that Slurm leaves a job that is queued again
+  until_state "$1" 90 PENDING RUNNING
+  scontrol update "jobid=$1" starttime=now 2>/dev/null || true
+}
+
 try_training() {
   local job
   job=$(sbatch "${small[@]}" "$here/train.sbatch" "${training[@]}" --stop.after "2 epochs")
@@ -206,27 +211,21 @@ try_exit_code() {
 
 try_leave_and_preemption() {
   local job other
-  job=$(sbatch "${small[@]}" --requeue "$here/train.sbatch" "${training[@]}" --stop.after "150 epochs")
-  until_line "$job" 180 'step +[0-9]{3,}'
+  job=$(sbatch "${small[@]}" --requeue "$here/train.sbatch" "${training[@]}" --stop.after "20 epochs")
+  until_line "$job" 180 '^step +[0-9]+'
   scancel --signal=USR1 --batch "$job" # as Slurm does before the time is up
-  until_line "$job" 60 'queued again'
-  until_state "$job" 60 PENDING
-  scontrol update "jobid=$job" starttime=now 2>/dev/null || true
-  until_line "$job" 240 'resum|going on|goes on'
+  until_line "$job" 90 'queued again, and on from'
+  now "$job"
+  until_line "$job" 240 'continuing after step [0-9]+'
   passed "asked to leave, a training saves, is queued again and goes on"
-  until_state "$job" 60 RUNNING
-  sleep 25 # some steps more
-  if [ "$(state_of "$job")" = RUNNING ]; then
-    other=$(sbatch --parsable --partition=high --nodes=2 --exclusive --output="$work/%j.out" --wrap 'sleep 1')
-    until_state "$other" 120 COMPLETED
-    until_state "$job" 60 PENDING RUNNING
-    scontrol update "jobid=$job" starttime=now 2>/dev/null || true
-    passed "a job of more priority takes the nodes, and the training is queued again"
-  fi
-  ended_with "$job" 300 0
+  other=$(sbatch --parsable --partition=high --nodes=2 --exclusive --output="$work/%j.out" --wrap 'sleep 1')
+  until_state "$other" 120 COMPLETED
+  until_line "$job" 60 'DUE TO PREEMPTION'
+  now "$job"
+  ended_with "$job" 400 0
   records "$work/runs"
-  records "$work/runs" | grep -q '^FINISHED .*resumed after \[[0-9]'
-  passed "it ended with 0 where it was to end"
+  records "$work/runs" | grep -q '^FINISHED steps 460 resumed after \[[0-9]'
+  passed "a job of more priority takes the nodes; the training goes on after it, and ends with 0 after its last step"
 }
 
 try_cancel() {
