@@ -80,6 +80,16 @@ def compare(reference: Trace, other: Trace, *, bound: float = BOUND) -> Comparis
     )
 
 
+def largest_difference(reference: Trace, other: Trace) -> float:
+    """Largest relative difference in whatever rounding moves, over all steps."""
+    found = [compare(reference, other, bound=math.inf).largest]
+    for number, (ours, theirs) in enumerate(zip(reference.steps, other.steps, strict=False)):
+        found += gradient_differences(ours, theirs).tolist()
+        found += parameter_differences(reference, other, number).tolist()
+        found += [evaluated.difference for evaluated in _evaluations(reference, other, ours.step, 0.0)]
+    return max(found)
+
+
 def divergences(reference: Trace, other: Trace, bound: float) -> Iterator[Divergence]:
     """Yield everything that differs, in the order of cause and effect."""
     if reference.names != other.names:

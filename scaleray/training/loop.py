@@ -61,10 +61,9 @@ def run(
 ) -> WorkerSummary:
     """Train one worker's share to the end. Collective: every worker of the group calls it with the same job.
 
-    save_weights: called on every rank with what it has of the final weights, when no other rank waits for this one any
-    more. probe: looks at every step. checkpointing: saves the state and says where to start; without it a run starts at
-    its first step. A sharded model stays in shards. Raises RunFailedError naming rank, node and step; errors that the
-    user can mend (UsageError) come as they are.
+    save_weights: called on every rank with its part of the final weights. probe: looks at every step. checkpointing:
+    saves the state and says where to start; without it a run starts at its first step. Raises RunFailedError naming
+    rank, node and step; errors that the user can mend (UsageError) come as they are.
     """
     progress = progress or Progress()
     place = dataclasses.replace(place, model_parallel_size=job.config.model_parallel_size)
@@ -74,7 +73,11 @@ def run(
         with locating(lambda: (job, 0), place, progress):
             first_step = checkpointing.find()
             job = checkpointing.job
-    return _Run(job, place, sources, emit, save_weights, probe, checkpointing, progress, first_step).train()
+    training = _Run(job, place, sources, emit, save_weights, probe, checkpointing, progress, first_step)
+    try:
+        return training.train()
+    finally:
+        vars(training).clear()  # its parts know it: the model would stay until Python looks for circles
 
 
 class _Run:
@@ -115,14 +118,13 @@ class _Run:
             others_wait_s=lambda: self.limits.others_wait_s(place.world_size),
             warn=lambda text: emit(EventRecord(text, kind="warning")),
         )
-        # a probe looks between two steps
-        self.under_way = StepsUnderWay(steps_ahead(place.device) if probe is None else 0)
+        self.under_way = StepsUnderWay(steps_ahead(place.device) if probe is None else 0)  # a probe looks between steps
         self.evaluations = Evaluations(place, self.input, progress.enter, job.config)
         resumed_from = checkpointing.resumed_from if checkpointing is not None else None
         before = resumed_from.values[PROGRESS].get("shares") if resumed_from is not None else None
         self.shares = WorkerShares(job.config, job.recipe, place, before)
-        for text, is_warning in self.shares.first_words(deterministic=job.config.deterministic):
-            self.reporter.say(text, is_warning=is_warning, step=None if is_warning else first_step)
+        for text, warns in self.shares.first_words(deterministic=job.config.deterministic):
+            self.reporter.say(text, is_warning=warns, step=None if warns else first_step)
 
     @property
     def job(self) -> TrainJob:
@@ -152,8 +154,7 @@ class _Run:
                 if self.checkpointing is not None:
                     self.checkpointing.begin(self._train_state(setup, step))
                     self.reporter.notes()
-                verdict = self._steps(setup, step, stream)
-                if verdict is None:
+                if (verdict := self._steps(setup, step, stream)) is None:
                     setup.let_go()
                     raise LeftEarly(f"left in good order after step {self.state.step}, whose checkpoint is complete")
                 compiled = self._end(setup)
@@ -164,16 +165,13 @@ class _Run:
             if setup is not None:
                 setup.undo.close()  # after an error: torch's switches are the process's
         summary = summary_of(
-            self.job,
+            self.state,
             place,
             setup,
-            plan,
             self.clock,
             self.reporter.guard,
             first_step=self.first_step,
-            step=self.state.step,
             verdict=verdict,
-            nonfinite_steps=self.state.nonfinite_steps,
             compilation=compiled,
             memory={**self.memory.found, **self.micro_sizes.search},
             noise=self.noise.values(),

@@ -133,7 +133,7 @@ def make_certificate(
     bad = [o for o in judged if o.verdict == "differs"]
     question, reference = verification.question, verification.plan.reference.job
     return EqualityCertificate(
-        passed=not bad,
+        passed=bool(judged) and not bad,
         verdict=_verdict(judged, bad, question),
         bound=question.allowed,
         precision=question.precision,
@@ -151,14 +151,18 @@ def make_certificate(
 
 
 def _verdict(judged: list[Outcome], bad: list[Outcome], question: Question) -> str:
+    if not judged:
+        return "nothing was compared: no variant could run"
     if bad:
         causes = ", ".join(sorted({o.mismatch.cause for o in bad if o.mismatch}))
         return f"not the same training: {len(bad)} of {len(judged)} variants differ ({causes})"
     largest = max((o.comparison.largest for o in judged if o.verdict == "equal"), default=math.nan)
     promised = sum(o.verdict == "as promised" for o in judged)
     more = f"; {promised} that do not promise equality keep what they do promise" if promised else ""
+    grown = [o.bound for o in judged if o.verdict == "equal" and o.bound is not None and o.bound > question.allowed]
+    wider = f" ({len(grown)} within {max(grown):.1e}, as rounding grows in them)" if grown else ""
     return (
-        f"the same training: {len(judged) - promised} variants equal one process within {question.allowed:g}, "
+        f"the same training: {len(judged) - promised} variants equal one process within {question.allowed:g}{wider}, "
         f"largest difference {largest:.1e}{more}"
     )
 

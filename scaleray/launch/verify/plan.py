@@ -19,7 +19,14 @@ from scaleray.scaling.recipe.derive import derive
 from scaleray.scaling.recipe.values import DataSize, Recipe, largest_divisor, with_micro_size
 from scaleray.strategies import STRATEGIES
 from scaleray.training.setup.job import TrainJob
-from scaleray.training.verify.compared_job import Rows, later_batch_size, rows_of_epoch, short_job, with_rows
+from scaleray.training.verify.compared_job import (
+    Rows,
+    first_rows,
+    later_batch_size,
+    rows_of_epoch,
+    short_job,
+    with_rows,
+)
 from scaleray.training.verify.compared_runs import Variant
 from scaleray.training.verify.quieted import Partition
 from scaleray.training.verify.variants import Outcome
@@ -170,7 +177,7 @@ class _Trainings:
             self._compared(first),
             own,
             later,
-            self.rows.with_statistics,
+            first_rows(self.splits[TRAIN], self.rows.with_statistics),
         )
 
     def _job(

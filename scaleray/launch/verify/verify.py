@@ -30,7 +30,7 @@ from scaleray.launch.verify.certificate import (
 )
 from scaleray.launch.verify.plan import Plan, Question, course_in_words
 from scaleray.launch.verify.preparation import Verification, prepared
-from scaleray.launch.workers.gloo import TELL, gloo_processes
+from scaleray.launch.workers.gloo import TELL, OnFirst, gloo_processes
 from scaleray.launch.workers.ray_train import fit_group
 from scaleray.launch.workers.signals import sigterm_like_ctrl_c
 from scaleray.launch.workers.telling import handing_over
@@ -162,7 +162,7 @@ def _local_groups(verification: Verification) -> Iterator[RunGroup]:
 
         def run_group(world_size: int, assignment: Assignment, references: References, tell: Tell) -> Any:
             return processes.run(
-                world_size, verify_here, assignment, references, read, TELL, workload=workload, on_message=tell
+                world_size, verify_here, assignment, OnFirst(references), read, TELL, workload=workload, on_message=tell
             )
 
         yield run_group
@@ -174,13 +174,14 @@ def _read(verification: Verification) -> dict[str, Source]:
 
 
 def verify_here(
-    place: Place, assignment: Assignment, references: References, sources: Mapping[str, Source], tell: Tell
+    place: Place, assignment: Assignment, references: References | None, sources: Mapping[str, Source], tell: Tell
 ) -> tuple[list[Outcome], References]:
-    """One worker's part. It reads its rows itself, so that nothing but the training differs."""
+    """One worker's part. It reads its rows itself, so that nothing but the training differs. references: rank 0's are
+    enough."""
     import torch
 
     torch.set_num_threads(1)
-    return verify_group(place, assignment, references, sources=sources, tell=tell)
+    return verify_group(place, assignment, references or {}, sources=sources, tell=tell)
 
 
 # under Ray

@@ -26,6 +26,7 @@ from scaleray.workload import load_workload, no_exit
 
 HOST = "127.0.0.1"
 GRACE_S = 10.0  # seconds after a rank's error for what the others have to say
+ENDED = "the process ended"
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,13 @@ class UserCode:
         return self.workload if self.name is None else load_workload(self.name, self.args, base_dir=self.base_dir)
 
 
+@dataclass(frozen=True)
+class OnFirst:
+    """An argument that only rank 0 gets, as it may be large; every other rank gets None."""
+
+    value: Any
+
+
 class GlooProcesses:
     """`world_size` processes that run one function after another in groups of any size up to that."""
 
@@ -83,11 +91,13 @@ class GlooProcesses:
         calling the function that it finds in the place of TELL among its arguments.
         """
         self._num_groups += 1
-        buffer = io.BytesIO()
-        _Pickler(buffer, workload).dump((function, args))
-        for pipe in self._pipes[:world_size]:
-            pipe.send((self._num_groups, world_size, self._timeout_s))
-            pipe.send_bytes(buffer.getvalue())
+        for pipes, is_first in ((self._pipes[:1], True), (self._pipes[1:world_size], False)):
+            given = [(a.value if is_first else None) if isinstance(a, OnFirst) else a for a in args]
+            buffer = io.BytesIO()
+            _Pickler(buffer, workload).dump((function, given))
+            for pipe in pipes:
+                pipe.send((self._num_groups, world_size, self._timeout_s))
+                pipe.send_bytes(buffer.getbuffer())
         answers, failures = self._receive(world_size, on_message)
         if failures:
             raise _first_cause(failures)
@@ -114,7 +124,7 @@ class GlooProcesses:
                         continue
                 except (EOFError, ConnectionError):
                     self._processes[rank].join(timeout=5)
-                    is_good, value = False, (None, f"the process ended with code {self._processes[rank].exitcode}")
+                    is_good, value = False, (None, _ended_with(self._processes[rank].exitcode))
                 if is_good:
                     answers[rank] = value
                 else:
@@ -228,6 +238,9 @@ class _Unpickler(pickle.Unpickler):
 
 def _first_cause(failures: dict[int, tuple[BaseException | None, str]]) -> BaseException:
     """The failure that began it, where there is one: ranks that only lost their peer say so, and are less telling."""
+    for rank, (_, text) in sorted(failures.items()):
+        if text.startswith(ENDED):
+            return RunFailedError(f"rank {rank} failed: {text}")
     known = [error for _, (error, _) in sorted(failures.items()) if isinstance(error, ScaleRayError)]
     lost = ("onnection closed", "Gloo", "gloo")
     telling = [e for e in known if not isinstance(e, PeerLostError) and not any(words in str(e) for words in lost)]
@@ -235,3 +248,10 @@ def _first_cause(failures: dict[int, tuple[BaseException | None, str]]) -> BaseE
         return (telling or known)[0]
     rank, (_, text) = min(failures.items())
     return RunFailedError(f"rank {rank} failed: {(text.strip().splitlines() or ['it said nothing'])[-1]}")
+
+
+def _ended_with(code: int | None) -> str:
+    """What is known of a process that has ended without a word."""
+    if code != -signal.SIGKILL:
+        return f"{ENDED} with code {code}"
+    return f"{ENDED} by SIGKILL, as the system does where memory runs out: take fewer workers or a smaller model"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-from scaleray.data import TRAIN, StepPlan
+from scaleray.data import TRAIN
 from scaleray.emulation import is_emulated
 from scaleray.records.profile import RankMeasurements
 from scaleray.records.run import WorkerSummary
@@ -19,30 +19,38 @@ from scaleray.training.setup.place import Place
 from scaleray.watchers import Guard, Watcher
 
 
+class Ended(Protocol):
+    """Where the loop stands at its end."""
+
+    step: int
+    nonfinite_steps: int
+
+    @property
+    def job(self) -> TrainJob: ...
+
+
 def summary_of(
-    job: TrainJob,
+    state: Ended,
     place: Place,
     setup: Setup,
-    plan: StepPlan,
     clock: Clock,
     guard: Guard,
     *,
     first_step: int,
-    step: int,
     verdict: str,
-    nonfinite_steps: int,
     compilation: dict[str, Any],
     memory: dict[str, Any],
     noise: dict[str, Any],
     best: dict[str, Any],
     profile: Callable[[], RankMeasurements],
 ) -> WorkerSummary:
-    """The summary of steps `first_step` + 1 to `step`. What cannot be measured is left out, and the guard says so."""
+    """The summary of the steps after `first_step`. What cannot be measured is left out, and the guard says so."""
+    job, step = state.job, state.step
     look = partial(guard, Watcher.SUMMARY)
     steady = look(clock.steady_state, None, part="steady state")
     samples_per_s = None
     if steady is not None:
-        samples_per_s = sum(map(plan.num_rows, range(first_step + steady.first, step))) / steady.total_s
+        samples_per_s = sum(map(job.train_plan().num_rows, range(first_step + steady.first, step))) / steady.total_s
     tokens = job.splits[TRAIN].tokens_per_row
     return WorkerSummary(
         rank=place.rank,
@@ -57,7 +65,7 @@ def summary_of(
         start=clock.begin.seconds(),
         training_time_s=clock.total_s,
         peak_memory_bytes=look(lambda: memory_report.peak_memory_bytes(place.device), 0, part="memory"),
-        nonfinite_steps=nonfinite_steps,
+        nonfinite_steps=state.nonfinite_steps,
         sample_order=job.sample_order,
         strategy=job.recipe.strategy,
         device=str(place.device),

@@ -73,6 +73,7 @@ class ArrivalTimes(Observer):
     def close(self) -> None:
         if self._source is not None:
             self._source.close()
+        self._source = None  # and the model with it
 
     def measurements(self) -> RankArrivals | None:
         """What was measured; None where there were no collectives to come to. Waits for the device."""
@@ -102,13 +103,14 @@ class ArrivalTimes(Observer):
         return rows
 
     def added_to(self, measured: RankMeasurements) -> RankMeasurements:
-        """What this rank measured, with its arrivals, and the strategy's own count of its collectives."""
+        """What this rank measured, its arrivals, and the strategy's own count of collectives; to be asked once."""
         look = partial(self.guard, Watcher.FIGURES)
         none: list[CollectiveRow] = []
+        collectives = look(self._parallel.collectives, none, part="collectives")
+        # what marks the phases knows this object: the model would stay until Python looks for circles
+        del self._parallel
         return dataclasses.replace(
-            measured,
-            arrivals=look(self.measurements, None, part="arrivals"),
-            collectives=look(self._parallel.collectives, none, part="collectives"),
+            measured, arrivals=look(self.measurements, None, part="arrivals"), collectives=collectives
         )
 
     def _look(self) -> None:

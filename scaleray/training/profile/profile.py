@@ -56,7 +56,12 @@ class Profile(Observer):
         self.start, self.cut = self.phases.start, self.phases.cut
         every_s = job.config.monitoring.every_s
         samples = RankSamples(place, self.phases, self.arrivals, every_s=every_s, emit=tells.emit, guard=tells.guard)
-        self.observers: list[Observer] = [*tracers(job, place, tells), self.phases, self.arrivals, samples, self]
+        self._parts: list[Observer] = [*tracers(job, place, tells), self.phases, self.arrivals, samples]
+
+    @property
+    def observers(self) -> list[Observer]:
+        """All that watch the training, this one among them: a list of its own would hold it in a circle."""
+        return [*self._parts, self]
 
     def close(self) -> None:
         """Let go of whoever tells of phases. A strategy's hooks on gradients know it, and are known by the model: what

@@ -73,11 +73,15 @@ def rows_of_epoch(
             wanted -= batch_size
         return min(wanted, available)
 
+    # a later, larger batch ends an epoch with the rest and a whole batch before it
+    before = batch_size if later_batch_size > batch_size else 0
     # one row has no statistics
     suits = (
         n
         for n in range(smallest - 1, 1, -1)
-        if all(p.smallest(n) > 1 and n % p.num_shares for p in partitions if p.num_shares > 1)
+        if all(
+            min(p.smallest(n), p.smallest(before + n)) > 1 and n % p.num_shares for p in partitions if p.num_shares > 1
+        )
     )
     return Rows(fitting(rest + few if few < smallest else rest), fitting(next(suits, 0)))
 
@@ -94,13 +98,14 @@ def later_batch_size(batch_size: int, available: int, *, world_sizes: Sequence[i
 def with_rows(job: TrainJob, rows: int, *, evaluated: int = 0) -> TrainJob:
     """The job on the first `rows` rows of its training data. evaluated: number of first rows of every other split; 0:
     without the other splits."""
-    splits = {TRAIN: _first_rows(job.splits[TRAIN], rows)}
+    splits = {TRAIN: first_rows(job.splits[TRAIN], rows)}
     if evaluated:
-        splits.update({n: _first_rows(s, evaluated) for n, s in job.splits.items() if n != TRAIN and not s.is_streamed})
+        splits.update({n: first_rows(s, evaluated) for n, s in job.splits.items() if n != TRAIN and not s.is_streamed})
     return dataclasses.replace(job, splits=splits)
 
 
-def _first_rows(split: Split, rows: int) -> Split:
+def first_rows(split: Split, rows: int) -> Split:
+    """The split without the rows after its first ones."""
     groups = None
     if split.group_sizes is not None:
         left, cut = rows, []

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.storage import Store
-from scaleray.data import TRAIN, Sources
+from scaleray.data import TRAIN, Sources, Split
 from scaleray.reproducibility.experiments import NO_CLIPPING
 from scaleray.reproducibility.seeding import same_switches
 from scaleray.reproducibility.traces import Trace
@@ -36,7 +36,6 @@ from scaleray.training.verify.compared_job import (
     later_part,
     position_after,
     steps_before_resume,
-    with_rows,
 )
 from scaleray.training.verify.quieted import Masks, Partition, Quieted
 from scaleray.training.verify.step_trace import TraceProbe
@@ -50,7 +49,7 @@ class Variant:
     """One way to run the training. job: the job in the precision of the check; own: the job in the run's own precision.
 
     later: the job of the second half of the steps, which begins with a resume from one process; None: no resume.
-    rows_with_statistics: rows of an epoch for a model that takes statistics over the rows of a worker.
+    with_statistics: the training data for a model that takes statistics over the rows of a worker.
     """
 
     strategy: str
@@ -59,7 +58,7 @@ class Variant:
     job: TrainJob
     own: TrainJob | None = None
     later: TrainJob | None = None
-    rows_with_statistics: int | None = None
+    with_statistics: Split | None = None
 
     @property
     def label(self) -> str:
@@ -79,12 +78,10 @@ class Variant:
 
     def on_rows_with_statistics(self) -> Variant:
         """The variant on as many rows as suit a model that takes statistics over the rows of a worker."""
-        rows = self.rows_with_statistics
-        if rows is None:
+        split = self.with_statistics
+        if split is None:
             return self
-        return self.mapped(
-            lambda job: dataclasses.replace(job, splits={**job.splits, TRAIN: with_rows(job, rows).splits[TRAIN]})
-        )
+        return self.mapped(lambda job: dataclasses.replace(job, splits={**job.splits, TRAIN: split}))
 
 
 def partition_of(job: TrainJob) -> Partition:
@@ -158,9 +155,9 @@ class Runs:
                 self.references[key] = self.compared(variant, key, place=alone, saves=True).trace
         return self.references[key]
 
-    def again(self, key: Key) -> Trace:
+    def again(self, key: Key, *, watched_by: type[TraceProbe] = TraceProbe) -> Trace:
         """Run the reference once more. On rank 0."""
-        return self.compared(self.variant, key, place=Place(device=self.place.device)).trace
+        return self.compared(self.variant, key, place=Place(device=self.place.device), watched_by=watched_by).trace
 
     def compared(
         self,
@@ -172,12 +169,13 @@ class Runs:
         keeps: bool = False,
         saves: bool = False,
         only_its_part: bool = False,
+        watched_by: type[TraceProbe] = TraceProbe,
         began: Callable[[TraceProbe], None] = lambda probe: None,
     ) -> Watched:
         """Run the steps that are compared, in one piece or resumed in the middle from the state of one process.
 
         saves: leave a checkpoint of the middle. only_its_part: run only the part with the step that is taken apart.
-        began: gets every probe before its run.
+        watched_by: class of the probes; began: gets every one before its run.
         """
         is_reference, place = place is not None, place or self.place
         variant = self._changed(variant, key)
@@ -188,7 +186,7 @@ class Runs:
             partition = key.later_partition if due.first else key.partition
             workload = self._workload(job.workload, key.quiet, partition, masks, is_reference=is_reference)
             job = dataclasses.replace(job, workload=workload)
-            probe = TraceProbe(place, job, masks=masks, due=due, take_apart_at=take_apart_at, **options)
+            probe = watched_by(place, job, masks=masks, due=due, take_apart_at=take_apart_at, **options)
             began(probe)
             return self._run(job, place, probe, folder=catalog), probe
 
@@ -279,8 +277,11 @@ class Runs:
         checkpointing = None
         if folder is not None:
             checkpointing = Checkpointing(job, place, Catalog.of_run(folder), emit=lambda message: None)
-        with same_switches():
-            loop.run(job, place, sources=self.sources, emit=probe.hear, probe=probe, checkpointing=checkpointing)
+        try:
+            with same_switches():
+                loop.run(job, place, sources=self.sources, emit=probe.hear, probe=probe, checkpointing=checkpointing)
+        finally:
+            probe.let_go()
         if checkpointing is not None and checkpointing.group is not None:
             dist.destroy_process_group(checkpointing.group)
         return probe.trace(loss_dtype=job.workload.loss_dtype, quieted=tuple(job.workload.found))

@@ -106,6 +106,11 @@ class GradientParts:
             lost = [lost for *_, (_, lost) in everyone]
             self.unsent = float(max(np.linalg.norm(m) for m in (missing, *lost)) / (np.linalg.norm(true) or 1.0))
 
+    def let_go(self) -> None:
+        """Let go of the training, once it has ended, and of the signs of all its parameters."""
+        for name in ("setup", "_sign", "_moves"):
+            vars(self).pop(name, None)
+
     def _take_apart(self, batch: RankBatch) -> tuple[np.ndarray, list[float]]:
         """(signatures (micro-batches, values) of each micro-batch's own gradient, without any strategy; the count of
         each)."""

@@ -97,6 +97,7 @@ def verify_resume(place: Place, interruption: Interruption, *, sources: Sources)
         seed_everything(at + place.rank)
         with contextlib.suppress(_Interrupted):
             loop.run(job, place, sources=sources, emit=lambda message: None, probe=probe, checkpointing=observed)
+        probe.let_go()
         return probe.trace(), observed
 
     steps = recipe.total_steps

@@ -188,6 +188,14 @@ class TraceProbe:
             base_rates=self._base_rates,
         )
 
+    def let_go(self) -> None:
+        """Let go of the training that was watched, once it has ended: its optimizer knows this probe, and the model's
+        memory would stay until Python looks for such circles."""
+        for name in ("_setup", "_parameters", "_sign"):
+            vars(self).pop(name, None)
+        if self.parts is not None:
+            self.parts.let_go()
+
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
         if isinstance(self._setup.optimizer, SeveralOptimizers) and self._updates:

@@ -38,6 +38,7 @@ from scaleray.training.verify.compared_runs import (
 )
 from scaleray.training.verify.decided import on_first
 from scaleray.training.verify.explanation import Explanation
+from scaleray.training.verify.grown_rounding import GrownRounding, in_words
 from scaleray.training.verify.promises import PROMISES, Promise
 from scaleray.training.verify.quieted import Quieted
 from scaleray.training.verify.step_trace import TraceProbe
@@ -81,6 +82,8 @@ class Outcome:
     """Comparison in the run's own precision, over steps that all start from the initial parameters; judged by
     what rounding explains."""
     mismatch: Mismatch | None = None
+    bound: float | None = None
+    """Largest relative difference that counted as equal, wider than the one asked for where rounding grows."""
     duration_s: float = 0.0
 
 
@@ -119,6 +122,7 @@ class _Group:
         with shared_folder(self.place, self.assignment.folder) as folder:
             self.runs = Runs(self.place, self.assignment.reference, self.references, self.sources, folder)
             self.explanation = Explanation(self.runs, self.bound)
+            self.rounding = GrownRounding(self.runs, self.bound)
             try:
                 self.quiet, self.has_statistics = on_first(self.place, self._choose_quiet)
             except WorkloadError as exc:
@@ -168,7 +172,8 @@ class _Group:
             trace = watched.trace
             outcome = (self._judge_exact if promise.is_exact else self._judge_promise)(variant, outcome, watched)
             if outcome.mismatch is None and self.runs.resumes_after(variant) is not None:
-                found = on_first(self.place, lambda: self._saved_wrongly(variant, key, promise, trace))
+                bound = outcome.bound or self.bound
+                found = on_first(self.place, lambda: self._saved_wrongly(variant, key, promise, trace, bound))
                 outcome = self._with(outcome, found)
             outcome = self._in_own_precision(variant, outcome)
         except (UsageError, InitialisationError, NonFiniteLossError, CheckpointError) as exc:  # raised on every rank
@@ -203,12 +208,22 @@ class _Group:
 
     def _judge_exact(self, variant: Variant, outcome: Outcome, watched: Watched) -> Outcome:
         key, trace = self._key(variant), watched.trace
-        comparison = on_first(self.place, lambda: compare(self.runs.reference(key), trace, bound=self.bound))
-        outcome = dataclasses.replace(outcome, comparison=comparison, words=judged(trace, key))
+        comparison, bound = on_first(self.place, lambda: self._compared(key, trace))
+        words = "; ".join(filter(None, (judged(trace, key), in_words(bound) if bound > self.bound else "")))
+        outcome = dataclasses.replace(outcome, comparison=comparison, words=words, bound=bound)
         if comparison.divergence is not None:
             finding = self.explanation.of(variant, key, trace, comparison.divergence, self._layout(variant))
             return self._with(outcome, (comparison.divergence, finding))
         return self._with(outcome, on_first(self.place, lambda: self._masks_broken(variant, trace)))
+
+    def _compared(self, key: Key, trace: Trace) -> tuple[Comparison, float]:
+        """The comparison of a run that promises equality, and the bound by which it was judged. On rank 0."""
+        reference = self.runs.reference(key)
+        comparison = compare(reference, trace, bound=self.bound)
+        if comparison.divergence is None:
+            return comparison, self.bound
+        bound = self.rounding.bound_for(comparison.divergence, key)
+        return (comparison if bound == self.bound else compare(reference, trace, bound=bound)), bound
 
     def _judge_promise(self, variant: Variant, outcome: Outcome, watched: Watched) -> Outcome:
         promise, config, key, trace = promised(variant), variant.job.config, self._key(variant), watched.trace
@@ -259,7 +274,7 @@ class _Group:
                     return Divergence(step, "evaluation", apart, name), Finding(Cause.EVALUATION, why)
         return None
 
-    def _saved_wrongly(self, variant: Variant, key: Key, promise: Promise, trace: Trace) -> Found | None:
+    def _saved_wrongly(self, variant: Variant, key: Key, promise: Promise, trace: Trace, bound: float) -> Found | None:
         """Difference between a variant and one process that has loaded its checkpoint, if there is one. On rank 0."""
         reference = self.runs.reference(key)
         restored = self.runs.restored_alone(variant, key).restored
@@ -275,7 +290,7 @@ class _Group:
                 # a mean of norms says nothing: the norms are those of the restored parameters
                 parameters = np.column_stack([restored.parameters[:, 0], mean])
                 saved = Restored(variant.resumes_after, parameters, {})
-        broken = next(restored_differences(saved, restored, reference.names, self.bound), None)
+        broken = next(restored_differences(saved, restored, reference.names, bound), None)
         if broken is None:
             return None
         finding = from_traces(reference, trace, broken, self._layout(variant))

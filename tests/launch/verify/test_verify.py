@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
-from small_runs import WithDropout
+import torch
+from small_runs import WithBatchNorm, WithDropout
 
 from scaleray.config import load_config
 from scaleray.data import load_sources
-from scaleray.errors import ConfigError, RunFailedError
+from scaleray.errors import ConfigError, PeerLostError, RunFailedError
 from scaleray.launch.verify.plan import Question, course, make_plan
 from scaleray.launch.verify.verify import verify
-from scaleray.launch.workers.gloo import UserCode, gloo_processes
+from scaleray.launch.workers.gloo import OnFirst, UserCode, gloo_processes
 from scaleray.training.setup.place import Place
 from scaleray.training.verify.variants import Assignment, verify_group
+from scaleray.training.verify.verdicts import without_statistics
 from scaleray.workload import load_workload
 
 HERE = Path(__file__).parent.parent
@@ -53,6 +56,17 @@ def test_a_model_with_dropout_is_equal_on_one_worker_that_goes_on_from_the_refer
     outcomes, _ = verify_group(Place(), Assignment(made.reference, tuple(made.groups[1]), 1e-9), {}, sources=sources)
     assert [outcome.verdict for outcome in outcomes] == ["equal", "equal"], outcomes
     assert all("dropout off" in outcome.words for outcome in outcomes)
+
+
+@pytest.mark.parametrize(
+    ("world_sizes", "accumulation"), [([1, 2], [1, 3]), ([1, 2, 4], [1, 3]), ([2], [1]), ([1, 2, 4], [1, 2])]
+)
+def test_batch_norm_gets_rows_of_which_no_micro_batch_is_a_single_one(tmp_path, world_sizes, accumulation):
+    workload = WithBatchNorm(num_rows=200)
+    question = Question(["ddp"], world_sizes=world_sizes, accumulation=accumulation, steps=6)
+    made = make_plan(config(tmp_path), question, workload, load_sources(workload))
+    reasons = {v.label: without_statistics(v) for variants in made.groups.values() for v in variants}
+    assert len(reasons) == len(world_sizes) * len(accumulation) and not any(reasons.values()), reasons
 
 
 def test_all_strategies_are_planned_where_they_exist(tmp_path):
@@ -116,9 +130,24 @@ def test_what_cannot_be_asked_is_refused_with_the_way_out(tmp_path, question, wo
 # plain gloo processes
 
 
+def given(place, value):
+    values: list = [None] * place.world_size
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def test_what_is_large_goes_to_the_first_process_alone():
+    with gloo_processes(2, UserCode(None, {}, None), timeout_s=30) as processes:
+        assert processes.run(2, given, OnFirst("large"), workload=object()) == ["large", None]
+
+
 def leave(place, what):
     if what == "die" and place.rank == 1:
         os._exit(3)
+    if what == "kill" and place.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "kill":
+        raise PeerLostError("another worker is gone")
     if what == "refuse":
         raise ConfigError("a key", 1, "it must be 2")
     return place.world_size
@@ -131,6 +160,9 @@ def test_processes_run_groups_of_any_size_and_report_what_ended_them():
             processes.run(2, leave, "refuse", workload=object())
         with pytest.raises(RunFailedError, match=r"rank 1 failed: .*code 3"):
             processes.run(2, leave, "die", workload=object())
+    killed = pytest.raises(RunFailedError, match=r"rank 0 failed: .*SIGKILL, as the system does where memory runs out")
+    with gloo_processes(2, UserCode(None, {}, None), timeout_s=30) as processes, killed:
+        processes.run(2, leave, "kill", workload=object())
 
 
 # under Ray
