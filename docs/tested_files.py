@@ -44,7 +44,7 @@ BY_RAY = (
 UP_RULES = ("6 rules of ours", "test_ray_up.py::test_it_keeps_every_rule")
 UP_PLANTED = ("planted faults, all found", "test_ray_up.py::test_every_planted_fault_is_found_by_its_rule")
 IN_A_ROOT = (
-    "its steps **run** in a clean Debian (slow)",
+    "a slow test runs its steps in a clean Debian; not run yet",
     "test_image.py::test_the_steps_of_the_image_run_in_a_clean_root",
 )
 ENTRY = ("**run**", "test_image.py::test_the_entry_point_starts_scaleray_unless_told_otherwise")
