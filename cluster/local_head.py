@@ -28,6 +28,7 @@ def main() -> None:
             f"  export RAY_AUTH_MODE=token RAY_ADDRESS={head.dashboard}   # for: ray job submit --working-dir . -- ..."
         )
         print(f"  export RAY_AUTH_MODE=token RAY_ADDRESS={head.address}   # for: scaleray train -c ...")
+        print("  export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0   # for other tools of Ray: it listens on 127.0.0.1 alone")
         print("\nCtrl-C ends it.", flush=True)
         signal.pause()
 

@@ -25,6 +25,7 @@ def ray_session(ray_head):
     import ray
 
     from scaleray.launch.cluster import connection as cluster
+    from scaleray.launch.cluster import loopback
 
     for name, value in cluster.DRIVER_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -33,7 +34,8 @@ def ray_session(ray_head):
     def connects() -> bool:
         """The dashboard answers before the node has joined, much before on a loaded machine."""
         try:
-            ray.init(address=ray_head.address, runtime_env=runtime_env, logging_level="ERROR")
+            with loopback.reaching(ray_head.address):
+                ray.init(address=ray_head.address, runtime_env=runtime_env, logging_level="ERROR")
         except ConnectionError:
             return False
         return True

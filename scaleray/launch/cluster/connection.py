@@ -15,12 +15,11 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from scaleray.config import RunConfig
 from scaleray.errors import ClusterError, first_line
-from scaleray.launch.cluster import own_ray, ray_settings
+from scaleray.launch.cluster import loopback, own_ray, ray_settings, token
 from scaleray.progress import stage
 
 CONNECT_TIMEOUT_S = 10.0
@@ -64,6 +63,7 @@ OWN_ENVIRONMENT = {
     "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
     # one machine has no other to go on with; the watcher costs a process and prints an error at every start
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    loopback.VARIABLE: "0",
 }
 """Variables of a Ray that is started here, beside those of `DRIVER_ENVIRONMENT`; the user's own values win."""
 
@@ -165,10 +165,9 @@ def set_auth_mode(address: str | None = None) -> None:
     """
     if "RAY_AUTH_MODE" in os.environ or _is_connected():
         return
-    has_token = any(v in os.environ for v in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")) or token_file().exists()
     connects = (address or os.environ.get("RAY_ADDRESS", "local")) != "local"
     # a cluster that we start gets a token of its own if there is none; one that we join without a token has none
-    os.environ["RAY_AUTH_MODE"] = "disabled" if connects and not has_token else "token"
+    os.environ["RAY_AUTH_MODE"] = "disabled" if connects and not token.has_token() else "token"
     ray_settings.read_again()
 
 
@@ -184,17 +183,13 @@ def _is_connected() -> bool:
     return ray is not None and ray.is_initialized()
 
 
-def token_file() -> Path:
-    """Where Ray keeps the token of this user."""
-    return Path.home() / ".ray" / "auth_token"
-
-
 def _connect(address: str, *, name: str = "RAY_ADDRESS") -> None:
     import ray
 
     try:
         _check_that_somebody_listens(address)
-        ray.init(address=address, runtime_env=runtime_env(_gcs_address(address)), logging_level=logging.ERROR)
+        with loopback.reaching(address):
+            ray.init(address=address, runtime_env=runtime_env(_gcs_address(address)), logging_level=logging.ERROR)
     except Exception as exc:  # Ray raises of every kind
         if "ersion mismatch" in str(exc):
             raise ClusterError(
@@ -229,7 +224,7 @@ def _own_ray_failed(exc: BaseException) -> ClusterError:
 
 def ray_logs() -> str:
     """The folder in which Ray's processes write what they say."""
-    return f"{os.environ.get('RAY_TMPDIR') or '/tmp'}/ray/session_latest/logs"
+    return f"{own_ray.ray_folder()}/session_latest/logs"
 
 
 def _gcs_address(address: str) -> str | None:

@@ -20,9 +20,11 @@ from pathlib import Path
 
 from scaleray.errors import ClusterError
 from scaleray.guarded import guarded
-from scaleray.launch.cluster.connection import DRIVER_ENVIRONMENT, OWN_ENVIRONMENT, set_auth_mode, token_file
+from scaleray.launch.cluster import loopback
+from scaleray.launch.cluster.connection import DRIVER_ENVIRONMENT, OWN_ENVIRONMENT, set_auth_mode
 from scaleray.launch.cluster.lean_node import NOT_PRESTARTED, nodes
 from scaleray.launch.cluster.own_ray import free_port
+from scaleray.launch.cluster.token import ensure_token
 from scaleray.launch.cluster.worker_template import WorkerTemplate, is_possible, short_folder
 
 START_TIMEOUT_S = 120.0
@@ -39,7 +41,7 @@ class Head:
 
     def environment(self) -> dict[str, str]:
         """Environment of a client of this head, such as `ray job submit`."""
-        return {**os.environ, "RAY_ADDRESS": self.dashboard, "PATH": _path()}
+        return {**os.environ, "RAY_ADDRESS": self.dashboard, loopback.VARIABLE: "0", "PATH": _path()}
 
 
 @contextlib.contextmanager
@@ -52,7 +54,7 @@ def local_head(
     it up: a token file in the user's home, made if there is none.
     """
     set_auth_mode()
-    _ensure_token()
+    ensure_token()
     folder = short_folder()  # Ray's sockets are deep below it
     port, dashboard_port = free_port(), free_port()
     command = [
@@ -80,15 +82,15 @@ def local_head(
         f"--temp-dir={folder}/ray",
     ]
     of_ray = {**DRIVER_ENVIRONMENT, **OWN_ENVIRONMENT, **NOT_PRESTARTED}
-    variables = {**os.environ, **of_ray, **(environment or {}), "PATH": _path()}
+    of_head = {**os.environ, **of_ray, **(environment or {}), "PATH": _path()}
     # fixed by default: two heads on one machine would collide
-    variables |= {"AUTOSCALER_METRIC_PORT": str(free_port()), "DASHBOARD_METRIC_PORT": str(free_port())}
-    variables.pop("RAY_ADDRESS", None)
+    of_head |= {"AUTOSCALER_METRIC_PORT": str(free_port()), "DASHBOARD_METRIC_PORT": str(free_port())}
+    of_head.pop("RAY_ADDRESS", None)
     log = folder / "head.log"
     with open(log, "wb") as output:
         process = subprocess.Popen(
             guarded(command),
-            env=variables,
+            env=of_head,
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -107,16 +109,6 @@ def local_head(
 def _path() -> str:
     """PATH with this interpreter first: job entrypoints say `python`, and the environment may not be activated."""
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-
-
-def _ensure_token() -> None:
-    if (
-        os.environ.get("RAY_AUTH_MODE") == "token"
-        and not any(v in os.environ for v in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
-        and not token_file().exists()
-    ):
-        command = [sys.executable, "-m", "ray.scripts.scripts", "get-auth-token", "--generate"]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60)
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
@@ -146,7 +138,7 @@ def main() -> None:
     template = WorkerTemplate(folder=folder) if is_possible() else None  # first, as it takes longest
     from ray.scripts import scripts
 
-    with nodes(template=template, has_dashboard=True, has_autoscaler=True):
+    with nodes(template=template, has_dashboard=True, has_autoscaler=True), loopback.staying_local():
         scripts.main()
 
 

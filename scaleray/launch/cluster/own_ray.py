@@ -14,7 +14,9 @@ from collections.abc import Mapping
 import psutil
 
 from scaleray.config import RunConfig
-from scaleray.launch.cluster import lean_node, worker_template
+from scaleray.launch.cluster import lean_node, loopback, worker_template
+from scaleray.launch.cluster.token import ensure_token
+from scaleray.own_folder import own_folder
 
 _template: worker_template.WorkerTemplate | None = None
 """What the workers of this process's own Ray are forked from."""
@@ -23,6 +25,7 @@ _template: worker_template.WorkerTemplate | None = None
 def start(config: RunConfig, environment: Mapping[str, str]) -> None:
     """Start Ray on this machine and connect to it. environment: variables of all its processes."""
     global _template
+    ensure_token()
     if worker_template.is_possible():
         with lean_node.variables(environment):  # before Ray is imported here, as it takes longest
             _template = worker_template.WorkerTemplate(
@@ -37,22 +40,24 @@ def start(config: RunConfig, environment: Mapping[str, str]) -> None:
     # Ray Train's cleaner looks for "the" cluster of this machine. Without its address, a second cluster started
     # here makes it destroy a healthy run; so the port is fixed beforehand and the address handed to every process.
     port = free_port()
+    host = loopback.ADDRESS if loopback.is_wanted() else ray.util.get_node_ip_address()
     during_start = {
         **environment,
-        "RAY_ADDRESS": f"{ray.util.get_node_ip_address()}:{port}",
+        "RAY_ADDRESS": f"{host}:{port}",
         "RAY_GCS_SERVER_PORT": str(port),
         **lean_node.NOT_PRESTARTED,
     }
     cores = psutil.cpu_count() or 1
     has_dashboard = config.scale.dashboard
     node = lean_node.nodes(template=_template, has_dashboard=has_dashboard, has_autoscaler=False)
-    with lean_node.variables(during_start), node:
+    with lean_node.variables(during_start), node, loopback.staying_local():
         ray.init(
             address="local",
             # input tasks are counted beside the cores: they are light, and must never wait for training to end
             num_cpus=cores + int(config.data.reserved_cpus),
             include_dashboard=has_dashboard,
             logging_level=logging.ERROR,
+            _temp_dir=ray_folder(),
         )
 
 
@@ -65,6 +70,13 @@ def stop() -> None:
     if _template is not None:
         _template.close()
         _template = None
+
+
+def ray_folder() -> str:
+    """Where Ray's processes keep sockets, logs and packages. Ray lets everybody write there, hence inside a folder of
+    this user alone; RAY_TMPDIR is the user's own choice."""
+    place = os.environ.get("RAY_TMPDIR")
+    return f"{place}/ray" if place else f"{own_folder()}/ray"
 
 
 def free_port() -> int:

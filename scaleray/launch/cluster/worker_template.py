@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.launch.cluster import ray_settings
+from scaleray.own_folder import short_place
 
 LIBRARIES = ("numpy", "torch._dynamo", "torch.distributed.fsdp", "pyarrow", "pandas")
 """Imported once for all jobs. torch's compiler is imported by every optimizer of torch when it is made."""
@@ -85,7 +86,7 @@ class WorkerTemplate:
 
 def short_folder() -> Path:
     """A new folder of this user alone for sockets: their paths hold 107 characters."""
-    return Path(tempfile.mkdtemp(prefix="sr-", dir="/tmp" if Path("/tmp").is_dir() else None))
+    return Path(tempfile.mkdtemp(prefix="sr-", dir=short_place()))
 
 
 def is_possible() -> bool:

@@ -33,6 +33,7 @@ from scaleray.training import loop
 from scaleray.training.health.progress import WATCHDOG_SHARE, Progress, Watchdog
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
+from scaleray.training.setup.stores import OwnedStore, StorePlace, open_store
 from scaleray.training.state.pausable_training import AskingCheckpointing, Decision, Ended, Paused, StepwiseTraining
 from scaleray.training.worker import HANG_EXIT_CODE
 from scaleray.workload import no_exit
@@ -45,8 +46,7 @@ BEAT_S = 0.5
 class Meeting:
     """Where the ranks of one trial find each other."""
 
-    host: str
-    port: int
+    place: StorePlace
     name: str
     backend: str
     timeout_s: float
@@ -161,7 +161,8 @@ class TrialGroup:
         self._nodes = [nodes[0], *(nodes[n] for n in order)]
         self._answers: list[Any] = []
         self._num_trials = 0
-        self._store = dist.TCPStore(nodes[0], 0, is_master=True, wait_for_workers=False) if workers else None
+        self._owned = OwnedStore(nodes[0]) if workers else None
+        self._store = open_store(self._owned.place) if self._owned else None  # the server, for as many trials as come
         self.training: StepwiseTraining | None = None
 
     @classmethod
@@ -270,12 +271,11 @@ class TrialGroup:
             self.training.give_up(LostWorkersError(f"rank 0 hangs: {what}"))
 
     def _meeting(self) -> Meeting | None:
-        if self._store is None:
+        if self._owned is None:
             return None
         scale = self.plan.base.scale
         return Meeting(
-            self._nodes[0],
-            self._store.port,
+            self._owned.place,
             f"trial {self._num_trials}",
             collective_backend(self.plan.base),
             scale.collective_timeout_s,
@@ -312,7 +312,7 @@ def _process_group(place: Place, meeting: Meeting | None) -> Iterator[None]:
     if meeting.is_one_node and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo may pick an address that the machine cannot reach
     timeout = timedelta(seconds=meeting.timeout_s)
-    store = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
+    store = open_store(meeting.place, timeout=timeout)
     dist.init_process_group(
         meeting.backend,
         store=dist.PrefixStore(meeting.name, store),

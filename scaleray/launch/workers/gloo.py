@@ -22,6 +22,7 @@ from scaleray.errors import PeerLostError, RunFailedError, ScaleRayError
 from scaleray.guarded import end_with_parent
 from scaleray.launch.workers.forks import PRELOADED, without_main
 from scaleray.training.setup.place import Place
+from scaleray.training.setup.stores import OwnedStore, StorePlace, open_store
 from scaleray.workload import load_workload, no_exit
 
 HOST = "127.0.0.1"
@@ -138,9 +139,7 @@ def gloo_processes(world_size: int, user_code: UserCode, *, timeout_s: float) ->
 
     timeout_s: time limit of a collective.
     """
-    import torch.distributed as dist
-
-    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    meeting = OwnedStore(HOST)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     processes, pipes = [], []
@@ -149,7 +148,7 @@ def gloo_processes(world_size: int, user_code: UserCode, *, timeout_s: float) ->
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, store.port, user_code, theirs, dict(os.environ)),
+                args=(rank, meeting.place, user_code, theirs, dict(os.environ)),
                 name=f"scaleray-gloo-{rank}",
                 daemon=True,
             )
@@ -168,9 +167,10 @@ def gloo_processes(world_size: int, user_code: UserCode, *, timeout_s: float) ->
                 process.kill()
         for pipe in pipes:
             pipe.close()
+        meeting.close()
 
 
-def _serve(rank: int, port: int, user_code: UserCode, pipe: Connection, environment: dict[str, str]) -> None:
+def _serve(rank: int, meeting: StorePlace, user_code: UserCode, pipe: Connection, environment: dict[str, str]) -> None:
     os.environ.clear()  # the environment that it was forked with is as old as the first group
     os.environ.update(environment)
     end_with_parent()  # one that was killed does not end its processes, and these may be in the middle of a step
@@ -191,7 +191,7 @@ def _serve(rank: int, port: int, user_code: UserCode, pipe: Connection, environm
             known = {"workload": user_code.load(), "tell": lambda value: pipe.send((None, value))}
             function, args = _Unpickler(io.BytesIO(content), known).load()
             if world_size > 1:
-                store = dist.PrefixStore(f"group {number}", dist.TCPStore(HOST, port, is_master=False))
+                store = dist.PrefixStore(f"group {number}", open_store(meeting))
                 dist.init_process_group(
                     "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
                 )

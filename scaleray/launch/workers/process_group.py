@@ -13,8 +13,16 @@ from typing import Any
 import ray
 from ray.train.backend import Backend, BackendConfig
 
+from scaleray.training.setup.stores import OwnedStore, StorePlace, is_loopback, open_store
+
+NO_PORT = 29500
+"""MASTER_PORT where nobody listens, for libraries that only look whether it is set; torchrun's own default."""
 SHUTDOWN_TIMEOUT_S = 5.0
 """Seconds that workers get to leave their group: one that was stopped or hangs does not take part in it."""
+
+
+_owned: OwnedStore | None = None
+"""Where the workers of this process's group meet, if this process has rank 0."""
 
 
 class ProcessGroup(BackendConfig):
@@ -41,26 +49,23 @@ class _ProcessGroupBackend(Backend):
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         """Bring the workers into one group, by the address of rank 0."""
-        address = worker_group.execute_single(0, _free_address)
+        place = worker_group.execute_single(0, _own_store)
         started_at = time.strftime("%Y%m%d-%H%M%S")
-        worker_group.execute(_join, address, backend_config.backend, backend_config.timeout_s, started_at)
+        worker_group.execute(_join, place, backend_config.backend, backend_config.timeout_s, started_at)
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
         """Let the workers leave their group, as long as they answer."""
         ray.wait(worker_group.execute_async(_leave), num_returns=len(worker_group), timeout=SHUTDOWN_TIMEOUT_S)
 
 
-def _free_address() -> tuple[str, int]:
-    """Address of this worker's node, and a port that is free there now."""
-    import socket
-
-    address = ray.util.get_node_ip_address()
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        probe.bind(("", 0))
-        return address, int(probe.getsockname()[1])
+def _own_store() -> StorePlace:
+    """Where the workers meet: at this one, which keeps the place until it ends."""
+    global _owned
+    _owned = OwnedStore(ray.util.get_node_ip_address())
+    return _owned.place
 
 
-def _join(address: tuple[str, int], backend: str, timeout_s: int, started_at: str) -> None:
+def _join(place: StorePlace, backend: str, timeout_s: int, started_at: str) -> None:
     """Make this worker a member, under the variables that torchrun sets."""
     from datetime import timedelta
 
@@ -75,8 +80,8 @@ def _join(address: tuple[str, int], backend: str, timeout_s: int, started_at: st
     flight_recorder.switch_on()
     os.environ |= {
         GROUP_VARIABLE: started_at,
-        "MASTER_ADDR": address[0],
-        "MASTER_PORT": str(address[1]),
+        "MASTER_ADDR": place.host,
+        "MASTER_PORT": str(place.port or NO_PORT),
         "RANK": str(context.get_world_rank()),
         "WORLD_SIZE": str(context.get_world_size()),
         "LOCAL_RANK": str(context.get_local_rank()),
@@ -87,11 +92,13 @@ def _join(address: tuple[str, int], backend: str, timeout_s: int, started_at: st
     if (interface := interface_of(ray.util.get_node_ip_address())) is not None:
         # where a host's own name means 127.0.1.1, as Debian has it, gloo would tell the others that address
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if is_loopback(place.host):
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)  # else it listens on another one, if there is any
     if "nccl" in backend and "TORCH_NCCL_BLOCKING_WAIT" not in os.environ:
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # collectives that time out fail
     dist.init_process_group(
         backend,
-        init_method="env://",
+        store=open_store(place, timeout=timedelta(seconds=timeout_s)),
         rank=context.get_world_rank(),
         world_size=context.get_world_size(),
         timeout=timedelta(seconds=timeout_s),
@@ -113,5 +120,7 @@ def _leave() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+    if _owned is not None:
+        _owned.close()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

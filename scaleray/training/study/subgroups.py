@@ -19,6 +19,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from scaleray.errors import PeerLostError
 from scaleray.training.setup.place import Place
+from scaleray.training.setup.stores import OwnedStore, open_store
 
 LOOPBACK = "127.0.0.1"
 LONGEST_TURN = timedelta(days=7)  # wait for the others; a lost one closes the store's connections or is ended, too
@@ -38,6 +39,7 @@ class SubGroups:
         self._order = [0]
         self._nodes = [place.node]
         self._store: Any = None
+        self._owned: OwnedStore | None = None
         if place.world_size > 1:
             self._order, self._nodes = self._by_node()
             self._store = self._make_store(host)
@@ -51,13 +53,11 @@ class SubGroups:
         return sorted(range(len(found)), key=lambda rank: (found.index(found[rank]), rank)), found
 
     def _make_store(self, host: str) -> Any:
-        server = None
         if self.place.rank == 0:
-            server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            self._owned = OwnedStore(host)
         everyone: list[Any] = [None] * self.place.world_size
-        dist.all_gather_object(everyone, (host, server.port if server else None))
-        host, port = everyone[0]
-        return server or dist.TCPStore(host, port, is_master=False)
+        dist.all_gather_object(everyone, self._owned.place if self._owned else None)
+        return open_store(everyone[0])
 
     @property
     def is_first(self) -> bool:
@@ -128,6 +128,8 @@ class SubGroups:
             if self.place.rank == 0:
                 self._store.wait(["all closed"], timedelta(seconds=self.timeout_s))
             self._store = None
+            if self._owned is not None:
+                self._owned.close()
 
 
 def leave_group() -> None:

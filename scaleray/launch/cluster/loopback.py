@@ -1,0 +1,64 @@
+"""Ray for this machine alone: all of it listens on 127.0.0.1, where no other host can reach it.
+
+Ray takes a 127.0.0.1 that it is given for an address that others can reach, and then listens on all interfaces. On
+Windows and macOS it stays on loopback; `VARIABLE` is Ray's own switch for that. The one place that overrides Ray's
+answer to which address this machine has; where it cannot be overridden, Ray listens as it always does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+
+ADDRESS = "127.0.0.1"
+VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Variable of Ray's processes: 0 lets them stay on loopback. 1, set by the user, opens a local Ray to other hosts."""
+LOOK_TIMEOUT_S = 2.0
+
+
+def is_wanted() -> bool:
+    """Whether a Ray that is started here stays on loopback: unless the user says that it should not."""
+    return os.environ.get(VARIABLE, "0") != "1"
+
+
+@contextlib.contextmanager
+def staying_local() -> Iterator[None]:
+    """Let Ray in this process take 127.0.0.1 for the machine's address, while it starts nodes or connects to such."""
+    import ray._private.services as services
+    import ray.util
+
+    if not is_wanted() or not hasattr(services, "get_node_ip_address"):
+        yield
+        return
+    before = services.get_node_ip_address, ray.util.get_node_ip_address
+    services.get_node_ip_address = ray.util.get_node_ip_address = lambda address=None: ADDRESS
+    try:
+        yield
+    finally:
+        services.get_node_ip_address, ray.util.get_node_ip_address = before
+
+
+@contextlib.contextmanager
+def reaching(address: str) -> Iterator[None]:
+    """Let Ray in this process connect to a cluster at this address that nobody listens for but on loopback."""
+    if not is_on_loopback_alone(address):
+        yield
+        return
+    with staying_local():
+        yield
+
+
+def is_on_loopback_alone(address: str) -> bool:
+    """Whether host:port is on loopback, and the same port of this machine's own address is not open."""
+    host, _, port = address.rpartition(":")
+    if host not in (ADDRESS, "localhost") or not port.isdigit():
+        return False
+    import ray.util
+
+    try:
+        socket.create_connection((ray.util.get_node_ip_address(), int(port)), timeout=LOOK_TIMEOUT_S).close()
+    except OSError:
+        return True
+    return ray.util.get_node_ip_address() == ADDRESS

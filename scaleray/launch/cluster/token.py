@@ -1,0 +1,38 @@
+"""The token that requests to Ray must carry: this user's own, in a file that nobody else can read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from pathlib import Path
+
+MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+"""Ray's variables: `token` or `disabled`; the token itself; a file that holds it."""
+
+
+def token_file() -> Path:
+    """Where Ray keeps the token of this user."""
+    return Path.home() / ".ray" / "auth_token"
+
+
+def has_token() -> bool:
+    """Whether a client here would find a token."""
+    return any(name in os.environ for name in (TOKEN, TOKEN_PATH)) or token_file().exists()
+
+
+def ensure_token() -> None:
+    """Make the token file before Ray does, which would leave it readable for everybody, and mend one that is."""
+    if os.environ.get(MODE) != "token" or any(name in os.environ for name in (TOKEN, TOKEN_PATH)):
+        return
+    file = token_file()
+    file.parent.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        # exclusive: of two commands that start at once, one makes it; a link keeps nobody's file open
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as output:
+            output.write(secrets.token_hex(32))  # as long as Ray's own
+    with contextlib.suppress(OSError):  # somebody else's, whom this user trusts
+        if stat.S_IMODE(file.stat().st_mode) & 0o077:
+            file.chmod(0o600)

@@ -1,0 +1,32 @@
+"""A folder of this user alone, for what processes share and nobody else may read or write."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import sys
+import tempfile
+from pathlib import Path
+
+
+def short_place() -> Path:
+    """Where temporary files get short names: the paths of sockets hold 107 characters."""
+    return Path("/tmp") if Path("/tmp").is_dir() else Path(tempfile.gettempdir())
+
+
+def own_folder() -> Path:
+    """The folder, with mode 0700: the same one for all processes of this user, or a new one where somebody else has
+    taken its name."""
+    place = short_place()
+    if sys.platform == "win32":
+        return Path(tempfile.gettempdir())  # of this user there
+    folder = place / f"scaleray-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
+        return Path(tempfile.mkdtemp(prefix="scaleray-", dir=place))
+    if stat.S_IMODE(about.st_mode) != 0o700:
+        folder.chmod(0o700)
+    return folder

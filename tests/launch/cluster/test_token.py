@@ -1,0 +1,49 @@
+"""The token file: made by whoever needs it first, and for this user's eyes only."""
+
+import os
+import stat
+
+import pytest
+
+from scaleray.launch.cluster import token
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    for name in (token.TOKEN, token.TOKEN_PATH):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def mode_of(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_new_token_is_readable_by_its_user_alone_whatever_the_umask(home):
+    before = os.umask(0)
+    try:
+        token.ensure_token()
+    finally:
+        os.umask(before)
+    file = token.token_file()
+    assert mode_of(file) == 0o600 and mode_of(file.parent) == 0o700 and len(bytes.fromhex(file.read_text())) == 32
+    text = file.read_text()
+    token.ensure_token()
+    assert file.read_text() == text and token.has_token()
+
+
+def test_a_token_that_ray_left_readable_for_all_is_closed(home):
+    token.token_file().parent.mkdir()
+    token.token_file().write_text("of Ray")
+    token.token_file().chmod(0o644)
+    token.ensure_token()
+    assert mode_of(token.token_file()) == 0o600 and token.token_file().read_text() == "of Ray"
+
+
+@pytest.mark.parametrize(("name", "value"), [("RAY_AUTH_MODE", "disabled"), ("RAY_AUTH_TOKEN", "x")])
+def test_no_file_is_made_where_none_is_used(home, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    token.ensure_token()
+    assert not token.token_file().exists()
