@@ -1,8 +1,6 @@
 """Where workers meet, and who else can reach that."""
 
-import os
 import stat
-from pathlib import Path
 
 import psutil
 import pytest
@@ -15,18 +13,6 @@ from scaleray.training.setup.stores import OwnedStore, is_loopback, open_store
 
 def listening():
     return {(c.laddr.ip, c.laddr.port) for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}
-
-
-def test_workers_of_one_machine_meet_without_a_port_in_a_file_of_this_user_alone():
-    before = listening()
-    owned = OwnedStore("127.0.0.1")
-    server, member = open_store(owned.place), open_store(owned.place)
-    server.set("key", "value")
-    assert member.get("key") == b"value" and listening() == before
-    folder = Path(owned.place.file).parent
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
-    owned.close()
-    assert not folder.exists()
 
 
 def test_workers_of_several_machines_meet_at_one_address_and_not_at_all_of_them():
@@ -51,8 +37,17 @@ def test_workers_of_several_machines_meet_at_one_address_and_not_at_all_of_them(
     del server
 
 
-def test_a_place_that_nobody_opened_is_given_back(monkeypatch):
-    monkeypatch.setattr(stores, "is_loopback", lambda host: False)
+def test_workers_of_one_machine_meet_on_loopback():
+    before = listening()
+    owned = OwnedStore("127.0.0.1")
+    server, member = open_store(owned.place), open_store(owned.place)
+    server.set("key", "value")
+    assert member.get("key") == b"value" and listening() - before == {("127.0.0.1", owned.place.port)}
+    owned.close()
+    assert member.get("key") == b"value", "the server lives as long as its store"
+
+
+def test_a_place_that_nobody_opened_is_given_back():
     before = listening()
     owned = OwnedStore("127.0.0.1")
     assert listening() - before == {("127.0.0.1", owned.place.port)}
@@ -65,16 +60,6 @@ def test_a_place_that_nobody_opened_is_given_back(monkeypatch):
 )
 def test_loopback_is_what_no_other_machine_can_have(host, expected):
     assert is_loopback(host) is expected
-
-
-def test_files_of_processes_that_are_gone_are_removed_after_a_day(tmp_path):
-    ended = 4194304  # beyond the largest process id of Linux
-    for name, is_old in ((f"store-{ended}-a", True), (f"store-{ended}-b", False), (f"store-{os.getpid()}-c", True)):
-        (tmp_path / name).mkdir()
-        if is_old:
-            os.utime(tmp_path / name, (0, 0))
-    stores._remove_leftovers(tmp_path)
-    assert {path.name[-1] for path in tmp_path.iterdir()} == {"b", "c"}
 
 
 def test_the_users_folder_is_closed_again_and_never_one_that_is_not_the_users(monkeypatch, tmp_path):

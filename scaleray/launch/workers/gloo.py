@@ -140,6 +140,7 @@ def gloo_processes(world_size: int, user_code: UserCode, *, timeout_s: float) ->
     timeout_s: time limit of a collective.
     """
     meeting = OwnedStore(HOST)
+    store = open_store(meeting.place)  # the server
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     processes, pipes = [], []
@@ -167,6 +168,7 @@ def gloo_processes(world_size: int, user_code: UserCode, *, timeout_s: float) ->
                 process.kill()
         for pipe in pipes:
             pipe.close()
+        del store
         meeting.close()
 
 

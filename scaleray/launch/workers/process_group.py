@@ -15,8 +15,6 @@ from ray.train.backend import Backend, BackendConfig
 
 from scaleray.training.setup.stores import OwnedStore, StorePlace, is_loopback, open_store
 
-NO_PORT = 29500
-"""MASTER_PORT where nobody listens, for libraries that only look whether it is set; torchrun's own default."""
 SHUTDOWN_TIMEOUT_S = 5.0
 """Seconds that workers get to leave their group: one that was stopped or hangs does not take part in it."""
 
@@ -81,7 +79,7 @@ def _join(place: StorePlace, backend: str, timeout_s: int, started_at: str) -> N
     os.environ |= {
         GROUP_VARIABLE: started_at,
         "MASTER_ADDR": place.host,
-        "MASTER_PORT": str(place.port or NO_PORT),
+        "MASTER_PORT": str(place.port),
         "RANK": str(context.get_world_rank()),
         "WORLD_SIZE": str(context.get_world_size()),
         "LOCAL_RANK": str(context.get_local_rank()),

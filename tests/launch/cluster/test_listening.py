@@ -55,7 +55,7 @@ def test_a_training_on_a_ray_of_its_own_has_no_port_for_another_host_and_none_of
         answers = {port: answer(port) for port in found}
         of_ray = [port for port, statuses in answers.items() if statuses]
         assert len(of_ray) > 5 and all(is_refused(answers[port]) for port in of_ray), answers
-        # the rest are gloo's: they take a connection and say nothing, see SECURITY.md
+        # the rest are gloo's and the store's, which speak protocols of their own and ask nobody, see SECURITY.md
         lists = "".join(" ".join(p.cmdline()) for p in processes(mark))
     token = (tmp_path / ".ray" / "auth_token").read_text()
     assert stat.S_IMODE((tmp_path / ".ray" / "auth_token").stat().st_mode) == 0o600 and len(token) == 64
@@ -145,7 +145,7 @@ def test_no_command_listens_for_other_hosts_and_ray_answers_nobody_without_a_tok
 def words(statuses):
     """What a port answers to somebody without a token."""
     if not statuses:
-        return "nothing"  # gloo, or gone before it was asked
+        return "nothing"  # gloo, torch's store, or gone before it was asked
     if is_refused(statuses):
         return "a token is wanted"
     if {path: status for path, status in statuses.items() if status != "401"} == {"/": "200"}:
