@@ -53,8 +53,9 @@ def test_a_training_on_a_ray_of_its_own_has_no_port_for_another_host_and_none_of
         found = ports(mark)
         assert len(found) > 5 and all(port.is_on_loopback for port in found), found
         answers = {port: answer(port) for port in found}
-        of_ray = [port for port, statuses in answers.items() if statuses]
-        assert len(of_ray) > 5 and all(is_refused(answers[port]) for port in of_ray), answers
+        said = [words(statuses) for statuses in answers.values()]
+        assert said.count("a token is wanted") > 5, answers
+        assert set(said) <= {"a token is wanted", "nothing", "metrics or MLflow"}, answers
         # the rest are gloo's and the store's, which speak protocols of their own and ask nobody, see SECURITY.md
         lists = "".join(" ".join(p.cmdline()) for p in processes(mark))
     token = (tmp_path / ".ray" / "auth_token").read_text()
@@ -136,7 +137,7 @@ def test_no_command_listens_for_other_hosts_and_ray_answers_nobody_without_a_tok
                     answers[port] = answer(port)
     print(*(f"{port.address}:{port.number} {port.process[-60:]} {words(answers[port])}" for port in seen), sep="\n")
     assert not processes(mark)
-    assert bool(seen) is (name not in NEEDS_NO_PORT), (tmp_path / "output").read_text()[-2000:]
+    assert seen or name in NEEDS_NO_PORT, (tmp_path / "output").read_text()[-2000:]
     assert all(port.is_on_loopback for port in seen), seen
     for statuses in answers.values():
         assert words(statuses) in ("nothing", "a token is wanted", "metrics or MLflow", "a page without data"), statuses
