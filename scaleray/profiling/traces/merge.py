@@ -75,7 +75,8 @@ class _Mover:
         thread = event.get("tid", 0)
         event["pid"] = self._process(process)
         event["tid"] = thread if isinstance(thread, int) else 0
-        event["ts"] = self._moved(int(event.get("ts", 0) * 1000))
+        # a name holds for the whole trace; before its begin, Perfetto would drop it
+        event["ts"] = 0.0 if event["ph"] == "M" else self._moved(int(event.get("ts", 0) * 1000))
         if "id" in event:
             event["id"] = (self.place + 1) * _ARROWS_PER_RANK + int(event["id"])
         if event["ph"] == "M" and event.get("name") in ("process_name", "process_sort_index"):

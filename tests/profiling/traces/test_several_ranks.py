@@ -105,6 +105,7 @@ def test_the_merged_file_is_one_that_perfetto_opens_with_ranks_apart_and_on_one_
     assert len(complete) == len(first.events) + len(other.events) - 4
     assert {type(event[key]) for event in events for key in ("pid", "tid")} == {int}
     assert found["baseTimeNanoseconds"] == BASE_NS and min(event["ts"] for event in complete) == 0
+    assert min(event.get("ts", 0) for event in events) == 0, "Perfetto drops what comes before the begin"
     by_name = {}
     for event in complete:
         by_name.setdefault((event["name"], event["dur"]), []).append(event)
