@@ -18,6 +18,7 @@ ORDER = (
             "sweep",
             "profile",
             "plan",
+            "explain_plan",
             "check",
             "compare",
             "gate",

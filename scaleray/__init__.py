@@ -16,6 +16,7 @@ _HOMES = {
     "study": "scaleray.api",
     "sweep": "scaleray.api",
     "plan": "scaleray.api_plan",
+    "explain_plan": "scaleray.api_plan",
     "compare": "scaleray.api",
     "gate": "scaleray.api",
     "profile": "scaleray.api",
@@ -74,6 +75,7 @@ __all__ = [
     "config_keys",
     "config_schema",
     "evaluate",
+    "explain_plan",
     "export_weights",
     "gate",
     "import_weights",
@@ -110,7 +112,7 @@ if TYPE_CHECKING:
     from scaleray.api import compare, gate, profile, report, study, sweep, train, verify
     from scaleray.api_jobs import job_logs, list_jobs, stop_job, submit
     from scaleray.api_looks import config_keys, config_schema, live_state, replay, show_config, tracking_ui, watch
-    from scaleray.api_plan import plan
+    from scaleray.api_plan import explain_plan, plan
     from scaleray.callbacks import Callback
     from scaleray.config import RunConfig, load_config
     from scaleray.data import ArraySource, ParquetSource, TokenSource

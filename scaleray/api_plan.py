@@ -92,5 +92,36 @@ def plan(
     return answer.advice
 
 
+@names_what_is_missing
+def explain_plan(
+    what: str = "constants",
+    *,
+    model: str | None = None,
+    cluster: str | None = None,
+    global_batch: int | None = None,
+    sequence: int | None = None,
+    precision: str | None = None,
+    strategies: Sequence[str] = ("ddp", "zero1", "fsdp", "hsdp", "tp", "pp", "ep"),
+    rows: int = 20,
+) -> list[str]:
+    """Say what the planner's figures are and where they come from, in lines: `scaleray plan explain`.
+
+    what: constants; a GPU, link or network by name; intervals; or, with a model, a cluster and a global batch, layouts
+    (why they were dropped) or step (the recommended layout's, task by task). rows: layouts or streams to list.
+    """
+    from scaleray.cli.plan_explained import explained
+    from scaleray.cli.plan_options import ClusterOptions, ModelOptions, RecipeOptions
+
+    return explained(
+        what,
+        model=ModelOptions(model=model),
+        cluster=ClusterOptions(cluster=cluster),
+        recipe=RecipeOptions(
+            global_batch=global_batch, sequence=sequence, precision=precision, strategies=",".join(strategies)
+        ),
+        rows=rows,
+    )
+
+
 def _path(given: Any) -> Path | None:
     return None if given is None else Path(given)

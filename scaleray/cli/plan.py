@@ -95,28 +95,14 @@ def explain(
     rows
         Layouts or streams to list.
     """
-    from scaleray.planner.answers.explain import (
-        explain_constants,
-        explain_hardware,
-        explain_intervals,
-        explain_layouts,
-        explain_step,
+    from scaleray.cli.plan_explained import explained
+
+    lines = explained(
+        what,
+        model=ModelOptions(model=model),
+        cluster=ClusterOptions(cluster=cluster),
+        recipe=RecipeOptions(global_batch=global_batch, sequence=sequence, precision=precision, strategies=strategies),
+        rows=rows,
     )
-
-    if what == "constants":
-        lines = explain_constants()
-    elif what == "intervals":
-        lines = explain_intervals()
-    elif what in ("layouts", "step"):
-        from scaleray.cli.plan_question import question_of
-
-        question = question_of(
-            ModelOptions(model=model),
-            ClusterOptions(cluster=cluster),
-            RecipeOptions(global_batch=global_batch, sequence=sequence, precision=precision, strategies=strategies),
-        )
-        lines = (explain_layouts if what == "layouts" else explain_step)(question, rows=rows)
-    else:
-        lines = explain_hardware(what)
     print("\n".join(lines))
     return 0
