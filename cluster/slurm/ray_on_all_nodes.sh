@@ -67,8 +67,12 @@ run_on_all_nodes() {
   elif [ ! -s "$state/pid" ]; then
     echo "Ray did not start on $address:$port; its logs are in /tmp/ray of that node" >&2
     code=1
-  elif [ "$code" = 0 ]; then
-    code=1 # ended from outside before it was done
+  else # ended from outside before it was done
+    [ "$code" != 0 ] || code=1
+    if scontrol show job "$SLURM_JOB_ID" --oneliner | grep -q ' PreemptTime=[0-9]'; then
+      echo "preempted: Slurm queues the job again when its time of grace is over, and it goes on from its last checkpoint"
+      sleep "${PREEMPTED_WAIT_S:-3600}" # a script that ends before would be a job that failed
+    fi
   fi
   rm -rf "$state"
   return "$code"

@@ -57,6 +57,7 @@ def sourced(tmp_path: Path, body: str, **environment: str) -> subprocess.Complet
     tools = tmp_path / "tools"
     tools.mkdir(exist_ok=True)
     for name, text in {
+        "scontrol": 'echo "JobId=41234 PreemptTime=${PREEMPTED:-None} x"',
         "srun": 'while case "$1" in -*) true ;; *) false ;; esac; do shift; done; exec "$@"',
         "ray": 'echo "ray $*" >>"$OUT"; while [ "$1" != -- ]; do shift; done; shift; [ -z "${DEAD:-}" ] || exit 0; exec "$@"',
     }.items():
@@ -82,6 +83,13 @@ def test_the_exit_code_of_the_command_is_that_of_the_job_and_nothing_stays(tmp_p
 def test_a_ray_that_does_not_start_is_a_failure_though_symmetric_run_ends_with_0(tmp_path):
     done = sourced(tmp_path, "run_on_all_nodes true", DEAD="1")
     assert done.returncode == 1 and "Ray did not start on 10.0.0.9:21234" in done.stderr
+
+
+@pytest.mark.parametrize(("preempted", "waits"), [("2026-11-23T22:10:40", True), ("None", False)])
+def test_a_job_that_is_preempted_waits_to_be_queued_again_and_one_that_is_cancelled_ends(tmp_path, preempted, waits):
+    body = "run_on_all_nodes bash -c 'kill -KILL $PPID; sleep 5'"
+    done = sourced(tmp_path, body, PREEMPTED=preempted, PREEMPTED_WAIT_S="0.1")
+    assert done.returncode == 137 and ("Slurm queues the job again" in done.stdout) is waits, done.stdout + done.stderr
 
 
 def test_the_token_is_new_long_and_for_its_owner_alone(tmp_path):
