@@ -140,7 +140,7 @@ def test_config_keys_between_backticks_exist():
     for page in PAGES:
         for key in re.findall(r"`([a-z_]+\.[a-z_]+)(?:: [^`]*)?`", page.read_text()):
             section, _, name = key.partition(".")
-            if section in sections and name not in ("py", "csv", "json", "yaml", "md", "pt"):
+            if section in sections and name not in ("py", "csv", "json", "jsonl", "yaml", "md", "pt"):
                 assert key in known, (page.name, key)
 
 
