@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -133,6 +134,37 @@ def test_the_record_can_be_read_back(digits):
     assert read.metrics == digits[2].metrics
     assert read.environment["topology"][0]["cpus"] == 6
     assert [w["rank"] for w in read.environment["workers"]] == [0, 1]
+
+
+def test_the_metrics_of_a_run_are_at_rays_node_and_join_with_those_of_ray_train(ray_session, tmp_path):
+    import ray
+    from prometheus_client.parser import text_string_to_metric_families
+    from waiting import wait_until
+
+    from scaleray import metric_names as names
+
+    (port,) = {node["MetricsExportPort"] for node in ray.nodes()}
+    flags = settings(tmp_path, "Line", **{"scale.workers": 2, "monitoring.every_s": 0.01})
+    record = scaleray.train({**flags, "tracking.run_name": "watched"})
+    found = {}
+
+    def is_published() -> bool:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+        for sample in (sample for family in families for sample in family.samples):
+            if sample.labels.get("ray_train_run_name") == "watched":
+                found.setdefault(sample.name, {})[sample.labels.get("rank")] = sample.value, sample.labels
+        own = any(name.startswith("ray_train_") for name in found)
+        return own and {"ray_scaleray_run_finished", "ray_scaleray_phase_seconds"} <= set(found)
+
+    wait_until(is_published)
+    assert found["ray_scaleray_steps_total"][None][0] == record.steps
+    assert set(found["ray_scaleray_step_time_seconds"]) == {"0", "1"}
+    ours = {name for name in found if name.startswith("ray_scaleray_")}
+    assert ours <= set(names.IN_PROMETHEUS) and len(ours) > 20
+    for name in ours:
+        for _, labels in found[name].values():
+            assert set(names.IN_PROMETHEUS[name].all_labels) <= set(labels)
 
 
 def test_no_environment_value_is_recorded(ray_session, tmp_path, monkeypatch):
