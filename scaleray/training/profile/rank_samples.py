@@ -39,7 +39,7 @@ class RankSamples(Observer):
         self._emit, self._guard = emit, guard
         self._sampled_at = -1e9
         self._steps, self._totals = 0, np.zeros(0)
-        self._limit = memory_limit(place.device)
+        self._limit = guard(Watcher.MEMORY, lambda: memory_limit(place.device), None, part="its limit")
         self._device = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else ""
 
     def after_step(self, taken: TakenStep) -> None:
