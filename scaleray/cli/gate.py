@@ -18,7 +18,7 @@ def gate(
     against: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     policy: Path | None = None,
     study: str | None = None,
-    certificate: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    certificates: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     gates: str | None = None,
     uri: str | None = None,
     json: Annotated[bool, Parameter(name="--json", negative="")] = False,
@@ -42,7 +42,7 @@ def gate(
         YAML file of what is asked; by default every key has its own default.
     study
         Scaling study of the candidate's training.
-    certificate
+    certificates
         Folders or files of certificates of `scaleray verify`.
     gates
         Only these gates, with commas between them.
@@ -63,7 +63,7 @@ def gate(
         against=against or (),
         policy=policy,
         study=study,
-        certificates=certificate or (),
+        certificates=certificates or (),
         gates=gates.replace(" ", "").split(",") if gates else GATES,
         uri=uri,
     )

@@ -40,7 +40,7 @@ COMMANDS = {
     "config keys": "config_keys", "config schema": "config_schema", "tracking replay": "replay", "tracking ui": "tracking_ui",
     "watch": "watch", "cluster write": "write_cluster_files", "cluster check": "check_manifests",
     "dashboards write": "write_dashboards", "dashboards install": "install_dashboards",
-    "submit": "submit", "jobs list": "list_jobs", "jobs logs": "job_logs", "jobs stop": "stop_job",
+    "gate": "gate", "submit": "submit", "jobs list": "list_jobs", "jobs logs": "job_logs", "jobs stop": "stop_job",
 }  # fmt: skip
 OTHER_NAMES = {
     "mode": "modes", "rank": "rank_by", "path": ("run", "folder"), "run": "what", "config": "what", "from_": "kind", "continue_": "continue_folder",

@@ -148,7 +148,7 @@ def _certificate(path: Path) -> CertificateFacts:
         return CertificateFacts.of(load_json(file.read_bytes()), name=str(file.parent))
     except (OSError, KeyError, TypeError, ValueError) as exc:
         allowed = f"it holds no {CERTIFICATE} of `scaleray verify`: {type(exc).__name__} {exc}"
-        raise TrackingError("--certificate", str(path), allowed) from exc
+        raise TrackingError("--certificates", str(path), allowed) from exc
 
 
 def _certificates(beside: Sequence[Path]) -> list[CertificateFacts]:

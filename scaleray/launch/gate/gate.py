@@ -77,7 +77,7 @@ def _command(evidence: Evidence, policy: str | Path | Mapping[str, Any] | None, 
     if evidence.study is not None:
         words += ["--study", study or evidence.study.folder]
     for certificate in evidence.certificates:
-        words += ["--certificate", certificate.name]
+        words += ["--certificates", certificate.name]
     return shlex.join([*words, "--gates", gate])
 
 
