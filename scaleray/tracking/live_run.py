@@ -215,10 +215,23 @@ class LiveFile:
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._write_now_and_then, name="scaleray-live", daemon=True)
 
+        self._before: bytes | None = None
+
     def start(self) -> None:
         """Write it now, and from now on."""
+        with contextlib.suppress(OSError):
+            self._before = self._path.read_bytes()
         self.write()
         self._thread.start()
+
+    def put_back(self) -> None:
+        """Leave the file as it was before `start`: the run did not go on."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._before is not None:
+            with contextlib.suppress(OSError):
+                self._path.write_bytes(self._before)
 
     def end(self) -> None:
         """Write it a last time."""

@@ -212,7 +212,8 @@ class Recorder(SignsOfLife):
 
         A resume that failed before its first step leaves the run and its files as they were.
         """
-        if self._is_continued and not self._has_new_steps and status != "FINISHED":
+        went_on = self._has_new_steps or not self._is_continued or status == "FINISHED"
+        if not went_on:
             status, metrics, tags, files = self._require_store().status_before or status, {}, {}, {}
         now = in_ms(time.time())
         if metrics:
@@ -229,7 +230,7 @@ class Recorder(SignsOfLife):
             (self.work_dir / name).write_text(text)
         self.log_files([str(self.work_dir / name) for name in ("steps.csv", *files)])
         self.publishing.end(status)
-        self.alerts.end()
+        self.alerts.end(went_on=went_on)
         self._writer.put(EndRun(status, now))
         self.spool.retry_now()  # a last time
         if not self._writer.wait_until_written():
@@ -238,7 +239,7 @@ class Recorder(SignsOfLife):
             )
         self._writer.close()
         self._live.end(status, tags.get("scaleray.verdict", ""))
-        self._live_file.end()
+        (self._live_file.end if went_on else self._live_file.put_back)()
         if self.note.key is not None:
             with contextlib.suppress(Exception):  # whatever MLflow raises: the run itself is complete
                 self._require_store().remove_twins(self.note.key)

@@ -119,13 +119,15 @@ class RunAlerts:
                     gpu = f"GPU {name.split('_')[1]} of {message.node}"
                     self._heard.append((gpus.ACTIVE, value / 100, now, gpu))
 
-    def end(self) -> None:
-        """Look a last time, at a run that has ended, and deliver what is left."""
+    def end(self, *, went_on: bool = True) -> None:
+        """Look a last time, at a run that has ended, and deliver what is left. went_on: False for a run that was to be
+        resumed and was not, whose end has been told of before."""
         self._is_over.set()
         if self._thread is None:
             return
         self._thread.join(timeout=END_WAIT_S)
-        self._guard(Watcher.ALERTS, lambda: self.look(time.time()), None)
+        if went_on:
+            self._guard(Watcher.ALERTS, lambda: self.look(time.time()), None)
         if self.raised:
             self._tell(LogArtifact(str(self._file)))
         until = time.monotonic() + END_WAIT_S

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError
@@ -15,6 +17,8 @@ from scaleray.training import worker
 
 class FakeRecorder:
     """Instead of the actor: is lost when told, and knows what it heard since it was spawned."""
+
+    published_as, description = None, SimpleNamespace(run_name="run")
 
     def __init__(self):
         self.actor, self.heard, self.spawned = object(), [], 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import random
@@ -209,7 +210,7 @@ class Inspector(KillAt):
             while frame.f_code is not loop._Run._take.__code__:
                 frame = frame.f_back
             found = frame.f_locals
-            self.loop, self.step_object = found["self"], found["step"]
+            self.loop, self.step_object = copy.copy(found["self"]), found["step"]  # the loop lets go of all at its end
 
 
 def test_everything_that_the_loop_keeps_between_steps_is_saved_or_known_to_be_no_state():
