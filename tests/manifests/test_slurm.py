@@ -87,7 +87,8 @@ def test_a_ray_that_does_not_start_is_a_failure_though_symmetric_run_ends_with_0
 
 @pytest.mark.parametrize(("preempted", "waits"), [("2026-11-23T22:10:40", True), ("None", False)])
 def test_a_job_that_is_preempted_waits_to_be_queued_again_and_one_that_is_cancelled_ends(tmp_path, preempted, waits):
-    body = "run_on_all_nodes bash -c 'kill -KILL $PPID; sleep 5'"
+    is_known = tmp_path / ".slurm" / "slurm-41234" / "pid"  # a command that is not yet known to run did not start
+    body = f"run_on_all_nodes bash -c 'until [ -s {is_known} ]; do sleep 0.05; done; kill -KILL $PPID; sleep 5'"
     done = sourced(tmp_path, body, PREEMPTED=preempted, PREEMPTED_WAIT_S="0.1")
     assert done.returncode == 137 and ("Slurm queues the job again" in done.stdout) is waits, done.stdout + done.stderr
 
