@@ -19,7 +19,8 @@ trap clean_up EXIT
 trap 'exit 130' INT TERM
 
 echo "== FROM: Debian bookworm with Python 3.11"
-mirror=$(sed -nE 's/^(URIs:|deb) +(http[^ ]+).*/\2/p' /etc/apt/sources.list /etc/apt/sources.list.d/* 2>/dev/null | sed -n 1p)
+mirror=$({ cat /etc/apt/sources.list /etc/apt/sources.list.d/* 2>/dev/null || true; } |
+  sed -nE 's/^(URIs:|deb) +(http[^ ]+).*/\2/p' | sed -n 1p)
 debootstrap --variant=minbase --include=python3.11,python3-venv,ca-certificates bookworm "$root" "${MIRROR:-$mirror}" >"$root.log" 2>&1 ||
   { tail -n 5 "$root.log"; exit 1; }
 rm -f "$root.log"

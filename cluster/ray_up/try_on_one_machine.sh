@@ -28,6 +28,7 @@ clean_up() {
   if [ "${#started[@]}" != 0 ]; then kill -9 "${started[@]}" 2>/dev/null; fi
   for node in n1 n2; do ip netns delete "$name-$node" 2>/dev/null; done
   ip link delete "$name" 2>/dev/null
+  rm -f "/tmp/ray/cluster-$name".{lock,state} # what `ray up` remembers of a list of machines
   wait 2>/dev/null
   if [ -z "${KEEP:-}" ]; then rm -rf "$work"; else echo "kept: $work"; fi
 }
@@ -47,6 +48,7 @@ start_machine() { # name, last number of its address
   ip -n "$name-$1" address add "$network.$2/24" dev eth0
   ip -n "$name-$1" link set eth0 up
   ip -n "$name-$1" link set lo up
+  ip -n "$name-$1" route add default via "$network.1" # by which Ray finds its own address
   mkdir -p "$work/$1/home/.ssh" "$work/$1/tmp"
   cp "$work/key.pub" "$work/$1/home/.ssh/authorized_keys"
   chmod -R go= "$work/$1/home/.ssh"
@@ -73,7 +75,7 @@ start_machine n2 12
 export HOME=$work/home RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 PYTHONPATH=$project
 ray get-auth-token --generate >/dev/null 2>&1
 sed -e "s/10\.0\.0\.1\$/$network.11/" -e "s/worker_ips: .*/worker_ips: [$network.12]/" -e 's/ssh_user: .*/ssh_user: root/' \
-  -e "s#ssh_private_key: .*#ssh_private_key: $work/key#" -e 's/^min_workers: .*/min_workers: 1/' -e 's/^max_workers: .*/max_workers: 1/' \
+  -e "s#ssh_private_key: .*#ssh_private_key: $work/key#" -e "s/^cluster_name: .*/cluster_name: $name/" \
   -e 's/--disable-usage-stats/--disable-usage-stats --num-cpus=3/' "$here/on_premise.yaml" >"$work/up.yaml"
 for _ in $(seq 50); do
   ssh -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR -i "$work/key" "root@$network.11" true 2>/dev/null && break
@@ -88,7 +90,7 @@ for _ in $(seq 30); do
   [ "$(nodes)" = 2 ] && break
   sleep 3
 done
-[ "$(nodes)" = 2 ] || { echo "failed: the second machine did not come" >&2; tail -n 30 "$work"/n1/tmp/ray/session_latest/logs/monitor.{log,out}; exit 1; }
+[ "$(nodes)" = 2 ] || { echo "failed: the second machine did not come" >&2; tail -n 30 "$work"/n1/tmp/ray/session_2*/logs/monitor.log; exit 1; }
 echo "ok   two machines, the second one started by the first over ssh"
 
 [ "$(stat -c %a "$work/n1/home/.ray/auth_token")$(stat -c %a "$work/n2/home/.ray/auth_token")" = 600600 ]

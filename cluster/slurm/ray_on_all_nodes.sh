@@ -36,7 +36,10 @@ run_on_all_nodes() {
   rm -f "$state/pid" "$state/code"
   head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' >"$state/token"
   export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$state/token"
-  if ! srun --ntasks-per-node=1 test -s "$state/token"; then
+  # does every node see it?
+  # ... and end what an earlier job of yours left on these nodes: where Slurm has no cgroups, it misses Ray's daemons
+  # shellcheck disable=SC2016 # for the shell on the nodes
+  if ! srun --ntasks-per-node=1 bash -c 'ray stop --force >/dev/null 2>&1; test -s "$0"' "$state/token"; then
     echo "$SCALERAY_CHECKPOINT__STORAGE_PATH is not seen by every node: name a shared folder in settings.sh" >&2
     return 1
   fi
@@ -47,6 +50,7 @@ run_on_all_nodes() {
   export RAY_USAGE_STATS_ENABLED=0
   export RAY_ADDRESS="$address:$port"
   export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=10 # of 30: Slurm kills what takes longer than KillWait
+  trap leave USR1 # before anything can send it
   # Ray on every node; where this one is the head, the command too. Its exit code is read from a file, as symmetric-run
   # ends with 0 where Ray does not start. The other nodes would take a minute to notice that the head is gone: --wait
   # shellcheck disable=SC2016 # for the shell on the head
@@ -55,7 +59,6 @@ run_on_all_nodes() {
     --num-cpus="${SLURM_CPUS_PER_TASK:-1}" --disable-usage-stats -- \
     bash -c '"$@" & echo $! >"$0/pid"; wait $! && code=0 || code=$?; echo $code >"$0/code"; exit $code' "$state" "$@" &
   step=$!
-  trap leave USR1
   interrupted=1
   while [ "$interrupted" = 1 ]; do # a signal ends `wait`, not what is waited for
     interrupted=0

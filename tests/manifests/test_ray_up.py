@@ -36,6 +36,7 @@ PLANTED = [
     ("the_dashboard_is_local", ALL, {"head_start_ray_commands.1": "RAY_AUTH_MODE=token ray start --head --port=6379 --dashboard-host=0.0.0.0"}),
     ("workers_find_the_head", ALL, {"worker_start_ray_commands.1": "RAY_AUTH_MODE=token ray start --address=$RAY_HEAD_IP:6380"}),
     ("workers_find_the_head", ALL, {"head_start_ray_commands.1": "RAY_AUTH_MODE=token ray start --head --port=6379"}),
+    ("workers_find_the_head", ("on_premise",), {"head_start_ray_commands.1": f"RAY_AUTH_MODE=token {START}"}),
     ("workers_find_the_head", ALL, {"worker_start_ray_commands.0": "chmod 600 ~/.ray/auth_token"}),
     ("versions_agree", CLOUDS, {"docker.image": "scaleray:latest"}),
     ("versions_agree", CLOUDS, {"docker.image": "rayproject/ray:2.60.0-py312"}),

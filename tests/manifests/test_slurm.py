@@ -33,6 +33,10 @@ def test_a_script_is_one_that_bash_can_read_and_stops_at_errors(path):
         assert "set -euo pipefail" in text and os.access(path, os.X_OK)
 
 
+UNTIL_KNOWN = 'until [ -s "$(dirname "$RAY_AUTH_TOKEN_PATH")/pid" ]; do sleep 0.1; done'
+"""In a command: wait until the job has written down its number."""
+
+
 def options(path: Path) -> dict[str, str]:
     return dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", path.read_text(), re.M))
 
@@ -59,7 +63,7 @@ def sourced(tmp_path: Path, body: str, **environment: str) -> subprocess.Complet
     for name, text in {
         "scontrol": 'echo "JobId=41234 PreemptTime=${PREEMPTED:-None} x"',
         "srun": 'while case "$1" in -*) true ;; *) false ;; esac; do shift; done; exec "$@"',
-        "ray": 'echo "ray $*" >>"$OUT"; while [ "$1" != -- ]; do shift; done; shift; [ -z "${DEAD:-}" ] || exit 0; exec "$@"',
+        "ray": 'echo "ray $*" >>"$OUT"; [ "$1" != stop ] || exit 0; while [ "$1" != -- ]; do shift; done; shift; [ -z "${DEAD:-}" ] || exit 0; exec "$@"',
     }.items():
         (tools / name).write_text(f"#!/bin/bash\n{text}\n")
         (tools / name).chmod(0o755)
@@ -76,6 +80,7 @@ def test_the_exit_code_of_the_command_is_that_of_the_job_and_nothing_stays(tmp_p
     assert done.returncode == 7, done.stderr
     said = (tmp_path / "out").read_text()
     assert "symmetric-run --address 10.0.0.9:21234 --min-nodes 2" in said  # a port by the job's number
+    assert said.startswith("ray stop --force\n")  # what a job before it left on the nodes, which are this one's alone
     assert list((tmp_path / ".slurm").iterdir()) == []
     assert sourced(tmp_path, "run_on_all_nodes true").returncode == 0
 
@@ -87,8 +92,7 @@ def test_a_ray_that_does_not_start_is_a_failure_though_symmetric_run_ends_with_0
 
 @pytest.mark.parametrize(("preempted", "waits"), [("2026-11-23T22:10:40", True), ("None", False)])
 def test_a_job_that_is_preempted_waits_to_be_queued_again_and_one_that_is_cancelled_ends(tmp_path, preempted, waits):
-    is_known = tmp_path / ".slurm" / "slurm-41234" / "pid"  # a command that is not yet known to run did not start
-    body = f"run_on_all_nodes bash -c 'until [ -s {is_known} ]; do sleep 0.05; done; kill -KILL $PPID; sleep 5'"
+    body = f"run_on_all_nodes bash -c '{UNTIL_KNOWN}; kill -KILL $PPID; sleep 5'"
     done = sourced(tmp_path, body, PREEMPTED=preempted, PREEMPTED_WAIT_S="0.1")
     assert done.returncode == 137 and ("Slurm queues the job again" in done.stdout) is waits, done.stdout + done.stderr
 
@@ -103,7 +107,9 @@ def test_the_token_is_new_long_and_for_its_owner_alone(tmp_path):
 def test_asked_to_leave_the_command_alone_gets_sigterm(tmp_path):
     command = tmp_path / "command.sh"
     command.write_text(
-        "trap 'echo asked; exit 1' TERM\nkill -USR1 $SHELL_OF_THE_JOB\nfor i in $(seq 300); do sleep 0.1; done\n"
+        "trap 'echo asked; exit 1' TERM\n"
+        + UNTIL_KNOWN
+        + "\nkill -USR1 $SHELL_OF_THE_JOB\nfor i in $(seq 300); do sleep 0.1; done\n"
     )
     done = sourced(
         tmp_path,

@@ -88,6 +88,8 @@ def workers_find_the_head(manifest: Manifest) -> Iterator[str]:
         yield "worker_start_ray_commands do not go to the port of head_start_ray_commands"
     if "--autoscaling-config=~/ray_bootstrap_config.yaml" not in head:
         yield "head_start_ray_commands: --autoscaling-config=~/ray_bootstrap_config.yaml is missing, no worker starts"
+    if (manifest.get("provider") or {}).get("type") == "local" and "RAY_enable_autoscaler_v2=0" not in head:
+        yield "head_start_ray_commands: without RAY_enable_autoscaler_v2=0 Ray 2.60 starts no machine of a list"
     for name, text in zip(STARTS, (head, worker), strict=True):
         if "ray stop" not in text:
             yield f"{name}: `ray stop` is missing before the start"
