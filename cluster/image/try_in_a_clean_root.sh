@@ -24,8 +24,9 @@ mirror=$({ cat /etc/apt/sources.list /etc/apt/sources.list.d/* 2>/dev/null || tr
 debootstrap --variant=minbase --include=python3.11,python3-venv,ca-certificates bookworm "$root" "${MIRROR:-$mirror}" >"$root.log" 2>&1 ||
   { tail -n 5 "$root.log"; exit 1; }
 rm -f "$root.log"
-for path in /etc/apt /etc/resolv.conf /etc/ssl /etc/pip.conf; do
-  if [ -e "$path" ]; then mkdir -p "$root$(dirname "$path")"; cp -rL "$path" "$root$(dirname "$path")/"; fi
+for path in /etc/apt/sources.list.d/* /etc/apt/apt.conf.d/* /etc/resolv.conf /etc/ssl/certs/ca-certificates.crt /etc/pip.conf; do
+  # never through a link of the new root's, which would lead back to this one
+  if [ -f "$path" ]; then mkdir -p "$root$(dirname "$path")"; cp -L --remove-destination "$path" "$root$path"; fi
 done
 mount --bind /dev "$root/dev"
 mount -t tmpfs tmpfs "$root/dev/shm"
@@ -57,7 +58,7 @@ echo "== as user 1000: versions, then a training on two workers"
 as_user() { inside HOME=/home/ray setpriv --reuid 1000 --regid 1000 --clear-groups bash -c "cd /app && /opt/entrypoint.sh $1"; }
 as_user "python -c 'import ray, torch; print(ray.__version__, torch.__version__)'" | tee "$root/tmp/versions"
 grep -q '^2.60.0 2.13.0' "$root/tmp/versions"
-as_user "train -c jobs/digits.yaml --scale.workers 2 --stop.after '1 epoch'"
+as_user "train -c jobs/digits.yaml --scale.workers 2 --stop.after '2 epochs'"
 if chroot "$root" setpriv --reuid 1000 --regid 1000 --clear-groups touch /opt/scaleray/x 2>/dev/null; then
   echo "failed: the user can change what is installed" >&2
   exit 1

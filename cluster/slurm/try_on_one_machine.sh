@@ -186,6 +186,11 @@ ended_with() { # job, seconds, exit code
 
 now() { # do not wait the two minutes that Slurm leaves a job that is queued again
   until_state "$1" 90 PENDING RUNNING
+  for _ in $(seq 60); do # what ran before must be gone from both nodes
+    if [ "$(num_idle)" = 2 ]; then break; fi
+    sleep 1
+  done
+  sleep 3
   scontrol update "jobid=$1" starttime=now 2>/dev/null || true
 }
 
@@ -255,7 +260,7 @@ try_sweep() {
   local job
   printf '%s\n' '--optimizer.learning-rate 1e-3' '--optimizer.learning-rate 3e-3' >"$work/sweep.txt"
   job=$(SWEEP=$work/sweep.txt sbatch --parsable --cpus-per-task=2 --mem=1000 --no-requeue --nodes=1 --array=1-2 \
-    --output="$work/%A-%a.out" "$here/sweep.sbatch" "${training[@]:0:2}" --scale.gpus-per-worker 0 --stop.after "1 epoch")
+    --output="$work/%A-%a.out" "$here/sweep.sbatch" "${training[@]:0:2}" --scale.gpus-per-worker 0 --stop.after "2 epochs")
   ended_with "${job}_1" 240 0
   ended_with "${job}_2" 240 0
   [ "$(records "$work/runs/sweep-$job-1" | wc -l)$(records "$work/runs/sweep-$job-2" | wc -l)" = 11 ]
