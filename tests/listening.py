@@ -74,13 +74,13 @@ def marked(command: list[str], environment: dict[str, str], **options) -> Iterat
 
 
 def processes(mark: str) -> list[psutil.Process]:
-    """Those of the command with this mark."""
-    found = []
+    """Those of the command with this mark, and all below them: some of Ray's write their title over the mark."""
+    found = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get(MARK) == mark:
-                found.append(process)
-    return found
+                found |= {process, *process.children(recursive=True)}
+    return [process for process in found if process.is_running()]
 
 
 def ports(mark: str) -> list[Port]:

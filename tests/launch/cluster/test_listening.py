@@ -157,7 +157,7 @@ def words(statuses):
     """What a port answers to somebody without a token."""
     if not statuses:
         return "nothing"  # gloo, torch's store, or gone before it was asked
-    if is_refused(statuses):
+    if is_refused(statuses) or set(statuses.values()) == {"401"}:
         return "a token is wanted"
     if set(statuses.values()) <= {"UNIMPLEMENTED", "UNAUTHENTICATED", *NOT_GRPC}:
         return "too busy to answer"
