@@ -185,6 +185,7 @@ def other_type(rank: int, world_size: int) -> None:
 
 def sleeps(rank: int, world_size: int) -> None:
     all_reduce(4)
+    meet(world_size)
     if rank == 1:
         time.sleep(600)  # asleep in user code
     all_reduce()
@@ -192,6 +193,7 @@ def sleeps(rank: int, world_size: int) -> None:
 
 def holds_the_lock(rank: int, world_size: int) -> None:
     all_reduce(4)
+    meet(world_size)
     if rank == 1:
         ctypes.PyDLL(None).sleep(600)  # a PyDLL does not let go of Python's lock
     all_reduce()
