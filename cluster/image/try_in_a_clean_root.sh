@@ -24,10 +24,12 @@ mirror=$({ cat /etc/apt/sources.list /etc/apt/sources.list.d/* 2>/dev/null || tr
 debootstrap --variant=minbase --include=python3.11,python3-venv,ca-certificates bookworm "$root" "${MIRROR:-$mirror}" >"$root.log" 2>&1 ||
   { tail -n 5 "$root.log"; exit 1; }
 rm -f "$root.log"
-for path in /etc/apt/sources.list.d/* /etc/apt/apt.conf.d/* /etc/resolv.conf /etc/ssl/certs/ca-certificates.crt /etc/pip.conf; do
+for path in /etc/apt/sources.list.d/* /etc/apt/apt.conf.d/* /etc/resolv.conf /etc/pip.conf; do
   # never through a link of the new root's, which would lead back to this one
   if [ -f "$path" ]; then mkdir -p "$root$(dirname "$path")"; cp -L --remove-destination "$path" "$root$path"; fi
 done
+# certificates that this machine trusts: those of the new root are made anew with its packages
+cp -L /etc/ssl/certs/ca-certificates.crt "$root/opt/certificates.crt"
 mount --bind /dev "$root/dev"
 mount -t tmpfs tmpfs "$root/dev/shm"
 mount -t proc proc "$root/proc"
@@ -35,7 +37,9 @@ wheels=${PIP_FIND_LINKS:-} # a folder of wheels that pip of this machine looks i
 if [ -d "$wheels" ]; then mkdir -p "$root$wheels"; mount --bind "$wheels" "$root$wheels"; fi
 inside() { chroot "$root" /usr/bin/env -i PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin "${passed_on[@]}" "$@"; }
 passed_on=(PIP_NO_CACHE_DIR=1 RAY_USAGE_STATS_ENABLED=0 PYTHONUNBUFFERED=1)
-while IFS= read -r line; do passed_on+=("$line"); done < <(env | grep -E '^(PIP_|https?_proxy|no_proxy|SSL_|REQUESTS_)' || true)
+while IFS= read -r line; do passed_on+=("$line"); done < <(env | grep -iE '^(PIP_|https?_proxy=|no_proxy=)' | grep -v '^PIP_CERT=' || true)
+if [ -n "${CPU_WHEELS:-}" ]; then passed_on+=("CPU_WHEELS=$CPU_WHEELS"); fi # an index of torch's CPU wheels that is reached from here
+passed_on+=(PIP_CERT=/opt/certificates.crt SSL_CERT_FILE=/opt/certificates.crt REQUESTS_CA_BUNDLE=/opt/certificates.crt)
 inside python3.11 -m venv /usr/local
 
 # each COPY and RUN of the Dockerfile, as it stands there

@@ -106,7 +106,7 @@ grep -q "accuracy" "$work/train.log"
 echo "ok   a training on both"
 
 ray down --yes "$work/up.yaml" >"$work/down.log" 2>&1 || { tail -n 40 "$work/down.log"; exit 1; }
-for _ in $(seq 30); do
+for _ in $(seq 120); do # `ray down` stops the head; the others notice after a minute
   left=$(for node in n1 n2; do ip netns pids "$name-$node"; done | xargs -r -n1 ps -o comm= -p 2>/dev/null | grep -Ec 'raylet|gcs_server' || true)
   [ "$left" = 0 ] && break
   sleep 1
