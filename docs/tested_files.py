@@ -25,16 +25,13 @@ BUILT = (
     "built by kubectl kustomize",
     "test_kubernetes.py::test_kustomize_builds_a_folder_whose_objects_keep_schemas_and_rules",
 )
-ON_SLURM = (
-    "**run** on a Slurm of two nodes (slow): training, exit codes, leaving, preemption",
-    "test_slurm.py::test_the_scripts_run_on_a_slurm_of_two_nodes",
-)
+ON_SLURM = ("**run** on a Slurm of two nodes (slow)", "test_slurm.py::test_the_scripts_run_on_a_slurm_of_two_nodes")
 SWEPT = (
-    "a slow test runs it on that Slurm; not run yet",
+    "**run** on a Slurm of two nodes, one a task (slow)",
     "test_slurm.py::test_the_scripts_run_on_a_slurm_of_two_nodes",
 )
 OVER_SSH = (
-    "a slow test runs it over ssh on two machines of one's own making; seen as far as the first one's setup",
+    "**run** over ssh on two machines of one's own making (slow): up, token, training; not yet to the end of `ray down`",
     "test_ray_up.py::test_ray_up_starts_two_machines_over_ssh_and_ends_them",
 )
 BY_RAY = (
@@ -44,7 +41,7 @@ BY_RAY = (
 UP_RULES = ("6 rules of ours", "test_ray_up.py::test_it_keeps_every_rule")
 UP_PLANTED = ("planted faults, all found", "test_ray_up.py::test_every_planted_fault_is_found_by_its_rule")
 IN_A_ROOT = (
-    "a slow test runs its steps in a clean Debian; not run yet",
+    "a slow test runs its steps in a clean Debian; seen as far as the first",
     "test_image.py::test_the_steps_of_the_image_run_in_a_clean_root",
 )
 ENTRY = ("**run**", "test_image.py::test_the_entry_point_starts_scaleray_unless_told_otherwise")
