@@ -140,6 +140,8 @@ def run_command(arguments: list[str]) -> int:
             raise
         return _fail(f"{type(missing).__name__}: {missing}", missing.exit_code)
     except SystemExit as exc:  # raised by user code, in a place that nobody thought of: nothing of ours calls it
+        if isinstance(exc.__context__, BrokenPipeError):  # but rich does, where the reader has gone, as `| head` does
+            return 1
         return _fail(f"RunFailedError: the command was ended by a call of sys.exit({exc.code!r}) before it was done", 1)
     except KeyboardInterrupt:
         return _fail("stopped; the MLflow run is marked KILLED", 1)
