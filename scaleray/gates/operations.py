@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from scaleray.gates.answer import Answer, Check, GateResult, gate_of
 from scaleray.gates.policy import OperationsPolicy
+from scaleray.records.alerts import Alert
 from scaleray.records.run import RunRecord
 
 GATE = "operations"
 
 
-def operations_gate(
-    run: RunRecord, *, alerts: Sequence[Mapping[str, object]] | None, policy: OperationsPolicy
-) -> GateResult:
-    """The gate's checks. alerts: those that the run raised, with `name` and `severity`; None: nobody looked."""
+def operations_gate(run: RunRecord, *, alerts: Sequence[Alert] | None, policy: OperationsPolicy) -> GateResult:
+    """The gate's checks. alerts: those that the run raised; None: nobody looked."""
     finished: Answer = "pass" if run.status == "FINISHED" else "fail"
     checks = [Check(what="the run has finished", answer=finished, words=f"{run.status}: {run.verdict}")]
     if policy.max_nonfinite_steps is not None:
@@ -35,11 +34,11 @@ def operations_gate(
     return gate_of(GATE, checks)
 
 
-def _alerts(alerts: Sequence[Mapping[str, object]] | None, severities: Sequence[str]) -> Check:
+def _alerts(alerts: Sequence[Alert] | None, severities: Sequence[str]) -> Check:
     what = f"no alert that is {' or '.join(severities)}"
     if alerts is None:
         return Check(what=what, answer="inconclusive", words="the run recorded no alerts")
-    found = [str(alert.get("name")) for alert in alerts if alert.get("severity") in severities]
+    found = [alert.name for alert in alerts if alert.severity in severities]
     if found:
         return Check(what=what, answer="fail", words=", ".join(sorted(set(found))), numbers={"alerts": len(found)})
     return Check(what=what, answer="pass", words=f"{len(alerts)} alerts in all")

@@ -21,6 +21,7 @@ from scaleray.gates.policy import (
     ScalingPolicy,
 )
 from scaleray.gates.scaling import scaling_gate
+from scaleray.records.alerts import Alert
 from scaleray.records.profile import Goodput, RunProfile
 from scaleray.records.study import Estimate
 from tests import study_examples
@@ -258,7 +259,7 @@ class TestOperations:
         [
             ({"status": "FAILED"}, [], {}),
             ({"nonfinite_steps": 3}, [], {}),
-            ({}, [{"name": "loss spike", "severity": "critical"}], {}),
+            ({}, [Alert("loss spike", "critical", "firing", 0.0, 9.0, "it rose")], {}),
             ({"derived": {"checkpoint_every_steps": 1000}, "step_time_s": 2.0}, [], {"max_checkpoint_interval_s": 600}),
             ({"peak_memory_bytes": [75, 79], "memory": [{"device_bytes": 80}] * 2}, [], {"min_memory_headroom": 0.05}),
         ],

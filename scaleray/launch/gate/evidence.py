@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from scaleray.config.base import Target
 from scaleray.config.decides import Decides, decides
@@ -17,6 +16,7 @@ from scaleray.gates.equality import CertificateFacts
 from scaleray.gates.fingerprint import facts_of_environment
 from scaleray.launch.session.conditions import digest, training_of
 from scaleray.parsing import load_json
+from scaleray.records.alerts import ALERTS_FILE, Alert, parse_alerts
 from scaleray.records.json_record import jsonable, leaves
 from scaleray.records.read import FILE, read_record
 from scaleray.records.run import RunRecord
@@ -24,7 +24,6 @@ from scaleray.records.study import StudyRecord
 from scaleray.tracking.find_record import FoundRun, find_run
 
 CERTIFICATE = "certificate.json"
-ALERTS = "alerts.jsonl"
 MOST_NEIGHBOURS = 500
 """Most folders beside a run's own that are looked at for its repeats, certificates and studies, the newest first."""
 
@@ -102,12 +101,11 @@ def target_of(run: RunRecord) -> Target | None:
     return None
 
 
-def alerts_of(found: FoundRun) -> list[dict[str, Any]] | None:
-    """The alerts that a run raised; None where it recorded none, not even that there were none."""
-    if found.folder is None or not (path := found.folder / ALERTS).is_file():
+def alerts_of(found: FoundRun) -> list[Alert] | None:
+    """What a run told of its alerts; None where it recorded none, not even that there were none."""
+    if found.folder is None or not (path := found.folder / ALERTS_FILE).is_file():
         return None
-    lines = path.read_text(errors="replace").splitlines()
-    return [value for line in lines if line.strip() and isinstance(value := load_json(line), dict)]
+    return parse_alerts(path.read_text(errors="replace"))
 
 
 def _neighbours(found: FoundRun) -> list[Path]:
