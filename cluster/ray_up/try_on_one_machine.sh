@@ -9,12 +9,50 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 project=$(cd "$here/../.." && pwd)
 environment=$(dirname "$(dirname "$(command -v python)")")
-for program in ip nsenter unshare ssh ssh-keygen rsync python ray; do
-  command -v "$program" >/dev/null || { echo "skipped: $program is not installed"; exit 75; }
-done
+# machines of one's own making: each has a network address, a process table, mounts and a host name of its own
+need() { # programs; exit code 75 says that this cannot be tried here
+  local program
+  for program in "$@"; do
+    command -v "$program" >/dev/null || { echo "skipped: $program is not installed"; exit 75; }
+  done
+  [ "$(id -u)" = 0 ] || { echo "skipped: network namespaces need root"; exit 75; }
+}
+
+make_network() { # name of at most 10 letters, first three numbers of its addresses
+  ip link add "$1" type bridge 2>/dev/null || { echo "skipped: no network can be made here"; exit 75; }
+  ip address add "$2.1/24" dev "$1"
+  ip link set "$1" up
+}
+
+add_to_network() { # its name, its addresses, machine, last number of the machine's address
+  ip netns add "$1-$3"
+  ip link add "$1$3" type veth peer name eth0 netns "$1-$3"
+  ip link set "$1$3" master "$1" up
+  ip -n "$1-$3" address add "$2.$4/24" dev eth0
+  ip -n "$1-$3" link set eth0 up
+  ip -n "$1-$3" link set lo up
+  ip -n "$1-$3" route add default via "$2.1" # by which Ray finds its own address
+}
+
+run_machine() { # network, machine, command: with a process table and mounts of its own
+  local network=$1 machine=$2
+  shift 2
+  nsenter --net="/run/netns/$network-$machine" unshare --pid --fork --kill-child --mount-proc --uts "$@"
+}
+
+remove_network() { # name, machines; what runs there ends
+  local network=$1 machine process
+  shift
+  for machine in "$@"; do
+    for process in $(ip netns pids "$network-$machine" 2>/dev/null); do kill -9 "$process" 2>/dev/null; done
+    ip netns delete "$network-$machine" 2>/dev/null
+  done
+  ip link delete "$network" 2>/dev/null
+}
+
+need ip nsenter unshare ssh ssh-keygen rsync python ray
 sshd=$(command -v sshd || echo /usr/sbin/sshd)
 [ -x "$sshd" ] || { echo "skipped: sshd is not installed"; exit 75; }
-[ "$(id -u)" = 0 ] || { echo "skipped: network namespaces need root"; exit 75; }
 
 work=$(mktemp -d /var/tmp/scaleray-up.XXXXXX)
 name=su$$
@@ -22,12 +60,8 @@ network=10.214.$(($$ % 250))
 started=()
 clean_up() {
   set +e
-  for node in n1 n2; do
-    for process in $(ip netns pids "$name-$node" 2>/dev/null); do kill -9 "$process" 2>/dev/null; done
-  done
+  remove_network "$name" n1 n2
   if [ "${#started[@]}" != 0 ]; then kill -9 "${started[@]}" 2>/dev/null; fi
-  for node in n1 n2; do ip netns delete "$name-$node" 2>/dev/null; done
-  ip link delete "$name" 2>/dev/null
   rm -f "/tmp/ray/cluster-$name".{lock,state} # what `ray up` remembers of a list of machines
   wait 2>/dev/null
   if [ -z "${KEEP:-}" ]; then rm -rf "$work"; else echo "kept: $work"; fi
@@ -35,20 +69,12 @@ clean_up() {
 trap clean_up EXIT
 trap 'exit 130' INT TERM
 
-ip link add "$name" type bridge 2>/dev/null || { echo "skipped: no network can be made here"; exit 75; }
-ip address add "$network.1/24" dev "$name"
-ip link set "$name" up
+make_network "$name" "$network"
 mkdir -p "$work/home/.ssh" "$work/home/.ray" /run/sshd
 ssh-keygen -q -t ed25519 -N '' -f "$work/key"
 ssh-keygen -q -t ed25519 -N '' -f "$work/host_key"
 start_machine() { # name, last number of its address
-  ip netns add "$name-$1"
-  ip link add "$name$1" type veth peer name eth0 netns "$name-$1"
-  ip link set "$name$1" master "$name" up
-  ip -n "$name-$1" address add "$network.$2/24" dev eth0
-  ip -n "$name-$1" link set eth0 up
-  ip -n "$name-$1" link set lo up
-  ip -n "$name-$1" route add default via "$network.1" # by which Ray finds its own address
+  add_to_network "$name" "$network" "$1" "$2"
   mkdir -p "$work/$1/home/.ssh" "$work/$1/tmp"
   cp "$work/key.pub" "$work/$1/home/.ssh/authorized_keys"
   chmod -R go= "$work/$1/home/.ssh"
@@ -57,7 +83,7 @@ start_machine() { # name, last number of its address
   printf 'export PYTHONPATH=%s OMP_NUM_THREADS=1\n' "$project" >"$work/$1/home/.bashrc"
   cp "$work/$1/home/.bashrc" "$work/$1/home/.profile"
   # shellcheck disable=SC2016 # for the shell inside
-  nsenter --net="/run/netns/$name-$1" unshare --pid --fork --mount-proc --uts bash -c '
+  run_machine "$name" "$1" bash -c '
     set -e
     hostname "$1"
     mount --bind "$2/$1/passwd" /etc/passwd

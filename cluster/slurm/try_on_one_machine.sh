@@ -12,10 +12,48 @@ python=$(command -v python)
 export VIRTUAL_ENV=${VIRTUAL_ENV:-$(dirname "$(dirname "$python")")}
 export PYTHONPATH=$project${PYTHONPATH:+:$PYTHONPATH}
 
-for program in slurmctld slurmd sbatch scontrol munged ip nsenter unshare ray; do
-  command -v "$program" >/dev/null || { echo "skipped: $program is not installed"; exit 75; }
-done
-[ "$(id -u)" = 0 ] || { echo "skipped: network namespaces need root"; exit 75; }
+# machines of one's own making: each has a network address, a process table, mounts and a host name of its own
+need() { # programs; exit code 75 says that this cannot be tried here
+  local program
+  for program in "$@"; do
+    command -v "$program" >/dev/null || { echo "skipped: $program is not installed"; exit 75; }
+  done
+  [ "$(id -u)" = 0 ] || { echo "skipped: network namespaces need root"; exit 75; }
+}
+
+make_network() { # name of at most 10 letters, first three numbers of its addresses
+  ip link add "$1" type bridge 2>/dev/null || { echo "skipped: no network can be made here"; exit 75; }
+  ip address add "$2.1/24" dev "$1"
+  ip link set "$1" up
+}
+
+add_to_network() { # its name, its addresses, machine, last number of the machine's address
+  ip netns add "$1-$3"
+  ip link add "$1$3" type veth peer name eth0 netns "$1-$3"
+  ip link set "$1$3" master "$1" up
+  ip -n "$1-$3" address add "$2.$4/24" dev eth0
+  ip -n "$1-$3" link set eth0 up
+  ip -n "$1-$3" link set lo up
+  ip -n "$1-$3" route add default via "$2.1" # by which Ray finds its own address
+}
+
+run_machine() { # network, machine, command: with a process table and mounts of its own
+  local network=$1 machine=$2
+  shift 2
+  nsenter --net="/run/netns/$network-$machine" unshare --pid --fork --kill-child --mount-proc --uts "$@"
+}
+
+remove_network() { # name, machines; what runs there ends
+  local network=$1 machine process
+  shift
+  for machine in "$@"; do
+    for process in $(ip netns pids "$network-$machine" 2>/dev/null); do kill -9 "$process" 2>/dev/null; done
+    ip netns delete "$network-$machine" 2>/dev/null
+  done
+  ip link delete "$network" 2>/dev/null
+}
+
+need slurmctld slurmd sbatch scontrol munged ip nsenter unshare ray
 
 work=$(mktemp -d /var/tmp/scaleray-slurm.XXXXXX)
 name=sr$$
@@ -27,32 +65,16 @@ clean_up() {
   if [ "${#started[@]}" != 0 ]; then kill "${started[@]}" 2>/dev/null; fi
   sleep 1
   if [ "${#started[@]}" != 0 ]; then kill -9 "${started[@]}" 2>/dev/null; fi
-  for node in n1 n2; do
-    # what a process table still holds ends with its first process
-    if [ -s "$work/$node/init" ]; then kill -9 "$(cat "$work/$node/init")" 2>/dev/null; fi
-    ip netns delete "$name-$node" 2>/dev/null
-  done
-  ip link delete "$name" 2>/dev/null
+  remove_network "$name" n1 n2
   wait 2>/dev/null
   if [ -z "${KEEP:-}" ]; then rm -rf "$work"; else echo "kept: $work"; fi
 }
 trap clean_up EXIT
 trap 'exit 130' INT TERM
 
-ip link add "$name" type bridge 2>/dev/null || { echo "skipped: no network can be made here"; exit 75; }
-ip address add "$network.1/24" dev "$name"
-ip link set "$name" up
-add_network() { # node, last number of its address
-  ip netns add "$name-$1"
-  ip link add "$name$1" type veth peer name eth0 netns "$name-$1"
-  ip link set "$name$1" master "$name" up
-  ip -n "$name-$1" address add "$network.$2/24" dev eth0
-  ip -n "$name-$1" link set eth0 up
-  ip -n "$name-$1" link set lo up
-  mkdir -p "$work/$1/tmp"
-}
-add_network n1 11
-add_network n2 12
+make_network "$name" "$network"
+add_to_network "$name" "$network" n1 11
+add_to_network "$name" "$network" n2 12
 printf '127.0.0.1 localhost\n%s.11 n1\n%s.12 n2\n' "$network" "$network" >"$work/hosts"
 
 mkdir -p "$work/state" "$work/munge"
@@ -103,9 +125,9 @@ export SLURM_CONF=$work/slurm.conf
 slurmctld -D -i >"$work/controller.out" 2>&1 &
 started+=("$!")
 start_node() {
-  mkdir -p "$work/$1/spool" "$work/$1/shm"
+  mkdir -p "$work/$1/spool" "$work/$1/tmp"
   # shellcheck disable=SC2016 # for the shell inside
-  nsenter --net="/run/netns/$name-$1" unshare --pid --fork --mount-proc --uts bash -c '
+  run_machine "$name" "$1" bash -c '
     hostname "$1"
     mount --bind "$2/hosts" /etc/hosts
     mount --bind "$2/$1/tmp" /tmp
@@ -113,8 +135,6 @@ start_node() {
     slurmd -D -N "$1" -f "$2/slurm.conf" & # not by exec: the first process of a table must reap the others
     wait' node "$1" "$work" >"$work/$1/out" 2>&1 &
   started+=("$!")
-  sleep 1
-  pgrep -P "$!" -f 'slurmd|bash' | head -n 1 >"$work/$1/init" || true
 }
 start_node n1
 start_node n2

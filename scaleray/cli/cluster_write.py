@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from scaleray.cli.output import print_json
 
-Kind = Literal["all", "kubernetes", "slurm", "ray-up", "image", "skypilot"]
+Kind = Literal["all", "local", "kubernetes", "slurm", "ray-up", "image", "skypilot"]
 FOLDER = Path("cluster")
 
 

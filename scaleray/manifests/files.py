@@ -13,7 +13,14 @@ from scaleray.errors import StorageError, UsageError
 from scaleray.manifests import versions
 from scaleray.manifests.wanted import Wanted
 
-KINDS = {"kubernetes": "kubernetes", "slurm": "slurm", "ray-up": "ray_up", "image": "image", "skypilot": "skypilot"}
+KINDS = {
+    "local": "local",
+    "kubernetes": "kubernetes",
+    "slurm": "slurm",
+    "ray-up": "ray_up",
+    "image": "image",
+    "skypilot": "skypilot",
+}
 """Kinds of cluster, and the folder of `cluster/` that each has."""
 SUFFIX = ".in"
 PARTS = "_"

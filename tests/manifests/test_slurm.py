@@ -15,7 +15,7 @@ from cluster_files import CLUSTER, ROOT
 from scaleray.manifests.files import files, write
 from scaleray.manifests.wanted import Wanted
 
-SCRIPTS = sorted(path for path in CLUSTER.rglob("*") if path.suffix in (".sh", ".sbatch") and "local" not in path.parts)
+SCRIPTS = sorted(path for path in CLUSTER.rglob("*") if path.suffix in (".sh", ".sbatch"))
 BATCH = sorted((CLUSTER / "slurm").glob("*.sbatch"))
 
 
