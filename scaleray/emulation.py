@@ -124,12 +124,6 @@ def busy_s(intervals: Iterable[Interval]) -> float:
     return total
 
 
-def overlap_s(left: Iterable[Interval], right: Iterable[Interval]) -> float:
-    """Seconds in which one of `left` and one of `right` run at the same time."""
-    left, right = list(left), list(right)
-    return busy_s(left) + busy_s(right) - busy_s([*left, *right])
-
-
 class EmulatedLayer(nn.Module):
     """Residual layer (..., width) -> (..., width) that takes the time of `timing` and next to no arithmetic.
 

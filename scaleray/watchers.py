@@ -67,10 +67,6 @@ class Guard:
                 self._tell(_sentence(watcher, part, exc), exc)
             return otherwise
 
-    def has_failed(self, watcher: Watcher) -> bool:
-        """Whether a watcher, or a part of it, is not called any more."""
-        return any(failed is watcher for failed, _ in self._failed)
-
     def wrapped(self, watcher: Watcher, function: Callable[..., Any]) -> Callable[..., None]:
         """A function whose result nobody needs, guarded."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +112,6 @@ def peft_name(name: str) -> str:
     """Name of an adapter's parameter in peft's file. name: in the model's state dict."""
     layer, _, last = name.rpartition(".")
     return f"{BEFORE}{layer}.{OWN[last]}"
-
-
-def adapters_of(names: Iterable[str]) -> set[str]:
-    """Those of a model's tensors that are adapters."""
-    return {name for name in names if name.rpartition(".")[2] in OWN}
 
 
 def _layer(name: str) -> str:

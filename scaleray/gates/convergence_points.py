@@ -9,16 +9,13 @@ Source: MLPerf Training rules, section Reference Convergence Points; mlperf-logg
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 import numpy as np
 from scipy.stats import t
 
-Found = Literal["point", "interpolated", "smaller than all", "larger than all"]
 ALPHA = 0.05
 LEAST_REFERENCE = 4
 """Smallest number of runs of a reference point: two are left when the best and the worst are out."""
@@ -34,18 +31,11 @@ class ReferencePoint:
     """Standard deviation of all its runs, divided by n."""
     number: int
     """Runs that the mean is of: without those left out."""
-    efforts: tuple[float, ...] = field(default=(), repr=False)
 
     @classmethod
     def of(cls, batch_size: int, efforts: Sequence[float], *, left_out: int = 1) -> ReferencePoint:
         """The point of these runs. left_out: number of best and of worst runs that the mean leaves out."""
-        return cls(
-            batch_size,
-            olympic(efforts, left_out=left_out),
-            float(np.std(efforts)),
-            len(efforts) - 2 * left_out,
-            tuple(sorted(efforts)),
-        )
+        return cls(batch_size, olympic(efforts, left_out=left_out), float(np.std(efforts)), len(efforts) - 2 * left_out)
 
     def slowest_allowed(self, submitted: int, *, alpha: float = ALPHA) -> float:
         """The smallest mean that `submitted` runs may have, the left out ones not counted."""
@@ -57,40 +47,3 @@ class ReferencePoint:
 def olympic(efforts: Sequence[float], *, left_out: int = 1) -> float:
     """Mean without the `left_out` best and worst."""
     return float(np.mean(sorted(efforts)[left_out : len(efforts) - left_out]))
-
-
-def pruned(points: Sequence[ReferencePoint]) -> list[ReferencePoint]:
-    """The points that a test may use, by batch size: none below the batch size that needs least, and none that needs
-    more than the line between its neighbours. A point that goes is looked for once, as in MLPerf's own code, so that
-    what is left need not be convex."""
-    kept = sorted(points, key=lambda point: point.batch_size)
-    fastest = min(kept, key=lambda point: point.mean)
-    kept = [point for point in kept if point.batch_size >= fastest.batch_size]
-    at = 1
-    while at < len(kept) - 1:
-        before, point, after = kept[at - 1 : at + 2]
-        if point.mean > _between(point.batch_size, before, after).mean:
-            del kept[at]
-        else:
-            at += 1
-    return kept
-
-
-def point_at(batch_size: int, points: Sequence[ReferencePoint], *, number: int) -> tuple[ReferencePoint, Found]:
-    """The reference for a batch size: its own point, the line between its neighbours (`number`: runs that such a point
-    counts for), or the nearest end."""
-    found = sorted(points, key=lambda point: point.batch_size)
-    for point in found:
-        if point.batch_size == batch_size:
-            return point, "point"
-    for low, high in itertools.pairwise(found):
-        if low.batch_size < batch_size < high.batch_size:
-            between = _between(batch_size, low, high)
-            return ReferencePoint(batch_size, between.mean, between.stdev, number), "interpolated"
-    return (found[0], "smaller than all") if batch_size < found[0].batch_size else (found[-1], "larger than all")
-
-
-def _between(batch_size: int, low: ReferencePoint, high: ReferencePoint) -> ReferencePoint:
-    share = (batch_size - low.batch_size) / (high.batch_size - low.batch_size)
-    mean = low.mean + share * (high.mean - low.mean)
-    return ReferencePoint(batch_size, mean, low.stdev + share * (high.stdev - low.stdev), low.number)

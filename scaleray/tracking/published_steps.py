@@ -21,7 +21,7 @@ class PublishedSteps:
     """Brings the rows of a file to a store. Raises OSError."""
 
     def __init__(self, path: Path, store: Store) -> None:
-        self.store, self._path = store, path
+        self._store, self._path = store, path
         self._ends: list[int] = []
         """Where in the file each part that was sent ends."""
         self._version = -1
@@ -42,22 +42,29 @@ class PublishedSteps:
         # rows come after those before them, for a kill in between; but a whole file that another process left must not
         # become its first part before the others are there
         for number, piece in numbered if is_known else reversed(numbered):
-            self.store.write(_part(self._path.name, number), [piece])
+            self._store.write(_part(self._path.name, number), [piece])
         if not is_known:
             self._remove_parts(after=len(pieces) - 1)
         self._ends, self._version = ends, version
 
     def join(self) -> None:
         """Put the whole file in place of its parts, if it has any."""
-        if _parts(self.store, self._path.name):
-            self.store.write(self._path.name, [self._path.read_bytes()])
+        if _parts(self._store, self._path.name):
+            self._store.write(self._path.name, [self._path.read_bytes()])
             self._remove_parts(after=0)
             self._version = -1
 
+    def send_beside(self, path: Path) -> None:
+        """Bring the store another file of the run, whole; or take it away there, where it is gone here."""
+        if path.exists():
+            self._store.write(path.name, [path.read_bytes()])
+        else:
+            self._store.delete(path.name)
+
     def _remove_parts(self, *, after: int) -> None:
-        for number, name in _parts(self.store, self._path.name):
+        for number, name in _parts(self._store, self._path.name):
             if number > after:
-                self.store.delete(name)
+                self._store.delete(name)
 
 
 def read(store: Store, name: str) -> bytes:

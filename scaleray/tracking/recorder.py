@@ -251,18 +251,15 @@ class Recorder(SignsOfLife):
             return f"{self.steps.path} cannot be written"
         if self.spool.problem:
             return self.spool.problem
-        if self._published:
-            store = self._published.store
-            try:
-                if not self.note.is_complete and (self._has_new_steps or not self._is_continued):
-                    self.note.write(self.spool.store)
-                self._published.send(self.steps.version)
-                if self.spool.path.exists():
-                    store.write(self.spool.path.name, [self.spool.path.read_bytes()])
-                else:
-                    store.delete(self.spool.path.name)
-            except OSError as exc:
-                return str(exc)
+        if self._published is None:
+            return None
+        try:
+            if not self.note.is_complete and (self._has_new_steps or not self._is_continued):
+                self.note.write(self.spool.store)
+            self._published.send(self.steps.version)
+            self._published.send_beside(self.spool.path)
+        except OSError as exc:
+            return str(exc)
         return None
 
     def _take_item(self, item: WorkerMessage | Operation) -> None:
@@ -279,7 +276,7 @@ class Recorder(SignsOfLife):
         self._look(partial(self.alerts.hear, message), None, part="alerts")
         if isinstance(message, StepRecord):
             if message.step != self._previous_step + 1:
-                self._go_on_after(message.step - 1)
+                self.recovery.go_on_after(message.step - 1, flush=self._flush)
             self._previous_step = message.step
             is_new = message.step > self.steps.last_step
             self._take_step(message, is_new=is_new)
@@ -307,7 +304,7 @@ class Recorder(SignsOfLife):
         elif isinstance(message, EventRecord):
             if message.kind == "resumed" and message.step is not None:
                 self._resumed_after[message.recorded_at] = message.step  # a message may arrive twice
-                self._go_on_after(message.step)
+                self.recovery.go_on_after(message.step, flush=self._flush)
             if message.text in self._events:
                 return
             self._events.append(message.text)
@@ -327,13 +324,6 @@ class Recorder(SignsOfLife):
         if is_new:
             self.steps.add(record)
         self.points.add_step(record, num_nonfinite=self.steps.num_nonfinite)
-
-    def _go_on_after(self, step: int) -> None:
-        """Mend steps.csv up to this step, after which training begins, for the first time or again: the steps before
-        are all that is known of them."""
-        if self.steps.lacks(max(step, self.steps.last_step)):
-            self._flush()
-            self.recovery.mend_steps(step)
 
     def _flush_guarded(self) -> str | None:
         problem: str | None = self._look(self._flush, "steps or points could not be written")

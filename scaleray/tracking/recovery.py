@@ -96,6 +96,13 @@ class Recovery:
         )
         return [LogMetrics(lacking)]
 
+    def go_on_after(self, step: int, *, flush: Callable[[], None]) -> None:
+        """Mend steps.csv up to this step, after which training begins, for the first time or again: the steps before
+        are all that is known of them. flush: writes what has arrived, before the file is read."""
+        if self.steps.lacks(max(step, self.steps.last_step)):
+            flush()
+            self.mend_steps(step)
+
     def mend_steps(self, after: int) -> None:
         """Give steps.csv back what it lacks up to the step after which training goes on, as far as MLflow has it."""
         lacks = self.steps.lacks(after)

@@ -177,11 +177,6 @@ class ParentRun:
                 status="FAILED" if trial.status in BROKEN else "FINISHED",
             )
 
-    def log_progress(self, values: Mapping[str, float], *, step: int) -> None:
-        """Write metrics of the parent under `progress/`, such as the number of finished trials. Returns at once."""
-        now = time.time()
-        self._write_values([(f"progress/{safe_name(key)}", float(value), step, now) for key, value in values.items()])
-
     def identify(self, record: Record, *, timeout_s: float = LONGEST_WAIT_S) -> Record:
         """The record with where it is in MLflow, for its file: link and run ids, "" for what MLflow has not taken.
 

@@ -1,6 +1,5 @@
 """What each gate answers, on records with planted faults: nothing passes that lacks its evidence."""
 
-import copy
 import dataclasses
 
 import numpy as np
@@ -25,27 +24,9 @@ from scaleray.records.alerts import Alert
 from scaleray.records.profile import Goodput, RunProfile
 from scaleray.records.study import Estimate
 from tests import study_examples
+from tests.recorded_runs import CONFIG, DATA, ENVIRONMENT, a_run
 
-ENVIRONMENT = {
-    "git": {"commit": "0123456789abcdef", "is_dirty": False, "diff_sha256": None},
-    "python": "3.12.1",
-    "packages": {"torch": "2.13.0", "ray": "2.60.0"},
-    "os": "Linux-6.1",
-    "cpu": {"model": "EPYC", "cores": 64},
-    "accelerators": {"names": ["H100"], "cuda": "13.0", "cudnn": 91200, "nccl": "2.28", "driver": "580.1"},
-}
-CONFIG = {
-    "workload": {"name": "jobs/digits.py:Digits"}, "batch": {"global_size": 64}, "optimizer": {"learning_rate": 0.1},
-    "seed": 0, "stop": {"after": "20 epochs"}, "scale": {"workers": 2},
-}  # fmt: skip
-DATA = {"train": {"rows": 1437, "sha256": "aa", "hashed": "content", "read_by": "worker"}}
 NOW = 1.8e9
-
-
-def a_run(name="candidate", *, environment=None, config=None, data=None, **more):
-    facts = {"environment": {**copy.deepcopy(ENVIRONMENT), **(environment or {})}}
-    values = {"config": {**CONFIG, **(config or {})}, "data": data or DATA, "environment": facts}
-    return study_examples.run_record(name=name, **values, **more)
 
 
 def a_certificate(**more):

@@ -102,16 +102,14 @@ def test_the_link_leads_to_a_view_of_this_study_alone_sorted_by_a_metric(uri):
 def test_a_sweep_has_a_child_for_each_trial_and_curves_with_the_batch_size_as_steps(uri):
     record = study_examples.sweep(batches=(32, 128), rules=("sqrt",))
     run = ParentRun.open(uri, "sweeps", kind="sweep", name="sweep", config=record.config)
-    for n, trial in enumerate(record.trials, start=1):
+    for trial in record.trials:
         run.log_trial(trial)
-        run.log_progress({"finished": n}, step=n)
     known = run.identify(record)
     assert run.finish(known) is None
     found = children(uri, run)
     assert {child.info.run_id for child in found} == {trial.run_id for trial in known.trials}
     assert len(found) == len(record.trials) == 12
     assert [step for step, _ in history(uri, run.run_id, "batch/samples_to_target_sqrt")] == [32, 128]
-    assert history(uri, run.run_id, "progress/finished")[-1] == (12, 12.0)
     best = min(t.value for t in record.trials if t.value is not None)
     assert (
         client(uri).get_run(run.run_id).data.metrics["trial/value"] <= best * 1.2
@@ -185,20 +183,6 @@ def test_a_studys_curve_carries_the_times_at_which_its_points_were_measured(uri,
         workers = int(child.data.metrics["point/world_size"])
         assert stamps(uri, child.info.run_id, "point/samples_per_s") == {0: at[workers]}
         assert stamps(uri, child.info.run_id, "point/efficiency") == {0: at[workers]}
-
-
-def test_progress_that_waited_for_mlflow_carries_the_time_at_which_it_was_told(uri, monkeypatch):
-    run = open_study(uri)
-    run.identify(study_examples.study())
-    away = Away(monkeypatch)
-    clock = [1.7e9]
-    monkeypatch.setattr(study_runs.time, "time", lambda: clock[0])
-    run.log_progress({"finished": 1}, step=1)
-    wait_until(lambda: away.calls > 1)
-    clock[0] += 3600
-    away.is_away = False
-    run.finish(None)
-    assert stamps(uri, run.run_id, "progress/finished") == {1: 1.7e9}
 
 
 class Away:

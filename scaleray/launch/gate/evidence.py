@@ -9,15 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from scaleray.config.base import Target
-from scaleray.config.decides import Decides, decides
 from scaleray.errors import TrackingError, UsageError
 from scaleray.gates.convergence import Learning
 from scaleray.gates.equality import CertificateFacts
-from scaleray.gates.fingerprint import facts_of_environment
 from scaleray.launch.session.conditions import digest, training_of
 from scaleray.parsing import load_json
 from scaleray.records.alerts import ALERTS_FILE, Alert, parse_alerts
-from scaleray.records.json_record import jsonable, leaves
+from scaleray.records.conditions import repeat_key
 from scaleray.records.read import FILE, read_record
 from scaleray.records.run import RunRecord
 from scaleray.records.study import StudyRecord
@@ -120,23 +118,15 @@ def _neighbours(found: FoundRun) -> list[Path]:
 
 def _repeats(found: FoundRun) -> list[FoundRun]:
     """Finished runs beside a run that are the same but for the seed."""
-    mine, repeats = _identity(training(found)), []
+    mine, repeats = repeat_key(training(found)), []
     for folder in _neighbours(found):
         with contextlib.suppress(OSError, ValueError, TypeError, TrackingError):
             if not (folder / FILE).is_file():
                 continue
             record = read_record(folder)
-            if isinstance(record, RunRecord) and record.status == "FINISHED" and _identity(record) == mine:
+            if isinstance(record, RunRecord) and record.status == "FINISHED" and repeat_key(record) == mine:
                 repeats.append(find_run(str(folder)))
     return repeats
-
-
-def _identity(run: RunRecord) -> str:
-    """A key that runs share which differ in their seed and in nothing that could change their result or their speed."""
-    config = {k: v for k, v in leaves(jsonable(run.config)) if k != "seed" and decides(k) is not Decides.NOTHING}
-    facts = facts_of_environment(run.environment.get("environment") or {})
-    data = {split: facts.get("sha256") for split, facts in run.data.items()}
-    return digest([config, facts, data, run.workers])
 
 
 def _certificate(path: Path) -> CertificateFacts:

@@ -268,13 +268,9 @@ class _Run:
         except (Interrupted, KeyboardInterrupt, LeftEarly) as exc:
             alert = why_stopped(recorder)
             self._end(recorder, "KILLED", alert or "stopped by the user")
-            self._say_how_to_continue()
-            recorder.close()
             raise (LeftEarly(alert) if alert else KeyboardInterrupt()) from exc
         except BaseException as exc:
             self._end(recorder, "FAILED", str(exc) or type(exc).__name__)
-            self._say_how_to_continue()
-            recorder.close()
             raise
         with stage("writing the record"):
             record = self._finish(recorder, "FINISHED", "", weights)
@@ -290,27 +286,23 @@ class _Run:
         step = self.before.newest.step if self.before and self.before.newest else 0
         return [f"after step {step}: {change}" for change in self.changed]
 
-    def _say_how_to_continue(self) -> None:
-        with contextlib.suppress(Exception):  # what ended the run matters more
-            newest = Catalog.of_run(self.folder.path, self.config.checkpoint.copy_path).newest()
-            if newest is not None:
-                text = (
-                    f"to continue after step {newest.step}: "
-                    f"scaleray train --resume {without_password(self.folder.path)}"
-                )
-                self.show([EventRecord(text, kind="hint")])
-
     def _end(self, recorder: Recorder | RemoteRecorder, status: str, reason: str) -> None:
-        """End a run that did not finish, if MLflow knows of it at all; the error that ended it is what the user
-        reads."""
+        """End a run that did not finish, if MLflow knows of it at all, and say how to continue it; the error that ended
+        it is what the user reads."""
         try:
             if recorder.wait_started(60.0):
                 self._finish(recorder, status, reason)
         except TrackingError:
-            return  # this is what ended the run, or as good as that
+            pass  # this is what ended the run, or as good as that
         except Exception as exc:  # the recorder may be what is lost; what ended the run must still be what is raised
             text = f"the run could not be marked {status} in MLflow: {type(exc).__name__}"
             self.show([EventRecord(text, kind="warning")])
+        with contextlib.suppress(Exception):  # what ended the run matters more
+            newest = Catalog.of_run(self.folder.path, self.config.checkpoint.copy_path).newest()
+            if newest is not None:
+                command = f"scaleray train --resume {without_password(self.folder.path)}"
+                self.show([EventRecord(f"to continue after step {newest.step}: {command}", kind="hint")])
+        recorder.close()
 
     def _finish(
         self,
@@ -345,12 +337,6 @@ class _Run:
         record = dataclasses.replace(record, unsent_file=unsent)
         self.folder.complete()
         if unsent:
-            self.show(
-                [
-                    EventRecord(
-                        f"MLflow did not take everything; when it is back: scaleray tracking replay {unsent}",
-                        kind="warning",
-                    )
-                ]
-            )
+            text = f"MLflow did not take everything; when it is back: scaleray tracking replay {unsent}"
+            self.show([EventRecord(text, kind="warning")])
         return record

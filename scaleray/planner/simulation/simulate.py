@@ -47,10 +47,6 @@ class Timeline:
             found[task.stream] += task.duration_s
         return dict(found)
 
-    def ends_of(self, stream: Any) -> float:
-        """Seconds until a stream has done its last task."""
-        return max((self.end_s[name] for name, task in self.tasks.items() if task.stream == stream), default=0.0)
-
 
 def simulate(tasks: Iterable[Task]) -> Timeline:
     """Run the tasks of all streams; those of one stream go in the order given.

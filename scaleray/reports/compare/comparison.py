@@ -1,24 +1,22 @@
 """What differs between recorded runs, studies or sweeps: conditions, figures, curves, and whether one became slower.
 
-The first is the base. Trainings of the same config (but for the seed), code, environment, topology and data are
-repeats of one another when others are among the compared, and so are studies and sweeps of the same conditions: what
-differs between two launches is in the interval then. For single launches that is not known, and none is called
-slower or faster.
+The first is the base. Records that repeat one another (`records.conditions.repeat_key`) stand together when others are
+among the compared: what differs between two launches is in the interval then. For single launches that is not known,
+and none is called slower or faster.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from scaleray.errors import UsageError
-from scaleray.records.json_record import JsonRecord, jsonable
+from scaleray.records.conditions import Difference, conditions, differences, repeat_key
+from scaleray.records.json_record import JsonRecord
 from scaleray.records.run import RunRecord
 from scaleray.records.study import StudyRecord
 from scaleray.records.sweep import SweepRecord
-from scaleray.reports.compare.conditions import Difference, conditions, differences
 from scaleray.reports.compare.figures import Figure, figures
 from scaleray.reports.compare.losses import loss_difference
 from scaleray.reports.compare.speed import SpeedVerdict, study_verdicts, sweep_verdict, training_verdict
@@ -89,7 +87,7 @@ def compare(found: Sequence[FoundRun]) -> Comparison:
     verdicts: list[SpeedVerdict] = []
     subjects: Sequence[Any] = found if kind == "training" else records
     members = {first: [n for n, group in enumerate(groups) if group == first] for first in sorted(set(groups))}
-    alike = subjects if len(set(map(_key, records))) == 1 else ()
+    alike = subjects if len(set(map(repeat_key, records))) == 1 else ()
     for first in list(members)[1:]:
         sides = [([labels[n] for n in members[at]], [subjects[n] for n in members[at]]) for at in (first, 0)]
         if kind == "training":
@@ -130,25 +128,9 @@ def _check(found: Sequence[FoundRun]) -> None:
 
 def _groups(records: Sequence[Any]) -> list[int]:
     """The number of the first record that each repeats; its own number where all are alike, or none is like another."""
-    keys = list(map(_key, records))
+    keys = list(map(repeat_key, records))
     groups = [keys.index(key) for key in keys]
     return groups if len(set(groups)) > 1 else list(range(len(records)))
-
-
-def _key(record: Any) -> str:
-    """A key that is equal for records that are repeats of each other."""
-    if isinstance(record, RunRecord):
-        return json.dumps(_identity(record), sort_keys=True)
-    hashes = (getattr(record.conditions, f"{name}_hash") for name in ("config", "code", "environment", "topology"))
-    return " ".join(hashes)
-
-
-def _identity(record: RunRecord) -> dict[str, Any]:
-    """What repeated trainings have in common."""
-    own = ("tracking", "checkpoint", "seed")
-    config = {section: values for section, values in record.config.items() if section not in own}
-    known = conditions(record)
-    return jsonable({"config": config, **{s: known[s] for s in ("code", "environment", "topology", "data")}})
 
 
 def _is_beyond(verdict: SpeedVerdict, per_cent: float) -> bool:

@@ -13,7 +13,6 @@ from typing import Any
 from scaleray.reports.page.drawing import Drawing
 from scaleray.text.tables import Table
 
-LARGEST_PAGE_BYTES = 1_000_000
 LONGEST_FACT = 300
 BESIDE = "This page needs no network; figures as PNG and numbers as CSV lie beside it."
 

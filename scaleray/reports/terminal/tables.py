@@ -20,8 +20,6 @@ from scaleray.text.tables import Table
 MOST_ROWS = 40
 NARROWEST_WORDS = 16
 """Columns that words are given before a table is split into blocks, unless they are shorter."""
-WIDEST_WORDS = 60
-"""Columns that words are given at most while figures share the line with them."""
 
 
 def as_rich(table: Table, *, width: int, styles: Sequence[str] = (), most_rows: int = MOST_ROWS) -> RenderableType:

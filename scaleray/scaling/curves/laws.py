@@ -93,11 +93,6 @@ def usl(r: float, sigma: float, kappa: float) -> float:
     return r / (1.0 + sigma * (r - 1.0) + kappa * r * (r - 1.0))
 
 
-def usl_peak(sigma: float, kappa: float) -> float:
-    """The r with the largest throughput under the USL; infinite without coherency costs."""
-    return math.sqrt((1.0 - sigma) / kappa) if kappa > 0 else math.inf
-
-
 def laws_for(num_points: int, given: Sequence[GivenLaw] = (), *, base_workers: int = 1) -> list[Law]:
     """The laws that so many points can be fitted with, simplest first."""
     last = _USL if num_points >= LEAST_POINTS_FOR_KAPPA else _USL_WITHOUT_KAPPA

@@ -256,18 +256,6 @@ def take_out_two_of_four(parameter: torch.Tensor, mask: torch.Tensor) -> None:
     own.copy_(torch.zeros_like(sizes, dtype=torch.bool).scatter_(-1, smallest, True).flatten(-2))
 
 
-def semi_structured_difference(weight: torch.Tensor, inputs: torch.Tensor) -> float:
-    """How far `inputs @ weight.T` on 2:4 kernels is from the dense product, relative to its largest value.
-
-    weight: (out, in) with two zeros in each four; inputs: (rows, in). Both fp16 or bf16 on a CUDA device of compute
-    capability 8.0 or more. Reviewed, not run: there was no such device. Source: torch.sparse.to_sparse_semi_structured.
-    """
-    dense = inputs @ weight.T
-    sparse = torch.sparse.to_sparse_semi_structured(weight.contiguous())
-    product = torch.mm(sparse, inputs.T.contiguous()).T
-    return ((product - dense).abs().max() / dense.abs().max()).item()
-
-
 # exact selection over ranks
 
 

@@ -35,7 +35,6 @@ NOTICE_INTERVAL_S = 2.0
 
 SAVE, LEAVE, ASK = 0, 1, 2
 """Places in the signals of a step: ranks that want a checkpoint, that want to leave, that want to ask for a notice."""
-NUM_SIGNALS = 3
 
 
 @dataclass

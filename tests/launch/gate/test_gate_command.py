@@ -14,7 +14,7 @@ from scaleray.launch.gate.evidence import collect
 from scaleray.launch.gate.gate import judge
 from scaleray.launch.gate.policy_file import policy_of, read_policy
 from tests import study_examples
-from tests.gates.test_gates import CONFIG, ENVIRONMENT, a_run
+from tests.recorded_runs import CONFIG, ENVIRONMENT, a_run
 
 
 def write(folder, record):

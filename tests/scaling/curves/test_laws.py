@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scaleray.scaling.curves.laws import GivenLaw, amdahl, gustafson, laws_for, usl, usl_peak
+from scaleray.scaling.curves.laws import GivenLaw, amdahl, gustafson, laws_for, usl
 
 shares = st.floats(0, 1)
 sizes = st.floats(1, 1e4)
@@ -39,13 +37,6 @@ def test_amdahl_and_gustafson_never_fall_and_amdahl_stays_below_its_bound(r: flo
 @given(r=sizes, f=shares)
 def test_the_usl_without_coherency_is_amdahls_law(r: float, f: float):
     assert usl(r, f, 0.0) == pytest.approx(amdahl(r, f))
-
-
-@given(sigma=st.floats(0, 0.5), kappa=st.floats(1e-6, 0.1))
-def test_the_usl_has_its_peak_where_the_formula_says(sigma: float, kappa: float):
-    peak = usl_peak(sigma, kappa)
-    assert usl(peak, sigma, kappa) >= max(usl(0.9 * peak, sigma, kappa), usl(1.1 * peak, sigma, kappa))
-    assert usl_peak(sigma, 0.0) == math.inf
 
 
 def test_known_numbers():

@@ -1,12 +1,14 @@
-"""The conditions of a record as flat keys, and in which of them records differ."""
+"""The conditions of a record as flat keys, in which of them records differ, and which records repeat one another."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from scaleray.config.decides import Decides, decides
 from scaleray.records.json_record import jsonable, leaves
 from scaleray.records.run import RunRecord
 from scaleray.records.study import StudyRecord
@@ -56,6 +58,18 @@ def differences(of: Sequence[Conditions]) -> list[Difference]:
             if any(value != values[0] for value in values):
                 found.append(Difference(section, key, values))
     return found
+
+
+def repeat_key(record: RunRecord | StudyRecord | SweepRecord) -> str:
+    """A key that records share which repeat one another: trainings that differ in their seed and in nothing that could
+    change their result or their speed, studies and sweeps of the same conditions."""
+    if not isinstance(record, RunRecord):
+        hashed = record.conditions
+        return " ".join((hashed.config_hash, hashed.code_hash, hashed.environment_hash, hashed.topology_hash))
+    known = conditions(record)
+    config = {k: v for k, v in known["config"].items() if k != "seed" and decides(k) is not Decides.NOTHING}
+    same = [config, *(known[section] for section in ("code", "environment", "topology", "data"))]
+    return json.dumps(jsonable(same), sort_keys=True)
 
 
 def _topology(record: RunRecord) -> dict[str, Any]:
