@@ -44,6 +44,14 @@ MEMORY_LIMIT_BYTES = Metric(
 LAST_STEP_TIMESTAMP_S = Metric(
     "rank/last_step_timestamp_s", "s", "wall clock, since 1970, at the end of the rank's last step", published=RANK
 )
+LONG_PHASE_TIMESTAMP_S = Metric(
+    "live/long_phase_timestamp_s",
+    "s",
+    "wall clock, since 1970, when the first worker was last in what rightly takes longer than many steps: evaluation, "
+    "checkpoint, compiling, end",
+    published=RUN,
+    labels=("phase",),
+)
 EXPOSED_COMMUNICATION_SHARE = Metric(
     "live/exposed_communication_share",
     "1",

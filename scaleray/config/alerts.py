@@ -36,6 +36,9 @@ class AlertLimits(Settings):
     """Seconds without a step from which on a run makes no progress, where they are also `no_progress_steps` steps."""
     no_progress_steps: Positive = 10.0
     """Number of usual step times that must pass without a step as well."""
+    long_phase_s: Positive = 600.0
+    """Seconds that an evaluation, a checkpoint, a compilation or the run's end may take before it counts as no
+    progress."""
     straggler_share: Positive = 0.1
     """Share of a step by which one rank comes later than the others."""
     link_ratio: Positive = 0.7

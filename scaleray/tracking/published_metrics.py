@@ -15,7 +15,7 @@ from scaleray.errors import UsageError
 from scaleray.monitoring.live.run_series import Beside, RunSeries
 from scaleray.monitoring.live.series import Series
 from scaleray.planner.hardware.catalogue import find_gpu
-from scaleray.records.run import WorkerMessage
+from scaleray.records.run import Heartbeat, WorkerMessage
 from scaleray.tracking.metrics_endpoint import MetricsEndpoint
 from scaleray.tracking.run_description import RunDescription
 from scaleray.tracking.run_time import RunTime
@@ -37,6 +37,8 @@ class PublishedMetrics:
     publish: Callable[[Sequence[Series]], None] | None = None
     silent: Callable[[], Collection[int]] = frozenset
     """Gives the ranks that are lost: their newest samples say nothing any more."""
+    beats: Callable[[], Sequence[Heartbeat]] = tuple
+    """Gives the last sign of life of every rank."""
 
     def __init__(self, description: RunDescription, run_time: RunTime, steps: StepsFile, spool: Spool) -> None:
         d = self.description = description
@@ -49,6 +51,7 @@ class PublishedMetrics:
             total_steps=d.total_steps,
             tokens_per_sample=d.tokens_per_sample,
             peak_of=partial(_peak_of, precision=d.published.precision),
+            long_phase_s=d.alerts.long_phase_s,
         )
         self._links = {"report": without_password(d.run_path or d.work_dir)}
         self._status = ""
@@ -129,6 +132,7 @@ class PublishedMetrics:
             spooled_points=len(self._spool.points()),
             disk_free=free,
             links=dict(self._links),
+            beats=self.beats(),
             status=self._status,
         )
 

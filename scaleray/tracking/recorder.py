@@ -84,10 +84,8 @@ class Recorder(SignsOfLife):
         self._described = Described(description, self._writer.put)
         self._logged = LoggedFiles(self.work_dir, Store(elsewhere) if elsewhere else None, self._writer.put)
         self._shown = ShownMessages()
-        self.publishing.silent = lambda: self.silent_ranks(self._summaries)
-        self.alerts = RunAlerts(
-            description, series=self.publishing.series, beats=self.heartbeats, tell=self._writer.put, act=self.act_on
-        )
+        self.publishing.silent, self.publishing.beats = lambda: self.silent_ranks(self._summaries), self.heartbeats
+        self.alerts = RunAlerts(description, series=self.publishing.series, tell=self._writer.put, act=self.act_on)
         self._last_evaluation = -1
         self._metrics: dict[str, float] = {}
         self._summaries: dict[int, WorkerSummary] = {}

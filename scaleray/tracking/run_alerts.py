@@ -21,14 +21,12 @@ from scaleray.config.alerts import HIDDEN, SEVERITIES
 from scaleray.metric import prometheus_name
 from scaleray.monitoring.live.series import Series
 from scaleray.monitoring.rules import gpus
-from scaleray.monitoring.rules.course import LAST_STEP
 from scaleray.monitoring.rules.judge import Judge
 from scaleray.monitoring.rules.rule import Found, Rule
 from scaleray.monitoring.rules.seen import MOST_POINTS, Seen
 from scaleray.monitoring.rules.webhook_body import webhook_body
 from scaleray.records.alerts import ALERTS_FILE, Alert
-from scaleray.records.phases import Phase
-from scaleray.records.run import EventRecord, Heartbeat, StepRecord, SystemRecord, WorkerMessage
+from scaleray.records.run import EventRecord, StepRecord, SystemRecord, WorkerMessage
 from scaleray.tracking.alert_delivery import Delivery, to_command, to_webhook, webhook_named
 from scaleray.tracking.operations import LogArtifact, Operation, SetTags
 from scaleray.tracking.run_description import RunDescription
@@ -37,18 +35,16 @@ from scaleray.watchers import Guard, Watcher
 LOOK_EVERY_S = 2.0
 END_WAIT_S = 10.0
 """Seconds for which the end of a run waits for its last alerts to be taken."""
-LONG_PHASES, LONGEST_PHASE_S = (Phase.EVALUATION, Phase.CHECKPOINT, Phase.COMPILING, Phase.END), 600.0
-"""Phases that rightly take longer than many steps, and how long one may last before it counts as no progress."""
 SHARE_OF_A_CORE = 0.05
 """Most that looking may cost: of a thousand ranks a look takes the better part of a second, and comes less often."""
 LOOKED_AT = {
     id(metric): prometheus_name(metric)
     for metric in (
-        live.LAST_STEP_TIMESTAMP_S, live.STEPS, live.STEPS_PLANNED, live.RUN_FINISHED, live.RUN_FAILED, live.RESTARTS,
-        live.LATENESS_S, live.LINK_RATIO, live.EFFICIENCY_OVER_PREDICTION, live.EXPOSED_COMMUNICATION_SHARE,
-        live.MEMORY_BYTES, live.MEMORY_LIMIT_BYTES, live.CHECKPOINT_AGE_S, live.CHECKPOINT_INTERVAL_S,
-        live.RECORDER_SPOOLED_POINTS, live.DISK_FREE, names.STEP_TIME_S, names.WORKERS, names.SAMPLES_PER_S,
-        names.INPUT_WAIT_SHARE, names.NONFINITE_STEPS, names.LOSS_SCALE,
+        live.LAST_STEP_TIMESTAMP_S, live.LONG_PHASE_TIMESTAMP_S, live.STEPS, live.STEPS_PLANNED, live.RUN_FINISHED,
+        live.RUN_FAILED, live.RESTARTS, live.LATENESS_S, live.LINK_RATIO, live.EFFICIENCY_OVER_PREDICTION,
+        live.EXPOSED_COMMUNICATION_SHARE, live.MEMORY_BYTES, live.MEMORY_LIMIT_BYTES, live.CHECKPOINT_AGE_S,
+        live.CHECKPOINT_INTERVAL_S, live.RECORDER_SPOOLED_POINTS, live.DISK_FREE, names.STEP_TIME_S, names.WORKERS,
+        names.SAMPLES_PER_S, names.INPUT_WAIT_SHARE, names.NONFINITE_STEPS, names.LOSS_SCALE,
     )
 }  # fmt: skip
 """Metrics that rules look at, which are a few of all series, by their identity: each is one object of the table. Loss
@@ -59,20 +55,19 @@ ALERT_TAG, NOTE = "scaleray.alert.", "mlflow.note.content"
 
 
 class RunAlerts:
-    """The alerts of one run. series and beats: what is published of it now, and its workers' signs of life. tell: takes
-    events and tags. act: does what an alert asks for, and is given the action and the alert."""
+    """The alerts of one run. series: what is published of it now. tell: takes events and tags. act: does what an alert
+    asks for, and is given the action and the alert."""
 
     def __init__(
         self,
         description: RunDescription,
         *,
         series: Callable[[], Sequence[Series]],
-        beats: Callable[[], Sequence[Heartbeat]],
         tell: Callable[[EventRecord | Operation], None],
         act: Callable[[Alert], None],
     ) -> None:
         self.description, self.settings = description, description.alerts
-        self._series, self._beats, self._tell, self._act = series, beats, tell, act
+        self._series, self._tell, self._act = series, tell, act
         self.show: Callable[[EventRecord], None] = lambda event: None
         """Takes alerts where nobody polls the recorder: in the process that trains."""
         self.raised: list[Alert] = []
@@ -140,22 +135,15 @@ class RunAlerts:
         while self._heard:
             name, heard, at, of = self._heard.popleft()
             seen.add(name, heard, at=at, of=of)
-        beats = self._beats()
         for metric, labels, value in self._series():
             published = LOOKED_AT.get(id(metric))
             if published is None or labels.get("kind", "used") != "used":
                 continue
             rank = f"rank {labels['rank']} on {labels['node']}" if "rank" in labels else ""
-            seen.add(published, self._progress(published, value, beats, now), at=now, of=rank)
+            seen.add(published, value, at=now, of=rank)
         seen.look(now)
         for alert in self._judge.look(seen):
             self._raise(alert)
-
-    def _progress(self, published: str, value: float, beats: Sequence[Heartbeat], now: float) -> float:
-        """The value; of the last step's end it is now, where the first worker does what rightly takes long."""
-        first = beats[0] if beats else None
-        is_busy = first is not None and first.phase in LONG_PHASES and first.since_s < LONGEST_PHASE_S
-        return now if is_busy and published == LAST_STEP else value
 
     def _look_on(self) -> None:
         took_s = 0.0

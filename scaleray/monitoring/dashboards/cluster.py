@@ -8,7 +8,7 @@ from scaleray.monitoring import foreign as of
 from scaleray.monitoring.dashboards import variables
 from scaleray.monitoring.dashboards.gpus import GPUS
 from scaleray.monitoring.dashboards.panels import Dashboard, Panel, Query, Row, Threshold
-from scaleray.monitoring.dashboards.queries import RUN_NAME, foreign, foreign_per_second, once, where
+from scaleray.monitoring.dashboards.queries import each_run, foreign, foreign_per_second, once, where
 
 OF_NODE = "{{ip}}"
 IN_NODE = "{{NodeAddress}}"
@@ -53,7 +53,7 @@ NODES = Row(
             title="Free disk",
             description="Of the disks with the folders of runs, on the machines of their drivers. Normal: above 10 %. "
             "Full: `scaleray checkpoint prune`, or another checkpoint.storage_path.",
-            queries=(Query(once(live.DISK_FREE), f"{{{{{RUN_NAME}}}}}"),),
+            queries=(each_run(once(live.DISK_FREE)),),
             unit="percentunit",
             minimum=0,
             maximum=1,
@@ -181,7 +181,7 @@ INPUT = Row(
             title="Waiting for input, all runs",
             description="Share of a step that rank 0 waited for its rows. Normal: below 5 %. One run: its own "
             "transform; all runs: the store or the network that they share.",
-            queries=(Query(once(names.INPUT_WAIT_SHARE), f"{{{{{RUN_NAME}}}}}"),),
+            queries=(each_run(once(names.INPUT_WAIT_SHARE)),),
             unit="percentunit",
             minimum=0,
         ),

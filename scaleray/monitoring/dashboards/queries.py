@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from scaleray.live_metrics import STEPS_PLANNED
 from scaleray.metric import RANK_LABELS, RUN_LABELS, Metric, prometheus_name
+from scaleray.monitoring.dashboards.panels import Query
 from scaleray.monitoring.foreign import ALERTS, ForeignMetric
 
 RUN_NAME, RUN_ID = RUN_LABELS
 RANK, NODE = RANK_LABELS
+SHORT_ID = "id"
+"""Label that `each_run` makes: the first letters of a run's id, which tell runs of one name apart in a legend."""
+OF_RUNS = ", ".join(RUN_LABELS)
 WINDOW = "$__rate_interval"
 """Grafana's own: long enough for four scrapes, whatever the panel's width and time range."""
 VARIABLE_OF = {RUN_NAME: "run"}
@@ -21,6 +25,15 @@ VARIABLE_OF = {RUN_NAME: "run"}
 def where(label: str, value: str, *, is_pattern: bool = False) -> str:
     """A matcher of a label."""
     return f'{label}{"=~" if is_pattern else "="}"{value}"'
+
+
+def each_run(expr: str, what: str = "") -> Query:
+    """A query that has series for every run, and their legend: what it is, and which run. The series keep both labels
+    of a run."""
+    of = f"{{{{{RUN_NAME}}}}} {{{{{SHORT_ID}}}}}"
+    return Query(
+        f'label_replace({expr}, "{SHORT_ID}", "$1", "{RUN_ID}", "(.{{4}}).*")', f"{what} of {of}" if what else of
+    )
 
 
 def as_scraped(label: str) -> str:
@@ -74,14 +87,14 @@ def by_rank(metric: Metric, *matchers: str) -> str:
     return f"max by ({', '.join((*RUN_LABELS, *RANK_LABELS))}) ({select(metric, *matchers)})"
 
 
-def since(metric: Metric, how: str = "max") -> str:
-    """Seconds since the time that a metric tells, by the clock of Prometheus."""
-    return f"time() - {over(metric, how)}"
+def since(metric: Metric, how: str = "max", *labels: str) -> str:
+    """Seconds since the time that a metric tells, by the clock of Prometheus, for each value of further labels."""
+    return f"time() - {over(metric, how, *labels)}"
 
 
 def per_second(metric: Metric) -> str:
     """How fast a counter of a run grows."""
-    return f"max by ({', '.join(RUN_LABELS)}) (rate({select(metric)}[{WINDOW}]))"
+    return f"max by ({OF_RUNS}) (rate({select(metric)}[{WINDOW}]))"
 
 
 def foreign_per_second(metric: ForeignMetric, *labels: str) -> str:
@@ -89,10 +102,11 @@ def foreign_per_second(metric: ForeignMetric, *labels: str) -> str:
     return f"sum by ({', '.join(labels)}) (rate({foreign(metric)}[{WINDOW}]))"
 
 
-def in_order_of_ranks(expr: str) -> str:
-    """The same series with ranks of four digits in the label `row`, so that 10 comes after 9 in a heat map."""
+def in_order_of_ranks(expr: str) -> Query:
+    """A line of a heat map for each rank of each run, with ranks of four digits in the label `row`, so that 10 comes
+    after 9."""
     padded = f'label_replace({expr}, "row", "000$1", "{RANK}", "(.+)")'
-    return f'label_replace({padded}, "row", "$1", "row", ".*(.{{4}})")'
+    return each_run(f'label_replace({padded}, "row", "$1", "row", ".*(.{{4}})")', "{{row}}")
 
 
 def values_of(metric: Metric | ForeignMetric, label: str, *matchers: str) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from scaleray import live_metrics as live
 from scaleray import metric_names as names
 from scaleray.monitoring.dashboards import variables
-from scaleray.monitoring.dashboards.panels import Dashboard, Panel, Query, Row, Threshold
+from scaleray.monitoring.dashboards.panels import Dashboard, Panel, Row, Threshold
 from scaleray.monitoring.dashboards.queries import (
     NODE,
+    OF_RUNS,
     RANK,
-    RUN_NAME,
     by_rank,
+    each_run,
     in_order_of_ranks,
     once,
     over,
@@ -18,7 +19,6 @@ from scaleray.monitoring.dashboards.queries import (
     where,
 )
 
-OF_ROW = "{{row}}"
 OF_RANK = f"rank {{{{{RANK}}}}} on {{{{{NODE}}}}}"
 MOST = 10
 """How many ranks a list of the worst has."""
@@ -31,7 +31,7 @@ LATE = Row(
             description="How long after the first rank each one came to the collectives of a step: all others wait "
             "that long. Normal: a few per cent of the step, and now one, now another rank. One line that stays dark is "
             "a straggler: compare its node's GPUs (dashboard Cluster) and its phases below.",
-            queries=(Query(in_order_of_ranks(by_rank(live.LATENESS_S)), OF_ROW),),
+            queries=(in_order_of_ranks(by_rank(live.LATENESS_S)),),
             unit="s",
             kind="heatmap",
             width=16,
@@ -41,7 +41,7 @@ LATE = Row(
             title="Latest ranks",
             description="The ten ranks that others wait for longest, now. Normal: all alike. One far ahead of the "
             "second is the straggler.",
-            queries=(Query(f"topk({MOST}, {by_rank(live.LATENESS_S)})", OF_RANK),),
+            queries=(each_run(f"topk({MOST}, {by_rank(live.LATENESS_S)})", OF_RANK),),
             unit="s",
             kind="bargauge",
             minimum=0,
@@ -52,11 +52,7 @@ LATE = Row(
             title="Latest nodes",
             description="Mean lateness of a node's ranks. Normal: all alike. A node whose ranks are all late has a "
             "cause of its own: heat, power, a neighbour on its network, a slow disk.",
-            queries=(
-                Query(
-                    f"avg by ({RUN_NAME}, {NODE}) ({select(live.LATENESS_S)})", f"{{{{{NODE}}}}} of {{{{{RUN_NAME}}}}}"
-                ),
-            ),
+            queries=(each_run(f"avg by ({OF_RUNS}, {NODE}) ({select(live.LATENESS_S)})", f"{{{{{NODE}}}}}"),),
             unit="s",
             minimum=0,
         ),
@@ -65,8 +61,8 @@ LATE = Row(
             description="Over time, beside the median rank. Normal: close together. Apart since a moment: see what "
             "changed then, in the events of the node.",
             queries=(
-                Query(over(live.LATENESS_S, "max"), f"worst of {{{{{RUN_NAME}}}}}"),
-                Query(f"quantile by ({RUN_NAME}) (0.5, {select(live.LATENESS_S)})", f"median of {{{{{RUN_NAME}}}}}"),
+                each_run(over(live.LATENESS_S, "max"), "worst"),
+                each_run(f"quantile by ({OF_RUNS}) (0.5, {select(live.LATENESS_S)})", "median"),
             ),
             unit="s",
             minimum=0,
@@ -76,8 +72,8 @@ LATE = Row(
             description="Ranks with a series of their own, beside the number of workers. Normal: equal. Fewer: a "
             "worker is gone, or its node's agent; the run restarts, or will fail with the name of that rank.",
             queries=(
-                Query(over(live.LAST_STEP_TIMESTAMP_S, "count"), f"heard of {{{{{RUN_NAME}}}}}"),
-                Query(once(names.WORKERS), f"workers of {{{{{RUN_NAME}}}}}"),
+                each_run(over(live.LAST_STEP_TIMESTAMP_S, "count"), "heard"),
+                each_run(once(names.WORKERS), "workers"),
             ),
             unit="none",
             minimum=0,
@@ -87,7 +83,7 @@ LATE = Row(
             title="Since the last step, by rank",
             description="Normal: all alike. In a hang, ranks that still stand in an earlier step, or whose line has "
             "ended, are those that the others wait for.",
-            queries=(Query(in_order_of_ranks(f"time() - {by_rank(live.LAST_STEP_TIMESTAMP_S)}"), OF_ROW),),
+            queries=(in_order_of_ranks(f"time() - {by_rank(live.LAST_STEP_TIMESTAMP_S)}"),),
             unit="s",
             kind="heatmap",
         ),
@@ -102,7 +98,7 @@ LINKS = Row(
             description="Speed of the collectives when all ranks have come, over their best in this run. Normal: above "
             "0.7. Ranks that meet end together, and so are alike: all of them red is their slowest link, or somebody "
             "else on the network. The network of the nodes (dashboard Cluster) shows which one carries less.",
-            queries=(Query(in_order_of_ranks(by_rank(live.LINK_RATIO)), OF_ROW),),
+            queries=(in_order_of_ranks(by_rank(live.LINK_RATIO)),),
             unit="percentunit",
             kind="heatmap",
             low_is_bad=True,
@@ -113,7 +109,7 @@ LINKS = Row(
             title="Slowest links",
             description="The ten ranks whose collectives are slowest against their best, now. Normal: above 0.7. Below "
             "while nobody is late: the link; with a late rank: first mend what makes it late.",
-            queries=(Query(f"bottomk({MOST}, {by_rank(live.LINK_RATIO)})", OF_RANK),),
+            queries=(each_run(f"bottomk({MOST}, {by_rank(live.LINK_RATIO)})", OF_RANK),),
             unit="percentunit",
             kind="bargauge",
             minimum=0,
@@ -132,7 +128,7 @@ WORK = Row(
             title="Step time by rank",
             description="Normal: alike, as each step waits for the last rank. Apart only where ranks train apart "
             "between meetings (local_sgd, diloco, gossip, async_sgd).",
-            queries=(Query(in_order_of_ranks(by_rank(names.STEP_TIME_S)), OF_ROW),),
+            queries=(in_order_of_ranks(by_rank(names.STEP_TIME_S)),),
             unit="s",
             kind="heatmap",
             width=12,
@@ -142,7 +138,7 @@ WORK = Row(
             Panel(
                 title=title,
                 description=description,
-                queries=(Query(in_order_of_ranks(by_rank(live.PHASE_S, where("phase", phase))), OF_ROW),),
+                queries=(in_order_of_ranks(by_rank(live.PHASE_S, where("phase", phase))),),
                 unit="s",
                 kind="heatmap",
                 width=12,
@@ -173,7 +169,7 @@ WORK = Row(
             title="Memory",
             description="In use now. Normal: alike. One rank far above the others will be the first to run out: first "
             "and last stage of a pipeline, or rows of unequal length.",
-            queries=(Query(in_order_of_ranks(by_rank(live.MEMORY_BYTES, where("kind", "used"))), OF_ROW),),
+            queries=(in_order_of_ranks(by_rank(live.MEMORY_BYTES, where("kind", "used"))),),
             unit="bytes",
             kind="heatmap",
             width=12,
@@ -184,11 +180,8 @@ WORK = Row(
             description="Peak of each rank over what it can have. Normal: below 0.9. Above: a smaller micro-batch, "
             "activation checkpointing, or fsdp; `scaleray plan` says what would fit.",
             queries=(
-                Query(
-                    in_order_of_ranks(
-                        f"{by_rank(live.MEMORY_BYTES, where('kind', 'peak'))} / {by_rank(live.MEMORY_LIMIT_BYTES)}"
-                    ),
-                    OF_ROW,
+                in_order_of_ranks(
+                    f"{by_rank(live.MEMORY_BYTES, where('kind', 'peak'))} / {by_rank(live.MEMORY_LIMIT_BYTES)}"
                 ),
             ),
             unit="percentunit",

@@ -6,10 +6,18 @@ from scaleray import live_metrics as live
 from scaleray import metric_names as names
 from scaleray.monitoring.dashboards import variables
 from scaleray.monitoring.dashboards.panels import Dashboard, Panel, Query, Row, Threshold
-from scaleray.monitoring.dashboards.queries import RUN_NAME, firing, once, over, per_second, select, since, so_far
+from scaleray.monitoring.dashboards.queries import (
+    OF_RUNS,
+    each_run,
+    firing,
+    once,
+    over,
+    per_second,
+    select,
+    since,
+    so_far,
+)
 
-EACH_RUN = f"{{{{{RUN_NAME}}}}}"
-"""Legend of a series that a run has one of."""
 BELOW = float("-inf")
 
 NOW = Row(
@@ -19,7 +27,7 @@ NOW = Row(
             title="State",
             description="Normal: running, then finished. Failed: the run's terminal, or `failure` of its record.json, "
             "has the reason; `scaleray train --resume RUN_FOLDER` goes on.",
-            queries=(Query(f"2 * {once(live.RUN_FAILED)} + {once(live.RUN_FINISHED)}", EACH_RUN),),
+            queries=(each_run(f"2 * {once(live.RUN_FAILED)} + {once(live.RUN_FINISHED)}"),),
             unit="none",
             kind="stat",
             words=(("0", "running", "blue"), ("1", "finished", "green"), ("2", "failed", "red")),
@@ -39,7 +47,7 @@ NOW = Row(
         Panel(
             title="Progress",
             description="Steps done of those planned. A target or an early stop may end the run before 100 %.",
-            queries=(Query(f"{once(live.STEPS)} / {once(live.STEPS_PLANNED)}", EACH_RUN),),
+            queries=(each_run(f"{once(live.STEPS)} / {once(live.STEPS_PLANNED)}"),),
             unit="percentunit",
             kind="gauge",
             minimum=0,
@@ -53,9 +61,7 @@ NOW = Row(
             description="Steps left at the time that the slowest rank's step takes now; evaluations and checkpoints "
             "come on top. Where it grows, see Step time.",
             queries=(
-                Query(
-                    f"({once(live.STEPS_PLANNED)} - {once(live.STEPS)}) * {over(names.STEP_TIME_S, 'max')}", EACH_RUN
-                ),
+                each_run(f"({once(live.STEPS_PLANNED)} - {once(live.STEPS)}) * {over(names.STEP_TIME_S, 'max')}"),
             ),
             unit="dtdurations",
             kind="stat",
@@ -65,9 +71,9 @@ NOW = Row(
         ),
         Panel(
             title="Time since the last step",
-            description="Of the rank that is furthest behind. Normal: about the time of a step, more during an "
-            "evaluation or a checkpoint. Minutes: the run hangs; its failure will name the ranks that did not come.",
-            queries=(Query(since(live.LAST_STEP_TIMESTAMP_S, "min"), EACH_RUN),),
+            description="Of the rank that is furthest behind. Normal: about the time of a step, more while it is At "
+            "something else than steps. Minutes else: it hangs; its failure will name the ranks that did not come.",
+            queries=(each_run(since(live.LAST_STEP_TIMESTAMP_S, "min")),),
             unit="s",
             kind="stat",
             thresholds=(Threshold(60, "orange"), Threshold(300, "red")),
@@ -78,7 +84,7 @@ NOW = Row(
             title="Goodput",
             description="Share of the run's time, over all attempts, that was steps that count. Normal: above 90 % "
             "after the first minutes. Low: see Restarts, Steps repeated and the checkpoints.",
-            queries=(Query(once(names.GOODPUT), EACH_RUN),),
+            queries=(each_run(once(names.GOODPUT)),),
             unit="percentunit",
             kind="stat",
             minimum=0,
@@ -97,10 +103,7 @@ SPEED = Row(
             title="Throughput",
             description="Samples a second of all workers, and what a study or the planner expects where the config "
             "says it. Normal: flat, and within 10 % of what is expected. A fall: see Where the time goes.",
-            queries=(
-                Query(once(names.SAMPLES_PER_S), EACH_RUN),
-                Query(once(live.EXPECTED_SAMPLES_PER_S), f"expected of {EACH_RUN}"),
-            ),
+            queries=(each_run(once(names.SAMPLES_PER_S)), each_run(once(live.EXPECTED_SAMPLES_PER_S), "expected")),
             unit="short",
             minimum=0,
         ),
@@ -108,7 +111,7 @@ SPEED = Row(
             title="Throughput over prediction",
             description="Normal: 0.9 and above. Below: something here costs what the study did not see: a slow rank or "
             "link (dashboard Ranks), the input, throttled GPUs (dashboard Cluster).",
-            queries=(Query(once(live.EFFICIENCY_OVER_PREDICTION), EACH_RUN),),
+            queries=(each_run(once(live.EFFICIENCY_OVER_PREDICTION)),),
             unit="percentunit",
             needs="prediction",
             minimum=0,
@@ -117,7 +120,7 @@ SPEED = Row(
         Panel(
             title="Tokens a second",
             description="Of all workers, where the workload counts its loss by tokens. Normal: flat.",
-            queries=(Query(once(names.TOKENS_PER_S), EACH_RUN),),
+            queries=(each_run(once(names.TOKENS_PER_S)),),
             unit="short",
             needs="tokens",
             minimum=0,
@@ -127,8 +130,8 @@ SPEED = Row(
             description="Of the slowest and the fastest rank. Normal in synchronous training: equal, as all wait for "
             "the last one. Who that is shows the lateness of the dashboard Ranks.",
             queries=(
-                Query(over(names.STEP_TIME_S, "max"), f"slowest of {EACH_RUN}"),
-                Query(over(names.STEP_TIME_S, "min"), f"fastest of {EACH_RUN}"),
+                each_run(over(names.STEP_TIME_S, "max"), "slowest"),
+                each_run(over(names.STEP_TIME_S, "min"), "fastest"),
             ),
             unit="s",
             minimum=0,
@@ -138,7 +141,7 @@ SPEED = Row(
             description="Parts of a step, the mean of all ranks. Normal: forward and backward are most of it. Input "
             "large: more input tasks or a faster store. Communication large: larger batches or buckets, compression. "
             "`scaleray profile RUN` says which of them is the limit, and what removing it gives.",
-            queries=(Query(f"avg by ({RUN_NAME}, phase) ({select(live.PHASE_S)})", f"{{{{phase}}}} of {EACH_RUN}"),),
+            queries=(each_run(f"avg by ({OF_RUNS}, phase) ({select(live.PHASE_S)})", "{{phase}}"),),
             unit="s",
             is_stacked=True,
             minimum=0,
@@ -147,7 +150,7 @@ SPEED = Row(
             title="Input",
             description="Share of a step that rank 0 waited for its rows. Normal: below 5 %. Above: more CPUs for "
             "input tasks, a nearer store, or less work in transform and collate.",
-            queries=(Query(once(names.INPUT_WAIT_SHARE), EACH_RUN),),
+            queries=(each_run(once(names.INPUT_WAIT_SHARE)),),
             unit="percentunit",
             minimum=0,
         ),
@@ -155,7 +158,7 @@ SPEED = Row(
             title="Exposed communication",
             description="Share of a step that ranks stood still for communication. Normal: as the study measured it. "
             "More: a late rank or a slow link, on the dashboard Ranks.",
-            queries=(Query(once(live.EXPOSED_COMMUNICATION_SHARE), EACH_RUN),),
+            queries=(each_run(once(live.EXPOSED_COMMUNICATION_SHARE)),),
             unit="percentunit",
             minimum=0,
         ),
@@ -163,7 +166,7 @@ SPEED = Row(
             title="Sent to collectives",
             description="Bytes a second that rank 0 gave to collectives. Normal: flat; it falls with compression and "
             "with meetings that are further apart.",
-            queries=(Query(per_second(live.SENT_BYTES_TOTAL), EACH_RUN),),
+            queries=(each_run(per_second(live.SENT_BYTES_TOTAL)),),
             unit="Bps",
             minimum=0,
         ),
@@ -171,15 +174,24 @@ SPEED = Row(
             title="Model FLOPs utilisation",
             description="Model FLOPs a second over the peak of the devices. Normal for large language models: 35 to "
             "55 %. Low with nothing waiting: small kernels; `scaleray profile -c FILE --trace` names the modules.",
-            queries=(Query(once(live.MFU), EACH_RUN),),
+            queries=(each_run(once(live.MFU)),),
             unit="percentunit",
             needs="GPU",
             minimum=0,
         ),
         Panel(
+            title="At something else than steps",
+            description="Seconds since the first worker was last seen evaluating, saving, compiling or ending, of the "
+            "last half hour. Normal: near 0 while it does; no step ends meanwhile, which is no hang.",
+            queries=(each_run(f"{since(live.LONG_PHASE_TIMESTAMP_S, 'max', 'phase')} < 1800", "{{phase}}"),),
+            unit="s",
+            needs="long phase",
+            minimum=0,
+        ),
+        Panel(
             title="Workers",
             description="Normal: constant, or as the scheduler gives them in an elastic run.",
-            queries=(Query(once(names.WORKERS), EACH_RUN),),
+            queries=(each_run(once(names.WORKERS)),),
             unit="none",
             minimum=0,
             decimals=0,
@@ -194,28 +206,28 @@ LEARNING = Row(
             title="Loss",
             description="Of the global batch. Normal: falling, with noise. A spike that does not come back: a lower "
             "learning rate, or a look at the data of that step.",
-            queries=(Query(once(names.LOSS), EACH_RUN),),
+            queries=(each_run(once(names.LOSS)),),
             unit="none",
         ),
         Panel(
             title="Evaluation",
             description="Last values of the evaluations, by split and metric. A loss that rises while the training's "
             "falls is overfitting.",
-            queries=(Query(once(live.EVAL, "split", "metric"), f"{{{{split}}}}/{{{{metric}}}} of {EACH_RUN}"),),
+            queries=(each_run(once(live.EVAL, "split", "metric"), "{{split}}/{{metric}}"),),
             unit="none",
         ),
         Panel(
             title="Gradient norm",
             description="Before clipping. Normal: within a factor of a few of its past. Growing by orders of "
             "magnitude: the training diverges; clip, or lower the learning rate.",
-            queries=(Query(once(names.GRAD_NORM), EACH_RUN),),
+            queries=(each_run(once(names.GRAD_NORM)),),
             unit="none",
             minimum=0,
         ),
         Panel(
             title="Learning rate",
             description="As the schedule has it. Normal: warm-up, then decay.",
-            queries=(Query(once(names.LEARNING_RATE), EACH_RUN),),
+            queries=(each_run(once(names.LEARNING_RATE)),),
             unit="sci",
             minimum=0,
         ),
@@ -223,7 +235,7 @@ LEARNING = Row(
             title="Epochs",
             description="Passes over the training data. Normal: a straight line. Flat pieces: evaluations, "
             "checkpoints, or time that was lost.",
-            queries=(Query(once(names.EPOCH), EACH_RUN),),
+            queries=(each_run(once(names.EPOCH)),),
             unit="none",
             minimum=0,
         ),
@@ -231,7 +243,7 @@ LEARNING = Row(
             title="Loss scale",
             description="Of fp16. Normal: halved now and then, and back up. Falling without end: gradients overflow "
             "at every step; use bf16.",
-            queries=(Query(once(names.LOSS_SCALE), EACH_RUN),),
+            queries=(each_run(once(names.LOSS_SCALE)),),
             unit="none",
             needs="fp16",
         ),
@@ -239,7 +251,7 @@ LEARNING = Row(
             title="Steps that were not finite",
             description="Steps whose loss or gradient was NaN or infinite, so far. Normal: 0, or a few with fp16. The "
             "run's log names the row of the data that holds them.",
-            queries=(Query(so_far(names.NONFINITE_STEPS), EACH_RUN),),
+            queries=(each_run(so_far(names.NONFINITE_STEPS)),),
             unit="none",
             minimum=0,
             decimals=0,
@@ -255,8 +267,8 @@ SAFETY = Row(
             description="What an interruption would cost now, beside the time from one checkpoint to the next. "
             "Normal: a saw below twice the interval. Growing on: checkpoints fail; see the run's log and the disk.",
             queries=(
-                Query(once(live.CHECKPOINT_AGE_S), f"age of {EACH_RUN}"),
-                Query(once(live.CHECKPOINT_INTERVAL_S), f"interval of {EACH_RUN}"),
+                each_run(once(live.CHECKPOINT_AGE_S), "age"),
+                each_run(once(live.CHECKPOINT_INTERVAL_S), "interval"),
             ),
             unit="s",
             minimum=0,
@@ -265,7 +277,7 @@ SAFETY = Row(
             title="Restarts",
             description="How often the training went on after it had lost workers. Normal: 0 on own machines. In a "
             "row: the run's log names the node and the reason.",
-            queries=(Query(so_far(live.RESTARTS), EACH_RUN),),
+            queries=(each_run(so_far(live.RESTARTS)),),
             unit="none",
             minimum=0,
             decimals=0,
@@ -274,7 +286,7 @@ SAFETY = Row(
             title="Steps repeated",
             description="Steps that were taken again after a loss of workers or a resume. Normal: below the steps from "
             "one checkpoint to the next, for each restart; checkpoint.every makes them fewer.",
-            queries=(Query(so_far(live.STEPS_REPEATED), EACH_RUN),),
+            queries=(each_run(so_far(live.STEPS_REPEATED)),),
             unit="none",
             minimum=0,
             decimals=0,
@@ -283,7 +295,7 @@ SAFETY = Row(
             title="Memory of the fullest rank",
             description="By kind. Normal: flat after the first steps. Creeping up: something keeps tensors; "
             "`scaleray profile -c FILE --memory` names who holds them.",
-            queries=(Query(once(live.MEMORY_BYTES, "kind"), f"{{{{kind}}}} of {EACH_RUN}"),),
+            queries=(each_run(once(live.MEMORY_BYTES, "kind"), "{{kind}}"),),
             unit="bytes",
             minimum=0,
         ),
@@ -291,7 +303,7 @@ SAFETY = Row(
             title="Free disk",
             description="Of the disk with the run's folder, on the driver's machine. Normal: above 10 %. Full: "
             "`scaleray checkpoint prune`, or another checkpoint.storage_path.",
-            queries=(Query(once(live.DISK_FREE), EACH_RUN),),
+            queries=(each_run(once(live.DISK_FREE)),),
             unit="percentunit",
             minimum=0,
             maximum=1,
@@ -301,7 +313,7 @@ SAFETY = Row(
             title="Points that wait for MLflow",
             description="Normal: 0, or a few for moments. Growing: the server is away; nothing is lost, and "
             "`scaleray tracking replay` sends it later.",
-            queries=(Query(once(live.RECORDER_SPOOLED_POINTS), EACH_RUN),),
+            queries=(each_run(once(live.RECORDER_SPOOLED_POINTS)),),
             unit="none",
             minimum=0,
             decimals=0,

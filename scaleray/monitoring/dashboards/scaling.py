@@ -6,9 +6,8 @@ from scaleray import live_metrics as live
 from scaleray import metric_names as names
 from scaleray.monitoring.dashboards import variables
 from scaleray.monitoring.dashboards.panels import Dashboard, Panel, Query, Row, Threshold
-from scaleray.monitoring.dashboards.queries import RUN_ID, RUN_NAME, once, select
+from scaleray.monitoring.dashboards.queries import OF_RUNS, each_run, once, select
 
-EACH_RUN = f"{{{{{RUN_NAME}}}}}"
 BELOW = float("-inf")
 MILLION, SECONDS_AN_HOUR = "1e6", "3600"
 RATE, WORKERS = once(names.SAMPLES_PER_S), once(names.WORKERS)
@@ -21,7 +20,7 @@ PREDICTION = Row(
             title="Measured over predicted",
             description="Throughput over what a study or the planner expects (monitoring.expected_samples_per_s). "
             "Normal: 0.9 to 1.1. Below: `scaleray compare` with the study's run says which part of a step grew.",
-            queries=(Query(once(live.EFFICIENCY_OVER_PREDICTION), EACH_RUN),),
+            queries=(each_run(once(live.EFFICIENCY_OVER_PREDICTION)),),
             unit="percentunit",
             needs="prediction",
             minimum=0,
@@ -33,10 +32,7 @@ PREDICTION = Row(
             title="Measured and predicted",
             description="Samples a second of all workers, with what is expected. Normal: the two lines of a run within "
             "10 %.",
-            queries=(
-                Query(RATE, f"measured of {EACH_RUN}"),
-                Query(once(live.EXPECTED_SAMPLES_PER_S), f"expected of {EACH_RUN}"),
-            ),
+            queries=(each_run(RATE, "measured"), each_run(once(live.EXPECTED_SAMPLES_PER_S), "expected")),
             unit="short",
             minimum=0,
             width=12,
@@ -46,7 +42,7 @@ PREDICTION = Row(
             title="Samples a second and worker",
             description="Compare runs of one model on 1, 2, 4, ... workers: equal bars are perfect scaling, and a bar "
             "over that of one worker is the efficiency. `scaleray study` measures it with intervals.",
-            queries=(Query(f"{RATE} / {WORKERS}", EACH_RUN),),
+            queries=(each_run(f"{RATE} / {WORKERS}"),),
             unit="short",
             kind="bargauge",
             minimum=0,
@@ -57,8 +53,8 @@ PREDICTION = Row(
             description="Exposed communication and waiting for input, of a step. Normal: both below 10 %. The larger "
             "one is what the next doubling will cost more of.",
             queries=(
-                Query(once(live.EXPOSED_COMMUNICATION_SHARE), f"communication of {EACH_RUN}"),
-                Query(once(names.INPUT_WAIT_SHARE), f"input of {EACH_RUN}"),
+                each_run(once(live.EXPOSED_COMMUNICATION_SHARE), "communication"),
+                each_run(once(names.INPUT_WAIT_SHARE), "input"),
             ),
             unit="percentunit",
             minimum=0,
@@ -74,7 +70,7 @@ COSTS = Row(
             title="Cost of a million samples",
             description="At the price of a worker-hour above the panels. Normal: it grows slowly with the number of "
             "workers, as efficiency falls; the number of workers where it doubles is one too many for most.",
-            queries=(Query(COST, EACH_RUN),),
+            queries=(each_run(COST),),
             unit="none",
             minimum=0,
         ),
@@ -82,14 +78,14 @@ COSTS = Row(
             title="Cost of a million samples that count",
             description="The same over goodput: starts, restarts and repeated steps are paid as well. Normal: within "
             "10 % of the cost beside it.",
-            queries=(Query(f"{COST} / {once(names.GOODPUT)}", EACH_RUN),),
+            queries=(each_run(f"{COST} / {once(names.GOODPUT)}"),),
             unit="none",
             minimum=0,
         ),
         Panel(
             title="Cost of the last hour",
             description="Of all runs that the choices above leave: workers times price, while they were there.",
-            queries=(Query(f"sum by ({RUN_NAME}) (avg_over_time({select(names.WORKERS)}[1h])) * $price", EACH_RUN),),
+            queries=(each_run(f"sum by ({OF_RUNS}) (avg_over_time({select(names.WORKERS)}[1h])) * $price"),),
             unit="none",
             kind="bargauge",
             minimum=0,
@@ -104,11 +100,7 @@ HISTORY = Row(
             title="Throughput, run by run",
             description="The mean of each run in the time range. Choose 30 days to see whether a model has become "
             "slower; `scaleray compare RUN RUN` says whether a difference is more than noise.",
-            queries=(
-                Query(
-                    f"max by ({RUN_NAME}, {RUN_ID}) (avg_over_time({select(names.SAMPLES_PER_S)}[$__range]))", EACH_RUN
-                ),
-            ),
+            queries=(each_run(f"max by ({OF_RUNS}) (avg_over_time({select(names.SAMPLES_PER_S)}[$__range]))"),),
             unit="short",
             kind="bargauge",
             minimum=0,
@@ -131,9 +123,7 @@ HISTORY = Row(
             title="Last loss, run by run",
             description="The last loss of each run in the time range. Lower is better among runs of one model and one "
             "batch size alone.",
-            queries=(
-                Query(f"max by ({RUN_NAME}, {RUN_ID}) (last_over_time({select(names.LOSS)}[$__range]))", EACH_RUN),
-            ),
+            queries=(each_run(f"max by ({OF_RUNS}) (last_over_time({select(names.LOSS)}[$__range]))"),),
             unit="none",
             kind="bargauge",
             width=12,
@@ -142,9 +132,9 @@ HISTORY = Row(
             title="Evaluation, run by run",
             description="The last value of each evaluation in the time range.",
             queries=(
-                Query(
-                    f"max by ({RUN_NAME}, {RUN_ID}, split, metric) (last_over_time({select(live.EVAL)}[$__range]))",
-                    f"{{{{split}}}}/{{{{metric}}}} of {EACH_RUN}",
+                each_run(
+                    f"max by ({OF_RUNS}, split, metric) (last_over_time({select(live.EVAL)}[$__range]))",
+                    "{{split}}/{{metric}}",
                 ),
             ),
             unit="none",

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from scaleray import live_metrics as live
 from scaleray import metric_names as names
 from scaleray.metric import Metric
+from scaleray.monitoring.live.long_phases import LongPhases
 from scaleray.monitoring.live.rank_series import ComparedRanks, rank_series
 from scaleray.monitoring.live.series import Series, run_labels, series_of
 from scaleray.records.profile import Goodput
 from scaleray.records.published import PublishedFacts, RankSample
-from scaleray.records.run import CheckpointRecord, EvaluationRecord, EventRecord, StepRecord, WorkerMessage
+from scaleray.records.run import CheckpointRecord, EvaluationRecord, EventRecord, Heartbeat, StepRecord, WorkerMessage
 
 WINDOW_S = 30.0
 """Rates are means over the last steps, of so many seconds."""
@@ -31,6 +32,8 @@ class Beside:
     disk_free: float | None = None
     links: Mapping[str, str] = field(default_factory=dict)
     """Where the run is to be seen: `mlflow_run`, `report`."""
+    beats: Sequence[Heartbeat] = ()
+    """The last sign of life of every rank."""
     status: str = ""
     """Status in MLflow's words of a run that has ended."""
 
@@ -38,7 +41,8 @@ class Beside:
 class RunSeries:
     """Hears a run's messages and gives its series. Not for several threads at once.
 
-    peak_of: gives the peak of a device in FLOP/s by its name, where the facts have none.
+    peak_of: gives the peak of a device in FLOP/s by its name, where the facts have none. long_phase_s: see
+    `LongPhases`.
     """
 
     def __init__(
@@ -51,11 +55,13 @@ class RunSeries:
         total_steps: int | None = None,
         tokens_per_sample: int | None = None,
         peak_of: Callable[[str], float | None] = lambda device: None,
+        long_phase_s: float = 600.0,
     ) -> None:
         self.facts, self.tokens_per_sample, self._peak_of = facts, tokens_per_sample, peak_of
         self.strategy, self.total_steps = strategy, total_steps
         self.named = {"run_name": run_name, "run_id": run_id}
         self.ranks = ComparedRanks()
+        self._long_phases = LongPhases(long_phase_s)
         self._steps: deque[StepRecord] = deque(maxlen=MOST_STEPS)
         self._last: StepRecord | None = None
         self._newest_step = 0
@@ -86,11 +92,13 @@ class RunSeries:
 
     def of_run(self, beside: Beside) -> list[Series]:
         """What there is once a run, and what only a comparison of its ranks tells."""
+        self._long_phases.look(beside.beats, beside.now)
         return [
             *self._of_steps(),
             *self._of_speed(),
             *self._of_course(beside),
             *self._of_end(beside),
+            *self._long_phases.series(**self.named),
             *self.ranks.series(**self.named),
         ]
 

@@ -14,11 +14,12 @@ HOUR_S = 3600.0
 BEGAN_AGAIN_S = 60.0
 """Seconds for which a loss of workers is told that were started again before they were missed."""
 LAST_STEP, STEP_TIME = prometheus_name(live.LAST_STEP_TIMESTAMP_S), prometheus_name(names.STEP_TIME_S)
-WORLD_SIZE = prometheus_name(names.WORKERS)
+LONG_PHASE, WORLD_SIZE = prometheus_name(live.LONG_PHASE_TIMESTAMP_S), prometheus_name(names.WORKERS)
 
 
 def _no_progress_query(limits: AlertLimits) -> str:
-    age = f"time() - {of_run(live.LAST_STEP_TIMESTAMP_S)}"
+    steps, others = prometheus_name(live.LAST_STEP_TIMESTAMP_S), prometheus_name(live.LONG_PHASE_TIMESTAMP_S)
+    age = f"time() - max by ({RUN}) ({steps} or ({others} and on ({RUN}) {steps}))"
     usual = f"{age} <= {limits.no_progress_steps:g} * {of_run(names.STEP_TIME_S)}"
     return f"{age} > {limits.no_progress_s:g} unless {usual} unless ({ended()})"
 
@@ -27,7 +28,7 @@ def _no_progress(seen: Seen, limits: AlertLimits) -> Found | None:
     last = seen.last(LAST_STEP)
     if last is None or _has_ended(seen):
         return None
-    age_s = seen.now - last
+    age_s = seen.now - max(last, seen.last(LONG_PHASE) or last)
     limit_s = max(limits.no_progress_s, limits.no_progress_steps * (seen.last(STEP_TIME) or 0.0))
     return Found(age_s) if age_s > limit_s else None
 
@@ -84,7 +85,7 @@ RULES = (
         "seconds",
         "All workers stand still at full price.",
         "Read hangs/ in the run's folder: it has the line on which each rank stands, and names the rank that the "
-        "others wait for. Raise alerts.no_progress_s where an evaluation takes longer than this.",
+        "others wait for. Raise alerts.long_phase_s where an evaluation or a checkpoint takes longer than that.",
         ("run", "Time since the last step"),
         _no_progress_query,
         _no_progress,

@@ -33,7 +33,7 @@ def as_yaml(rule: Rule, limits: AlertLimits | None = None) -> dict[str, Any]:
         "expr": rule.query(limits or AlertLimits()),
         **({"for": f"{rule.for_s:g}s"} if rule.for_s else {}),
         "labels": labels(rule),
-        "annotations": words(rule, rule.in_prometheus(), run="{{ $labels.ray_train_run_name }}"),
+        "annotations": words(rule, rule.in_prometheus(), run="{{ $labels.ray_train_run_name | urlquery }}"),
     }
 
 
@@ -43,7 +43,8 @@ def labels(rule: Rule) -> dict[str, str]:
 
 
 def words(rule: Rule, summary: str, *, run: str) -> dict[str, str]:
-    """What a person reads of an alert. run: name of the run; of GPUs Prometheus knows none, and it is empty."""
+    """What a person reads of an alert. run: name of the run as an address has it; of GPUs none is known, and it is
+    empty."""
     return {"summary": summary, "costs": rule.costs, "what_to_do": rule.advice, "panel": panel_link(rule, run)}
 
 

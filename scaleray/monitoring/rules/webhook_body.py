@@ -9,6 +9,7 @@ import datetime
 import hashlib
 import json
 from typing import Any
+from urllib.parse import quote_plus
 
 from scaleray.metric import RUN_LABELS
 from scaleray.monitoring.rules.files import labels, words
@@ -23,7 +24,7 @@ def webhook_body(alert: Alert, *, run_name: str, run_id: str, link: str) -> dict
     """One alert as a notification of Alertmanager's. link: where the run is to be seen."""
     rule = BY_NAME[alert.name]
     of_alert = {"alertname": rule.alertname, **dict(zip(RUN_LABELS, (run_name, run_id), strict=True)), **labels(rule)}
-    text = {**words(rule, alert.summary, run=run_name), "action": alert.action}
+    text = {**words(rule, alert.summary, run=quote_plus(run_name)), "action": alert.action}
     text["value"] = "" if alert.value is None else f"{alert.value:.6g}"
     key = json.dumps(of_alert, sort_keys=True)
     return {

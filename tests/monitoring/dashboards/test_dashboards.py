@@ -136,7 +136,7 @@ def test_variables_in_queries_and_labels_in_legends_exist(name, panel):
         used = set(re.findall(r"\$([a-z_]\w*)", query.expr))
         assert used <= variables
         grouped = re.findall(r"by \(([^)]*)\)", query.expr)
-        labels = {label.strip() for group in grouped for label in group.split(",")} | {"row"}
+        labels = {label.strip() for group in grouped for label in group.split(",")} | {"row", "id"}
         assert not grouped or set(re.findall(r"\{\{(\w+)\}\}", query.legend)) <= labels
 
 

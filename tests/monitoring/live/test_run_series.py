@@ -7,7 +7,7 @@ from scaleray import metric_names as names
 from scaleray.monitoring.live.run_series import Beside, RunSeries
 from scaleray.records.profile import Goodput
 from scaleray.records.published import PublishedFacts, RankSample
-from scaleray.records.run import CheckpointRecord, EvaluationRecord, EventRecord, StepRecord
+from scaleray.records.run import CheckpointRecord, EvaluationRecord, EventRecord, Heartbeat, StepRecord
 
 
 def step(number, **more):
@@ -87,6 +87,22 @@ def test_a_checkpoint_has_an_age_where_any_are_made():
     run.hear(CheckpointRecord(1, "p", 1, 1, 0.1, 0.1, recorded_at=1990.0))
     assert value(run, live.CHECKPOINT_AGE_S) == pytest.approx(10.0)
     assert value(run_of(None, step(1)), live.CHECKPOINT_AGE_S) is None
+
+
+def beating(phase, now, since_s=1.0, silent_s=0.0):
+    """What is known beside the messages, while the first worker is in a phase and the second one waits."""
+    beats = [Heartbeat(0, "a", 1, 5, phase, since_s, silent_s=silent_s), Heartbeat(1, "a", 2, 5, "backward", since_s)]
+    return Beside(now=now, beats=beats)
+
+
+def test_a_run_says_when_it_was_last_at_what_rightly_takes_long():
+    run, when = run_of(None, step(1), long_phase_s=60.0), live.LONG_PHASE_TIMESTAMP_S
+    assert value(run, when, beating("backward", 2000.0)) is None
+    assert value(run, when, beating("evaluation", 2010.0)) == 2010.0
+    (one,) = [one for one in run.of_run(beating("checkpoint", 2020.0, silent_s=3.0)) if one.metric is when]
+    assert (one.value, one.labels["phase"]) == (2017.0, "checkpoint"), "when its sign of life came"
+    for phase, since_s, silent_s in (("forward", 1, 0), ("evaluation", 61, 0), ("evaluation", 40, 30)):
+        assert value(run, when, beating(phase, 2100.0, since_s, silent_s)) == 2017.0, "a step, or too long for one"
 
 
 def test_an_evaluation_is_split_into_its_labels():

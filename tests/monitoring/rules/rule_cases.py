@@ -82,6 +82,8 @@ STEP = _both(names.STEP_TIME_S, still(0.1, 300), still(0.1, 300))
 
 def _course() -> list[Case]:
     hang, goes_on = steps_end(20, last=8), steps_end(20)
+    evaluates = of(live.LONG_PHASE_TIMESTAMP_S, [None] * 9 + [5.0 * min(number, 25) for number in range(9, 40)])
+    after_it = {**_both(live.LAST_STEP_TIMESTAMP_S, *[steps_end(40, last=8)] * 2), **STEP, **evaluates}
     slow_steps = _both(names.STEP_TIME_S, still(10, 20), still(10, 20))
     lost = [*steps_end(10), *[GONE] * 10]
     size, planned = of(names.WORKERS, still(2, 20)), of(live.STEPS_PLANNED, still(100, 20))
@@ -89,6 +91,9 @@ def _course() -> list[Case]:
     return [
         Case("no_progress", "all ranks stand", {**_both(live.LAST_STEP_TIMESTAMP_S, hang, hang), **STEP}, True, at=19),
         Case("no_progress", "steps end", {**_both(live.LAST_STEP_TIMESTAMP_S, goes_on, goes_on), **STEP}, False, at=19),
+        Case("no_progress", "an evaluation of more than a minute", after_it, False, at=25),
+        Case("no_progress", "the evaluation has just ended, and the next step is on its way", after_it, False, at=30),
+        Case("no_progress", "no step comes after the evaluation", after_it, True, at=33),
         Case("no_progress", "steps are long", {**_both(live.LAST_STEP_TIMESTAMP_S, hang, hang), **slow_steps}, False),
         Case(
             "no_progress",
