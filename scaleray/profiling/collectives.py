@@ -34,8 +34,8 @@ def bus_bytes(operation: str, num_bytes: float, group_size: int) -> float:
 
 def with_bandwidth(row: CollectiveRow, waited_s: float = 0.0) -> CollectiveRow:
     """The row with its bus bandwidth. waited_s: part of its seconds in which another rank had not come yet, which says
-    nothing of the link."""
-    if row.seconds is None or row.seconds - waited_s <= 0:
+    nothing of the link. Those of sends are the wait for what a neighbour computes, most of all: they have none."""
+    if row.seconds is None or row.seconds - waited_s <= 0 or row.operation == SEND:
         return row
     rate = bus_bytes(row.operation, row.num_bytes, row.group_size) / (row.seconds - waited_s)
     return dataclasses.replace(row, bus_bandwidth=rate)

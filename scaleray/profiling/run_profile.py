@@ -27,7 +27,6 @@ def run_profile(measured: Sequence[RankMeasurements], *, goodput: Goodput | None
     first = ranks[0]
     gaps = {one.rank: one.gap for one in ranks if one.gap is not None}
     worst = max(gaps, key=lambda rank: gaps[rank], default=None)
-    notes = [f"rank {one.rank}: {note}" for one in ranks for note in one.notes]
     profile = RunProfile(
         buckets=Buckets(first.first_step, first.bucket_width, len(first.series)),
         ranks=[rank_profile(one) for one in ranks],
@@ -36,9 +35,21 @@ def run_profile(measured: Sequence[RankMeasurements], *, goodput: Goodput | None
         gap_rank=worst,
         collectives=[row for one in ranks for row in one.collectives],
         goodput=goodput,
-        notes=notes,
+        notes=_notes(ranks),
     )
     return with_arrivals(profile, ranks)
+
+
+def _notes(ranks: Sequence[RankMeasurements]) -> list[str]:
+    """What was not measured, with the ranks where it is not so on all of them."""
+    by_note: dict[str, list[int]] = {}
+    for one in ranks:
+        for note in one.notes:
+            by_note.setdefault(note, []).append(one.rank)
+    return [
+        note if len(which) == len(ranks) else f"rank{'s' * (len(which) > 1)} {', '.join(map(str, which))}: {note}"
+        for note, which in by_note.items()
+    ]
 
 
 def rank_profile(measured: RankMeasurements) -> RankProfile:

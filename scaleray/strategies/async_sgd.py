@@ -11,7 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from scaleray.config import RunConfig
-from scaleray.strategies.apart.in_flight_exchanges import Arrival, Outstanding, always_apart, group_for_exchanges
+from scaleray.profiling.collectives import ALL_REDUCE
+from scaleray.strategies.apart.in_flight_exchanges import (
+    BESIDE,
+    Arrival,
+    Outstanding,
+    always_apart,
+    group_for_exchanges,
+)
 from scaleray.strategies.apart.replicas import Replicas
 from scaleray.strategies.contract.parallel import Parallel, Tensors
 
@@ -51,10 +58,10 @@ class Updates:
     def __init__(self, replicas: Replicas, config: RunConfig) -> None:
         self.replicas, most = replicas, config.gossip.max_staleness
         self.group = group_for_exchanges(replicas.group, config, most=most)
+        self.sent = replicas.sent.entry(BESIDE, replicas.size, ALL_REDUCE)
         self.outstanding: Outstanding[_Update] = Outstanding(
-            self._take, most=most, in_order_of_time=most > 0 and not config.deterministic
+            self._take, self.sent, most=most, in_order_of_time=most > 0 and not config.deterministic
         )
-        self.sent_bytes = 0.0
         replicas.settle = self._settle
         self._before: torch.Tensor | None = None
 
@@ -71,7 +78,7 @@ class Updates:
         self._before = None
         total = own.clone()
         work = dist.all_reduce(total, group=self.group, async_op=True)
-        self.sent_bytes += total.numel() * total.element_size()
+        self.sent.add(total)
         self.outstanding.add(_Update(own, total), Arrival([work]))
         self.outstanding.take_arrived()
 

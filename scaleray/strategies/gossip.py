@@ -13,8 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from scaleray.config import RunConfig
+from scaleray.profiling.collectives import SEND
 from scaleray.strategies.apart.graphs import mixing_matrix
 from scaleray.strategies.apart.in_flight_exchanges import (
+    BESIDE,
     Arrival,
     Outstanding,
     always_apart,
@@ -66,10 +68,10 @@ class Mixing:
         self.ranks, self.rank = dist.get_process_group_ranks(self.group), dist.get_rank(self.group)
         # on the device, as reading it would wait for the training there
         self.weight = torch.ones((), dtype=torch.float64, device=replicas.trained[0].device)
-        self.sent_bytes = 0.0
+        self.sent = replicas.sent.entry(BESIDE, replicas.size, SEND)
         early = self.most > 0 and not config.deterministic
         self.is_watched = early and must_be_watched(self.group)
-        self.inbox: Outstanding[_Letter] = Outstanding(self._mix, most=self.most, in_order_of_time=early)
+        self.inbox: Outstanding[_Letter] = Outstanding(self._mix, self.sent, most=self.most, in_order_of_time=early)
         self.outbox: deque[tuple[Arrival, list[torch.Tensor]]] = deque()
         replicas.settle = self._settle
 
@@ -105,7 +107,8 @@ class Mixing:
         works = dist.batch_isend_irecv([*sends, *receives])
         # gloo gives a work for each operation, NCCL one for all
         own_works, their_works = (works[: len(sends)], works[len(sends) :]) if len(works) > 1 else (works, works)
-        self.sent_bytes += sum(letter.numel() * letter.element_size() for letter in letters)
+        for letter in letters:
+            self.sent.add(letter)
         self.outbox.append((Arrival(own_works), letters))
         self.inbox.add(_Letter(received), Arrival(their_works, is_watched=self.is_watched))
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from scaleray.config import RunConfig
+from scaleray.records.profile import CollectiveRow
 from scaleray.strategies import ddp
 from scaleray.strategies.apart.replicas import Replicas
 from scaleray.strategies.contract.parallel import Computation, OnModel, Parallel, Tensors
@@ -50,6 +51,8 @@ class TrainingApart:
         self.warm_up = ddp.apply(model, mesh, config, workload) if self.settings.warmup_steps else None
         self.route = _Route(self.warm_up.model) if self.warm_up else model
         self.has_begun = False
+        self.warm_up_bytes = 0.0
+        self._sent_before: list[CollectiveRow] = []
 
     def parallel(
         self,
@@ -67,7 +70,6 @@ class TrainingApart:
             self.settings.sync_every,
             self.settings.node_sync_every,
         )
-        warm_up_bytes = 0.0
 
         def before_step(step: int) -> None:
             if step > warmup_steps and not self.has_begun:
@@ -75,12 +77,11 @@ class TrainingApart:
                 begin()
 
         def after_update(step: int) -> None:
-            nonlocal warm_up_bytes
             since = step - warmup_steps
             if since <= 0:
                 assert self.warm_up is not None
                 self.warm_up.after_update(step)
-                warm_up_bytes = self.warm_up.bytes_sent()
+                self.warm_up_bytes = self.warm_up.bytes_sent()
             elif since % every == 0:
                 synchronise()
             elif node_every is not None and since % node_every == 0:
@@ -107,13 +108,19 @@ class TrainingApart:
             meets=lambda step: step <= warmup_steps or (step - warmup_steps) % every == 0,
             state=state,
             load_state=load_state,
-            bytes_sent=lambda: warm_up_bytes + self.replicas.sent_bytes,
+            bytes_sent=lambda: self.warm_up_bytes + self.replicas.sent.num_bytes,
+            collectives=self._collectives,
         )
+
+    def _collectives(self) -> list[CollectiveRow]:
+        before = self._sent_before if self.warm_up is None else self.warm_up.collectives()
+        return [*before, *self.replicas.sent.rows()]
 
     def _leave_warm_up(self) -> None:
         self.has_begun = True
         if self.warm_up is not None:
             assert isinstance(self.route, _Route)
+            self._sent_before = self.warm_up.collectives()
             self.warm_up.close()
             # DDP's hooks go with it; they do nothing without its forward
             self.warm_up, self.route.target = None, OnModel(self.model)

@@ -6,9 +6,8 @@ written in the plan's styles (torch.distributed.tensor.parallel).
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,16 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
-from torch.utils._pytree import tree_leaves
 
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
-from scaleray.strategies.contract.parallel import MicroBatch, Objective, OnModel, Parallel
+from scaleray.strategies.contract.parallel import OnModel, Parallel
 from scaleray.strategies.contract.weight_shares import WeightShare, share_among
 from scaleray.strategies.fsdp import Root, check_one_dtype, mixed_precision, shard_statistics, with_output
+from scaleray.strategies.sharding.counted_passes import CountedPasses
 from scaleray.strategies.sharding.unsharding import unshard_for_good
-from scaleray.strategies.wire.byte_counter import Kind, Traffic
-from scaleray.strategies.wire.ledger import Ledger
 from scaleray.workload import call_user_code
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
@@ -56,7 +53,10 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_complete)
-    passes = _CountedPasses(model, root or OnModel(model), mesh)
+    passes = CountedPasses(model, root or OnModel(model), mesh)
+    if root is not None:
+        passes.count_units()
+    is_compiled = config.compilation.what != "nothing"
 
     def share_buffers() -> None:
         for buffer in model.buffers():
@@ -93,6 +93,9 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         counts_loss=mesh.get_local_rank("tp") == 0,
         bytes_sent=lambda: passes.sent.num_bytes,
         collectives=passes.sent.rows,
+        arrivals=None if is_compiled else passes.arrivals,
+        no_arrivals="compiled graphs wait where nobody sees it" if is_compiled else "",
+        tell_phases=passes.tell_phases,
         notes=notes,
     )
 
@@ -188,43 +191,6 @@ def _split_layers(
     _tie_again(model, ties)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         parameter.requires_grad_(trained[name])  # styles of norms make every parameter a trained one
-
-
-class _CountedPasses:
-    """Forward and backward passes of a step's micro-batches, as the loop itself would run them. What the styles and
-    FSDP send can only be seen from below, once for each shape of a micro-batch."""
-
-    def __init__(self, model: nn.Module, on_model: nn.Module, mesh: DeviceMesh) -> None:
-        self._model, self._on_model = model, on_model
-        self._axes = {str(mesh.get_group(axis).group_name): axis for axis in mesh.mesh_dim_names or ()}
-        self._known: dict[Any, dict[Kind, tuple[int, float]]] = {}
-        self.sent = Ledger()
-
-    def run(self, pieces: list[MicroBatch], objective: Objective, autocast: Any) -> None:
-        """Run the micro-batches in their order; only the last one sums gradients over replicas."""
-        for number, piece in enumerate(pieces):
-            is_last = number == len(pieces) - 1
-            shapes = tuple((tuple(t.shape), t.dtype) for t in tree_leaves(piece.batch) if isinstance(t, torch.Tensor))
-            traffic = None if (shapes, is_last) in self._known else Traffic()
-            with contextlib.nullcontext() if is_last else self._no_sync(), traffic or contextlib.nullcontext():
-                objective(self._on_model, piece).backward()
-            if traffic is not None:
-                self._known[shapes, is_last] = traffic.found
-            for kind, (count, num_bytes) in self._known[shapes, is_last].items():
-                entry = self.sent.entry(self._axes.get(kind.group, "all"), kind.group_size, kind.operation)
-                entry.count += count
-                entry.num_bytes += num_bytes
-
-    @contextlib.contextmanager
-    def _no_sync(self) -> Iterator[None]:
-        if not isinstance(self._model, FSDPModule):
-            yield
-            return
-        self._model.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            self._model.set_requires_gradient_sync(True)
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) -> list[str]:

@@ -13,11 +13,12 @@ from torch.utils._pytree import tree_leaves
 from scaleray.strategies.wire.byte_counter import Traffic
 
 STEPS = 3
+NUMBERS = (torch.float64, torch.int64)
 
 
 class Payloads(Traffic):
-    """Counts collectives but for those of a step's own numbers, which no ledger has: sums of a few float64, and of
-    which parameters were used, where the strategy's own code asks for that."""
+    """Counts collectives but for those of a step's own numbers, which no ledger has: sums of a few, and of which
+    parameters were used, where the strategy's own code asks for that."""
 
     def __init__(self, *, with_maps):
         super().__init__()
@@ -26,7 +27,7 @@ class Payloads(Traffic):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if "c10d" in func.namespace and "reduce" in func._schema.name:
             tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
-            if all((t.dtype == torch.float64 and t.numel() <= 2) or t.dtype in self.dtypes for t in tensors):
+            if all((t.dtype in NUMBERS and t.numel() <= 2) or t.dtype in self.dtypes for t in tensors):
                 return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -54,6 +55,7 @@ def sent_in(place, workload, flags, steps):
     return seen, told
 
 
+APART = {"local_sgd.sync_every": 3, "local_sgd.warmup_steps": 2, "batch.drop_last": True}
 BUCKETS = {"strategy.bucket_size_mib": 1e-4}
 """Two kilobytes fill several buckets."""
 
@@ -75,8 +77,40 @@ BUCKETS = {"strategy.bucket_size_mib": 1e-4}
         (Classify(64), {"strategy.name": "tensor"}, 2, {"all_reduce"}),
         (Chain(64), {"strategy.name": "pipeline"}, 2, {"send"}),
         (Chain(64), {"strategy.name": "pipeline"}, 4, {"send", "all_reduce"}),
+        (WithBatchNorm(64), {"strategy.name": "local_sgd", **APART, **BUCKETS}, 2, {"all_reduce", "broadcast"}),
+        (
+            Classify(64),
+            {"strategy.name": "local_sgd", **APART, "local_sgd.node_sync_every": 1, "local_sgd.node_size": 2},
+            4,
+            {"all_reduce"},
+        ),
+        (Classify(64), {"strategy.name": "diloco", **APART}, 2, {"all_reduce"}),
+        (
+            WithBatchNorm(64),
+            {"strategy.name": "gossip", "gossip.meet_every": 3},
+            4,
+            {"send", "all_reduce", "broadcast"},
+        ),
+        (Classify(64), {"strategy.name": "gossip", "gossip.is_asynchronous": True}, 2, {"send", "all_reduce"}),
+        (Classify(64), {"strategy.name": "async_sgd", "gossip.meet_every": 3}, 2, {"all_reduce"}),
     ],
-    ids=["ddp", "ddp buffers", "ddp unused", "zero1", "fsdp", "hsdp", "tensor", "pipeline", "pipeline of replicas"],
+    ids=[
+        "ddp",
+        "ddp buffers",
+        "ddp unused",
+        "zero1",
+        "fsdp",
+        "hsdp",
+        "tensor",
+        "pipeline",
+        "pipeline of replicas",
+        "local_sgd",
+        "local_sgd by node",
+        "diloco",
+        "gossip",
+        "gossip beside",
+        "async_sgd",
+    ],
 )
 def test_the_ledger_has_the_calls_and_bytes_that_were_really_sent(gloo, workload, flags, ranks, operations):
     flags = {"batch.global_size": 8, **flags}

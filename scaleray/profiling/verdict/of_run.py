@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -29,7 +30,9 @@ def verdict_of_run(record: RunRecord, *, without_last: int = 0) -> Verdict:
     if profile is None or not profile.ranks:
         words = "incomplete: the run has no profile."
         return Verdict(Finding(Limit.INCOMPLETE, None), (), words, "unsure", 0, 0.0)
-    return judge(signals_of(profile, without_last=without_last), facts_of(record, device=profile.ranks[0].device))
+    facts = facts_of(record, device=profile.ranks[0].device)
+    verdict = judge(signals_of(profile, without_last=without_last), facts)
+    return dataclasses.replace(verdict, notes=(*verdict.notes, *profile.notes))
 
 
 def facts_of(record: RunRecord, *, device: str = "cpu") -> Facts:

@@ -7,6 +7,7 @@ those it hears from. Used by strategies.gossip and strategies.async_sgd.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,8 +18,11 @@ import torch.distributed as dist
 from scaleray.config import RunConfig
 from scaleray.strategies.apart.replicas import Replicas
 from scaleray.strategies.contract.parallel import Parallel, Tensors
+from scaleray.strategies.wire.ledger import Entry
 
 Payload = TypeVar("Payload")
+BESIDE = "exchanges"
+"""Name of such a group in the ledger of collectives."""
 BESIDE_TRAINING = "exchanges beside the training"
 """Description of process groups whose operations may be under way for several steps, and so have their own timeout."""
 
@@ -63,17 +67,20 @@ class Arrival:
 class Outstanding(Generic[Payload]):
     """Exchanges in the order in which they began. `take` is called once for each, in that order.
 
-    most: largest number under way when a step ends; with 0 every one is waited for. in_order_of_time: take each as soon
-    as it has arrived; otherwise exactly `most` steps late, which makes a run repeatable.
+    most: largest number under way when a step ends; with 0 every one is waited for, and timed in `entry`.
+    in_order_of_time: take each as soon as it has arrived; otherwise exactly `most` steps late, which makes a run
+    repeatable.
     """
 
-    def __init__(self, take: Callable[[Payload], None], *, most: int, in_order_of_time: bool) -> None:
-        self._take, self._most, self._early = take, most, in_order_of_time
+    def __init__(self, take: Callable[[Payload], None], entry: Entry, *, most: int, in_order_of_time: bool) -> None:
+        self._take, self._entry, self._most, self._early = take, entry, most, in_order_of_time
         self._queue: deque[tuple[Payload, Arrival]] = deque()
+        self._begun = 0.0
 
     def add(self, payload: Payload, arrival: Arrival) -> None:
         """Append an exchange that has begun."""
         self._queue.append((payload, arrival))
+        self._begun = time.perf_counter()
 
     def take_arrived(self) -> None:
         """Take the exchanges that are due or have arrived."""
@@ -94,14 +101,14 @@ class Outstanding(Generic[Payload]):
     def _take_first(self) -> None:
         payload, arrival = self._queue[0]
         arrival.wait()
+        if not self._most:
+            self._entry.waited(time.perf_counter() - self._begun)
         self._queue.popleft()
         self._take(payload)
 
 
 class Exchange(Protocol):
     """Communication beside the training of replicas that are always apart."""
-
-    sent_bytes: float
 
     def before_step(self, step: int) -> None:
         """Begin step `step`, counted from 1."""
@@ -147,7 +154,8 @@ def always_apart(replicas: Replicas, exchange: Exchange, group: dist.ProcessGrou
         meets=lambda step: step % meet_every == 0,
         state=exchange.state,
         load_state=exchange.load_state,
-        bytes_sent=lambda: replicas.sent_bytes + exchange.sent_bytes,
+        bytes_sent=lambda: replicas.sent.num_bytes,
+        collectives=replicas.sent.rows,
     )
 
 

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ import torch.distributed as dist
 from torch import nn
 
 from scaleray.metric_names import CONSENSUS_DISTANCE
+from scaleray.profiling.collectives import ALL_REDUCE, BROADCAST
 from scaleray.strategies.contract.later import Later
 from scaleray.strategies.contract.parallel import Metrics, Parallel
 from scaleray.strategies.contract.weight_shares import WeightShare, whole
+from scaleray.strategies.wire.ledger import Ledger
 
 
 class Replicas:
@@ -30,7 +33,8 @@ class Replicas:
         self.bucket_bytes = max(1, int(bucket_mib * 2**20))
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.optimizer: torch.optim.Optimizer | None = None
-        self.sent_bytes = 0.0
+        self.sent = Ledger()
+        """All that this rank sends: means here, and what a strategy exchanges beside them."""
         self.settle: Callable[[], float] = lambda: 1.0
         """Bring the replica to where it will be once everything under way to it has arrived, and return its weight in
         the mean, 1 on average. Its values are put back afterwards."""
@@ -82,7 +86,8 @@ class Replicas:
                 self._average_optimizer(self.group)
             for buffer in self.model.buffers():
                 if not buffer.is_floating_point():
-                    dist.broadcast(buffer, group=self.group, group_src=0)
+                    start = partial(dist.broadcast, buffer, group=self.group, group_src=0)
+                    self.sent.entry("dp", self.size, BROADCAST).run(start, buffer)
             yield
         finally:
             with torch.no_grad():
@@ -100,6 +105,7 @@ class Replicas:
             replicas_differ=True,
             averaged=self.averaged,
             metrics=self.metrics,
+            no_arrivals="replicas take their steps apart, and nobody waits for another in each of them",
             **course,
         )
 
@@ -159,6 +165,7 @@ class Replicas:
         trained = {id(p) for p in self.trained}
         totals = torch.zeros(2, dtype=torch.float64, device=self.trained[0].device)  # distance and norm, squared
         size = dist.get_world_size(group)
+        entry = self.sent.entry("dp" if group is self.group else "node", size, ALL_REDUCE)
         for bucket in self._buckets(tensors):
             # 16-bit values are summed in fp32: the mean of many replicas would lose most of its digits
             dtype = torch.promote_types(bucket[0].dtype, torch.float32)
@@ -166,8 +173,7 @@ class Replicas:
             mean = own.clone() if measures else own
             if weight != 1.0:
                 mean.mul_(weight)
-            dist.all_reduce(mean, group=group)
-            self.sent_bytes += mean.numel() * mean.element_size()
+            entry.run(partial(dist.all_reduce, mean, group=group), mean)
             mean.div_(size)
             sizes = [tensor.numel() for tensor in bucket]
             for tensor, new, old in zip(bucket, mean.split(sizes), own.split(sizes), strict=True):

@@ -147,6 +147,8 @@ class Parallel:
     """The same by group and operation; nothing where a strategy counts bytes alone."""
     arrivals: ArrivalSource | None = None
     """Where it can be seen when this rank comes to the collectives of a step; None where it cannot."""
+    no_arrivals: str = ""
+    """Why it cannot, for whoever asks how late ranks are."""
     show_own_gradients: Callable[[Callable[[torch.Tensor, float], None] | None], None] | None = None
     """Call `see(piece, factor)` from now on with each piece of this rank's own gradient, divided by `factor`, right
     before it is summed with the others'; `see` None ends that. None: hooks of the parameters see it, in a step's last

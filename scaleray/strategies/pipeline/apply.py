@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from scaleray.config import RunConfig
 from scaleray.metric_names import BUBBLE_SHARE
-from scaleray.profiling.collectives import SEND
+from scaleray.records.phases import Enter, Phase
 from scaleray.reproducibility.seeding import stream_seed
 from scaleray.scaling.recipe.pipeline_bubble import runs
 from scaleray.strategies.contract.later import Later, on_device
@@ -67,6 +67,8 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         alone=lambda computation: computation(whole),
         bytes_sent=lambda: parts.sent.num_bytes,
         collectives=parts.sent.rows,
+        no_arrivals="stages work one after the other, and come to no collective together",
+        tell_phases=pipeline.tell_phases,
         before_step=pipeline.before_step,
         metrics=pipeline.metrics,
         notes=[parts.note()],
@@ -85,12 +87,17 @@ class Pipeline:
         self._boundaries: dict[Any, list[Any]] = {}
         self._modules = [_StageModule(self, stage) for stage in parts.stages]
         self._busy = BusyTime(parts.device)
+        self.enter: Enter = lambda phase: phase
         self._pieces: list[MicroBatch] = []
 
     def before_step(self, step: int) -> None:
         """Choose the seed of step `step`: all workers of a replica must draw alike in the code around the blocks,
         whatever they drew inside them."""
         self._seed = self._seed_of(step)
+
+    def tell_phases(self, enter: Enter) -> None:
+        """See `Parallel.tell_phases`."""
+        self.enter = enter
 
     def metrics(self) -> Metrics:
         """Share of a step in which workers waited for each other; on a GPU of a step or two before."""
@@ -115,6 +122,7 @@ class Pipeline:
         if not parts.is_checked:
             self._check_by_loss(pieces[0])
         self._busy.start()
+        self.enter(Phase.COMMUNICATION)  # but for what `computing` tells
         done = 0
         for signature, equal in _equal_pieces(pieces):
             for size in runs(self.schedule_name, num_workers=parts.num_workers, num_micro_batches=len(equal)):
@@ -132,9 +140,19 @@ class Pipeline:
                 done += size
         self._pieces = []
         if (times := self._busy.end()) is not None:
+            busy_s, whole_s = times
+            parts.sends.seconds = (parts.sends.seconds or 0.0) + whole_s - busy_s
             both = on_device(times, parts.device)
             dist.all_reduce(both, group=parts.group)
             self._times = Later(both)
+
+    @contextlib.contextmanager
+    def computing(self, phase: Phase) -> Iterator[None]:
+        """Context in which this worker computes, and waits for no other one."""
+        self.enter(phase)
+        with self._busy.working():
+            yield
+        self.enter(Phase.COMMUNICATION)
 
     def forward(self, stage: Stage, number: int, received: torch.Tensor | None) -> torch.Tensor:
         """Run one micro-batch through one stage; returns its activation, or the scaled loss of the last stage."""
@@ -254,20 +272,20 @@ class _TimedStage(PipelineStage):
             input_args=metas[stage.index - 1] if stage.index else number,
             output_args=loss if stage.is_last else metas[stage.index],
         )
-        self._pipeline, self._busy = pipeline, pipeline._busy
+        self._pipeline = pipeline
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self._busy.working():
+        with self._pipeline.computing(Phase.FORWARD):
             return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self._busy.working():
+        with self._pipeline.computing(Phase.BACKWARD):
             result = super().backward_one_chunk(*args, **kwargs)
             self._pipeline.parts.put_by_gradients()
             return result
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self._busy.working():
+        with self._pipeline.computing(Phase.BACKWARD):
             super().backward_weight_one_chunk(*args, **kwargs)
             self._pipeline.parts.put_by_gradients()
 
@@ -282,9 +300,8 @@ class _TimedStage(PipelineStage):
         return self._counted(super().get_bwd_send_ops(bwd_chunk_id))
 
     def _counted(self, operations: list[Any]) -> list[Any]:
-        parts = self._pipeline.parts
         for operation in operations:
-            parts.sent.entry("pp", parts.num_workers, SEND).add(operation.tensor)
+            self._pipeline.parts.sends.add(operation.tensor)
         return operations
 
 

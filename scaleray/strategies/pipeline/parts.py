@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
-from scaleray.profiling.collectives import ALL_REDUCE
+from scaleray.profiling.collectives import ALL_REDUCE, SEND
 from scaleray.scaling.recipe.pipeline_bubble import bubble_share
 from scaleray.strategies.contract.weight_shares import Placed, WeightShare, share_of, shared_out, sizes
 from scaleray.strategies.fsdp import total_norm
@@ -54,6 +54,7 @@ class Parts:
         self.num_stages = self.num_workers * settings.stages_of_each_worker
         self.device = next(model.parameters()).device
         self.config, self.sent = config, Ledger()
+        self.sends = self.sent.entry("pp", self.num_workers, SEND)
         blocks, self.units = cut(model, config, workload)
         costs = counted_costs(self.units, len(blocks))
         if settings.split == "measured":

@@ -28,22 +28,30 @@ class Entry:
 
     enter: Enter | None = None
     """Enters a phase, while the host stands still."""
+    on_host: bool = True
+    """Whether the last payload lay in the host's memory."""
 
     def add(self, tensor: torch.Tensor) -> None:
         """Count a collective with this payload."""
         self.count += 1
         self.num_bytes += tensor.numel() * tensor.element_size()
+        self.on_host = tensor.device.type == "cpu"
+
+    def waited(self, seconds: float) -> None:
+        """Add seconds in which the host waited; nothing on a GPU, where the host only puts waits into a queue."""
+        if self.on_host:
+            self.seconds = (self.seconds or 0.0) + seconds
 
     def run(self, start: Callable[[], Any], tensor: torch.Tensor) -> Any:
         """Run a collective with this payload; its result. On the CPU, one that is not asynchronous is timed."""
         self.add(tensor)
-        if tensor.device.type != "cpu":
+        if not self.on_host:
             return start()  # the host only puts it into a queue
         left = None if self.enter is None else self.enter(Phase.COMMUNICATION)
         begun = time.perf_counter()
         result = start()
         if result is None:
-            self.seconds = (self.seconds or 0.0) + time.perf_counter() - begun
+            self.waited(time.perf_counter() - begun)
         if self.enter is not None and left is not None:
             self.enter(left)
         return result

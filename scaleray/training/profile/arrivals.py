@@ -107,11 +107,20 @@ class ArrivalTimes(Observer):
         look = partial(self.guard, Watcher.FIGURES)
         none: list[CollectiveRow] = []
         collectives = look(self._parallel.collectives, none, part="collectives")
+        arrivals = look(self.measurements, None, part="arrivals")
+        why = "" if arrivals is not None or self.place.world_size == 1 else self._why_not()
+        notes = (f"how late ranks come to collectives: not measurable, as {why}",) if why else ()
         # what marks the phases knows this object: the model would stay until Python looks for circles
         del self._parallel
         return dataclasses.replace(
-            measured, arrivals=look(self.measurements, None, part="arrivals"), collectives=collectives
+            measured, arrivals=arrivals, collectives=collectives, notes=(*measured.notes, *notes)
         )
+
+    def _why_not(self) -> str:
+        """Why nothing is known of when this rank came to collectives."""
+        if self._parallel.no_arrivals or self._parallel.arrivals is None:
+            return self._parallel.no_arrivals or "the strategy does not tell when it communicates"
+        return "it takes some steps to find the collectives, and the training ended before"
 
     def _look(self) -> None:
         """Keep the moments of the step; before the places are known, let the strategy find them."""

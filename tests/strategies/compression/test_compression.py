@@ -238,7 +238,8 @@ def train_and_listen(place, flags):
     sizes = []
     with counted_collectives(sizes):
         finished = train(place, Classify(num_rows=24), {**flags, "precision.dtype": "fp32", "stop.after": "6 steps"})
-    return [step.sent_bytes for step in finished.steps], sum(sizes)
+    in_rows = sum(row.num_bytes for row in finished.summary.profile.collectives)
+    return [step.sent_bytes for step in finished.steps], in_rows, sum(sizes)
 
 
 @pytest.mark.each_value
@@ -246,8 +247,8 @@ def train_and_listen(place, flags):
 @pytest.mark.parametrize("method", METHODS)
 def test_counted_bytes_are_those_given_to_collectives_once_a_step(gloo, method, micro_size):
     flags = {**using(method), **SMALL_BUCKETS, "batch.micro_size": micro_size}
-    a_step, in_all = gloo.run(4, train_and_listen, flags)[0]
-    assert sum(a_step) == in_all
+    a_step, in_rows, in_all = gloo.run(4, train_and_listen, flags)[0]
+    assert sum(a_step) == in_rows == in_all
     assert len(set(a_step[1:])) == 1
     whole = gloo.run(4, train_and_listen, {})[0][0][-1]
     assert 0 < a_step[-1] < whole

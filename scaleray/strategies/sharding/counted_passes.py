@@ -1,0 +1,92 @@
+"""Passes of micro-batches in which DTensor communicates: what they send is counted, and their waits are seen."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
+
+from scaleray.profiling.collectives import ALL_GATHER, REDUCE_SCATTER
+from scaleray.records.phases import Enter, Phase
+from scaleray.strategies.contract.parallel import MicroBatch, Objective
+from scaleray.strategies.sharding.counted_collectives import CountedAllGather, CountedReduceScatter
+from scaleray.strategies.sharding.functional_waits import LayerArrivals, Waits
+from scaleray.strategies.wire.byte_counter import Kind, Traffic
+from scaleray.strategies.wire.ledger import Ledger
+
+
+class CountedPasses:
+    """Forward and backward passes of a step's micro-batches, as the loop itself would run them. What the styles and
+    FSDP send can only be seen from below, once for each shape of a micro-batch."""
+
+    def __init__(self, model: nn.Module, on_model: nn.Module, mesh: DeviceMesh) -> None:
+        self._model, self._on_model, self._replicas = model, on_model, mesh["dp"]
+        self._axes = {str(mesh.get_group(axis).group_name): axis for axis in mesh.mesh_dim_names or ()}
+        self._known: dict[Any, dict[Kind, tuple[int, float]]] = {}
+        self._enter: Enter = lambda phase: phase
+        self._waits = Waits(on_host=mesh.device_type == "cpu")
+        self.arrivals = LayerArrivals(model, self._waits)
+        self.sent = Ledger()
+
+    def tell_phases(self, enter: Enter) -> None:
+        """See `Parallel.tell_phases`."""
+        self._enter = self._waits.enter = enter
+        self.sent.tell_phases(enter)
+
+    def count_units(self) -> None:
+        """Count and time the collectives of FSDP's units where they are called."""
+        size = self._replicas.size()
+        for unit in self._model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.set_custom_all_gather(CountedAllGather(self.sent.entry("dp", size, ALL_GATHER)))
+                unit.set_custom_reduce_scatter(CountedReduceScatter(self.sent.entry("dp", size, REDUCE_SCATTER)))
+
+    def run(self, pieces: list[MicroBatch], objective: Objective, autocast: Any) -> None:
+        """Run the micro-batches in their order; only the last one sums gradients over replicas."""
+        for number, piece in enumerate(pieces):
+            is_last = number == len(pieces) - 1
+            shapes = tuple((tuple(t.shape), t.dtype) for t in tree_leaves(piece.batch) if isinstance(t, torch.Tensor))
+            traffic = None if (shapes, is_last) in self._known else Traffic()
+            before_s = self._waits.seconds
+            synced = contextlib.nullcontext() if is_last else self._no_sync()
+            with synced, traffic or contextlib.nullcontext(), self._waits:
+                loss = objective(self._on_model, piece)
+                self._enter(Phase.BACKWARD)
+                self.arrivals.enter_backward()
+                loss.backward()
+            if traffic is not None:
+                self._known[shapes, is_last] = self._of_layers(traffic)
+            self._count(self._known[shapes, is_last], self._waits.seconds - before_s)
+
+    def _of_layers(self, traffic: Traffic) -> dict[Kind, tuple[int, float]]:
+        """What was seen but for the collectives of units, which count themselves."""
+        units = (ALL_GATHER, REDUCE_SCATTER) if isinstance(self._model, FSDPModule) else ()
+        return {k: v for k, v in traffic.found.items() if self._axes.get(k.group) != "dp" or k.operation not in units}
+
+    def _count(self, found: dict[Kind, tuple[int, float]], waited_s: float) -> None:
+        """Add the collectives of a micro-batch, and the time that the host waited for them, in which those of several
+        operations have a part by their bytes."""
+        whole = sum(num_bytes for _, num_bytes in found.values())
+        for kind, (count, num_bytes) in found.items():
+            entry = self.sent.entry(self._axes.get(kind.group, "all"), kind.group_size, kind.operation)
+            entry.count += count
+            entry.num_bytes += num_bytes
+            if self._waits.on_host and whole:
+                entry.waited(waited_s * num_bytes / whole)
+
+    @contextlib.contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        if not isinstance(self._model, FSDPModule):
+            yield
+            return
+        self._model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._model.set_requires_gradient_sync(True)
