@@ -58,7 +58,7 @@ def train(
     the MLflow run is then FAILED or KILLED.
     """
     from scaleray.launch.run.train import train as run
-    from scaleray.reports.terminal.watched import Silent, watching
+    from scaleray.reports.terminal.notebook import Silent, watching
 
     is_shown = show is None and say is None and progress is not False
     with watching(always=bool(progress)) if is_shown else contextlib.nullcontext(Silent()) as display:

@@ -23,7 +23,7 @@ import torch
 
 from scaleray.checkpoints.manifest import Tensor
 from scaleray.checkpoints.tensor_files import dtype_of
-from scaleray.errors import CheckpointError
+from scaleray.errors import CheckpointError, first_line
 
 NESTED = ("state_dict", "model_state_dict", "model")  # where others keep the weights in a larger file
 
@@ -203,7 +203,7 @@ def opened_torch(path: str) -> Iterator[tuple[list[str], Callable[[str], torch.T
         TypeError,
         AttributeError,
     ) as exc:  # errors of a spoilt pickle
-        reason = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
+        reason = first_line(exc)
         raise CheckpointError("the file to import", path, f"it cannot be read: {reason}") from exc
     if isinstance(content, Mapping):
         content = next((content[key] for key in NESTED if isinstance(content.get(key), Mapping)), content)

@@ -13,7 +13,7 @@ from scaleray.data.part import Part
 from scaleray.data.ragged import Ragged, concatenated
 from scaleray.data.row_values import read_alone, row_values_of
 from scaleray.data.sample_order import StepPlan
-from scaleray.data.source import Columns, Source
+from scaleray.data.source import Columns, Source, rows_in
 from scaleray.data.sources import IN_MEMORY, STORED, DatasetSource
 from scaleray.data.transformed import Transformed
 from scaleray.workload import no_exit
@@ -127,13 +127,13 @@ def rebatch(blocks: Iterable[Columns], sizes: Iterable[int]) -> Iterator[tuple[C
             block = next(source, None)
             if block is None:
                 return
-            available += len(next(iter(block.values())))
+            available += rows_in(block)
             pending.append(block)
         piece: list[Columns] = []
         missing = size
         while missing:
             block = pending[0]
-            length = len(next(iter(block.values())))
+            length = rows_in(block)
             taken = min(missing, length)
             piece.append({name: values[:taken] for name, values in block.items()})
             if taken == length:

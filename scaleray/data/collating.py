@@ -24,7 +24,7 @@ from scaleray.data.collation import batch_values, collated
 from scaleray.data.ragged import with_ragged
 from scaleray.data.rank_batch import RankBatch
 from scaleray.data.row_values import generator_states, generators_kept, have_moved, rows_to_look_at
-from scaleray.data.source import Columns, Source
+from scaleray.data.source import Columns, Source, rows_in
 from scaleray.data.stream_source import StreamSource
 from scaleray.data.transformed import place_of, under_transforms
 from scaleray.workload import own_method
@@ -79,7 +79,7 @@ class CollateLook:
 
 
 def _look(workload: Any, collate: Any, rows: Columns, *, gives_tuples: bool) -> CollateLook:
-    num_rows = len(next(iter(rows.values())))
+    num_rows = rows_in(rows)
 
     def made() -> list[Any]:
         fresh = {name: column[np.arange(num_rows)] for name, column in rows.items()}

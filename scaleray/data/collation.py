@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from scaleray.data.ragged import Ragged
-from scaleray.data.source import Columns, as_column
+from scaleray.data.source import Columns, as_column, rows_in
 from scaleray.errors import DataError
 from scaleray.workload import call_user_code
 
@@ -48,7 +48,7 @@ def _rows_of(column: Any) -> Iterable[torch.Tensor]:
 
 def collated(collate: Callable[[Any], Any], columns: Columns, *, gives_tuples: bool) -> Any:
     """What a workload's `collate` makes of these rows. Raises WorkloadError with the user's line where it fails."""
-    num_rows = len(next(iter(columns.values())))
+    num_rows = rows_in(columns)
     rows = columns if isinstance(collate, Columnwise) else Rows(columns, gives_tuples=gives_tuples)
     with _TURN:
         return call_user_code(lambda: collate(rows), what="collate()", doing=f"making a batch of {num_rows} rows")

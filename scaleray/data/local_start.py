@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from scaleray.data.blocks import close_blocks
-from scaleray.data.source import Columns
+from scaleray.data.source import Columns, rows_in
 
 LOCAL_START_S = 30.0  # a worker reads for itself so long, until a late pipeline counts as late
 LOCAL_CHUNK_STEPS = (
@@ -50,7 +50,7 @@ def start_locally(
     here = iter(local)
     num_rows = 0
     for block in itertools.islice(here, 1):
-        num_rows += _num_rows(block)
+        num_rows += rows_in(block)
         yield block
     while not demand.has_begun.wait(timeout=0.2):
         if demand.is_closed.is_set():
@@ -63,7 +63,7 @@ def start_locally(
             read = next(here, None)
             if read is None:
                 return  # everything is read before the first task has started
-            num_rows += _num_rows(read)
+            num_rows += rows_in(read)
             yield read
         else:
             time.sleep(0.005)
@@ -76,9 +76,9 @@ def start_locally(
             raise item
         if item is None:
             return
-        skipped = min(num_rows, _num_rows(item))
+        skipped = min(num_rows, rows_in(item))
         num_rows -= skipped
-        if skipped < _num_rows(item):
+        if skipped < rows_in(item):
             yield {name: values[skipped:] for name, values in item.items()} if skipped else item
 
 
@@ -102,7 +102,3 @@ def put_while_wanted(target: queue.Queue[Any], item: Any, demand: Demand) -> Non
             return target.put(item, timeout=0.5)
         except queue.Full:
             continue
-
-
-def _num_rows(block: Columns) -> int:
-    return len(next(iter(block.values())))

@@ -22,7 +22,7 @@ from scaleray.data.parquet import ParquetSource, column_to_numpy
 from scaleray.data.plain_state import decoded, encoded
 from scaleray.data.ragged import Ragged
 from scaleray.data.row_random import RowRandom
-from scaleray.data.source import Columns, Source
+from scaleray.data.source import Columns, Source, rows_in
 from scaleray.data.transformed import checked_rows, place_of
 from scaleray.errors import CheckpointError, WorkloadError
 from scaleray.filesystems import open_filesystem
@@ -70,7 +70,7 @@ def fit(preprocessor: Any, source: Source) -> Any:
 def apply(preprocessor: Any, rows: Columns, *, allows_text: bool = False) -> Columns:
     """Columns as a fitted preprocessor makes them. Ray's get those of one dimension; what has more is passed by."""
     name = type(preprocessor).__name__
-    num_rows = len(next(iter(rows.values())))
+    num_rows = rows_in(rows)
     aside: Columns = {}
     if is_rays(preprocessor):
         aside = {n: c for n, c in rows.items() if (c.shapes is not None if isinstance(c, Ragged) else c.ndim > 1)}

@@ -15,7 +15,7 @@ from scaleray.data.blocks import chunks, read_chunk
 from scaleray.data.part import Part
 from scaleray.data.row_random import RowRandom
 from scaleray.data.sample_order import StepPlan, stream_key
-from scaleray.data.source import Columns, Source, as_column
+from scaleray.data.source import Columns, Source, as_column, rows_in
 from scaleray.data.stream_source import seeds_of_values
 from scaleray.data.transformed import Step
 from scaleray.errors import ScaleRayError
@@ -91,7 +91,7 @@ def stream_blocks(
             else {}
         )
         for block in iterator.iter_batches(batch_size=max(batch_rows, 1024), batch_format="numpy", **shuffling):
-            length = len(next(iter(block.values())))
+            length = rows_in(block)
             wanted = slice(min(skipped, length), min(length, remaining))
             skipped -= wanted.start
             if wanted.stop > wanted.start:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -16,6 +16,11 @@ TRAIN = "train"  # the split that is trained on; all others are evaluated
 Columns = dict[str, Any]
 """Rows by column: arrays with the rows along dimension 0, or Ragged columns."""
 HASH_LIMIT_BYTES = 2**31  # larger files are identified by names and sizes: hashing them would delay every start
+
+
+def rows_in(columns: Mapping[str, Any]) -> int:
+    """Number of rows of a block of columns, of which there is at least one."""
+    return len(next(iter(columns.values())))
 
 
 @runtime_checkable

@@ -18,7 +18,7 @@ from scaleray.data.preprocessing import Preprocess
 from scaleray.data.ragged import Ragged
 from scaleray.data.row_random import RowRandom
 from scaleray.data.sample_order import StepPlan, mixed, stream_key
-from scaleray.data.source import Columns, as_column
+from scaleray.data.source import Columns, as_column, rows_in
 from scaleray.data.transformed import Step
 
 
@@ -63,13 +63,13 @@ class StreamSource:
 
 def _preprocessed(step: Preprocess, rows: Columns) -> Columns:
     columns = {n: as_column(n, column, allows_text=True) for n, column in rows.items()}
-    given = step(columns, RowRandom(np.zeros(len(next(iter(rows.values()))), np.uint64)))  # it draws nothing
+    given = step(columns, RowRandom(np.zeros(rows_in(rows), np.uint64)))  # it draws nothing
     return {name: list(c) if isinstance(c, Ragged) else c for name, c in given.items()}
 
 
 def seeds_of_values(rows: Columns, plan: StepPlan, epoch: int) -> np.ndarray:
     """Seeds of rows that have no number, uint64 (n,): they follow from seed, split, epoch and the rows' values."""
-    digests = [hashlib.blake2b(digest_size=8) for _ in range(len(next(iter(rows.values()))))]
+    digests = [hashlib.blake2b(digest_size=8) for _ in range(rows_in(rows))]
     for _, column in sorted(rows.items()):
         for digest, row in zip(digests, column, strict=True):
             value = np.asarray(row)

@@ -23,8 +23,8 @@ COARSEST = 0.5
 
 @dataclass(frozen=True)
 class Learning:
-    """How one run learned. samples_to_target: None where it ended without the target; value: of its last evaluation,
-    None where there was none; every_samples: samples between two evaluations, 0 where that is not known."""
+    """Measures of how one run learned. samples_to_target: None where it ended without the target; value: of its last
+    evaluation, None where there was none; every_samples: samples between two evaluations, 0 where that is not known."""
 
     samples_to_target: float | None
     value: float | None

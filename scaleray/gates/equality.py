@@ -14,13 +14,14 @@ from scaleray.gates.answer import Answer, Check, GateResult, gate_of
 from scaleray.gates.fingerprint import facts_of_environment, unlike
 from scaleray.gates.policy import EqualityPolicy
 from scaleray.records.json_record import jsonable, leaves
+from scaleray.records.printed import quantity
 from scaleray.records.run import RunRecord
 
 GATE = "equality"
 DAY_S = 86400.0
 NOT_OF_THE_STEP = ("seed", "stop.", "schedule.", "evaluation.")
-"""Keys that say how long a training is or with which random numbers it begins: the equality of a step does not hang on
-them."""
+"""Keys that say how long a training is or with which random numbers it begins: the equality of a step does not depend
+on them."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def equality_gate(
     now: float | None = None,
 ) -> GateResult:
     """The gate's check, by the certificate that fits best. now: seconds since 1970, by default this moment."""
-    what = f"{run.strategy} on {run.workers} worker{'s' if run.workers > 1 else ''} equals one process"
+    what = f"{run.strategy} on {quantity(run.workers, 'worker')} equals one process"
     remedy = f"scaleray verify -c {run.run_dir}/config.yaml --strategies {run.strategy} --world-sizes {run.workers}"
     if run.workers == 1:
         return gate_of(GATE, [Check(what=what, answer="pass", words="one worker is one process")])

@@ -35,7 +35,7 @@ class Runs:
     number: int
 
     def repeated(self, number: int) -> Runs:
-        """As many runs of the same noise."""
+        """The same mean and noise over another number of runs."""
         return Runs(self.mean, self.stdev, number)
 
     @classmethod
@@ -55,7 +55,7 @@ class Margin:
     is_relative: bool
 
     def factor(self, better: Better) -> float:
-        """Multiple of the baseline's mean at which the margin ends; 1 for an absolute one."""
+        """Multiple of the baseline's mean at which the margin ends; 1 for an absolute margin."""
         if not self.is_relative:
             return 1.0
         return 1 - self.size if better == "higher" else 1 + self.size

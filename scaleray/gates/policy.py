@@ -29,7 +29,7 @@ class EqualityPolicy(Settings):
     max_age_days: Annotated[float | None, Field(gt=0)] = 90.0
     """Oldest certificate that counts, in days."""
     max_bound: Annotated[float, Field(gt=0)] = 1e-6
-    """Largest bound that a certificate may have been given with."""
+    """Largest bound that a certificate may have been made with."""
 
 
 class ScalingPolicy(Settings):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from scaleray.data.collation import Columnwise, refuse_ragged
-from scaleray.data.source import Columns
+from scaleray.data.source import Columns, rows_in
 from scaleray.lightning.batches import batch_of, items_of, split_of
 
 
@@ -24,7 +24,7 @@ class Collation(Columnwise):
 
     def __call__(self, rows: Columns) -> dict[str, Any]:
         split, has_own = split_of(rows)
-        num_rows = len(next(iter(rows.values())))
+        num_rows = rows_in(rows)
         if has_own:
             batch = self.own(split)(list(items_of(rows)))
         else:

@@ -24,7 +24,7 @@ KINDS = {
 """Kinds of cluster, and the folder of `cluster/` that each has."""
 SUFFIX = ".in"
 PARTS = "_"
-"""What names of templates begin with that other templates take in."""
+"""Prefix of templates that other templates include."""
 
 
 def write_cluster_files(

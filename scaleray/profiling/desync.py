@@ -43,16 +43,16 @@ class Desync:
     calls: Mapping[int, Call]
     """Call under this number by rank, of the ranks that came to it and say so."""
     missing: tuple[int, ...] = ()
-    """Ranks that did not come to it, or of which nobody knows what they called."""
+    """Ranks that did not reach the call, or whose calls are not known."""
     odd: tuple[int, ...] = ()
-    """Ranks that called something else than most did."""
+    """Ranks that called something other than most did."""
     hint: str = ""
     and_then: Desync | None = None
-    """In a circle: where a missing rank waits."""
+    """Break at which a missing rank waits in turn, where ranks wait in a circle."""
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Ranks that came to it."""
+        """Ranks that reached the call."""
         return tuple(sorted(self.calls))
 
     @property
@@ -74,7 +74,7 @@ class _Calls:
 
 
 def find(dumps: Mapping[int, RankDump]) -> Desync | None:
-    """Where the training broke; None where the dumps do not tell. dumps: by rank; some may be wanting."""
+    """Place where the training broke; None where the dumps do not tell. dumps: by rank; some may be wanting."""
     tables = _tables(dumps)
     differences = [found for table in tables if (found := _difference(table)) is not None]
     if differences:
@@ -188,7 +188,7 @@ def _called_at(found: Desync) -> int:
 
 
 def _signature(call: Call) -> tuple[object, ...]:
-    """What all ranks must have alike."""
+    """Parts of a call that must be equal on all ranks."""
     if call.operation.startswith(UNEVEN):
         return call.operation, call.dtypes[:1]
     sizes = call.output_sizes if call.operation in BY_OUTPUT else call.input_sizes
@@ -225,7 +225,7 @@ def _order_hint(usual: Mapping[int, Call], odd: Mapping[int, Call], number: int,
 
 
 def _skip_hint(table: _Calls, absent: int, present: int) -> str:
-    """Where an absent rank left out a call that looks like the next one: it came from another line."""
+    """Hint that an absent rank left out a call that looks like the next one: it came from another line."""
     lacks, has = table.of[absent], table.of[present]
     for number in sorted(lacks):
         ours, theirs = lacks[number], has.get(number)

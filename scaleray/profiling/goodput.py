@@ -32,7 +32,7 @@ class GoodputLedger:
     last_step: int = 0
     """Newest step that was ever taken."""
     at: float = 0.0
-    """When the last thing happened that the ledger has heard of."""
+    """Time of the last event that the ledger has heard of, in seconds since 1970."""
     # of this attempt
     _begun_at: float = 0.0
     _first: tuple[float, str] | None = None  # seconds of its first step, and their class
@@ -102,7 +102,7 @@ class GoodputLedger:
         return Goodput(elapsed_s, seconds, max(1, self.attempts), self.repeated_steps)
 
     def state(self) -> dict[str, Any]:
-        """What the next attempt needs to know."""
+        """State that the next attempt goes on from, as JSON."""
         return {name: value for name, value in asdict(self).items() if not name.startswith("_")}
 
     @classmethod

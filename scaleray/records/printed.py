@@ -33,3 +33,8 @@ def shortened(sentences: Sequence[str], most: int = MOST_WORDS) -> list[str]:
     """The first sentences, and how many more there are."""
     more = len(sentences) - most
     return [*sentences[:most], *([f"... and {more} more: see its report"] if more > 0 else [])]
+
+
+def quantity(number: int, noun: str) -> str:
+    """A number with its noun, such as `1 worker` or `2 workers`."""
+    return f"{number} {noun}{'s' if number != 1 else ''}"

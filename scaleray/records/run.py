@@ -17,7 +17,7 @@ from scaleray.parsing import load_json
 from scaleray.records.alerts import counted
 from scaleray.records.json_record import JsonRecord
 from scaleray.records.live import RecentSteps
-from scaleray.records.printed import figures
+from scaleray.records.printed import figures, quantity
 from scaleray.records.profile import RankMeasurements, RunProfile
 from scaleray.records.published import RankSample
 from scaleray.records.rows import Row
@@ -294,8 +294,7 @@ class RunRecord(JsonRecord):
         steady = figures({"samples/s": self.samples_per_s, "tokens/s": self.tokens_per_s})
         lines = [
             f"run {self.name}: {self.verdict}",
-            f"{self.workers} worker{'s' if self.workers != 1 else ''}, {self.strategy}, {self.steps} steps in "
-            f"{self.total_time_s:.1f} s",
+            f"{quantity(self.workers, 'worker')}, {self.strategy}, {self.steps} steps in {self.total_time_s:.1f} s",
             figures({"final loss": self.final_loss}),
             figures(dict(sorted(self.metrics.items()))),
             f"{steady}, {1e3 * self.step_time_s:.4g} ms a step" if steady and self.step_time_s else steady,

@@ -13,7 +13,7 @@ from typing import Any, Literal, final
 from scaleray import metric_names as names
 from scaleray.metric import Metric
 from scaleray.records.json_record import JsonRecord
-from scaleray.records.printed import shortened
+from scaleray.records.printed import quantity, shortened
 from scaleray.records.rows import Row
 
 Mode = Literal["strong", "weak"]
@@ -297,7 +297,7 @@ class StudyRecord(JsonRecord):
     def lines(self) -> list[str]:
         """Each point of the curves, the conclusions, and where the study is."""
         points = [
-            f"{curve.mode}, {one.point.workers} worker{'s' if one.point.workers != 1 else ''}: "
+            f"{curve.mode}, {quantity(one.point.workers, 'worker')}: "
             f"{one.point.samples_per_s.value:.4g} samples/s, speed-up {one.speedup.value:.3g}"
             for curve in self.curves
             for one in curve.points

@@ -11,7 +11,7 @@ from typing import Any, Literal, final
 
 from scaleray import metric_names as names
 from scaleray.records.json_record import JsonRecord
-from scaleray.records.printed import shortened
+from scaleray.records.printed import quantity, shortened
 from scaleray.records.rows import Row
 from scaleray.records.study import Conditions, Estimate
 
@@ -152,7 +152,7 @@ class SweepRecord(JsonRecord):
     def lines(self) -> list[str]:
         """How many trials ran, the conclusions, and where the sweep is."""
         counts = Counter(trial.status for trial in self.trials)
-        number = f"{len(self.trials)} trial{'s' if len(self.trials) != 1 else ''}"
+        number = quantity(len(self.trials), "trial")
         where = [f"MLflow: {self.mlflow_link}" if self.mlflow_link else "", f"folder: {self.folder}"]
         return [
             f"sweep {self.name}: {number}, judged by {self.metric} ({self.direction})",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+from scaleray.records.printed import quantity
 from scaleray.records.settings import Setting, best, settings
 from scaleray.records.study import Curve, CurvePoint, Estimate, StudyRecord
 from scaleray.records.sweep import SweepRecord
@@ -26,10 +27,10 @@ def study_headline(record: StudyRecord) -> str:
     last = curve.points[-1]
     workers = last.point.workers
     if len(curve.points) == 1:
-        rate = f"{count(last.point.samples_per_s.value)} samples/s on {workers} worker{'s' if workers > 1 else ''}"
+        rate = f"{count(last.point.samples_per_s.value)} samples/s on {quantity(workers, 'worker')}"
         return f"{rate}; a curve needs a second number of workers"
     chosen = worth_using(curve)
-    number = f"{chosen.point.workers} worker{'s' if chosen.point.workers > 1 else ''}"
+    number = quantity(chosen.point.workers, "worker")
     others = f"{workers} workers are {_times(last)} as fast as {curve.base_workers}"
     if not _is_known(last.speedup):
         return f"How many workers to use is open: {others}, known only to {_span(last.speedup)}"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scaleray import metric_names as names
+from scaleray.records.printed import quantity
 from scaleray.records.rows import by_metric
 from scaleray.records.settings import best_by_batch
 from scaleray.records.study import Curve, CurvePoint, StudyRecord
@@ -137,10 +138,7 @@ def _curve_table(record: StudyRecord, curve: Curve, *, is_brief: bool) -> Table:
         }
         rows.append({name: text for name, text in row.items() if is_shown.get(name, True)})
     columns = tuple(rows[0]) if rows else ()
-    base = (
-        f"Speed-up is relative to {curve.base_workers} worker{'s' if curve.base_workers != 1 else ''}; "
-        "in brackets the 95% interval."
-    )
+    base = f"Speed-up is relative to {quantity(curve.base_workers, 'worker')}; in brackets the 95% interval."
     return Table(_curve_title(curve), columns, tuple(tuple(row.values()) for row in rows), (base,))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from scaleray.checkpoints.storage import Store
 from scaleray.config.checkpoint import default_storage_path
-from scaleray.errors import TrackingError
+from scaleray.errors import TrackingError, first_line
 from scaleray.records.read import FILE, AnyRecord, parse_record
 from scaleray.records.run import RunRecord
 from scaleray.tracking.light_import import import_mlflow
@@ -56,7 +56,7 @@ def record_of(text: str | bytes, *, where: str) -> AnyRecord:
         return parse_record(text)
     except (ValueError, TypeError) as exc:  # pydantic's errors are ValueErrors
         raise TrackingError(
-            "the record", where, f"it is not one of a run, study or sweep of this version: {_first_line(exc)}"
+            "the record", where, f"it is not one of a run, study or sweep of this version: {first_line(exc)}"
         ) from exc
 
 
@@ -114,7 +114,7 @@ def reading_mlflow(run: str, uri: str) -> Iterator[None]:
         raise
     except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
         shown = without_password(uri)
-        raise TrackingError("MLflow at", shown, f"the run {run} cannot be read: {_first_line(exc)}") from exc
+        raise TrackingError("MLflow at", shown, f"the run {run} cannot be read: {first_line(exc)}") from exc
 
 
 def runs_in_mlflow(run: str, uri: str) -> tuple[Any, list[Any]]:
@@ -177,7 +177,3 @@ def _with_evaluations(found: FoundRun) -> FoundRun:
             history = client.get_metric_history(record.run_id, name)
             found.evaluations[name] = sorted((metric.step, metric.value) for metric in history)
     return found
-
-
-def _first_line(exc: Exception) -> str:
-    return (str(exc).strip().splitlines() or [type(exc).__name__])[0][:300]

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from scaleray.callbacks import callbacks_of
@@ -32,7 +31,7 @@ class RunContext(Logger):
 
     def __init__(self, place: Place, emit: Emit, setup: Setup) -> None:
         super().__init__(emit, is_kept=place.rank == 0)
-        self.rank, self.world_size, self._setup = place.rank, place.world_size, setup
+        self.rank, self.world_size, self._place, self._setup = place.rank, place.world_size, place, setup
         self._sums = NamedSums(place)
         self.epoch = 0.0
         self.metrics: Mapping[str, float] = {}
@@ -60,11 +59,7 @@ class RunContext(Logger):
 
     def gather(self, value: Any) -> list[Any]:
         """The value of every worker, in the order of ranks. Collective."""
-        if self.world_size == 1:
-            return [value]
-        everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, value)
-        return everyone
+        return self._place.gathered(value)
 
     def stop(self, reason: str) -> None:
         """Ask for the end of the training. All workers end after the same step, at most one step later; any worker may
@@ -177,10 +172,7 @@ class Callbacks(Observer):
     def _agreed(self) -> str:
         """The reason that a rank has given, the lowest one's first. Collective."""
         assert self.context is not None
-        everyone: list[Any] = [self.context._wish]
-        if self.place.group is not None:
-            everyone = [None] * self.place.world_size
-            dist.all_gather_object(everyone, self.context._wish, group=self.place.group)
+        everyone = self.place.gathered(self.context._wish)
         return f"ended by a callback: {next(reason for reason in everyone if reason is not None)}"
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from scaleray.data import TRAIN, RankBatch
 from scaleray.data.ragged import Ragged
-from scaleray.data.source import Source
+from scaleray.data.source import Source, rows_in
 from scaleray.data.transformed import place_of
 from scaleray.errors import DataError, WorkloadError, first_line
 from scaleray.records.check import DOUBTFUL, GOOD, WRONG, Finding
@@ -145,7 +145,7 @@ class ModelLook:
         for split in self.job.evaluation_splits():
             rows = self.sources[split.name].read(np.arange(min(8, split.num_rows)))
             whole = self._metrics_of(rows, split.gives_tuples, split.name)
-            half = split.num_rows and len(next(iter(rows.values()))) // 2
+            half = split.num_rows and rows_in(rows) // 2
             if half:
                 parts = [
                     self._metrics_of({n: v[cut] for n, v in rows.items()}, split.gives_tuples, split.name)

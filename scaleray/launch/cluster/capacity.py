@@ -8,6 +8,7 @@ from scaleray.config import RunConfig
 from scaleray.config.scale import ScaleSettings
 from scaleray.errors import ClusterError
 from scaleray.launch.cluster.connection import Node
+from scaleray.records.printed import quantity
 
 
 def check_capacity(config: RunConfig, nodes: Sequence[Node]) -> None:
@@ -24,18 +25,13 @@ def check_capacity(config: RunConfig, nodes: Sequence[Node]) -> None:
     elif scale.placement == "STRICT_SPREAD":
         possible = sum(1 for count in per_node if count)
     needed = scale.min_workers
-    asked = (
-        f"{'at least ' if scale.is_elastic else ''}{needed} worker{'s' if needed > 1 else ''} "
-        f"of {scale.cpus_per_worker:g} CPU"
-    )
+    asked = f"{'at least ' if scale.is_elastic else ''}{quantity(needed, 'worker')} of {scale.cpus_per_worker:g} CPU"
     asked += f" and {scale.gpus:g} GPU" if scale.gpus else ""
     asked += f" ({scale.placement})" if scale.placement.startswith("STRICT") else ""
     asked += f" on nodes labelled {dict(scale.label_selector)}" if scale.label_selector else ""
     cpus = sum(n.resources.get("CPU", 0.0) for n in nodes)
     gpus = sum(n.resources.get("GPU", 0.0) for n in nodes)
-    has = (
-        f"the cluster has {len(nodes)} node{'s' if len(nodes) != 1 else ''} with {cpus:g} CPUs and {gpus:g} GPUs in all"
-    )
+    has = f"the cluster has {quantity(len(nodes), 'node')} with {cpus:g} CPUs and {gpus:g} GPUs in all"
     most = int((cpus - config.data.reserved_cpus) / scale.cpus_per_worker + 1e-9)
     if possible < needed:
         where = f", {len(fitting)} with these labels" if scale.label_selector else ""

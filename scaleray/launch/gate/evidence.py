@@ -35,7 +35,7 @@ class Evidence:
     certificates: list[CertificateFacts]
     study: StudyRecord | None = None
     notes: list[str] = field(default_factory=list)
-    """What was found without being named."""
+    """Notes on evidence that was found without being named."""
 
     @property
     def run(self) -> RunRecord:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from scaleray.errors import ConfigError
+from scaleray.errors import ConfigError, first_line
 from scaleray.gates.policy import Policy
 from scaleray.parsing import TooLarge, load_yaml, near_words
 
@@ -27,7 +27,7 @@ def read_policy(path: str | Path | Mapping[str, Any] | None) -> Policy:
     except FileNotFoundError:
         raise ConfigError("policy file", str(path), "it does not exist", "--policy names a YAML file") from None
     except (OSError, ValueError, TooLarge, yaml.YAMLError) as exc:
-        problem = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
+        problem = first_line(exc)
         raise ConfigError("policy file", str(path), f"it cannot be read: {problem}") from exc
     return policy_of(values, where=str(path))
 

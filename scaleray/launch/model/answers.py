@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from scaleray.data.source import Columns
+from scaleray.data.source import Columns, rows_in
 from scaleray.errors import WorkloadError
 from scaleray.workload import Workload, call_user_code, user_traceback
 
@@ -41,7 +41,7 @@ class Answers:
     def __call__(self, rows: Columns) -> dict[str, Any]:
         """Raises WorkloadError."""
         batch = self.as_batch(rows)
-        num_rows = len(next(iter(rows.values()))) if rows else 0
+        num_rows = rows_in(rows) if rows else 0
         with torch.no_grad(), self.autocast():
             if (own := self._own) is not None:
                 given = call_user_code(lambda: own(self.model, batch), what="predict()", doing="predicting a batch")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scaleray.errors import CheckpointError, StorageError
+from scaleray.errors import CheckpointError, StorageError, first_line
 
 if TYPE_CHECKING:
     from scaleray.checkpoints.catalog import Catalog
@@ -68,7 +68,7 @@ def opened(path: str, copy_path: str | None) -> Iterator[tuple[Catalog, int | No
             )
         yield catalog, step
     except (OSError, ArrowInvalid) as exc:  # ArrowInvalid for a bad URI
-        raise StorageError("the path", path, f"it cannot be read or written: {_first_line(exc)}") from exc
+        raise StorageError("the path", path, f"it cannot be read or written: {first_line(exc)}") from exc
 
 
 @contextlib.contextmanager
@@ -98,7 +98,7 @@ def written(path: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ArrowInvalid) as exc:
-        raise StorageError("the path", path, f"it cannot be written: {_first_line(exc)}") from exc
+        raise StorageError("the path", path, f"it cannot be written: {first_line(exc)}") from exc
 
 
 def empty(path: str) -> CheckpointError:
@@ -135,7 +135,3 @@ def _copy_path_of(run: Any) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return found if isinstance(found, str) else None
-
-
-def _first_line(exc: BaseException) -> str:
-    return (str(exc).strip().splitlines() or [type(exc).__name__])[0]

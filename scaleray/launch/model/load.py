@@ -18,7 +18,7 @@ from scaleray.data.preprocessing import Preprocess
 from scaleray.data.ragged import Ragged
 from scaleray.data.row_random import RowRandom
 from scaleray.data.sample_order import mixed
-from scaleray.data.source import Columns, as_column
+from scaleray.data.source import Columns, as_column, rows_in
 from scaleray.data.transformed import Transform
 from scaleray.launch.model.answers import Answers
 from scaleray.launch.model.trained_run import TrainedRun, find_trained, workload_of
@@ -72,7 +72,7 @@ class TrainedModel:
         if self.preprocessor is not None:
             steps.insert(0, Preprocess(self.preprocessor, allows_text=transform is not None))
         for step in steps:
-            rows = step(rows, RowRandom(mixed(np.arange(len(next(iter(rows.values()))), dtype=np.uint64))))
+            rows = step(rows, RowRandom(mixed(np.arange(rows_in(rows), dtype=np.uint64))))
         return rows
 
     def answers(self) -> Answers:

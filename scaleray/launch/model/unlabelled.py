@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from scaleray.data.ragged import Ragged, flat_values
-from scaleray.data.source import Columns
+from scaleray.data.source import Columns, rows_in
 from scaleray.errors import DataError, ScaleRayError
 
 Change = Callable[[Columns], Columns]
@@ -54,7 +54,7 @@ class Unlabelled:
         return None
 
     def _with(self, rows: Columns, missing: Sequence[str], *, other: bool) -> Columns:
-        num_rows = len(next(iter(rows.values())))
+        num_rows = rows_in(rows)
         filled = {name: _repeated(self.examples[name], num_rows, other=other) for name in missing}
         return self.change({**{name: column.copy() for name, column in rows.items()}, **filled})
 

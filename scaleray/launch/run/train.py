@@ -45,6 +45,7 @@ from scaleray.tracking import store
 from scaleray.tracking.metrics_endpoint import chosen_port
 from scaleray.tracking.model_files import ARTIFACTS
 from scaleray.tracking.recorder import Recorder
+from scaleray.tracking.run_description import RunDescription
 from scaleray.training.setup.job import TrainJob, rescaled
 from scaleray.training.state import weights as final_weights
 from scaleray.watchers import Guard, Watcher
@@ -226,35 +227,7 @@ class _Run:
             changes=self._changes(),
             port=self.port,
         )
-        facts = checkpoint_facts(self.folder.name, self.config, self.data, self.facts)
-        recorder: Recorder | RemoteRecorder
-        work: Callable[[], None]
-        if local:
-            if self.config.scale.max_workers > 1:
-                from scaleray.launch.workers.in_processes import run_in_processes as run_here
-            else:  # the loop, which a driver on Ray does without
-                from scaleray.launch.workers.in_process import run_here
-
-            recorder = here = Recorder(description)
-            recorder.start()
-            work = lambda: run_here(
-                self.job, self.sources, here, run_path=self.folder.path, facts=facts, show=self.show
-            )
-        else:
-            with stage("preparing the launch"):
-                ship_user_code(self.job.workload)
-                recorder = remote = RemoteRecorder(description, publishes=cluster.publishes_metrics(self.config))
-            # one node alone has no other to go on with
-            can_be_preempted = len(self.topology) > 1
-            work = lambda: fit(
-                self.job,
-                self.sources,
-                remote,
-                run_path=self.folder.path,
-                facts=facts,
-                can_be_preempted=can_be_preempted,
-                show=self.show,
-            )
+        recorder, work = self._prepared(description, local=local)
         if (fitted := preprocessor_of(self.sources[TRAIN])) is not None:
             preprocessing.save(fitted, self.folder.path)
         weights: dict[str, list[str]] = {}
@@ -276,6 +249,28 @@ class _Run:
             record = self._finish(recorder, "FINISHED", "", weights)
         recorder.close()
         return record
+
+    def _prepared(
+        self, description: RunDescription, *, local: bool
+    ) -> tuple[Recorder | RemoteRecorder, Callable[[], None]]:
+        """The run's recorder, which has started or is starting, and what trains to the end."""
+        facts = checkpoint_facts(self.folder.name, self.config, self.data, self.facts)
+        common: dict[str, Any] = {"run_path": self.folder.path, "facts": facts, "show": self.show}
+        if local:
+            if self.config.scale.max_workers > 1:
+                from scaleray.launch.workers.in_processes import run_in_processes as run_here
+            else:  # the loop, which a driver on Ray does without
+                from scaleray.launch.workers.in_process import run_here
+
+            recorder = Recorder(description)
+            recorder.start()
+            return recorder, partial(run_here, self.job, self.sources, recorder, **common)
+        with stage("preparing the launch"):
+            ship_user_code(self.job.workload)
+            remote = RemoteRecorder(description, publishes=cluster.publishes_metrics(self.config))
+        # one node alone has no other to go on with
+        can_be_preempted = len(self.topology) > 1
+        return remote, partial(fit, self.job, self.sources, remote, can_be_preempted=can_be_preempted, **common)
 
     def _complete_weights(self) -> dict[str, list[str]]:
         """Names of the final weights' files in the run folder; of the trained ones too, where they are an average's."""

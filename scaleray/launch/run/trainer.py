@@ -37,6 +37,7 @@ from scaleray.launch.workers.ray_train import torch_trainer
 from scaleray.launch.workers.recorder_actor import RemoteRecorder
 from scaleray.launch.workers.signals import on_sigterm
 from scaleray.progress import stage
+from scaleray.records.printed import quantity
 from scaleray.records.run import EventRecord, Heartbeat, Show
 from scaleray.training.setup.job import TrainJob
 
@@ -72,7 +73,7 @@ def fit(
     streamed = {name: source.dataset for name, source in sources.items() if Split.of(name, source).is_streamed}  # type: ignore[attr-defined]
     # the watcher costs a process and prints an error at every start, so only where a node can be taken away
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "1" if can_be_preempted else "0"
-    first_stage = f"starting the {job.config.scale.max_workers} worker{'s' if job.config.scale.max_workers > 1 else ''}"
+    first_stage = f"starting the {quantity(job.config.scale.max_workers, 'worker')}"
     with _showing(recorder, show, first_stage) as watcher, _stop_on_sigterm(recorder, config.checkpoint.grace_s):
         others = own_placement_groups()
         for attempt in itertools.count(1):

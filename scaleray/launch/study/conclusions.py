@@ -13,6 +13,7 @@ from scaleray.launch.study import noise as study_noise
 from scaleray.launch.study.hardware import RELAUNCHED
 from scaleray.launch.study.plan import MODES
 from scaleray.launch.study.planner_law import planner_law
+from scaleray.records.printed import quantity
 from scaleray.records.study import Curve, Point, StudyRecord
 from scaleray.records.workload_profile import WorkloadProfile
 from scaleray.scaling.curves.curves import GivenLaw
@@ -66,13 +67,14 @@ def about_target(target: str, points: Sequence[Point]) -> list[str]:
         return []
     sign = 1 if "<=" in target else -1
     point, nearest = min(missed, key=lambda pair: sign * pair[1].value if math.isfinite(pair[1].value) else math.inf)
-    last = f"{nearest.metric} {nearest.value:.4g} after {nearest.samples} samples on {_workers(point.workers)}"
+    workers = quantity(point.workers, "worker")
+    last = f"{nearest.metric} {nearest.value:.4g} after {nearest.samples} samples on {workers}"
     if len(missed) == len(trained):
         return [
             f"The target {target} was never reached, the nearest is {last}: train longer (stop.after), or give another."
         ]
     names = ", ".join(
-        f"{point.mode} {_workers(point.workers)} (batch {point.global_batch_size})" for point, _ in missed
+        f"{point.mode} {quantity(point.workers, 'worker')} (batch {point.global_batch_size})" for point, _ in missed
     )
     return [f"The target {target} was missed on {names}; the nearest of them is {last}."]
 
@@ -92,7 +94,3 @@ def about_launches(points: Sequence[Point]) -> list[str]:
         "and what two launches of the same "
         "differ by is in no interval: to compare them, measure all in one (--force, without --relaunch)."
     ]
-
-
-def _workers(count: int) -> str:
-    return f"{count} worker{'s' if count != 1 else ''}"

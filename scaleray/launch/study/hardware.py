@@ -16,6 +16,7 @@ from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.cluster.connection import Node
 from scaleray.planner.hardware.catalogue import find_gpu
+from scaleray.records.printed import quantity
 from scaleray.records.study import Turn
 from scaleray.training.study.ladder import Rung
 
@@ -90,7 +91,7 @@ def find_room(
     if oversubscribe or sleeps(workload):
         return Room(ordered, True)
     kept, more = [n for n in ordered if n <= cores], [n for n in ordered if n > cores]
-    has = f"{'this machine' if nodes is None else 'the cluster'} has {cores} core{'s' if cores != 1 else ''}"
+    has = f"{'this machine' if nodes is None else 'the cluster'} has {quantity(cores, 'core')}"
     reason = f"{has}, and workers that share one measure nothing"
     ways_out = (
         "an emulated accelerator (scaleray.emulation) rehearses more; "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from scaleray.config import RunConfig
+from scaleray.records.printed import quantity
 from scaleray.records.study import NoiseCourse, Point
 from scaleray.scaling.noise.source import NoiseSource, noise_source
 from scaleray.training.setup.job import TrainJob
@@ -72,7 +73,7 @@ def sentence(point: Point) -> str:
     noise = point.noise
     if noise is None:
         return ""
-    workers = f"{point.workers} worker{'s' if point.workers > 1 else ''}"
+    workers = quantity(point.workers, "worker")
     first = f"Gradient noise scale over {noise.covers} on {workers}, from {_SOURCES[noise.way]}: {in_words(noise)}"
     if noise.scale is None:
         return f"{first}."

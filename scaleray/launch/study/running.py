@@ -30,6 +30,7 @@ from scaleray.launch.study.plan import MODES, Question
 from scaleray.launch.study.point import point_of
 from scaleray.launch.study.turn_store import KnownTurns
 from scaleray.progress import Stage
+from scaleray.records.printed import quantity
 from scaleray.records.run import EMULATED, Say
 from scaleray.records.study import Conditions, Curve, Mode, NoiseCourse, StudyRecord, ToTarget, Turn
 from scaleray.records.workload_profile import WorkloadProfile
@@ -164,12 +165,12 @@ class RunningStudy:
     def _announce(self) -> None:
         q, first = self.question, next(iter(self.rungs.values()))
         *smaller, last = q.sizes
-        sizes = f"{', '.join(map(str, smaller))} and {last} workers" if smaller else _workers(last)
+        sizes = f"{', '.join(map(str, smaller))} and {last} workers" if smaller else quantity(last, "worker")
         modes = " and ".join(mode for mode in MODES if mode in q.modes)
         self.say(f"study {self.folder.name}: {self.config.workload.name} on {sizes}, {modes} scaling")
         self.say(
-            f"  {q.repeats} turn{'s' if q.repeats > 1 else ''} of each of "
-            f"{len(self.rungs)} rung{'s' if len(self.rungs) > 1 else ''} "
+            f"  {quantity(q.repeats, 'turn')} of each of "
+            f"{quantity(len(self.rungs), 'rung')} "
             f"in random order, each at least {q.steps} steps and {q.seconds:g} s; "
             f"{first.job.recipe.global_batch_size} samples a step at the base"
         )
@@ -197,7 +198,7 @@ class RunningStudy:
         known."""
         name, result = told
         rung = self.rungs[name]
-        workers = _workers(rung.workers)
+        workers = quantity(rung.workers, "worker")
         if isinstance(result, Turn):
             # what is measured by workers of its own shares nothing with others
             round_number = None if self.question.relaunch else result.round
@@ -306,7 +307,3 @@ class RunningStudy:
         if lacking:
             self.say(f"  warning: {lacking}; everything is in {record.folder}")
         return record
-
-
-def _workers(count: int) -> str:
-    return f"{count} worker{'s' if count != 1 else ''}"

@@ -22,6 +22,7 @@ from scaleray.launch.sweep.same_trainings import SameTrainings, counted_for, tra
 from scaleray.launch.sweep.trial_records import make_trial, trial_line
 from scaleray.launch.sweep.tune import remove_scraps, run_experiment
 from scaleray.progress import Stage, stage
+from scaleray.records.printed import quantity
 from scaleray.records.run import Say
 from scaleray.records.sweep import SweepRecord, Trial
 from scaleray.reproducibility.fingerprint import git_state
@@ -236,12 +237,12 @@ class RunningSweep:
             if self.trials
             else f"sweep {self.files.folder.name}"
         )
-        workers = f"{plan.workers} worker{'s' if plan.workers > 1 else ''} each"
+        workers = f"{quantity(plan.workers, 'worker')} each"
         fit = num_concurrent(plan.config(plan.candidates[0]), self.nodes)
         self.say(f"{start}: {plan.base.workload.name}")
         planned = self._num_planned()
         self.say(
-            f"  {planned} trial{'s' if planned > 1 else ''} ({question.search}, {question.scheduler}), {workers}, "
+            f"  {quantity(planned, 'trial')} ({question.search}, {question.scheduler}), {workers}, "
             f"up to {fit} at a time, "
             f"judged by {plan.metric} ({plan.direction})"
         )
@@ -262,7 +263,7 @@ class RunningSweep:
             )
         causes = Counter(reason.splitlines()[0] for _, reason in self.asked.refused)
         for cause, number in causes.most_common(MAX_SHOWN):
-            self.say(f"  not started: {number} combination{'s' if number > 1 else ''}, as {cause}")
+            self.say(f"  not started: {quantity(number, 'combination')}, as {cause}")
         asked = question.num_trials
         if (
             asked is not None

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from scaleray.config import RunConfig
-from scaleray.errors import PeerLostError, RunFailedError, ScaleRayError
+from scaleray.errors import PeerLostError, RunFailedError, ScaleRayError, first_line
 from scaleray.launch.sweep.plan import SweepPlan, material_key
 from scaleray.launch.workers.ray_train import collective_backend, worker_resources
 from scaleray.records.run import WorkerMessage, WorkerSummary
@@ -257,7 +257,7 @@ class TrialGroup:
             except ray.exceptions.GetTimeoutError:
                 lost.append(f"rank {rank} did not end with the others")
             except ray.exceptions.RayError as exc:
-                lost.append(f"rank {rank} was lost: {(str(exc).strip().splitlines() or [type(exc).__name__])[0]}")
+                lost.append(f"rank {rank} was lost: {first_line(exc)}")
         self._answers = []
         own = as_own_error(error, 0) if error is not None else None
         known = [e for e in (own, *answers) if e is not None]

@@ -36,6 +36,7 @@ from scaleray.launch.workers.signals import sigterm_like_ctrl_c
 from scaleray.launch.workers.telling import handing_over
 from scaleray.launch.workers.user_code import ship_user_code
 from scaleray.progress import stage
+from scaleray.records.printed import quantity
 from scaleray.records.run import Say
 from scaleray.training.setup.place import Place
 from scaleray.training.verify.narrow_casts import in_words as casts_in_words
@@ -139,7 +140,7 @@ def _outcomes(plan: Plan, question: Question, run_group: RunGroup, say: Say, che
     references: References = {}
     for world_size, variants in plan.groups.items():
         labels = ", ".join(v.label for v in variants) or "the reference"
-        workers = f"{world_size} worker{'s' if world_size > 1 else ''}"
+        workers = quantity(world_size, "worker")
         say(f"  {workers}: {labels} ...")
         started = time.monotonic()
         assignment = Assignment(plan.reference, tuple(variants), question.allowed, checkpoints)

@@ -1,4 +1,4 @@
-"""Which rules a manifest breaks."""
+"""Check of a manifest: the rules that it breaks."""
 
 from __future__ import annotations
 

@@ -153,7 +153,8 @@ def _value_options(panel: Panel) -> dict[str, Any]:
 
 
 def _heat_options(panel: Panel) -> dict[str, Any]:
-    """One line of cells a series, coloured by value; Grafana would take the series for buckets of a histogram else."""
+    """Options for one line of cells per series, coloured by value; by default Grafana takes series for a histogram's
+    buckets."""
     return {
         "calculate": False,
         "rowsFrame": {"layout": "auto", "value": panel.title},

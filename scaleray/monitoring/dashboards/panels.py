@@ -64,11 +64,11 @@ class Panel:
     """Value, word and colour, where a value stands for a state."""
     is_stacked: bool = False
     low_is_bad: bool = False
-    """Of a heat map, that small values are those to look at."""
+    """Whether small values of a heat map are those to look at."""
     columns: tuple[tuple[str, str], ...] = ()
     links: tuple[Link, ...] = ()
     links_from: tuple[str, ...] = ()
-    """Of a table, labels with addresses that its links lead to, where no column shows them."""
+    """Labels of a table with the addresses of its links, where no column shows them."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Dashboard:
 
     @property
     def uid(self) -> str:
-        """What Grafana knows the dashboard by, whatever its title."""
+        """Identifier by which Grafana knows the dashboard, whatever its title."""
         return f"scaleray-{self.name}"
 
     def panels(self) -> Iterator[Panel]:

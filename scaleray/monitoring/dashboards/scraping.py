@@ -8,9 +8,10 @@ from typing import Any
 from scaleray.monitoring.foreign import OF_GPUS
 
 INTERVAL = "5s"
-"""Between two scrapes, and between two looks at the rules: an alert is at most so much later than its cause."""
+"""Time between two scrapes, and between two evaluations of the rules: an alert is at most so much later than its
+cause."""
 RAY_TARGETS = "/tmp/ray/prom_metrics_service_discovery.json"
-"""Where a Ray head writes its nodes' addresses, below its --temp-dir."""
+"""File below a Ray head's --temp-dir in which it lists its nodes' addresses."""
 WRITTEN = "# Written by `scaleray dashboards write`; edit the code instead."
 
 

@@ -31,7 +31,7 @@ class Beside:
     spooled_points: int | None = None
     disk_free: float | None = None
     links: Mapping[str, str] = field(default_factory=dict)
-    """Where the run is to be seen: `mlflow_run`, `report`."""
+    """Addresses of the run\'s pages: `mlflow_run`, `report`."""
     beats: Sequence[Heartbeat] = ()
     """The last sign of life of every rank."""
     status: str = ""

@@ -31,7 +31,7 @@ OF_GPU = "GPU {{ $labels.gpu }} of {{ $labels.instance }}"
 
 @dataclass(frozen=True)
 class Found:
-    """What a predicate found. of: the rank or device that it is about, where it is about one."""
+    """Finding of a predicate. of: the rank or device that it is about, where it is about one."""
 
     value: float
     of: str = ""

@@ -13,7 +13,7 @@ from scaleray.monitoring.rules.rule import OF_RANK, Found, Rule
 from scaleray.monitoring.rules.seen import Seen
 
 LEAST_LATENESS_S = 0.001
-"""Less is what a host's scheduler costs, as `profiling/lateness.py` has it."""
+"""Smallest lateness that counts: less is what a host's scheduler costs, see `profiling/lateness.py`."""
 RECENT_S, PAST_S, LEAST_PAST_S = 60.0, 1800.0, 120.0
 """Seconds whose mean is compared with the median of those before, and how many of these there must be."""
 LINK_PAST_S, LINK_RECENT_S, LEAST_EXPOSED = 3600.0, 30.0, 0.1

@@ -17,6 +17,7 @@ from scaleray.planner.cost.layout import Layout
 from scaleray.planner.cost.step_time import step_time
 from scaleray.planner.hardware.kinds import Cluster
 from scaleray.planner.models.profile import ModelProfile
+from scaleray.records.printed import quantity
 
 MOST_MISS = 0.02
 """Largest relative error of the step time accepted after calibration."""
@@ -50,7 +51,7 @@ def predicted_throughput(
     ]
     if abs(found[0] - measured_step_s) > MOST_MISS * measured_step_s:
         raise UsageError(
-            f"a step on {base.workers} worker{'s' if base.workers > 1 else ''}",
+            f"a step on {quantity(base.workers, 'worker')}",
             f"{1e3 * measured_step_s:.3g} ms",
             f"what the planner knows of the model and the hardware cannot come nearer than {1e3 * found[0]:.3g} ms",
         )

@@ -26,7 +26,7 @@ def flops_of(operator: str, arguments: Mapping[str, Any]) -> int:
 
 
 def _product_of(first: int, second: int) -> Callable[[Sequence[Shape], Sequence[str]], int]:
-    """Of the matrices, or batches of them, that stand at two places among the inputs."""
+    """Operations of the product of two inputs, matrices or batches of them, given by their places."""
 
     def matrices(shapes: Sequence[Shape], _: Sequence[str]) -> int:
         *batch, rows, inner = shapes[first]

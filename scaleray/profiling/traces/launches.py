@@ -79,7 +79,7 @@ def launch_of(trace: Trace) -> Ints:
 
 
 def launch_starts(trace: Trace) -> Ints:
-    """When each event on a device was launched; -1 where the trace does not say."""
+    """Time at which each event on a device was launched; -1 where the trace does not say."""
     calls = launch_of(trace)
     return np.where(calls == NONE, NONE, trace.start[calls])
 
@@ -128,7 +128,7 @@ def queues_of(trace: Trace) -> list[Queue]:
 
 
 def pauses_of(trace: Trace) -> list[StreamPauses]:
-    """Why each stream paused between two of its kernels."""
+    """Causes of the pauses of each stream between two of its kernels."""
     launched = launch_starts(trace)
     on_device = np.flatnonzero(trace.is_on_device)
     found = []

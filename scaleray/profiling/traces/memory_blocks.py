@@ -62,17 +62,17 @@ class MemorySnapshot:
 
     @property
     def rounding_bytes(self) -> int:
-        """What blocks in use have beyond what was asked for."""
+        """Bytes of blocks in use beyond those that were asked for."""
         return sum(block.size - block.requested for block in self.blocks if block.is_used)
 
     @property
     def cached_bytes(self) -> int:
-        """What is kept for the next request."""
+        """Bytes that nobody uses and the allocator keeps for the next request."""
         return self.reserved_bytes - self.active_bytes
 
     @property
     def stranded_bytes(self) -> int:
-        """Of what is kept, the parts of segments that are in use elsewhere: they cannot be given back."""
+        """Unused bytes in segments that are in use elsewhere: they cannot be given back."""
         partly_used = (segment for segment in self.segments if any(block.is_used for block in segment))
         return sum(block.size for segment in partly_used for block in segment if not block.is_used)
 

@@ -1,4 +1,4 @@
-"""What the traces of a run say: each rank's time, its launches, operators and modules, and how the ranks met."""
+"""Report on the traces of a run: each rank's time, launches, operators and modules, and how the ranks met."""
 
 from __future__ import annotations
 

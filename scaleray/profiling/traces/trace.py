@@ -24,7 +24,7 @@ OWN_KEY = "scaleray"
 MODULE_PREFIX = "module: "
 """Beginning of the annotations by which scaleray's own traces name modules."""
 NONE = -1
-"""What stands in a column of numbers where an event has none."""
+"""Value in a column of numbers of an event that has none."""
 SCHEMA = 1
 """The only schema that Kineto has written so far."""
 

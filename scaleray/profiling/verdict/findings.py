@@ -78,7 +78,7 @@ class Verdict:
     confidence: str
     """How sure the primary finding is: `sure`, `likely` or `unsure`, see CONFIDENT."""
     steps: int
-    """Steps that it stands on, without the first ones of the run."""
+    """Number of steps that the verdict rests on, without the first ones of the run."""
     step_s: float
     """Mean time of a step, with its part of evaluations and checkpoints."""
     shares: dict[str, float] = field(default_factory=dict)

@@ -87,7 +87,7 @@ def _rows(spreads: Sequence[Spread | None], count: int, first: int) -> npt.NDArr
 
 
 def _late_at(profile: RunProfile) -> dict[int, LateAt]:
-    """Where each straggler's gradients begin to be late; of several places of a rank, the first is the worst."""
+    """Place where each straggler's gradients begin to be late; of several places of a rank, the first is the worst."""
     known = reversed(profile.stragglers)
     return {one.rank: LateAt(one.bucket, one.layers) for one in known if one.bucket is not None}
 
@@ -132,6 +132,6 @@ def _last_operation(ranks: Sequence[RankProfile], rows: Sequence[CollectiveRow])
 
 
 def _bus_bandwidth(rows: Sequence[CollectiveRow]) -> float | None:
-    """That of the kind of collective that takes the most time."""
+    """Bus bandwidth of the kind of collective that takes the most time."""
     timed = [row for row in rows if row.seconds and row.bus_bandwidth]
     return max(timed, key=lambda row: row.seconds or 0.0).bus_bandwidth if timed else None

@@ -38,7 +38,7 @@ class Signals:
     unexplained: float = 0.0
     window: int = 1
     late_at: Mapping[int, LateAt] = field(default_factory=dict)
-    """Where the gradients of a rank begin to be late, by rank, as far as arrivals at collectives tell."""
+    """Place where the gradients of a rank begin to be late, by rank, as far as arrivals at collectives tell."""
     pauses: Seconds | None = None
     """Seconds of the garbage collector, wherever in the step they fell; None: not measured."""
     retries: Seconds | None = None

@@ -11,6 +11,7 @@ from scaleray.profiling.verdict.findings import Finding, Limit, Verdict
 from scaleray.profiling.verdict.signals import Facts, Signals
 from scaleray.profiling.verdict.stragglers import ALIKE, Stragglers
 from scaleray.records.phases import PART_IN_WORDS, Phase
+from scaleray.records.printed import quantity
 from scaleray.text.units import seconds
 
 IS_THE_LIMIT = {
@@ -36,7 +37,7 @@ REMOVING = {
 
 def sentence_of(verdict: Verdict, facts: Facts) -> str:
     """The verdict as one sentence, and what to try next as another."""
-    one, workers = verdict.primary, f"{facts.workers} worker{'s' if facts.workers != 1 else ''}"
+    one, workers = verdict.primary, quantity(facts.workers, "worker")
     if one.limit is Limit.COMPUTE:
         return (
             f"computes: {one.share:.0%} of the time is the model's own work on {workers}, and nothing else limits it."
@@ -76,7 +77,7 @@ def waiting_ranks(signals: Signals) -> tuple[int, ...]:
 
 
 def evidence_of(limit: Limit, signals: Signals, stragglers: Stragglers | None, cause: str) -> str:
-    """What a finding stands on, in a few words; "" where its share says it all."""
+    """Evidence of a finding in a few words; "" where its share says it all."""
     if limit is Limit.COMMUNICATION:
         speed = f" at {signals.bus_bandwidth / 1e9:.3g} GB/s" if signals.bus_bandwidth else ""
         return f"{signals.last_operation} comes last{speed}" if signals.last_operation else speed.strip()

@@ -10,6 +10,7 @@ from typing import Any
 
 from scaleray.profiling.verdict.change import reason_of
 from scaleray.profiling.verdict.of_run import verdict_of_run
+from scaleray.records.printed import quantity
 from scaleray.records.study import Estimate, Point, StudyRecord
 from scaleray.records.sweep import SweepRecord, Trial
 from scaleray.reports.compare.steps import SteadySteps, steady_steps
@@ -102,7 +103,7 @@ def study_verdicts(side: Side, base: Side, *, alike: Sequence[StudyRecord] = ())
         launches = [_launches(of_side, per_sample=len(sizes) > 1) for of_side in of_sides]
         same = _launches([one[mode, workers] for one in more if (mode, workers) in one], per_sample=len(sizes) > 1)
         unit = "step time" if len(sizes) == 1 else "time per sample"
-        what = f"{unit} of {workers} worker{'s' if workers > 1 else ''} ({mode})"
+        what = f"{unit} of {quantity(workers, 'worker')} ({mode})"
         caveats = [
             f"{label} is of {one[mode, workers].reused_from}"
             for (labels, _), of_side in zip((side, base), points, strict=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from scaleray.profiling.traces.memory_blocks import CATEGORIES, MemorySnapshot
 from scaleray.profiling.traces.report import RankTrace, TraceReport
+from scaleray.records.printed import quantity
 from scaleray.reports.page.drawing import BLUE, GREEN, GRID, ORANGE, PALE, PURPLE, SKY, VERMILION, Drawing, draw
 from scaleray.reports.page.page import Fact, Page, Section, write
 from scaleray.reports.records.study import sentence_case
@@ -108,7 +109,7 @@ def trace_page(report: TraceReport | None, snapshots: Sequence[MemorySnapshot], 
         sections.append(Section("Memory", drawings=drawings, tables=memory_tables(snapshots)))
         headline = headline or "What the memory is held for"
     count = len(report.ranks) if report is not None else len(snapshots)
-    when = f"{count} rank{'s' if count > 1 else ''}"
+    when = quantity(count, "rank")
     return Page(kind="Trace", name=name, when=when, headline=headline, figures=figures, sections=sections)
 
 

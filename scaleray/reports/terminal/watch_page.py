@@ -16,6 +16,7 @@ from rich.text import Text
 from scaleray.records.alerts import Alert
 from scaleray.records.live import LOST, RUNNING, STARTING, LiveState
 from scaleray.records.phases import PART_IN_WORDS, Phase
+from scaleray.records.printed import quantity
 from scaleray.reports.terminal.stages import duration
 from scaleray.reports.terminal.watch_ranks import ranks_table
 from scaleray.text import units
@@ -66,7 +67,7 @@ def watch_page(state: LiveState, *, width: int, where: str = "") -> RenderableTy
 def _title(state: LiveState) -> Text:
     title = Text(state.name, style="bold")
     title.append(f"  {state.status}", style=STYLES.get(state.status, ""))
-    many = f"{state.workers} worker{'s' if state.workers != 1 else ''}" if state.workers else ""
+    many = quantity(state.workers, "worker") if state.workers else ""
     for word in (state.kind if state.kind != "train" else "", many, state.strategy):
         title.append(f"  {word}" if word else "", style="dim")
     return title
@@ -156,7 +157,7 @@ def _health(state: LiveState) -> list[str]:
     if state.nonfinite_steps:
         words.append(f"{state.nonfinite_steps} steps not finite")
     if state.attempts > 1:
-        words.append(f"{state.attempts - 1} restart{'s' if state.attempts > 2 else ''}")
+        words.append(quantity(state.attempts - 1, "restart"))
     if state.repeated_steps:
         words.append(f"{state.repeated_steps:,} steps repeated")
     if state.waiting_points:

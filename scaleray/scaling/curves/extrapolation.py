@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from scaleray.records.printed import quantity
 from scaleray.records.study import CurvePoint, Estimate, NextDoubling
 from scaleray.scaling.curves.efficiency import CONFIDENCE, MOST_LOG, Draws, log_throughputs, widening
 from scaleray.scaling.curves.fitting import NUM_FITS, FittedLaw
@@ -49,7 +50,8 @@ def refusal(points: list[CurvePoint], workers_per_node: int | None) -> str:
     """Why the points support no extrapolation, whatever the law says, or ""."""
     first, last = points[0].point, points[-1].point
     if len(points) < 2:
-        return f"one point, {_workers(last.workers)}, shows no curve: measure at least one more number of workers"
+        only = quantity(last.workers, "worker")
+        return f"one point, {only}, shows no curve: measure at least one more number of workers"
     if drop := _drop(points):
         return drop
     if last.workers < 2 * first.workers:
@@ -144,7 +146,3 @@ def _drop(points: list[CurvePoint]) -> str:
 def in_words(gain: Estimate) -> str:
     """A gain with its interval as text, such as `1.61x (1.52-1.70)`."""
     return f"{gain.value:.2f}x ({gain.low:.2f}-{gain.high:.2f})"
-
-
-def _workers(count: int) -> str:
-    return f"{count} worker{'s' if count > 1 else ''}"

@@ -11,6 +11,7 @@ import math
 from scaleray.config import RunConfig
 from scaleray.config.optimizer import missing_rate
 from scaleray.errors import ConfigError
+from scaleray.records.printed import quantity
 from scaleray.scaling.noise.source import check_noise_scale
 from scaleray.scaling.recipe.batches import (
     check_data_fills,
@@ -61,7 +62,7 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
     scaled = _scaled(config, why)
     lengths = lengths_of(config, counter, total_steps, warmup_factor=scaled.warmup_factor, why=why)
     strategy = resolve_strategy(config, workers)
-    why["strategy"] = f"strategy.name {config.strategy.name}, {workers} worker{'s' if workers > 1 else ''}"
+    why["strategy"] = f"strategy.name {config.strategy.name}, {quantity(workers, 'worker')}"
     check_compression(config, strategy)
     if workers == config.scale.max_workers:  # an elastic run may come down to a single worker for a while
         check_noise_scale(

@@ -15,6 +15,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 
+from scaleray.records.printed import quantity
 from scaleray.records.settings import Setting, best, best_by_batch, one_training, settings, trained
 from scaleray.records.sweep import SweepRecord, Trial
 from scaleray.scaling.noise.goodput import fit_trade_off
@@ -163,7 +164,7 @@ def _choices(record: SweepRecord, reached: list[Setting], reference: int) -> lis
 
     cheapest = min(reached, key=lambda s: (s.samples_to_target or math.inf, time_s(s)))
     fastest = min(reached, key=time_s)
-    on = f"on {workers} worker{'s' if workers != 1 else ''}"
+    on = f"on {quantity(workers, 'worker')}"
     first = (
         f"{_named(fastest, reference)} reached {record.target} after {time_s(fastest):.3g} s of training {on}, "
         f"with {fastest.samples_to_target:,.0f} samples."

@@ -7,15 +7,14 @@ resident memory of the process stands beside them: it holds Python, torch and th
 from __future__ import annotations
 
 import contextlib
-import resource
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from scaleray.training.health.live_memory import LiveTensors, storage_bytes
 from scaleray.training.observer import Observer
+from scaleray.training.profile.used_memory import peak_resident_bytes, resident_bytes
 from scaleray.training.setup.model_setup import Setup
 from scaleray.watchers import Guard, Watcher
 
@@ -73,13 +72,6 @@ def gradients(setup: Setup) -> list[torch.Tensor]:
     return [p.grad for p in setup.parallel.module.parameters() if p.grad is not None]
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """Peak of allocated device memory, or of this process's resident memory on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-
-
 def _on_cpu(setup: Setup, live: LiveTensors | None) -> dict[str, Any]:
     kept = lasting(setup)
     total = sum(kept.values())
@@ -90,9 +82,9 @@ def _on_cpu(setup: Setup, live: LiveTensors | None) -> dict[str, Any]:
         **kept,
         "activations_bytes": activations,
         "allocated_bytes": total,
-        "reserved_bytes": _resident_bytes(),
+        "reserved_bytes": resident_bytes(),
         "peak_bytes": total + activations if activations is not None else None,
-        "peak_resident_bytes": _peak_resident_bytes(),
+        "peak_resident_bytes": peak_resident_bytes(),
         "fragmentation_share": None,
         "device_bytes": None,  # what a worker may have of a node's memory is not known
         "is_counted": True,
@@ -110,17 +102,7 @@ def _on_cuda(setup: Setup, device: torch.device) -> dict[str, Any]:
         "reserved_bytes": reserved,
         "peak_bytes": peak,
         "device_bytes": torch.cuda.get_device_properties(device).total_memory,
-        "peak_resident_bytes": _peak_resident_bytes(),
+        "peak_resident_bytes": peak_resident_bytes(),
         "fragmentation_share": stats["inactive_split_bytes.all.current"] / reserved if reserved else 0.0,
         "is_counted": False,
     }
-
-
-def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
-
-
-def _peak_resident_bytes() -> int:
-    # Linux counts the peak in KiB, and brings it up to date later than the present value
-    return max(_resident_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)

@@ -11,8 +11,8 @@ from scaleray.emulation import is_emulated
 from scaleray.records.profile import RankMeasurements
 from scaleray.records.run import WorkerSummary
 from scaleray.reproducibility.fingerprint import accelerators, cpu_model
-from scaleray.training.health import memory_report
 from scaleray.training.health.clock import Clock
+from scaleray.training.profile.used_memory import peak_bytes
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
@@ -64,7 +64,7 @@ def summary_of(
         time_to_first_step_s=clock.first_step_s,
         start=clock.begin.seconds(),
         training_time_s=clock.total_s,
-        peak_memory_bytes=look(lambda: memory_report.peak_memory_bytes(place.device), 0, part="memory"),
+        peak_memory_bytes=look(lambda: peak_bytes(place.device), 0, part="memory"),
         nonfinite_steps=state.nonfinite_steps,
         sample_order=job.sample_order,
         strategy=job.recipe.strategy,

@@ -7,15 +7,14 @@ steps not each time. The half for CUDA has been reviewed, not run.
 
 from __future__ import annotations
 
-import resource
 import time
-from pathlib import Path
 
 import torch
 
 from scaleray.profiling.memory import Sample, memory_over_time, numbers_of, thinned
 from scaleray.records.phases import Phase
 from scaleray.records.profile import MemoryNumbers, MemoryPeak
+from scaleray.training.profile import used_memory
 
 LOOK_EVERY_S = 1.0
 PEAK_EVERY_S = 0.1
@@ -72,19 +71,14 @@ class MemoryCurve:
         return memory_over_time(self.samples, peak=self.peak, first_step=first_step, width=width, count=count)
 
     def _see_peak(self, phase: Phase | None) -> bool:
-        num_bytes = self._peak_bytes()
+        num_bytes = used_memory.peak_bytes(self.device)
         if self.peak is not None and num_bytes <= self.peak.num_bytes:
             return False
         self.peak = MemoryPeak(num_bytes, self._step + 1, phase or "", time.time() - self.started_at)
         return True
 
-    def _peak_bytes(self) -> int:
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-
     def _sample(self, now: float) -> None:
-        found: dict[str, int | None] = {"resident_bytes": _resident_bytes()}
+        found: dict[str, int | None] = {"resident_bytes": used_memory.resident_bytes()}
         if self.device.type == "cuda":
             segments = None
             if now - self._snapshot_at >= SNAPSHOT_EVERY_S:
@@ -92,7 +86,3 @@ class MemoryCurve:
                 segments = torch.cuda.memory_snapshot()
             found.update(numbers_of(torch.cuda.memory_stats(self.device), segments))
         self.samples = thinned([*self.samples, (self._step, found)])
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

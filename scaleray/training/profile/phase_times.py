@@ -11,7 +11,6 @@ import numpy as np
 
 from scaleray.profiling.run_profile import CLOSES_WITHIN, PAUSES, STEP
 from scaleray.profiling.step_rows import StepRows
-from scaleray.records.live import RecentSteps
 from scaleray.records.phases import PARTS, Enter, Phase
 from scaleray.records.profile import MemoryNumbers, RankMeasurements
 from scaleray.records.run import Emit, EventRecord
@@ -19,7 +18,6 @@ from scaleray.training.observer import Observer
 from scaleray.training.profile.marks import DeviceMarks, HostMarks, Marks
 from scaleray.training.profile.memory_curve import MemoryCurve
 from scaleray.training.profile.pauses import Pauses
-from scaleray.training.profile.recent import Recent
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 from scaleray.watchers import Guard, Watcher
@@ -33,9 +31,8 @@ class PhaseTimes(Observer):
     """Times the phases of which `marks.mark` is told. The first step of the process is left out, as it compiles and
     fills caches.
 
-    enter: enters a phase inside a pass, where only the strategy knows of it. tell: hears of the last steps about once a
-    second. The training's clock calls `start` and `cut` where its own steps begin and end, so that the parts of a step
-    can be held against what it has measured.
+    enter: enters a phase inside a pass, where only the strategy knows of it. The training's clock calls `start` and
+    `cut` where its own steps begin and end, so that the parts of a step can be held against what it has measured.
     """
 
     def __init__(
@@ -48,7 +45,6 @@ class PhaseTimes(Observer):
         emit: Emit,
         guard: Guard,
         marks: Marks | None = None,
-        tell: Callable[[RecentSteps], None] = lambda recent: None,
     ) -> None:
         self.place, self.first_step, self._enter = place, first_step, enter
         self._emit, self._guard = emit, guard
@@ -61,7 +57,6 @@ class PhaseTimes(Observer):
         self.marks.told = self._also_looking
         self._is_warm, self._outside_s, self._num_steps = False, 0.0, 0
         self._misses_s, self._worst_gap = 0.0, 0.0
-        self._recent = Recent(tell, self.memory.now)
 
     def begin(self, setup: Setup) -> None:
         """Have the strategy tell of phases inside its passes."""
@@ -83,8 +78,6 @@ class PhaseTimes(Observer):
         self.marks.end_step(step_s + self._outside_s, now)
         self._outside_s = 0.0
         self._take_known()
-        if self._recent.is_due(now):
-            self._look(lambda: self._recent.tell(self.first_step + self._num_steps, now))
         if len(self._chunk) >= CHUNK * len(COLUMNS):
             self._fold()
 
@@ -148,7 +141,6 @@ class PhaseTimes(Observer):
                 self._chunk.append(known[0])
                 self._chunk.extend(known[1])
                 self._chunk.append(pauses_s)
-                self._recent.add(known)
                 pauses_s = 0.0
             self._is_warm = True
 

@@ -42,20 +42,21 @@ class Profile(Observer):
 
     def __init__(self, job: TrainJob, place: Place, first_step: int, progress: Enters, tells: Emits) -> None:
         self.phases = PhaseTimes(
-            place,
-            first_step,
-            started_at=job.started_at,
-            enter=progress.enter,
-            emit=tells.emit,
-            guard=tells.guard,
-            tell=progress.hear,
+            place, first_step, started_at=job.started_at, enter=progress.enter, emit=tells.emit, guard=tells.guard
         )
         self._progress, self._on_enter = progress, progress.on_enter
         progress.on_enter = self.phases.marks.mark
         self.arrivals = ArrivalTimes(self.phases.at_phase, place, tells.guard)
         self.start, self.cut = self.phases.start, self.phases.cut
-        every_s = job.config.monitoring.every_s
-        samples = RankSamples(place, self.phases, self.arrivals, every_s=every_s, emit=tells.emit, guard=tells.guard)
+        samples = RankSamples(
+            place,
+            self.phases,
+            self.arrivals,
+            every_s=job.config.monitoring.every_s,
+            tell=progress.hear,
+            emit=tells.emit,
+            guard=tells.guard,
+        )
         self._parts: list[Observer] = [*tracers(job, place, tells), self.phases, self.arrivals, samples]
 
     @property

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 import psutil
 import torch
 
 from scaleray.profiling.run_profile import STEP
+from scaleray.records.live import RecentSteps
 from scaleray.records.phases import PARTS
 from scaleray.records.published import RankSample
 from scaleray.records.run import Emit
@@ -22,6 +24,7 @@ from scaleray.training.profile.phase_times import PhaseTimes
 from scaleray.training.setup.place import Place
 from scaleray.watchers import Guard, Watcher
 
+TOLD_EVERY_S = 1.0
 SAMPLES_A_SECOND = 50.0
 """Most samples that all workers together send to the recorder."""
 MEMORY_KINDS = ("peak", "resident", "rounding", "cached", "stranded", "largest_hole")
@@ -29,42 +32,52 @@ CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 
 class RankSamples(Observer):
-    """Emits a `RankSample` after the first steps, and every `every_s` seconds from then on."""
+    """Tells of the last steps about once a second, and emits a `RankSample` after the first steps and every `every_s`
+    seconds from then on. tell: takes what heartbeats carry to whoever asks."""
 
     def __init__(
-        self, place: Place, phases: PhaseTimes, arrivals: ArrivalTimes, *, every_s: float, emit: Emit, guard: Guard
+        self,
+        place: Place,
+        phases: PhaseTimes,
+        arrivals: ArrivalTimes,
+        *,
+        every_s: float,
+        tell: Callable[[RecentSteps], None],
+        emit: Emit,
+        guard: Guard,
     ) -> None:
         self.place, self.phases, self.arrivals = place, phases, arrivals
-        self.every_s = max(every_s, place.world_size / SAMPLES_A_SECOND)
-        self._emit, self._guard = emit, guard
-        self._sampled_at = -1e9
-        self._steps, self._totals = 0, np.zeros(0)
+        self._tell, self._emit, self._guard = tell, emit, guard
+        self._recent = StepMeans(phases, every_s=TOLD_EVERY_S)
+        self._means = StepMeans(phases, every_s=max(every_s, place.world_size / SAMPLES_A_SECOND))
         self._limit = guard(Watcher.MEMORY, lambda: memory_limit(place.device), None, part="its limit")
         self._device = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else ""
 
     def after_step(self, taken: TakenStep) -> None:
-        """Take a sample, if it is time to and a step was measured since the last one."""
+        """Tell and take a sample, if it is time to and a step was measured since the last one."""
         now = time.monotonic()
-        if now - self._sampled_at >= self.every_s and self.phases.num_known > self._steps:
-            self._sampled_at = now
-            sample = self._guard(Watcher.FIGURES, lambda: self._sample(taken.number), None, part="live metrics")
+        if self._recent.is_due(now):
+            self._guard(Watcher.FIGURES, lambda: self._tell_of(taken.number, now), None, part="last steps")
+        if self._means.is_due(now):
+            sample = self._guard(Watcher.FIGURES, lambda: self._sample(taken.number, now), None, part="live metrics")
             if sample is not None:
                 self._emit(sample)
 
-    def _sample(self, step: int) -> RankSample:
-        columns, steps, totals = self.phases.totals()
-        before = self._totals if len(self._totals) else np.zeros(len(totals))
-        means = dict(zip(columns, (totals - before) / (steps - self._steps), strict=True))
-        self._steps, self._totals = steps, totals
+    def _tell_of(self, step: int, now: float) -> None:
+        num_steps, means = self._recent.take(now)
+        phases = {part.value: means[part] for part in PARTS if means.get(part)}
+        self._tell(RecentSteps(step, num_steps, means[STEP], phases, self.phases.memory.now()))
+
+    def _sample(self, step: int, now: float) -> RankSample:
+        _, means = self._means.take(now)
         return RankSample(
             rank=self.place.rank,
             node=self.place.node,
             world_size=self.place.world_size,
             step=step,
             step_at=time.time(),
-            step_time_s=float(means[STEP]),
-            # a part that never had any time cannot be told apart here
-            phases={part.value: float(means[part]) for part in PARTS if totals[columns.index(part)] > 0},
+            step_time_s=means[STEP],
+            phases={part.value: means[part] for part in PARTS if part in means},
             memory=self._memory(),
             memory_limit_bytes=self._limit,
             ahead_s=self._ahead_s(),
@@ -90,6 +103,29 @@ class RankSamples(Observer):
             warnings.simplefilter("ignore", RuntimeWarning)  # a place that no step came by
             ahead = np.nanmedian(values[:, 2:3] - values[:, 3:], axis=0)
         return tuple(float(one) for one in ahead)
+
+
+class StepMeans:
+    """Means of the steps since the last look, at most one look in `every_s` seconds."""
+
+    def __init__(self, phases: PhaseTimes, *, every_s: float) -> None:
+        self.phases, self.every_s = phases, every_s
+        self._looked_at = -1e9
+        self._steps, self._totals = 0, np.zeros(1)
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time to look, and a step was measured since the last time."""
+        return now - self._looked_at >= self.every_s and self.phases.num_known > self._steps
+
+    def take(self, now: float) -> tuple[int, dict[str, float]]:
+        """Number of steps since the last look, and their means in seconds by column, without columns that never had any
+        time."""
+        self._looked_at = now
+        columns, steps, totals = self.phases.totals()
+        num_steps = steps - self._steps
+        means = (totals - self._totals) / num_steps
+        self._steps, self._totals = steps, totals
+        return num_steps, {name: float(means[at]) for at, name in enumerate(columns) if totals[at] > 0}
 
 
 def memory_limit(device: torch.device) -> int | None:

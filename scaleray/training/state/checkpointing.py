@@ -21,6 +21,7 @@ from scaleray.checkpoints.manifest import Incomplete, Manifest
 from scaleray.checkpoints.retention import Retention
 from scaleray.checkpoints.saver import Saver
 from scaleray.errors import CheckpointError, RunFailedError, ScaleRayError
+from scaleray.records.printed import quantity
 from scaleray.records.run import CheckpointRecord, EventRecord
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
@@ -309,7 +310,7 @@ def _told(damage: Damage, step: int) -> str:
 def _resumed(manifest: Manifest, world_size: int, job: TrainJob) -> str:
     text = f"resumed after step {manifest.step}"
     if manifest.world_size != world_size:
-        text += f" on {world_size} worker{'s' if world_size > 1 else ''} instead of {manifest.world_size}"
+        text += f" on {quantity(world_size, 'worker')} instead of {manifest.world_size}"
         if any(name.startswith(f"{REPLICA}.") for name in manifest.tensors):
             text += ", from the mean of its replicas; what the strategy itself had kept starts anew"
     before, now = manifest.values[PROGRESS]["global_batch_size"], job.recipe.global_batch_size

@@ -176,8 +176,7 @@ class TrainState:
 
     def _merged(self, values: Values) -> Values:
         """Rank 0's optimizer values with the parameters of all ranks, in rank order. Collective."""
-        everyone: list[Any] = [None] * self.place.world_size
-        dist.all_gather_object(everyone, values)
+        everyone = self.place.gathered(values)
         groups = [dict(group) for group in everyone[0]["groups"]]
         for number, group in enumerate(groups):
             names = (name for theirs in everyone for name in theirs["groups"][number]["params"])
@@ -209,10 +208,8 @@ class TrainState:
 
     def _each_ranks(self, values: Values) -> Values:
         """The callbacks' values of every rank, by its number; rank 0's alone where none has a state. Collective."""
-        everyone: list[Any] = [values]
-        if self.place.group is not None and self.callbacks is not None and self.callbacks.have_state:
-            everyone = [None] * self.place.world_size
-            dist.all_gather_object(everyone, values, group=self.place.group)
+        have_state = self.callbacks is not None and self.callbacks.have_state
+        everyone = self.place.gathered(values) if have_state else [values]
         return {f"{rank}": theirs for rank, theirs in enumerate(everyone)}
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from scaleray.config import RunConfig
 from scaleray.data import Input, Part, RankBatch, Split
+from scaleray.data.source import rows_in
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.records.phases import Phase
 from scaleray.records.run import EvaluationRecord
@@ -244,7 +245,7 @@ class Evaluator:
 
 def whole(batch: RankBatch) -> list[tuple[int, int]]:
     """Where the one micro-batch of an evaluation's batch begins and ends; a placeholder is one, too."""
-    return [(0, len(next(iter(batch.columns.values()))))]
+    return [(0, rows_in(batch.columns))]
 
 
 def check_split(key: str, text: str, job: TrainJob) -> None:

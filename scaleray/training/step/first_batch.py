@@ -15,6 +15,7 @@ from torch import nn
 from scaleray.config import RunConfig
 from scaleray.data import RankBatch
 from scaleray.data.ragged import flat_values
+from scaleray.data.source import rows_in
 from scaleray.errors import DataError, WorkloadError
 from scaleray.reproducibility.seeding import same_random_numbers
 from scaleray.several_losses import OneLoss, losses_of
@@ -120,7 +121,7 @@ class _Look:
     ) -> None:
         self.workload, self.columns, self.setup, self.place = workload, batch.columns, setup, place
         self.gives_tuples = gives_tuples
-        rows = min(MOST_ROWS, len(next(iter(batch.columns.values()))))
+        rows = min(MOST_ROWS, rows_in(batch.columns))
         self.ranks_agree = setup.parallel.forward_is_collective and place.world_size > 1
         if self.ranks_agree:  # all ranks must run equally many passes
             rows = -int(place.all_reduce_max([-rows])[0])

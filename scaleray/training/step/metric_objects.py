@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from scaleray.errors import WorkloadError
 from scaleray.metric_states import check_rules, share
@@ -58,7 +57,7 @@ class MetricObjects:
     def _value(self, name: str, metric: Any) -> float:
         what = f"{self.split}/{name}"
         # torchmetrics gathers while it computes, and forgets what it gathered
-        share(metric, self._gathered, lambda: self.place.world_size > 1)
+        share(metric, self.place.gathered, lambda: self.place.world_size > 1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that this rank has had no rows: others had some
             value = call_user_code(metric.compute, what=what, doing=f"computing {type(metric).__name__}")
@@ -66,11 +65,6 @@ class MetricObjects:
             shown = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise WorkloadError(what, shown, "a metric's value must be one number", "average it, or take it apart")
         return float(value)
-
-    def _gathered(self, own: Any) -> list[Any]:
-        everyone: list[Any] = [None] * self.place.world_size
-        dist.all_gather_object(everyone, own, group=self.place.group)
-        return everyone
 
 
 def _checked(name: str, metric: Any, place: Place) -> Any:

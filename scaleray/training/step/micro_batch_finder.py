@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from scaleray.config import RunConfig
 from scaleray.data import RankBatch
+from scaleray.data.source import rows_in
 from scaleray.errors import ConfigError
 from scaleray.records.phases import Phase
 from scaleray.reproducibility.seeding import same_random_numbers
@@ -218,13 +219,13 @@ class _Search:
 
     def _rows(self, num: int) -> RankBatch:
         """Trial batch of so many copies of real rows."""
-        index = np.arange(num) % len(next(iter(self.batch.columns.values())))
+        index = np.arange(num) % rows_in(self.batch.columns)
         return RankBatch(self.batch.step, {n: v[index] for n, v in self.batch.columns.items()}, num)
 
     def _bytes_of_other_rows(self, rows: int) -> float:
         """Bytes of the rows that a trial lacks: a step holds its whole share on the device, of which a trial had only
         some rows."""
-        there = len(next(iter(self.batch.columns.values())))
+        there = rows_in(self.batch.columns)
         row_bytes = sum(v.nbytes for v in self.batch.columns.values()) / there
         return row_bytes * max(0, self.recipe.per_worker_batch_size - rows)
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-import torch.distributed as dist
 
 from scaleray.training.setup.place import Place
 
@@ -27,8 +24,7 @@ class NamedSums:
             any_new, *summed = self.place.all_reduce([float(has_new), *(value for three in values for value in three)])
             if not any_new:
                 break
-            everyone: list[Any] = [None] * self.place.world_size
-            dist.all_gather_object(everyone, sorted(own))
+            everyone = self.place.gathered(sorted(own))
             self._known = tuple(sorted({*self._known, *(name for theirs in everyone for name in theirs)}))
         three = zip(self._known, summed[::3], summed[1::3], summed[2::3], strict=True)
         return {name: (total, count) for name, total, count, holders in three if holders}

@@ -48,15 +48,13 @@ class SubGroups:
     def _by_node(self) -> tuple[list[int], list[str]]:
         """(ranks, with those of a node beside each other, in the order of each node's first rank; the node of each
         rank)."""
-        found: list[Any] = [None] * self.place.world_size
-        dist.all_gather_object(found, self.place.node)
+        found = self.place.gathered(self.place.node)
         return sorted(range(len(found)), key=lambda rank: (found.index(found[rank]), rank)), found
 
     def _make_store(self, host: str) -> Any:
         if self.place.rank == 0:
             self._owned = OwnedStore(host)
-        everyone: list[Any] = [None] * self.place.world_size
-        dist.all_gather_object(everyone, self._owned.place if self._owned else None)
+        everyone = self.place.gathered(self._owned.place if self._owned else None)
         return open_store(everyone[0])
 
     @property

@@ -9,15 +9,12 @@ all parameters instead of a share, so that they come out a little better than th
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import resource
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -35,6 +32,7 @@ from scaleray.records.run import EventRecord, Say, StepRecord, WorkerMessage, Wo
 from scaleray.records.study import Turn
 from scaleray.reproducibility.seeding import same_switches
 from scaleray.training import loop
+from scaleray.training.profile.used_memory import peak_since_reset, reset_peak
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
@@ -53,13 +51,13 @@ def take_turn(job: TrainJob, place: Place, *, round: int, sources: Sources, say:
     """
     is_alone_first = round % 2 == 1
     alone = _step_alone(job, place, sources) if is_alone_first else None
-    reset_peak_memory(place.device)
+    reset_peak(place.device)
     steps: list[StepRecord] = []
     watcher = _Watcher()
     with same_switches():
         summary = loop.run(job, place, sources=sources, emit=emit_to(steps, say, place), probe=watcher)
     _check_complete(job, place, steps, summary)
-    peak = peak_memory_bytes(place.device)
+    peak = peak_since_reset(place.device)
     if not is_alone_first:
         alone = _step_alone(job, place, sources)
     own = {
@@ -68,7 +66,7 @@ def take_turn(job: TrainJob, place: Place, *, round: int, sources: Sources, say:
         "wait": summary.input_wait_share or 0.0,
         "hardware": {**summary.hardware, "device": summary.device.partition(":")[0]},
     }
-    facts = _gather(place, own)
+    facts = place.gathered(own)
     sent = statistics.fmean(step.sent_bytes for step in steps) if steps else 0.0
     hardware = [fact["hardware"] for fact in facts]
     return Turn(
@@ -159,7 +157,7 @@ def _step_alone(job: TrainJob, place: Place, sources: Sources) -> list[float] | 
         summary = loop.run(own, mine, sources=sources, emit=emit, probe=starter)
     _check_complete(own, mine, steps, summary)
     times = [max(1e-9, s.step_time_s - s.input_wait_s - b) for s, b in zip(steps, starter.spent_s, strict=True)]
-    everyone = _gather(place, times)
+    everyone = place.gathered(times)
     by_step = list(zip(*everyone, strict=True))[len(times) // 2 :]  # the first half warms up
     return [statistics.median(map(statistics.fmean, by_step)), statistics.median(map(max, by_step))]
 
@@ -222,34 +220,3 @@ def _transfer_s(job: TrainJob, place: Place, sent_bytes: float) -> float | None:
             torch.cuda.synchronize(place.device)
         times.append(time.perf_counter() - started)
     return statistics.median(times[1:])
-
-
-def _gather(place: Place, value: Any) -> list[Any]:
-    if place.world_size == 1:
-        return [value]
-    everyone: list[Any] = [None] * place.world_size
-    dist.all_gather_object(everyone, value)
-    return everyone
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    """Forget the peak so far, which on the CPU is that of the process; where the system does not allow it, the peak
-    stays."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # man 5 proc: sets VmHWM to the present resident memory
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Peak since `reset_peak_memory` in bytes, of device memory or of this process's resident memory."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

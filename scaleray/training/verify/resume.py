@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed as dist
-
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.data import Sources
 from scaleray.errors import WorkloadError
@@ -173,10 +171,7 @@ class _Observed(Checkpointing):
 
 def _anywhere(place: Place, mine: list[str]) -> list[str]:
     """Items that differ on any rank, in their order."""
-    if place.world_size == 1:
-        return mine
-    everyone: list[Any] = [None] * place.world_size
-    dist.all_gather_object(everyone, mine)
+    everyone = place.gathered(mine)
     return [item for item in ITEMS if any(item in theirs for theirs in everyone)]
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from scaleray.data import RankBatch
@@ -97,7 +96,7 @@ class TraceProbe:
                 self._names,
                 self.take_apart_at,
                 whole=self._whole,
-                gather=self._gather,
+                gather=self.place.gathered,
                 replica_size=self._replica_size,
             )
         self._updates: list[tuple[float, ...]] = []
@@ -149,7 +148,7 @@ class TraceProbe:
         )
         seen = trace_of(
             mine,
-            self._gather(mine),
+            self.place.gathered(mine),
             step=self._step,
             replica_size=self._replica_size,
             updates=tuple(self._updates),
@@ -225,13 +224,13 @@ class TraceProbe:
         }
         if here or self.place.world_size == 1:
             return mine
-        return {name: value for theirs in reversed(self._gather(mine)) for name, value in theirs.items()}
+        return {name: value for theirs in reversed(self.place.gathered(mine)) for name, value in theirs.items()}
 
     def _keep_values(self) -> None:
         tensors = {**self._parameters, **dict(self._setup.parallel.module.named_buffers())}
         if sum(t.numel() * t.element_size() for t in tensors.values()) > LARGEST_KEPT_BYTES // self.place.world_size:
             return
-        everyone = self._gather({name: t.detach().cpu().clone() for name, t in tensors.items()})
+        everyone = self.place.gathered({name: t.detach().cpu().clone() for name, t in tensors.items()})
         if self.place.rank == 0:
             self.values[self._step] = everyone
 
@@ -253,7 +252,7 @@ class TraceProbe:
         case."""
         if not self._has_parts:
             return mine
-        everyone, size = self._gather(mine), self._replica_size
+        everyone, size = self.place.gathered(mine), self._replica_size
         first = self.place.rank // size * size
         return {name: value for theirs in reversed(everyone[first : first + size]) for name, value in theirs.items()}
 
@@ -270,13 +269,6 @@ class TraceProbe:
         if self.place.rank == 0:
             # numpy has no bf16; copied, since the parameter still changes
             self._final = {n: (t.float() if t.dtype == torch.bfloat16 else t).numpy().copy() for n, t in whole.items()}
-
-    def _gather(self, mine: Any) -> list[Any]:
-        if self.place.world_size == 1:
-            return [mine]
-        everyone: list[Any] = [None] * self.place.world_size
-        dist.all_gather_object(everyone, mine)
-        return everyone
 
     def _buffer_digest(self) -> bytes:
         digest = hashlib.sha256()

@@ -9,7 +9,7 @@ import torch
 
 from scaleray.profiling.memory import numbers_of
 from scaleray.records.phases import Phase
-from scaleray.training.profile import memory_curve
+from scaleray.training.profile import memory_curve, used_memory
 from scaleray.training.profile.memory_curve import MemoryCurve
 
 
@@ -23,12 +23,12 @@ def process(monkeypatch):
         return SimpleNamespace(ru_maxrss=state.peak)
 
     monkeypatch.setattr(
-        memory_curve, "resource", SimpleNamespace(RUSAGE_SELF=0, getrusage=getrusage, getpagesize=lambda: 1)
+        used_memory, "resource", SimpleNamespace(RUSAGE_SELF=0, getrusage=getrusage, getpagesize=lambda: 1)
     )
     monkeypatch.setattr(
         memory_curve, "time", SimpleNamespace(monotonic=lambda: state.now, time=lambda: 1000 + state.now)
     )
-    monkeypatch.setattr(memory_curve, "_resident_bytes", lambda: state.peak // 2)
+    monkeypatch.setattr(used_memory, "resident_bytes", lambda: state.peak // 2)
     return state
 
 

@@ -6,7 +6,7 @@ import sys
 from types import SimpleNamespace
 
 from scaleray.records.run import EvaluationRecord, EventRecord, StepRecord
-from scaleray.reports.terminal import watched
+from scaleray.reports.terminal import notebook
 
 
 def step(number):
@@ -20,7 +20,7 @@ def test_a_notebooks_table_shows_the_newest_step_metrics_and_lines():
         drawn.append(shown)
         return SimpleNamespace(update=drawn.append)
 
-    table = watched.NotebookTable(display)
+    table = notebook.NotebookTable(display)
     table.expect_steps(20)
     table.say("run <a>")
     table.show([step(3), EvaluationRecord(3, {"val/loss": 0.25}, 0.1), EventRecord("something", kind="warning")])
@@ -34,17 +34,17 @@ def test_a_notebooks_table_shows_the_newest_step_metrics_and_lines():
 def test_only_the_kernel_of_a_notebook_has_a_display(monkeypatch):
     shells = SimpleNamespace(get_ipython=lambda: SimpleNamespace())
     monkeypatch.setitem(sys.modules, "IPython", shells)
-    assert watched.notebook_display() is None
+    assert notebook.notebook_display() is None
     monkeypatch.setattr(shells, "get_ipython", lambda: SimpleNamespace(kernel=1), raising=False)
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display="display"))
-    assert watched.notebook_display() == "display"
+    assert notebook.notebook_display() == "display"
 
 
 def test_nobody_is_shown_anything_where_nobody_looks(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
-    with watched.watching(always=False) as display:
+    with notebook.watching(always=False) as display:
         display.say("a line")
-    assert type(display) is watched.Silent
-    with watched.watching(always=True) as display:
+    assert type(display) is notebook.Silent
+    with notebook.watching(always=True) as display:
         display.say("a line")
     assert "a line" in capsys.readouterr().err

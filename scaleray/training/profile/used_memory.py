@@ -1,0 +1,46 @@
+"""Memory in use by a worker, in bytes: resident memory of its process, and the peak of its device or its process."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from pathlib import Path
+
+import torch
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def peak_resident_bytes() -> int:
+    """The most resident memory that this process has had, whatever `reset_peak` forgets."""
+    # Linux counts the peak in KiB, and brings it up to date later than the present value
+    return max(resident_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Peak of allocated memory of a GPU, or of this process's resident memory on the CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return peak_resident_bytes()
+
+
+def reset_peak(device: torch.device) -> None:
+    """Forget the peak so far, for `peak_since_reset`; where the system does not allow it on the CPU, it stays."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # man 5 proc: sets VmHWM to the present resident memory
+
+
+def peak_since_reset(device: torch.device) -> int:
+    """Peak since `reset_peak`, of what `peak_bytes` counts."""
+    if device.type != "cuda":
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/self/status").read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    return peak_bytes(device)
