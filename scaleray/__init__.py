@@ -19,6 +19,9 @@ _HOMES = {
     "explain_plan": "scaleray.api_plan",
     "compare": "scaleray.api",
     "gate": "scaleray.api",
+    "promote": "scaleray.launch.promote.promote",
+    "check_promoted": "scaleray.launch.promote.check",
+    "rollback": "scaleray.launch.promote.rollback",
     "profile": "scaleray.api",
     "report": "scaleray.api",
     "write_project": "scaleray.projects.write",
@@ -71,6 +74,7 @@ __all__ = [
     "Workload",
     "check",
     "check_manifests",
+    "check_promoted",
     "compare",
     "config_keys",
     "config_schema",
@@ -89,10 +93,12 @@ __all__ = [
     "plan",
     "predict",
     "profile",
+    "promote",
     "prune_checkpoints",
     "rebuild_checkpoint",
     "replay",
     "report",
+    "rollback",
     "show_config",
     "stop_job",
     "study",
@@ -129,6 +135,9 @@ if TYPE_CHECKING:
         rebuild_checkpoint,
         verify_checkpoints,
     )
+    from scaleray.launch.promote.check import check_promoted
+    from scaleray.launch.promote.promote import promote
+    from scaleray.launch.promote.rollback import rollback
     from scaleray.manifests.files import write_cluster_files
     from scaleray.manifests.rules.read import check_manifests
     from scaleray.projects.write import write_project

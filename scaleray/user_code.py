@@ -63,7 +63,7 @@ def user_traceback(exc: BaseException) -> str:
 
 def user_frames(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
     """Frames of a stack that are the user's own code."""
-    return [f for f in frames if not f.filename.startswith("<frozen") and not _is_installed(f.filename)]
+    return [f for f in frames if not f.filename.startswith("<frozen") and not is_installed(f.filename)]
 
 
 def place_of(cls: type, name: str | None = None) -> str:
@@ -83,24 +83,32 @@ def user_modules(workload: Any) -> list[ModuleType]:
     """
     home = inspect.getmodule(type(workload))
     origin = getattr(home, "__file__", None)
-    if home is None or origin is None or _is_installed(origin):
+    if home is None or origin is None or is_installed(origin):
         return [home] if home is not None and origin is None else []
-    folder = Path(origin).resolve().parent
+    return [home, *(module for module in modules_beside(Path(origin)) if module is not home)]
+
+
+def modules_beside(file: Path) -> list[ModuleType]:
+    """Modules that were imported from a user's file, and from files in and below the folder that it is imported from."""
+    folder = import_root(file)
+    return [
+        module
+        for module in list(sys.modules.values())
+        if isinstance(path := getattr(module, "__file__", None), str)
+        and not is_installed(path)
+        and folder in Path(path).resolve().parents
+        and Path(path).is_file()  # torch.ops calls itself `_ops.py`, which means the current folder to nobody else
+    ]
+
+
+def import_root(file: Path) -> Path:
+    """The folder that a file is imported from: its own, or that of the package which it is in."""
+    folder = file.resolve().parent
     while (folder / "__init__.py").exists():
         folder = folder.parent
-    found = [home]
-    for module in list(sys.modules.values()):
-        path = getattr(module, "__file__", None)
-        if (
-            isinstance(path, str)
-            and not _is_installed(path)
-            and module not in found
-            and folder in Path(path).resolve().parents
-            and Path(path).is_file()  # torch.ops calls itself `_ops.py`, which means the current folder to nobody else
-        ):
-            found.append(module)
-    return found
+    return folder
 
 
-def _is_installed(path: str) -> bool:
+def is_installed(path: str) -> bool:
+    """Whether a file belongs to an installed package, the standard library or scaleray."""
     return "site-packages" in path or str(Path(path).resolve()).startswith(_HOMES)

@@ -24,6 +24,7 @@ from scaleray.cli.jobs import jobs_app
 from scaleray.cli.plan import plan_app
 from scaleray.cli.predict import predict
 from scaleray.cli.profile import profile
+from scaleray.cli.promote import promote, rollback
 from scaleray.cli.report import report
 from scaleray.cli.study import study
 from scaleray.cli.submit import submit
@@ -62,6 +63,8 @@ for command in (
     watch,
     dashboards_app,
     gate,
+    promote,
+    rollback,
     submit,
     jobs_app,
     init,

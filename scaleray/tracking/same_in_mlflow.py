@@ -14,11 +14,11 @@ from scaleray.tracking.light_import import import_mlflow
 from scaleray.tracking.store import check_reachable, open_client, resolve_uri, sqlite_path
 
 
-def differences_from_mlflow(record: RunRecord) -> list[str] | None:
+def differences_from_mlflow(record: RunRecord, *, uri: str | None = None) -> list[str] | None:
     """Keys in which the record differs from MLflow's copy, or from the last values of MLflow's metrics; None where
-    MLflow cannot be asked, or has no copy."""
+    MLflow cannot be asked, or has no copy. uri: MLflow's, by default the record's own."""
     with contextlib.suppress(Exception):  # mlflow, its HTTP client and its database drivers share no base class
-        uri = resolve_uri(record.tracking_uri)
+        uri = resolve_uri(uri or record.tracking_uri)
         if not record.run_id or (uri.startswith("sqlite:///") and not sqlite_path(uri).exists()):
             return None
         check_reachable(uri, timeout_s=2.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -44,27 +45,41 @@ def judge(
             raise ConfigError("--gates", name, f"gates are {', '.join(GATES)}")
     held = read_policy(policy)
     evidence = collect(runs, against=against, study=study, certificates=certificates, uri=uri)
+    record = judge_evidence(evidence, held, gates=gates)
+    asked_again = [
+        dataclasses.replace(result, command=_command(evidence, policy, study, result.gate)) for result in record.gates
+    ]
+    return dataclasses.replace(record, gates=asked_again)
+
+
+def judge_evidence(
+    evidence: Evidence,
+    policy: Policy,
+    *,
+    gates: Sequence[str] = GATES,
+    now: float | None = None,
+    uri: str | None = None,
+) -> GateRecord:
+    """What the gates answer to this evidence. now: seconds since 1970 at which a certificate's age counts, by default
+    this moment. uri: MLflow that the records are compared with; None is the one that each run wrote to."""
+    moment = time.time() if now is None else now
     asked = {
-        fingerprint.GATE: _fingerprint,
-        equality.GATE: _equality,
+        fingerprint.GATE: functools.partial(_fingerprint, uri=uri),
+        equality.GATE: functools.partial(_equality, now=moment),
         scaling.GATE: _scaling,
         convergence.GATE: _convergence,
         operations.GATE: _operations,
     }
-    results = [
-        dataclasses.replace(asked[name](evidence, held), command=_command(evidence, policy, study, name))
-        for name in GATES
-        if name in gates
-    ]
+    results = [asked[name](evidence, policy) for name in GATES if name in gates]
     return GateRecord(
         answer=together(result.answer for result in results),
         gates=results,
         run=evidence.run.name,
         candidates=[one.where for one in evidence.candidates],
         baselines=[one.where for one in evidence.baselines],
-        policy=held.model_dump(mode="json"),
+        policy=policy.model_dump(mode="json"),
         notes=evidence.notes,
-        date=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        date=time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(moment)),
     )
 
 
@@ -85,19 +100,19 @@ def _name(found: FoundRun) -> str:
     return str(found.folder or training(found).run_id or found.where)
 
 
-def _fingerprint(evidence: Evidence, policy: Policy) -> GateResult:
+def _fingerprint(evidence: Evidence, policy: Policy, *, uri: str | None) -> GateResult:
     runs = [[training(one) for one in side] for side in (evidence.candidates, evidence.baselines)]
     result = fingerprint.fingerprint_gate(runs[0], runs[1], policy=policy.fingerprint)
-    return gate_of(result.gate, [*result.checks, _as_recorded(evidence)])
+    return gate_of(result.gate, [*result.checks, _as_recorded(evidence, uri)])
 
 
-def _as_recorded(evidence: Evidence) -> Check:
+def _as_recorded(evidence: Evidence, uri: str | None) -> Check:
     """Whether the records say what MLflow was told."""
     what = "records as MLflow has them"
     unknown = []
     for found in (*evidence.candidates, *evidence.baselines):
         record = training(found)
-        differs = differences_from_mlflow(record)
+        differs = differences_from_mlflow(record, uri=uri)
         if differs:
             words = f"{record.name} is not what MLflow was told: {', '.join(differs[:4])}"
             return Check(what=what, answer="fail", words=words, numbers={"differences": float(len(differs))})
@@ -109,9 +124,11 @@ def _as_recorded(evidence: Evidence) -> Check:
     return Check(what=what, answer="pass", words=f"{len(evidence.candidates) + len(evidence.baselines)} runs")
 
 
-def _equality(evidence: Evidence, policy: Policy) -> GateResult:
+def _equality(evidence: Evidence, policy: Policy, *, now: float) -> GateResult:
     may_differ = policy.fingerprint.may_differ
-    return equality.equality_gate(evidence.run, evidence.certificates, policy=policy.equality, may_differ=may_differ)
+    return equality.equality_gate(
+        evidence.run, evidence.certificates, policy=policy.equality, may_differ=may_differ, now=now
+    )
 
 
 def _scaling(evidence: Evidence, policy: Policy) -> GateResult:

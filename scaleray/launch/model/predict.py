@@ -118,7 +118,7 @@ def predict(
     else:
         tables = _under_ray(predictor, rows, config, batch_size=batch_size, workers=workers)
     say(f"predicting with {parts.weights.words} of {parts.name}")
-    return _collected(tables, path, parts.name, skip_failed=skip_failed)
+    return collected(tables, path, parts.name, skip_failed=skip_failed)
 
 
 def _rows_of(data: Any) -> Any:
@@ -251,8 +251,9 @@ def _first_of_ours(exc: BaseException) -> ScaleRayError | None:
     return None
 
 
-def _collected(tables: Iterator[Any], path: str | None, model: str, *, skip_failed: bool) -> Predictions:
-    """Write the answers, or put them together, as they come."""
+def collected(tables: Iterator[Any], path: str | None, model: str, *, skip_failed: bool) -> Predictions:
+    """Write the answers, or put them together, as they come. path: of the file; None returns them. Raises DataError for
+    rows that failed unless they are left out."""
     import pyarrow as pa
 
     num_rows, failed, kept = 0, dict[int, str](), []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,13 @@ from scaleray.errors import TrackingError, UsageError, WorkloadError, first_line
 from scaleray.parsing import load_json
 from scaleray.records.run import RunRecord
 from scaleray.tracking.find_record import find_run, places_of, record_of
+from scaleray.tracking.registry.fetched import fetch_model
+from scaleray.tracking.registry.models import MODEL_URI
 from scaleray.workload import build_workload, load_workload
 
 NOTE, RECORD = "run.json", "record.json"
+PACKED, CODE = "packed", "code"
+"""Key of the run.json of a packed model, which is a folder of one model without its run, and the folder of its code."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +42,20 @@ class TrainedRun:
     @property
     def steps(self) -> int | None:
         """Optimizer steps after which the training ended well; None where it did not."""
+        if self.about.get(PACKED):
+            return self.about.get("steps")
         return self.record.steps if self.record is not None and self.record.status == "FINISHED" else None
 
 
 def find_trained(run: str | Path, *, uri: str | None = None) -> TrainedRun:
-    """The training that `run` names: its folder or bucket, its name in the default storage path, or its id or name in
-    MLflow.
+    """The training that `run` names: its folder or bucket, its name in the default storage path, its id or name in
+    MLflow, or a model in MLflow's registry, `models:/NAME@ALIAS`.
 
     uri: where MLflow is; None is scaleray's own. Raises TrackingError.
     """
     run = str(run)
+    if run.startswith(MODEL_URI):
+        run = str(fetch_model(run, uri=uri))
     for place in places_of(run):
         if (about := _note(place)) is not None:
             return _checked(place, {**about, "tracking_uri": uri or about.get("tracking_uri")})
@@ -71,14 +80,16 @@ def find_trained(run: str | Path, *, uri: str | None = None) -> TrainedRun:
 def workload_of(run: TrainedRun, given: Any = None) -> Any:
     """The workload of a run: an object or class that is given, or a name `file.py:Name`; None is that of the run's
     config. Raises WorkloadError where it is not found again."""
-    settings = run.config.workload
+    settings, name = run.config.workload, run.config.workload.name
+    if run.about.get(PACKED) and given is None:
+        name = _packed_name(run)
     base_dir = Path(run.about["base_dir"]) if run.about.get("base_dir") else None
     if isinstance(given, type):
         return build_workload(given, settings.args, name=given.__name__)
     if given is not None and not isinstance(given, str):
         return given
     try:
-        return load_workload(given or settings.name, settings.args, base_dir=base_dir)
+        return load_workload(given or name, settings.args, base_dir=base_dir)
     except WorkloadError as exc:
         if given is not None:
             raise
@@ -88,6 +99,16 @@ def workload_of(run: TrainedRun, given: Any = None) -> Any:
             f"it cannot be found again: {exc}",
             "give it: --workload path/to/file.py:Name, or from Python the class: workload=Name",
         ) from exc
+
+
+def _packed_name(run: TrainedRun) -> str:
+    """Name of a packed model's workload, whose code is in its folder, and is taken from there."""
+    code, (target, _, attribute) = Path(run.folder.root) / CODE, run.config.workload.name.partition(":")
+    if (code / target).is_file():
+        return f"{code / target}:{attribute}"
+    if code.is_dir() and str(code) not in sys.path:
+        sys.path.insert(0, str(code))
+    return run.config.workload.name
 
 
 def _note(place: Store) -> dict[str, Any] | None:

@@ -28,7 +28,8 @@ from scaleray.checkpoints.model_layout import (
 from scaleray.checkpoints.storage import Store
 from scaleray.checkpoints.tensor_files import read_tensor
 from scaleray.errors import CheckpointError, UsageError
-from scaleray.launch.model.trained_run import TrainedRun
+from scaleray.launch.model.trained_run import PACKED, TrainedRun
+from scaleray.launch.model.workload_state import read_state
 from scaleray.tracking.model_files import fetch_model_files
 from scaleray.training.state.items import WORKLOAD, nested, tensors_of
 from scaleray.training.state.weights import read_weights
@@ -62,7 +63,8 @@ def read_run_weights(run: TrainedRun, step: int | str | None = None, which: str 
     if step is None:
         final = _final(run, TRAINED_WEIGHTS if is_trained else FINAL_WEIGHTS)
         if final is not None:
-            return Weights(final, run.steps, f"the final {kind}weights", _state_beside_final(run))
+            words = run.about["weights"] if run.about.get(PACKED) else f"the final {kind}weights"
+            return Weights(final, run.steps, words, _state_beside_final(run))
     return _of_checkpoint(run, step, averaged=not is_trained, kind=kind)
 
 
@@ -151,8 +153,11 @@ def _of_checkpoint(run: TrainedRun, step: int | str | None, *, averaged: bool, k
 
 
 def _state_beside_final(run: TrainedRun) -> dict[str, Any] | None:
-    """The workload's state in the checkpoint of the last step, where there is one."""
+    """The workload's state in the checkpoint of the last step, where there is one, or beside the weights of a packed
+    model."""
     try:
+        if run.about.get(PACKED):
+            return read_state(run.folder)
         catalog = _catalog(run)
         return None if run.steps is None else _workload_state(catalog, catalog.read(run.steps))
     except (OSError, Incomplete, CheckpointError):

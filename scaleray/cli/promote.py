@@ -1,0 +1,133 @@
+"""`scaleray promote` and `scaleray rollback`: which version of a model an alias in MLflow's registry names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from scaleray.cli.gate import EXIT_CODES
+from scaleray.cli.options import Json
+from scaleray.cli.output import Output, print_json
+from scaleray.cli.run_options import Step, Uri, WhichWeights, WorkloadName, step_of
+from scaleray.errors import ConfigError
+
+
+def promote(
+    *runs: str,
+    alias: Annotated[str | None, Parameter(name="--as")] = None,
+    model: str | None = None,
+    against: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    policy: Path | None = None,
+    study: str | None = None,
+    certificates: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    step: Step = None,
+    weights: WhichWeights = None,
+    workload: WorkloadName = None,
+    verify: str | None = None,
+    uri: Uri = None,
+    json: Json = False,
+) -> int:
+    """Register a training's model as a version in MLflow, and let an alias name it if every gate passes.
+
+    The version has the weights, config and code of the workload as a model that `mlflow models serve` serves, the
+    evidence of the gates and their answers, and a statement of where it comes from with the SHA-256 of each file.
+
+    Exit code 0 when it is promoted, 1 when a gate fails, 3 when one is inconclusive and none fails, 2 for bad usage.
+
+    Parameters
+    ----------
+    runs
+        The training whose model it is; more runs repeat it with other seeds.
+    alias
+        Alias to let name the version, such as champion. Without it a version is made whatever the gates answer.
+    model
+        Name in the registry; by default that of the run's experiment.
+    against
+        Runs of the baseline.
+    policy
+        YAML file of what the gates ask.
+    study
+        Scaling study of the training.
+    certificates
+        Folders or files of certificates of `scaleray verify`.
+    verify
+        Promote nothing: check what NAME@ALIAS or NAME/VERSION names. The alias, every byte, the gates' answers to the
+        kept evidence, the run and its weights.
+    """
+    output = Output(json=json)
+    if verify is not None:
+        if runs:
+            raise ConfigError("--verify", verify, "it promotes nothing, so no RUN is given beside it")
+        return _verify(verify, output, uri=uri)
+    if not runs:
+        raise ConfigError("RUN", "missing", "a promotion is of a training", "scaleray promote RUN --as champion")
+    from scaleray.launch.promote.promote import promote as run_promotion
+
+    with output.running():
+        found = run_promotion(
+            runs,
+            alias,
+            model=model,
+            against=against or (),
+            policy=policy,
+            study=study,
+            certificates=certificates or (),
+            step=step_of(step),
+            weights=weights,
+            workload=workload,
+            uri=uri,
+            say=output.say,
+        )
+    for line in found.lines:
+        output.say(line)
+    if found.version is None:
+        output.say(f"nothing is promoted: {found.model}@{found.alias} stays as it is")
+    else:
+        was = f", was version {found.was}" if found.was not in (None, found.version) else ""
+        name = f"{found.model}@{found.alias}" if found.alias else f"{found.model}/{found.version}"
+        output.say(f"{name} is version {found.version}{was}")
+        output.say(f"use it: scaleray predict {found.uri} --data FILE --out FILE; check it: scaleray promote --verify {name}")
+    if json:
+        print_json(found.to_dict())
+    return EXIT_CODES[found.answer] if found.version is None else 0
+
+
+def rollback(model: str, *, to: int | None = None, uri: Uri = None, json: Json = False) -> int:
+    """Let an alias name an earlier version again, after that one has been checked as `promote --verify` does.
+
+    Exit code 0 when the alias names it, 1 or 3 when the check does not pass and the alias stays, 2 for bad usage.
+
+    Parameters
+    ----------
+    model
+        NAME@ALIAS, such as digits@champion.
+    to
+        Version; by default the newest below the present one that had the alias before.
+    """
+    from scaleray.launch.promote.rollback import rollback as run_rollback
+
+    output = Output(json=json)
+    with output.running():
+        number, check = run_rollback(model, to=to, uri=uri)
+    for line in check.lines():
+        output.say(line)
+    output.say(f"{model} names version {number}" + ("" if check.answer == "pass" else ", as before"))
+    if json:
+        print_json({"model": model, "version": number, "check": check.to_dict()})
+    return EXIT_CODES[check.answer]
+
+
+def _verify(name: str, output: Output, *, uri: str | None) -> int:
+    from rich.console import Console
+
+    from scaleray.launch.promote.check import check_promoted
+    from scaleray.reports.terminal.gates import show_gates
+
+    with output.running():
+        record = check_promoted(name, uri=uri)
+    show_gates(Console(stderr=output.json), record)
+    if output.json:
+        print_json(record.to_dict())
+    return EXIT_CODES[record.answer]

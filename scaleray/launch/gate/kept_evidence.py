@@ -1,0 +1,83 @@
+"""The evidence of a decision in a folder of its own, so that the gates can be asked again when runs, certificates and
+studies are gone from where they were."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from scaleray.errors import TrackingError
+from scaleray.gates.equality import CertificateFacts
+from scaleray.gates.policy import Policy
+from scaleray.launch.gate.evidence import Evidence, alerts_of, training
+from scaleray.launch.gate.policy_file import policy_of
+from scaleray.parsing import load_json
+from scaleray.records.alerts import ALERTS_FILE
+from scaleray.records.json_record import jsonable
+from scaleray.records.read import FILE
+from scaleray.records.study import StudyRecord
+from scaleray.tracking.find_record import FoundRun, record_of
+
+INDEX, EVALUATIONS, STUDY = "evidence.json", "evaluations.json", "study.json"
+SIDES = ("candidates", "baselines")
+
+
+def keep_evidence(evidence: Evidence, policy: Policy, folder: Path) -> None:
+    """Write evidence and policy to a folder that is new."""
+    folder.mkdir(parents=True)
+    for side, runs in zip(SIDES, (evidence.candidates, evidence.baselines), strict=True):
+        for number, found in enumerate(runs):
+            _keep_run(found, folder / side / str(number))
+    about = {
+        "candidates": [one.where for one in evidence.candidates],
+        "baselines": [one.where for one in evidence.baselines],
+        "certificates": [dataclasses.asdict(one) for one in evidence.certificates],
+        "notes": evidence.notes,
+        "policy": policy.model_dump(mode="json"),
+    }
+    (folder / INDEX).write_text(json.dumps(jsonable(about), indent=1))
+    if evidence.study is not None:
+        (folder / STUDY).write_text(evidence.study.to_json())
+
+
+def read_evidence(folder: Path) -> tuple[Evidence, Policy]:
+    """What `keep_evidence` wrote. Raises TrackingError for a folder that is not whole."""
+    try:
+        about = load_json((folder / INDEX).read_bytes())
+        sides = [
+            [_read_run(folder / side / str(number), where) for number, where in enumerate(about[side])]
+            for side in SIDES
+        ]
+        certificates = [_certificate(values) for values in about["certificates"]]
+        study = record_of((folder / STUDY).read_bytes(), where=STUDY) if (folder / STUDY).is_file() else None
+        policy = policy_of(about["policy"], where="kept with the evidence")
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as exc:
+        raise TrackingError("the evidence", str(folder), f"it is not whole: {type(exc).__name__} {exc}") from exc
+    assert study is None or isinstance(study, StudyRecord)
+    return Evidence(sides[0], sides[1], certificates, study, list(about["notes"])), policy
+
+
+def _keep_run(found: FoundRun, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / FILE).write_text(training(found).to_json())
+    (folder / EVALUATIONS).write_text(json.dumps(jsonable(found.evaluations)))
+    if (alerts := alerts_of(found)) is not None:
+        lines = [json.dumps(jsonable(dataclasses.asdict(alert))) + "\n" for alert in alerts]
+        (folder / ALERTS_FILE).write_text("".join(lines))
+
+
+def _read_run(folder: Path, where: str) -> FoundRun:
+    evaluations = {
+        str(name): [(int(step), math.nan if value is None else float(value)) for step, value in points]
+        for name, points in load_json((folder / EVALUATIONS).read_bytes()).items()
+    }
+    record = record_of((folder / FILE).read_bytes(), where=f"{where}, as it was kept")
+    return FoundRun(record, where, folder, None, evaluations)
+
+
+def _certificate(values: dict[str, Any]) -> CertificateFacts:
+    lists = {name: tuple(values[name]) for name in ("strategies", "world_sizes")}
+    return CertificateFacts(**{**values, **lists})

@@ -1,0 +1,31 @@
+"""What a model says of rows that are in memory, asked again and again: of a server's requests, say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from scaleray.data.ragged import Ragged
+from scaleray.launch.model.load import ModelParts
+from scaleray.launch.model.predict import collected
+from scaleray.launch.model.predictor import Predictor, PredictorParts, arrow_array
+from scaleray.launch.model.rows import Shape
+
+
+class RowAnswers:
+    """Function from rows, values by column, to answers by name: arrays, or lists of texts, with an element a row."""
+
+    def __init__(self, parts: ModelParts, shape: Shape, gives_tuples: bool) -> None:
+        self.name = parts.name
+        self.predictor = Predictor(PredictorParts(parts, shape, gives_tuples, where="the rows"))
+
+    def __call__(self, rows: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises DataError with the numbers of rows that fail, or WorkloadError where all do."""
+        import pyarrow as pa
+
+        table = pa.table({name: _as_arrow(values) for name, values in rows.items()})
+        return dict(collected(iter([self.predictor(table)]), None, self.name, skip_failed=False).columns)
+
+
+def _as_arrow(values: Any) -> Any:
+    return arrow_array(list(values) if isinstance(values, Ragged) or getattr(values, "dtype", None) == object else values)

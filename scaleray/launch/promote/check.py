@@ -1,0 +1,140 @@
+"""Whether a promoted model is still what was promoted: everything is computed again from what is kept with it."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from scaleray.checkpoints.model_layout import TRAINED
+from scaleray.errors import ScaleRayError, first_line
+from scaleray.gates.answer import Answer, Check, gate_of
+from scaleray.gates.record import GateRecord
+from scaleray.gates.statement import GATES_FILE
+from scaleray.launch.gate.gate import judge_evidence
+from scaleray.launch.gate.kept_evidence import read_evidence
+from scaleray.launch.model.load import find_parts
+from scaleray.launch.promote.promote import EVIDENCE, PASSED
+from scaleray.progress import stage
+from scaleray.tracking.registry.fetched import MODEL, changes
+from scaleray.tracking.registry.models import STATEMENT_TAG, ModelRegistry, ModelVersion, Named
+
+BYPASS = "the alias names what was promoted"
+DATE = "%Y-%m-%dT%H:%M:%S%z"
+
+
+def check_promoted(model: str, *, uri: str | None = None) -> GateRecord:
+    """Check a version, or the one that an alias names: the alias, every byte, the gates, the run, the weights.
+
+    model: `NAME@ALIAS` or `NAME/VERSION`. Gives an answer for each, as the gates do. Raises UsageError for another
+    form, TrackingError where there is no such version, or MLflow is away.
+    """
+    named = Named.parse(model)
+    registry = ModelRegistry(uri)
+    version = registry.find(named)
+    with tempfile.TemporaryDirectory(prefix="scaleray-check-") as place, stage("checking what was promoted"):
+        checks = [_alias(registry, named, version), *_kept(registry, version, Path(place))]
+    result = gate_of("promotion", checks)
+    return GateRecord(
+        answer=result.answer,
+        gates=[result],
+        run=f"{named}, version {version.number}",
+        candidates=[version.run_id],
+        baselines=[],
+        policy={},
+        notes=[],
+        date=time.strftime(DATE),
+    )
+
+
+def _alias(registry: ModelRegistry, named: Named, version: ModelVersion) -> Check:
+    if named.alias is None:
+        names = ", ".join(version.aliases) or "no alias"
+        return Check(what=BYPASS, answer="pass", words=f"version {version.number} was asked for; {names} names it")
+    expected = registry.expected(named.model, named.alias)
+    if expected is None:
+        words = f"nothing was ever promoted as {named.alias}: it was set by hand on version {version.number}"
+        return Check(what=BYPASS, answer="fail", words=words, remedy=f"scaleray promote RUN --as {named.alias}")
+    if expected.number != version.number:
+        words = f"it names version {version.number}; version {expected.number} was promoted last"
+        return Check(
+            what=BYPASS, answer="fail", words=words, remedy=f"scaleray rollback {named} --to {expected.number}"
+        )
+    return Check(what=BYPASS, answer="pass", words=f"version {version.number}")
+
+
+def _kept(registry: ModelRegistry, version: ModelVersion, place: Path) -> Iterator[Check]:
+    """The checks of what is kept with a version; those that need a whole folder only where it is one."""
+    whole = "every file is the one that was promoted"
+    if not version.tags.get(STATEMENT_TAG):
+        yield Check(what=whole, answer="fail", words="the version was not made by scaleray promote")
+        return
+    try:
+        folder = registry.download(version, place)
+    except ScaleRayError as exc:
+        yield Check(what=whole, answer="fail", words=f"its files are not there: {exc}")
+        yield _source(registry, version)
+        return
+    wrong = changes(folder, version)
+    answer: Answer = "fail" if wrong else "pass"
+    yield Check(what=whole, answer=answer, words="; ".join(wrong[:4]) or "every byte", numbers={"changed": len(wrong)})
+    yield _source(registry, version)
+    if not wrong:
+        yield from _gates(folder, version, registry.uri)
+        yield _weights(folder, version, registry.uri)
+
+
+def _gates(folder: Path, version: ModelVersion, uri: str) -> Iterator[Check]:
+    """Whether the gates answer of the kept evidence what was recorded, and let it through."""
+    then = GateRecord.from_json((folder / GATES_FILE).read_bytes())
+    evidence, policy = read_evidence(folder / EVIDENCE)
+    again = judge_evidence(evidence, policy, now=datetime.strptime(then.date, DATE).timestamp(), uri=uri)
+    before, now = (
+        {(gate.gate, check.what): check.answer for gate in record.gates for check in gate.checks}
+        for record in (then, again)
+    )
+    what = "the gates answer the same of the kept evidence"
+    differing = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    if differing:
+        # what cannot be asked any more was not changed: a baseline's MLflow that is away, say
+        answer: Answer = "inconclusive" if all(now.get(key) == "inconclusive" for key in differing) else "fail"
+        words = "; ".join(f"{gate}, {check}: {before.get((gate, check))} then, {now.get((gate, check))} now" for gate, check in differing)
+        yield Check(what=what, answer=answer, words=words)
+    else:
+        yield Check(what=what, answer="pass", words=", ".join(f"{one.gate} {one.answer}" for one in again.gates))
+    if version.aliases:
+        words = f"{', '.join(version.aliases)} names a version whose gates answered {then.answer}"
+        yield Check(what="what an alias names has passed", answer=PASSED if then.answer == PASSED else "fail", words=words)
+
+
+def _source(registry: ModelRegistry, version: ModelVersion) -> Check:
+    what = "the run that it comes from"
+    found = registry.run(version.run_id)
+    if found is None:
+        return Check(what=what, answer="fail", words=f"{version.run_id} is not in MLflow any more")
+    if found.info.lifecycle_stage == "deleted":
+        words = f"{found.info.run_name} was deleted; `mlflow gc` takes its files, and with them the model"
+        return Check(what=what, answer="fail", words=words, remedy=f"mlflow runs restore --run-id {version.run_id}")
+    return Check(what=what, answer="pass", words=str(found.info.run_name))
+
+
+def _weights(folder: Path, version: ModelVersion, uri: str) -> Check:
+    """Whether the weights are those of the run, in its folder or in MLflow."""
+    import torch
+
+    what = "the weights are those of the run"
+    packed = find_parts(folder / MODEL)
+    words = packed.weights.words
+    number, which = words.rpartition(" ")[2], TRAINED if f" {TRAINED} " in words else None
+    step = int(number) if number.isdigit() else None
+    try:
+        there = find_parts(version.run_id, step=step, which=which, workload=packed.workload, uri=uri).weights.tensors
+    except ScaleRayError as exc:
+        words = f"the run's own are not to be found: {first_line(exc)}"
+        return Check(what=what, answer="inconclusive", words=words)
+    mine = packed.weights.tensors
+    if differing := [name for name in mine if name not in there or not torch.equal(mine[name], there[name])]:
+        return Check(what=what, answer="fail", words=f"{len(differing)} tensors differ, first {differing[0]}")
+    return Check(what=what, answer="pass", words=f"{len(mine)} tensors of {words}")

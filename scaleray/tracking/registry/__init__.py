@@ -1,0 +1,1 @@
+"""MLflow's registry of models: versions, their aliases, and which of them an alias ought to name."""
