@@ -89,7 +89,7 @@ def user_modules(workload: Any) -> list[ModuleType]:
 
 
 def modules_beside(file: Path) -> list[ModuleType]:
-    """Modules that were imported from a user's file, and from files in and below the folder that it is imported from."""
+    """Modules imported from a user's file, and from files in and below the folder that it is imported from."""
     folder = import_root(file)
     return [
         module

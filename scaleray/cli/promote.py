@@ -60,7 +60,7 @@ def promote(
     if verify is not None:
         if runs:
             raise ConfigError("--verify", verify, "it promotes nothing, so no RUN is given beside it")
-        return _verify(verify, output, uri=uri)
+        return _verify(verify, output, uri=uri, json=json)
     if not runs:
         raise ConfigError("RUN", "missing", "a promotion is of a training", "scaleray promote RUN --as champion")
     from scaleray.launch.promote.promote import promote as run_promotion
@@ -80,15 +80,13 @@ def promote(
             uri=uri,
             say=output.say,
         )
-    for line in found.lines:
+    for line in found.lines():
         output.say(line)
-    if found.version is None:
-        output.say(f"nothing is promoted: {found.model}@{found.alias} stays as it is")
-    else:
-        was = f", was version {found.was}" if found.was not in (None, found.version) else ""
-        name = f"{found.model}@{found.alias}" if found.alias else f"{found.model}/{found.version}"
-        output.say(f"{name} is version {found.version}{was}")
-        output.say(f"use it: scaleray predict {found.uri} --data FILE --out FILE; check it: scaleray promote --verify {name}")
+    if found.version is not None:
+        name = str(found.uri).removeprefix("models:/")
+        output.say(
+            f"use it: scaleray predict {found.uri} --data FILE --out FILE; check it: scaleray promote --verify {name}"
+        )
     if json:
         print_json(found.to_dict())
     return EXIT_CODES[found.answer] if found.version is None else 0
@@ -119,7 +117,7 @@ def rollback(model: str, *, to: int | None = None, uri: Uri = None, json: Json =
     return EXIT_CODES[check.answer]
 
 
-def _verify(name: str, output: Output, *, uri: str | None) -> int:
+def _verify(name: str, output: Output, *, uri: str | None, json: bool) -> int:
     from rich.console import Console
 
     from scaleray.launch.promote.check import check_promoted
@@ -127,7 +125,7 @@ def _verify(name: str, output: Output, *, uri: str | None) -> int:
 
     with output.running():
         record = check_promoted(name, uri=uri)
-    show_gates(Console(stderr=output.json), record)
-    if output.json:
+    show_gates(Console(stderr=json), record)
+    if json:
         print_json(record.to_dict())
     return EXIT_CODES[record.answer]

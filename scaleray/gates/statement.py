@@ -55,7 +55,11 @@ def statement_of(
     facts = run.environment.get("environment") or {}
     git = facts.get("git") or {}
     materials = [
-        {"name": f"data/{split}", "digest": {"sha256": str(about["sha256"])}, "annotations": {"rows": about.get("rows")}}
+        {
+            "name": f"data/{split}",
+            "digest": {"sha256": str(about["sha256"])},
+            "annotations": {"rows": about.get("rows")},
+        }
         for split, about in run.data.items()
         if about.get("sha256")
     ]

@@ -16,8 +16,8 @@ class Promotion(JsonRecord):
     answer: str
     gates: dict[str, str]
     """Answer of each gate by its name."""
-    lines: list[str]
-    """What did not pass, and why."""
+    not_passed: list[str]
+    """Checks of the gates that did not pass, and why."""
     run: str
     run_id: str
     weights: str | None = None
@@ -30,3 +30,11 @@ class Promotion(JsonRecord):
     uri: str | None = None
     """How others load the model."""
     statement_sha256: str | None = None
+
+    def lines(self) -> list[str]:
+        """What did not pass, and which version is promoted."""
+        name = f"{self.model}@{self.alias}" if self.alias else f"{self.model}/{self.version}"
+        if self.version is None:
+            return [*self.not_passed, f"nothing is promoted: {name} stays as it is"]
+        was = f", was version {self.was}" if self.was not in (None, self.version) else ""
+        return [*self.not_passed, f"{name} is version {self.version}{was}"]

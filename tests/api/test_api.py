@@ -40,7 +40,7 @@ COMMANDS = {
     "config keys": "config_keys", "config schema": "config_schema", "tracking replay": "replay", "tracking ui": "tracking_ui",
     "watch": "watch", "cluster write": "write_cluster_files", "cluster check": "check_manifests",
     "dashboards write": "write_dashboards", "dashboards install": "install_dashboards",
-    "gate": "gate", "submit": "submit", "jobs list": "list_jobs", "jobs logs": "job_logs", "jobs stop": "stop_job",
+    "gate": "gate", "promote": "promote", "rollback": "rollback", "submit": "submit", "jobs list": "list_jobs", "jobs logs": "job_logs", "jobs stop": "stop_job",
 }  # fmt: skip
 OTHER_NAMES = {
     "mode": "modes", "rank": "rank_by", "path": ("run", "folder"), "run": "what", "config": "what", "from_": "kind", "continue_": "continue_folder",
@@ -66,8 +66,9 @@ def options_of(words):
         yield from [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else [name]
 
 
-ELSEWHERE = {"config schema": {"out"}, "profile": {"ranks", "memory"}}
-"""What a function gives in another way: the schema is returned, and options of `trace` are part of its argument."""
+ELSEWHERE = {"config schema": {"out"}, "profile": {"ranks", "memory"}, "promote": {"verify"}}
+"""What a function gives in another way: the schema is returned, options of `trace` are part of its argument, and
+`check_promoted` verifies."""
 
 
 def others(name):

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +61,9 @@ def judge_evidence(
     uri: str | None = None,
 ) -> GateRecord:
     """What the gates answer to this evidence. now: seconds since 1970 at which a certificate's age counts, by default
-    this moment. uri: MLflow that the records are compared with; None is the one that each run wrote to."""
+    this moment. uri: MLflow that records are compared with where the one that they were written to is not there."""
     moment = time.time() if now is None else now
-    asked = {
+    asked: dict[str, Callable[[Evidence, Policy], GateResult]] = {
         fingerprint.GATE: functools.partial(_fingerprint, uri=uri),
         equality.GATE: functools.partial(_equality, now=moment),
         scaling.GATE: _scaling,
@@ -112,7 +112,9 @@ def _as_recorded(evidence: Evidence, uri: str | None) -> Check:
     unknown = []
     for found in (*evidence.candidates, *evidence.baselines):
         record = training(found)
-        differs = differences_from_mlflow(record, uri=uri)
+        differs = differences_from_mlflow(record)
+        if differs is None and uri is not None:
+            differs = differences_from_mlflow(record, uri=uri)
         if differs:
             words = f"{record.name} is not what MLflow was told: {', '.join(differs[:4])}"
             return Check(what=what, answer="fail", words=words, numbers={"differences": float(len(differs))})

@@ -190,5 +190,7 @@ def read_shape(folder: Path, workload: Any) -> tuple[Shape, bool]:
         columns[name] = (None if one["shape"] is None else tuple(one["shape"]), dtype)
         if (rows := one["examples"]) is not None:
             is_ragged = one["shape"] is None
-            examples[name] = Ragged.of([np.asarray(row, dtype) for row in rows]) if is_ragged else np.asarray(rows, dtype)
+            examples[name] = (
+                Ragged.of([np.asarray(row, dtype) for row in rows]) if is_ragged else np.asarray(rows, dtype)
+            )
     return Shape(columns, bool(about["wide"]), examples, reads_text(workload)), bool(about["tuples"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from scaleray.data.ragged import Ragged
 from scaleray.launch.model.load import ModelParts
 from scaleray.launch.model.predict import collected
@@ -28,4 +30,5 @@ class RowAnswers:
 
 
 def _as_arrow(values: Any) -> Any:
-    return arrow_array(list(values) if isinstance(values, Ragged) or getattr(values, "dtype", None) == object else values)
+    is_ragged = isinstance(values, Ragged) or (isinstance(values, np.ndarray) and values.dtype.kind == "O")
+    return arrow_array(list(values) if is_ragged else values)

@@ -71,7 +71,7 @@ def signature_of(packed: Packed) -> ModelSignature:
         ]
     else:
         specs = [ColSpec(_column_type(packed.rows[column.name]), column.name) for column in needed]
-    answers = [
+    answers: list[Any] = [
         TensorSpec(values.dtype, (-1, *values.shape[1:]), name)
         for name, values in packed.answers.items()
         if isinstance(values, np.ndarray) and values.dtype.kind in "biuf"

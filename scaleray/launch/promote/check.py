@@ -100,13 +100,18 @@ def _gates(folder: Path, version: ModelVersion, uri: str) -> Iterator[Check]:
     if differing:
         # what cannot be asked any more was not changed: a baseline's MLflow that is away, say
         answer: Answer = "inconclusive" if all(now.get(key) == "inconclusive" for key in differing) else "fail"
-        words = "; ".join(f"{gate}, {check}: {before.get((gate, check))} then, {now.get((gate, check))} now" for gate, check in differing)
+        words = "; ".join(
+            f"{gate}, {check}: {before.get((gate, check))} then, {now.get((gate, check))} now"
+            for gate, check in differing
+        )
         yield Check(what=what, answer=answer, words=words)
     else:
         yield Check(what=what, answer="pass", words=", ".join(f"{one.gate} {one.answer}" for one in again.gates))
     if version.aliases:
         words = f"{', '.join(version.aliases)} names a version whose gates answered {then.answer}"
-        yield Check(what="what an alias names has passed", answer=PASSED if then.answer == PASSED else "fail", words=words)
+        yield Check(
+            what="what an alias names has passed", answer=PASSED if then.answer == PASSED else "fail", words=words
+        )
 
 
 def _source(registry: ModelRegistry, version: ModelVersion) -> Check:

@@ -21,7 +21,7 @@ from scaleray.errors import TrackingError, UsageError
 from scaleray.gates.policy import Policy
 from scaleray.gates.record import GateRecord
 from scaleray.gates.statement import GATES_FILE, STATEMENT, digests, file_digest, statement_of
-from scaleray.launch.gate.evidence import Evidence, collect
+from scaleray.launch.gate.evidence import collect
 from scaleray.launch.gate.gate import judge_evidence
 from scaleray.launch.gate.kept_evidence import keep_evidence, read_evidence
 from scaleray.launch.gate.policy_file import read_policy
@@ -86,9 +86,9 @@ def promote(
             kept, _ = read_evidence(Path(place) / EVIDENCE)
             gates = judge_evidence(kept, held)
         run, name = evidence.run, model or _model_name(evidence.run)
-        answers = {gate.gate: gate.answer for gate in gates.gates}
+        answers: dict[str, str] = {gate.gate: gate.answer for gate in gates.gates}
         found = Promotion(
-            model=name, alias=alias, answer=gates.answer, gates=answers, lines=gates.lines(), run=run.name,
+            model=name, alias=alias, answer=gates.answer, gates=answers, not_passed=_not_passed(gates), run=run.name,
             run_id=_in_mlflow(run),
         )  # fmt: skip
         if alias is not None and gates.answer != PASSED:
@@ -125,6 +125,15 @@ def _write(
     (place / EVIDENCE).rename(out / EVIDENCE)
     (out / GATES_FILE).write_text(gates.to_json())
     return parts.weights.words
+
+
+def _not_passed(gates: GateRecord) -> list[str]:
+    return [
+        f"{gate.gate}: {check.what}: {check.words}"
+        for gate in gates.gates
+        for check in gate.checks
+        if check.answer != PASSED
+    ]
 
 
 def _id(out: Path, model: str, policy: Policy) -> str:
@@ -197,13 +206,17 @@ def _description(found: Promotion, run: RunRecord) -> str:
     rows = "\n".join(f"| {name} | {answer} |" for name, answer in found.gates.items())
     metrics = ", ".join(f"{name} {value:.4g}" for name, value in sorted(run.metrics.items()) if value is not None)
     workers = f"{run.workers} worker{'s' * (run.workers > 1)}"
-    return f"{run.name}: {run.strategy} on {workers}, {run.steps} steps. {metrics}\n\n| gate | answer |\n|---|---|\n{rows}"
+    return (
+        f"{run.name}: {run.strategy} on {workers}, {run.steps} steps. {metrics}\n\n| gate | answer |\n|---|---|\n{rows}"
+    )
 
 
 def _model_name(run: RunRecord) -> str:
     name = str((run.config.get("tracking") or {}).get("experiment") or "")
     if not name or set(name) & set("/:'"):
-        raise UsageError("--model", name or None, "the registry needs a name without / and :", "name it: --model digits")
+        raise UsageError(
+            "--model", name or None, "the registry needs a name without / and :", "name it: --model digits"
+        )
     return name
 
 

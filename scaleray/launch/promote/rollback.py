@@ -24,7 +24,9 @@ def rollback(model: str, *, to: int | None = None, uri: str | None = None) -> tu
     known = {one.number: one for one in registry.versions(named.model)}
     now = next((one.number for one in known.values() if named.alias in one.aliases), None)
     if now is None:
-        raise TrackingError("the model", str(named), "there is no such alias", f"scaleray promote RUN --as {named.alias}")
+        raise TrackingError(
+            "the model", str(named), "there is no such alias", f"scaleray promote RUN --as {named.alias}"
+        )
     before = sorted((n for n, one in known.items() if one.given_at(named.alias) is not None and n < now), reverse=True)
     if to is None and not before:
         allowed = f"version {now} is the first that was promoted as {named.alias}"

@@ -44,7 +44,7 @@ def fetch_model(name: str, *, uri: str | None = None) -> Path:
 
 
 def changes(folder: Path, version: ModelVersion) -> list[str]:
-    """What differs from the statement, or of the statement from the version's tag, in words; none where all is whole."""
+    """What differs from the statement, or the statement from the version's tag, in words; none where all is whole."""
     if not (folder / STATEMENT).is_file():
         return [f"{STATEMENT} is missing"]
     if file_digest(folder / STATEMENT) != version.tags.get(STATEMENT_TAG):

@@ -21,6 +21,7 @@ PROMOTION_TAG, STATEMENT_TAG = "scaleray.promotion", "scaleray.statement_sha256"
 GIVEN = "scaleray.given."
 """Beginning of a version's tag of an alias: nanoseconds since 1970 and the user who gave it."""
 MODEL_URI = "models:/"
+ATTEMPTS = 4
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,9 @@ class Named:
         model, slash, number = inside.rpartition("/")
         if slash and model and number.isdigit():
             return cls(model, number=int(number))
-        raise UsageError("the model", text, "it must be NAME@ALIAS or NAME/VERSION", "such as digits@champion or digits/3")
+        raise UsageError(
+            "the model", text, "it must be NAME@ALIAS or NAME/VERSION", "such as digits@champion or digits/3"
+        )
 
     def __str__(self) -> str:
         return f"{self.model}@{self.alias}" if self.alias else f"{self.model}/{self.number}"
@@ -71,7 +74,11 @@ class Named:
 
 def check_alias(alias: str) -> str:
     """The alias. Raises UsageError for one that MLflow refuses."""
-    if not re.fullmatch(r"[A-Za-z0-9_\-]{1,255}", alias) or alias.lower() == "latest" or re.fullmatch(r"[vV]\d+", alias):
+    if (
+        not re.fullmatch(r"[A-Za-z0-9_\-]{1,255}", alias)
+        or alias.lower() == "latest"
+        or re.fullmatch(r"[vV]\d+", alias)
+    ):
         allowed = "it must be of letters, digits, - and _, and neither latest nor v1, v2 ..."
         raise UsageError("the alias", alias, allowed, "such as champion")
     return alias
@@ -137,7 +144,7 @@ class ModelRegistry:
             is_set = 0
             while chosen.number != is_set:
                 # whoever comes second moves it to the newest as well, whichever of the two that is
-                self.client.set_registered_model_alias(version.model, alias, str(chosen.number))
+                self._set(version.model, alias, chosen.number)
                 is_set, chosen = chosen.number, self.expected(version.model, alias) or version
         return chosen
 
@@ -174,6 +181,15 @@ class ModelRegistry:
         with self._asking(f"the artifacts of {run_id}"):
             self.client.log_artifacts(run_id, str(folder), place)
             return f"{self.client.get_run(run_id).info.artifact_uri.rstrip('/')}/{place}"
+
+    def _set(self, model: str, alias: str, number: int) -> None:
+        for attempt in range(ATTEMPTS):
+            try:
+                return self.client.set_registered_model_alias(model, alias, str(number))
+            except Exception:  # two that give a new alias at the same moment: the database refuses the second
+                if attempt == ATTEMPTS - 1:
+                    raise
+                time.sleep(0.1 * 2**attempt)
 
     def _aliases(self, model: str) -> dict[str, int]:
         return {alias: int(number) for alias, number in self.client.get_registered_model(model).aliases.items()}
