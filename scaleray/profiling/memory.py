@@ -26,7 +26,9 @@ def numbers_of(stats: Mapping[str, int], segments: Iterable[Mapping[str, Any]] |
         return None if first is None or second is None else max(0, first - second)
 
     return {
-        "rounding_bytes": difference("allocated_bytes", "requested_bytes"),
+        # what was asked for is counted until a block is free again, as `active` is: `allocated` ends before, while the
+        # block waits for another stream
+        "rounding_bytes": difference("active_bytes", "requested_bytes"),
         "cached_bytes": difference("reserved_bytes", "active_bytes"),
         "stranded_bytes": stats.get("inactive_split_bytes.all.current"),
         "largest_hole_bytes": None if segments is None else largest_hole(segments),

@@ -19,8 +19,11 @@ PAUSES = "pauses"
 """Name of the column of the garbage collector's pauses, which fall into phases."""
 
 
-def run_profile(measured: Sequence[RankMeasurements], *, goodput: Goodput | None = None) -> RunProfile | None:
-    """The profile of all ranks; None where no step was measured on any of them."""
+def run_profile(
+    measured: Sequence[RankMeasurements], *, goodput: Goodput | None = None, traced_steps: int = 0
+) -> RunProfile | None:
+    """The profile of all ranks; None where no step was measured on any of them. traced_steps: at its end, slowed by
+    a trace."""
     ranks = sorted((one for one in measured if one.num_steps > 0), key=lambda one: one.rank)
     if not ranks:
         return None
@@ -36,6 +39,7 @@ def run_profile(measured: Sequence[RankMeasurements], *, goodput: Goodput | None
         collectives=[row for one in ranks for row in one.collectives],
         goodput=goodput,
         notes=_notes(ranks),
+        traced_steps=traced_steps,
     )
     return with_arrivals(profile, ranks)
 

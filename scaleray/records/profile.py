@@ -194,6 +194,8 @@ class RunProfile:
     goodput: Goodput | None = None
     notes: list[str] = field(default_factory=list)
     """What was not measured, and why."""
+    traced_steps: int = 0
+    """Steps at its end that a trace has slowed, which are not judged."""
 
     def figures(self) -> dict[str, float]:
         """One value for each metric of a profile, by its name in MLflow."""

@@ -30,6 +30,8 @@ LAYER_PARAMETERS = 2**12
 ROW_BYTES = 4 * WIDTH + 8
 CHECKPOINT_S = 0.03
 """What a checkpoint takes without a fault, about."""
+FIRST_BATCHES = 10
+"""Of slow readers: a rank reads three ahead, and the first 11 steps do not count."""
 STRATEGIES = ("ddp", "fsdp", "zero1")
 FORWARD_S = 0.02
 """Of the whole model; a backward pass takes twice as long."""
@@ -142,18 +144,20 @@ class Delayed(nn.Module):
 
 
 class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Made-up rows, of which each takes so long to read."""
+    """Made-up rows, of which each takes so long to read, and the first ones twice that: so that what was read ahead is
+    used up before the steps that count, as it is in a training of any length."""
 
     def __init__(self, count: int, row_s: float) -> None:
         self.x = np.random.default_rng(0).normal(size=(count, WIDTH)).astype(np.float32)
-        self.row_s, self.jitter = row_s, random.Random()
+        self.row_s, self.jitter, self.num_first = row_s, random.Random(), FIRST_BATCHES * BATCH // 2
 
     def __len__(self) -> int:
         return len(self.x)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if self.row_s:
-            time.sleep(self.row_s * self.jitter.uniform(0.5, 1.5))
+            self.num_first -= 1
+            time.sleep((2 if self.num_first >= 0 else 1) * self.row_s * self.jitter.uniform(0.5, 1.5))
         return {"x": self.x[index], "y": int(self.x[index].argmax() % 2)}
 
 

@@ -122,7 +122,7 @@ def _profiled(record: RunRecord) -> Profiled:
             f"train some steps anew: {again}",
         )
     traced = traced_of(record.run_dir) if record.run_dir else None
-    verdict = verdict_of_run(record, without_last=TraceRequest().num_steps if traced is not None else 0)
+    verdict = verdict_of_run(record)
     if verdict.limit is Limit.INCOMPLETE and verdict.steps < LEAST_STEPS // 2:
         raise UsageError(
             f"the profile of {record.name}",

@@ -24,6 +24,8 @@ from scaleray.errors import CheckpointError
 from scaleray.launch.run.alerts import alert_settings
 from scaleray.launch.session.folder import RunFolder
 from scaleray.profiling.run_profile import run_profile
+from scaleray.profiling.verdict.findings import Limit
+from scaleray.profiling.verdict.of_run import verdict_of_run
 from scaleray.records.json_record import leaves
 from scaleray.records.published import PublishedFacts
 from scaleray.records.rows import Row
@@ -180,7 +182,11 @@ def make_record(
         memory=[s.memory for s in summaries],
         start=summary.start if summary else {},
         best=_best(summary.best, folder) if summary else {},
-        profile=run_profile([s.profile for s in summaries if s.profile is not None], goodput=recording.goodput),
+        profile=run_profile(
+            [s.profile for s in summaries if s.profile is not None],
+            goodput=recording.goodput,
+            traced_steps=job.trace.num_steps if job.trace is not None else 0,
+        ),
         alerts=[dataclasses.asdict(alert) for alert in recording.alerts],
         marks=[EMULATED] if summary and summary.model.get("is_emulated") else [],
     )
@@ -219,12 +225,17 @@ def end_tags(record: RunRecord) -> dict[str, str]:
         **({"alerts": record.alerts_in_words()} if record.alerts else {}),
         "files": f"`{record.run_dir}`",
     }
+    where_time_goes = verdict_of_run(record)
+    if where_time_goes.limit is not Limit.INCOMPLETE:
+        rows = {"where the time goes": where_time_goes.sentence, **rows}
     note = "| | |\n|---|---|\n" + "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     note += "\n\n| metric | unit | meaning |\n|---|---|---|\n"
     note += "\n".join(f"| {metric.name} | {metric.unit} | {metric.help} |" for metric in EXPLAINED)
     return {
         "scaleray.environment_hash": record.environment_hash,
         "scaleray.verdict": record.verdict[:500],
+        "scaleray.limit": str(where_time_goes.limit),
+        "scaleray.where_time_goes": where_time_goes.sentence[:500],
         "mlflow.note.content": note,
     }
 

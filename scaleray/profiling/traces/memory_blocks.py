@@ -45,8 +45,13 @@ class MemorySnapshot:
     file: str
     rank: int | None
     segments: list[list[Block]] = field(repr=False)
-    is_expandable: bool
-    """Whether segments grow: stranded bytes mean little there."""
+    grows: list[bool] = field(repr=False)
+    """Of each segment, whether it grows and shrinks (expandable_segments): nothing of it is stranded."""
+
+    @property
+    def is_expandable(self) -> bool:
+        """Whether there are segments that grow."""
+        return any(self.grows)
 
     @property
     def blocks(self) -> list[Block]:
@@ -72,8 +77,10 @@ class MemorySnapshot:
 
     @property
     def stranded_bytes(self) -> int:
-        """Unused bytes in segments that are in use elsewhere: they cannot be given back."""
-        partly_used = (segment for segment in self.segments if any(block.is_used for block in segment))
+        """Unused bytes in segments that are in use elsewhere: they cannot be given back. Segments that grow give back
+        whole pages, and torch's own count leaves them out, too."""
+        whole = (segment for segment, grows in zip(self.segments, self.grows, strict=True) if not grows)
+        partly_used = (segment for segment in whole if any(block.is_used for block in segment))
         return sum(block.size for segment in partly_used for block in segment if not block.is_used)
 
     @property
@@ -113,8 +120,8 @@ def read_snapshot(file: BinaryIO, name: str) -> MemorySnapshot:
         ) from exc
     if not any(blocks):
         raise TraceError(name, "a snapshot without blocks", "a device that was used has some", _ADVICE)
-    is_expandable = any(segment.get("is_expandable") for segment in segments)
-    return MemorySnapshot(name, values.get("rank"), blocks, is_expandable)
+    grows = [bool(segment.get("is_expandable")) for segment in segments]
+    return MemorySnapshot(name, values.get("rank"), blocks, grows)
 
 
 class _Containers(pickle.Unpickler):

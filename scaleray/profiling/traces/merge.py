@@ -43,9 +43,20 @@ def merge(
     for place, (rank, (trace, file)) in enumerate(sorted(ranks.items())):
         mover = _Mover(rank, place, trace.base_ns - clocks.ahead_ns.get(rank, 0) - first, sink)
         read_object(file, trace.file, "traceEvents", mover.move)
-        mover.arrows_of(trace, meetings)
+        for number, meeting in enumerate(meetings):
+            if rank in meeting.parts:
+                mover.arrow_end(trace, meeting, number, _ends(meeting, clocks)[rank])
         mover.name_the_rest()
     write("\n]}\n")
+
+
+def _ends(meeting: Meeting, clocks: Clocks) -> dict[int, str]:
+    """What each rank's part is to the arrow, by the trace-event format: its start, a step on its way, or its finish.
+
+    In the order in which they come on the common clock: an end that comes before the start is dropped.
+    """
+    came = sorted(meeting.parts, key=lambda rank: (meeting.parts[rank].start_ns - clocks.ahead_ns.get(rank, 0), rank))
+    return {came[0]: "s", **dict.fromkeys(came[1:-1], "t"), came[-1]: "f"}
 
 
 class _Sink:
@@ -85,25 +96,21 @@ class _Mover:
             self.seen.setdefault((process, thread), None)
         self.sink.put(event)
 
-    def arrows_of(self, trace: Trace, meetings: Sequence[Meeting]) -> None:
-        """Write this rank's ends of the arrows that join the parts of each collective, from its first rank on."""
-        threads = list(self.seen)
-        for number, meeting in enumerate(meetings):
-            part = meeting.parts.get(self.rank)
-            if part is None:
-                continue
-            process, thread = threads[trace.thread[part.event]]
-            is_first = self.rank == min(meeting.parts)
-            arrow = {
-                "ph": "s" if is_first else "f",
-                "id": number,
-                "cat": "collective",
-                "name": meeting.operation,
-                "pid": self._process(process),
-                "tid": thread if isinstance(thread, int) else 0,
-                "ts": self._moved(part.start_ns - trace.base_ns),
-            }
-            self.sink.put(arrow if is_first else {**arrow, "bp": "e"})
+    def arrow_end(self, trace: Trace, meeting: Meeting, number: int, end: str) -> None:
+        """Write this rank's end of the arrow that goes through all parts of a collective, see `_ends`."""
+        part = meeting.parts[self.rank]
+        process, thread = list(self.seen)[trace.thread[part.event]]
+        arrow = {
+            "ph": end,
+            "id": number,
+            "cat": "collective",
+            "name": meeting.operation,
+            "pid": self._process(process),
+            "tid": thread if isinstance(thread, int) else 0,
+            "ts": self._moved(part.start_ns - trace.base_ns),
+        }
+        # an arrow's last end belongs to what begins after it, unless told to be of what runs there
+        self.sink.put({**arrow, "bp": "e"} if end == "f" else arrow)
 
     def name_the_rest(self) -> None:
         """Name processes of which the trace itself says nothing."""

@@ -23,15 +23,14 @@ EVENTS = (Phase.EVALUATION, Phase.CHECKPOINT)
 """Parts that come every so many steps: their mean stands in each, as when they come is no chance."""
 
 
-def verdict_of_run(record: RunRecord, *, without_last: int = 0) -> Verdict:
-    """The verdict on a run; `incomplete` where it has no profile, as of an older version. without_last: steps at its
-    end that are not judged, as a trace has slowed them."""
+def verdict_of_run(record: RunRecord) -> Verdict:
+    """The verdict on a run; `incomplete` where it has no profile, as of an older version."""
     profile = record.profile
     if profile is None or not profile.ranks:
         words = "incomplete: the run has no profile."
         return Verdict(Finding(Limit.INCOMPLETE, None), (), words, "unsure", 0, 0.0)
     facts = facts_of(record, device=profile.ranks[0].device)
-    verdict = judge(signals_of(profile, without_last=without_last), facts)
+    verdict = judge(signals_of(profile), facts)
     return dataclasses.replace(verdict, notes=(*verdict.notes, *profile.notes))
 
 
@@ -48,12 +47,12 @@ def facts_of(record: RunRecord, *, device: str = "cpu") -> Facts:
     )
 
 
-def signals_of(profile: RunProfile, *, without_last: int = 0) -> Signals:
-    """The signals in a profile: its series, without the first steps, in which caches fill, and some of the last."""
+def signals_of(profile: RunProfile) -> Signals:
+    """The signals in a profile: its series, without the first steps, in which caches fill, and the traced ones."""
     ranks = sorted(profile.ranks, key=lambda one: one.rank)
     count = min(len(one.step.series) for one in ranks)
     width = max(1, profile.buckets.width)
-    count -= math.ceil(without_last / width)
+    count -= math.ceil(profile.traced_steps / width)
     first = min(max(1, FIRST_STEPS // width), count // 2) if count > 1 else 0
     parts = {
         part: _rows([one.phases.get(part) for one in ranks], count, first)

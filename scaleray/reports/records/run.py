@@ -99,7 +99,7 @@ def run_page(
         ],
         marks=record.marks,
         figures=_facts(record),
-        sections=[*(s for s in sections if s.drawings), *profile_section(record.profile), *events],
+        sections=[*(s for s in sections if s.drawings), *profile_section(record), *events],
         facts={
             "Environment": record.environment,
             "Data": record.data,

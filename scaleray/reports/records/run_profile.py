@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from scaleray.profiling.verdict.of_run import verdict_of_run
 from scaleray.records.profile import MemoryNumbers, RunProfile
+from scaleray.records.run import RunRecord
 from scaleray.reports.figures.profile import profile_drawings
 from scaleray.reports.page.page import Section
-from scaleray.text.tables import Table
+from scaleray.text.tables import Table, sentence_case
 from scaleray.text.units import memory, seconds
 
 MOST_ROWS = 64
 """Ranks in a table; of more, the first."""
 
 
-def profile_section(profile: RunProfile | None) -> list[Section]:
-    """The section of a profile; none for a record of before there were any."""
+def profile_section(record: RunRecord) -> list[Section]:
+    """The section of a run's profile, with the verdict and what it stands on first; none for a record of before there
+    were any."""
+    profile = record.profile
     if profile is None:
         return []
     tables = [_memory_table(profile)]
     if profile.notes:
         tables.append(Table("Not measured", ("what",), tuple((note,) for note in profile.notes)))
-    return [Section("Where the time went", drawings=profile_drawings(profile), tables=tables)]
+    words = [sentence_case(line) for line in verdict_of_run(record).lines()]
+    return [Section("Where the time went", words, profile_drawings(profile), tables)]
 
 
 def _memory_table(profile: RunProfile) -> Table:

@@ -62,7 +62,7 @@ def memory_tables(snapshots: Sequence[MemorySnapshot]) -> list[Table]:
     ]
     notes = ["rounding: in use beyond what was asked for; stranded: cached parts of segments that cannot be given back"]
     if any(each.is_expandable for each in snapshots):
-        notes.append("segments grow here (expandable_segments): stranded parts say little")
+        notes.append("segments grow here (expandable_segments): nothing in them counts as stranded")
     categories = [
         (_rank_of(each.rank), name, memory(size), _share(size / each.active_bytes))
         for each in snapshots

@@ -118,14 +118,57 @@ def test_the_merged_file_is_one_that_perfetto_opens_with_ranks_apart_and_on_one_
     assert len({event["id"] for event in events if event.get("cat") == "ac2g"}) == 2
 
 
+def arrows_in(events):
+    """The ends of the arrows that join ranks, by arrow, in the order of their times; of one time, as they are written."""
+    found = {}
+    for event in events:
+        if event.get("cat") == "collective":
+            found.setdefault(event["id"], []).append(event)
+    return {number: sorted(ends, key=lambda end: end["ts"]) for number, ends in found.items()}
+
+
 def test_arrows_join_the_parts_of_each_collective_across_ranks():
     events = merged(gpu_step(0), gpu_step(1))["traceEvents"]
     kernels = {(event["pid"], event["tid"], event["ts"]) for event in events if event["name"].startswith("ncclDev")}
-    arrows = [event for event in events if event.get("cat") == "collective"]
+    arrows = [end for ends in arrows_in(events).values() for end in ends]
     assert sorted((arrow["ph"], arrow["id"], arrow["pid"] // 1000) for arrow in arrows) == [
         ("f", 0, 1), ("f", 1, 1), ("s", 0, 0), ("s", 1, 0),
     ]  # fmt: skip
     assert {(arrow["pid"], arrow["tid"], arrow["ts"]) for arrow in arrows} == kernels
+
+
+def test_arrows_keep_to_the_trace_event_format_whichever_rank_comes_first():
+    """A start, steps, and one finish, never before each other: Perfetto drops a finish that comes before its start, and
+    what follows a finish. Each end lies in a slice of its thread, and the finish says that it means that one."""
+    made = []
+    for rank, starts in enumerate(([100, 300, 500], [90, 340, 500], [120, 290, 500])):
+        trace = MadeTrace(rank, world_size=3, left_barriers_at_ns=[0, 1, 2]).steps(0, 1000)
+        for sequence, start in enumerate(starts):
+            trace.all_reduce(start, 80, launched=start - 5, sequence=sequence)
+        made.append(trace)
+    events = merged(*made)["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    arrows = arrows_in(events)
+    order = [[end["pid"] // 1000 for end in ends] for ends in arrows.values()]
+    assert order == [[1, 0, 2], [2, 0, 1], [0, 1, 2]], "of parts that begin together the first rank's is the first"
+    for ends in arrows.values():
+        assert [end["ph"] for end in ends] == ["s", "t", "f"]
+        assert len({(end["cat"], end["name"], end["id"]) for end in ends}) == 1, "what makes them one arrow"
+        assert [end.get("bp") for end in ends] == [None, None, "e"]
+        for end in ends:
+            around = [each for each in slices if (each["pid"], each["tid"]) == (end["pid"], end["tid"])]
+            (around,) = [each for each in around if each["ts"] <= end["ts"] <= each["ts"] + each["dur"]]
+            assert around["name"].startswith("ncclDevKernel_AllReduce")
+            assert events.index(around) < events.index(end), "an end at the begin of a slice is read after it"
+
+
+def test_arrows_of_ranks_with_clocks_apart_go_from_the_rank_that_really_came_first():
+    barriers = [0, 1, 2]
+    first = rank_with([140], sequences=[1], left_barriers_at_ns=barriers)
+    ahead = [5_000_000 + each for each in barriers]
+    other = rank_with([100], rank=1, sequences=[1], clock_ahead_us=5000, left_barriers_at_ns=ahead)
+    ((start, finish),) = arrows_in(merged(first, other)["traceEvents"]).values()
+    assert (start["ph"], start["pid"] // 1000, finish["ph"], finish["ts"] - start["ts"]) == ("s", 1, "f", 40.0)
 
 
 def test_a_trace_of_another_rank_count_is_refused():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from study_examples import run_record
 
 from scaleray.profiling.goodput import CLASSES
 from scaleray.records.phases import PARTS
@@ -38,6 +39,10 @@ def profile(num_ranks=2, *, late=False, closes=True, **more):
         for rank in range(num_ranks)
     ]
     return RunProfile(Buckets(2, 5, 4), ranks, closes, 0.0004 if closes else 0.2, 0, **more)
+
+
+def section_of(found):
+    return profile_section(dataclasses.replace(run_record(), profile=found))
 
 
 def drawn(found, name):
@@ -84,11 +89,11 @@ def test_goodput_is_drawn_with_the_shares_of_what_there_was():
 
 
 def test_memory_that_cannot_be_measured_is_told_as_such_and_not_as_0():
-    (section,) = profile_section(profile(1, notes=["rank 0: no arrivals"]))
+    (section,) = section_of(profile(1, notes=["rank 0: no arrivals"]))
     table, notes = section.tables
     assert table.rows == (("0", "n/a", "n/a", "n/a", "n/a", "5 MiB", "9 MiB", "7", "backward", "1.5 s"),)
     assert notes.rows == (("rank 0: no arrivals",),)
     unknown = dataclasses.replace(profile(1).ranks[0], memory=MemoryNumbers())
-    (section,) = profile_section(dataclasses.replace(profile(1), ranks=[unknown]))
+    (section,) = section_of(dataclasses.replace(profile(1), ranks=[unknown]))
     assert section.tables[0].rows[0][5:] == ("n/a", "?", "?", "?", "?")
-    assert profile_section(None) == []
+    assert section_of(None) == []
