@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import time
+from typing import Annotated
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
-from scaleray.cli.checkpoint_options import CopyPath, Json, Step, Where
+from scaleray.cli.options import Json
 from scaleray.cli.output import print_json, with_stages
 from scaleray.cli.run_options import WhichWeights
 from scaleray.text.units import disk_space
+
+Where = Annotated[
+    str, Parameter(help="A run folder, local or s3://; a run's name in the storage path; or one checkpoint's folder.")
+]
+Step = Annotated[int | None, Parameter(help="Optimizer steps of the checkpoint; by default the newest complete one.")]
+CopyPath = Annotated[
+    str | None, Parameter(help="Where the second copies are, as checkpoint.copy_path; by default as the run says.")
+]
 
 checkpoint_app = App(
     name="checkpoint", help="Look at stored checkpoints, prove and mend them.", help_format="plaintext"

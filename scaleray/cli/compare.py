@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
 
-from cyclopts import Parameter
-
+from scaleray.cli.options import Json
 from scaleray.cli.output import print_json
+from scaleray.cli.run_options import Uri
 from scaleray.errors import ConfigError
 
 
-def compare(
-    *runs: str,
-    uri: str | None = None,
-    fail_if_slower: float | None = None,
-    json: Annotated[bool, Parameter(name="--json", negative="")] = False,
-) -> int:
+def compare(*runs: str, uri: Uri = None, fail_if_slower: float | None = None, json: Json = False) -> int:
     """Show what differs between two or more trainings, studies or sweeps, each beside the first.
 
     Differences in config, code, environment, topology and data; figures side by side; and whether step times differ
@@ -30,13 +24,9 @@ def compare(
     ----------
     runs
         Folder or bucket of a run, study or sweep, its name in the default storage path, or its id or name in MLflow.
-    uri
-        MLflow's tracking URI, for runs that are found there.
     fail_if_slower
         Exit with 1 when one is slower than the first by more than so many per cent, the whole interval beyond it; with
         3 when one looks slower by that much and its launches are too few to tell, or have no step times.
-    json
-        Print the comparison as JSON on stdout; everything else goes to stderr.
     """
     if fail_if_slower is not None and not 0 <= fail_if_slower < float("inf"):
         raise ConfigError("--fail-if-slower", fail_if_slower, "it must be per cent, 0 or more", "for example 3")

@@ -7,7 +7,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from scaleray.cli.options import Json
 from scaleray.cli.output import print_json
+from scaleray.cli.run_options import Uri
 from scaleray.errors import ConfigError
 
 EXIT_CODES = {"pass": 0, "fail": 1, "inconclusive": 3}
@@ -20,8 +22,8 @@ def gate(
     study: str | None = None,
     certificates: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     gates: str | None = None,
-    uri: str | None = None,
-    json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    uri: Uri = None,
+    json: Json = False,
 ) -> int:
     """Ask the gates about a training: fingerprint, equality, scaling, convergence and operations.
 
@@ -46,10 +48,6 @@ def gate(
         Folders or files of certificates of `scaleray verify`.
     gates
         Only these gates, with commas between them.
-    uri
-        MLflow's tracking URI, for runs that are found there.
-    json
-        Print the answers as JSON on stdout; everything else goes to stderr.
     """
     if not runs:
         raise ConfigError("RUN", "missing", "a gate judges a training", "scaleray gate RUN --against BASELINE")

@@ -12,7 +12,7 @@ Overrides = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
 ConfigFile = Annotated[Path | None, Parameter(name=["--config", "-c"], help="YAML file of the run.")]
 Json = Annotated[
     bool,
-    Parameter(name="--json", negative="", help="Print the record as JSON on stdout; everything else goes to stderr."),
+    Parameter(name="--json", negative="", help="Print the result as JSON on stdout; everything else goes to stderr."),
 ]
 Flag = Annotated[bool, Parameter(negative="")]
 """A switch that is off unless it is named."""

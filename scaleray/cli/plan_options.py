@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from scaleray.cli.options import Flag
+from scaleray.cli.options import Flag, Json
 
 
 @Parameter(name="*")
@@ -110,5 +110,4 @@ class OutputOptions:
     """Write the best layout that `scaleray train` can run as a config, onto -c where it is given."""
     html: Path | None = None
     """Write the plan as one HTML page."""
-    json: Annotated[bool, Parameter(name="--json", negative="")] = False
-    """Print the result as JSON on stdout."""
+    json: Json = False

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from scaleray.cli.options import ConfigFile, Flag, Json, Overrides
 from scaleray.cli.output import print_json, written_in
+from scaleray.cli.run_options import Uri
 from scaleray.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def profile(
     ranks: str | None = None,
     memory: Flag = False,
     local: Flag = False,
-    uri: str | None = None,
+    uri: Uri = None,
     json: Json = False,
 ) -> int:
     """Say what limits a training, what removing it would give at most, and what to try next.
@@ -49,8 +50,6 @@ def profile(
         With -c: take a snapshot of each chosen rank's memory, on GPUs.
     local
         With -c: without Ray, in this process, or in gloo processes where there are several workers.
-    uri
-        MLflow's tracking URI, for a RUN that is found there.
     """
     wanted = _wanted(trace, ranks, memory)
     if config is None:

@@ -8,16 +8,18 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from scaleray.cli.options import Json
 from scaleray.cli.output import print_json
+from scaleray.cli.run_options import Uri
 
 
 def report(
     run: str,
     *,
     out: Path | None = None,
-    uri: str | None = None,
+    uri: Uri = None,
     open_browser: Annotated[bool, Parameter(name="--open", negative="")] = False,
-    json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    json: Json = False,
 ) -> int:
     """Write the report of a recorded training, study or sweep again: one HTML page, its figures as PNG, its numbers as
     CSV.
@@ -30,12 +32,8 @@ def report(
         Folder or bucket of the run, study or sweep, its name in the default storage path, or its id or name in MLflow.
     out
         Folder to write into; the run's own folder, or ./report-NAME where that is not on this machine.
-    uri
-        MLflow's tracking URI, for a run that is found there.
     open_browser
         Show the page in a browser.
-    json
-        Print the record as JSON on stdout; everything else goes to stderr.
     """
     from scaleray.reports.records.any import write_report
     from scaleray.tracking.find_record import find_run

@@ -6,12 +6,11 @@ import dataclasses
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 from cyclopts import Parameter
 
 from scaleray.cli.numbers import whole_numbers
-from scaleray.cli.options import ConfigFile, Flag, Overrides, Several
+from scaleray.cli.options import ConfigFile, Flag, Json, Overrides, Several
 from scaleray.cli.output import Output, print_json, written_in
 from scaleray.progress import stage
 
@@ -60,10 +59,7 @@ class StudyOptions:
 
 
 def study(
-    *overrides: Overrides,
-    config: ConfigFile = None,
-    options: StudyOptions = StudyOptions(),
-    json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    *overrides: Overrides, config: ConfigFile = None, options: StudyOptions = StudyOptions(), json: Json = False
 ) -> int:
     """Measure the training on several numbers of workers: curves with intervals, where the time goes, the next
     doubling.
@@ -71,11 +67,6 @@ def study(
     All sizes are measured inside one group of workers, in turns and in random order. What was measured before under the
     same conditions is reused, so that the same command continues a study that was interrupted. Keys of the config can
     be given as options, as for train; study.price_per_worker_hour adds costs.
-
-    Parameters
-    ----------
-    json
-        Print the record as JSON on stdout; everything else goes to stderr.
     """
     from scaleray.config import load_config
 

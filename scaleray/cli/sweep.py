@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from scaleray.cli.options import ConfigFile, Flag, Overrides, Several
+from scaleray.cli.options import ConfigFile, Flag, Json, Overrides, Several
 from scaleray.cli.output import Output, print_json, written_in
 from scaleray.errors import ConfigError
 from scaleray.progress import stage
@@ -70,7 +70,7 @@ def sweep(
     space: SpaceOptions = SpaceOptions(),
     guidance: GuidedOptions = GuidedOptions(),
     continue_: Annotated[str | None, Parameter(name="--continue")] = None,
-    json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    json: Json = False,
 ) -> int:
     """Train a recipe at many batch sizes and learning rates under Ray Tune, and say which are fastest and cheapest.
 
@@ -83,8 +83,6 @@ def sweep(
     ----------
     continue_
         The folder of an interrupted sweep: run the trials that have no record yet.
-    json
-        Print the record as JSON on stdout; everything else goes to stderr.
     """
     from scaleray.config.alerts import without_secrets
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from cyclopts import Parameter
 
 from scaleray.cli.numbers import whole_numbers
-from scaleray.cli.options import ConfigFile, Flag, Overrides
+from scaleray.cli.options import ConfigFile, Flag, Json, Overrides
 from scaleray.cli.output import Output, print_json, written_in
 from scaleray.progress import stage
 
@@ -47,21 +47,13 @@ class VerifyOptions:
 
 
 def verify(
-    *overrides: Overrides,
-    config: ConfigFile = None,
-    options: VerifyOptions = VerifyOptions(),
-    json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    *overrides: Overrides, config: ConfigFile = None, options: VerifyOptions = VerifyOptions(), json: Json = False
 ) -> int:
     """Check that every strategy and number of workers repeats the training of one process, step by step.
 
     A mismatch names the first step and parameter that differ, and of which class that is. Exit code 0 when everything
     that promises equality is equal, 1 when not, 2 for bad usage. Keys of the config can be given as options, as for
     train.
-
-    Parameters
-    ----------
-    json
-        Print the certificate as JSON on stdout; everything else goes to stderr.
     """
     from scaleray.config import load_config
     from scaleray.reports.terminal.verification import WIDTH

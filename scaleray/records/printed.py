@@ -24,9 +24,9 @@ class Printed:
         return "\n  ".join(self.lines())
 
 
-def figures(values: dict[str, float | None], *, unit: str = "") -> str:
+def figures(values: dict[str, float | None]) -> str:
     """Names and values in one line, those that are not known left out."""
-    return ", ".join(f"{name} {value:.4g}{unit}" for name, value in values.items() if value is not None)
+    return ", ".join(f"{name} {value:.4g}" for name, value in values.items() if value is not None)
 
 
 def shortened(sentences: Sequence[str], most: int = MOST_WORDS) -> list[str]:

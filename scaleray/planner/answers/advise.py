@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from scaleray.errors import ConfigError
 from scaleray.planner.answers.layouts import layouts
 from scaleray.planner.answers.question import STRATEGIES, Question
-from scaleray.planner.cost.constants import DEFAULT, Constants
 from scaleray.planner.cost.fits_in_memory import HEADROOM, Verdict, verdict
 from scaleray.planner.cost.layout import Layout
 from scaleray.planner.cost.memory import MemoryEstimate, memory
@@ -82,7 +81,7 @@ class Advice:
         return fastest if fastest.step_time_s.value * TIE < self.best.step_time_s.value else None
 
 
-def advise(question: Question, constants: Constants = DEFAULT) -> Advice:
+def advise(question: Question) -> Advice:
     """Every layout of the question's strategies on all of its cluster's GPUs, ranked.
 
     Raises ConfigError where the batch cannot be divided at all, or nothing fits; the message says what would help.
@@ -94,7 +93,7 @@ def advise(question: Question, constants: Constants = DEFAULT) -> Advice:
         if verdict(needed, question.cluster.gpu) == "does not fit":
             rejected.append(_rejected(question, layout, needed))
         else:
-            choices.append(predict(question, layout, needed=needed, constants=constants))
+            choices.append(predict(question, layout, needed=needed))
     num_layouts = len(choices) + len(rejected)
     if not num_layouts:
         raise ConfigError(
@@ -117,7 +116,7 @@ def advise(question: Question, constants: Constants = DEFAULT) -> Advice:
     return Advice(question=question, choices=ranked, rejected=rejected, num_layouts=num_layouts)
 
 
-def best_of(question: Question, constants: Constants = DEFAULT) -> Choice | None:
+def best_of(question: Question) -> Choice | None:
     """The choice that `advise` recommends, without all others; None where it refuses.
 
     Layouts are predicted in the order of the least that a step of theirs can take, until no other can be the best.
@@ -131,14 +130,7 @@ def best_of(question: Question, constants: Constants = DEFAULT) -> Choice | None
     if question.rank_by == "memory":
         fitting = [min(fitting, key=lambda one: one[1].device_bytes)] if fitting else []
     least = [
-        least_step_s(
-            model,
-            layout,
-            cluster,
-            measured=question.measured,
-            fused_attention=question.fused_attention,
-            constants=constants,
-        )
+        least_step_s(model, layout, cluster, measured=question.measured, fused_attention=question.fused_attention)
         for layout, _ in fitting
     ]
     predicted: dict[int, Choice] = {}
@@ -147,7 +139,7 @@ def best_of(question: Question, constants: Constants = DEFAULT) -> Choice | None
         if least[index] > TIE * fastest:
             break
         layout, needed = fitting[index]
-        predicted[index] = predict(question, layout, needed=needed, constants=constants)
+        predicted[index] = predict(question, layout, needed=needed)
         fastest = min(fastest, predicted[index].step_time_s.value)
     # equals stay in the order of their layouts
     ranked = sorted((predicted[index] for index in sorted(predicted)), key=lambda one: one.step_time_s.value)
@@ -164,20 +156,11 @@ def recommended(choices: Sequence[Choice], *, is_by_time: bool = True) -> Choice
     return min((one for one in safe if one.step_time_s.value <= TIE * safe[0].step_time_s.value), key=_plainness)
 
 
-def predict(
-    question: Question, layout: Layout, *, needed: MemoryEstimate | None = None, constants: Constants = DEFAULT
-) -> Choice:
+def predict(question: Question, layout: Layout, *, needed: MemoryEstimate | None = None) -> Choice:
     """Predict one layout of the question, whether it fits or not."""
     model, cluster = question.model, question.cluster
     needed = needed or memory(model, layout)
-    step = step_time(
-        model,
-        layout,
-        cluster,
-        measured=question.measured,
-        fused_attention=question.fused_attention,
-        constants=constants,
-    )
+    step = step_time(model, layout, cluster, measured=question.measured, fused_attention=question.fused_attention)
     total = step.total_s
     if question.input_samples_per_s is not None:
         nodes = math.ceil(layout.num_gpus / cluster.gpus_per_node)

@@ -21,7 +21,7 @@ LEAST_PARAMS, MOST_PARAMS = 3e7, 1e13
 `usual_shape`'s, and several times the largest that were trained."""
 
 
-def find_model(name: str, *, sequence: int | None = None, image: int = 224) -> ModelProfile:
+def find_model(name: str, *, sequence: int | None = None) -> ModelProfile:
     """The profile of a model by name. `sequence` replaces the usual length of its samples.
 
     Raises UsageError with the nearest names.
@@ -32,7 +32,7 @@ def find_model(name: str, *, sequence: int | None = None, image: int = 224) -> M
         return _taken_for(transformer(replace(shape, sequence=sequence or shape.sequence), name), known_name, key)
     match = re.search(r"resnet-?(\d{1,4})(?!\d)", key)
     if match and "resnext" not in key:
-        return _taken_for(resnet(int(match[1]), image=image), match[0], key)
+        return _taken_for(resnet(int(match[1])), match[0], key)
     for known, (params, macs, outputs, layers, largest, winograd_share, has_norms) in CONVOLUTIONAL.items():
         if known.replace("-", "") in key.replace("-", ""):
             made = convolutional(

@@ -89,14 +89,15 @@ def _mixture(
     )
 
 
-def _vision(layers: int, hidden: int, heads: int, *, patch: int, image: int = 224) -> TransformerShape:
-    """A vision transformer: its patches are its tokens, and the projection of a patch stands for the word embedding."""
+def _vision(layers: int, hidden: int, heads: int, *, patch: int) -> TransformerShape:
+    """A vision transformer on images of 224 x 224: its patches are its tokens, and the projection of a patch stands for
+    the word embedding."""
     return TransformerShape(
         layers=layers,
         hidden=hidden,
         heads=heads,
         vocab=3 * patch**2,
-        sequence=(image // patch) ** 2 + 1,
+        sequence=(224 // patch) ** 2 + 1,
         is_causal=False,
         learned_positions=True,
         has_lm_head=False,

@@ -36,11 +36,11 @@ class Replay:
         """Seconds of each rank's own work in each step."""
         return np.asarray(np.sum(list(self.parts.values()), axis=0))
 
-    def times(self, *, without: Iterable[Phase] = (), link: bool = True) -> Times:
-        """Time of each step without some parts, or without the link."""
+    def times(self, *, without: Iterable[Phase] = ()) -> Times:
+        """Time of each step without some parts."""
         left = [values for name, values in self.parts.items() if name not in set(without)]
         own = np.sum(left, axis=0) if left else np.zeros_like(self.own)
-        return np.asarray(own.max(axis=0) + (self.link if link else 0.0))
+        return np.asarray(own.max(axis=0) + self.link)
 
     def with_parts(self, changed: Mapping[Phase, Seconds]) -> Replay:
         """The same steps with other values of some parts."""

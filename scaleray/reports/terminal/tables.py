@@ -22,14 +22,14 @@ NARROWEST_WORDS = 16
 """Columns that words are given before a table is split into blocks, unless they are shorter."""
 
 
-def as_rich(table: Table, *, width: int, styles: Sequence[str] = (), most_rows: int = MOST_ROWS) -> RenderableType:
+def as_rich(table: Table, *, width: int, styles: Sequence[str] = ()) -> RenderableType:
     """The table for a console of `width` columns, its notes below it. styles: rich's names, one for each row."""
-    rows = table.rows[:most_rows]
+    rows = table.rows[:MOST_ROWS]
     beside = [list(row) for row in rows]
     below = [[cell if table.is_text(n) else cell.replace(" (", "\n(") for n, cell in enumerate(row)] for row in rows]
     notes = list(table.notes)
-    if len(table.rows) > most_rows:
-        notes.append(f"{len(table.rows) - most_rows} more rows are in the report.")
+    if len(table.rows) > MOST_ROWS:
+        notes.append(f"{len(table.rows) - MOST_ROWS} more rows are in the report.")
     every = list(range(len(table.columns)))
     # the roomiest way that fits: intervals beside their values, then below them, then with less air between columns,
     # then in blocks

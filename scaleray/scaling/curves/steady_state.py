@@ -53,7 +53,7 @@ class SteadyState:
     """Reason why the steps are not steady, or "" where they are."""
 
 
-def steady_state(step_times_s: Sequence[float], *, least_warmup: int = LEAST_WARMUP) -> SteadyState:
+def steady_state(step_times_s: Sequence[float]) -> SteadyState:
     """Where the warm-up of these step times ends, and whether the rest is steady; see the rule above.
 
     step_times_s: step times in s, in order. Any number of steps is taken; without steps nothing counts.
@@ -62,7 +62,7 @@ def steady_state(step_times_s: Sequence[float], *, least_warmup: int = LEAST_WAR
     count = len(times)
     if count == 0:
         return SteadyState(0, False, 0.0, "there are no steps")
-    earliest = min(least_warmup, count // 2)
+    earliest = min(LEAST_WARMUP, count // 2)
     latest = max(earliest, min(count // 2, count - LEAST_STEPS))
     first, is_settled = _end_of_warmup(times, earliest, latest)
     rest = times[first:]
