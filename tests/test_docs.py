@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,58 @@ def test_a_command_exists_with_its_options(page, line, capsys):
         key = name[1].replace("-", "_")
         negative = f"--{name[1].removeprefix('no-')}"
         assert f"--{name[1]}" in options or negative in options or key in known or key == "section.key", (word, line)
+
+
+def test_the_clusters_that_the_page_names_can_be_read(tmp_path, monkeypatch):
+    from scaleray.launch.submit.clusters import cluster_of
+
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "scaleray").mkdir()
+    [text] = blocks("docs/cluster.md", "clusters.yaml")
+    (tmp_path / "scaleray" / "clusters.yaml").write_text(text)
+    assert [type(cluster_of(name)).__name__ for name in ("mine", "lab", "hpc")] == [
+        "RayCluster",
+        "KubernetesCluster",
+        "SlurmCluster",
+    ]
+
+
+FOREIGN = re.findall(r"`((?:kubectl|sbatch|ray|docker|sky) [^`]+)`", (ROOT / "docs" / "cluster.md").read_text())
+
+
+def test_the_cluster_page_has_commands_of_every_system():
+    assert {line.split()[0] for line in FOREIGN} == {"kubectl", "sbatch", "ray", "docker", "sky"}
+
+
+@pytest.mark.parametrize("line", sorted({*FOREIGN}))
+def test_files_that_commands_of_other_programs_name_are_there(line):
+    for name in re.findall(r"(?<![\w/])((?:cluster|jobs)/[\w/.-]+)", line):
+        assert (ROOT / name).exists(), name
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+@pytest.mark.parametrize("line", sorted({line for line in FOREIGN if line.startswith("kubectl ")}))
+def test_kubectl_knows_the_commands_and_options_of_the_page(line):
+    words = shlex.split(line.partition(" | ")[0])[1:]
+    while words[:1] == ["-n"]:
+        words = words[2:]
+    told = subprocess.run(["kubectl", words[0], "--help"], capture_output=True, text=True, timeout=60)
+    told_of_all = subprocess.run(["kubectl", "options"], capture_output=True, text=True, timeout=60)
+    assert told.returncode == 0 and "Usage:" in told.stdout, line
+    for option in (word.partition("=")[0] for word in words if word.startswith("-")):
+        assert re.search(rf"(^|\s){option}(,|=|\s)", told.stdout + told_of_all.stdout), (line, option)
+
+
+def test_ray_knows_the_commands_and_options_of_the_page():
+    from ray.scripts.scripts import cli
+
+    for line in (line for line in FOREIGN if line.startswith("ray ")):
+        found, words = cli, shlex.split(line.partition(" -- ")[0])[1:]
+        while words and hasattr(found, "commands") and words[0] in found.commands:
+            found = found.commands[words.pop(0)]
+        assert found is not cli, line
+        known = {name for option in found.params for name in option.opts}
+        assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known or not known, line
 
 
 def test_every_file_named_on_a_page_exists():

@@ -12,5 +12,5 @@ if [ ! -w "${HOME:-/}" ]; then
 fi
 
 if [ $# -gt 0 ] && ! command -v -- "$1" >/dev/null; then set -- scaleray "$@"; fi # such as: train -c FILE
-# tini reaps what Ray's processes leave behind, and hands signals on
-exec tini -g -- "$@"
+# tini reaps what Ray's processes leave behind, and hands signals on; -s: where it is not the first process too
+exec tini -s -g -- "$@"

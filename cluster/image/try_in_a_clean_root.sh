@@ -8,15 +8,16 @@ here=$(cd "$(dirname "$0")" && pwd)
 project=$(cd "$here/../.." && pwd)
 [ "$(id -u)" = 0 ] || { echo "skipped: a root of its own needs root"; exit 75; }
 command -v debootstrap >/dev/null || { echo "skipped: debootstrap is not installed"; exit 75; }
-
-root=$(mktemp -d /var/tmp/scaleray-root.XXXXXX)
-clean_up() {
-  set +e
-  for path in "$root"/{dev/shm,dev,proc} "$root${wheels:-/none}"; do mountpoint -q "$path" && umount -l "$path"; done
-  if [ -z "${KEEP:-}" ]; then rm -rf --one-file-system "$root"; else echo "kept: $root"; fi
-}
-trap clean_up EXIT
-trap 'exit 130' INT TERM
+# in mounts of its own: nothing that is mounted is seen outside, and all of it goes with the last process
+if [ -z "${ROOT:-}" ]; then
+  root=$(mktemp -d /var/tmp/scaleray-root.XXXXXX)
+  chmod 755 "$root" # it is what the image's user sees as /
+  trap 'if [ -z "${KEEP:-}" ]; then rm -rf --one-file-system "$root"; else echo "kept: $root"; fi' EXIT
+  trap 'exit 130' INT TERM
+  ROOT=$root unshare --mount --propagation private "$0" "$@"
+  exit
+fi
+root=$ROOT
 
 echo "== FROM: Debian bookworm with Python 3.11"
 mirror=$({ cat /etc/apt/sources.list /etc/apt/sources.list.d/* 2>/dev/null || true; } |
@@ -24,6 +25,7 @@ mirror=$({ cat /etc/apt/sources.list /etc/apt/sources.list.d/* 2>/dev/null || tr
 debootstrap --variant=minbase --include=python3.11,python3-venv,ca-certificates bookworm "$root" "${MIRROR:-$mirror}" >"$root.log" 2>&1 ||
   { tail -n 5 "$root.log"; exit 1; }
 rm -f "$root.log"
+mount --bind "$root" "$root" # so that it can be made read-only in the end
 for path in /etc/apt/sources.list.d/* /etc/apt/apt.conf.d/* /etc/resolv.conf /etc/pip.conf; do
   # never through a link of the new root's, which would lead back to this one
   if [ -f "$path" ]; then mkdir -p "$root$(dirname "$path")"; cp -L --remove-destination "$path" "$root$path"; fi
@@ -58,7 +60,10 @@ while read -r instruction rest; do
   esac
 done <"$here/Dockerfile"
 
-echo "== as user 1000: versions, then a training on two workers"
+echo "== as user 1000, with a root that cannot be written: versions, then a training on two workers"
+mount -o remount,ro,bind "$root"
+mount -t tmpfs -o mode=1777 tmpfs "$root/tmp"
+mount -t tmpfs -o uid=1000,gid=1000,mode=700 tmpfs "$root/home/ray"
 as_user() { inside HOME=/home/ray setpriv --reuid 1000 --regid 1000 --clear-groups bash -c "cd /app && /opt/entrypoint.sh $1"; }
 as_user "python -c 'import ray, torch; print(ray.__version__, torch.__version__)'" | tee "$root/tmp/versions"
 grep -q '^2.60.0 2.13.0' "$root/tmp/versions"

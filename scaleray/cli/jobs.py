@@ -12,12 +12,12 @@ from cyclopts import App, Parameter
 from scaleray.cli.options import Flag, Json
 from scaleray.cli.output import print_json
 
-jobs_app = App(name="jobs", help="Jobs of a Ray cluster that is elsewhere.", help_format="plaintext")
+jobs_app = App(name="jobs", help="Jobs of a cluster that is elsewhere.", help_format="plaintext")
 To = Annotated[
     str | None,
     Parameter(
-        help="The cluster's dashboard, http://HOST:8265, or a name of ~/.config/scaleray/clusters.yaml; by default "
-        "that of RAY_API_SERVER_ADDRESS."
+        help="A Ray's dashboard, http://HOST:8265, or a name of ~/.config/scaleray/clusters.yaml, which may be a "
+        "Kubernetes or a Slurm; by default the dashboard of RAY_API_SERVER_ADDRESS."
     ),
 ]
 
@@ -94,6 +94,6 @@ def stop(job: str, *, to: To = None, json: Json = False) -> int:
 
 
 def _jobs(to: str | None) -> Any:
-    from scaleray.launch.submit.jobs_api import jobs_of
+    from scaleray.launch.submit.submit import jobs_of
 
     return jobs_of(to)

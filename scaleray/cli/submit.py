@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,16 +29,17 @@ def submit(
     name: str | None = None,
     json: Annotated[bool, Parameter(name="--json", negative="", help="Print the job as JSON on stdout.")] = False,
 ) -> int:
-    """Submit a training to a Ray cluster that is elsewhere, by Ray's Jobs API.
+    """Submit a training to a cluster that is elsewhere: a Ray, a Kubernetes with KubeRay, or a Slurm.
 
     Before anything is started there: the config is read, the working directory measured, versions of Ray, Python and
-    torch compared, and packages named that the cluster lacks. Keys of the config can be given as options, as for train.
+    torch compared as far as the cluster tells them, and packages named that it lacks. Keys of the config can be given
+    as options, as for train.
 
     Parameters
     ----------
     to
-        The cluster's dashboard, http://HOST:8265, or a name of ~/.config/scaleray/clusters.yaml; by default that of
-        RAY_API_SERVER_ADDRESS.
+        A Ray's dashboard, http://HOST:8265, or a name of ~/.config/scaleray/clusters.yaml, which may be a Kubernetes or
+        a Slurm; by default the dashboard of RAY_API_SERVER_ADDRESS.
     wait
         Show what the job prints until it has ended; exit code 1 if it failed. Ctrl-C asks whether it shall go on.
     command
@@ -47,9 +49,10 @@ def submit(
     max_mib
         MiB that may travel.
     secret_env
-        Name of an environment variable whose value the job gets. Whoever may look at the cluster's jobs can see it.
+        Name of an environment variable whose value the job gets: of this environment, and on Kubernetes of the
+        cluster's Secret. Whoever may look at the jobs of a Ray can see it.
     bring_missing
-        Install packages that the cluster lacks for this job, with pip.
+        Install packages that a Ray lacks for this job, with pip.
     allow_differences
         Submit although versions differ or packages are missing.
     name
@@ -57,9 +60,10 @@ def submit(
     """
     output = Output(json=json)
     with output.running():
-        from scaleray.launch.submit import submit as submitting
+        from scaleray.launch.submit.submission import prepare
+        from scaleray.launch.submit.submit import checked_and_started
 
-        prepared = submitting.prepare(
+        prepared = prepare(
             config,
             overrides,
             to=to,
@@ -69,15 +73,21 @@ def submit(
             secret_env=secret_env,
             name=name,
         )
-        output.say(f"job {prepared.name}: {command} -c {config} on {prepared.url}")
+        output.say(f"job {prepared.name}: {command} -c {config} on {prepared.place}")
         output.say(f"  working directory: {prepared.contents.in_words()}")
-        jobs, job = submitting.checked_and_started(
+        started = checked_and_started(
             prepared, bring_missing=bring_missing, allow_differences=allow_differences, say=output.say
         )
-    output.say(f"submitted; to follow it: scaleray jobs logs {job} --to {prepared.url}")
-    code = _follow(jobs, job, output) if wait else 0
+    if started.jobs is None:
+        output.say(
+            f"kubectl is not installed: the job is written to {started.name}; it starts by\n  {started.to_apply}"
+        )
+        code = 0
+    else:
+        output.say(f"submitted; to follow it: scaleray jobs logs {started.name} --to {prepared.place}")
+        code = _follow(started.jobs, started.name, output) if wait else 0
     if json:
-        print_json(_as_json(jobs.job(job)))
+        print_json(dataclasses.asdict(started.now()))
     return code
 
 
@@ -99,7 +109,8 @@ def _follow(jobs: Any, job: str, output: Output) -> int:
                 continue
             output.say(f"job {job} goes on; scaleray jobs logs {job}, scaleray jobs stop {job}")
             return 0
-        output.say(f"job {job}: {ended.status}" + (f", exit code {ended.exit_code}" if ended.exit_code else ""))
+        code = f", exit code {ended.exit_code}" if ended.exit_code else ""
+        output.say(f"job {job}: {ended.status}{code}" + (f" ({ended.message})" if ended.message else ""))
         return 0 if ended.status == "SUCCEEDED" else FAILED
 
 
@@ -112,9 +123,3 @@ def _is_to_stop() -> bool:
     except (EOFError, KeyboardInterrupt):
         return False
     return answer.strip().lower() in ("s", "stop")
-
-
-def _as_json(job: Any) -> dict[str, Any]:
-    import dataclasses
-
-    return dataclasses.asdict(job)

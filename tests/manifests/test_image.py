@@ -103,7 +103,7 @@ def test_the_entry_point_starts_scaleray_unless_told_otherwise(tmp_path, words, 
     done = subprocess.run(
         [str(FOLDER / "entrypoint.sh"), *words.split()], env=environment, capture_output=True, text=True, timeout=30
     )
-    assert done.stdout.strip() == f"-g -- {becomes}"
+    assert done.stdout.strip() == f"-s -g -- {becomes}"
     environment["HOME"] = str(tmp_path / "nowhere")
     done = subprocess.run(
         [str(FOLDER / "entrypoint.sh"), "true"], env=environment, capture_output=True, text=True, timeout=30

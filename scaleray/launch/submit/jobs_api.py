@@ -12,47 +12,25 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from scaleray.errors import ClusterError, first_line
 from scaleray.launch.cluster.connection import set_auth_mode
-from scaleray.launch.submit.clusters import dashboard_of
-from scaleray.launch.submit.versions import PROBE, SIGN, Versions, normalised
+from scaleray.launch.submit.job import GIVE_UP_S, JobNow
+from scaleray.launch.submit.versions import PROBE, Versions, versions_in
 
 ANSWER_S = 10.0
 PROBE_S = 120.0
 """Seconds within which a cluster tells its versions: it starts a process for that."""
 PROBE_NAME = "scaleray-probe-"
-ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
-GIVE_UP_S = 1800.0
-"""Seconds after which a connection that was lost is given up; the job goes on."""
-
-
-@dataclass(frozen=True)
-class JobNow:
-    """A job as the cluster knows it."""
-
-    name: str
-    status: str
-    message: str = ""
-    entrypoint: str = ""
-    started_at: float | None = None
-    ended_at: float | None = None
-    exit_code: int | None = None
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether nothing more is to come."""
-        return self.status in ENDED
 
 
 class Jobs:
     """Jobs of one cluster. url: its dashboard. Every method raises ClusterError."""
 
     def __init__(self, url: str) -> None:
-        self.url = url
+        self.url = self.place = url
         set_auth_mode(url)
         self.ray_version, self.python_version = _check(url)
         self._probes: list[str] = []
@@ -72,14 +50,13 @@ class Jobs:
                         "the cluster", self.url, f"it started no job within {PROBE_S:.0f} s", job.message
                     )
                 time.sleep(0.3)
-            lines = [line for line in self.logs(name).splitlines() if line.startswith(SIGN)]
-            if not lines:
+            found = versions_in(self.logs(name))
+            if found is None:
                 problem = job.message or "it printed nothing"
                 raise ClusterError(
                     "the cluster's Python", "not usable", f"a job that asks for its versions failed: {problem}"
                 )
-            values = json.loads(lines[-1].removeprefix(SIGN))
-            return Versions(str(values["python"]), {**normalised(values["packages"]), "ray": self.ray_version})
+            return Versions(found.python, {**found.packages, "ray": self.ray_version})
         finally:
             self._probes.append(name)
             self.forget_probes()
@@ -171,11 +148,6 @@ class Jobs:
         if type(exc).__name__ == "AuthenticationError":
             return _refused(self.url)
         return ClusterError("the cluster", self.url, f"it answers: {first_line(exc)[:300]}")
-
-
-def jobs_of(to: str | None) -> Jobs:
-    """The jobs of a cluster by its name or address. Raises UsageError."""
-    return Jobs(dashboard_of(to))
 
 
 def _client_of(url: str) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,8 +111,8 @@ def check_is_in(contents: Contents, path: Path, *, what: str) -> str:
     return name
 
 
-def pack(contents: Contents, target: Path) -> None:
-    """Write the contents to a zip file."""
+def pack(contents: Contents, target: Path, also: Mapping[str, str] | None = None) -> None:
+    """Write the contents to a zip file. also: texts of further files by their names."""
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
         for name in sorted(contents.files):
             path = contents.folder / name
@@ -120,6 +120,10 @@ def pack(contents: Contents, target: Path) -> None:
             about.compress_type = zipfile.ZIP_DEFLATED
             about.external_attr = (path.stat().st_mode & 0o777) << 16
             file.writestr(about, path.read_bytes())
+        for name, text in sorted((also or {}).items()):
+            about = zipfile.ZipInfo(name, FIRST_MOMENT)
+            about.compress_type = zipfile.ZIP_DEFLATED
+            file.writestr(about, text)
 
 
 def _walk(folder: Path) -> Iterator[tuple[Path, bool]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.metadata
+import json
 import platform
 import sys
 from collections.abc import Iterable, Mapping
@@ -33,6 +34,20 @@ class Versions:
     def here(cls) -> Versions:
         """Those of this process."""
         return cls(platform.python_version(), normalised(_installed()))
+
+    def in_words(self) -> str:
+        """The versions that are compared."""
+        named = [f"{name} {self.packages[name]}" for name in ("ray", "torch") if name in self.packages]
+        return ", ".join([f"Python {self.python}", *named])
+
+
+def versions_in(text: str) -> Versions | None:
+    """What the program told among all that was printed; None where it did not."""
+    lines = [line for line in text.splitlines() if line.startswith(SIGN)]
+    if not lines:
+        return None
+    values = json.loads(lines[-1].removeprefix(SIGN))
+    return Versions(str(values["python"]), normalised(values["packages"]))
 
 
 @functools.cache

@@ -7,6 +7,7 @@ an event that few look at. Each rule takes a RayCluster or RayJob as YAML has it
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -243,6 +244,21 @@ def job_mode_fits(manifest: Manifest) -> Iterator[str]:
         yield "the head has a restartPolicy other than Never, with SidecarMode"
 
 
+def entrypoint_is_one_command(manifest: Manifest) -> Iterator[str]:
+    """The operator writes the entrypoint into a shell line of the submitter: `cd /app && train` trains in that pod."""
+    if manifest["kind"] != "RayJob":
+        return
+    lexer = shlex.shlex(str(manifest["spec"].get("entrypoint", "")), posix=False, punctuation_chars=True)
+    lexer.whitespace_split = True
+    try:
+        found = sorted({word for word in lexer if set(word) <= set("();<>|&")})
+    except ValueError as exc:
+        yield f"entrypoint cannot be read by a shell: {exc}"
+        return
+    if found:
+        yield f"entrypoint has {' '.join(found)}, which the submitter's own shell acts on: quote it, or use a script"
+
+
 RULES: dict[str, Rule] = {
     rule.__name__: rule
     for rule in (
@@ -260,5 +276,6 @@ RULES: dict[str, Rule] = {
         job_is_cleaned_up,
         job_deadlines_are_positive,
         job_mode_fits,
+        entrypoint_is_one_command,
     )
 }

@@ -15,32 +15,12 @@ from scaleray.cli import submit as command
 from scaleray.cli.main import run_command
 from scaleray.cli.output import Output
 from scaleray.errors import ClusterError, ConfigError
-from scaleray.launch.submit import jobs_api, submit
-from scaleray.launch.submit.clusters import dashboard_of
+from scaleray.launch.submit import jobs_api, submission
+from scaleray.launch.submit.clusters import cluster_of
 from scaleray.launch.submit.jobs_api import Jobs
 from scaleray.launch.submit.versions import PROBE, SIGN, Versions
 
 URL = "http://10.0.0.1:8265"
-
-
-@pytest.fixture
-def project(tmp_path, monkeypatch):
-    """A folder with a workload and its config, as the current one; no cluster and no token in the environment."""
-    folder = tmp_path / "project"
-    (folder / "jobs").mkdir(parents=True)
-    (folder / "jobs" / "work.py").write_text(
-        "import sklearn\nfrom scaleray import Workload\n\nclass Mine(Workload): ...\n"
-    )
-    (folder / "jobs" / "work.yaml").write_text(
-        "workload: {name: jobs/work.py:Mine}\nbatch: {global_size: 8}\noptimizer: {learning_rate: 0.1}\nstop: {after: 1 epochs}\n"
-    )
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
-    for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    return folder
 
 
 class Client:
@@ -121,7 +101,7 @@ def test_secrets_travel_by_name_and_are_never_printed(cluster, monkeypatch, caps
     assert job["runtime_env"]["env_vars"] == {"S3_KEY": "hunter2"} and job["metadata"]["secrets"] == "S3_KEY"
     printed = capsys.readouterr()
     assert "hunter2" not in printed.out + printed.err
-    assert "hunter2" not in repr(submit.prepare(jobs_yaml(), to=URL, secret_env=["S3_KEY"]))
+    assert "hunter2" not in repr(submission.prepare(jobs_yaml(), to=URL, secret_env=["S3_KEY"]))
     assert json.loads(printed.out)["name"] == job["submission_id"]
 
 
@@ -192,21 +172,21 @@ def test_what_cannot_be_submitted_is_refused_here_with_one_message(project, caps
 
 def test_clusters_have_names_in_a_file_of_the_users_own(project, monkeypatch):
     with pytest.raises(ConfigError, match="there is no cluster to submit to"):
-        dashboard_of(None)
+        cluster_of(None)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.9:6379")  # of a cluster that is joined
     with pytest.raises(ConfigError, match="there is no cluster to submit to"):
-        dashboard_of(None)
+        cluster_of(None)
     monkeypatch.setenv("RAY_ADDRESS", "http://10.0.0.9:8265/")
-    assert dashboard_of(None) == "http://10.0.0.9:8265"
+    assert cluster_of(None).url == "http://10.0.0.9:8265"
     settings = project.parent / "settings" / "scaleray"
     settings.mkdir(parents=True)
     (settings / "clusters.yaml").write_text("mine: http://10.0.0.2:8265\n")
-    assert dashboard_of("mine") == "http://10.0.0.2:8265"
+    assert cluster_of("mine").url == "http://10.0.0.2:8265"
     with pytest.raises(ConfigError, match="known are mine"):
-        dashboard_of("other")
+        cluster_of("other")
     (settings / "clusters.yaml").write_text("- mine\n")
-    with pytest.raises(ConfigError, match="each line is NAME: URL"):
-        dashboard_of("mine")
+    with pytest.raises(ConfigError, match="a line is NAME: URL"):
+        cluster_of("mine")
 
 
 def test_a_connection_that_is_lost_is_tried_again_and_nothing_is_written_twice(cluster):

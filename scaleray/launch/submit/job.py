@@ -1,0 +1,91 @@
+"""A job as every kind of cluster knows it, and how one is followed to its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from scaleray.errors import ClusterError
+
+ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
+GIVE_UP_S = 1800.0
+"""Seconds after which a connection that was lost is given up; the job goes on."""
+POLL_S = 3.0
+TRY_AGAIN_S = 2.0
+
+
+class LostConnectionError(ClusterError):
+    """A cluster cannot be reached just now; what runs there goes on."""
+
+
+@dataclass(frozen=True)
+class JobNow:
+    """A job as the cluster knows it."""
+
+    name: str
+    status: str
+    message: str = ""
+    entrypoint: str = ""
+    started_at: float | None = None
+    ended_at: float | None = None
+    exit_code: int | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more is to come."""
+        return self.status in ENDED
+
+
+class ClusterJobs(Protocol):
+    """Jobs of one cluster. Every method raises ClusterError."""
+
+    @property
+    def place(self) -> str:
+        """What `--to` was given to get here, or what leads here as well."""
+
+    def job(self, name: str) -> JobNow:
+        """What the cluster knows of a job."""
+
+    def list(self) -> list[JobNow]:
+        """All jobs that were submitted, the newest first."""
+
+    def logs(self, name: str) -> str:
+        """All that a job has printed so far."""
+
+    def stop(self, name: str) -> None:
+        """Ask a job to end."""
+
+    def follow(self, name: str, write: Callable[[str], None], say: Callable[[str], None]) -> JobNow:
+        """Write what a job prints until it has ended. A connection that is lost is tried again, and nothing is written
+        twice. say: takes lines on that."""
+
+
+def follow_by_looking(
+    place: str, look: Callable[[], JobNow], write_new: Callable[[], None], say: Callable[[str], None]
+) -> JobNow:
+    """Look at a job again and again, and write what is new, until it has ended. say: hears of a connection that is
+    lost, and why a job waits."""
+    lost_at: float | None = None
+    said = ""
+    while True:
+        try:
+            job = look()  # before what it printed: its last words are then among them
+            write_new()
+        except LostConnectionError:
+            now = time.monotonic()
+            if lost_at is None:
+                lost_at = now
+                say(f"the connection to {place} is lost; the job goes on, trying again ...")
+            if now - lost_at > GIVE_UP_S:
+                raise
+            time.sleep(TRY_AGAIN_S)
+            continue
+        lost_at = None
+        if job.has_ended:
+            return job
+        if job.message and job.message != said:
+            said = job.message
+            say(f"{job.status.lower()}: {said}")
+        time.sleep(POLL_S)

@@ -1,0 +1,51 @@
+"""Programs that reach a cluster, such as kubectl and ssh: run with a limit, their words given back."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scaleray.errors import ClusterError
+
+LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a program said, and how it ended."""
+
+    code: int
+    raw: bytes = b""
+    err: str = ""
+
+    @property
+    def out(self) -> str:
+        """What it wrote, as text."""
+        return self.raw.decode(errors="replace")
+
+    @property
+    def problem(self) -> str:
+        """Its error in a line."""
+        lines = [line.strip() for line in (self.err or self.out).splitlines() if line.strip()]
+        return " ".join(lines)[:600] or f"it ended with {self.code} and said nothing"
+
+
+def is_there(program: str) -> bool:
+    """Whether a program is on the path."""
+    return shutil.which(program) is not None
+
+
+def run(words: Sequence[str], *, given: bytes = b"", limit_s: float = LIMIT_S) -> Said:
+    """Run a program to its end. given: what it reads. Raises ClusterError where there is no such program; one that
+    takes too long is said to have ended with 124."""
+    try:
+        done = subprocess.run(list(words), input=given, capture_output=True, timeout=limit_s, check=False)
+    except FileNotFoundError as exc:
+        raise ClusterError(
+            words[0], "not found", "this cluster is reached by it", "install it, or load its module"
+        ) from exc
+    except subprocess.TimeoutExpired:
+        return Said(124, err=f"{words[0]} did not answer within {limit_s:g} s")
+    return Said(done.returncode, done.stdout, done.stderr.decode(errors="replace"))

@@ -1,0 +1,76 @@
+"""A submission to a Ray, by its Jobs API: versions compared by a job of its own, then packed and started."""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from scaleray.errors import UsageError
+from scaleray.launch.submit.clusters import RayCluster
+from scaleray.launch.submit.jobs_api import Jobs
+from scaleray.launch.submit.package import pack
+from scaleray.launch.submit.submission import Submission, refuse_differences, refuse_missing, with_missing
+from scaleray.launch.submit.versions import Versions
+from scaleray.progress import stage
+from scaleray.records.run import Say
+
+SUBMITTED_BY = "scaleray submit"
+REMEDY = "use the same here, or an image with these (cluster/image)"
+
+
+def checked_and_started(
+    submission: Submission, cluster: RayCluster, *, bring_missing: bool, allow_differences: bool, say: Say
+) -> tuple[Jobs, str]:
+    """Compare the cluster with what is needed, and start the job: the cluster's jobs, and its name. Raises UsageError.
+
+    allow_differences: say what differs or is missing, and go on.
+    """
+    jobs = Jobs(cluster.url)
+    try:
+        submission = compare(submission, jobs, say=say)
+        if not bring_missing:
+            listed = ", ".join(f'"{one}"' for one in submission.requirements)
+            brings = f'runtime_env={{"pip": [{listed}]}} would bring them, as --bring-missing does'
+            refuse_missing(submission, remedy=f"{brings}; or put them into its image")
+    except UsageError as exc:
+        if not allow_differences:
+            raise
+        say(f"  warning: {exc}")
+    return jobs, start(submission, jobs, bring_missing=bring_missing)
+
+
+def compare(submission: Submission, jobs: Jobs, *, say: Say) -> Submission:
+    """The submission with what the cluster lacks. Raises ClusterError where its versions would not do."""
+    here = Versions.here()
+    quick = Versions(jobs.python_version, {"ray": jobs.ray_version})
+    refuse_differences(submission, here, quick, remedy=REMEDY)
+    with stage("asking the cluster for its versions"):
+        there = jobs.versions()
+    refuse_differences(submission, here, there, remedy=REMEDY)
+    say(f"  versions: {there.in_words()}")
+    return with_missing(submission, here, there)
+
+
+def start(submission: Submission, jobs: Jobs, *, bring_missing: bool = False) -> str:
+    """Pack the working directory, send it, and start the job; its name."""
+    environment: dict[str, Any] = {}
+    if submission.variables:
+        environment["env_vars"] = dict(submission.variables)
+    if bring_missing and submission.missing:
+        environment["pip"] = submission.requirements
+    with tempfile.TemporaryDirectory(prefix="scaleray-submit-") as folder:
+        package = Path(folder) / "working_dir.zip"
+        with stage("packing the working directory"):
+            pack(submission.contents, package)
+        environment["working_dir"] = str(package)
+        with stage(f"sending {package.stat().st_size / 2**20:.1f} MiB"):
+            name = jobs.submit(
+                shlex.join(["python", "-m", "scaleray", *submission.command]),
+                name=submission.name,
+                runtime_env=environment,
+                metadata={"submitted_by": SUBMITTED_BY, "secrets": ",".join(submission.variables)},
+            )
+    jobs.forget_probes()
+    return name
