@@ -16,6 +16,7 @@ from scaleray.gates.answer import Check, GateResult, gate_of, together
 from scaleray.gates.policy import Policy
 from scaleray.gates.record import GateRecord
 from scaleray.launch.gate.evidence import Evidence, alerts_of, collect, learning, target_of, training
+from scaleray.launch.gate.mlperf_log import write_mlperf_log
 from scaleray.launch.gate.policy_file import read_policy
 from scaleray.launch.session.conditions import digest, training_of
 from scaleray.tracking.find_record import FoundRun
@@ -33,10 +34,12 @@ def judge(
     study: str | None = None,
     certificates: Sequence[str] = (),
     gates: Sequence[str] = GATES,
+    mlperf_log: str | Path | None = None,
+    mlperf_benchmark: str | None = None,
     uri: str | None = None,
 ) -> GateRecord:
     """Ask the gates about a training. runs: the candidate, and runs that repeat it with other seeds; against: the
-    baseline's; gates: only these.
+    baseline's; gates: only these. mlperf_log: folder for result lines of MLPerf, of the benchmark of this name.
 
     Raises ConfigError for a policy or gate that is not known, TrackingError for a run that is not there.
     """
@@ -46,6 +49,13 @@ def judge(
     held = read_policy(policy)
     evidence = collect(runs, against=against, study=study, certificates=certificates, uri=uri)
     record = judge_evidence(evidence, held, gates=gates)
+    if mlperf_log is not None:
+        name = mlperf_benchmark or str((evidence.run.config.get("tracking") or {}).get("experiment"))
+        target = held.convergence.target or target_of(evidence.run)
+        files = write_mlperf_log(evidence, target, Path(mlperf_log), benchmark=name)
+        record = dataclasses.replace(
+            record, notes=[*record.notes, f"MLPerf's lines: {len(files)} files in {mlperf_log}"]
+        )
     asked_again = [
         dataclasses.replace(result, command=_command(evidence, policy, study, result.gate)) for result in record.gates
     ]
