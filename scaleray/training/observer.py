@@ -7,7 +7,7 @@ target, its checkpoints, the shares of its workers) stands in the loop itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from scaleray.training.setup.model_setup import Setup
@@ -85,6 +85,10 @@ class Observers(Observer):
 
     def __init__(self, *observers: Observer) -> None:
         self.observers = observers
+        # most watch one moment of a step, and a call of those that do not is as dear as theirs
+        self._during_step = _watching(observers, "during_step")
+        self._after_launch = _watching(observers, "after_launch")
+        self._after_step = _watching(observers, "after_step")
 
     def begin(self, setup: Setup) -> None:
         for each in self.observers:
@@ -93,19 +97,25 @@ class Observers(Observer):
     @contextlib.contextmanager
     def during_step(self, number: int) -> Iterator[None]:
         with contextlib.ExitStack() as watched:
-            for each in self.observers:
+            for each in self._during_step:
                 if (context := each.during_step(number)) is not None:
                     watched.enter_context(context)
             yield
 
     def after_launch(self) -> None:
-        for each in self.observers:
+        for each in self._after_launch:
             each.after_launch()
 
     def after_step(self, taken: TakenStep) -> None:
-        for each in self.observers:
+        for each in self._after_step:
             each.after_step(taken)
 
     def close(self) -> None:
         for each in self.observers:
             each.close()
+
+
+def _watching(observers: Sequence[Observer], moment: str) -> tuple[Observer, ...]:
+    """Those that have a method of their own for a moment."""
+    idle = getattr(Observer, moment)
+    return tuple(each for each in observers if getattr(getattr(each, moment), "__func__", None) is not idle)

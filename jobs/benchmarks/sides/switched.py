@@ -22,6 +22,7 @@ from steps import Toy, with_scaleray
 
 from scaleray.callbacks import Callback
 from scaleray.training import loop
+from scaleray.training.observer import Observers
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 
@@ -44,17 +45,17 @@ class Switch:
             return
         self.is_on, run = on, self.run
         if on:
-            run.progress.on_enter, run.observers.observers, run.clock.profile, hooks = self.kept
+            run.progress.on_enter, run.observers, run.clock.profile, hooks = self.kept
         else:
             self.kept = (
                 run.progress.on_enter,
-                run.observers.observers,
+                run.observers,
                 run.clock.profile,
                 [parameter._post_accumulate_grad_hooks for parameter in self.parameters],
             )
             run.progress.on_enter = lambda phase: None
             own = run.profile.observers
-            run.observers.observers = tuple(one for one in run.observers.observers if one not in own)
+            run.observers = Observers(*(one for one in run.observers.observers if one not in own))
             run.clock.profile = SimpleNamespace(start=lambda now: None, cut=lambda step_s, now: None)
             hooks = [None] * len(self.parameters)
         for parameter, hook in zip(self.parameters, hooks, strict=True):

@@ -55,6 +55,8 @@ class ArrivalTimes(Observer):
         """Moments of the forward pass before this one."""
         self._never: list[Any] = []
         self._earlier: list[Pass] = []
+        self._steps: list[tuple[Any, ...]] = []
+        """Steps that are not put into the table yet."""
         self._rows, self._every, self._chunk = np.empty((0, 0)), 1, array("d")
         self._recent: deque[list[float]] = deque(maxlen=MOST_RECENT)
 
@@ -67,8 +69,17 @@ class ArrivalTimes(Observer):
         self._number = number
 
     def after_launch(self) -> None:
-        if self._has_begun or (self._places is None and self._source is not None):
-            self.guard(Watcher.FIGURES, self._look, None, part="arrivals")
+        """Keep the moments of the step; before the places are known, let the strategy find them."""
+        if self._places is None:
+            if self._source is not None:
+                self.guard(Watcher.FIGURES, self._settle, None, part="arrivals")
+        elif self._has_begun:
+            # no more than a list, as all code has to be fetched anew after the passes of a large model
+            came = self._kept + self._moments.now[len(self._kept) :]
+            self._steps.append((self._number, self._begun, self._met, came, self._earlier))
+            self._earlier, self._has_begun = [], False
+            if len(self._steps) >= self._stamps.at_a_time:
+                self.guard(Watcher.FIGURES, self._take_known, None, part="arrivals")
 
     def close(self) -> None:
         if self._source is not None:
@@ -98,6 +109,7 @@ class ArrivalTimes(Observer):
 
     def take_recent(self) -> list[list[float]]:
         """Rows of the last steps since this was asked before: number, begin, seconds to the end, and to each place."""
+        self._take_known()
         rows = list(self._recent)
         self._recent.clear()
         return rows
@@ -121,16 +133,6 @@ class ArrivalTimes(Observer):
         if self._parallel.no_arrivals or self._parallel.arrivals is None:
             return self._parallel.no_arrivals or "the strategy does not tell when it communicates"
         return "it takes some steps to find the collectives, and the training ended before"
-
-    def _look(self) -> None:
-        """Keep the moments of the step; before the places are known, let the strategy find them."""
-        if self._places is None:
-            self._settle()
-        elif self._has_begun:
-            came = self._kept + self._moments.now[len(self._kept) :]
-            self._stamps.add(StepMoments(self._number, self._begun, self._met, came, self._earlier))
-            self._earlier, self._has_begun = [], False
-            self._take_known()
 
     def _settle(self) -> None:
         assert self._source is not None
@@ -161,6 +163,9 @@ class ArrivalTimes(Observer):
         self._met = self._moments.stamp()
 
     def _take_known(self) -> None:
+        steps, self._steps = self._steps, []
+        for step in steps:
+            self._stamps.add(StepMoments(*step))
         while (row := self._stamps.next_known()) is not None:
             self._chunk.extend(row)
             self._recent.append(row)
@@ -224,9 +229,12 @@ class StepMoments(NamedTuple):
 class HostStamps:
     """Moments by the clock that all processes of a host share."""
 
+    at_a_time = CHUNK
+    """Steps that are added together."""
+
     def __init__(self) -> None:
         self.now: Callable[[], Any] = time.perf_counter
-        self._row: list[float] | None = None
+        self._known: deque[list[float]] = deque()
 
     def clock(self, rank: int) -> str:
         """Name of the clock: that of the running kernel, which containers share."""
@@ -235,14 +243,13 @@ class HostStamps:
     def add(self, step: StepMoments) -> None:
         """Keep the moments of a step."""
         if step.earlier:
-            self._row = step.row(lambda begin, end: end - begin, step.met)
+            self._known.append(step.row(lambda begin, end: end - begin, step.met))
         else:
-            self._row = [step.number, step.begun, step.met, *step.came]
+            self._known.append([step.number, step.begun, step.met, *step.came])
 
     def next_known(self) -> list[float] | None:
         """The row of the next step in order; None while it is not known."""
-        row, self._row = self._row, None
-        return row
+        return self._known.popleft() if self._known else None
 
     def wait(self) -> None:
         """Wait until all are known."""
@@ -250,6 +257,9 @@ class HostStamps:
 
 class DeviceStamps:
     """Moments that a device passes, as events. The end of a step is its moment 0: no clock is shared."""
+
+    at_a_time = 1
+    """See `HostStamps`: events are read, and free for others, as soon as the device has passed them."""
 
     def __init__(self, make_event: Callable[[], Any] | None = None) -> None:
         self._make = make_event or (lambda: torch.cuda.Event(enable_timing=True))

@@ -31,6 +31,8 @@ class Marks(Protocol):
     """Times between marks, step by step."""
 
     told: Told
+    at_a_time: int
+    """Steps after which it is worth asking for those that are known."""
 
     def mark(self, phase: Phase) -> None:
         """Note that a phase begins, and the one before ends."""
@@ -53,41 +55,45 @@ class Marks(Protocol):
 class HostMarks:
     """Marks by the host's clock."""
 
+    at_a_time = 64
+
     def __init__(self) -> None:
-        self._spent = [0.0] * len(PARTS)
-        self._at, self._since = OTHER, time.perf_counter()
-        self._known: StepParts | None = None
+        self._open: list[tuple[int, float]] = [(OTHER, time.perf_counter())]
+        self._under_way: deque[tuple[float, list[tuple[int, float]], float]] = deque()
         self.told: Told = {}
 
     def mark(self, phase: Phase) -> None:
-        now = time.perf_counter()
-        self._spent[self._at] += now - self._since
-        self._at, self._since = COLUMN_OF[phase], now
+        self._open.append((COLUMN_OF[phase], time.perf_counter()))
         if phase in self.told:
             self.told[phase]()
 
     def as_evaluation(self, now: float) -> float:
-        self._spent[self._at] += now - self._since
-        self._at, self._since = OTHER, now
-        whole_s = sum(self._spent)
-        others_s, self._spent = self._spent[OTHER], [0.0] * len(PARTS)
-        self._spent[OTHER], self._spent[EVALUATION] = others_s, whole_s - others_s
-        return whole_s
+        begun = self._open[0][1]
+        self._open = [(column if column == OTHER else EVALUATION, at) for column, at in self._open]
+        self._open.append((OTHER, now))
+        return now - begun
 
     def end_step(self, step_s: float, now: float) -> None:
-        self._spent[self._at] += now - self._since
-        self._known, self._since = (step_s, self._spent), now
-        self._spent = [0.0] * len(PARTS)
+        self._under_way.append((step_s, self._open, now))
+        self._open = [(self._open[-1][0], now)]
 
     def next_known(self) -> StepParts | None:
-        known, self._known = self._known, None
-        return known
+        if not self._under_way:
+            return None
+        step_s, marks, end = self._under_way.popleft()
+        spent = [0.0] * len(PARTS)
+        for column, at in reversed(marks):
+            spent[column] += end - at
+            end = at
+        return step_s, spent
 
     def wait(self) -> None: ...
 
 
 class DeviceMarks:
     """Marks by events that a device passes. make_event: gives an event that takes its time."""
+
+    at_a_time = 1  # events are free for others as soon as they are read
 
     def __init__(self, make_event: Callable[[], Any] | None = None) -> None:
         self._make = make_event or (lambda: torch.cuda.Event(enable_timing=True))

@@ -71,7 +71,7 @@ class MemoryCurve:
         return memory_over_time(self.samples, peak=self.peak, first_step=first_step, width=width, count=count)
 
     def _see_peak(self, phase: Phase | None) -> bool:
-        num_bytes = used_memory.peak_bytes(self.device)
+        num_bytes = used_memory.counted_peak_bytes(self.device)
         if self.peak is not None and num_bytes <= self.peak.num_bytes:
             return False
         self.peak = MemoryPeak(num_bytes, self._step + 1, phase or "", time.time() - self.started_at)

@@ -4,6 +4,7 @@ marks is a part of the step."""
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -51,6 +52,8 @@ class PhaseTimes(Observer):
         self.memory = MemoryCurve(place.device, started_at, first_step)
         self.marks = marks or (DeviceMarks() if place.device.type == "cuda" else HostMarks())
         self._table, self._chunk, self._pauses = StepRows(COLUMNS), array("d"), Pauses()
+        self._paused: deque[float] = deque()
+        """Pauses of the steps that are not known yet."""
         self.at_phase: dict[Phase, Callable[[], None]] = {}
         """What is called when a phase begins, beside the mark."""
         self._also_looking = {phase: partial(self._look_at_phase, phase) for phase in Phase}
@@ -77,9 +80,9 @@ class PhaseTimes(Observer):
         """End a step that took `step_s` until `now` by the training's clock, and begin the next one."""
         self.marks.end_step(step_s + self._outside_s, now)
         self._outside_s = 0.0
-        self._take_known()
-        if len(self._chunk) >= CHUNK * len(COLUMNS):
-            self._fold()
+        self._paused.append(self._pauses.since_last())
+        if len(self._paused) >= self.marks.at_a_time:
+            self._take_known()
 
     def close(self) -> None:
         """Leave the garbage collector as it was."""
@@ -87,11 +90,13 @@ class PhaseTimes(Observer):
 
     @property
     def num_known(self) -> int:
-        """Steps whose parts are known."""
+        """Steps whose parts are known by now."""
+        self._take_known()
         return self._table.num_steps + len(self._chunk) // len(COLUMNS)
 
     def totals(self) -> tuple[tuple[str, ...], int, np.ndarray]:
         """Names of the columns, number of the steps whose parts are known, and seconds in all of these."""
+        self._take_known()
         self._fold()
         return COLUMNS, self._table.num_steps, self._table.totals.copy()
 
@@ -135,14 +140,15 @@ class PhaseTimes(Observer):
         self._guard(Watcher.MEMORY, look, None, part="over time")
 
     def _take_known(self) -> None:
-        pauses_s = self._pauses.since_last()  # a device's steps are known some steps later than its host's pauses
         while (known := self.marks.next_known()) is not None:
+            pauses_s = self._paused.popleft()
             if self._is_warm:
                 self._chunk.append(known[0])
                 self._chunk.extend(known[1])
                 self._chunk.append(pauses_s)
-                pauses_s = 0.0
             self._is_warm = True
+        if len(self._chunk) >= CHUNK * len(COLUMNS):
+            self._fold()
 
     def _fold(self) -> None:
         """Put the last steps into the table, and hold the sum of their parts against them."""

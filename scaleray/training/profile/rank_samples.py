@@ -50,18 +50,22 @@ class RankSamples(Observer):
         self._tell, self._emit, self._guard = tell, emit, guard
         self._recent = StepMeans(phases, every_s=TOLD_EVERY_S)
         self._means = StepMeans(phases, every_s=max(every_s, place.world_size / SAMPLES_A_SECOND))
+        self._due_at = -1e9
         self._limit = guard(Watcher.MEMORY, lambda: memory_limit(place.device), None, part="its limit")
         self._device = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else ""
 
     def after_step(self, taken: TakenStep) -> None:
         """Tell and take a sample, if it is time to and a step was measured since the last one."""
         now = time.monotonic()
+        if now < self._due_at:
+            return
         if self._recent.is_due(now):
             self._guard(Watcher.FIGURES, lambda: self._tell_of(taken.number, now), None, part="last steps")
         if self._means.is_due(now):
             sample = self._guard(Watcher.FIGURES, lambda: self._sample(taken.number, now), None, part="live metrics")
             if sample is not None:
                 self._emit(sample)
+        self._due_at = min(self._recent.due_at, self._means.due_at)
 
     def _tell_of(self, step: int, now: float) -> None:
         num_steps, means = self._recent.take(now)
@@ -110,17 +114,17 @@ class StepMeans:
 
     def __init__(self, phases: PhaseTimes, *, every_s: float) -> None:
         self.phases, self.every_s = phases, every_s
-        self._looked_at = -1e9
+        self.due_at = -1e9
         self._steps, self._totals = 0, np.zeros(1)
 
     def is_due(self, now: float) -> bool:
         """Whether it is time to look, and a step was measured since the last time."""
-        return now - self._looked_at >= self.every_s and self.phases.num_known > self._steps
+        return now >= self.due_at and self.phases.num_known > self._steps
 
     def take(self, now: float) -> tuple[int, dict[str, float]]:
         """Number of steps since the last look, and their means in seconds by column, without columns that never had any
         time."""
-        self._looked_at = now
+        self.due_at = now + self.every_s
         columns, steps, totals = self.phases.totals()
         num_steps = steps - self._steps
         means = (totals - self._totals) / num_steps

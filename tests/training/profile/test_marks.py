@@ -109,3 +109,13 @@ def test_an_evaluation_between_two_steps_is_one_part_of_the_next(clock, kind):
     take(marks, clock, *STEP)
     expected = {**PARTS_OF_STEP, Phase.EVALUATION: 3.0, Phase.OTHER: 0.75}
     assert as_dict(marks.next_known()) == expected
+
+
+def test_steps_of_a_host_wait_in_line_until_they_are_asked_for(clock):
+    """Code that runs once in many steps is not fetched anew in each of them."""
+    marks = HostMarks()
+    for _ in range(3):
+        take(marks, clock, *STEP)
+    assert [as_dict(marks.next_known()) for _ in range(3)] == [PARTS_OF_STEP] * 3
+    assert marks.next_known() is None
+    assert (HostMarks.at_a_time, DeviceMarks.at_a_time) == (64, 1), "a device's events are to be used again"

@@ -16,7 +16,7 @@ from scaleray.training.profile.memory_curve import MemoryCurve
 @pytest.fixture
 def process(monkeypatch):
     """A process with so many bytes at most, looked at on a clock that stands still."""
-    state = SimpleNamespace(peak=1000, now=50.0, asked=0)
+    state = SimpleNamespace(peak=1000, now=50.0, asked=0, read=0)
 
     def getrusage(who):
         state.asked += 1
@@ -28,7 +28,12 @@ def process(monkeypatch):
     monkeypatch.setattr(
         memory_curve, "time", SimpleNamespace(monotonic=lambda: state.now, time=lambda: 1000 + state.now)
     )
-    monkeypatch.setattr(used_memory, "resident_bytes", lambda: state.peak // 2)
+
+    def resident_bytes():
+        state.read += 1
+        return state.peak // 2
+
+    monkeypatch.setattr(used_memory, "resident_bytes", resident_bytes)
     return state
 
 
@@ -69,11 +74,12 @@ def test_most_steps_cost_one_question(process):
     curve = MemoryCurve(torch.device("cpu"), started_at=1000.0)
     curve.end_step(1)
     curve.end_step(2)
-    before = process.asked
+    before, read = process.asked, process.read
     for step in range(3, 103):
         assert not curve.is_looking
         curve.end_step(step)
     assert process.asked - before == 100
+    assert process.read == read, "a file of the system is read for a sample alone: it costs four times as much"
 
 
 def test_of_steps_that_come_close_after_each_other_few_are_told(process):

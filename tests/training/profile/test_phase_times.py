@@ -152,3 +152,21 @@ def test_what_ddp_waits_for_at_the_end_of_a_backward_pass_is_exposed_communicati
         # of a step's two backward passes the last one communicates
         assert after == {Phase.COPY: 4, Phase.COMMUNICATION: 4}
         assert {"copy_to_device", "forward", "backward", "exposed_communication", "optimizer"} <= set(phases)
+
+
+def test_steps_that_are_not_put_together_yet_are_known_to_whoever_asks():
+    place = SimpleNamespace(rank=0, node="here", device=torch.device("cpu"))
+    times = PhaseTimes(
+        place, 0, started_at=0.0, enter=lambda phase: phase, emit=print, guard=lambda watcher, look, *_, **__: look()
+    )
+    try:
+        times.start(0.0)
+        for step in range(1, 6):
+            times.cut(0.5, 0.5 * step)
+            assert times.num_known == step - 1, "without the first step of the process"
+        for step in range(6, 9):
+            times.cut(0.5, 0.5 * step)
+        columns, steps, totals = times.totals()
+        assert (steps, columns[0], totals[0]) == (7, "step", 3.5)
+    finally:
+        times.close()
