@@ -143,6 +143,6 @@ RUN_FAILED = Metric("live/run_failed", "1", "1 once the run has failed", publish
 EVAL = Metric(
     "live/eval", "unit of the metric", "last value of an evaluation metric", published=RUN, labels=("split", "metric")
 )
-"""Of evaluations, which are named `split/metric` elsewhere."""
+"""Metrics of evaluations, which are named `split/metric` elsewhere."""
 
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, Metric))

@@ -236,7 +236,7 @@ LOSS_OF = Metric(
     "train/loss_NAME", "loss per sample or token", "each of several losses, whose sum is train/loss", "lower"
 )
 GRAD_NORM_OF = Metric("train/grad_norm_NAME", "1", "norm of the gradient of each of several losses, before clipping")
-"""Of a workload with several losses, MLflow has these for each, with its name in place of NAME."""
+"""Metrics that MLflow has for each loss of a workload with several, with the loss's name in place of NAME."""
 SYSTEM = Metric(
     "system/NODE/FIGURE",
     "%, W or MB",

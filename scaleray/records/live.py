@@ -29,7 +29,7 @@ class RecentSteps:
     step_s: float
     """Mean of a step, as are the phases."""
     phases: dict[str, float]
-    """By the values of `Phase`; those that took no time are left out."""
+    """Mean seconds by the values of `Phase`; those that took no time are left out."""
     memory: dict[str, int] = field(default_factory=dict)
     """Bytes: `resident_bytes` of its process, `peak_bytes` as `MemoryPeak` counts them, and on a GPU the numbers of
     `MemoryNumbers`."""
@@ -114,7 +114,7 @@ class LiveState(JsonRecord):
     waiting_points: int = 0
     """Points that MLflow has not taken yet."""
     done: float | None = None
-    """Of a study or a sweep: how much of `total` is done, in `unit`."""
+    """Part of `total` that a study or a sweep has done, in `unit`."""
     total: float | None = None
     unit: str = ""
     notes: list[str] = field(default_factory=list)

@@ -166,7 +166,8 @@ class Goodput:
 
     elapsed_s: float
     seconds: dict[str, float]
-    """By class: `productive` steps, `start`, `restart`, `repeated`, `input`, `checkpoint`, `evaluation`, `other`."""
+    """Seconds by class: `productive` steps, `start`, `restart`, `repeated`, `input`, `checkpoint`, `evaluation`,
+    `other`."""
     attempts: int = 1
     """How often the run was started: once, and once more for each time it was resumed or lost workers."""
     repeated_steps: int = 0

@@ -102,7 +102,7 @@ def best(found: Iterable[Setting], direction: str) -> Setting | None:
 
 
 def best_by_batch(record: SweepRecord) -> dict[str, dict[int, Setting]]:
-    """For each rule, the best setting at each batch size, from small to large."""
+    """Best setting of each rule at each batch size, from small to large."""
     groups: dict[str, dict[int, list[Setting]]] = defaultdict(lambda: defaultdict(list))
     for setting in settings(record):
         groups[setting.rule][setting.batch_size].append(setting)

@@ -183,7 +183,7 @@ def _first_above(
 
 
 def _otherwise_apart(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    """By how much the ranks of a run are further apart, or nearer, than those of the reference, (parameters,).
+    """Distance by which the ranks of a run are further apart, or nearer, than those of the reference, (parameters,).
 
     Replicas that train apart differ by design. The ranks of any other training are not apart, like a single process.
     """

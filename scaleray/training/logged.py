@@ -19,9 +19,9 @@ from scaleray.errors import WorkloadError
 from scaleray.records.run import Emit, EventRecord, LoggedFile, LoggedMetrics
 
 LARGEST_BYTES = 2**24
-"""Of one file: larger ones are left out."""
+"""Largest size of one file: larger ones are left out."""
 MOST_BYTES = 2**29
-"""Of all files of a run: what comes after is left out."""
+"""Largest size of all files of a run together: what comes after is left out."""
 _NAME = re.compile(r"[\w.() -]+(/[\w.() -]+)*")
 
 

@@ -67,10 +67,23 @@ def fit(
 
     run_path: the run's folder, for checkpoints and Ray Train's own files. facts: what every checkpoint says of the run.
     """
-    with stage("preparing the launch"):
-        assignment = _assignment(job, sources, recorder, run_path=run_path, facts=facts, preempted=can_be_preempted)
+    import ray
+
     config, max_failures = job.config, job.config.scale.max_failures
     streamed = {name: source.dataset for name, source in sources.items() if Split.of(name, source).is_streamed}  # type: ignore[attr-defined]
+    with stage("preparing the launch"):
+        from scaleray.training.worker import Assignment  # with torch
+
+        stored = {name: ray.put(source) for name, source in sources.items() if name not in streamed}
+        assignment = Assignment(
+            job=job,
+            sources=RaySources(stored, input_cpus(config, alive_nodes())),
+            recorder=recorder.actor,
+            run_path=run_path,
+            facts=facts,
+            published_as=recorder.published_as,
+            can_be_preempted=can_be_preempted,
+        )
     # the watcher costs a process and prints an error at every start, so only where a node can be taken away
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "1" if can_be_preempted else "0"
     first_stage = f"starting the {quantity(job.config.scale.max_workers, 'worker')}"
@@ -93,33 +106,6 @@ def fit(
             recorder.log([EventRecord(text, kind="warning")])
             _wait_for_silence(recorder)
             remove_placement_groups(own_placement_groups() - others)
-
-
-def _assignment(
-    job: TrainJob,
-    sources: dict[str, Source],
-    recorder: RemoteRecorder,
-    *,
-    run_path: str,
-    facts: Mapping[str, Any],
-    preempted: bool,
-) -> Assignment:
-    """What every worker receives; data that is not streamed goes to the object store."""
-    import ray
-
-    from scaleray.training.worker import Assignment
-
-    stored = {name: source for name, source in sources.items() if not Split.of(name, source).is_streamed}
-    references = {name: ray.put(source) for name, source in stored.items()}
-    return Assignment(
-        job=job,
-        sources=RaySources(references, input_cpus(job.config, alive_nodes())),
-        recorder=recorder.actor,
-        run_path=run_path,
-        facts=facts,
-        published_as=recorder.published_as,
-        can_be_preempted=preempted,
-    )
 
 
 def _fit_once(

@@ -70,43 +70,10 @@ def sweep(
     if continue_folder is not None and (finished := finished_record(absolute_path(continue_folder))) is not None:
         say(f"sweep {finished.name} is finished already; nothing is left to do")
         return finished
-    with opened(
-        config,
-        question,
-        workload,
-        continue_folder=continue_folder,
-        tracking_uri=tracking_uri,
-        command=command,
-        say=say,
-        base_dir=base_dir,
-        against=against,
-    ) as running:
-        running.run_all()
-        return running.finish(write_report)
-
-
-@contextlib.contextmanager
-def opened(
-    config: RunConfig | None,
-    question: SweepQuestion | None,
-    workload: Any = None,
-    *,
-    continue_folder: str | None = None,
-    tracking_uri: str | None = None,
-    command: str = "",
-    say: Say = lambda text: None,
-    base_dir: Path | None = None,
-    against: SweepRecord | None = None,
-) -> Iterator[RunningSweep]:
-    """A sweep with its cluster, folder and MLflow run, ready to run trials; ended in order with the context.
-
-    See `sweep`.
-    """
     started_at = time.time()
-    before: AskedSweep | None = None
     folder: RunFolder | None = None
-    if continue_folder is not None:
-        before = read_asked(absolute_path(continue_folder))
+    before = read_asked(absolute_path(continue_folder)) if continue_folder is not None else None
+    if before is not None:
         config, question, command = RunConfig.model_validate(before.config), before.question, before.command
         base_dir = Path(before.base_dir) if before.base_dir else base_dir
     assert config is not None and question is not None
@@ -130,7 +97,8 @@ def opened(
             asked = before or _asked(plan, candidates.refused, command, base_dir, started_at)
             files = SweepFolder(folder)
             with RunningSweep(plan, asked, files, nodes, tracking_uri, say, started_at, against=against) as running:
-                yield running
+                running.run_all()
+                return running.finish(write_report)
     finally:
         if folder is not None:
             folder.remove_if_empty()

@@ -58,7 +58,7 @@ def _restarts(seen: Seen, limits: AlertLimits) -> Found | None:
 
 
 def grown_in(seen: Seen, metric: Metric, last_s: float) -> float:
-    """By how much a counter has grown in the last seconds; before its first point it was 0."""
+    """Growth of a counter in the last seconds; before its first point it was 0."""
     points = list(seen.series.get(prometheus_name(metric), {}).get("", ()))
     before = [value for at, value in points if at <= seen.now - last_s]
     return points[-1][1] - (before[-1] if before else 0.0) if points else 0.0

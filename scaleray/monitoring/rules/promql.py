@@ -30,9 +30,9 @@ def over(function: str, metric: Metric, seconds: float, *, first: str = "", wher
 
 
 def grown(metric: Metric, seconds: float, *, known_by: Metric | None = None) -> str:
-    """By how much a counter of a run has grown. Not `increase`: a counter that appears with its first event has no
-    sample before it, and would not have grown. known_by: a metric that the run must have had then: what a resumed run
-    counted before is nothing new."""
+    """Growth of a counter of a run. Not `increase`: a counter that appears with its first event has no sample before
+    it, and would not have grown. known_by: a metric that the run must have had then: what a resumed run counted before
+    is nothing new."""
     now, before = of_run(metric), f"max by ({RUN}) ({prometheus_name(metric)} offset {seconds:g}s)"
     none = now if known_by is None else f"max by ({RUN}) ({prometheus_name(known_by)} offset {seconds:g}s)"
     return f"{now} - ({before} or 0 * {none})"

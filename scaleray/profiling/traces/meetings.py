@@ -49,7 +49,7 @@ class Meeting:
     by_sequence: bool
     """Whether `number` is NCCL's own; else it counts calls of this name in the group."""
     parts: Mapping[int, Collective]
-    """By rank."""
+    """Parts of the collective, by rank."""
 
 
 def collectives_of(trace: Trace) -> list[Collective]:

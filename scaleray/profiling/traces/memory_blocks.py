@@ -46,7 +46,7 @@ class MemorySnapshot:
     rank: int | None
     segments: list[list[Block]] = field(repr=False)
     grows: list[bool] = field(repr=False)
-    """Of each segment, whether it grows and shrinks (expandable_segments): nothing of it is stranded."""
+    """Whether each segment grows and shrinks (expandable_segments): nothing of such a one is stranded."""
 
     @property
     def is_expandable(self) -> bool:

@@ -41,7 +41,7 @@ def global_batch_size_of(config: RunConfig, data: DataSize, why: dict[str, str])
 
 
 def _packed_batch_size(config: RunConfig, data: DataSize, steps: int, why: dict[str, str]) -> int:
-    """About the samples of a step of tokens. Raises ConfigError."""
+    """Approximate number of samples in a step of tokens. Raises ConfigError."""
     size, longest, piece = config.batch.global_size, data.longest or 0, (data.total_tokens or 0) // steps
     if longest > piece:
         raise ConfigError(

@@ -107,7 +107,7 @@ def sentences(record: SweepRecord, *, has_own_target: bool, reference_batch_size
 
 
 def rule_sentences(record: SweepRecord, *, reference_batch_size: int) -> list[str]:
-    """For each rule, a sentence that says where it stopped holding and what theory predicts."""
+    """A sentence for each rule that says where it stopped holding and what theory predicts."""
     knee = find_knee(record)
     ranges = [rule_range(record, rule, reference_batch_size=reference_batch_size) for rule in _rules(record)]
     return [_rule_in_words(record, each, knee, reference_batch_size) for each in ranges if each.num_sizes]

@@ -18,7 +18,7 @@ from scaleray.training.profile import used_memory
 
 LOOK_EVERY_S = 1.0
 PEAK_EVERY_S = 0.1
-"""Of steps that come closer after each other, the last one stands for all."""
+"""Seconds between two looks at the peak: of steps that come closer after each other, the last one stands for all."""
 SNAPSHOT_EVERY_S = 60.0
 """A snapshot goes through every block: on a large model that takes a tenth of a second."""
 

@@ -35,7 +35,7 @@ from scaleray.training.setup.averaging import Averaging
 from scaleray.training.setup.compilation import Compilation, compiled
 from scaleray.training.setup.own_optimizer import InUse
 from scaleray.training.setup.place import Place
-from scaleray.training.setup.several_optimizers import check_can_train
+from scaleray.training.setup.several_optimizers import config_for
 from scaleray.workload import call_user_code
 
 
@@ -91,73 +91,52 @@ def prepare(
     is_resumed: a checkpoint will be loaded into it, so that `workload.weights` is not needed any more. varied: keys of
     the config by which this training differs from others of a sweep.
     """
-    undo = contextlib.ExitStack()
-    if losses := losses_of(workload):
-        check_can_train(config, recipe.strategy, losses)
-        # a loss leaves the parameters of others' optimizers without a gradient
-        strategy = config.strategy.model_copy(update={"find_unused_parameters": True, "static_graph": False})
-        config = config.model_copy(update={"strategy": strategy})
-    try:
-        return _prepare(workload, config, recipe, place, undo, is_resumed=is_resumed, varied=varied)
-    except BaseException:
-        undo.close()
-        raise
-
-
-def _prepare(
-    workload: Any,
-    config: RunConfig,
-    recipe: Recipe,
-    place: Place,
-    undo: contextlib.ExitStack,
-    *,
-    is_resumed: bool,
-    varied: Collection[str],
-) -> Setup:
-    if config.deterministic:
-        use_deterministic_algorithms()
-    elif place.device.type == "cuda":
-        torch.backends.cudnn.benchmark = True  # steps have few shapes, of which the fastest convolution pays off
-    # the same seed on every rank, so that every rank draws the same initial parameters
-    seed_everything(stream_seed(config.seed, "model"))
-    model = _spread_model(workload, config, recipe, place, undo)
-    parallel, arithmetic = model.parallel, model.precision
-    if config.workload.weights is not None and not is_resumed:
-        # after the strategy, so that each rank reads its own shards only; nobody writes there meanwhile
-        fine_tuning.load(parallel.module, workload, config.workload.weights, is_part=bool(parallel.parameter_names))
-    if place.group is not None and _differs_between_ranks(parallel):
-        # after the strategy, which knows what each rank has
-        arithmetic = precision.share_loss_scale(arithmetic, parallel.module, place.group)
-    digests = model.digests
-    if digests is None or (config.workload.weights is not None and not is_resumed):
-        # after the strategy, which may broadcast: what matters is what the first step starts from
-        is_partitioned = parallel.is_partitioned and parallel.run_micro_batches is not None
-        digests = check_equal_parameters(parallel.module, place.group, is_partitioned=is_partitioned)
-    # the optimizer last: a strategy may have replaced parameters
-    optimizer, in_use = optimizers.build(workload, parallel.module, config, recipe, owns=parallel.owns, varied=varied)
-    parallel.use_optimizer(optimizer)
-    schedule, in_use = optimizers.build_schedule(workload, optimizer, config, recipe, in_use, varied=varied)
-    # masks lie over ranks as the strategy has laid out the parameters, and clear the optimizer's state
-    masks = pruning.build(parallel.module, optimizer, config.pruning, place.group)
-    if masks is not None and masks.is_due(0) and not is_resumed:
-        masks.prune(0)
-    # from here on ranks must differ, or dropout would use the same mask on every rank; ranks of one replica must not,
-    # as they may each compute a part of the same activations
-    seed_everything(stream_seed(config.seed, "dropout", place.data_rank))
-    return Setup(
-        parallel=parallel,
-        optimizer=optimizer,
-        schedule=schedule,
-        precision=arithmetic,
-        parameters=[p for p in parallel.module.parameters() if p.requires_grad],
-        num_parameters=model.num_parameters,
-        initial_hash=fingerprint_of(digests),
-        pruning=masks,
-        averaging=Averaging(parallel.module, config.averaging),
-        compilation=model.compilation,
-        in_use=in_use,
-        undo=undo,
-    )
+    config = config_for(losses_of(workload), config, recipe.strategy)
+    with contextlib.ExitStack() as undo:
+        if config.deterministic:
+            use_deterministic_algorithms()
+        elif place.device.type == "cuda":
+            torch.backends.cudnn.benchmark = True  # steps have few shapes, of which the fastest convolution pays off
+        # the same seed on every rank, so that every rank draws the same initial parameters
+        seed_everything(stream_seed(config.seed, "model"))
+        model = _spread_model(workload, config, recipe, place, undo)
+        parallel, arithmetic = model.parallel, model.precision
+        if config.workload.weights is not None and not is_resumed:
+            # after the strategy, so that each rank reads its own shards only; nobody writes there meanwhile
+            fine_tuning.load(parallel.module, workload, config.workload.weights, is_part=bool(parallel.parameter_names))
+        if place.group is not None and _differs_between_ranks(parallel):
+            # after the strategy, which knows what each rank has
+            arithmetic = precision.share_loss_scale(arithmetic, parallel.module, place.group)
+        if (digests := model.digests) is None or (config.workload.weights is not None and not is_resumed):
+            # after the strategy, which may broadcast: what matters is what the first step starts from
+            is_partitioned = parallel.is_partitioned and parallel.run_micro_batches is not None
+            digests = check_equal_parameters(parallel.module, place.group, is_partitioned=is_partitioned)
+        # the optimizer last: a strategy may have replaced parameters
+        module, owns = parallel.module, parallel.owns
+        optimizer, in_use = optimizers.build(workload, module, config, recipe, owns=owns, varied=varied)
+        parallel.use_optimizer(optimizer)
+        schedule, in_use = optimizers.build_schedule(workload, optimizer, config, recipe, in_use, varied=varied)
+        # masks lie over ranks as the strategy has laid out the parameters, and clear the optimizer's state
+        masks = pruning.build(parallel.module, optimizer, config.pruning, place.group)
+        if masks is not None and masks.is_due(0) and not is_resumed:
+            masks.prune(0)
+        # from here on ranks must differ, or dropout would use the same mask on every rank; ranks of one replica must
+        # not, as they may each compute a part of the same activations
+        seed_everything(stream_seed(config.seed, "dropout", place.data_rank))
+        return Setup(
+            parallel=parallel,
+            optimizer=optimizer,
+            schedule=schedule,
+            precision=arithmetic,
+            parameters=[p for p in parallel.module.parameters() if p.requires_grad],
+            num_parameters=model.num_parameters,
+            initial_hash=fingerprint_of(digests),
+            pruning=masks,
+            averaging=Averaging(parallel.module, config.averaging),
+            compilation=model.compilation,
+            in_use=in_use,
+            undo=undo.pop_all(),
+        )
 
 
 @dataclass(frozen=True)

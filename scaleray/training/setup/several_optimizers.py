@@ -46,7 +46,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with parameters numbered through all optimizers."""
+        """State in torch's form, with parameters numbered through all optimizers."""
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         before = 0
@@ -129,8 +129,10 @@ def check_losses(workload: Any, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def check_can_train(config: RunConfig, strategy: str, losses: Collection[str]) -> None:
-    """Raise ConfigError for what cannot be done with several losses."""
+def config_for(losses: Collection[str] | None, config: RunConfig, strategy: str) -> RunConfig:
+    """The config for several losses, or as it is for none. Raises ConfigError for what cannot be done with several."""
+    if not losses:
+        return config
     traits = traits_of(strategy)
     why = f"the workload has {len(losses)} losses ({', '.join(losses)})"
     if traits.trains_apart or strategy == "pipeline":
@@ -152,3 +154,6 @@ def check_can_train(config: RunConfig, strategy: str, losses: Collection[str]) -
             section, _, name = key.partition(".")
             value = getattr(getattr(config, section), name)
             raise ConfigError(key, value, f"{why}, and {reason}", f"leave {key} out")
+    # a loss leaves the parameters of others' optimizers without a gradient
+    unused = config.strategy.model_copy(update={"find_unused_parameters": True, "static_graph": False})
+    return config.model_copy(update={"strategy": unused})
