@@ -19,7 +19,8 @@ MB = 1e6  # bytes of a megabyte, as MLflow counts
 
 
 class SystemMetrics:
-    """Samples CPU, memory, disk, network and GPUs. Rates are since the previous sample.
+    """Samples CPU, memory, disk, network and GPUs. The CPU's percentage is since the previous sample, what the network
+    carried since the first, as MLflow has it.
 
     guard: each figure of each GPU may fail alone: MIG slices and vGPUs have some and not others.
     """
@@ -59,8 +60,10 @@ class SystemMetrics:
             "disk_usage_percentage": disk.percent,
         }
         if network is not None and self._network is not None:
-            found["network_receive_megabytes"] = (network.bytes_recv - self._network.bytes_recv) / MB
-            found["network_transmit_megabytes"] = (network.bytes_sent - self._network.bytes_sent) / MB
+            # the counts of an interface that has gone since are gone as well
+            received = max(0, network.bytes_recv - self._network.bytes_recv)
+            sent = max(0, network.bytes_sent - self._network.bytes_sent)
+            found["network_receive_megabytes"], found["network_transmit_megabytes"] = received / MB, sent / MB
         return found
 
 

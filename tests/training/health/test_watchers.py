@@ -206,6 +206,16 @@ def gpu_figures(sample):
     return {name: value for name, value in sample.items() if name.startswith("gpu_")}
 
 
+def test_what_the_network_carried_is_not_below_nothing_after_an_interface_has_gone(monkeypatch):
+    counts = iter([(5e6, 7e6), (6e6, 9e6), (1e6, 2e6)])
+    read = lambda: SimpleNamespace(**dict(zip(("bytes_recv", "bytes_sent"), next(counts), strict=True)))  # noqa: E731
+    monkeypatch.setattr("psutil.net_io_counters", read)
+    metrics = SystemMetrics(Guard())
+    names = ("network_receive_megabytes", "network_transmit_megabytes")
+    found = [[sample[name] for name in names] for sample in (metrics.sample(), metrics.sample())]
+    assert found == [[1.0, 2.0], [0.0, 0.0]]
+
+
 def test_gpus_are_watched_without_a_context_on_any(monkeypatch):
     gpus, said = Gpus(monkeypatch), []
     assert gpu_figures(SystemMetrics(Guard(said.append)).sample()) == {
