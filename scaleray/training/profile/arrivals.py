@@ -77,8 +77,8 @@ class ArrivalTimes(Observer):
             # no more than a list, as all code has to be fetched anew after the passes of a large model
             came = self._kept + self._moments.now[len(self._kept) :]
             self._steps.append((self._number, self._begun, self._met, came, self._earlier))
-            self._earlier, self._has_begun = [], False
-            if len(self._steps) >= self._stamps.at_a_time:
+            has_many, self._earlier, self._has_begun = bool(self._earlier), [], False
+            if has_many or len(self._steps) >= self._stamps.at_a_time:
                 self.guard(Watcher.FIGURES, self._take_known, None, part="arrivals")
 
     def close(self) -> None:

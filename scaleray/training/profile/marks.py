@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,9 @@ from scaleray.records.phases import PARTS, Phase
 OTHER, EVALUATION = PARTS.index(Phase.OTHER), PARTS.index(Phase.EVALUATION)
 COLUMN_OF: dict[str, int] = {**dict.fromkeys(Phase, OTHER), **{part: column for column, part in enumerate(PARTS)}}
 """Place of each phase among the parts of a step."""
+
+MOST_MARKS = 64
+"""Of a step that waits in line; one of several micro-batches or with an evaluation may have thousands."""
 
 StepParts = tuple[float, list[float]]
 """Seconds of a step by the clock of the training, and of its parts."""
@@ -69,25 +72,42 @@ class HostMarks:
 
     def as_evaluation(self, now: float) -> float:
         begun = self._open[0][1]
-        self._open = [(column if column == OTHER else EVALUATION, at) for column, at in self._open]
-        self._open.append((OTHER, now))
+        self._open = [(OTHER, begun), (EVALUATION, begun + _spent(self._open, now)[OTHER]), (OTHER, now)]
         return now - begun
 
     def end_step(self, step_s: float, now: float) -> None:
-        self._under_way.append((step_s, self._open, now))
-        self._open = [(self._open[-1][0], now)]
+        last = self._open[-1][0]
+        # one of many micro-batches does not wait in line with all of its marks
+        marks = self._open if len(self._open) <= MOST_MARKS else _drawn_together(self._open, now)
+        self._under_way.append((step_s, marks, now))
+        self._open = [(last, now)]
 
     def next_known(self) -> StepParts | None:
         if not self._under_way:
             return None
         step_s, marks, end = self._under_way.popleft()
-        spent = [0.0] * len(PARTS)
-        for column, at in reversed(marks):
-            spent[column] += end - at
-            end = at
-        return step_s, spent
+        return step_s, _spent(marks, end)
 
     def wait(self) -> None: ...
+
+
+def _spent(marks: Sequence[tuple[int, float]], end: float) -> list[float]:
+    """Seconds of each part, from mark to mark."""
+    spent = [0.0] * len(PARTS)
+    for column, at in reversed(marks):
+        spent[column] += end - at
+        end = at
+    return spent
+
+
+def _drawn_together(marks: Sequence[tuple[int, float]], end: float) -> list[tuple[int, float]]:
+    """One mark for each part, with the same seconds between them in all."""
+    found, at = [], marks[0][1]
+    for column, seconds in enumerate(_spent(marks, end)):
+        if seconds:
+            found.append((column, at))
+            at += seconds
+    return found
 
 
 class DeviceMarks:

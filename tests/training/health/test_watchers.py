@@ -208,7 +208,7 @@ def gpu_figures(sample):
 
 def test_what_the_network_carried_is_not_below_nothing_after_an_interface_has_gone(monkeypatch):
     counts = iter([(5e6, 7e6), (6e6, 9e6), (1e6, 2e6)])
-    read = lambda: SimpleNamespace(**dict(zip(("bytes_recv", "bytes_sent"), next(counts), strict=True)))  # noqa: E731
+    read = lambda: SimpleNamespace(**dict(zip(("bytes_recv", "bytes_sent"), next(counts), strict=True)))
     monkeypatch.setattr("psutil.net_io_counters", read)
     metrics = SystemMetrics(Guard())
     names = ("network_receive_megabytes", "network_transmit_megabytes")

@@ -119,3 +119,20 @@ def test_steps_of_a_host_wait_in_line_until_they_are_asked_for(clock):
     assert [as_dict(marks.next_known()) for _ in range(3)] == [PARTS_OF_STEP] * 3
     assert marks.next_known() is None
     assert (HostMarks.at_a_time, DeviceMarks.at_a_time) == (64, 1), "a device's events are to be used again"
+
+
+def test_a_step_of_many_micro_batches_and_a_long_evaluation_wait_in_line_with_few_marks(clock):
+    marks = HostMarks()
+    for _ in range(1000):
+        marks.mark(Phase.EVALUATION)
+        clock.now += 1.0
+        marks.mark(Phase.OTHER)
+        clock.now += 0.5
+    assert marks.as_evaluation(clock.now) == 1500.0
+    take(marks, clock, *STEP * 100)
+    marks.mark(Phase.OTHER)
+    ((_, waiting, _),) = marks._under_way
+    assert len(waiting) <= len(PARTS)
+    expected = {part: 100 * seconds for part, seconds in PARTS_OF_STEP.items()}
+    expected[Phase.OTHER] += 500.0
+    assert as_dict(marks.next_known()) == {**expected, Phase.EVALUATION: 1000.0}
