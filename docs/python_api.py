@@ -32,6 +32,7 @@ ORDER = (
             "list_jobs",
             "job_logs",
             "stop_job",
+            "doctor",
             "load_config",
             "write_project",
         ),

@@ -40,6 +40,7 @@ _HOMES = {
     "list_jobs": "scaleray.api_jobs",
     "job_logs": "scaleray.api_jobs",
     "stop_job": "scaleray.api_jobs",
+    "doctor": "scaleray.launch.doctor.doctor",
     "live_state": "scaleray.api_looks",
     "tracking_ui": "scaleray.api_looks",
     "list_checkpoints": "scaleray.launch.model.stored_checkpoints",
@@ -78,6 +79,7 @@ __all__ = [
     "compare",
     "config_keys",
     "config_schema",
+    "doctor",
     "evaluate",
     "explain_plan",
     "export_weights",
@@ -124,6 +126,7 @@ if TYPE_CHECKING:
     from scaleray.data import ArraySource, ParquetSource, TokenSource
     from scaleray.errors import ConfigError, ScaleRayError
     from scaleray.launch.check.check import check
+    from scaleray.launch.doctor.doctor import doctor
     from scaleray.launch.model.evaluate import evaluate
     from scaleray.launch.model.load import load
     from scaleray.launch.model.predict import predict

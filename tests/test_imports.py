@@ -78,6 +78,7 @@ def imported_by(words, modules):
                 "check",
                 "profile",
                 "watch",
+                "doctor",
             )
         ),
         *(f"{name} --help" for name in ("checkpoint", "config", "tracking", "plan explain", "checkpoint list")),

@@ -17,6 +17,7 @@ from scaleray.cli.cluster import cluster_app
 from scaleray.cli.compare import compare
 from scaleray.cli.config import config_app
 from scaleray.cli.dashboards import dashboards_app
+from scaleray.cli.doctor import doctor
 from scaleray.cli.evaluate import evaluate
 from scaleray.cli.gate import gate
 from scaleray.cli.init import init
@@ -69,6 +70,7 @@ for command in (
     jobs_app,
     init,
     cluster_app,
+    doctor,
 ):
     app.command(command)
 

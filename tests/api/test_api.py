@@ -40,7 +40,7 @@ COMMANDS = {
     "config keys": "config_keys", "config schema": "config_schema", "tracking replay": "replay", "tracking ui": "tracking_ui",
     "watch": "watch", "cluster write": "write_cluster_files", "cluster check": "check_manifests",
     "dashboards write": "write_dashboards", "dashboards install": "install_dashboards",
-    "gate": "gate", "promote": "promote", "rollback": "rollback", "submit": "submit", "jobs list": "list_jobs", "jobs logs": "job_logs", "jobs stop": "stop_job",
+    "gate": "gate", "promote": "promote", "rollback": "rollback", "submit": "submit", "jobs list": "list_jobs", "jobs logs": "job_logs", "jobs stop": "stop_job", "doctor": "doctor",
 }  # fmt: skip
 OTHER_NAMES = {
     "mode": "modes", "rank": "rank_by", "path": ("run", "folder"), "run": "what", "config": "what", "from_": "kind", "continue_": "continue_folder",
@@ -48,7 +48,7 @@ OTHER_NAMES = {
 }  # fmt: skip
 """Options whose argument has another name in Python."""
 OF_A_COMMAND = {
-    "json", "once", "all_", "follow", "rows", "open_browser", "max_minutes", "fail_if_slower", "expect_steps", "overrides", "interval_s", "report",
+    "json", "once", "all_", "follow", "rows", "open_browser", "max_minutes", "fail_if_slower", "expect_steps", "overrides", "interval_s", "report", "strict",
 }  # fmt: skip
 """What is a matter of printing, of exit codes, or of strings on a command line."""
 

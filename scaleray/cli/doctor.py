@@ -1,0 +1,74 @@
+"""`scaleray doctor`: is a cluster ready, before anything is trained on it?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from scaleray.cli.options import ConfigFile, Flag, Json, Overrides
+from scaleray.cli.output import Output, print_json
+
+
+def doctor(
+    *overrides: Overrides,
+    config: ConfigFile = None,
+    address: str | None = None,
+    local: Flag = False,
+    storage: str | None = None,
+    uri: str | None = None,
+    network: str | None = None,
+    collectives: Path | None = None,
+    strict: Flag = False,
+    json: Json = False,
+) -> int:
+    """Look at every node of a cluster before GPUs are paid for, in less than a minute; or at this machine.
+
+    Versions, GPUs, drivers, limits of the system, shared memory, disks, clocks, ports, the shared storage, MLflow,
+    matrix products of every GPU, all-reduces inside and between nodes, and each link between two nodes. Every check is
+    red, yellow or green, with what to do. GPUs that somebody uses are left alone.
+
+    Exit code 0 when no check is red, 1 when one is, 2 for bad usage. With a config its storage and MLflow are looked
+    at, and its keys can be given as options, as for train.
+
+    Parameters
+    ----------
+    address
+        HOST:PORT of the cluster's head; by default that of RAY_ADDRESS, and this machine where there is none.
+    local
+        Look at this machine, without Ray.
+    storage
+        Folder or s3:// URI where runs are kept, instead of the config's.
+    uri
+        MLflow's tracking URI, instead of the config's. Where one is given, in whatever way, the record is kept there.
+    network
+        Network between nodes, as the planner reads it, such as 100G or 8x400G, to compare all-reduces with. By
+        default that of machines with such GPUs.
+    collectives
+        File for the measured all-reduces, which `scaleray plan --collectives` reads.
+    strict
+        Exit code 1 for yellow too.
+    """
+    output = Output(json=json)
+    with output.running():
+        from scaleray.launch.doctor.doctor import doctor as look
+        from scaleray.records.preflight import RED, YELLOW
+        from scaleray.reports.terminal.preflight import show_preflight
+
+        resolved = None
+        if config is not None or overrides:
+            from scaleray.config import load_config
+
+            resolved = load_config(config, flags=overrides)
+        record = look(
+            resolved,
+            address=address,
+            local=local,
+            storage=storage,
+            uri=uri,
+            network=network,
+            collectives=collectives,
+            say=output.say,
+        )
+    show_preflight(output.console, record)
+    if json:
+        print_json(record.to_dict(), written={"collectives": str(collectives.absolute())} if collectives else None)
+    return int(record.worst in ((RED, YELLOW) if strict else (RED,)))

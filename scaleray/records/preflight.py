@@ -1,0 +1,220 @@
+"""What a look at a cluster has found before anything is trained on it: `scaleray doctor`.
+
+Bandwidths are of one direction, in bytes a second; sizes are bytes; what is not known is None or empty, never 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from scaleray.records.json_record import JsonRecord
+
+GREEN, YELLOW, RED, NOT_APPLICABLE = "green", "yellow", "red", "not applicable"
+Verdict = Literal["green", "yellow", "red", "not applicable"]
+WORST_FIRST: tuple[Verdict, ...] = ("red", "yellow", "green", "not applicable")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreflightCheck:
+    """One thing that was looked at: what was found, what is allowed, and what to do where that is not kept."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    allowed: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuSeen:
+    """A GPU as NVIDIA's driver shows it, whoever may use it."""
+
+    index: int
+    name: str
+    memory_bytes: int | None = None
+    used_bytes: int | None = None
+    utilisation: float | None = None
+    """Share of the last sample period in which a kernel ran."""
+    processes: list[str] = field(default_factory=list)
+    """Processes that compute on it, as `name (pid)`."""
+    num_nvlinks: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskSeen:
+    """Room at one place of a node. use: what a training keeps there."""
+
+    use: str
+    path: str
+    free_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSeen:
+    """One node by what it says of itself. error: why it could not be looked at; the rest is then empty."""
+
+    name: str
+    """Its address, and where several nodes have one address its id as well."""
+    machine: str = ""
+    """Id of the machine's last start: nodes that have the same one are on one machine."""
+    is_drivers: bool = False
+    python: str = ""
+    packages: dict[str, str] = field(default_factory=dict)
+    """Versions by normalised name."""
+    accelerators: dict[str, str] = field(default_factory=dict)
+    """Versions of `driver`, `cuda`, `cudnn` and `nccl`, those that there are."""
+    gpus: list[GpuSeen] = field(default_factory=list)
+    torch_gpus: int = 0
+    """GPUs that torch can use."""
+    ray_gpus: float | None = None
+    """GPUs that Ray hands out; None without Ray."""
+    limits: dict[str, int | None] = field(default_factory=dict)
+    """`nofile`, `nproc` and `memlock` of a worker's process; None is unlimited."""
+    has_rdma: bool = False
+    shm_bytes: int | None = None
+    memory_bytes: int | None = None
+    object_store_bytes: int | None = None
+    disks: list[DiskSeen] = field(default_factory=list)
+    port_range: int | None = None
+    """Number of ports that the system hands out."""
+    mlflow_error: str | None = None
+    """Why MLflow does not answer here; empty: it does; None: it was not asked."""
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClockSeen:
+    """How far a node's clock is ahead of the driver's. within_s: half of the shortest round trip."""
+
+    node: str
+    ahead_s: float
+    within_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageSeen:
+    """What a node could do with the shared storage. error: why it could not write."""
+
+    node: str
+    error: str = ""
+    write_bytes_per_s: float | None = None
+    read_bytes_per_s: float | None = None
+    does_not_see: list[str] = field(default_factory=list)
+    """Nodes whose files it does not find, or finds with another content."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceRate:
+    """Rate of matrix products of one GPU, or of a node's processors. precision: as the catalogue of GPUs names it."""
+
+    node: str
+    device: str
+    kind: str
+    precision: str
+    flops_per_s: float
+
+    @property
+    def name(self) -> str:
+        """The device and its node."""
+        return f"{self.device} of {self.node}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkRate:
+    """What two ranks sent each other at once, in bytes a second of each direction, on the way between two places."""
+
+    one: str
+    other: str
+    is_between_nodes: bool
+    bytes_per_s: float
+
+    @property
+    def name(self) -> str:
+        """Both ends."""
+        return f"{self.one} - {self.other}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """The pairs of a tournament that were measured. rounds: those that were played, of all that it takes."""
+
+    pairs: list[LinkRate] = field(default_factory=list)
+    rounds: int = 0
+    all_rounds: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduceTime:
+    """Seconds of an all-reduce of `num_bytes` over `ranks` workers on `nodes` nodes. where: the nodes."""
+
+    ranks: int
+    nodes: int
+    num_bytes: int
+    seconds: float
+    where: str = ""
+
+    @property
+    def bus_bytes_per_s(self) -> float:
+        """Bus bandwidth as nccl-tests defines it: 2 (n - 1) / n of the bytes over the time."""
+        return 2 * (self.ranks - 1) / self.ranks * self.num_bytes / self.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Everything that was seen and measured, before anything is judged."""
+
+    nodes: list[NodeSeen]
+    has_ray: bool = False
+    storage_path: str = ""
+    tracking_uri: str = ""
+    """Without a password."""
+    tracking_error: str = ""
+    """Why MLflow does not answer the driver; empty: it does."""
+    network: str = ""
+    """The network between nodes as it was given; empty: nobody said."""
+    clocks: list[ClockSeen] = field(default_factory=list)
+    closed: list[tuple[str, str]] = field(default_factory=list)
+    """Pairs of nodes of which the first cannot reach a port of the second."""
+    storage: list[StorageSeen] = field(default_factory=list)
+    rates: list[DeviceRate] = field(default_factory=list)
+    all_reduces: list[AllReduceTime] = field(default_factory=list)
+    links: Links = field(default_factory=Links)
+    not_measured: dict[str, str] = field(default_factory=dict)
+    """By what was not measured (`clocks`, `ports`, `storage`, `rates`, `links`), why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorRecord(JsonRecord):
+    """The outcome of `scaleray doctor`."""
+
+    checks: list[PreflightCheck]
+    measured: Measured
+    address: str = ""
+    """Of the Ray cluster; empty: this machine, without Ray."""
+    duration_s: float = 0.0
+    mlflow_link: str = ""
+
+    @property
+    def worst(self) -> Verdict:
+        """The worst verdict of all checks."""
+        found = {check.verdict for check in self.checks}
+        return next((verdict for verdict in WORST_FIRST if verdict in found), "not applicable")
+
+    @property
+    def verdict(self) -> str:
+        """The outcome in a line."""
+        red, yellow, green = ([c.name for c in self.checks if c.verdict == one] for one in (RED, YELLOW, GREEN))
+        words = [f"red: {', '.join(red)}"] if red else []
+        words += [f"yellow: {', '.join(yellow)}"] if yellow else []
+        count = len(self.measured.nodes)
+        where = f"{count} node{'s' if count != 1 else ''}"
+        if not words:
+            return f"ready: {len(green)} checks of {where} are green"
+        return f"{'not ready' if red else 'ready, with doubts'}: {'; '.join(words)} ({len(green)} green, {where})"
+
+    def lines(self) -> list[str]:
+        """The verdict, and every check that is not green."""
+        doubtful = [check for check in self.checks if check.verdict in (RED, YELLOW)]
+        return [self.verdict, *(f"{check.verdict}: {check.name}: {check.found}" for check in doubtful)]
