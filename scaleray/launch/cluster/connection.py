@@ -143,8 +143,8 @@ def joined(address: str, *, name: str = "--address") -> Iterator[list[Node]]:
 
     Raises ClusterError.
     """
-    for name, value in DRIVER_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    for variable, value in DRIVER_ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
     set_auth_mode(address)
     import ray
 
