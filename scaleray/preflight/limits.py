@@ -10,7 +10,7 @@ MIB, GIB = 2**20, 2**30
 OPEN_FILES_RED, OPEN_FILES_YELLOW = 4096, 8192
 """Ray warns below 4096 open files and recommends 8192 (`ray._private.worker`, Ray 2.60)."""
 PROCESSES_YELLOW = 4096
-"""Threads count as processes here. Ours: a Ray worker that trains has 60 to 120 threads, an input task 40."""
+"""Ours, not measured: threads count as processes here, and each process of Ray has dozens of them."""
 SHM_RED = 128 * MIB
 """Docker and Kubernetes give a container 64 MiB at /dev/shm, in which neither NCCL nor Ray's object store has room."""
 SHM_YELLOW = GIB
@@ -30,7 +30,7 @@ CLOCK_YELLOW_S = 0.1
 CLOCK_RED_S = 10.0
 """Ours: a third of what a run may be silent before a look takes it for lost (`records.live.LOST_S`)."""
 GPU_MEMORY_RED, GPU_MEMORY_YELLOW = 0.10, GIB
-"""Ours: an idle card's driver keeps up to 600 MiB; a tenth of the card is a process that trains."""
+"""Ours, from memory: an idle card's driver keeps up to 600 MiB; a tenth of the card is a process that trains."""
 GPU_BUSY_YELLOW = 0.10
 """Ours: an idle card shows 0 %; a desktop some percent."""
 STORAGE_YELLOW_BYTES_PER_S = 100e6
@@ -38,8 +38,8 @@ STORAGE_YELLOW_BYTES_PER_S = 100e6
 STORAGE_RED_BYTES_PER_S = 5e6
 """Ours: a checkpoint of 3 GB would take ten minutes, the usual distance between two."""
 SLOW_CARD_YELLOW, SLOW_CARD_RED = 0.90, 0.75
-"""Share of the other cards' median. MegaScale (NSDI 2024, section 5) took machines out that were 10 % slower than
-others; a card that is held down by heat or power loses a quarter and more."""
+"""Share of the other cards' median. MegaScale (NSDI 2024), from memory, took machines out that were 10 % slower
+than others; a card that is held down by heat or power loses a quarter and more."""
 SLOW_PROCESSOR_YELLOW, SLOW_PROCESSOR_RED = 0.60, 0.25
 """Ours: the same for processors, which others may use at the same time; the fastest of several products counts."""
 CATALOGUE_YELLOW, CATALOGUE_RED = 0.70, 0.40
